@@ -1,0 +1,48 @@
+# make venv | demo | test | check | bench      each does everything it needs, from a fresh clone on
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PEERS ?= .work/peers
+WORKLOADS ?= W1 W2 W4
+EXAMPLE := examples/stdlib_lm.py
+# All GPUs where there are any, else two CPU processes.
+DEVICES := $(if $(shell nvidia-smi -L 2>/dev/null),,--devices 2)
+
+.PHONY: venv demo test check bench
+.DELETE_ON_ERROR:
+
+venv: $(READY)
+
+# torch comes first and alone: what follows then takes the build that is there, not another.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(READY)
+	$(BIN)/evenly run $(EXAMPLE) $(DEVICES)
+	$(BIN)/evenly verify $(EXAMPLE) --plans "single;ddp" --devices 2 --steps 3
+	@folder=$$(ls -td runs/stdlib_lm-* | head -n 1); \
+	echo "The run lies in $$folder: its losses in metrics.jsonl, its weights in checkpoints/."
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# The rivals have an environment of their own, whose versions they pin. WORKLOADS="W1 W2 W3 W4" for all; takes long.
+bench: $(PEERS)/.ready
+	cd benchmarks/peers && export PATH="$(abspath $(PEERS))/bin:$$PATH" && \
+	python bench.py speed $(WORKLOADS) && python bench.py equal W1s W2s W1p5 W1p21 W2p21 && python bench.py table
+
+$(PEERS)/.ready: benchmarks/peers/requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet -r benchmarks/peers/requirements.txt
+	$(PEERS)/bin/python -m pip install --quiet --no-deps -e .
+	touch $@

@@ -1,0 +1,32 @@
+"""Fixtures of all tests; every test leaves no process, thread count or environment variable behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for kept_ranks and jobs
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from kept_ranks import KeptRanks
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[KeptRanks]:
+    """Kept ranks, shared by all tests."""
+    kept = KeptRanks()
+    yield kept
+    kept.close()
+
+
+@pytest.fixture(autouse=True)
+def _same_environment() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    changed = {k for k in before.keys() | os.environ.keys() if before.get(k) != os.environ.get(k)}
+    changed -= {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # set by pytest and by torch themselves
+    assert not changed, f"the test left environment variables changed: {changed}"

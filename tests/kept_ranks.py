@@ -1,0 +1,114 @@
+"""Ranks that are kept between tests: forked once from a server that has imported torch, then given jobs.
+
+A job is a function of a test module with its arguments; it runs on `size` ranks with the environment that torchrun
+would set, and its results come back in rank order. A job that outlives its limit, or a rank that dies, ends all
+ranks and fails the test; the next job starts fresh ones.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+PRELOAD = ["torch", "torch.distributed", "evenly.train", "evenly.verify.ranks", "evenly.train.resume"]
+
+
+class RankFailure(AssertionError):
+    """A rank raised; the text is its traceback."""
+
+
+class KeptRanks:
+    """Up to a handful of ranks, started when first needed."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOAD)
+        self._ranks: list[tuple[Any, Connection]] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, size: int = 2, limit_s: float = 280.0) -> list[Any]:
+        """Results of `function(*args)` on ranks 0..size-1."""
+        while len(self._ranks) < size:
+            self._start_one()
+        port = free_port()
+        for rank in range(size):
+            self._ranks[rank][1].send((function, args, _environment(rank, size, port), list(sys.path)))
+        return self._collect(size, limit_s)
+
+    def close(self) -> None:
+        """Ends all ranks."""
+        for process, connection in self._ranks:
+            connection.close()
+            process.kill()
+            process.join()
+        self._ranks = []
+
+    def _start_one(self) -> None:
+        here, there = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(there,))
+        process.start()
+        there.close()
+        self._ranks.append((process, here))
+
+    def _collect(self, size: int, limit_s: float) -> list[Any]:
+        waiting = {connection: rank for rank, (_, connection) in enumerate(self._ranks[:size])}
+        results: list[Any] = [None] * size
+        failures: list[str] = []
+        while waiting and not failures:
+            ready = wait([*waiting], timeout=limit_s)
+            if not ready:
+                failures.append(f"ranks {sorted(waiting.values())} did not end within {limit_s} s")
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    error, results[rank] = connection.recv()
+                except EOFError:
+                    error = "the process ended"
+                if error:
+                    failures.append(f"rank {rank}: {error}")
+        if failures:
+            self.close()
+            raise RankFailure("\n".join(failures))
+        return results
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _environment(rank: int, size: int, port: int) -> dict[str, str]:
+    numbers = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_PORT": port,
+    }
+    values = {name: str(number) for name, number in numbers.items()}
+    return {**values, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def _serve(connection: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, args, environment, path = connection.recv()
+        except (EOFError, OSError):
+            return
+        sys.path[:] = path
+        os.environ.update(environment)
+        try:
+            connection.send(("", function(*args)))
+        except BaseException:
+            connection.send((traceback.format_exc(), None))
+            return  # its process group may be in any state
