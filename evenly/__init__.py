@@ -1,0 +1,42 @@
+"""Train any PyTorch model on any number of devices, evenly shared, with the numbers of one device.
+
+Names are loaded when first used, so that `import evenly` is instant and needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from evenly.cluster.launch import launch as launch
+    from evenly.cluster.world import World as World
+    from evenly.errors import EvenlyError as EvenlyError
+    from evenly.errors import RunError as RunError
+    from evenly.errors import UserError as UserError
+    from evenly.job import Job as Job
+    from evenly.job import Loss as Loss
+    from evenly.plan import Plan as Plan
+    from evenly.train import Run as Run
+    from evenly.train import start as start
+
+_HOMES = {
+    "EvenlyError": "evenly.errors",
+    "Job": "evenly.job",
+    "Loss": "evenly.job",
+    "Plan": "evenly.plan",
+    "Run": "evenly.train",
+    "RunError": "evenly.errors",
+    "UserError": "evenly.errors",
+    "World": "evenly.cluster.world",
+    "launch": "evenly.cluster.launch",
+    "start": "evenly.train",
+}
+
+__all__ = [*_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'evenly' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,63 @@
+"""Errors as the user reads them: what was asked, what was found, what to do.
+
+`UserError` is a mistake that can be seen before a run (exit code 2); `RunError` is a run that failed
+(exit code 1). Both print as one message; the command line shows a traceback only under `--debug`.
+"""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+
+class EvenlyError(Exception):
+    """One clear message in three parts; `found` and `do` may be empty."""
+
+    exit_code = 1
+
+    def __init__(self, asked: str, found: str = "", do: str = "") -> None:
+        super().__init__(asked, found, do)
+        self.asked, self.found, self.do = asked, found, do
+
+    def __str__(self) -> str:
+        parts = [self.asked]
+        if self.found:
+            parts.append(f"  found: {self.found}")
+        if self.do:
+            parts.append(f"  to do: {self.do}")
+        return "\n".join(parts)
+
+
+class UserError(EvenlyError):
+    """The job, the plan, the command or the environment cannot be run as it stands."""
+
+    exit_code = 2
+
+
+class PlanError(UserError):
+    """A plan that is malformed or cannot keep the contract; names every problem found."""
+
+
+class RunError(EvenlyError):
+    """A run that began and could not go on."""
+
+
+class SampleError(RunError):
+    """A sample that could not be read or collated; names its index."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint that is torn, foreign or tampered with, or that could not be written."""
+
+
+class RankError(RunError):
+    """A rank failed; carries the first failing rank, its step if known, and its log."""
+
+
+def describe(problem: BaseException) -> str:
+    """`ValueError: message (file.py:33)`: an exception in one line, with the place that raised it."""
+    if isinstance(problem, EvenlyError):
+        return str(problem)
+    text = f"{type(problem).__name__}: {problem}".rstrip(": ").strip()
+    frames = traceback.extract_tb(problem.__traceback__)
+    return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text

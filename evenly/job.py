@@ -1,0 +1,147 @@
+"""What to train: the model, the loss and the data, as for a single device.
+
+No field of a `Job` names a device, a rank or a strategy, and none may: a run is a function of the job
+and its seed alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from evenly.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.utils.data import Dataset
+
+Precision = Literal["float32", "float64", "bfloat16", "float16"]
+PRECISIONS: tuple[str, ...] = get_args(Precision)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The loss of one microbatch as a sum, never as a mean.
+
+    total:  scalar tensor, the sum of the losses of everything that counts in the microbatch.
+    weight: number or scalar tensor, how much counts (samples, tokens). The loss of a step is
+            sum(total) / sum(weight) over all microbatches of all ranks.
+    """
+
+    total: torch.Tensor
+    weight: torch.Tensor | float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training job.
+
+    model:           builds the module; called once per rank under the job's own random stream.
+    loss:            (model, batch) -> `Loss`, or a scalar tensor that is the mean over the microbatch's samples.
+    data:            map-style dataset, `len(data)` samples.
+    optimizer:       parameters -> torch Optimizer.
+    global_batch:    samples per step, however many devices share them.
+    steps:           optimizer steps of the whole run.
+    microbatch:      samples that one forward runs; where neither this nor `microbatch_cost` is given, an
+                     eighth of the global batch, rounded up.
+    collate:         list of samples -> batch (any nest of tensors); default: torch's default_collate.
+    cost:            index of a sample in `data` -> its length. The samples of a batch are then put together
+                     by like length.
+    microbatch_cost: budget of padded length (longest sample x number of samples) of one microbatch.
+    shuffle:         whether every epoch has an order of its own; otherwise the dataset's.
+    schedule:        optimizer -> torch LRScheduler; counts steps.
+    clip_norm:       largest global gradient norm.
+    eval_data:       map-style dataset, evaluated whole every `eval_every` steps and after the last.
+    save_every:      steps between checkpoints; the last step is always saved.
+    precision:       numbers of the forward and backward pass; the weights of bfloat16 and float16 are float32.
+    seed:            of the order of samples and of every random stream.
+    name:            of the run's folder and its reports.
+
+    Raises `UserError`, naming every field that is out of range.
+    """
+
+    model: Callable[[], torch.nn.Module]
+    loss: Callable[[torch.nn.Module, Any], Loss | torch.Tensor]
+    data: Dataset[Any]
+    optimizer: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+    global_batch: int
+    steps: int
+    microbatch: int | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+    cost: Callable[[int], float] | None = None
+    microbatch_cost: float | None = None
+    shuffle: bool = True
+    schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
+    clip_norm: float | None = None
+    eval_data: Dataset[Any] | None = None
+    eval_every: int | None = None
+    save_every: int | None = None
+    precision: Precision = "float32"
+    seed: int = 0
+    name: str = "job"
+
+    def __post_init__(self) -> None:
+        problems = list(_problems(self))
+        if problems:
+            raise UserError(f"job {self.name!r} cannot be run", "; ".join(problems), "correct these fields of the Job")
+
+    @property
+    def length(self) -> int:
+        """Number of training samples."""
+        return _length(self.data)
+
+    @property
+    def samples_per_microbatch(self) -> int:
+        """Samples of one forward where samples are counted; the rule of `microbatch` above."""
+        return self.microbatch or -(-self.global_batch // 8)
+
+
+def _length(data: object) -> int:
+    return len(data)  # pyright: ignore[reportArgumentType]
+
+
+def _problems(job: Job) -> Iterable[str]:
+    for field in ("model", "loss", "optimizer"):
+        if not callable(getattr(job, field)):
+            yield f"{field} is a {type(getattr(job, field)).__name__}, not a callable"
+    for field in ("collate", "cost", "schedule"):
+        if getattr(job, field) is not None and not callable(getattr(job, field)):
+            yield f"{field} is a {type(getattr(job, field)).__name__}, not a callable"
+    yield from _positive(job, ("global_batch", "steps"), ("microbatch", "eval_every", "save_every"))
+    for field in ("microbatch_cost", "clip_norm"):
+        value = getattr(job, field)
+        if value is not None and not 0 < value < float("inf"):
+            yield f"{field} is {value!r}, must be a finite number above 0"
+    if job.microbatch_cost is not None and job.cost is None:
+        yield "microbatch_cost is set but cost is not"
+    if job.precision not in PRECISIONS:
+        yield f"precision is {job.precision!r}, must be one of {', '.join(PRECISIONS)}"
+    if not isinstance(job.seed, int) or isinstance(job.seed, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        yield f"seed is {job.seed!r}, must be an integer"
+    for field in ("eval_every",):
+        if getattr(job, field) is not None and job.eval_data is None:
+            yield f"{field} is set but eval_data is not"
+    yield from _data_problems(job)
+
+
+def _positive(job: Job, required: Sequence[str], optional: Sequence[str]) -> Iterable[str]:
+    for field in (*required, *optional):
+        value = getattr(job, field)
+        if value is None and field in optional:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            yield f"{field} is {value!r}, must be a whole number of at least 1"
+
+
+def _data_problems(job: Job) -> Iterable[str]:
+    for field in ("data", "eval_data"):
+        data = getattr(job, field)
+        if data is None and field == "eval_data":
+            continue
+        if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+            yield f"{field} is a {type(data).__name__}, not a map-style dataset (it needs __len__ and __getitem__)"
+        elif _length(data) == 0:
+            yield f"{field} is empty"
+    if hasattr(job.data, "__len__") and isinstance(job.global_batch, int) and 0 < job.length < job.global_batch:  # pyright: ignore[reportUnnecessaryIsInstance]
+        yield f"global_batch is {job.global_batch} but data has only {job.length} samples"

@@ -1,0 +1,117 @@
+"""Job files: a Python file that defines `job(**settings) -> evenly.Job`."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from evenly.errors import EvenlyError, UserError, describe
+from evenly.job import Job
+
+
+def load_job(path: Path, settings: dict[str, Any]) -> Job:
+    """The job that the file at `path` defines, with `settings` passed to its `job` function.
+
+    Raises `UserError` if there is no such file, it cannot be run, defines no `job`, does not know a setting, or
+    returns something else.
+    """
+    function = _find_function(path)
+    check_settings(path, function, settings)
+    try:
+        job = function(**settings)
+    except EvenlyError:
+        raise
+    except Exception as problem:
+        raise UserError(f"job() of {path}", f"it raised {describe(problem)}", "mend the file") from problem
+    if not isinstance(job, Job):
+        raise UserError(
+            f"job() of {path} must return an evenly.Job",
+            f"it returned a {type(job).__name__}",
+            "return the Job",
+        )
+    return job
+
+
+def parse_settings(pairs: list[str]) -> dict[str, Any]:
+    """`["layers=4", "name=wide"]` as keyword arguments: Python literals where they are, else text."""
+    settings: dict[str, Any] = {}
+    for pair in pairs:
+        key, sign, value = pair.partition("=")
+        if not sign or not key.isidentifier():
+            raise UserError(f"--set {pair}", "not of the form key=value", "for example --set layers=4")
+        try:
+            settings[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            settings[key] = value
+    return settings
+
+
+def owns_loop(path: Path) -> bool:
+    """Whether the file calls `evenly.start`, that is, runs its own loop as a script."""
+    tree = _parse(path)
+    called = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return any(ast.unparse(function) in ("evenly.start", "start") for function in called)
+
+
+def check_settings(path: Path, function: Callable[..., Any], settings: dict[str, Any]) -> None:
+    """Raises `UserError` for a setting that `function` does not take."""
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    for key in settings:
+        if key not in parameters:
+            near = get_close_matches(key, [*parameters], n=1)
+            known = ", ".join(f"{p}" for p in parameters.values()) or "none"
+            raise UserError(
+                f"--set {key}=... for {path}",
+                f"its job() takes: {known}",
+                f"did you mean {near[0]}?" if near else "",
+            )
+
+
+def _parse(path: Path) -> ast.Module:
+    if not path.is_file():
+        near = (
+            get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=1)
+            if path.parent.is_dir()
+            else []
+        )
+        what = "a folder" if path.is_dir() else "no such file"
+        raise UserError(
+            f"job file {path}",
+            what,
+            f"did you mean {path.parent / near[0]}?" if near else "give a Python file",
+        )
+    try:
+        return ast.parse(path.read_bytes(), str(path))
+    except (SyntaxError, ValueError) as problem:
+        raise UserError(f"job file {path}", f"it is not Python: {problem}", "mend the file") from problem
+
+
+def _find_function(path: Path) -> Callable[..., Any]:
+    _parse(path)
+    path = path.resolve()
+    name = f"evenly_job_{path.stem}"  # never the name of a library, however the file is called
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # a .py file always has a loader
+    module = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))  # so that a job file can import its neighbours
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except EvenlyError:
+        raise
+    except Exception as problem:
+        raise UserError(f"job file {path}", f"it raised {describe(problem)}", "mend the file") from problem
+    function = getattr(module, "job", None)
+    if not callable(function):
+        found = "no `job`" if function is None else f"`job` is a {type(function).__name__}"
+        raise UserError(f"job file {path} must define job()", found, "define `def job() -> evenly.Job:`")
+    return function

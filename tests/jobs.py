@@ -1,0 +1,125 @@
+"""Small jobs that show what goes wrong: odd shapes, uneven weights, ragged samples, dropout, statistics, ties."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import evenly
+
+
+class Points(torch.utils.data.Dataset):
+    """(x of 5 numbers, class of 3), from a seed."""
+
+    def __init__(self, count: int, seed: int = 0) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(count, 5, generator=draw)
+        self.y = torch.randint(0, 3, (count,), generator=draw)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        # A draw per sample: augmentation must follow the sample, not the rank or the loader's worker.
+        return self.x[index] + 0.1 * torch.randn(5), self.y[index]
+
+
+class Sentences(torch.utils.data.Dataset):
+    """Ragged sequences of 2 to 17 tokens out of 11."""
+
+    def __init__(self, count: int, seed: int = 0) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(2, 18, (count,), generator=draw).tolist()
+        self.rows = [torch.randint(1, 11, (n,), generator=draw) for n in lengths]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.rows[index]
+
+
+def pad(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    inputs = nn.utils.rnn.pad_sequence([row[:-1] for row in rows], batch_first=True)
+    labels = nn.utils.rnn.pad_sequence([row[1:] for row in rows], batch_first=True, padding_value=-100)
+    return {"inputs": inputs, "labels": labels}
+
+
+class Classifier(nn.Module):
+    """BatchNorm (one layer called twice), dropout, a frozen, an unused and a now-and-then-used parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7, bias=False)
+        self.norm = nn.BatchNorm1d(7)
+        self.slow = nn.BatchNorm1d(7, momentum=None)
+        self.last = nn.Linear(7, 3)
+        self.sometimes = nn.Parameter(torch.full((3,), 0.5))
+        self.never = nn.Parameter(torch.ones(4, 3))
+        self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(self.first(x))
+        h = self.slow(self.norm(F.dropout(h, 0.2, self.training)) + self.frozen)
+        out = self.last(F.gelu(h))
+        return out * self.sometimes if bool(x[0, 0] > 0.7) else out
+
+
+class LanguageModel(nn.Module):
+    """Tied embedding and head, dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.mix = nn.GRU(6, 6, batch_first=True)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden, _ = self.mix(F.dropout(self.embed(tokens), 0.1, self.training))
+        return self.head(hidden)
+
+
+def class_loss(model: nn.Module, batch: Any) -> evenly.Loss:
+    x, y = batch
+    return evenly.Loss(F.cross_entropy(model(x), y, reduction="sum"), len(y))
+
+
+def token_loss(model: nn.Module, batch: Any) -> evenly.Loss:
+    labels = batch["labels"].flatten()
+    total = F.cross_entropy(model(batch["inputs"]).flatten(0, 1), labels, ignore_index=-100, reduction="sum")
+    return evenly.Loss(total, (labels != -100).sum())
+
+
+def warm_up(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+
+def classifier_job(**changes: Any) -> evenly.Job:
+    """37 samples, batches of 10 in microbatches of 3 or less, a short last batch of 7."""
+    fields: dict[str, Any] = dict(
+        model=Classifier, loss=class_loss, data=Points(37), eval_data=Points(11, seed=1), optimizer=adam,
+        global_batch=10, microbatch=3, steps=6, clip_norm=0.7, schedule=warm_up, name="classifier",
+    )  # fmt: skip
+    return evenly.Job(**{**fields, **changes})
+
+
+def language_job(**changes: Any) -> evenly.Job:
+    """Ragged samples dealt by cost."""
+    data = Sentences(41)
+    fields: dict[str, Any] = dict(
+        model=LanguageModel, loss=token_loss, data=data, eval_data=Sentences(9, seed=1), optimizer=adam,
+        collate=pad, cost=lambda i: len(data[i]), microbatch_cost=40, global_batch=12, steps=6, clip_norm=0.7,
+        schedule=warm_up, name="language",
+    )  # fmt: skip
+    return evenly.Job(**{**fields, **changes})
+
+
+JOBS = {"classifier": classifier_job, "language": language_job}
