@@ -1,0 +1,171 @@
+"""The whole decision of how a job is split, as data: printable, parsed from text, checked at once.
+
+A plan's text is pairs `key=value` and names of common plans, in any order: `single`, `ddp`, `data=4 exact=rounding`.
+A plan named without sizes takes the devices that it is given: `Plan.fit(devices)` fills them in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from typing import Any, Literal, get_args
+
+from evenly.errors import PlanError
+from evenly.job import PRECISIONS, Precision
+
+Exact = Literal["bitwise", "rounding"]
+
+SYNONYMS = {"dp": "data", "tp": "tensor", "pp": "pipeline"}
+# Words of the plan language whose strategies do not exist yet: refused by name rather than as misspelt.
+PLANNED_KEYS = frozenset(
+    [
+        "tensor",
+        "pipeline",
+        "zero",
+        "shard",
+        "schedule",
+        "stages_per_rank",
+        "microbatch",
+        "recompute",
+        "compile",
+        "threads",
+        "balanced",
+    ]
+)
+PLANNED_NAMES = frozenset(
+    ["dp", "balanced-dp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tp", "mp", "pp", "2d", "3d"]
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a job runs.
+
+    data:      ranks that share each batch; None takes all devices given.
+    precision: of the forward and backward pass; None takes the job's.
+    exact:     "bitwise" adds gradients in a wider type, so that float32, bfloat16 and float16 training has the
+               same bits on any number of ranks; "rounding" adds them as they are. float64 has no wider type:
+               there plans agree up to rounding. None takes bitwise where it is possible.
+    """
+
+    data: int | None = None
+    precision: Precision | None = None
+    exact: Exact | None = None
+
+    @property
+    def devices(self) -> int | None:
+        """World size: the product of the axes; None while an axis waits for its size."""
+        return None if self.data is None else math.prod(self.axes.values())
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Size of every axis of the device mesh, outermost first."""
+        return {"data": self.data or 1}
+
+    def fit(self, devices: int) -> Plan:
+        """The plan with its open axes filled so that it uses `devices`; raises `PlanError` where it cannot."""
+        if self.data is None:
+            return replace(self, data=devices)
+        if self.devices != devices:
+            raise PlanError(
+                f"plan {self} on {devices} device{'s' * (devices != 1)}",
+                f"its axes ({_product(self.axes)}) need {self.devices}",
+                f"give --devices {self.devices}, or a plan without sizes",
+            )
+        return self
+
+    def resolve(self, precision: Precision) -> Plan:
+        """The plan with precision and exactness filled in for a job of this `precision`; checks them together."""
+        precision = self.precision or precision
+        wide = precision == "float64"
+        if wide and self.exact == "bitwise":
+            raise PlanError(
+                f"plan {self} with precision float64",
+                "bitwise equality adds gradients in a wider type, and float64 has none",
+                "use exact=rounding (plans then agree to about 1e-12), or another precision",
+            )
+        return replace(self, precision=precision, exact=self.exact or ("rounding" if wide else "bitwise"))
+
+    def __str__(self) -> str:
+        pairs = [f"{f.name}={value}" for f in fields(self) if (value := getattr(self, f.name)) is not None]
+        return " ".join(pairs) or "auto"
+
+
+NAMED = {"single": Plan(data=1), "ddp": Plan(), "auto": Plan()}
+
+
+def parse_plan(text: str) -> Plan:
+    """The plan that `text` states; raises `PlanError` that tells every problem of the text at once."""
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    for word in text.replace(",", " ").split():
+        problems += _read_word(word, values)
+    if not text.split():
+        problems.append("the text is empty")
+    if problems:
+        raise PlanError(
+            f"plan {text!r}",
+            "; ".join(problems),
+            f"name one of {', '.join(NAMED)}, or set {', '.join(f.name for f in fields(Plan))}",
+        )
+    return Plan(**values)
+
+
+def parse_plans(text: str) -> list[Plan]:
+    """Plans separated by semicolons."""
+    return [parse_plan(part) for part in text.split(";") if part.strip()]
+
+
+def _read_word(word: str, values: dict[str, Any]) -> Iterable[str]:
+    """Adds what one word sets to `values`; yields what is wrong with it."""
+    key, sign, value = word.partition("=")
+    if not sign:
+        if word in NAMED:
+            stated = {f.name: getattr(NAMED[word], f.name) for f in fields(Plan)}
+            yield from _add({k: v for k, v in stated.items() if v is not None}, values)
+        else:
+            yield _unknown(word, NAMED, PLANNED_NAMES | PLANNED_KEYS, "name")
+        return
+    key = SYNONYMS.get(key, key)
+    readers = {"data": _count, "precision": _one_of(PRECISIONS), "exact": _one_of(get_args(Exact))}
+    if key not in readers:
+        yield _unknown(key, readers, PLANNED_KEYS, "key")
+        return
+    try:
+        yield from _add({key: readers[key](value)}, values)
+    except ValueError as problem:
+        yield f"{key}={value}: {problem}"
+
+
+def _add(new: dict[str, Any], values: dict[str, Any]) -> Iterable[str]:
+    for key, value in new.items():
+        if values.setdefault(key, value) != value:
+            yield f"{key} is set to both {values[key]} and {value}"
+
+
+def _unknown(word: str, known: Iterable[str], planned: frozenset[str], kind: str) -> str:
+    if word in planned:
+        return f"{word} is not supported by this version"
+    near = get_close_matches(word, [*known], n=1)
+    return f"unknown {kind} {word!r}" + (f" (did you mean {near[0]!r}?)" if near else "")
+
+
+def _count(value: str) -> int:
+    if not value.isdecimal() or int(value) < 1:
+        raise ValueError("must be a whole number of at least 1")
+    return int(value)
+
+
+def _one_of(choices: tuple[str, ...]) -> Any:
+    def read(value: str) -> str:
+        if value not in choices:
+            raise ValueError(f"must be one of {', '.join(choices)}")
+        return value
+
+    return read
+
+
+def _product(axes: dict[str, int]) -> str:
+    return " x ".join(f"{axis}={size}" for axis, size in axes.items())

@@ -1,0 +1,65 @@
+"""Plans as text and data; no process and no torch."""
+
+from __future__ import annotations
+
+import pytest
+
+from evenly.errors import PlanError
+from evenly.plan import NAMED, Plan, parse_plan, parse_plans
+
+
+@pytest.mark.parametrize(
+    ("text", "plan"),
+    [
+        ("ddp", Plan()),
+        ("single", Plan(data=1)),
+        ("data=4", Plan(data=4)),
+        ("dp=4", Plan(data=4)),
+        ("data=4, exact=rounding", Plan(data=4, exact="rounding")),
+        ("exact=bitwise ddp", Plan(exact="bitwise")),
+        ("precision=bfloat16 data=2", Plan(data=2, precision="bfloat16")),
+    ],
+)
+def test_text_becomes_a_plan(text: str, plan: Plan) -> None:
+    assert parse_plan(text) == plan
+
+
+@pytest.mark.parametrize("plan", [*NAMED.values(), Plan(4, "float16", "bitwise"), Plan(None, "float32", None)])
+def test_printing_and_parsing_are_inverse(plan: Plan) -> None:
+    assert parse_plan(str(plan)) == plan
+
+
+def test_all_problems_are_told_at_once() -> None:
+    with pytest.raises(PlanError) as caught:
+        parse_plan("data=0 exact=perfect dpp pipeline=2 zero3")
+    message = str(caught.value)
+    assert "data=0: must be a whole number of at least 1" in message
+    assert "exact=perfect: must be one of bitwise, rounding" in message
+    assert "unknown name 'dpp' (did you mean 'ddp'?)" in message
+    assert "pipeline is not supported by this version" in message
+    assert "zero3 is not supported by this version" in message
+
+
+def test_contradictions_are_refused() -> None:
+    with pytest.raises(PlanError, match="data is set to both 1 and 2"):
+        parse_plan("single data=2")
+
+
+def test_open_axes_take_the_devices_given() -> None:
+    assert Plan().fit(6) == Plan(data=6)
+    assert Plan().devices is None
+    assert Plan(data=2).fit(2).axes == {"data": 2}
+    with pytest.raises(PlanError, match=r"its axes \(data=2\) need 2"):
+        Plan(data=2).fit(3)
+
+
+def test_exactness_follows_the_precision() -> None:
+    assert Plan().resolve("float32") == Plan(precision="float32", exact="bitwise")
+    assert Plan().resolve("float64") == Plan(precision="float64", exact="rounding")
+    assert Plan(precision="bfloat16").resolve("float32").precision == "bfloat16"
+    with pytest.raises(PlanError, match="float64 has none"):
+        Plan(exact="bitwise").resolve("float64")
+
+
+def test_lists_of_plans_are_separated_by_semicolons() -> None:
+    assert parse_plans("single; ddp;data=3;") == [Plan(data=1), Plan(), Plan(data=3)]
