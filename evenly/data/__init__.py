@@ -1,0 +1,1 @@
+"""WHICH sample WHEN: the global order, microbatches, shares, and the loader that follows them."""

@@ -1,0 +1,193 @@
+"""A rank's way through the data: which microbatches it runs at which step, and their samples.
+
+The decision (`share_of_step`) is pure. The loader follows it with torch's DataLoader, one work item per
+microbatch, so that a rank reads only its own share and workers can be ahead of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from evenly.data.generators import seeded
+from evenly.data.microbatch import cut, padded_cost
+from evenly.data.order import batch_indices
+from evenly.data.share import deal
+from evenly.data.stream import stream_key
+from evenly.errors import SampleError, describe
+from evenly.job import Job
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank runs of one pass (a training step, or an evaluation).
+
+    step:         number of the step, from 0.
+    microbatches: the sample indices of every microbatch of the pass, all ranks'.
+    own:          the numbers of the microbatches that this rank runs, ascending.
+    """
+
+    step: int
+    microbatches: list[list[int]]
+    own: list[int]
+
+    @property
+    def samples(self) -> int:
+        """Samples of the pass, all ranks'."""
+        return sum(map(len, self.microbatches))
+
+
+def microbatches_of_step(job: Job, step: int) -> list[list[int]]:
+    """The microbatches of step `step` (from 0), as lists of sample indices: the job's own, whatever the plan."""
+    indices = batch_indices(
+        seed=job.seed, step=step, length=job.length, global_batch=job.global_batch, shuffle=job.shuffle
+    )
+    if job.cost is None:
+        return cut(indices, size=job.samples_per_microbatch)
+    size = job.samples_per_microbatch if job.microbatch or job.microbatch_cost is None else None
+    return cut(indices, size=size, costs=[job.cost(i) for i in indices], budget=job.microbatch_cost)
+
+
+def microbatches_of_evaluation(job: Job) -> list[list[int]]:
+    """The evaluation samples in their own order, counted into microbatches; each exactly once."""
+    assert job.eval_data is not None
+    return cut(list(range(len(job.eval_data))), size=job.samples_per_microbatch)  # pyright: ignore[reportArgumentType]
+
+
+def share_of_step(job: Job, step: int, *, rank: int, ranks: int) -> Share:
+    """What `rank` of `ranks` runs at `step`: dealt by padded cost where the job states costs, else by samples."""
+    microbatches = microbatches_of_step(job, step)
+    if job.cost is None:
+        costs = [float(len(indices)) for indices in microbatches]
+    else:
+        costs = [padded_cost([job.cost(i) for i in indices]) for indices in microbatches]
+    return Share(step, microbatches, deal(costs, ranks)[rank])
+
+
+def share_of_evaluation(job: Job, *, rank: int, ranks: int) -> Share:
+    """What `rank` of `ranks` runs of an evaluation."""
+    microbatches = microbatches_of_evaluation(job)
+    return Share(0, microbatches, deal([float(len(m)) for m in microbatches], ranks)[rank])
+
+
+def worker_count(*, cores: int, local_ranks: int, device: str) -> int:
+    """Loader processes per rank: on a GPU four, as is usual, but never more than the rank's part of the cores.
+
+    On the CPU none: ranks need the cores themselves, and reading takes less than computing there.
+    """
+    return min(4, cores // local_ranks) if device.startswith("cuda") else 0
+
+
+@dataclass(frozen=True)
+class _Item:
+    """One microbatch to read."""
+
+    number: int
+    indices: list[int]
+    key: int  # of the random stream of reading it
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One microbatch as read: its number within the step, its number of samples, and what `collate` made of them."""
+
+    number: int
+    samples: int
+    batch: Any
+
+
+class _Reader(Dataset["Microbatch | SampleError"]):
+    """Reads whole microbatches; runs in the loader's workers.
+
+    An error is returned, not raised: torch would wrap one that is raised in a worker in text of its own.
+    """
+
+    def __init__(self, data: Any, collate: Any) -> None:
+        self._data, self._collate = data, collate or default_collate
+
+    def __getitem__(self, item: Any) -> Microbatch | SampleError:
+        """Reads the microbatch that `item`, an `_Item`, states."""
+        try:
+            with seeded(item.key):
+                samples = [self._sample(index) for index in item.indices]
+                return Microbatch(item.number, len(samples), self._put_together(item, samples))
+        except SampleError as problem:
+            return problem
+
+    def _sample(self, index: int) -> Any:
+        try:
+            return self._data[index]
+        except Exception as problem:
+            raise SampleError(
+                f"reading sample {index}", describe(problem), "mend or leave out this sample"
+            ) from problem
+
+    def _put_together(self, item: _Item, samples: list[Any]) -> Any:
+        try:
+            return self._collate(samples)
+        except Exception as problem:
+            index = self._first_odd(item.indices, samples)
+            raise SampleError(
+                f"collating samples {item.indices}"
+                + ("" if index is None else f" (sample {index} does not fit the others)"),
+                describe(problem),
+                "give the job a collate that puts such samples together (padding, say)",
+            ) from problem
+
+    def _first_odd(self, indices: list[int], samples: list[Any]) -> int | None:
+        """The first sample that cannot be collated with those before it."""
+        for n in range(1, len(samples) + 1):
+            try:
+                self._collate(samples[:n])
+            except Exception:
+                return indices[n - 1]
+        return None
+
+
+def _as_read(item: Any) -> Any:
+    return item
+
+
+class Loader:
+    """Microbatches of consecutive shares of one dataset, in order."""
+
+    def __init__(self, job: Job, *, evaluation: bool = False, workers: int = 0, pin: bool = False) -> None:
+        self._seed, self._word = job.seed, "evaluation data" if evaluation else "data"
+        self._reader = _Reader(job.eval_data if evaluation else job.data, job.collate)
+        self._workers, self._pin = workers, pin
+
+    def read(self, shares: Iterator[Share]) -> Iterator[Microbatch]:
+        """The rank's own microbatches of all `shares`, in order; raises `SampleError`, which names the sample."""
+        items = (
+            _Item(number, share.microbatches[number], stream_key(self._seed, self._word, share.step, number))
+            for share in shares
+            for number in share.own
+        )
+        loader: DataLoader[Microbatch | SampleError] = DataLoader(
+            self._reader,
+            batch_size=None,
+            sampler=_Once(items),
+            collate_fn=_as_read,
+            num_workers=self._workers,
+            pin_memory=self._pin,
+            prefetch_factor=2 if self._workers else None,
+            generator=torch.Generator(),  # it draws a seed when it starts: not from the code around it
+        )
+        for microbatch in loader:
+            if isinstance(microbatch, SampleError):
+                raise microbatch
+            yield microbatch
+
+
+class _Once(torch.utils.data.Sampler[Any]):
+    """A sampler over an iterator, for one pass."""
+
+    def __init__(self, items: Iterator[_Item]) -> None:
+        self._items = items
+
+    def __iter__(self) -> Iterator[_Item]:
+        return self._items

@@ -1,0 +1,98 @@
+"""What a person sees while a run goes on: a progress bar on a terminal, plain lines elsewhere; always on stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, Protocol
+
+PLAIN_INTERVAL_S = 2.0
+
+
+class Watcher(Protocol):
+    """Told what a run does; reports are those of `evenly.train`."""
+
+    def on_step(self, report: Any) -> None: ...
+    def on_text(self, text: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class Silent:
+    """The watcher of every rank but the first."""
+
+    def on_step(self, report: Any) -> None:
+        pass
+
+    def on_text(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class PlainLines:
+    """A line for the first step, the last, and every two seconds between."""
+
+    def __init__(self, *, steps: int, unit: str) -> None:
+        self._steps, self._unit, self._shown_at = steps, unit, 0.0
+
+    def on_step(self, report: Any) -> None:
+        now = time.monotonic()
+        if report.step in (1, self._steps) or now - self._shown_at >= PLAIN_INTERVAL_S:
+            self._shown_at = now
+            self.on_text(f"step {report.step}/{self._steps}  {describe_step(report, self._unit)}")
+
+    def on_text(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class Bar:
+    """A progress bar by rich."""
+
+    def __init__(self, *, steps: int, done: int, unit: str) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._unit = unit
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[text]}"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+        )
+        self._task = self._progress.add_task("train", total=steps, completed=done, text="")
+        self._progress.start()
+
+    def on_step(self, report: Any) -> None:
+        self._progress.update(self._task, completed=report.step, text=describe_step(report, self._unit))
+
+    def on_text(self, text: str) -> None:
+        self._progress.console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def make_watcher(*, main: bool, steps: int, done: int, unit: str) -> Watcher:
+    """The watcher for this rank: a bar if its stderr is a terminal, lines if not, nothing on other ranks."""
+    if not main:
+        return Silent()
+    return Bar(steps=steps, done=done, unit=unit) if sys.stderr.isatty() else PlainLines(steps=steps, unit=unit)
+
+
+def describe_step(report: Any, unit: str) -> str:
+    """Loss, rate in `unit` (samples or tokens) and memory per rank of a step report, on one line."""
+    rate = report.tokens_per_s if unit == "tokens" else report.samples_per_s
+    largest, least = max(report.memory_bytes), min(report.memory_bytes)
+    memory = _mib(largest) if len(report.memory_bytes) == 1 else f"{_mib(least)}-{_mib(largest)}"
+    skipped = "  (overflow: skipped)" if report.skipped else ""
+    return f"loss {report.loss:.4f}  {rate:,.0f} {unit}/s  {memory} MiB/rank{skipped}"
+
+
+def _mib(count_bytes: int) -> str:
+    return f"{count_bytes / 2**20:,.0f}"

@@ -1,0 +1,33 @@
+"""Files of one JSON object a line, readable at any moment of a run."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+
+class Records:
+    """Appends objects to one file; with no path, to nothing. Lines are whole: each is written in one call."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Writes `record` as one line."""
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+
+    def event(self, name: str, **details: Any) -> None:
+        """Writes what happened, with the time in seconds since 1970."""
+        self.add({"time": time.time(), "event": name, **details})
+
+    def close(self) -> None:
+        """Closes the file; safe to call twice."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
