@@ -1,0 +1,86 @@
+"""From a place in the environment to a connected `World`, and back.
+
+Order: `connect` is called once per rank, before the model is built; `disconnect` last. A world of one rank
+joins no process group at all.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from evenly.cluster.environment import Place
+from evenly.cluster.world import World
+from evenly.errors import RunError, UserError
+
+
+def find_device(place: Place) -> str:
+    """The device of this rank: its own GPU where there are any, else the CPU; raises `UserError` beyond them."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    found = torch.cuda.device_count()
+    if place.local_size > found:
+        raise UserError(
+            f"{place.local_size} devices on this machine",
+            f"{found} GPU{'s' * (found != 1)}",
+            f"give --devices {found} or fewer; for CPU processes set CUDA_VISIBLE_DEVICES to nothing",
+        )
+    return f"cuda:{place.local_rank}"
+
+
+def connect(place: Place) -> World:
+    """Joins the process group of `place` and returns the world as this rank sees it.
+
+    groups: "data" (all ranks) and "files" (the same ranks over gloo, for checkpoints that are written while
+    training goes on: two streams of collectives must never share a group).
+    """
+    device = find_device(place)
+    backend = "nccl" if device.startswith("cuda") else "gloo"
+    groups: dict[str, dist.ProcessGroup | None] = {"data": None, "files": None}
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
+    if place.size > 1:
+        _join(place, backend, device)
+        groups = {"data": dist.group.WORLD, "files": _new_group(backend="gloo")}
+    return World(
+        rank=place.rank,
+        local_rank=place.local_rank,
+        size=place.size,
+        local_size=place.local_size,
+        node=place.node,
+        nodes=place.nodes,
+        device=device,
+        backend=backend,
+        groups=groups,
+    )
+
+
+def disconnect(world: World) -> None:
+    """Leaves the process group; safe to call twice."""
+    if world.size > 1 and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _new_group(*, backend: str) -> dist.ProcessGroup:
+    group = dist.new_group(backend=backend)
+    assert isinstance(group, dist.ProcessGroup)  # this rank is in it
+    return group
+
+
+def _join(place: Place, backend: str, device: str) -> None:
+    # Under torch's elastic agent the store is the agent's, which only env:// knows how to find.
+    method = "env://" if place.launcher == "torchrun" else f"tcp://{place.address}:{place.port}"
+    try:
+        dist.init_process_group(
+            backend,
+            init_method=method,
+            rank=place.rank,
+            world_size=place.size,
+            device_id=torch.device(device) if backend == "nccl" else None,
+        )
+    except (RuntimeError, ValueError) as problem:
+        raise RunError(
+            f"rank {place.rank} of {place.size} joining the others at {place.address}:{place.port}",
+            str(problem).splitlines()[0],
+            "see `evenly doctor`; a port that is taken is changed by MASTER_PORT",
+        ) from problem

@@ -1,0 +1,358 @@
+"""The doctor: what this machine offers to a run, and in words what would keep one from working.
+
+One function per question; each returns findings and raises nothing that a machine can cause.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from evenly.cluster.environment import LOOPBACK, LOOPBACK_INTERFACE, available_cores, find_place
+from evenly.cluster.launch import Launch, start_ranks
+from evenly.errors import EvenlyError, UserError
+
+Verdict = Literal["ok", "note", "problem"]
+
+GIB = 2**30
+SMALL_SHM_BYTES = GIB // 4
+SMALL_DISK_BYTES = 5 * GIB
+SMALL_MEMORY_BYTES = 2 * GIB
+RESOLVE_TIMEOUT_S = 5.0
+PROBE_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing found. `advice` says what to do, or why it matters; empty where all is well."""
+
+    name: str
+    value: str
+    verdict: Verdict = "ok"
+    advice: str = ""
+
+    def as_json(self) -> dict[str, str]:
+        """The four fields as JSON knows them."""
+        return asdict(self)
+
+
+def examine(environ: Mapping[str, str], *, probe: bool = True) -> list[Finding]:
+    """Everything the doctor can tell, in the order in which to read it.
+
+    `probe` starts two ranks that talk over loopback, which is the one test that proves a run can work.
+    """
+    has_torch = find_spec("torch") is not None
+    questions: list[Callable[[], Iterable[Finding]]] = [
+        _python,
+        _torch,
+        *((_devices, _backends, _gpu_links) if has_torch else ()),
+        lambda: _cores(environ),
+        _memory,
+        _shared_memory,
+        lambda: _disk(Path.cwd()),
+        _links,
+        _port,
+        lambda: _hostname(environ),
+        lambda: _place(environ),
+        lambda: _variables(environ),
+        *((_all_reduce,) if probe and has_torch else ()),
+    ]
+    return [finding for question in questions for finding in question()]
+
+
+def as_version(text: str) -> tuple[int, int]:
+    """Major and minor number: '2.13.0+cpu' -> (2, 13)."""
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _python() -> Iterable[Finding]:
+    value = f"{platform.python_version()} ({sys.executable}), {platform.system()} {platform.machine()}"
+    good = sys.version_info >= (3, 11)
+    yield Finding(
+        name="python",
+        value=value,
+        verdict="ok" if good else "problem",
+        advice="" if good else "evenly needs Python 3.11 or later",
+    )
+    if platform.system() != "Linux":
+        advice = "runs are tested on Linux only; elsewhere gloo on the CPU is what can work"
+        yield Finding(name="system", value=platform.system(), verdict="note", advice=advice)
+
+
+def _torch() -> Iterable[Finding]:
+    if find_spec("torch") is None:
+        yield Finding(name="torch", value="missing", verdict="problem", advice="install torch>=2.11,<2.16")
+        return
+    import torch
+
+    cuda = torch.version.cuda
+    value = f"{torch.__version__}, " + (f"built for CUDA {cuda}" if cuda else "built for the CPU")
+    yield torch_version(str(torch.__version__), value)
+
+
+def torch_version(version: str, value: str) -> Finding:
+    """Whether `version` is among those that evenly supports."""
+    if (2, 11) <= as_version(version) < (2, 16):
+        return Finding(name="torch", value=value)
+    return Finding(name="torch", value=value, verdict="problem", advice="install torch>=2.11,<2.16")
+
+
+def _devices() -> Iterable[Finding]:
+    import torch
+
+    if not torch.cuda.is_available():
+        built = torch.version.cuda is not None
+        advice = "this torch is built for CUDA but finds no GPU: check the driver (nvidia-smi)" if built else ""
+        verdict: Verdict = "note" if built else "ok"
+        yield Finding(name="devices", value="no GPU; ranks are CPU processes", verdict=verdict, advice=advice)
+        return
+    for index in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(index)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+        value = f"{about.name}, {_gib(free_bytes)} free of {_gib(total_bytes)}"
+        busy = free_bytes < total_bytes / 2
+        advice = "another process holds more than half of its memory" if busy else ""
+        yield Finding(name=f"cuda:{index}", value=value, verdict="note" if busy else "ok", advice=advice)
+
+
+def _backends() -> Iterable[Finding]:
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        advice = "install a torch that has torch.distributed"
+        yield Finding(name="backends", value="torch.distributed is missing", verdict="problem", advice=advice)
+        return
+    have = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "mpi": dist.is_mpi_available(),
+    }
+    value = ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in have.items())
+    missing = "nccl" if torch.cuda.is_available() else "gloo"
+    if have[missing]:
+        yield Finding(name="backends", value=value)
+    else:
+        advice = f"ranks here talk through {missing}; install a torch that has it"
+        yield Finding(name="backends", value=value, verdict="problem", advice=advice)
+
+
+def _cores(environ: Mapping[str, str]) -> Iterable[Finding]:
+    usable, all_cores = available_cores(), os.cpu_count() or 1
+    yield Finding(name="cores", value=f"{usable} usable of {all_cores}")
+    threads = environ.get("OMP_NUM_THREADS", "")
+    if threads.isdigit() and int(threads) > usable:
+        advice = f"threads of one rank would wait for each other; unset it or set at most {usable}"
+        yield Finding(name="OMP_NUM_THREADS", value=threads, verdict="problem", advice=advice)
+
+
+def _memory() -> Iterable[Finding]:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    limit_bytes = _cgroup_limit_bytes()
+    free_bytes, total_bytes = int(memory.available), int(memory.total)
+    value = f"{_gib(free_bytes)} free of {_gib(total_bytes)}"
+    if limit_bytes is not None and limit_bytes < total_bytes:
+        value += f"; this process's group may use {_gib(limit_bytes)}"
+        free_bytes = min(free_bytes, limit_bytes)
+    small = free_bytes < SMALL_MEMORY_BYTES
+    advice = "each rank needs about 0.5 GiB before its model; the kernel kills what exceeds the rest" if small else ""
+    yield Finding(name="memory", value=value, verdict="note" if small else "ok", advice=advice)
+
+
+def _cgroup_limit_bytes(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """The memory limit of this process's control group (version 2, then 1), None without one."""
+    for path in (root / "memory.max", root / "memory/memory.limit_in_bytes"):
+        try:
+            text = path.read_text().strip()
+        except OSError:
+            continue
+        return int(text) if text.isdigit() else None
+    return None
+
+
+def _shared_memory() -> Iterable[Finding]:
+    path = Path("/dev/shm")
+    if not path.is_dir():
+        return
+    total_bytes = shutil.disk_usage(path).total
+    small = total_bytes < SMALL_SHM_BYTES
+    advice = "data workers pass batches through it and die with a bus error: give the container --shm-size=8g"
+    yield Finding(
+        name="/dev/shm",
+        value=_gib(total_bytes),
+        verdict="problem" if small else "ok",
+        advice=advice if small else "",
+    )
+
+
+def _disk(folder: Path) -> Iterable[Finding]:
+    free_bytes = shutil.disk_usage(folder).free
+    if not os.access(folder, os.W_OK):
+        advice = "a run keeps its folder here; name another with --out"
+        yield Finding(name="disk", value=f"{folder} cannot be written", verdict="problem", advice=advice)
+        return
+    small = free_bytes < SMALL_DISK_BYTES
+    advice = "a checkpoint holds about 12 bytes per parameter" if small else ""
+    value = f"{_gib(free_bytes)} free in {folder}"
+    yield Finding(name="disk", value=value, verdict="note" if small else "ok", advice=advice)
+
+
+def _links() -> Iterable[Finding]:
+    import psutil
+
+    up = [name for name, state in psutil.net_if_stats().items() if state.isup]
+    others = [name for name in up if name != LOOPBACK_INTERFACE]
+    if LOOPBACK_INTERFACE in up:
+        yield Finding(name="loopback", value=LOOPBACK_INTERFACE)
+    else:
+        advice = f"ranks of one machine talk over it: ip link set {LOOPBACK_INTERFACE} up"
+        yield Finding(name="loopback", value="down", verdict="problem", advice=advice)
+    advice = "" if others else "one machine is enough for a run; several need a network"
+    yield Finding(name="network", value=", ".join(others) or "none", verdict="ok" if others else "note", advice=advice)
+
+
+def _gpu_links() -> Iterable[Finding]:
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    pairs = [(a, b) for a in range(count) for b in range(a + 1, count)]
+    if not pairs:
+        return
+    direct = [pair for pair in pairs if torch.cuda.can_device_access_peer(*pair)]
+    value = f"{len(direct)} of {len(pairs)} pairs reach each other's memory (NVLink or PCI)"
+    slow = len(direct) < len(pairs)
+    advice = "the other pairs go through the host, which is slower" if slow else ""
+    yield Finding(name="gpu links", value=value, verdict="note" if slow else "ok", advice=advice)
+
+
+def _port() -> Iterable[Finding]:
+    with socket.socket() as server:
+        try:
+            server.bind((LOOPBACK, 0))
+            server.listen()
+        except OSError as error:
+            advice = "ranks find each other through a TCP port: allow this user to listen on loopback"
+            yield Finding(name="port", value=str(error), verdict="problem", advice=advice)
+        else:
+            yield Finding(name="port", value=f"can listen on {LOOPBACK} (got {server.getsockname()[1]})")
+
+
+def _hostname(environ: Mapping[str, str]) -> Iterable[Finding]:
+    host = socket.gethostname()
+    address, took_s = _resolved(host)
+    interface = environ.get("GLOO_SOCKET_IFNAME")
+    value = f"{host} is {address}" if address else f"{host} does not resolve"
+    if address and took_s < 1:
+        yield Finding(name="hostname", value=value)
+    elif address:
+        advice = f"looking it up took {took_s:.1f} s, at every start: add it to /etc/hosts"
+        yield Finding(name="hostname", value=value, verdict="note", advice=advice)
+    elif interface:
+        advice = f"gloo uses {interface} instead (GLOO_SOCKET_IFNAME)"
+        yield Finding(name="hostname", value=value, verdict="note", advice=advice)
+    else:
+        advice = "one node works over loopback; several need GLOO_SOCKET_IFNAME or a line in /etc/hosts"
+        yield Finding(name="hostname", value=value, verdict="note", advice=advice)
+
+
+def _resolved(host: str) -> tuple[str, float]:
+    """The address of `host` ('' if there is none in time) and the seconds it took."""
+    found: list[str] = []
+    began_s = time.monotonic()
+    # A name server that does not answer would hold the doctor for minutes.
+    thread = threading.Thread(target=_resolve, args=(host, found), daemon=True)
+    thread.start()
+    thread.join(RESOLVE_TIMEOUT_S)
+    return (found[0] if found else ""), time.monotonic() - began_s
+
+
+def _resolve(host: str, found: list[str]) -> None:
+    try:
+        found.append(socket.gethostbyname(host))
+    except OSError:
+        pass
+
+
+def _place(environ: Mapping[str, str]) -> Iterable[Finding]:
+    try:
+        place = find_place(environ)
+    except UserError as error:
+        yield Finding(name="rank", value=error.found, verdict="problem", advice=error.do)
+        return
+    value = f"rank {place.rank} of {place.size}, node {place.node} of {place.nodes} ({place.launcher})"
+    yield Finding(name="rank", value=value)
+
+
+def _variables(environ: Mapping[str, str]) -> Iterable[Finding]:
+    if "CUDA_VISIBLE_DEVICES" in environ and environ["CUDA_VISIBLE_DEVICES"].strip() in ("", "-1"):
+        advice = "it hides every GPU: unset it to use them"
+        yield Finding(name="CUDA_VISIBLE_DEVICES", value="hides all", verdict="note", advice=advice)
+    # Their values may hold what should not be shown, as a proxy's password; names suffice.
+    overrides = sorted(name for name in environ if name.startswith(("NCCL_", "GLOO_", "TORCH_NCCL_")))
+    if overrides:
+        advice = "these override how ranks talk: the first thing to unset if a run hangs or is slow"
+        yield Finding(name="overrides", value=", ".join(overrides), verdict="note", advice=advice)
+    proxies = sorted(name for name in environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy"))
+    if proxies:
+        advice = "ranks do not use them, downloads of data and models do"
+        yield Finding(name="proxies", value=", ".join(proxies), verdict="note", advice=advice)
+    if environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
+        advice = "every GPU kernel is waited for: unset it unless you are looking for a fault"
+        yield Finding(name="CUDA_LAUNCH_BLOCKING", value="on", verdict="note", advice=advice)
+
+
+def _all_reduce() -> Iterable[Finding]:
+    began_s = time.monotonic()
+    try:
+        results = start_ranks(_reduce_once, (), Launch(devices=2))
+    except EvenlyError as error:
+        value, advice = (
+            f"{error.asked}: {error.found}",
+            error.do or "no run of several ranks can work before this does",
+        )
+        yield Finding(name="two ranks", value=value, verdict="problem", advice=advice)
+        return
+    total_s, reduce_s = time.monotonic() - began_s, max(results.values())
+    rate = PROBE_ELEMENTS * 4 / reduce_s / 1e9
+    value = f"done in {total_s:.1f} s; all_reduce of 4 MiB in {reduce_s * 1e3:.1f} ms ({rate:.2f} GB/s)"
+    yield Finding(name="two ranks", value=value)
+
+
+def _reduce_once() -> float:
+    """Seconds of an all_reduce between the ranks of this run. Raises if its result is wrong."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    try:
+        ones = torch.ones(PROBE_ELEMENTS)
+        dist.all_reduce(ones)
+        began_s = time.perf_counter()
+        dist.all_reduce(ones)
+        took_s = time.perf_counter() - began_s
+        _expect(ones, dist.get_world_size() ** 2)
+    finally:
+        dist.destroy_process_group()
+    return took_s
+
+
+def _expect(values: Any, expected: int) -> None:
+    if not bool((values == expected).all()):
+        raise RuntimeError(f"all_reduce gave {float(values[0])} instead of {expected}")
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / GIB:.1f} GiB"

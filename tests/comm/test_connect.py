@@ -1,0 +1,59 @@
+"""From a place to a device, and to the others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kept_ranks import KeptRanks
+
+from evenly.cluster.environment import Place
+from evenly.comm.collectives import barrier, gather_values, sum_now
+from evenly.comm.connect import connect, disconnect, find_device
+from evenly.errors import UserError
+
+
+def place(*, rank: int = 0, size: int = 1, port: int = 1) -> Place:
+    return Place(
+        rank=rank, local_rank=rank, size=size, local_size=size, node=0, nodes=1, address="127.0.0.1", port=port,
+        launcher="plain",
+    )  # fmt: skip
+
+
+def test_a_rank_takes_its_own_gpu_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert find_device(place(rank=1, size=2)) == "cuda:1"
+    with pytest.raises(UserError) as caught:
+        find_device(place(size=4))
+    assert "4 devices" in caught.value.asked and "2 GPUs" in caught.value.found
+
+
+def test_without_gpus_a_rank_is_a_cpu_process() -> None:
+    assert find_device(place(size=4)) == "cpu"
+
+
+def test_a_process_alone_joins_nothing() -> None:
+    world = connect(place())
+    assert (world.size, world.device, world.backend) == (1, "cpu", "gloo")
+    tensor = torch.ones(2)
+    assert sum_now(tensor, world.group("data")).tolist() == [1.0, 1.0]
+    assert gather_values("x", world.group("files")) == ["x"]
+    barrier(world.group("data"))
+    disconnect(world)
+    disconnect(world)
+
+
+def talk() -> tuple[list[float], list[int]]:
+    from evenly.cluster.environment import find_here
+
+    world = connect(find_here())
+    try:
+        summed = sum_now(torch.tensor([1.0, float(world.rank)]), world.group("data")).tolist()
+        barrier(world.group("files"))
+        return summed, gather_values(world.rank, world.group("files"))
+    finally:
+        disconnect(world)
+
+
+def test_ranks_sum_and_gather(ranks: KeptRanks) -> None:
+    assert ranks.run(talk, size=3) == [([3.0, 3.0], [0, 1, 2])] * 3
