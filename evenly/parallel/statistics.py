@@ -1,0 +1,192 @@
+"""Running statistics of normalisation layers, the same on every rank as on one device.
+
+On one device BatchNorm folds the statistics s_1, s_2, ... of one microbatch after the other into its running ones:
+r <- (1 - m) r + m s. A rank sees only its own microbatches, so during a step nothing is folded: each call's s is
+recorded, and afterwards every rank computes r_N = (1 - m)^N r_0 + sum_k m (1 - m)^(N - k) s_k from the one sum over
+ranks that this needs. With momentum None the average is a plain one: r_N = (n_0 r_0 + sum_k s_k) / (n_0 + N).
+
+To record s, a call runs with running statistics of its own and momentum 1: what it leaves there is s itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from evenly.comm.collectives import sum_now
+from evenly.errors import RunError, UserError
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+@dataclass(eq=False)
+class _Layer:
+    """One normalisation layer and what its calls in this step left."""
+
+    name: str
+    module: Any  # one of BATCH_NORMS or INSTANCE_NORMS
+    records: list[tuple[int, int, torch.Tensor]] = field(default_factory=list)  # (microbatch, call, mean | var)
+    kept: Any = None  # (running_mean, running_var, num_batches_tracked, momentum) while a call runs
+
+    @property
+    def width(self) -> int:
+        return self.module.num_features
+
+    @property
+    def counts(self) -> bool:
+        """Whether the layer counts its calls; InstanceNorm has the counter and does not."""
+        return isinstance(self.module, BATCH_NORMS) and self.module.num_batches_tracked is not None
+
+    @property
+    def momentum(self) -> float | None:
+        """Weight of the newest statistics; None for a plain average, which InstanceNorm does not know."""
+        momentum: float | None = self.module.momentum
+        return momentum if momentum is not None or isinstance(self.module, BATCH_NORMS) else 0.0
+
+
+class RunningStatistics:
+    """Keeps the running statistics of `model` those of one device, over the ranks of `group`."""
+
+    def __init__(self, model: nn.Module, *, group: Any) -> None:
+        self._group = group
+        self._layers = [_Layer(name, module) for name, module in model.named_modules() if _keeps(module)]
+        self._buffers = _other_buffers(model, self._layers)
+        self._alone = group is None
+        self._microbatch = -1
+        self._handles: list[Any] = []
+        for layer in self._layers:
+            self._handles.append(layer.module.register_forward_pre_hook(self._enter(layer)))
+            self._handles.append(layer.module.register_forward_hook(self._leave(layer), always_call=True))
+        for name, module in model.named_modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                raise UserError(
+                    f"layer {name} is a SyncBatchNorm",
+                    "its statistics depend on how many ranks there are",
+                    "use BatchNorm: its statistics are those of a microbatch, on any number of ranks",
+                )
+
+    @property
+    def layers(self) -> int:
+        """How many layers keep running statistics."""
+        return len(self._layers)
+
+    @contextmanager
+    def recording(self, microbatch: int) -> Generator[None]:
+        """Around the forward of `microbatch`; calls outside (recomputation) leave no trace."""
+        versions = None if self._alone else [(b, b._version) for _, b in self._buffers]
+        self._microbatch = microbatch
+        try:
+            yield
+        finally:
+            self._microbatch = -1
+        if versions is not None:
+            self._refuse_changed(versions)
+
+    def calls(self, microbatch: int) -> list[int]:
+        """How often each layer was called in the forward of `microbatch`."""
+        return [sum(m == microbatch for m, _, _ in layer.records) for layer in self._layers]
+
+    def fold(self, calls: Sequence[Sequence[int]]) -> None:
+        """Ends a step. calls[j][l]: how often layer l was called in microbatch j, over all microbatches of the step."""
+        if not self._layers:
+            return
+        parts = [self._weighted(layer, [row[i] for row in calls]) for i, layer in enumerate(self._layers)]
+        flat = sum_now(torch.cat(parts), self._group)
+        start = 0
+        for i, layer in enumerate(self._layers):
+            _apply(layer, flat[start : start + 2 * layer.width], sum(row[i] for row in calls))
+            start += 2 * layer.width
+            layer.records.clear()
+
+    def close(self) -> None:
+        """Takes the hooks off the layers."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _weighted(self, layer: _Layer, calls: list[int]) -> torch.Tensor:
+        """This rank's part of the sum over s_k, in float64, shape (2 x features,)."""
+        total, before = sum(calls), [sum(calls[:j]) for j in range(len(calls))]
+        result = torch.zeros(2 * layer.width, dtype=torch.float64, device=layer.module.running_mean.device)
+        for microbatch, call, s in layer.records:
+            result += _coefficient(layer.momentum, before[microbatch] + call, total) * s.double()
+        return result
+
+    def _enter(self, layer: _Layer) -> Any:
+        def enter(module: Any, _: Any) -> None:
+            if not module.training:
+                return
+            layer.kept = (
+                module.running_mean,
+                module.running_var,
+                module.num_batches_tracked,
+                module.momentum,
+            )
+            module.running_mean = torch.zeros_like(module.running_mean)
+            module.running_var = torch.zeros_like(module.running_var)
+            module.num_batches_tracked = None
+            module.momentum = 1.0
+
+        return enter
+
+    def _leave(self, layer: _Layer) -> Any:
+        def leave(module: Any, _: Any, __: Any) -> None:
+            if layer.kept is None:
+                return
+            s = torch.cat([module.running_mean, module.running_var])
+            module.running_mean, module.running_var, module.num_batches_tracked, module.momentum = layer.kept
+            layer.kept = None
+            if self._microbatch >= 0:
+                call = sum(m == self._microbatch for m, _, _ in layer.records)
+                layer.records.append((self._microbatch, call, s))
+
+        return leave
+
+    def _refuse_changed(self, versions: list[tuple[torch.Tensor, int]]) -> None:
+        for (name, _), (buffer, version) in zip(self._buffers, versions, strict=True):
+            if buffer._version != version:
+                raise RunError(
+                    f"buffer {name} changes in the forward pass",
+                    "each rank would change it by its own microbatches only",
+                    "keep it out of the state (persistent=False), make it a parameter, or run on one device",
+                )
+
+
+def _keeps(module: nn.Module) -> bool:
+    return isinstance(module, BATCH_NORMS + INSTANCE_NORMS) and module.running_mean is not None
+
+
+def _other_buffers(model: nn.Module, layers: list[_Layer]) -> list[tuple[str, torch.Tensor]]:
+    """Persistent buffers that belong to no layer of `layers`: nobody knows how to add their changes up."""
+    state = model.state_dict(keep_vars=True)
+    parameters = {id(p) for p in model.parameters()}
+    own = {id(b) for layer in layers for b in layer.module.buffers()}
+    buffers = ((name, b) for name, b in state.items() if isinstance(b, torch.Tensor))
+    return [(name, b) for name, b in buffers if id(b) not in parameters and id(b) not in own]
+
+
+def _coefficient(momentum: float | None, position: int, total: int) -> float:
+    """Weight of the call at `position` (from 0) of `total` in the running statistics after all."""
+    return 1.0 if momentum is None else momentum * (1 - momentum) ** (total - 1 - position)
+
+
+def _apply(layer: _Layer, summed: torch.Tensor, total: int) -> None:
+    if not total:
+        return
+    module = layer.module
+    for running, part in (
+        (module.running_mean, summed[: layer.width]),
+        (module.running_var, summed[layer.width :]),
+    ):
+        if layer.momentum is None:
+            seen = float(module.num_batches_tracked)
+            running.copy_((seen * running.double() + part) / (seen + total))
+        else:
+            running.copy_((1 - layer.momentum) ** total * running.double() + part)
+    if layer.counts:
+        module.num_batches_tracked += total

@@ -1,0 +1,143 @@
+"""Sums of gradients in buckets: one rank here; several in tests/verify."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import evenly.parallel.gradients as gradients
+from evenly.errors import RunError, UserError
+from evenly.parallel.gradients import GradientSum, fill_buckets
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(3, 5), nn.Linear(5, 2)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+def expected(model: nn.Module, microbatches: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    for x in microbatches:
+        model(x).square().sum().backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("bucket_bytes", [1, 64, 1 << 20])
+def test_microbatches_are_added_up_and_divided(wide: bool, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "FIRST_BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", bucket_bytes)
+    model = Two()
+    for step in range(2):  # the second step must not see the first
+        microbatches = [torch.randn(n, 3) for n in (4, 1, 2 + step)]
+        wanted = expected(model, microbatches)
+        total = GradientSum(model, group=None, wide=wide)
+        total.begin()
+        for number, x in enumerate(microbatches):
+            if number == 2:
+                total.expect_last()
+            model(x).square().sum().backward()
+        total.finish(7.0)
+        for name, p in model.named_parameters():
+            if name == "unused":
+                assert p.grad is None
+            else:
+                assert p.grad is not None and p.grad.dtype == torch.float32
+                torch.testing.assert_close(p.grad, wanted[name] / 7.0)
+        norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in wanted.values()])) / 7
+        torch.testing.assert_close(total.norm().float(), norm)
+        total.close()
+        model.zero_grad()
+
+
+def test_wide_sums_have_the_same_bits_in_any_order() -> None:
+    numbers = [torch.randn(1000) * 10 ** random.Random(i).uniform(-4, 4) for i in range(9)]
+    sums: list[torch.Tensor] = []
+    for seed in range(5):
+        parameter = nn.ParameterList([nn.Parameter(torch.zeros(1000))])
+        total = GradientSum(parameter, group=None, wide=True)
+        total.begin()
+        for g in random.Random(seed).sample(numbers, 9):
+            (parameter[0] * g).sum().backward()
+        total.finish(3.0)
+        sums.append(parameter[0].grad.clone())
+    assert all(torch.equal(s, sums[0]) for s in sums)
+
+
+def test_a_step_without_a_backward_leaves_no_gradient() -> None:
+    model = Two()
+    total = GradientSum(model, group=None, wide=True)
+    total.begin()
+    total.finish(1.0)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_buckets_follow_the_backward_and_end_in_flags() -> None:
+    named = [(str(i), nn.Parameter(torch.zeros(n))) for i, n in enumerate((6_000_000, 10, 300_000, 5))]
+    buckets = fill_buckets(named, wide=True)
+    assert [[slot.name for slot in bucket.slots] for bucket in buckets] == [["3"], ["2", "1", "0"]] or [
+        [slot.name for slot in bucket.slots] for bucket in buckets
+    ] == [["3"], ["2", "1"], ["0"]]
+    assert [len(bucket.flags) for bucket in buckets][-1] == 4
+    assert sum(len(bucket.flags) for bucket in buckets) == 4
+    assert all(bucket.sums.dtype == torch.float64 for bucket in buckets)
+
+
+def test_parameters_of_several_types_are_kept_apart() -> None:
+    model = nn.ParameterDict({"a": nn.Parameter(torch.zeros(3)), "b": nn.Parameter(torch.zeros(3).double())})
+    total = GradientSum(model, group=None, wide=True)
+    total.begin()
+    total.expect_last()
+    (model["a"].sum() + 2 * model["b"].sum()).backward()
+    total.finish(1.0)
+    assert model["a"].grad.dtype == torch.float32 and model["b"].grad.dtype == torch.float64
+    assert model["b"].grad.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_a_gradient_that_arrives_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    monkeypatch.setattr(gradients, "FIRST_BUCKET_BYTES", 1)
+    monkeypatch.setattr(gradients, "BUCKET_BYTES", 1)
+    model = Two()
+    model.unused.requires_grad_(False)  # its bucket would come first, and never be full
+    total = GradientSum(model, group=None, wide=False)
+    total.begin()
+    total.expect_last()
+    x = torch.randn(4, 3, requires_grad=True)
+    twice = checkpoint(model, x, use_reentrant=True) + checkpoint(model, x, use_reentrant=True)
+    with pytest.raises(RunError, match="a second time within one backward"):
+        twice.sum().backward()
+
+
+def test_a_model_without_trainable_parameters_is_refused() -> None:
+    with pytest.raises(UserError, match="none of its parameters requires a gradient"):
+        GradientSum(nn.ReLU(), group=None, wide=False)
+
+
+def test_a_parameter_thawed_midway_is_refused() -> None:
+    model = Two()
+    model.a.weight.requires_grad_(False)
+    total = GradientSum(model, group=None, wide=False)
+    total.begin()
+    model.a.weight.requires_grad_(True)
+    with pytest.raises(RunError, match=r"a\.weight was frozen"):
+        total.finish(1.0)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    model = nn.Embedding(5, 2, sparse=True)
+    total = GradientSum(model, group=None, wide=False)
+    total.begin()
+    with pytest.raises(RunError, match="dense gradients"):
+        model(torch.tensor([1, 2])).sum().backward()

@@ -1,0 +1,103 @@
+"""Running statistics: folded after the step as torch folds them call by call."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from evenly.errors import RunError, UserError
+from evenly.parallel.statistics import RunningStatistics
+
+
+class Net(nn.Module):
+    """Two layers, one of them called a varying number of times."""
+
+    def __init__(self, momentum: float | None) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3, momentum=momentum)
+        self.other = nn.InstanceNorm1d(3, track_running_stats=True)
+
+    def forward(self, x: torch.Tensor, times: int) -> torch.Tensor:
+        for _ in range(times):
+            x = self.norm(x) + 0.1 * x
+        return self.other(x)
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.7, None])
+def test_folding_after_the_step_is_folding_call_by_call(momentum: float | None) -> None:
+    torch.manual_seed(0)
+    plain = Net(momentum).double()
+    model = copy.deepcopy(plain)
+    statistics = RunningStatistics(model, group=None)
+    for _ in range(2):
+        inputs = [(torch.randn(4, 3, 5, dtype=torch.float64) + n, times) for n, times in enumerate((1, 2, 0, 3))]
+        outputs = [plain(*pair) for pair in inputs]
+        calls = []
+        for number, pair in reversed([*enumerate(inputs)]):  # any order of microbatches
+            with statistics.recording(number):
+                torch.testing.assert_close(model(*pair), outputs[number])
+            calls.insert(0, statistics.calls(number))
+        assert calls == [[1, 1], [2, 1], [0, 1], [3, 1]]
+        statistics.fold(calls)
+        for (name, found), (_, wanted) in zip(model.named_buffers(), plain.named_buffers(), strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13, msg=name)
+
+
+def test_recomputation_and_evaluation_leave_no_trace() -> None:
+    model = Net(0.1)
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    statistics = RunningStatistics(model, group=None)
+    with statistics.recording(0):
+        model(torch.randn(4, 3, 5), 1)
+    model(torch.randn(4, 3, 5), 1)  # outside of recording, as a recomputation in the backward is
+    assert statistics.calls(0) == [1, 1]
+    model.eval()
+    with statistics.recording(1):
+        model(torch.randn(4, 3, 5), 1)
+    assert statistics.calls(1) == [0, 0]
+    assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())
+
+
+def test_a_forward_that_raises_leaves_the_layer_as_it_was() -> None:
+    model = nn.BatchNorm1d(3)
+    statistics = RunningStatistics(model, group=None)
+    running = model.running_mean
+    with statistics.recording(0), pytest.raises(ValueError, match="expected 2D or 3D input"):
+        model(torch.randn(3))
+    assert model.running_mean is running and model.momentum == 0.1
+
+
+def test_closing_gives_the_layer_back() -> None:
+    model = nn.BatchNorm1d(3)
+    statistics = RunningStatistics(model, group=None)
+    statistics.close()
+    model(torch.randn(4, 3))
+    assert model.num_batches_tracked == 1
+
+
+def test_synchronised_statistics_are_refused() -> None:
+    with pytest.raises(UserError, match="SyncBatchNorm"):
+        RunningStatistics(nn.Sequential(nn.SyncBatchNorm(3)), group=None)
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return x
+
+
+def test_other_buffers_that_change_are_refused_on_several_ranks() -> None:
+    model = nn.Sequential(Counter())
+    alone = RunningStatistics(model, group=None)
+    with alone.recording(0):
+        model(torch.ones(1))
+    shared = RunningStatistics(model, group="some group")
+    with pytest.raises(RunError, match=r"buffer 0\.seen changes"), shared.recording(0):
+        model(torch.ones(1))
