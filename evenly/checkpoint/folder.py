@@ -1,0 +1,239 @@
+"""Every path of a run's checkpoints, and the one act that makes a checkpoint valid. No torch here.
+
+    RUN/checkpoints/step-00000010/manifest.json, *.safetensors      valid
+    RUN/checkpoints/.partial-step-00000020/                         being written
+    RUN/checkpoints/.removed-step-00000010/                         being removed
+    RUN/checkpoints/.lock                                           held by the run that writes here
+
+A folder has a name that is not hidden only while it is whole: it gets and loses that name by a rename.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from evenly.checkpoint.manifest import FileRecord, Manifest, Unsound, from_text, hash_file, to_text
+from evenly.errors import CheckpointError
+
+KEEP_LAST = 3
+MANIFEST = "manifest.json"
+PARTIAL, REMOVED = ".partial-", ".removed-"
+STEP_NAME = re.compile(r"step-(\d{8,})")
+# File systems that cannot lock answer with one of these.
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The checkpoints of the run in `root`."""
+
+    root: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    def path(self, step: int) -> Path:
+        """Where the valid checkpoint of `step` lies."""
+        return self.checkpoints / _name(step)
+
+    def partial(self, step: int) -> Path:
+        """Where the checkpoint of `step` is written before it is valid."""
+        return self.checkpoints / f"{PARTIAL}{_name(step)}"
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint by its name, ascending; its content is not looked at."""
+        if not self.checkpoints.is_dir():
+            return []
+        found = ((STEP_NAME.fullmatch(path.name), path) for path in self.checkpoints.iterdir())
+        steps = [int(match[1]) for match, path in found if match and path.is_dir()]
+        return sorted(step for step in steps if self.path(step).is_dir())
+
+    def claim(self) -> IO[str]:
+        """Become the one run that writes here, and remove what killed runs left behind.
+
+        The claim ends when the returned file is closed or the process ends. A record lock is used because,
+        unlike `flock`, it is not inherited by worker processes that may outlive a killed rank. Where the
+        file system has no locks, nothing is removed, since it may belong to a run that is alive.
+        Raises `CheckpointError` if another process holds the claim.
+        """
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        lock = (self.checkpoints / ".lock").open("a+")
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in NO_LOCKS:
+                return lock
+            raise self._taken(lock, error) from error
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+        lock.flush()
+        self.remove_leftovers()
+        return lock
+
+    def _taken(self, lock: IO[str], error: OSError) -> Exception:
+        with lock:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                return error
+            lock.seek(0)
+            owner = lock.read() or "another process"
+        return CheckpointError(
+            f"save checkpoints in {self.checkpoints}",
+            f"another run writes there ({owner})",
+            "wait for it or end it, or give this run a folder of its own (--out)",
+        )
+
+    def remove_leftovers(self) -> None:
+        """Remove partial and half-removed folders; only the run that holds the claim may."""
+        for path in list(self.checkpoints.iterdir()):
+            if path.name.startswith((PARTIAL, REMOVED)):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def begin(self, step: int) -> None:
+        """An empty partial folder for `step`."""
+        self.abandon(step)
+        self.partial(step).mkdir(parents=True)
+
+    def abandon(self, step: int) -> None:
+        """Remove the partial folder of `step`, if there is one."""
+        shutil.rmtree(self.partial(step), ignore_errors=True)
+
+    def commit(self, manifest: Manifest) -> None:
+        """Make the partial folder of `manifest.step` the valid checkpoint of that step, in one rename.
+
+        All other files must be complete and synced. A former checkpoint of the same step (a run that was
+        resumed from an earlier one writes it again) makes room first.
+        """
+        partial = self.partial(manifest.step)
+        _write_synced(partial / MANIFEST, to_text(manifest))
+        _sync_folder(partial)
+        self.remove(manifest.step)
+        partial.rename(self.path(manifest.step))
+        _sync_folder(self.checkpoints)
+
+    def remove(self, step: int) -> None:
+        """Remove a checkpoint; it is no longer seen before the first of its files goes."""
+        if not os.path.lexists(self.path(step)):
+            return
+        hidden = self.checkpoints / f"{REMOVED}{_name(step)}"
+        shutil.rmtree(hidden, ignore_errors=True)
+        self.path(step).rename(hidden)
+        if hidden.is_symlink():
+            hidden.unlink()
+        shutil.rmtree(hidden, ignore_errors=True)
+
+    def prune(self, keep_last: int = KEEP_LAST) -> list[int]:
+        """Keep the newest `keep_last` and the one with the least score; returns the steps removed.
+
+        A folder whose manifest cannot be read neither counts nor is removed: a person should see it.
+        """
+        manifests = dict(self._readable())
+        scores = [(m.score, step) for step, m in manifests.items() if m.score is not None]
+        kept = {*sorted(manifests)[-keep_last:], *(step for _, step in sorted(scores)[:1])}
+        gone = [step for step in manifests if step not in kept]
+        for step in gone:
+            self.remove(step)
+        return gone
+
+    def _readable(self) -> Iterator[tuple[int, Manifest]]:
+        for step in self.steps():
+            try:
+                yield step, self.manifest(step)
+            except Unsound:
+                continue
+
+    def manifest(self, step: int) -> Manifest:
+        """The manifest of a checkpoint, its form and digest checked. Raises `Unsound`."""
+        folder = self.path(step)
+        if folder.is_symlink() or not folder.is_dir():
+            raise Unsound("it is not a folder, or a symbolic link")
+        _check_file(folder / MANIFEST)
+        try:
+            text = (folder / MANIFEST).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise Unsound(f"its manifest cannot be read ({error})") from None
+        manifest = from_text(text)
+        if manifest.step != step:
+            raise Unsound(f"its manifest is of step {manifest.step}")
+        return manifest
+
+    def check_files(self, manifest: Manifest, names: Iterable[str]) -> None:
+        """Compare those files with their records; no other file may be there. Raises `Unsound`."""
+        folder = self.path(manifest.step)
+        extra = sorted(path.name for path in folder.glob("*.safetensors") if path.name not in manifest.files)
+        if extra:
+            raise Unsound(f"{extra[0]} is not in its manifest")
+        for name in names:
+            _check_record(folder / name, manifest.files[name])
+
+    def newest_sound(self, *, but: int | None = None) -> int | None:
+        """The newest step other than `but` whose files all agree with its manifest; reads them whole."""
+        return next((step for step in reversed(self.steps()) if step != but and self.is_sound(step)), None)
+
+    def is_sound(self, step: int) -> bool:
+        """Whether all files of a checkpoint agree with its manifest."""
+        try:
+            manifest = self.manifest(step)
+            self.check_files(manifest, manifest.files)
+        except Unsound:
+            return False
+        return True
+
+
+def newest_sound(root: Path) -> int | None:
+    """The newest step of the run in `root` whose checkpoint is sound, or None."""
+    return Folder(root).newest_sound()
+
+
+def record_file(path: Path) -> FileRecord:
+    """Size and hash of a file that was just written."""
+    return FileRecord(path.stat().st_size, hash_file(path))
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _check_file(path: Path) -> None:
+    if path.is_symlink():
+        raise Unsound(f"{path.name} is a symbolic link")
+    if not path.exists():
+        raise Unsound(f"{path.name} is missing")
+    if not path.is_file():
+        raise Unsound(f"{path.name} is not a file")
+
+
+def _check_record(path: Path, record: FileRecord) -> None:
+    _check_file(path)
+    try:
+        size_bytes = path.stat().st_size
+        if size_bytes != record.size_bytes:
+            raise Unsound(f"{path.name} has {size_bytes} bytes, its manifest says {record.size_bytes}")
+        if hash_file(path) != record.blake2b:
+            raise Unsound(f"{path.name} was altered: its hash is not the one in the manifest")
+    except OSError as error:
+        raise Unsound(f"{path.name} cannot be read ({error})") from None
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

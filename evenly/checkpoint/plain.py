@@ -1,0 +1,93 @@
+"""Plain Python values as JSON and back, exactly.
+
+JSON has no tuple, no key but a string and no infinity; such a value is written as an object whose key
+"$" names its kind. Whatever has no form here is refused by the name of its place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, cast
+
+from evenly.errors import UserError
+
+KIND = "$"
+
+
+def encode(value: object, where: str) -> Any:
+    """`value` as JSON can hold it; `decode` is the inverse.
+
+    where: the name of the value in the error.
+    Raises `UserError` for all but None, bool, int, float, str, and lists, tuples, dicts, Counters of them.
+    """
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {KIND: "float", "value": repr(value)}
+    if type(value) is list:
+        return _encode_items(cast("list[object]", value), where)
+    if type(value) is tuple:
+        return {KIND: "tuple", "items": _encode_items(cast("tuple[object, ...]", value), where)}
+    if type(value) in (dict, Counter):
+        return _encode_dict(cast("dict[object, object]", value), where)
+    raise UserError(
+        f"put {where} into a checkpoint",
+        f"it is a {type(value).__name__}",
+        "use numbers, text, lists, tuples and dicts there, or tensors where tensors are kept",
+    )
+
+
+def _encode_items(items: Sequence[object], where: str) -> list[Any]:
+    return [encode(item, f"{where}[{i}]") for i, item in enumerate(items)]
+
+
+def _encode_dict(value: dict[object, object], where: str) -> dict[str, Any]:
+    if type(value) is dict and all(type(key) is str and key != KIND for key in value):
+        return {str(key): encode(item, f"{where}.{key}") for key, item in value.items()}
+    pairs = [[encode(key, f"a key of {where}"), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
+    return {KIND: "counter" if isinstance(value, Counter) else "dict", "items": pairs}
+
+
+def decode(value: Any) -> Any:
+    """The inverse of `encode`. Raises `ValueError` for what `encode` never writes."""
+    if isinstance(value, list):
+        return [decode(item) for item in cast("list[Any]", value)]
+    if not isinstance(value, dict):
+        return value
+    fields = cast("dict[str, Any]", value)
+    if KIND in fields:
+        return _decode_kind(fields)
+    return {key: decode(item) for key, item in fields.items()}
+
+
+def _decode_kind(fields: dict[str, Any]) -> Any:
+    try:
+        match fields[KIND]:
+            case "float":
+                return float(fields["value"])
+            case "tuple":
+                return tuple(decode(item) for item in fields["items"])
+            case "dict":
+                return {decode(key): decode(item) for key, item in fields["items"]}
+            case "counter":
+                return Counter({decode(key): decode(item) for key, item in fields["items"]})
+            case kind:
+                raise ValueError(f"unknown kind of value {kind!r}")
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"malformed value of kind {fields[KIND]!r}") from error
+
+
+def merge(parts: Sequence[Any], where: str) -> Any:
+    """One value from those of all ranks: dicts are united, everything else must be the same.
+
+    Raises `ValueError` naming the first place where two ranks differ.
+    """
+    first = parts[0]
+    if all(isinstance(part, dict) for part in parts):
+        keys = dict.fromkeys(key for part in parts for key in part)
+        return {key: merge([part[key] for part in parts if key in part], f"{where}.{key}") for key in keys}
+    if any(type(part) is not type(first) or part != first for part in parts):
+        raise ValueError(f"the ranks disagree about {where}: {first!r} and others")
+    return first

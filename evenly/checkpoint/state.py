@@ -1,0 +1,242 @@
+"""The state of a model and its optimizer as named tensors and plain values, and back.
+
+Names are fully qualified parameter names, the same under every plan:
+
+    model.<name>             parameters and persistent buffers, each storage once, under its first name
+    optimizer.<name>.<key>   tensors that the optimizer keeps for that parameter
+
+Nothing here runs a step: the state of an optimizer that has not stepped is empty and stays so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from evenly.checkpoint.manifest import TensorForm, differences, first_of
+from evenly.checkpoint.plain import encode
+from evenly.checkpoint.tensors import form_of
+from evenly.errors import CheckpointError, UserError
+
+MODEL, OPTIMIZER = "model.", "optimizer."
+# Parts that torch's wrappers put into names.
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+# Options of a group that say how it is computed, not what: they belong to the run, not to its state.
+EXECUTION = ("foreach", "fused", "capturable", "differentiable")
+ASKED = "load a checkpoint into this job"
+
+
+def read_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Live tensors by name, not copies, and `{"optimizer": {"class", "options", "state"}}`.
+
+    `options` and `state` are keyed by parameter name, so that those of several ranks can be united.
+    Raises `UserError` for an optimizer whose state has no such form, and for a model with extra state.
+    """
+    names = _parameter_names(model)
+    tensors = {f"{MODEL}{name}": tensor for name, tensor in _model_tensors(model).items()}
+    options: dict[str, Any] = {}
+    state: dict[str, Any] = {}
+    for group, name, parameter in _parameters(optimizer, names):
+        options[name] = _options(group, type(optimizer).__name__)
+        kept, plain = _split(optimizer, name, parameter)
+        tensors.update({f"{OPTIMIZER}{name}.{key}": tensor for key, tensor in kept.items()})
+        if plain:
+            state[name] = plain
+    return tensors, {"optimizer": {"class": type(optimizer).__name__, "options": options, "state": state}}
+
+
+def write_state(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, Tensor],
+    values: Mapping[str, Any],
+) -> None:
+    """The inverse of `read_state`: into the model in place, into the optimizer as copies.
+
+    Raises `CheckpointError` if they are not of this model or this optimizer; then nothing was written.
+    """
+    check_values(model, optimizer, values)
+    forms = {name: form_of(tensor) for name, tensor in tensors.items()}
+    mine = targets(model, optimizer, forms)
+    found = differences(forms, {name: form_of(tensor) for name, tensor in mine.items()})
+    if found:
+        raise CheckpointError(ASKED, first_of(found), "use the job that it was saved by")
+    with torch.no_grad():
+        for name, tensor in mine.items():
+            tensor.copy_(tensors[name])
+    install(model, optimizer, mine, values)
+
+
+def targets(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, forms: Mapping[str, TensorForm]
+) -> dict[str, Tensor]:
+    """Tensors to load a checkpoint of those forms into: the model's own, and new ones for the optimizer.
+
+    The optimizer is not touched; `install` gives it its tensors once they are filled. Saved names that do
+    not belong to this model or to its optimizer are left out.
+    """
+    found = {f"{MODEL}{name}": tensor.detach() for name, tensor in _model_tensors(model).items()}
+    owners = {name: (group, p) for group, name, p in _parameters(optimizer, _parameter_names(model))}
+    for full_name, form in forms.items():
+        name, _, key = full_name.removeprefix(OPTIMIZER).rpartition(".")
+        if full_name.startswith(OPTIMIZER) and name in owners:
+            found[full_name] = _new_state_tensor(form, key, *owners[name])
+    return found
+
+
+def install(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, Tensor],
+    values: Mapping[str, Any],
+) -> None:
+    """Give the optimizer the filled `targets` as its own, and its saved options and plain state."""
+    saved = values["optimizer"]
+    for _, name, parameter in _parameters(optimizer, _parameter_names(model)):
+        kept = {key: tensors[f"{OPTIMIZER}{name}.{key}"] for key in _keys(tensors, name)}
+        kept.update(saved["state"].get(name, {}))
+        if kept:
+            optimizer.state[parameter] = kept
+        else:
+            optimizer.state.pop(parameter, None)
+    for group, wanted in _wanted_options(model, optimizer, values):
+        _set_options(group, wanted)
+
+
+def check_values(model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> None:
+    """Raises `CheckpointError` if the values were saved by another optimizer or with other parameters."""
+    saved = values.get("optimizer")
+    if not isinstance(saved, dict) or not {"class", "options", "state"} <= saved.keys():
+        raise CheckpointError(ASKED, "it holds no optimizer", "resume from a checkpoint of a run")
+    if saved["class"] != type(optimizer).__name__:
+        found = f"it was saved by {saved['class']}, the job's optimizer is {type(optimizer).__name__}"
+        raise CheckpointError(ASKED, found, "use the optimizer that it was saved by")
+    list(_wanted_options(model, optimizer, values))
+
+
+def _model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    seen: set[object] = set()
+    found: dict[str, Tensor] = {}
+    for name, value in _plain_model(model).state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            raise UserError(f"save {name} of the model", "it is extra state of a module", "keep it in a buffer")
+        if _identity(value) not in seen:
+            seen.add(_identity(value))
+            found[_plain_name(name)] = value
+    return found
+
+
+def _parameter_names(model: torch.nn.Module) -> dict[int, str]:
+    """id of a parameter -> its first name."""
+    names: dict[int, str] = {}
+    for name, parameter in _plain_model(model).named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), _plain_name(name))
+    return names
+
+
+def _plain_model(model: torch.nn.Module) -> torch.nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _plain_name(name: str) -> str:
+    for part in WRAPPERS:
+        name = name.replace(part, "")
+    return name
+
+
+def _identity(tensor: Tensor) -> object:
+    """Equal for two tensors that are the same numbers in the same memory."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if local.numel() == 0 or local.data_ptr() == 0:
+        return id(tensor)
+    return local.device, local.data_ptr(), local.dtype, local.shape, local.stride()
+
+
+def _parameters(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """(group, name, parameter) for all that the optimizer steps."""
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) not in names:
+                found = f"parameter {place} of its group {number} is no parameter of the model"
+                raise UserError("keep the state of the optimizer", found, "give it the model's parameters only")
+            yield group, names[id(parameter)], parameter
+
+
+def _options(group: Mapping[str, Any], owner: str) -> dict[str, Any]:
+    options = {key: _number(value) for key, value in group.items() if _is_option(key)}
+    for key, value in options.items():
+        encode(value, f"option {key!r} of {owner}")
+    return options
+
+
+def _is_option(key: str) -> bool:
+    return key not in ("params", "param_names", *EXECUTION)
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _split(optimizer: torch.optim.Optimizer, name: str, parameter: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """One parameter's state: tensors, and the rest, which must be plain."""
+    state: Mapping[Any, Any] = optimizer.state.get(parameter, {})  # not by [], which would make an entry
+    where = f"of {type(optimizer).__name__} for {name}"
+    for key, value in state.items():
+        if not isinstance(key, str) or "." in key:
+            raise UserError(f"save the state {key!r} {where}", "its key is no plain name", "use another optimizer")
+        if not isinstance(value, Tensor):
+            encode(value, f"the state {key!r} {where}")
+    kept = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    return kept, {key: value for key, value in state.items() if key not in kept}
+
+
+def _keys(tensors: Mapping[str, Tensor], name: str) -> list[str]:
+    start = f"{OPTIMIZER}{name}."
+    return [n[len(start) :] for n in tensors if n.startswith(start) and "." not in n[len(start) :]]
+
+
+def _new_state_tensor(form: TensorForm, key: str, group: Mapping[str, Any], parameter: Tensor) -> Tensor:
+    """Unfilled; sharded as the parameter if it has the parameter's shape.
+
+    A counter named `step` lives on the CPU unless the group computes on the device: the rule that torch's
+    own optimizers follow when they load.
+    """
+    dtype = getattr(torch, form.dtype)
+    if form.shape == tuple(parameter.shape) and form.shape != ():
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    on_device = key != "step" or group.get("capturable") or group.get("fused")
+    return torch.empty(form.shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+
+
+def _wanted_options(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: Mapping[str, Any]
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """(group, its saved options) for every group that is not empty."""
+    saved: Mapping[str, Any] = values["optimizer"]["options"]
+    names = _parameter_names(model)
+    for number, group in enumerate(optimizer.param_groups):
+        members = [names[id(parameter)] for parameter in group["params"]]
+        unknown = [name for name in members if name not in saved]
+        if unknown:
+            raise CheckpointError(ASKED, f"no optimizer saved {first_of(unknown)}", "use the job that it was saved by")
+        apart = [name for name in members if saved[name] != saved[members[0]]]
+        if apart:
+            found = f"{members[0]} and {apart[0]} of group {number} were saved with different options"
+            raise CheckpointError(ASKED, found, "use the groups that it was saved with")
+        if members:
+            yield group, saved[members[0]]
+
+
+def _set_options(group: dict[str, Any], wanted: Mapping[str, Any]) -> None:
+    for key, value in wanted.items():
+        if isinstance(group.get(key), Tensor):  # in place: compiled and captured steps hold this tensor
+            group[key].fill_(value)
+        elif _is_option(key):
+            group[key] = value

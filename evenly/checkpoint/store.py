@@ -1,0 +1,311 @@
+"""Saving and loading the checkpoints of a run, by all its ranks together.
+
+Tensors go through torch's distributed checkpoint, which writes every shard once and reads whatever shards
+are asked for; they are stored as safetensors. Plain values go into the manifest, which is JSON. Nothing
+that lies in a checkpoint is ever unpickled.
+
+A save stages its tensors to CPU memory and returns; a thread writes them. That thread talks to other
+ranks through a group of its own, so that its collectives never interleave with those of training. Only
+one save is under way, and the main thread uses that group only while none is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from evenly.checkpoint.folder import Folder
+from evenly.checkpoint.manifest import (
+    FileRecord,
+    Manifest,
+    TensorForm,
+    Unsound,
+    differences,
+    fingerprint,
+    first_of,
+)
+from evenly.checkpoint.plain import decode, encode, merge
+from evenly.checkpoint.ranks import Ranks
+from evenly.checkpoint.tensors import check_contents, form_of, own_files, read_tensors, save_tensors
+from evenly.errors import CheckpointError, EvenlyError, UserError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of a run after `step` optimizer steps.
+
+    tensors: name -> tensor, plain or DTensor; a plain one is the same on every rank that has it.
+    values:  name -> numbers, text, lists, tuples and dicts of them.
+    """
+
+    step: int
+    tensors: Mapping[str, Tensor]
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was found sound, its tensors not yet read.
+
+    values: as they were saved. forms: name -> type and global shape of every tensor.
+    """
+
+    step: int
+    values: dict[str, Any]
+    forms: dict[str, TensorForm]
+    path: Path
+    _ranks: Ranks = field(repr=False)
+
+    def read(self, into: Mapping[str, Tensor]) -> None:
+        """Fill those tensors in place; a collective. The ranks may hold other names and other shards.
+
+        Raises `CheckpointError` on all ranks, before anything is filled, if the tensors of all ranks
+        together are not those of the checkpoint by name, type and shape.
+        """
+        asked = f"load {self.path}"
+        parts = self._ranks.gather({name: form_of(tensor) for name, tensor in into.items()})
+        found = [phrase for part in parts for phrase in differences(self.forms, {**self.forms, **part})]
+        found += [f"{n} is in the checkpoint only" for n in self.forms if not any(n in part for part in parts)]
+        if found:
+            found = list(dict.fromkeys(found))
+            raise CheckpointError(asked, first_of(found), "use the job that it was saved by, or another folder")
+        tensors = {name: tensor.detach() for name, tensor in into.items()}
+        self._ranks.together(asked, lambda: read_tensors(tensors, self.path, self._ranks.group))
+
+
+class CheckpointStore:
+    """The checkpoints of one run, in `folder`/checkpoints.
+
+    folder: the run's folder, on storage that all ranks see.
+    group:  a gloo group of all ranks that nothing else uses; None for a process alone.
+
+    All methods but `steps` and `newest` are collectives: every rank calls them, in the same order. Errors
+    are raised on every rank.
+    """
+
+    def __init__(self, folder: Path, group: dist.ProcessGroup | None = None) -> None:
+        self._folder = Folder(folder)
+        self._ranks = Ranks(group)
+        self._stager = DefaultStager(_staging_options())
+        self._claim: IO[str] | None = None
+        self._claimed = False
+        self._pending: tuple[Future[None], ThreadPoolExecutor] | None = None
+
+    def claim(self) -> None:
+        """Become the one run that saves here and remove what killed runs left; `save` does it if need be.
+
+        Raises `CheckpointError` if another process saves here.
+        """
+        if not self._claimed:
+            asked = f"save checkpoints in {self._folder.checkpoints}"
+            self._ranks.first(asked, self._take_claim)
+            self._claimed = True
+
+    def _take_claim(self) -> None:
+        self._claim = self._folder.claim()
+
+    def save(self, snapshot: Snapshot, *, score: float | None = None) -> None:
+        """Copy the snapshot, return, and write it while training goes on.
+
+        Waits for a save that is still under way. The checkpoint is valid when all ranks' files are complete;
+        then the oldest ones go, but not the one of the lowest `score` (the loss of an evaluation).
+        Raises `UserError` for values that JSON cannot hold, and `CheckpointError` for the failure of the
+        *former* save; this one's is raised by the next `save` or by `finish`.
+        """
+        values = {key: encode(value, f"values.{key}") for key, value in snapshot.values.items()}
+        if type(snapshot.step) is not int or snapshot.step < 0:
+            raise UserError("save a checkpoint", f"step {snapshot.step!r}", "number steps by whole numbers from 0")
+        self.finish()
+        self.claim()
+        staged = self._stage(snapshot.tensors)
+        manifest = Manifest(snapshot.step, _finite(score), {}, _forms(staged), values)
+        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="evenly-checkpoint")
+        self._pending = executor.submit(self._write, staged, manifest), executor
+
+    def finish(self) -> None:
+        """Wait until the save under way is valid. Raises `CheckpointError` if it failed; older ones stay."""
+        if self._pending is None:
+            return
+        result, executor = self._pending
+        try:
+            result.result()
+        finally:
+            if result.done():  # not if the wait was interrupted
+                self._pending = None
+                executor.shutdown()  # the thread ends with its save
+
+    def close(self) -> None:
+        """`finish`, then give up the claim and the staging memory; the store is not used afterwards."""
+        try:
+            self.finish()
+        finally:
+            self._stager.close()
+            if self._claim is not None:
+                self._claim.close()
+
+    def steps(self) -> list[int]:
+        """Steps with a checkpoint, ascending; their contents are not looked at."""
+        return self._folder.steps()
+
+    def newest(self) -> int | None:
+        """The last of `steps`, or None."""
+        return (self.steps() or [None])[-1]
+
+    def load(self, step: int | None = None) -> Checkpoint:
+        """Check the checkpoint of `step` (of the newest, if None), every file of it, and return it.
+
+        Raises `CheckpointError` with the reason if it is torn, foreign or altered; it names the newest one
+        that is sound. Nothing else is loaded in its place.
+        """
+        self.finish()
+        which = "the newest step" if step is None else f"step {step}"
+        asked = f"load the checkpoint of {which} in {self._folder.checkpoints}"
+        chosen = self._ranks.first(asked, lambda: self._choose(asked, step))
+        path = self._folder.path(chosen)
+        manifest = self._ranks.first(asked, lambda: _reason_or(lambda: self._folder.manifest(chosen)))
+        if isinstance(manifest, str):
+            raise self._refusal(f"load {path}", chosen, manifest)
+        reasons = self._ranks.together(asked, lambda: _reason_or(lambda: self._check(manifest)))
+        for reason in reasons:
+            if reason is not None:
+                raise self._refusal(f"load {path}", chosen, reason)
+        return Checkpoint(chosen, decode(manifest.values), manifest.tensors, path, self._ranks)
+
+    def _choose(self, asked: str, step: int | None) -> int:
+        steps = self.steps()
+        if not steps:
+            raise CheckpointError(asked, "there is none", "start the run anew, or give the folder of another run")
+        if step is not None and step not in steps:
+            raise CheckpointError(asked, f"there are those of {', '.join(map(str, steps))}", "choose one of them")
+        return steps[-1] if step is None else step
+
+    def _check(self, manifest: Manifest) -> None:
+        """This rank's share of the files; the first rank also sees that they hold what the manifest says."""
+        names = sorted(manifest.files)[self._ranks.rank :: self._ranks.size]
+        self._folder.check_files(manifest, names)
+        if self._ranks.rank == 0:
+            _decoded(manifest)
+            check_contents(self._folder.path(manifest.step), manifest.tensors)
+
+    def _refusal(self, asked: str, step: int, reason: str) -> CheckpointError:
+        sound = self._ranks.first(asked, lambda: self._folder.newest_sound(but=step))
+        if sound is None:
+            return CheckpointError(
+                asked, reason, "there is no other sound checkpoint in this folder: start the run anew"
+            )
+        return CheckpointError(asked, reason, f"resume from step {sound}, the newest sound checkpoint")
+
+    def _stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies in CPU memory; the memory is used again by the next save of the same tensors."""
+        staged = self._stager.stage({name: tensor.detach() for name, tensor in tensors.items()})
+        assert isinstance(staged, dict)
+        return staged
+
+    def _write(self, staged: dict[str, Tensor], mine: Manifest) -> None:
+        """Everything after staging; runs in the thread, on all ranks."""
+        asked = f"save the checkpoint of step {mine.step} in {self._folder.checkpoints}"
+        try:
+            self._write_all(asked, staged, mine)
+        except BaseException as error:
+            if self._ranks.rank == 0:
+                self._folder.abandon(mine.step)
+            if isinstance(error, EvenlyError):
+                raise
+            raise CheckpointError(
+                asked, f"{type(error).__name__}: {error}", "see the first error of the ranks"
+            ) from error
+
+    def _write_all(self, asked: str, staged: dict[str, Tensor], mine: Manifest) -> None:
+        ranks, partial = self._ranks, self._folder.partial(mine.step)
+        ranks.first(asked, lambda: self._folder.begin(mine.step))
+        whole = _united(asked, ranks, mine)
+        ranks.together(asked, lambda: save_tensors(staged, whole.tensors, partial, ranks.group))
+        parts = ranks.together(asked, lambda: own_files(partial, ranks.rank))
+        files = {name: record for part in parts for name, record in part.items()}
+        ranks.first(asked, lambda: self._commit(partial, whole, files))
+
+    def _commit(self, partial: Path, whole: Manifest, files: dict[str, FileRecord]) -> None:
+        manifest = Manifest(whole.step, whole.score, files, whole.tensors, whole.values)
+        there = sorted(path.name for path in partial.iterdir())
+        if there != sorted(files):
+            found = f"the ranks wrote {sorted(files)}, the first rank sees {there}"
+            raise CheckpointError(f"save {partial}", found, "use a folder that all ranks share")
+        try:
+            check_contents(partial, manifest.tensors)
+        except Unsound as reason:
+            raise CheckpointError(f"save {partial}", str(reason), "report this") from None
+        self._folder.commit(manifest)
+        self._folder.prune()
+
+
+def _staging_options() -> StagingOptions:
+    on_gpu = torch.cuda.is_available()
+    return StagingOptions(
+        use_pinned_memory=on_gpu,
+        use_shared_memory=False,
+        use_async_staging=False,
+        use_non_blocking_copy=on_gpu,
+    )
+
+
+def _finite(score: float | None) -> float | None:
+    return None if score is None or not math.isfinite(score) else float(score)
+
+
+def _forms(tensors: Mapping[str, Tensor]) -> dict[str, TensorForm]:
+    return {name: form_of(tensor) for name, tensor in tensors.items()}
+
+
+def _united(asked: str, ranks: Ranks, mine: Manifest) -> Manifest:
+    """One manifest from those of all ranks, which may hold parts of it; the same one everywhere."""
+    if len(set(ranks.gather(fingerprint(mine)))) == 1:
+        return mine
+    parts = ranks.gather(mine)
+    return ranks.together(asked, lambda: _merged(parts))[0]
+
+
+def _merged(parts: Sequence[Manifest]) -> Manifest:
+    for name in ("step", "score"):
+        merge([getattr(part, name) for part in parts], name)
+    return Manifest(
+        step=parts[0].step,
+        score=parts[0].score,
+        files={},
+        tensors=_merged_forms(parts),
+        values=merge([part.values for part in parts], "values"),
+    )
+
+
+def _merged_forms(parts: Sequence[Manifest]) -> dict[str, TensorForm]:
+    forms: dict[str, TensorForm] = {}
+    for part in parts:
+        for name, form in part.tensors.items():
+            if forms.setdefault(name, form) != form:
+                raise ValueError(f"the ranks disagree about {name}: {forms[name]} and {form}")
+    return forms
+
+
+def _reason_or(act: Callable[[], T]) -> T | str:
+    """The value of `act`, or the reason why the checkpoint is unsound."""
+    try:
+        return act()
+    except Unsound as reason:
+        return str(reason)
+
+
+def _decoded(manifest: Manifest) -> dict[str, Any]:
+    try:
+        return decode(manifest.values)
+    except ValueError as error:
+        raise Unsound(f"a value in its manifest is malformed ({error})") from None
