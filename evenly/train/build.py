@@ -1,0 +1,116 @@
+"""From a job to its model, optimizer and schedule on one rank, with the checks that need them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from evenly.cluster.world import World
+from evenly.comm.collectives import gather_values
+from evenly.data.generators import seeded
+from evenly.data.stream import stream_key
+from evenly.errors import EvenlyError, RunError, UserError, describe
+from evenly.job import Job
+from evenly.train.precision import place_model
+
+T = TypeVar("T")
+
+
+def build_model(job: Job, *, precision: str, device: str) -> nn.Module:
+    """The job's model with its initial values, which follow from the seed alone, on `device`, in training mode.
+
+    It is built on the CPU, whose random numbers are the same on every machine with the same torch.
+    """
+    with seeded(stream_key(job.seed, "model")):
+        model = call_job("model", job.model)
+    _expect("model", model, nn.Module)
+    return place_model(model, precision, device).train()
+
+
+def build_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
+    """The job's optimizer over the parameters of `model`."""
+    optimizer = call_job("optimizer", lambda: job.optimizer(model.parameters()))
+    _expect("optimizer", optimizer, torch.optim.Optimizer)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UserError(
+            "optimizer LBFGS",
+            "it evaluates the loss several times per step",
+            "use an optimizer with one gradient per step",
+        )
+    known = {id(p) for p in model.parameters()}
+    if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+        raise UserError(
+            "the job's optimizer",
+            "it holds parameters that are not the model's",
+            "give it the `params` passed in",
+        )
+    return optimizer
+
+
+def build_schedule(job: Job, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
+    """The job's learning-rate schedule, if it has one; its state must be plain values, so that it can be saved."""
+    if job.schedule is None:
+        return None
+    schedule = call_job("schedule", lambda: job.schedule and job.schedule(optimizer))
+    _expect("schedule", schedule, torch.optim.lr_scheduler.LRScheduler)
+    assert schedule is not None
+    if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise UserError(
+            "schedule ReduceLROnPlateau",
+            "it follows a measured loss, not the step",
+            "use one that counts steps",
+        )
+    try:
+        json.dumps(schedule.state_dict())
+    except TypeError as problem:
+        raise UserError(
+            f"schedule {type(schedule).__name__}",
+            f"its state cannot be saved: {problem}",
+            "use functions, not callable objects",
+        ) from problem
+    return schedule
+
+
+def check_same_start(model: nn.Module, world: World) -> None:
+    """Raises `RunError`, on all ranks alike, if a parameter or buffer differs between ranks."""
+    mine = {name: _fingerprint(t) for name, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
+    prints = gather_values(mine, world.group("files"))
+    for rank, theirs in enumerate(prints):
+        for name in prints[0]:
+            if theirs.get(name) != prints[0][name]:
+                raise RunError(
+                    "every rank must start from the same model",
+                    f"{name} on rank {rank} differs from rank 0's",
+                    "let the job's model draw from torch, random and numpy only, which are seeded",
+                )
+
+
+def _fingerprint(tensor: torch.Tensor) -> int:
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size())
+    if whole is None:  # complex128
+        tensor, whole = torch.view_as_real(tensor), torch.int64
+    bits = tensor.detach().contiguous().flatten().view(whole)
+    return int(bits.sum(dtype=torch.int64)) ^ (tensor.numel() << 1)
+
+
+def call_job(field: str, function: Callable[[], T]) -> T:
+    """What a function of the job returns; whatever it raises becomes a `UserError` that names the field."""
+    try:
+        return function()
+    except EvenlyError:
+        raise
+    except Exception as problem:
+        raise UserError(f"calling the job's {field}", describe(problem), "run it by itself to find out") from problem
+
+
+def _expect(field: str, value: Any, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise UserError(
+            f"the job's {field} must return a {kind.__module__}.{kind.__qualname__}",
+            f"it returned a {type(value).__name__}",
+            "return the object itself",
+        )

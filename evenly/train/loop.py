@@ -1,0 +1,139 @@
+"""The loop of `evenly run`: every batch in order, evaluations and checkpoints when they are due."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evenly.jobfile import load_job
+from evenly.observe.console import Watcher, make_watcher
+from evenly.train.options import RunOptions
+from evenly.train.run import Evaluation, Run, StepReport, start
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run came to.
+
+    stopped: whether it was asked to end before its last step.
+    """
+
+    job: str
+    plan: str
+    world: int
+    steps: int
+    first_loss: float | None
+    loss: float | None
+    eval_loss: float | None
+    seconds: float
+    stopped: bool
+    out: str | None
+
+
+def run_job_file(path: Path, settings: dict[str, Any], options: RunOptions, json_only: bool) -> Summary:
+    """Trains the job of file `path` on this rank; every rank of the world calls it."""
+    if json_only:
+        _send_stdout_to_stderr()
+    job = load_job(path, settings)
+    with start(job, plan=options.plan, out=options.out, resume=options.resume, steps=options.steps) as run:
+        return train(run)
+
+
+def run_script(path: Path, arguments: list[str], json_only: bool) -> None:
+    """Runs a script that owns its loop, as `python PATH ARGUMENTS...` would, on this rank."""
+    if json_only:
+        _send_stdout_to_stderr()
+    sys.argv = [str(path), *arguments]
+    sys.path.insert(0, str(path.resolve().parent))
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def train(run: Run) -> Summary:
+    """Trains `run` to its end, or to the stop that was asked for."""
+    progress = _Progress(run)
+    try:
+        for batch in run.batches():
+            progress.add(run.step(batch))
+            progress.take_up_what_is_due()
+        progress.end()
+    finally:
+        progress.watcher.close()
+    return progress.summary()
+
+
+class _Progress:
+    """What the loop remembers between steps."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.unit = "samples"
+        self.watcher: Watcher = make_watcher(main=False, steps=0, done=0, unit="")
+        self.first: StepReport | None = None
+        self.last: StepReport | None = None
+        self.evaluation: Evaluation | None = None
+        self.evaluated_at = -1
+        self.seconds = 0.0
+
+    def add(self, report: StepReport) -> None:
+        if self.first is None:
+            self.first = report
+            self._begin_watching(report)
+        self.last = report
+        self.seconds += report.step_s
+        self.watcher.on_step(report)
+
+    def take_up_what_is_due(self) -> None:
+        job, step = self.run.job, self.run.steps_done
+        if job.eval_every and step % job.eval_every == 0:
+            self._evaluate()
+        if job.save_every and step % job.save_every == 0:
+            self._save()
+
+    def end(self) -> None:
+        if self.run.stopped:
+            self.watcher.on_text(f"stopped after step {self.run.steps_done} as asked")
+        elif self.run.job.eval_data is not None:
+            self._evaluate()
+        self._save()
+
+    def summary(self) -> Summary:
+        run = self.run
+        return Summary(
+            job=run.job.name,
+            plan=str(run.plan),
+            world=run.world.size,
+            steps=run.steps_done,
+            first_loss=self.first and self.first.loss,
+            loss=self.last and self.last.loss,
+            eval_loss=self.evaluation and self.evaluation.loss,
+            seconds=self.seconds,
+            stopped=run.stopped,
+            out=run.out and str(run.out),
+        )
+
+    def _begin_watching(self, report: StepReport) -> None:
+        # A loss that weighs something else than samples counts tokens, or whatever the job counts.
+        self.unit = "samples" if report.weight == report.samples else "tokens"
+        run = self.run
+        self.watcher = make_watcher(main=run.world.is_main, steps=run.steps, done=run.steps_done, unit=self.unit)
+
+    def _evaluate(self) -> None:
+        if self.evaluated_at != self.run.steps_done:
+            self.evaluated_at = self.run.steps_done
+            self.evaluation = self.run.evaluate()
+            self.watcher.on_text(f"step {self.evaluated_at}: evaluation loss {self.evaluation.loss:.4f}")
+
+    def _save(self) -> None:
+        if self.run.out is not None:
+            current = self.evaluated_at == self.run.steps_done and self.evaluation is not None
+            self.run.save(score=self.evaluation.loss if current and self.evaluation else None)
+
+
+def _send_stdout_to_stderr() -> None:
+    """Keeps this rank's prints off the launcher's stdout, which carries one JSON document."""
+    sys.stdout.flush()
+    os.dup2(2, 1)

@@ -1,0 +1,48 @@
+"""What the command line asks of a run, on its way from `evenly run` to the ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from evenly.cluster.environment import launcher_options
+from evenly.errors import UserError
+from evenly.plan import Plan, parse_plan
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """plan, folder, number of steps (None: the job's) and whether to go on from the newest checkpoint."""
+
+    plan: Plan | None = None
+    out: Path | None = None
+    steps: int | None = None
+    resume: bool = False
+
+    def to_text(self) -> str:
+        """JSON for the ranks' environment; `from_text` is its inverse."""
+        plan, out = self.plan and str(self.plan), self.out and str(self.out)
+        return json.dumps({"plan": plan, "out": out, "steps": self.steps, "resume": self.resume})
+
+    @classmethod
+    def from_text(cls, text: str) -> RunOptions:
+        """The options that `to_text` wrote."""
+        values = json.loads(text)
+        plan, out = values["plan"], values["out"]
+        return cls(plan and parse_plan(plan), out and Path(out), values["steps"], values["resume"])
+
+
+def merge_options(given: RunOptions) -> RunOptions:
+    """`given` by the script, completed by the command line's; raises `UserError` where both say something different."""
+    text = launcher_options()
+    told = RunOptions.from_text(text) if text else RunOptions()
+    for field in fields(RunOptions):
+        here, there = getattr(given, field.name), getattr(told, field.name)
+        if here and there and here != there:
+            raise UserError(
+                f"{field.name} {there} on the command line",
+                f"the script itself asks for {here}",
+                "say it in one of the two places",
+            )
+    return RunOptions(*(getattr(given, f.name) or getattr(told, f.name) for f in fields(RunOptions)))

@@ -1,0 +1,69 @@
+"""Precision as data, and float16's loss scale.
+
+float32 and bfloat16 need no scale. With float16 the loss is multiplied by a power of two before the backward pass,
+so that small gradients do not vanish; a step whose summed gradient is not finite is skipped and the scale halved.
+The sum over ranks is the same everywhere, so all ranks, and all plans, skip the same steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from evenly.data.nest import map_tensors
+
+LARGEST_SCALE = 2.0**16
+STEPS_BEFORE_GROWTH = 2000
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """The factor on the loss and the number of clean steps since it last changed."""
+
+    factor: float = 1.0
+    clean_steps: int = 0
+
+    def after(self, *, finite: bool) -> LossScale:
+        """The scale for the next step: halved after an overflow, doubled after 2,000 clean steps."""
+        if not finite:
+            return LossScale(max(self.factor / 2, 2.0**-24))
+        if self.clean_steps + 1 == STEPS_BEFORE_GROWTH:
+            return LossScale(self.factor * 2)
+        return LossScale(self.factor, self.clean_steps + 1)
+
+
+def first_scale(precision: str, global_batch: int) -> LossScale:
+    """Where a run starts: a loss is a sum over the batch, hence a larger batch starts with a smaller scale."""
+    if precision != "float16":
+        return LossScale()
+    return LossScale(max(1.0, LARGEST_SCALE / 2 ** math.ceil(math.log2(global_batch))))
+
+
+@contextmanager
+def autocast(precision: str, device: str) -> Generator[None]:
+    """Around a forward pass: bfloat16 and float16 compute in that type from float32 weights."""
+    if precision in ("float32", "float64"):
+        yield
+        return
+    with torch.autocast(torch.device(device).type, dtype=getattr(torch, precision)):
+        yield
+
+
+def place_model(model: torch.nn.Module, precision: str, device: str) -> torch.nn.Module:
+    """`model` on `device`; a float64 run computes in float64 throughout."""
+    return model.to(device, torch.float64) if precision == "float64" else model.to(device)
+
+
+def place_batch(batch: Any, precision: str, device: str) -> Any:
+    """Every tensor of `batch` (any nest) on `device`; floating ones in float64 where the run is."""
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        wide = precision == "float64" and tensor.is_floating_point()
+        return tensor.to(device, torch.float64 if wide else tensor.dtype, non_blocking=True)
+
+    return map_tensors(place, batch)

@@ -1,0 +1,73 @@
+"""The state of a run, written down and taken up again.
+
+State is weights, optimizer, schedule, loss scale and step number. The position in the data and all random streams
+follow from the step number, so that what continues is the very next step, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from evenly.checkpoint import resume
+from evenly.checkpoint.state import read_state
+from evenly.checkpoint.store import CheckpointStore, Snapshot
+from evenly.errors import CheckpointError
+from evenly.train.precision import LossScale
+
+if TYPE_CHECKING:
+    from evenly.train.run import Run
+
+
+def open_store(run: Run) -> CheckpointStore:
+    """The checkpoints in the run's folder; an error if another run writes there."""
+    assert run.out is not None
+    store = CheckpointStore(run.out, run.world.group("files"))
+    store.claim()
+    return store
+
+
+def snapshot(run: Run) -> Snapshot:
+    """The state of `run` after the steps it has done; tensors are the live ones, not copies."""
+    tensors, values = read_state(run.model, run.optimizer)
+    values["rules"] = _rules(run)
+    values["plan"] = str(run.plan)
+    values["schedule"] = None if run.schedule is None else run.schedule.state_dict()
+    values["loss_scale"] = [run.loss_scale.factor, run.loss_scale.clean_steps]
+    return Snapshot(run.steps_done, tensors, values)
+
+
+def restore(run: Run, store: CheckpointStore) -> None:
+    """Puts `run` where the newest checkpoint left off; raises `CheckpointError` where it is not of this job."""
+    checkpoint = store.load()
+    _check_rules(run, checkpoint.values)
+    resume.restore(checkpoint, run.model, run.optimizer)
+    if run.schedule is not None:
+        run.schedule.load_state_dict(checkpoint.values["schedule"])
+    run.loss_scale = LossScale(*checkpoint.values["loss_scale"])
+    run.steps_done = checkpoint.step
+
+
+def _rules(run: Run) -> dict[str, Any]:
+    """What the order of samples and the random streams follow from, beside the step number."""
+    job = run.job
+    return {
+        "seed": job.seed,
+        "samples": job.length,
+        "global_batch": job.global_batch,
+        "microbatch": job.samples_per_microbatch,
+        "microbatch_cost": job.microbatch_cost,
+        "shuffle": job.shuffle,
+        "precision": run.precision,
+        "schedule": run.schedule is not None,
+    }
+
+
+def _check_rules(run: Run, values: dict[str, Any]) -> None:
+    saved, mine = values.get("rules", {}), _rules(run)
+    different = [f"{key} was {saved.get(key)}, is now {mine[key]}" for key in mine if saved.get(key) != mine[key]]
+    if different:
+        raise CheckpointError(
+            f"resuming {run.job.name!r}",
+            "; ".join(different),
+            "resume with the settings of the run that saved it",
+        )

@@ -1,0 +1,391 @@
+"""One run: a job under a plan on the world that this process belongs to.
+
+`start` connects, builds and composes; `Run.step` is the training step; `close` lets go in the reverse order.
+The same calls are made on every rank, in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from evenly.cluster.environment import available_cores, chosen_threads, find_here
+from evenly.cluster.world import World
+from evenly.comm.connect import connect, disconnect
+from evenly.data.generators import seeded
+from evenly.data.loader import Loader, Microbatch, Share, share_of_evaluation, share_of_step, worker_count
+from evenly.data.stream import stream_key
+from evenly.errors import RunError, UserError
+from evenly.job import Job, Loss
+from evenly.observe.memory import peak_bytes
+from evenly.observe.records import Records
+from evenly.parallel.compose import Composed, compose
+from evenly.plan import Plan, parse_plan
+from evenly.train.build import build_model, build_optimizer, build_schedule, check_same_start
+from evenly.train.interrupt import Interrupt
+from evenly.train.ledger import Account, Ledger, as_loss
+from evenly.train.options import RunOptions, merge_options
+from evenly.train.precision import LossScale, autocast, first_scale, place_batch
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step did; the same on every rank but for `step_s`.
+
+    step:          number of steps done, this one included.
+    loss, weight:  of the whole batch.
+    grad_norm:     of the batch's gradient, before clipping.
+    lr:            learning rate of this step, of the first parameter group.
+    samples:       of the whole batch.
+    step_s:        seconds since the step before ended (loading included).
+    memory_bytes:  peak of each rank so far.
+    skipped:       float16 only: whether the gradient overflowed and the update was left out.
+    """
+
+    step: int
+    loss: float
+    weight: float
+    grad_norm: float
+    lr: float
+    samples: int
+    step_s: float
+    memory_bytes: list[int]
+    skipped: bool = False
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples of the whole batch per second."""
+        return self.samples / self.step_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """What the loss counted (tokens of a language model) of the whole batch, per second."""
+        return self.weight / self.step_s
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The loss over the whole evaluation set, every sample exactly once; the same on every rank."""
+
+    loss: float
+    weight: float
+    samples: int
+
+
+class Batch:
+    """This rank's share of one batch; given to `Run.step` once."""
+
+    def __init__(self, share: Share, microbatches: Iterator[Microbatch]) -> None:
+        self.share = share
+        self._microbatches, self._left = microbatches, len(share.own)
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        while self._left:
+            self._left -= 1
+            yield next(self._microbatches)
+
+    @property
+    def left(self) -> int:
+        """Microbatches that were not yet run."""
+        return self._left
+
+
+class Run:
+    """A job in progress on this rank. Made by `start`; a context manager.
+
+    Public attributes: `job`, `plan` (fitted and resolved), `world`, `model`, `optimizer`, `steps_done`, `out` (folder).
+    """
+
+    def __init__(self, job: Job, plan: Plan, world: World, options: RunOptions) -> None:
+        assert plan.precision is not None  # the plan is resolved
+        self.job, self.plan, self.world, self.out = job, plan, world, options.out
+        self.steps, self.steps_done = options.steps or job.steps, 0
+        self.precision = plan.precision
+        model = build_model(job, precision=self.precision, device=world.device)
+        check_same_start(model, world)
+        self.composed: Composed = compose(model, plan, world)
+        self.model = self.composed.model
+        self.optimizer = build_optimizer(job, self.model)
+        self.schedule = build_schedule(job, self.optimizer)
+        self.loss_scale: LossScale = first_scale(self.precision, job.global_batch)
+        self.interrupt = Interrupt()
+        self.saved_at: int | None = None  # step of the newest checkpoint
+        self.stopped = False  # all ranks agreed to stop early
+        self._clock = time.perf_counter()
+        self._store = None
+        if self.out is not None:
+            self._open(resume=options.resume)
+        elif options.resume:
+            raise UserError("resuming", "the run has no folder", "give `out` to evenly.start, or --out to evenly run")
+        main = self.out if world.is_main else None
+        self._metrics = Records(main and main / "metrics.jsonl")
+        self._events = Records(self.out and self.out / "events" / f"rank{world.rank}.jsonl")
+        self._events.event("started", rank=world.rank, size=world.size, step=self.steps_done, pid=os.getpid())
+        if main is not None:
+            write_plan(self, main / "plan.json")
+
+    # ------------------------------------------------------------------------------------------ training
+    def batches(self) -> Iterator[Batch]:
+        """The batches from the step after the last one done to the job's last, or until a stop is asked for."""
+        share = lru_cache(maxsize=64)(self._share)  # asked for by the loader, which may be ahead, and here
+        microbatches = self._loader().read(share(step) for step in range(self.steps_done, self.steps))
+        self._clock = time.perf_counter()
+        while self.steps_done < self.steps and not self.stopped:
+            step = self.steps_done
+            yield Batch(share(step), microbatches)
+            if self.steps_done == step:
+                raise RunError(
+                    f"batch of step {step + 1}",
+                    "it was not given to run.step",
+                    "give every batch to run.step once",
+                )
+
+    def step(self, batch: Batch) -> StepReport:
+        """Trains on `batch`: all of it on all ranks, one update. Raises `RunError` on a loss that is not finite."""
+        if batch.share.step != self.steps_done:
+            raise RunError(
+                f"run.step after {self.steps_done} steps",
+                f"a batch of step {batch.share.step + 1}",
+                "use each batch once",
+            )
+        try:
+            account = self._forward_and_backward(batch)
+            account.check(self.steps_done + 1)
+            grad_norm, skipped = self._update(account)
+        except Exception as problem:
+            problem.evenly_step = self.steps_done + 1  # type: ignore[attr-defined]  # read by the launcher
+            raise
+        lr = float(self._learning_rate)
+        self._end_step(account)
+        return self._report(batch, account, grad_norm=grad_norm, lr=lr, skipped=skipped)
+
+    def _forward_and_backward(self, batch: Batch) -> Account:
+        gradients, statistics = self.composed.gradients, self.composed.statistics
+        ledger = Ledger(self.world, microbatches=len(batch.share.microbatches), layers=statistics.layers)
+        gradients.begin()
+        for microbatch in batch:
+            key = stream_key(self.job.seed, "microbatch", batch.share.step, microbatch.number)
+            with seeded(key, self.world.device):
+                with statistics.recording(microbatch.number):
+                    loss = self._loss(microbatch)
+                ledger.add(microbatch.number, loss, statistics.calls(microbatch.number))
+                if batch.left == 0:
+                    self._send(ledger)
+                    gradients.expect_last()
+                self._backward(loss)
+        if not batch.share.own:
+            self._send(ledger)
+        return ledger.receive()
+
+    def _send(self, ledger: Ledger) -> None:
+        ledger.send(memory_bytes=peak_bytes(self.world.device), stop=self.interrupt.asked)
+
+    def _loss(self, microbatch: Microbatch) -> Loss:
+        batch = place_batch(microbatch.batch, self.precision, self.world.device)
+        with autocast(self.precision, self.world.device):
+            return as_loss(self.job.loss(self.model, batch), microbatch.samples)
+
+    def _backward(self, loss: Loss) -> None:
+        if not loss.total.requires_grad:
+            # A constant has gradient zero, which is what a microbatch without anything that counts adds.
+            if float(loss.weight) > 0:
+                raise RunError(
+                    "the loss must depend on the model's parameters",
+                    "its total requires no gradient",
+                    "do not detach it",
+                )
+            return
+        scale = self.loss_scale.factor
+        (loss.total if scale == 1.0 else loss.total * scale).backward()
+
+    def _update(self, account: Account) -> tuple[float, bool]:
+        """Applies the batch's gradient; returns its norm and whether the update was skipped."""
+        gradients = self.composed.gradients
+        gradients.finish(account.weight * self.loss_scale.factor)
+        grad_norm = float(gradients.norm())
+        finite = math.isfinite(grad_norm)
+        if not finite and self.precision != "float16":
+            raise RunError(
+                f"step {self.steps_done + 1}: the gradient must be finite",
+                f"its norm is {grad_norm}; first in {_first_not_finite(self.model)}",
+                "look for a square root or division at zero, or too high a learning rate",
+            )
+        self.loss_scale = self.loss_scale.after(finite=finite) if self.precision == "float16" else self.loss_scale
+        if not finite:
+            return grad_norm, True
+        if self.job.clip_norm is not None and (factor := self.job.clip_norm / (grad_norm + 1e-6)) < 1:
+            gradients.scale(factor)
+        self.optimizer.step()
+        return grad_norm, False
+
+    def _end_step(self, account: Account) -> None:
+        self.composed.statistics.fold(account.calls)
+        if self.schedule is not None:
+            with warnings.catch_warnings():
+                # The schedule counts steps, those that float16 skipped included.
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+                self.schedule.step()
+        self.steps_done += 1
+        self.stopped = account.stop
+
+    def _report(self, batch: Batch, account: Account, *, grad_norm: float, lr: float, skipped: bool) -> StepReport:
+        now = time.perf_counter()
+        step_s, self._clock = now - self._clock, now
+        report = StepReport(
+            step=self.steps_done,
+            loss=account.loss,
+            weight=account.weight,
+            grad_norm=grad_norm,
+            lr=lr,
+            samples=batch.share.samples,
+            step_s=step_s,
+            memory_bytes=account.memory_bytes,
+            skipped=skipped,
+        )
+        self._metrics.add({**vars(report), "samples_per_s": report.samples_per_s, "tokens_per_s": report.tokens_per_s})
+        return report
+
+    # ---------------------------------------------------------------------------------------- evaluation
+    def evaluate(self) -> Evaluation:
+        """The loss over the job's `eval_data`, every sample exactly once; leaves training undisturbed."""
+        if self.job.eval_data is None:
+            raise UserError("run.evaluate()", "the job has no eval_data", "give the Job eval_data")
+        share = share_of_evaluation(self.job, rank=self.world.rank, ranks=self.world.size)
+        ledger = Ledger(self.world, microbatches=len(share.microbatches))
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                for microbatch in self._loader(evaluation=True).read(iter([share])):
+                    with seeded(stream_key(self.job.seed, "evaluation", microbatch.number), self.world.device):
+                        ledger.add(microbatch.number, self._loss(microbatch), [])
+            ledger.send()
+        finally:
+            self.model.train()
+        account = ledger.receive()
+        account.check(self.steps_done)
+        evaluation = Evaluation(account.loss, account.weight, share.samples)
+        self._events.event("evaluated", step=self.steps_done, **vars(evaluation))
+        self._metrics.add({"step": self.steps_done, "eval_loss": evaluation.loss, "eval_weight": evaluation.weight})
+        self._clock = time.perf_counter()
+        return evaluation
+
+    # ---------------------------------------------------------------------------------------- checkpoints
+    def save(self, *, score: float | None = None) -> None:
+        """Begins a checkpoint of the steps done so far; `score` (lower is better) decides which is kept as best."""
+        if self._store is None:
+            raise UserError("run.save()", "the run has no folder", "give `out` to evenly.start, or --out to evenly run")
+        if self.saved_at != self.steps_done:
+            from evenly.train.resume import snapshot
+
+            self._store.save(snapshot(self), score=score)
+            self.saved_at = self.steps_done
+            self._events.event("saved", step=self.steps_done)
+        self._clock = time.perf_counter()
+
+    def _open(self, *, resume: bool) -> None:
+        # torch's distributed checkpoint takes a second to import: only runs that save wait for it.
+        from evenly.train.resume import open_store, restore
+
+        self._store = open_store(self)
+        if resume:
+            restore(self, self._store)
+            self.saved_at = self.steps_done
+
+    # ------------------------------------------------------------------------------------------- leaving
+    def close(self, *, failed: bool = False) -> None:
+        """Finishes writing, takes the hooks off and leaves the process group; safe to call twice."""
+        self.interrupt.close()
+        try:
+            if self._store is not None and not failed:
+                self._store.close()
+        finally:
+            self._events.event("failed" if failed else "ended", step=self.steps_done)
+            self._metrics.close()
+            self._events.close()
+            self.composed.close()
+            if not failed:  # the others may be gone: a failed rank leaves by ending
+                disconnect(self.world)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        if kind is None and self.stopped and self._store is not None:
+            self.save()
+        self.close(failed=kind is not None)
+
+    # ------------------------------------------------------------------------------------- small helpers
+    @property
+    def _learning_rate(self) -> Any:
+        return self.optimizer.param_groups[0]["lr"]
+
+    def _share(self, step: int) -> Share:
+        return share_of_step(self.job, step, rank=self.world.rank, ranks=self.world.size)
+
+    def _loader(self, *, evaluation: bool = False) -> Loader:
+        world = self.world
+        workers = worker_count(cores=available_cores(), local_ranks=world.local_size, device=world.device)
+        return Loader(self.job, evaluation=evaluation, workers=workers, pin=world.device.startswith("cuda"))
+
+
+def start(
+    job: Job,
+    *,
+    plan: Plan | str | None = None,
+    out: Path | str | None = None,
+    steps: int | None = None,
+    resume: bool = False,
+) -> Run:
+    """The run of `job` here, on the world it was started in (`evenly run`, torchrun, srun, mpirun, or one process).
+
+    plan:   how to split; by default all ranks share each batch.
+    out:    folder for metrics, events and checkpoints; without one nothing is written.
+    steps:  length of the whole run; by default the job's.
+    resume: go on from the newest checkpoint in `out`.
+
+    What `evenly run` was told on its command line stands in for what is left out here.
+    Raises `UserError` (with `PlanError`) where the job, the plan and the world do not fit together.
+    """
+    parsed = parse_plan(plan) if isinstance(plan, str) else plan
+    options = merge_options(RunOptions(parsed, Path(out) if out else None, steps, resume))
+    place = find_here()
+    fitted = (options.plan or Plan()).fit(place.size).resolve(job.precision)
+    world = connect(place)
+    if world.device == "cpu" and fitted.exact == "bitwise" and chosen_threads() is None:
+        torch.set_num_threads(1)  # how a sum is cut among threads shows in its bits
+    return Run(job, fitted, world, options)
+
+
+def write_plan(run: Run, path: Path) -> None:
+    """What decides the run's numbers and how they were split, as JSON."""
+    job = run.job
+    decisions = {
+        "job": job.name,
+        "plan": str(run.plan),
+        "world": run.world.size,
+        "steps": run.steps,
+        "global_batch": job.global_batch,
+        "microbatch": None if job.microbatch_cost is not None else job.samples_per_microbatch,
+        "microbatch_cost": job.microbatch_cost,
+        "seed": job.seed,
+        "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
+    }
+    path.write_text(json.dumps(decisions, indent=1) + "\n")
+
+
+def _first_not_finite(model: torch.nn.Module) -> str:
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+            return name
+    return "no single gradient (their sum overflows)"

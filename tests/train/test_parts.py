@@ -1,0 +1,147 @@
+"""The parts of a step that need no ranks: loss scale, ledger, interrupt, options, build, precision."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import classifier_job
+from torch import nn
+
+from evenly.cluster.world import World
+from evenly.errors import RunError, UserError
+from evenly.job import Loss
+from evenly.plan import Plan
+from evenly.train.build import build_model, build_optimizer, build_schedule
+from evenly.train.interrupt import Interrupt
+from evenly.train.ledger import Account, Ledger, as_loss
+from evenly.train.options import RunOptions
+from evenly.train.precision import STEPS_BEFORE_GROWTH, LossScale, first_scale, place_batch
+
+ALONE = replace(World.alone(), groups={"data": None, "files": None})
+
+
+def test_the_loss_scale_follows_torchs_rule() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=STEPS_BEFORE_GROWTH)
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    scale = LossScale(2.0**10)
+    for step in range(2 * STEPS_BEFORE_GROWTH + 9):
+        finite = step not in (3, 4, 900)
+        weight.grad = torch.ones(1) if finite else torch.full((1,), torch.inf)
+        scaler.scale(weight.sum())
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        scale = scale.after(finite=finite)
+        assert scale.factor == scaler.get_scale()
+
+
+def test_only_float16_is_scaled() -> None:
+    assert first_scale("float32", 64) == first_scale("bfloat16", 64) == LossScale(1.0)
+    assert first_scale("float16", 64) == first_scale("float16", 33) == LossScale(2.0**10)
+    assert first_scale("float16", 2**40) == LossScale(1.0)
+
+
+def test_a_ledger_carries_what_was_entered() -> None:
+    ledger = Ledger(ALONE, microbatches=3, layers=2)
+    ledger.add(2, Loss(torch.tensor(1.5), torch.tensor(4)), [1, 0])
+    ledger.add(0, Loss(torch.tensor(2.5), 2.0), [3, 1])
+    ledger.send(memory_bytes=10, stop=True)
+    account = ledger.receive()
+    assert account == Account([2.5, 0.0, 1.5], [2.0, 0.0, 4.0], [[3, 1], [0, 0], [1, 0]], [10], True)
+    assert account.weight == 6.0 and account.loss == pytest.approx(4.0 / 6.0)
+
+
+@pytest.mark.parametrize(
+    ("totals", "weights", "message"),
+    [
+        ([1.0, float("nan")], [1.0, 1.0], "microbatch 1 has total nan"),
+        ([float("inf"), 1.0], [1.0, 1.0], "microbatch 0 has total inf"),
+        ([1.0, 1.0], [1.0, -1.0], "microbatch 1 has total 1.0 and weight -1"),
+        ([0.0, 0.0], [0.0, 0.0], "the weight is 0 in every microbatch"),
+    ],
+)
+def test_a_loss_that_cannot_be_used_is_refused(totals: list[float], weights: list[float], message: str) -> None:
+    with pytest.raises(RunError) as caught:
+        Account(totals, weights, [[], []], [0], False).check(7)
+    assert "step 7" in str(caught.value) and message in str(caught.value)
+
+
+def test_a_weight_of_zero_in_some_microbatches_is_none_of_them() -> None:
+    account = Account([0.0, 3.0], [0.0, 2.0], [[], []], [0], False)
+    account.check(1)
+    assert account.loss == 1.5
+
+
+def test_a_plain_scalar_is_a_mean_over_samples() -> None:
+    loss = as_loss(torch.tensor([2.0]), 5)
+    assert loss.total == 10.0 and loss.total.shape == () and loss.weight == 5
+
+
+@pytest.mark.parametrize("result", [torch.ones(2), 1.0, None, Loss(torch.ones(2), 1)])  # type: ignore[arg-type]
+def test_anything_else_is_no_loss(result: Any) -> None:
+    with pytest.raises(RunError, match=r"must return evenly\.Loss"):
+        as_loss(result, 5)
+
+
+def test_a_signal_asks_and_the_handler_is_given_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    interrupt = Interrupt()
+    assert not interrupt.asked
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)  # the same request, delivered twice
+    assert interrupt.asked
+    interrupt.close()
+    interrupt.close()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("options", [RunOptions(), RunOptions(Plan(2, None, "rounding"), Path("a b"), 7, True)])
+def test_options_survive_the_way_to_the_ranks(options: RunOptions) -> None:
+    assert RunOptions.from_text(options.to_text()) == options
+
+
+def test_the_model_follows_from_the_seed_alone() -> None:
+    job = classifier_job()
+    torch.manual_seed(1)
+    one = build_model(job, precision="float32", device="cpu")
+    torch.manual_seed(2)
+    two = build_model(job, precision="float64", device="cpu")
+    other = build_model(classifier_job(seed=1), precision="float32", device="cpu")
+    assert torch.equal(one.first.weight.double(), two.first.weight)
+    assert not torch.equal(one.first.weight, other.first.weight)
+
+
+def broken() -> nn.Module:
+    raise ValueError("boom")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": broken}, "boom"),
+        ({"model": lambda: 3}, r"must return a torch\.nn\.modules\.module\.Module"),
+        ({"optimizer": lambda p: torch.optim.LBFGS(p)}, "evaluates the loss several times"),
+        ({"optimizer": lambda p: torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1)}, "not the model's"),
+        ({"schedule": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o)}, "follows a measured loss"),
+        ({"schedule": lambda o: 3}, "it returned a int"),
+    ],
+)
+def test_what_the_job_builds_is_checked(changes: dict[str, Any], message: str) -> None:
+    job = classifier_job(**changes)
+    with pytest.raises(UserError, match=message):
+        model = build_model(job, precision="float32", device="cpu")
+        build_schedule(job, build_optimizer(job, model))
+
+
+def test_batches_become_float64_where_the_run_is() -> None:
+    batch = {"x": torch.ones(2), "n": torch.ones(2, dtype=torch.int64)}
+    wide = place_batch(batch, "float64", "cpu")
+    assert wide["x"].dtype == torch.float64 and wide["n"].dtype == torch.int64
+    assert place_batch(batch, "bfloat16", "cpu")["x"].dtype == torch.float32
