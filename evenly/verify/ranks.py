@@ -1,0 +1,73 @@
+"""What runs inside the processes of a verification: the reference, and each plan's ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evenly.job import Job, Precision
+from evenly.jobfile import load_job
+from evenly.plan import Plan
+from evenly.train import Run, start
+from evenly.verify.compare import Trace
+from evenly.verify.reference import named_tensors, reference_steps
+from evenly.verify.trajectory import Trajectory
+
+
+def write_reference(path: Path, settings: dict[str, Any], dtype: Precision, steps: int, folder: Path) -> None:
+    """Trains the job of file `path` in the plain loop and keeps its trajectory in `folder`; one process."""
+    torch.set_num_threads(1)
+    keep_reference(replace(load_job(path, settings), precision=dtype), steps, folder)
+
+
+def keep_reference(job: Job, steps: int, folder: Path) -> None:
+    """Trains `job` in the plain loop and keeps its trajectory in `folder`."""
+    trajectory, losses, norms, eval_loss = Trajectory(folder), [], [], None
+    for record in reference_steps(job, steps):
+        if record.step == 0:
+            eval_loss = record.loss
+            continue
+        trajectory.add_tensors(record.step, record.tensors)
+        losses.append(record.loss)
+        norms.append(record.grad_norm)
+    trajectory.finish(losses=losses, grad_norms=norms, eval_loss=eval_loss)
+
+
+def compare_file(path: Path, settings: dict[str, Any], dtype: Precision, plan: str, steps: int, folder: Path) -> Trace:
+    """Runs the job of file `path` under `plan` on this rank and holds it against the trajectory in `folder`."""
+    return compare_job(replace(load_job(path, settings), precision=dtype), plan, steps, folder)
+
+
+def compare_job(job: Job, plan: str | Plan, steps: int, folder: Path) -> Trace:
+    """Runs `job` under `plan` on this rank and holds every step against the trajectory `folder`/reference.
+
+    In float32 and narrower types the engine's own run on one device is kept beside it, as `folder`/single, and
+    later plans are held against its bits.
+    """
+    expected, single = Trajectory(folder / "reference"), Trajectory(folder / "single")
+    losses, norms, eval_loss = expected.scalars()
+    with start(replace(job, steps=max(job.steps, steps)), plan=plan) as run:
+        trace = Trace(job.precision, run.world.rank, sharded=run.composed.sharded)
+        for batch in run.batches():
+            report = run.step(batch)
+            trace.add_loss(report.step, report.loss, losses[report.step - 1])
+            trace.add_grad_norm(report.step, report.grad_norm, norms[report.step - 1])
+            tensors = named_tensors(run.model)
+            trace.add_tensors(report.step, tensors, expected.tensors(report.step))
+            _compare_bits(run, trace, tensors, single, report.step)
+            if report.step == steps:
+                break
+        if eval_loss is not None:
+            trace.add_loss(steps, run.evaluate().loss, eval_loss, what="evaluation loss")
+    return trace
+
+
+def _compare_bits(run: Run, trace: Trace, tensors: dict[str, torch.Tensor], single: Trajectory, step: int) -> None:
+    if run.plan.exact != "bitwise":
+        return
+    if run.world.size == 1:
+        single.add_tensors(step, tensors)
+    trace.add_bits(tensors, single.tensors(step))

@@ -1,0 +1,110 @@
+"""What one device computes, in a loop to be checked by eye.
+
+Nothing of the engine runs here. Shared are the pure rules for the order of samples, for microbatches and for the
+keys of random streams, since they define the run; everything else is plain torch: sums of losses, one division by
+the total weight, `clip_grad_norm_`, the optimizer, the schedule.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+from evenly.data.generators import seeded
+from evenly.data.loader import microbatches_of_evaluation, microbatches_of_step
+from evenly.data.nest import map_tensors
+from evenly.data.stream import stream_key
+from evenly.job import Job, Loss
+
+
+@dataclass(frozen=True)
+class ReferenceStep:
+    """State after a step: loss and gradient norm of the step, every parameter and buffer after it."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    tensors: dict[str, torch.Tensor]
+
+
+def reference_steps(job: Job, steps: int) -> Iterator[ReferenceStep]:
+    """Trains `job` on the CPU in this process; yields after every step. Ends with `reference_evaluation`'s model."""
+    model, optimizer, schedule, scaler = _build(job)
+    for step in range(steps):
+        optimizer.zero_grad()
+        total, weight = 0.0, 0.0
+        for number, indices in enumerate(microbatches_of_step(job, step)):
+            batch = _read(job, job.data, indices, stream_key(job.seed, "data", step, number))
+            with seeded(stream_key(job.seed, "microbatch", step, number)):
+                loss = _loss(job, model, batch, len(indices))
+                if loss.total.requires_grad:
+                    scaler.scale(loss.total).backward()
+            total, weight = total + float(loss.total.detach().double()), weight + float(loss.weight)
+        scaler.unscale_(optimizer)
+        used = [p for p in model.parameters() if p.grad is not None]
+        for parameter in used:
+            assert parameter.grad is not None
+            parameter.grad /= weight
+        grad_norm = torch.nn.utils.clip_grad_norm_(used, job.clip_norm or float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+        if schedule is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a step that float16 skips counts for the schedule
+                schedule.step()
+        yield ReferenceStep(step + 1, total / weight, float(grad_norm), named_tensors(model))
+    if job.eval_data is not None:
+        yield ReferenceStep(0, reference_evaluation(job, model), 0.0, {})
+
+
+def reference_evaluation(job: Job, model: torch.nn.Module) -> float:
+    """The loss over all of `job.eval_data`."""
+    model.eval()
+    total, weight = 0.0, 0.0
+    with torch.no_grad():
+        for number, indices in enumerate(microbatches_of_evaluation(job)):
+            batch = _read(job, job.eval_data, indices, stream_key(job.seed, "evaluation data", 0, number))
+            with seeded(stream_key(job.seed, "evaluation", number)):
+                loss = _loss(job, model, batch, len(indices))
+            total, weight = total + float(loss.total.double()), weight + float(loss.weight)
+    return total / weight
+
+
+def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all parameters and buffers, tied ones once, by name."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.detach().cpu().clone() for name, tensor in named}
+
+
+def _build(job: Job) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any, torch.amp.GradScaler]:
+    with seeded(stream_key(job.seed, "model")):
+        model = job.model()
+    if job.precision == "float64":
+        model = model.double()
+    model.train()
+    optimizer = job.optimizer(model.parameters())
+    schedule = job.schedule(optimizer) if job.schedule is not None else None
+    power = (job.global_batch - 1).bit_length()
+    scaler = torch.amp.GradScaler("cpu", init_scale=max(1.0, 2.0 ** (16 - power)), enabled=job.precision == "float16")
+    return model, optimizer, schedule, scaler
+
+
+def _read(job: Job, data: Any, indices: list[int], key: int) -> Any:
+    with seeded(key):
+        batch = (job.collate or default_collate)([data[i] for i in indices])
+    if job.precision == "float64":
+        batch = map_tensors(lambda t: t.double() if t.is_floating_point() else t, batch)
+    return batch
+
+
+def _loss(job: Job, model: torch.nn.Module, batch: Any, samples: int) -> Loss:
+    mixed = job.precision in ("bfloat16", "float16")
+    with torch.autocast("cpu", dtype=getattr(torch, job.precision)) if mixed else nullcontext():
+        loss = job.loss(model, batch)
+    return loss if isinstance(loss, Loss) else Loss(loss * samples, samples)

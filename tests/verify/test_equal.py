@@ -1,0 +1,45 @@
+"""The contract itself: every job of `jobs`, on 1 to 4 ranks, tensor by tensor against the plain loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from jobs import JOBS
+from kept_ranks import KeptRanks
+
+from evenly.verify.compare import Trace, judge
+from evenly.verify.ranks import compare_job, keep_reference
+
+STEPS = 5  # the classifier's fourth batch is the short one, the fifth begins an epoch
+
+
+def reference(name: str, precision: str, folder: Path) -> None:
+    keep_reference(JOBS[name](precision=precision), STEPS, folder / "reference")
+
+
+def compare(name: str, precision: str, plan: str, folder: Path) -> Trace:
+    return compare_job(JOBS[name](precision=precision), plan, STEPS, folder)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_float64_agrees_on_any_number_of_ranks(name: str, ranks: KeptRanks, tmp_path: Path) -> None:
+    ranks.run(reference, name, "float64", tmp_path, size=1)
+    for size in (1, 2, 3, 4):
+        traces = ranks.run(compare, name, "float64", "ddp", tmp_path, size=size)
+        row = judge("ddp", traces)
+        assert (row.status, row.reason) == ("equal", "")
+        assert row.param_diff is not None and row.param_diff < 1e-11
+        assert all(trace.seen > 4 * STEPS for trace in traces)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", JOBS)
+def test_narrow_types_have_the_same_bits_on_any_number_of_ranks(
+    name: str, precision: str, ranks: KeptRanks, tmp_path: Path
+) -> None:
+    ranks.run(reference, name, precision, tmp_path, size=1)
+    for size in (1, 2, 3, 4):
+        row = judge("ddp", ranks.run(compare, name, precision, "ddp exact=bitwise", tmp_path, size=size))
+        assert row.bits_differ == 0
+        assert row.loss_diff is not None and row.loss_diff < 1e-2
