@@ -1,0 +1,5 @@
+"""`python -m evenly`: the command line."""
+
+from evenly.cli.main import main
+
+main()

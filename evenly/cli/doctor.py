@@ -1,0 +1,23 @@
+"""`evenly doctor`: prints what was found on this machine, in words or as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+from evenly.cluster.environment import process_environment
+from evenly.comm.doctor import examine
+
+SIGNS = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
+
+
+def doctor(*, json_only: bool) -> int:
+    """Examines this machine; returns 1 if something would keep a run from working, else 0."""
+    findings = examine(process_environment())
+    if json_only:
+        print(json.dumps({"findings": [asdict(finding) for finding in findings]}))
+    else:
+        for finding in findings:
+            advice = f"\n{'':10}{finding.advice}" if finding.advice else ""
+            print(f"{SIGNS[finding.verdict]:8}  {finding.name}: {finding.value}{advice}")
+    return 1 if any(finding.verdict == "problem" for finding in findings) else 0

@@ -1,0 +1,112 @@
+"""`evenly`: the commands, and how their errors end.
+
+Commands import what they need when they are called, so that `evenly --help` starts at once.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from evenly.errors import EvenlyError
+
+app = typer.Typer(
+    name="evenly",
+    help="Train any PyTorch model on any number of devices, with the numbers of one device.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+JobFile = Annotated[Path, typer.Argument(metavar="JOB.py", help="File that defines job() -> evenly.Job.")]
+Settings = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="A setting of job(); repeatable.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout and nothing else there.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Devices = Annotated[int | None, typer.Option(min=1, help="Ranks on this machine (default: all GPUs, else CPU cores).")]
+
+
+@app.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
+def run_command(
+    context: typer.Context,
+    job: JobFile,
+    plan: Annotated[str, typer.Option(help="How to split, for example ddp or single.")] = "auto",
+    devices: Devices = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run (default: runs/NAME-N).")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of the whole run (default: the job's).")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    settings: Settings = [],  # noqa: B006  (typer copies it)
+    nodes: Annotated[int, typer.Option(min=1, help="Machines that take part.")] = 1,
+    node_rank: Annotated[int, typer.Option(min=0, help="Number of this machine, from 0.")] = 0,
+    rendezvous: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where machine 0 listens.")] = "",
+    json_only: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Train a job. A file that calls evenly.start owns its loop and runs as a script; its arguments follow `--`."""
+    from evenly.cli.run import RunRequest, run
+
+    request = RunRequest(
+        job=job,
+        arguments=list(context.args),
+        plan=plan,
+        devices=devices,
+        out=out,
+        steps=steps,
+        resume=resume,
+        settings=settings,
+        nodes=nodes,
+        node_rank=node_rank,
+        rendezvous=rendezvous,
+        json_only=json_only,
+    )
+    raise typer.Exit(run(request))
+
+
+@app.command("verify")
+def verify_command(
+    job: JobFile,
+    plans: Annotated[str, typer.Option(help="Plans, separated by semicolons.")] = "single;ddp",
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="World of plans without sizes (default: the smallest).")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to compare.")] = 3,
+    dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "float64",
+    settings: Settings = [],  # noqa: B006
+    json_only: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Hold plans against one device, tensor by tensor; exit code 1 if any differs."""
+    from evenly.cli.verify import run_verify
+
+    raise typer.Exit(
+        run_verify(job, plans, devices=devices, steps=steps, dtype=dtype, settings=settings, json_only=json_only)
+    )
+
+
+@app.command("doctor")
+def doctor_command(json_only: Json = False, debug: Debug = False) -> None:
+    """Look at this machine, and say what would keep a run from working; exit code 1 if anything does."""
+    from evenly.cli.doctor import doctor
+
+    raise typer.Exit(doctor(json_only=json_only))
+
+
+def main() -> None:
+    """Runs the command line; an `EvenlyError` ends in its message and its exit code."""
+    debug = "--debug" in sys.argv
+    try:
+        app()
+    except EvenlyError as error:
+        _end(error, debug=debug)
+
+
+def _end(error: EvenlyError, *, debug: bool) -> None:
+    remote: Any = getattr(error, "traceback", "")
+    if debug:
+        print(remote or "".join(traceback.format_exception(error)), file=sys.stderr)
+    print(f"evenly: {error}", file=sys.stderr)
+    sys.exit(error.exit_code)

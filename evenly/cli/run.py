@@ -1,0 +1,174 @@
+"""`evenly run`: starts the ranks of this machine and tells what came of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from evenly.cluster.environment import OPTIONS_VARIABLE, available_cores, find_here
+from evenly.cluster.launch import Launch, start_ranks, warm_up
+from evenly.errors import UserError
+from evenly.jobfile import owns_loop, parse_settings
+from evenly.plan import parse_plan
+
+# What every rank needs; torch._dynamo and the distributed checkpoint are imported by the first optimizer and save.
+PRELOAD = ["evenly.train.loop", "evenly.train.resume", "torch._dynamo"]
+MOST_CPU_RANKS = 8  # beyond, processes cost more than they bring; --devices overrules it
+EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """The command line of `evenly run`."""
+
+    job: Path
+    arguments: list[str]
+    plan: str
+    devices: int | None
+    out: Path | None
+    steps: int | None
+    resume: bool
+    settings: list[str]
+    nodes: int
+    node_rank: int
+    rendezvous: str
+    json_only: bool
+
+
+def run(request: RunRequest) -> int:
+    """Trains; returns the exit code."""
+    plan = parse_plan(request.plan)
+    script = owns_loop(request.job)
+    if request.arguments and not script:
+        raise UserError(
+            f"arguments {' '.join(request.arguments)}",
+            f"{request.job} defines a job and owns no loop",
+            "pass settings with --set KEY=VALUE",
+        )
+    settings = parse_settings(request.settings)
+    warm_up(PRELOAD)  # imports torch in the fork server while this process imports it too
+
+    from evenly.train.options import RunOptions
+
+    place = find_here()
+    under_launcher = place.size > 1 and request.nodes == 1
+    if under_launcher and place.local_size > 1:
+        return _run_as_rank(request)
+    nodes, node_rank = (place.nodes, place.node) if under_launcher else (request.nodes, request.node_rank)
+    rendezvous = f"{place.address}:{place.port}" if under_launcher else request.rendezvous
+    devices = request.devices or _devices_here(plan.devices, nodes)
+    plan.fit(devices * nodes)
+    _check_gpus(devices)
+    out = None if script and request.out is None else choose_folder(request)
+    options = RunOptions(
+        plan=None if request.plan == "auto" else plan, out=out, steps=request.steps, resume=request.resume
+    )
+    launch = Launch(
+        devices=devices,
+        nodes=nodes,
+        node_rank=node_rank,
+        rendezvous=rendezvous,
+        log_dir=out and out / "logs",
+        preload=PRELOAD,
+        environment={OPTIONS_VARIABLE: options.to_text()} if script else {},
+    )
+    if not request.json_only:
+        where = f"{devices * nodes} {'device' if devices * nodes == 1 else 'devices'}"
+        print(f"evenly run {request.job} on {where}" + (f", into {out}" if out else ""), file=sys.stderr)
+    return _start(request, launch, settings, options, script=script)
+
+
+def _start(request: RunRequest, launch: Launch, settings: dict[str, Any], options: Any, *, script: bool) -> int:
+    from evenly.train.loop import run_job_file, run_script
+
+    if script:
+        start_ranks(run_script, (request.job, request.arguments, request.json_only), launch)
+        return 0
+    results = start_ranks(run_job_file, (request.job, settings, options, request.json_only), launch)
+    summary = results[min(results)]
+    if launch.node_rank == 0:
+        _tell(summary, json_only=request.json_only)
+    return EXIT_INTERRUPTED if summary.stopped else 0
+
+
+def _run_as_rank(request: RunRequest) -> int:
+    """Under a launcher that starts every rank itself, this process is one of them."""
+    from evenly.train.loop import run_job_file, run_script
+    from evenly.train.options import RunOptions
+
+    plan = None if request.plan == "auto" else parse_plan(request.plan)
+    options = RunOptions(plan=plan, out=request.out, steps=request.steps, resume=request.resume)
+    if owns_loop(request.job):
+        run_script(request.job, request.arguments, request.json_only)
+        return 0
+    summary = run_job_file(request.job, parse_settings(request.settings), options, request.json_only)
+    if find_here().rank == 0:
+        _tell(summary, json_only=request.json_only)
+    return EXIT_INTERRUPTED if summary.stopped else 0
+
+
+def _tell(summary: Any, *, json_only: bool) -> None:
+    if json_only:
+        print(json.dumps(asdict(summary)))
+        return
+    if summary.loss is None:
+        print(f"nothing left to do: step {summary.steps} is already done", flush=True)
+        return
+    evaluation = "" if summary.eval_loss is None else f", evaluation loss {summary.eval_loss:.4f}"
+    print(
+        f"{summary.steps} steps on {summary.world} ranks ({summary.plan}) in {summary.seconds:.1f} s: "
+        f"loss {summary.first_loss:.4f} -> {summary.loss:.4f}{evaluation}"
+    )
+    if summary.out:
+        again = f"; go on with --resume --out {summary.out}" if summary.stopped else ""
+        print(f"metrics, logs and checkpoints in {summary.out}{again}")
+
+
+def _devices_here(planned: int | None, nodes: int) -> int:
+    if planned is not None:
+        return max(1, planned // nodes)
+    import torch
+
+    return torch.cuda.device_count() or min(available_cores(), MOST_CPU_RANKS)
+
+
+def _check_gpus(devices: int) -> None:
+    import torch
+
+    found = torch.cuda.device_count()
+    if found and devices > found:
+        raise UserError(f"{devices} devices", f"this machine has {found} GPUs", f"give --devices {found} or fewer")
+
+
+def choose_folder(request: RunRequest) -> Path:
+    """The run's folder: the one named, or the next (with --resume: the newest) of runs/NAME-N.
+
+    Raises `UserError` if a new run would write into the folder of another, or there is none to resume.
+    """
+    if request.out is not None:
+        held = (request.out / "metrics.jsonl").exists() or (request.out / "checkpoints").exists()
+        if held and not request.resume:
+            raise UserError(
+                f"a new run in {request.out}",
+                "it already holds a run",
+                "add --resume, or choose another --out",
+            )
+        if request.resume and not held:
+            raise UserError(
+                f"resuming the run in {request.out}", "it holds no run", "check --out, or leave out --resume"
+            )
+        return request.out
+    numbers = _numbers(Path("runs"), request.job.stem)
+    if request.resume:
+        if not numbers:
+            raise UserError(f"resuming a run of {request.job}", f"no runs/{request.job.stem}-N here", "give --out DIR")
+        return Path("runs") / f"{request.job.stem}-{numbers[-1]}"
+    return Path("runs") / f"{request.job.stem}-{numbers[-1] + 1 if numbers else 1}"
+
+
+def _numbers(folder: Path, stem: str) -> list[int]:
+    endings = (path.name.removeprefix(f"{stem}-") for path in folder.glob(f"{stem}-*"))
+    return sorted(int(ending) for ending in endings if ending.isdecimal())

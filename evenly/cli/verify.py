@@ -1,0 +1,87 @@
+"""`evenly verify`: prints the verdict on every plan as a table or as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from evenly.cluster.launch import warm_up
+from evenly.errors import UserError
+from evenly.job import PRECISIONS
+from evenly.jobfile import owns_loop, parse_settings
+
+# What every rank needs; torch._dynamo is imported by the first optimizer.
+PRELOAD = ["evenly.verify.ranks", "torch._dynamo"]
+
+
+def run_verify(
+    job: Path,
+    plans: str,
+    *,
+    devices: int | None,
+    steps: int,
+    dtype: str,
+    settings: list[str],
+    json_only: bool,
+) -> int:
+    """Verifies; returns 0 if every plan is equal, 1 otherwise."""
+    if dtype not in PRECISIONS:
+        raise UserError(f"--dtype {dtype}", "unknown", f"one of {', '.join(PRECISIONS)}")
+    texts = [text.strip() for text in plans.split(";") if text.strip()]
+    if not texts:
+        raise UserError(f"--plans {plans!r}", "no plan", "name plans separated by semicolons, for example 'single;ddp'")
+    owns_loop(job)  # refuses a file that is missing or is not Python before any process starts
+    warm_up(PRELOAD)
+
+    from evenly.verify.verify import Question, verify
+
+    question = Question(job, parse_settings(settings), steps, dtype)  # pyright: ignore[reportArgumentType]
+    verdict = verify(question, texts, devices=devices, say=_quiet if json_only else _say)
+    if json_only:
+        print(json.dumps(asdict(verdict)))
+    else:
+        _print_table(verdict)
+    return 0 if verdict.equal else 1
+
+
+def _say(text: str) -> None:
+    print(f"verify {text}", file=sys.stderr, flush=True)
+
+
+def _quiet(_: str) -> None:
+    pass
+
+
+def _print_table(verdict: object) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from evenly.verify.verify import Verification
+
+    assert isinstance(verdict, Verification)
+    table = Table(title=f"{verdict.job}: {verdict.steps} steps in {verdict.dtype}, largest difference from one device")
+    for column in (
+        "plan",
+        "ranks",
+        "status",
+        "loss",
+        "grad norm",
+        "parameters",
+        "worst parameter",
+        "other bits",
+    ):
+        table.add_column(column)
+    for row in verdict.plans:
+        differences = [_figure(d) for d in (row.loss_diff, row.grad_norm_diff, row.param_diff)]
+        bits = "" if row.bits_differ is None else str(row.bits_differ)
+        table.add_row(row.plan, str(row.world), row.status, *differences, row.worst_param or "", bits)
+    Console().print(table)
+    for row in verdict.plans:
+        if row.reason:
+            print(f"{row.plan}: {row.reason}")
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.1e}"

@@ -1,0 +1,45 @@
+"""Bad input at the command line: one clear message, the right exit code, no traceback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from command import JOB, evenly
+
+FAULTS = {
+    "no file": (["no_such_job.py"], 2, "no such file"),
+    "unknown setting": ([JOB, "--set", "layer=2"], 2, "did you mean layers?"),
+    "unknown plan": ([JOB, "--plan", "dpp"], 2, "did you mean 'ddp'?"),
+    "planned plan": ([JOB, "--plan", "zero3"], 2, "zero3 is not supported by this version"),
+    "plan and devices": ([JOB, "--plan", "data=2", "--devices", "3"], 2, "need 2"),
+    "nan": ([JOB, "--devices", "2", "--set", "fault=nan"], 1, "microbatch 0 has total nan"),
+    "sample": ([JOB, "--devices", "2", "--set", "fault=sample"], 1, "sample 17"),
+    "start": ([JOB, "--devices", "2", "--set", "fault=start"], 1, "3.bias on rank 1 differs from rank 0's"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_run_ends_in_one_clear_message(name: str, tmp_path: Path) -> None:
+    arguments, exit_code, message = FAULTS[name]
+    done = evenly("run", *arguments, folder=tmp_path)
+    assert message in done.stderr
+    assert done.returncode == exit_code
+    assert "Traceback" not in done.stderr + done.stdout
+    assert done.stderr.count("evenly: ") == 1
+    assert done.stderr.rstrip().splitlines()[-1].startswith("  to do: ")
+    assert done.stdout == ""
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "out" / "checkpoints").mkdir(parents=True)
+    done = evenly("run", JOB, "--out", "out", folder=tmp_path)
+    assert done.returncode == 2 and "already holds a run" in done.stderr
+    done = evenly("run", JOB, "--out", "elsewhere", "--resume", folder=tmp_path)
+    assert done.returncode == 2 and "holds no run" in done.stderr
+
+
+def test_help_names_the_commands(tmp_path: Path) -> None:
+    done = evenly("--help", folder=tmp_path)
+    assert done.returncode == 0
+    assert all(command in done.stdout for command in ("run", "verify", "doctor"))

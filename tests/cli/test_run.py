@@ -1,0 +1,133 @@
+"""`evenly run` and `verify` from end to end: files, JSON, interruption, a killed rank, resuming elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from cli_job import job
+from command import COMMAND, JOB, LIMIT_S, environment, evenly
+from safetensors.torch import load_file
+
+import evenly as package
+
+# Two tests start a launcher of their own, which imports torch twice.
+pytestmark = pytest.mark.timeout(300)
+
+
+def weights(out: Path, step: int) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint."""
+    files = sorted((out / "checkpoints" / f"step-{step:08d}").glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The uninterrupted run on one rank, in this process."""
+    out = tmp_path_factory.mktemp("alone")
+    threads = torch.get_num_threads()
+    with package.start(job(steps=12), plan="single", out=out) as run:
+        for batch in run.batches():
+            run.step(batch)
+        run.save()
+    torch.set_num_threads(threads)
+    return out
+
+
+def test_a_run_writes_its_folder_and_one_json_document(alone: Path, tmp_path: Path) -> None:
+    done = evenly("run", JOB, "--devices", 2, "--set", "steps=12", "--json", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert (summary["steps"], summary["world"], summary["stopped"]) == (12, 2, False)
+    out = tmp_path / "runs" / "cli_job-1"
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 13))
+    assert len(lines[0]["memory_bytes"]) == 2 and min(lines[0]["memory_bytes"]) > 2**20
+    assert json.loads((out / "plan.json").read_text())["plan"] == "data=2 precision=float32 exact=bitwise"
+    assert {path.name for path in (out / "events").iterdir()} == {"rank0.jsonl", "rank1.jsonl"}
+    for name, tensor in weights(alone, 12).items():
+        assert torch.equal(tensor, weights(out, 12)[name]), name
+
+
+def start(*arguments: object, folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*COMMAND, "run", str(JOB), *map(str, arguments)], cwd=folder, env=environment(), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    limit = time.monotonic() + LIMIT_S
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < limit, process.communicate(timeout=10)
+        time.sleep(0.05)
+
+
+def test_a_killed_rank_ends_the_run_and_another_number_of_ranks_goes_on(alone: Path, tmp_path: Path) -> None:
+    slow = ("--set", "fault=slow", "--set", "steps=12")
+    process = start("--devices", 2, "--out", "out", *slow, folder=tmp_path)
+    wait_for(tmp_path / "out" / "checkpoints" / "step-00000004", process)
+    pids = [json.loads(path.read_text().splitlines()[0])["pid"] for path in (tmp_path / "out" / "events").iterdir()]
+    os.kill(pids[-1], signal.SIGKILL)
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1
+    assert "SIGKILL" in errors and "Traceback" not in errors
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    done = evenly("run", JOB, "--devices", 3, "--out", "out", "--resume", "--set", "steps=12", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for name, tensor in weights(alone, 12).items():
+        assert torch.equal(tensor, weights(tmp_path / "out", 12)[name]), name
+
+
+def test_an_interrupted_run_saves_and_goes_on(alone: Path, tmp_path: Path) -> None:
+    slow = ("--set", "fault=slow", "--set", "steps=12", "--set", "save_every=1000")
+    process = start("--devices", 2, "--out", "out", *slow, folder=tmp_path)
+    wait_for(tmp_path / "out" / "metrics.jsonl", process)
+    while not (tmp_path / "out" / "metrics.jsonl").read_text():
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors and "--resume --out out" in output
+    done = evenly("run", JOB, "--devices", 1, "--out", "out", "--resume", "--set", "steps=12", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line).get("step") for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert sorted(set(steps)) == list(range(1, 13))
+    for name, tensor in weights(alone, 12).items():
+        assert torch.equal(tensor, weights(tmp_path / "out", 12)[name]), name
+
+
+def test_a_script_with_its_own_loop_runs_on_every_rank(tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(JOB.parent)!r})\n"
+        "import evenly\nfrom cli_job import job\n"
+        "with evenly.start(job()) as run:\n"
+        "    for batch in run.batches():\n"
+        "        report = run.step(batch)\n"
+        "    with open(f'{sys.argv[2]}{run.world.rank}', 'w') as file:\n"
+        "        print(run.world.size, report.step, sys.argv[1:], file=file)\n"
+    )
+    done = evenly("run", "--devices", 2, "--steps", 3, "--", script, "--flag", tmp_path / "rank", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        assert (tmp_path / f"rank{rank}").read_text() == f"2 3 ['--flag', '{tmp_path / 'rank'}']\n"
+
+
+def test_verify_prints_a_row_per_plan(tmp_path: Path) -> None:
+    done = evenly("verify", JOB, "--plans", "ddp;zero3", "--devices", 2, "--steps", 2, "--json", folder=tmp_path)
+    verdict = json.loads(done.stdout)
+    assert [(row["plan"], row["status"]) for row in verdict["plans"]] == [
+        ("ddp", "equal"),
+        ("zero3", "unsupported"),
+    ]
+    assert done.returncode == 1  # a plan that cannot be shown to be equal is not
+    assert verdict["plans"][0]["world"] == 2 and verdict["plans"][0]["param_diff"] < 1e-9
+    assert verdict["dtype"] == "float64" and verdict["steps"] == 2

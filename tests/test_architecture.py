@@ -1,0 +1,287 @@
+"""The layout holds: imports run downward, light parts stay light, and each boundary has one keeper."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from math import inf
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "evenly"
+
+# A part may import those before it, never those after it.
+ORDER = (
+    "errors",
+    "job",
+    "jobfile",
+    "plan",
+    "cluster",
+    "observe",
+    "data",
+    "comm",
+    "model",
+    "parallel",
+    "checkpoint",
+    "train",
+    "predict",
+    "verify",
+    "report",
+    "cli",
+)
+# The package's own face and `python -m evenly` stand above all parts.
+FACE = ("__init__", "__main__")
+
+WITHOUT_TORCH = ("errors", "job", "plan", "cluster", "observe", "cli.main")
+PURE_DATA = ("stream", "order", "microbatch", "share")
+
+# What verification holds the engine against may share these with it and nothing else.
+OF_THE_REFERENCE = ("errors", "job", "data")
+
+HELP_SECONDS = 0.3
+BARE_SECONDS = 0.03  # of `python -c pass` on an ordinary machine
+STARTS = 30
+
+ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")
+COLLECTIVES = (
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "irecv",
+    "isend",
+    "monitored_barrier",
+    "recv",
+    "recv_object_list",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "scatter_object_list",
+    "send",
+    "send_object_list",
+)
+
+
+# --- reading the sources -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import of `target` (a module's full name); `typing_only` where it stands under TYPE_CHECKING."""
+
+    target: str
+    line: int
+    typing_only: bool
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Full name of every module of the package -> its file."""
+    return {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def module_name(path: Path) -> str:
+    parts = ("evenly", *path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts)
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def part_of(name: str) -> str:
+    """`evenly.data.order` -> `data`; the package itself -> `__init__`."""
+    return [*name.split("."), "__init__"][1]
+
+
+def imports_of(path: Path, known: frozenset[str]) -> Iterator[Import]:
+    """The imports of the package's own modules, wherever they stand in the file."""
+    nodes = [*ast.walk(tree_of(path))]
+    typing_only = {id(inner) for block in nodes if is_typing_block(block) for inner in ast.walk(block)}
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for target in targets_of(node, path, known):
+                if target.split(".")[0] == "evenly":
+                    yield Import(target, node.lineno, id(node) in typing_only)
+
+
+def is_typing_block(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def targets_of(node: ast.Import | ast.ImportFrom, path: Path, known: frozenset[str]) -> Iterator[str]:
+    """Full names of the modules that `node` imports; `from a import b` is `a.b` where that is a module."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+        return
+    base = node.module or ""
+    if node.level:
+        package = ("evenly", *path.relative_to(PACKAGE).parent.parts)
+        base = ".".join((*package[: len(package) - node.level + 1], *filter(None, [node.module])))
+    for alias in node.names:
+        yield f"{base}.{alias.name}" if f"{base}.{alias.name}" in known else base
+
+
+def all_imports() -> Iterator[tuple[str, Import]]:
+    known = frozenset(modules())
+    for name, path in modules().items():
+        yield from ((name, found) for found in imports_of(path, known))
+
+
+def uses_in(path: Path, module: str, names: tuple[str, ...]) -> Iterator[tuple[str, int]]:
+    """Which of `names` of `module` the file uses, as attributes or imported from it, and on which line."""
+    aliases = set(aliases_of(path, module))
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Attribute):
+            if node.attr in names and ast.unparse(node.value) in aliases:
+                yield node.attr, node.lineno
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module == module:
+            yield from ((alias.name, node.lineno) for alias in node.names if alias.name in names)
+
+
+def aliases_of(path: Path, module: str) -> Iterator[str]:
+    parent, _, last = module.rpartition(".")
+    yield module
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.asname for alias in node.names if alias.name == module and alias.asname)
+        elif isinstance(node, ast.ImportFrom) and parent and node.module == parent:
+            yield from (alias.asname or alias.name for alias in node.names if alias.name == last)
+
+
+def uses(module: str, names: tuple[str, ...], *, outside: tuple[str, ...]) -> list[str]:
+    """Where modules other than `outside` (and those within them) use one of `names` of `module`."""
+    return [
+        f"{name}, line {line}: {module}.{used}"
+        for name, path in modules().items()
+        if not any(name == keeper or name.startswith(f"{keeper}.") for keeper in outside)
+        for used, line in uses_in(path, module, names)
+    ]
+
+
+# --- direction -----------------------------------------------------------------------------------------
+
+
+def test_every_part_has_its_place_in_the_order() -> None:
+    parts = {part_of(name) for name in modules()} - set(FACE)
+    assert sorted(parts - set(ORDER)) == []
+
+
+def test_imports_run_downward() -> None:
+    wrong = [
+        f"{name}, line {found.line}: imports {found.target}"
+        for name, found in all_imports()
+        if part_of(name) in ORDER and rises(part_of(name), part_of(found.target))
+    ]
+    assert wrong == []
+
+
+def rises(part: str, imported: str) -> bool:
+    return imported not in ORDER or ORDER.index(imported) > ORDER.index(part)
+
+
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    """Imports inside functions count; those for annotations alone do not."""
+    graph: dict[str, set[str]] = {}
+    for name, found in all_imports():
+        if not found.typing_only and found.target != name:
+            graph.setdefault(name, set()).add(found.target)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as problem:
+        pytest.fail(" imports ".join(reversed(problem.args[1])))
+
+
+def test_the_reference_of_verification_knows_no_engine() -> None:
+    path = PACKAGE / "verify" / "reference.py"
+    found = imports_of(path, frozenset(modules()))
+    assert sorted({part_of(one.target) for one in found} - set(OF_THE_REFERENCE)) == []
+
+
+# --- what stays light ----------------------------------------------------------------------------------
+
+
+def light_modules() -> list[str]:
+    light = [name for name in modules() if any(within(name, part) for part in WITHOUT_TORCH)]
+    return ["evenly", *light, *(f"evenly.data.{name}" for name in PURE_DATA)]
+
+
+def within(name: str, part: str) -> bool:
+    return f"{name}.".startswith(f"evenly.{part}.")
+
+
+# A traceback of the import that was refused shows who asked for it.
+REFUSE = """
+import sys
+class Refusal:
+    def find_spec(self, name, path=None, target=None):
+        if name in {unwanted!r}:
+            raise RuntimeError(name + " is imported")
+sys.meta_path.insert(0, Refusal())
+"""
+
+
+def import_without(unwanted: tuple[str, ...], names: list[str]) -> None:
+    """Imports the modules `names` in a fresh interpreter; fails where that imports one of `unwanted`."""
+    program = REFUSE.format(unwanted=unwanted) + "".join(f"__import__({name!r})\n" for name in names)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=PACKAGE.parent, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_light_modules_import_without_torch() -> None:
+    import_without(("torch",), light_modules())
+
+
+def test_the_command_line_imports_without_torch_and_numpy() -> None:
+    import_without(("torch", "numpy"), ["evenly.cli.main"])
+
+
+def test_help_starts_at_once() -> None:
+    """In processor time, the best of several starts; the limit grows only where a bare interpreter is slow too."""
+    least, least_bare = inf, inf
+    for _ in range(STARTS):
+        least_bare = min(least_bare, processor_seconds("pass"))
+        least = min(least, processor_seconds("from evenly.cli.main import main; main()", "--help"))
+        if least < HELP_SECONDS * max(1.0, least_bare / BARE_SECONDS):
+            return
+    raise AssertionError(f"evenly --help took {least:.2f} s of processor time, a bare interpreter {least_bare:.2f} s")
+
+
+def processor_seconds(program: str, *arguments: str) -> float:
+    command = [sys.executable, "-c", program, *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=PACKAGE.parent)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return usage.ru_utime + usage.ru_stime
+
+
+# --- one keeper each -----------------------------------------------------------------------------------
+
+
+def test_one_file_touches_the_environment() -> None:
+    assert uses("os", ENVIRONMENT, outside=("evenly.cluster.environment",)) == []
+
+
+def test_only_comm_calls_collectives() -> None:
+    assert uses("torch.distributed", COLLECTIVES, outside=("evenly.comm",)) == []
