@@ -113,11 +113,6 @@ def parse_plan(text: str) -> Plan:
     return Plan(**values)
 
 
-def parse_plans(text: str) -> list[Plan]:
-    """Plans separated by semicolons."""
-    return [parse_plan(part) for part in text.split(";") if part.strip()]
-
-
 def _read_word(word: str, values: dict[str, Any]) -> Iterable[str]:
     """Adds what one word sets to `values`; yields what is wrong with it."""
     key, sign, value = word.partition("=")

@@ -34,7 +34,10 @@ class ReferenceStep:
 
 
 def reference_steps(job: Job, steps: int) -> Iterator[ReferenceStep]:
-    """Trains `job` on the CPU in this process; yields after every step. Ends with `reference_evaluation`'s model."""
+    """Trains `job` on the CPU in this process; yields after every step.
+
+    Where the job has `eval_data`, a last record, of step 0, has the evaluation loss of the trained model as its loss.
+    """
     model, optimizer, schedule, scaler = _build(job)
     for step in range(steps):
         optimizer.zero_grad()

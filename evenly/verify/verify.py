@@ -11,7 +11,7 @@ from typing import Any
 from evenly.cluster.launch import Launch, start_ranks
 from evenly.errors import EvenlyError, PlanError
 from evenly.job import Precision
-from evenly.plan import NAMED, Plan, parse_plan
+from evenly.plan import Plan, parse_plan
 from evenly.verify.compare import Row, Trace, judge
 from evenly.verify.ranks import compare_file, write_reference
 
@@ -88,8 +88,3 @@ def _run_plan(question: Question, text: str, world: int, folder: Path) -> list[T
 def world_of(plan: Plan, devices: int | None) -> int:
     """World size for `plan`: its own if it states sizes, else `devices`, else the smallest that shows it."""
     return plan.devices or devices or 2
-
-
-def default_plans() -> list[str]:
-    """What `evenly verify` checks when no plan is named."""
-    return [name for name in NAMED if name != "auto"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from evenly.errors import PlanError
-from evenly.plan import NAMED, Plan, parse_plan, parse_plans
+from evenly.plan import NAMED, Plan, parse_plan
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,3 @@ def test_exactness_follows_the_precision() -> None:
     assert Plan(precision="bfloat16").resolve("float32").precision == "bfloat16"
     with pytest.raises(PlanError, match="float64 has none"):
         Plan(exact="bitwise").resolve("float64")
-
-
-def test_lists_of_plans_are_separated_by_semicolons() -> None:
-    assert parse_plans("single; ddp;data=3;") == [Plan(data=1), Plan(), Plan(data=3)]
