@@ -65,7 +65,7 @@ class Classifier(nn.Module):
         h = self.norm(self.first(x))
         h = self.slow(self.norm(F.dropout(h, 0.2, self.training)) + self.frozen)
         out = self.last(F.gelu(h))
-        return out * self.sometimes if bool(x[0, 0] > 0.7) else out
+        return out * self.sometimes if bool(x[0, 0] > 0.3) else out
 
 
 class LanguageModel(nn.Module):

@@ -26,9 +26,8 @@ def sum_later(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> Pending:
     """Begins to replace `tensor` (any shape, contiguous) by its sum over the ranks of `group`, in place."""
     if group is None:
         return _Done()
-    work = dist.all_reduce(tensor, group=group, async_op=True)
-    assert work is not None  # async_op=True always returns the work
-    return work
+    # The group's own method: dist.all_reduce adds a tenth of a millisecond of checks, of the order of a small step.
+    return group.allreduce([tensor])
 
 
 def sum_now(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -16,20 +16,36 @@ import torch
 
 
 @contextmanager
-def seeded(key: int, device: str = "cpu") -> Generator[None]:
-    """Within, everything drawn on the CPU and on `device` comes from the stream `key`."""
-    generators = [torch.default_generator, *_gpu_generators(device)]
+def undisturbed(device: str = "cpu") -> Generator[None]:
+    """Within, torch's generators may be seeded at will; on leaving they are as they were."""
+    generators = _generators(device)
     saved = [generator.get_state() for generator in generators]
-    for generator in generators:
-        generator.manual_seed(key)
-    random.seed(key)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(key & 0xFFFFFFFF)
     try:
         yield
     finally:
         for generator, state in zip(generators, saved, strict=True):
             generator.set_state(state)
+
+
+def seed(key: int, device: str = "cpu") -> None:
+    """From here on everything drawn on the CPU and on `device` comes from the stream `key`; wants `undisturbed`."""
+    for generator in _generators(device):
+        generator.manual_seed(key)
+    random.seed(key)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(key & 0xFFFFFFFF)
+
+
+@contextmanager
+def seeded(key: int, device: str = "cpu") -> Generator[None]:
+    """Within, everything drawn on the CPU and on `device` comes from the stream `key`."""
+    with undisturbed(device):
+        seed(key, device)
+        yield
+
+
+def _generators(device: str) -> list[torch.Generator]:
+    return [torch.default_generator, *_gpu_generators(device)]
 
 
 def _gpu_generators(device: str) -> list[torch.Generator]:

@@ -1,7 +1,8 @@
 """A rank's way through the data: which microbatches it runs at which step, and their samples.
 
 The decision (`share_of_step`) is pure. The loader follows it with torch's DataLoader, one work item per
-microbatch, so that a rank reads only its own share and workers can be ahead of the step.
+microbatch, so that a rank reads only its own share and workers can be ahead of the step; without workers it
+reads by itself.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from evenly.data.generators import seeded
+from evenly.data.generators import seed
 from evenly.data.microbatch import cut, padded_cost
 from evenly.data.order import batch_indices
 from evenly.data.share import deal
@@ -112,9 +113,9 @@ class _Reader(Dataset["Microbatch | SampleError"]):
     def __getitem__(self, item: Any) -> Microbatch | SampleError:
         """Reads the microbatch that `item`, an `_Item`, states."""
         try:
-            with seeded(item.key):
-                samples = [self._sample(index) for index in item.indices]
-                return Microbatch(item.number, len(samples), self._put_together(item, samples))
+            seed(item.key)
+            samples = [self._sample(index) for index in item.indices]
+            return Microbatch(item.number, len(samples), self._put_together(item, samples))
         except SampleError as problem:
             return problem
 
@@ -160,13 +161,19 @@ class Loader:
         self._reader = _Reader(job.eval_data if evaluation else job.data, job.collate)
         self._workers, self._pin = workers, pin
 
-    def read(self, shares: Iterator[Share]) -> Iterator[Microbatch]:
-        """The rank's own microbatches of all `shares`, in order; raises `SampleError`, which names the sample."""
+    def read(self, shares: Iterator[Share]) -> Reading:
+        """The rank's own microbatches of all `shares`, in order.
+
+        Reading seeds the generators of the process that reads, this one unless there are workers.
+        """
         items = (
             _Item(number, share.microbatches[number], stream_key(self._seed, self._word, share.step, number))
             for share in shares
             for number in share.own
         )
+        return Reading(self._with_workers(items) if self._workers else map(self._reader.__getitem__, items))
+
+    def _with_workers(self, items: Iterator[_Item]) -> Iterator[Microbatch | SampleError]:
         loader: DataLoader[Microbatch | SampleError] = DataLoader(
             self._reader,
             batch_size=None,
@@ -174,13 +181,29 @@ class Loader:
             collate_fn=_as_read,
             num_workers=self._workers,
             pin_memory=self._pin,
-            prefetch_factor=2 if self._workers else None,
+            prefetch_factor=2,
             generator=torch.Generator(),  # it draws a seed when it starts: not from the code around it
         )
-        for microbatch in loader:
-            if isinstance(microbatch, SampleError):
-                raise microbatch
-            yield microbatch
+        return iter(loader)
+
+
+class Reading(Iterator[Microbatch]):
+    """Microbatches as they are read; raises `SampleError`, which names the sample, in the place of a bad one."""
+
+    def __init__(self, results: Iterator[Microbatch | SampleError]) -> None:
+        self._results = results
+        self._next: Microbatch | SampleError | None = None
+
+    def ahead(self) -> None:
+        """Reads the next microbatch already: good use of a moment in which this rank waits for others."""
+        if self._next is None:
+            self._next = next(self._results, None)
+
+    def __next__(self) -> Microbatch:
+        result, self._next = self._next or next(self._results), None
+        if isinstance(result, SampleError):
+            raise result
+        return result
 
 
 class _Once(torch.utils.data.Sampler[Any]):

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heapreplace
 from itertools import pairwise
-from math import fsum
+from math import fsum, inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,11 +40,11 @@ def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
     counts that differ by at most one. Otherwise the largest load is the least possible wherever the search
     can prove it, and never more than that of dealing in turn.
     """
-    values = np.array(costs, dtype=np.float64)
-    if ranks < 1 or not bool((np.isfinite(values) & (values >= 0)).all()):
+    if ranks < 1 or not all(0 <= cost < inf for cost in costs):
         raise ValueError(f"cannot deal to {ranks} ranks the costs {list(costs)}")
     if len(set(costs)) <= 1:
         return _consecutive(len(costs), ranks)
+    values = np.array(costs, dtype=np.float64)
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for microbatch, owner in enumerate(_best_owners(values, ranks).tolist()):
         shares[owner].append(microbatch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ class Records:
             self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def add(self, record: dict[str, Any]) -> None:
-        """Writes `record` as one line."""
+        """Writes `record` as one line; a number that is not finite, which JSON does not know, as null."""
         if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
+            strict = {name: _finite_or_none(value) for name, value in record.items()}
+            self._file.write(json.dumps(strict, allow_nan=False) + "\n")
 
     def event(self, name: str, **details: Any) -> None:
         """Writes what happened, with the time in seconds since 1970."""
@@ -31,3 +33,7 @@ class Records:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _finite_or_none(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -4,9 +4,10 @@ are summed over the ranks once per step, while the last backward is still runnin
 Vocabulary. A *slot* is a parameter's place in a *bucket*, one flat tensor. A gradient is *folded* into its slot as
 soon as autograd has finished it, and freed. Buckets are filled roughly in the order in which a backward finishes
 parameters (the reverse of their definition) and are *sent* strictly by index, so that all ranks agree on the order
-of collectives whatever their own order of events. The last bucket ends in one *flag* per parameter that says how
-many ranks used it in this step: a parameter that no rank used keeps `grad=None`, since an optimizer does more with
-a gradient of zeros than with none (weight decay, momentum).
+of collectives whatever their own order of events. The last bucket is always one of float64 and ends in the *tail*:
+first one *flag* per parameter, which says how many ranks used it in this step, since a parameter that no rank used
+keeps `grad=None` (an optimizer does more with a gradient of zeros than with none: weight decay, momentum); then
+numbers of the caller's, which so need no collective of their own.
 
 Exactness. With `wide` buckets float32 gradients are added in float64. A sum of float32 numbers whose magnitudes
 lie within a factor of 2**28 of each other has no rounding at all in float64, in any order, and what rounding is
@@ -16,7 +17,7 @@ whoever added what.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,30 +39,52 @@ class Slot:
 
     name: str
     parameter: nn.Parameter
-    start: int
     number: int  # of its flag
     sum: torch.Tensor = field(init=False)  # view of the bucket's `sums`, shaped as the parameter
     gradient: torch.Tensor = field(init=False)  # view of the bucket's `gradients`, shaped as the parameter
     used: bool = False  # in this step, on this rank
 
 
-@dataclass(eq=False)
 class Bucket:
-    """Neighbouring parameters of one dtype and device, added up and sent together."""
+    """Neighbouring parameters of one dtype and device, added up and sent together.
 
-    slots: list[Slot]
-    sums: torch.Tensor  # 1D, of the dtype that gradients are added in; ends in flags where `flags` is not empty
-    gradients: torch.Tensor  # 1D, of the parameters' dtype; the same memory as `sums` unless that is wider
-    flags: torch.Tensor  # 1D view of the end of `sums`
-    waiting: int = 0  # slots whose last gradient of this step is still to come
-    pending: Pending | None = None
+    sums:      1D, of the dtype that gradients are added in; the tail, if any, behind the slots.
+    gradients: 1D, of the parameters' dtype; the same memory as the begin of `sums` where the dtypes are the same.
+    waiting:   slots whose last gradient of this step is still to come.
+    """
+
+    def __init__(self, slots: list[Slot], *, dtype: torch.dtype, added_in: torch.dtype, device: torch.device) -> None:
+        self.slots, self.device = slots, device
+        self.dtype, self.added_in = dtype, added_in
+        self.waiting = 0
+        self.pending: Pending | None = None
+        self.length = sum(slot.parameter.numel() for slot in slots)
+        self._allocate(tail=0)
+
+    def make_room(self, tail: int) -> None:
+        """Sees to it that `tail` numbers fit behind the slots; forgets what was added up."""
+        if self.length + tail > self.sums.numel():
+            self._allocate(tail=2 * tail)
+
+    def _allocate(self, *, tail: int) -> None:
+        self.sums = torch.zeros(self.length + tail, dtype=self.added_in, device=self.device)
+        same = self.added_in is self.dtype
+        self.gradients = (
+            self.sums[: self.length] if same else torch.zeros(self.length, dtype=self.dtype, device=self.device)
+        )
+        start = 0
+        for slot in self.slots:
+            end = start + slot.parameter.numel()
+            slot.sum = self.sums[start:end].view(slot.parameter.shape)
+            slot.gradient = self.gradients[start:end].view(slot.parameter.shape)
+            start = end
 
 
 class GradientSum:
     """Adds the gradients of `model` over the microbatches of a step and over the ranks of `group`.
 
-    One step is: `begin`, then for each microbatch its backward with `last` set before the last one (a rank
-    without microbatches sets it at once), then `finish`. In between the hooks on the parameters do the work.
+    One step is: `begin`; for each microbatch its backward, with `expect_last` before the last one; `send`;
+    `receive`; `divide`. In between the hooks on the parameters do the work.
     """
 
     def __init__(self, model: nn.Module, *, group: Any, wide: bool) -> None:
@@ -74,19 +97,23 @@ class GradientSum:
         self._slots = [slot for bucket in self.buckets for slot in bucket.slots]  # by number
         self._last = False
         self._sent = 0
+        self._tail = 0  # length of this step's
+        self._used = [False] * len(self._slots)  # in this step, on any rank; by number
         self._handles = [
             slot.parameter.register_post_accumulate_grad_hook(self._hook(bucket, slot))
             for bucket in self.buckets
             for slot in bucket.slots
         ]
 
-    def begin(self) -> None:
-        """Forgets the gradients of the step before."""
+    def begin(self, *, numbers: int = 0) -> None:
+        """Forgets the gradients of the step before; `send` will be given `numbers` numbers, on every rank."""
         self._last, self._sent = False, 0
         for bucket in self.buckets:
             bucket.pending = None
         for slot in self._slots:
             slot.used, slot.parameter.grad = False, None
+        self._tail = len(self._slots) + numbers
+        self.buckets[-1].make_room(self._tail)
 
     def expect_last(self) -> None:
         """The next backward is this rank's last of the step: from now on full buckets are sent."""
@@ -94,25 +121,43 @@ class GradientSum:
         for bucket in self.buckets:
             bucket.waiting = len(bucket.slots)
 
-    def finish(self, divisor: float) -> None:
-        """Waits for the sums and leaves sum / `divisor` in every used parameter's `grad`, the same on all ranks."""
+    def send(self, numbers: Sequence[float] | torch.Tensor = ()) -> None:
+        """Sends what is left after the last backward, with `numbers` (float64) to be summed too."""
         self._refuse_thawed()
-        if not self._last:
+        if not self._last:  # a rank without microbatches
             self.expect_last()
+        self._send_until(len(self.buckets) - 1)
+        tail = self._tail_of_sums()
+        flags = [float(slot.used) for slot in self._slots]
+        if isinstance(numbers, torch.Tensor):
+            tail[: len(flags)].copy_(torch.tensor(flags))
+            tail[len(flags) :].copy_(numbers)
+        else:
+            tail.copy_(torch.tensor([*flags, *numbers], dtype=torch.float64))
         self._send_until(len(self.buckets))
+
+    def receive(self) -> list[float]:
+        """Waits until the gradients of all ranks are added up, and their numbers; returns the numbers' sums."""
         for bucket in self.buckets:
             assert bucket.pending is not None
             bucket.pending.wait()
-        used = self.buckets[-1].flags.tolist()
+        values: list[float] = self._tail_of_sums().tolist()
+        self._used = [flag > 0 for flag in values[: len(self._slots)]]
+        return values[len(self._slots) :]
+
+    def divide(self, divisor: float) -> None:
+        """Leaves sum / `divisor` in the `grad` of every parameter that any rank used, the same on all ranks."""
         for bucket in self.buckets:
-            torch.div(bucket.sums[: bucket.gradients.numel()], divisor, out=bucket.gradients)
+            sums = bucket.sums[: bucket.length].div_(divisor)
+            if bucket.added_in is not bucket.dtype:
+                bucket.gradients.copy_(sums)
             for slot in bucket.slots:
-                slot.parameter.grad = slot.gradient if used[slot.number] else None
+                slot.parameter.grad = slot.gradient if self._used[slot.number] else None
 
     def norm(self) -> torch.Tensor:
         """Norm of all gradients together, a scalar in float64; parameters without gradient count nothing."""
         norms = [torch.linalg.vector_norm(bucket.gradients).double() for bucket in self.buckets]
-        return torch.linalg.vector_norm(torch.stack(norms))
+        return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
 
     def scale(self, factor: float) -> None:
         """Multiplies every gradient by `factor`."""
@@ -152,8 +197,12 @@ class GradientSum:
             if bucket.waiting == 0:
                 self._send_full()
 
+    def _tail_of_sums(self) -> torch.Tensor:
+        last = self.buckets[-1]
+        return last.sums[last.length : last.length + self._tail]
+
     def _send_full(self) -> None:
-        """Sends buckets while the next in order is full; the last waits for `finish`, which knows all flags."""
+        """Sends buckets while the next in order is full; the last waits for `send`, which knows its tail."""
         ready = self._sent
         while ready < len(self.buckets) - 1 and self.buckets[ready].waiting <= 0:
             ready += 1
@@ -164,9 +213,8 @@ class GradientSum:
             for slot in bucket.slots:
                 if not slot.used:
                     slot.sum.zero_()
-            if len(bucket.flags):
-                bucket.flags.copy_(torch.tensor([float(slot.used) for slot in self._slots]))
-            bucket.pending = sum_later(bucket.sums, self._group)
+            tail = self._tail if bucket is self.buckets[-1] else 0
+            bucket.pending = sum_later(bucket.sums[: bucket.length + tail], self._group)
         self._sent = end
 
     def _refuse_thawed(self) -> None:
@@ -180,40 +228,29 @@ class GradientSum:
 
 
 def fill_buckets(named: Iterable[tuple[str, nn.Parameter]], *, wide: bool) -> list[Bucket]:
-    """Buckets for `named` parameters in the order in which a backward finishes them; flags end the last one."""
-    groups: list[list[tuple[str, nn.Parameter]]] = []
+    """Buckets for `named` parameters in the order in which a backward finishes them; the last is of float64."""
+    groups: list[list[Slot]] = []
     room, kind = 0, None
-    for name, parameter in reversed(list(named)):
+    for number, (name, parameter) in enumerate(reversed(list(named))):
         size = parameter.numel() * parameter.element_size()
         if kind != (parameter.dtype, parameter.device) or (room < size and groups[-1]):
             room = BUCKET_BYTES if groups else FIRST_BUCKET_BYTES
             kind = (parameter.dtype, parameter.device)
             groups.append([])
-        groups[-1].append((name, parameter))
+        groups[-1].append(Slot(name, parameter, number))
         room -= size
-    total = sum(map(len, groups))
-    buckets: list[Bucket] = []
-    number = 0
-    for group in groups:
-        flags = total if group is groups[-1] else 0
-        buckets.append(_bucket(group, first_number=number, flags=flags, wide=wide))
-        number += len(group)
-    return buckets
+    last = groups[-1]
+    if not wide and last[0].parameter.dtype is not torch.float64 and _bytes(last) > FIRST_BUCKET_BYTES:
+        groups.append([])  # for the tail alone; a small bucket is rather widened than followed by another
+    device = last[0].parameter.device
+    return [_bucket(slots, wide=wide or slots is groups[-1], device=device) for slots in groups]
 
 
-def _bucket(group: list[tuple[str, nn.Parameter]], *, first_number: int, flags: int, wide: bool) -> Bucket:
-    dtype, device = group[0][1].dtype, group[0][1].device
-    length = sum(p.numel() for _, p in group)
-    widened = wide and dtype is not torch.float64
-    sums = torch.zeros(length + flags, dtype=torch.float64 if widened else dtype, device=device)
-    gradients = torch.zeros(length, dtype=dtype, device=device) if widened else sums[:length]
-    slots: list[Slot] = []
-    start = 0
-    for offset, (name, parameter) in enumerate(group):
-        slot = Slot(name, parameter, start, first_number + offset)
-        end = start + parameter.numel()
-        slot.sum = sums[start:end].view(parameter.shape)
-        slot.gradient = gradients[start:end].view(parameter.shape)
-        slots.append(slot)
-        start = end
-    return Bucket(slots, sums, gradients, sums[length:])
+def _bucket(slots: list[Slot], *, wide: bool, device: torch.device) -> Bucket:
+    """A bucket of `slots`, which share their dtype and device; an empty one stands on `device`."""
+    dtype, device = (slots[0].parameter.dtype, slots[0].parameter.device) if slots else (torch.float64, device)
+    return Bucket(slots, dtype=dtype, added_in=torch.float64 if wide else dtype, device=device)
+
+
+def _bytes(slots: list[Slot]) -> int:
+    return sum(slot.parameter.numel() * slot.parameter.element_size() for slot in slots)

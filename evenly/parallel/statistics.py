@@ -54,6 +54,13 @@ class RunningStatistics:
     """Keeps the running statistics of `model` those of one device, over the ranks of `group`."""
 
     def __init__(self, model: nn.Module, *, group: Any) -> None:
+        for name, module in model.named_modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                raise UserError(
+                    f"layer {name} is a SyncBatchNorm",
+                    "its statistics depend on how many ranks there are",
+                    "use BatchNorm: its statistics are those of a microbatch, on any number of ranks",
+                )
         self._group = group
         self._layers = [_Layer(name, module) for name, module in model.named_modules() if _keeps(module)]
         self._buffers = _other_buffers(model, self._layers)
@@ -63,13 +70,6 @@ class RunningStatistics:
         for layer in self._layers:
             self._handles.append(layer.module.register_forward_pre_hook(self._enter(layer)))
             self._handles.append(layer.module.register_forward_hook(self._leave(layer), always_call=True))
-        for name, module in model.named_modules():
-            if isinstance(module, nn.SyncBatchNorm):
-                raise UserError(
-                    f"layer {name} is a SyncBatchNorm",
-                    "its statistics depend on how many ranks there are",
-                    "use BatchNorm: its statistics are those of a microbatch, on any number of ranks",
-                )
 
     @property
     def layers(self) -> int:

@@ -2,7 +2,7 @@
 
 One vector of float64 numbers, each filled by one rank only and zero on all others, so that the sum is exact and the
 same on every rank: per microbatch its total, its weight and the calls of each normalisation layer; per rank its
-memory; and whether anybody asks to stop. It is sent before the last backward, which hides it.
+memory; and whether anybody asks to stop. In training it travels with the gradients (`GradientSum.send`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from evenly.cluster.world import World
-from evenly.comm.collectives import Pending, sum_later
 from evenly.errors import RunError
 from evenly.job import Loss
 
@@ -57,47 +56,46 @@ class Account:
 
 
 class Ledger:
-    """Fills the vector on one rank; used once per step."""
+    """Fills the vector on one rank, and reads the sum over all ranks; used once per step."""
 
     def __init__(self, world: World, *, microbatches: int, layers: int = 0) -> None:
-        self._world, self._microbatches, self._layers = world, microbatches, layers
-        self._rows: list[tuple[int, torch.Tensor]] = []  # (microbatch, (total, weight, calls...))
-        self._vector = torch.empty(0)
-        self._pending: Pending | None = None
+        self._world, self._microbatches, self._width = world, microbatches, 2 + layers
+        self._cells = microbatches * self._width
+        self._values = [0.0] * self.size
+        self._on_device: dict[int, torch.Tensor] = {}  # numbers on a GPU: to read one would wait for it
+
+    @property
+    def size(self) -> int:
+        """Length of the vector."""
+        return self._cells + self._world.size + 1
 
     def add(self, number: int, loss: Loss, calls: list[int]) -> None:
         """Enters microbatch `number`, run by this rank."""
-        numbers = [loss.total.detach(), loss.weight, *calls]
-        row = torch.stack([torch.as_tensor(n, dtype=torch.float64, device=self._world.device) for n in numbers])
-        self._rows.append((number, row))
+        for place, value in enumerate((loss.total.detach(), loss.weight, *calls), number * self._width):
+            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                self._on_device[place] = value
+            else:
+                self._values[place] = float(value)
 
-    def send(self, *, memory_bytes: int = 0, stop: bool = False) -> None:
-        """Begins the sum; every rank calls it once, after its last forward."""
-        width = 2 + self._layers
-        cells = self._microbatches * width
-        host = torch.zeros(cells + self._world.size + 1, dtype=torch.float64)
-        host[cells + self._world.rank] = memory_bytes
-        host[-1] = float(stop)
-        self._vector = host.to(self._world.device)
-        if self._rows:
-            table = self._vector[:cells].view(self._microbatches, width)
-            numbers = torch.tensor([number for number, _ in self._rows], device=self._world.device)
-            table[numbers] = torch.stack([row for _, row in self._rows])
-        self._pending = sum_later(self._vector, self._world.group("data"))
+    def numbers(self, *, memory_bytes: int = 0, stop: bool = False) -> list[float] | torch.Tensor:
+        """What this rank knows; a tensor of float64 on a GPU if any of it is there."""
+        self._values[self._cells + self._world.rank] = memory_bytes
+        self._values[-1] = float(stop)
+        if not self._on_device:
+            return self._values
+        vector = torch.tensor(self._values, dtype=torch.float64).to(self._world.device)
+        places = torch.tensor([*self._on_device], device=self._world.device)
+        vector[places] = torch.stack([value.double() for value in self._on_device.values()])
+        return vector
 
-    def receive(self) -> Account:
-        """Waits for the sum."""
-        assert self._pending is not None
-        self._pending.wait()
-        values: list[float] = self._vector.tolist()
-        width = 2 + self._layers
-        cells = self._microbatches * width
-        rows = [values[start : start + width] for start in range(0, cells, width)]
+    def read(self, values: list[float]) -> Account:
+        """The account that the sum of all ranks' vectors stands for."""
+        rows = [values[start : start + self._width] for start in range(0, self._cells, self._width)]
         return Account(
             totals=[row[0] for row in rows],
             weights=[row[1] for row in rows],
             calls=[[round(n) for n in row[2:]] for row in rows],
-            memory_bytes=[round(n) for n in values[cells:-1]],
+            memory_bytes=[round(n) for n in values[self._cells : -1]],
             stop=values[-1] > 0,
         )
 

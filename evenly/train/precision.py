@@ -8,8 +8,7 @@ The sum over ranks is the same everywhere, so all ranks, and all plans, skip the
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,14 +43,11 @@ def first_scale(precision: str, global_batch: int) -> LossScale:
     return LossScale(max(1.0, LARGEST_SCALE / 2 ** math.ceil(math.log2(global_batch))))
 
 
-@contextmanager
-def autocast(precision: str, device: str) -> Generator[None]:
+def autocast(precision: str, device: str) -> AbstractContextManager[Any]:
     """Around a forward pass: bfloat16 and float16 compute in that type from float32 weights."""
     if precision in ("float32", "float64"):
-        yield
-        return
-    with torch.autocast(torch.device(device).type, dtype=getattr(torch, precision)):
-        yield
+        return nullcontext()
+    return torch.autocast(torch.device(device).type, dtype=getattr(torch, precision))
 
 
 def place_model(model: torch.nn.Module, precision: str, device: str) -> torch.nn.Module:
@@ -61,6 +57,8 @@ def place_model(model: torch.nn.Module, precision: str, device: str) -> torch.nn
 
 def place_batch(batch: Any, precision: str, device: str) -> Any:
     """Every tensor of `batch` (any nest) on `device`; floating ones in float64 where the run is."""
+    if device == "cpu" and precision != "float64":
+        return batch  # as it was read
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
         wide = precision == "float64" and tensor.is_floating_point()

@@ -22,9 +22,10 @@ import torch
 
 from evenly.cluster.environment import available_cores, chosen_threads, find_here
 from evenly.cluster.world import World
+from evenly.comm.collectives import sum_now
 from evenly.comm.connect import connect, disconnect
-from evenly.data.generators import seeded
-from evenly.data.loader import Loader, Microbatch, Share, share_of_evaluation, share_of_step, worker_count
+from evenly.data.generators import seed, undisturbed
+from evenly.data.loader import Loader, Microbatch, Reading, Share, share_of_evaluation, share_of_step, worker_count
 from evenly.data.stream import stream_key
 from evenly.errors import RunError, UserError
 from evenly.job import Job, Loss
@@ -86,14 +87,14 @@ class Evaluation:
 class Batch:
     """This rank's share of one batch; given to `Run.step` once."""
 
-    def __init__(self, share: Share, microbatches: Iterator[Microbatch]) -> None:
-        self.share = share
-        self._microbatches, self._left = microbatches, len(share.own)
+    def __init__(self, share: Share, microbatches: Reading) -> None:
+        self.share, self.microbatches = share, microbatches
+        self._left = len(share.own)
 
     def __iter__(self) -> Iterator[Microbatch]:
         while self._left:
             self._left -= 1
-            yield next(self._microbatches)
+            yield next(self.microbatches)
 
     @property
     def left(self) -> int:
@@ -160,7 +161,8 @@ class Run:
                 "use each batch once",
             )
         try:
-            account = self._forward_and_backward(batch)
+            with undisturbed(self.world.device):
+                account = self._forward_and_backward(batch)
             account.check(self.steps_done + 1)
             grad_norm, skipped = self._update(account)
         except Exception as problem:
@@ -173,23 +175,18 @@ class Run:
     def _forward_and_backward(self, batch: Batch) -> Account:
         gradients, statistics = self.composed.gradients, self.composed.statistics
         ledger = Ledger(self.world, microbatches=len(batch.share.microbatches), layers=statistics.layers)
-        gradients.begin()
+        gradients.begin(numbers=ledger.size)
         for microbatch in batch:
-            key = stream_key(self.job.seed, "microbatch", batch.share.step, microbatch.number)
-            with seeded(key, self.world.device):
-                with statistics.recording(microbatch.number):
-                    loss = self._loss(microbatch)
-                ledger.add(microbatch.number, loss, statistics.calls(microbatch.number))
-                if batch.left == 0:
-                    self._send(ledger)
-                    gradients.expect_last()
-                self._backward(loss)
-        if not batch.share.own:
-            self._send(ledger)
-        return ledger.receive()
-
-    def _send(self, ledger: Ledger) -> None:
-        ledger.send(memory_bytes=peak_bytes(self.world.device), stop=self.interrupt.asked)
+            seed(stream_key(self.job.seed, "microbatch", batch.share.step, microbatch.number), self.world.device)
+            with statistics.recording(microbatch.number):
+                loss = self._loss(microbatch)
+            ledger.add(microbatch.number, loss, statistics.calls(microbatch.number))
+            if batch.left == 0:
+                gradients.expect_last()
+            self._backward(loss)
+        gradients.send(ledger.numbers(memory_bytes=peak_bytes(self.world.device), stop=self.interrupt.asked))
+        batch.microbatches.ahead()
+        return ledger.read(gradients.receive())
 
     def _loss(self, microbatch: Microbatch) -> Loss:
         batch = place_batch(microbatch.batch, self.precision, self.world.device)
@@ -212,7 +209,7 @@ class Run:
     def _update(self, account: Account) -> tuple[float, bool]:
         """Applies the batch's gradient; returns its norm and whether the update was skipped."""
         gradients = self.composed.gradients
-        gradients.finish(account.weight * self.loss_scale.factor)
+        gradients.divide(account.weight * self.loss_scale.factor)
         grad_norm = float(gradients.norm())
         finite = math.isfinite(grad_norm)
         if not finite and self.precision != "float16":
@@ -265,14 +262,14 @@ class Run:
         ledger = Ledger(self.world, microbatches=len(share.microbatches))
         self.model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), undisturbed(self.world.device):
                 for microbatch in self._loader(evaluation=True).read(iter([share])):
-                    with seeded(stream_key(self.job.seed, "evaluation", microbatch.number), self.world.device):
-                        ledger.add(microbatch.number, self._loss(microbatch), [])
-            ledger.send()
+                    seed(stream_key(self.job.seed, "evaluation", microbatch.number), self.world.device)
+                    ledger.add(microbatch.number, self._loss(microbatch), [])
         finally:
             self.model.train()
-        account = ledger.receive()
+        numbers = torch.as_tensor(ledger.numbers(), dtype=torch.float64, device=self.world.device)
+        account = ledger.read(sum_now(numbers, self.world.group("data")).tolist())
         account.check(self.steps_done)
         evaluation = Evaluation(account.loss, account.weight, share.samples)
         self._events.event("evaluated", step=self.steps_done, **vars(evaluation))

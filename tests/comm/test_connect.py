@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 import torch
 from kept_ranks import KeptRanks
@@ -9,7 +11,7 @@ from kept_ranks import KeptRanks
 from evenly.cluster.environment import Place
 from evenly.comm.collectives import barrier, gather_values, sum_now
 from evenly.comm.connect import connect, disconnect, find_device
-from evenly.errors import UserError
+from evenly.errors import RunError, UserError
 
 
 def place(*, rank: int = 0, size: int = 1, port: int = 1) -> Place:
@@ -57,3 +59,23 @@ def talk() -> tuple[list[float], list[int]]:
 
 def test_ranks_sum_and_gather(ranks: KeptRanks) -> None:
     assert ranks.run(talk, size=3) == [([3.0, 3.0], [0, 1, 2])] * 3
+
+
+def join_at(port: int) -> str:
+    with pytest.raises(RunError) as caught:
+        connect(place(rank=0, size=2, port=port))
+    return str(caught.value)
+
+
+def test_a_port_that_is_taken_is_told() -> None:
+    ranks = KeptRanks()  # of its own: a process whose joining failed cannot join again
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        try:
+            [message] = ranks.run(join_at, port, size=1, limit_s=60)
+        finally:
+            ranks.close()
+    assert f"rank 0 of 2 joining the others at 127.0.0.1:{port}" in message
+    assert "in use" in message.lower() and "MASTER_PORT" in message

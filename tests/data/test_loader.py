@@ -58,12 +58,17 @@ def test_what_is_read_depends_neither_on_ranks_nor_on_workers() -> None:
     assert all(torch.equal(alone[key], shared[key]) for key in alone)
 
 
-def test_reading_leaves_the_generator_of_the_code_around_it_alone() -> None:
-    torch.manual_seed(1)
-    expected = torch.rand(1)
-    torch.manual_seed(1)
-    read(classifier_job(), 0, 1, 0)
-    assert torch.equal(torch.rand(1), expected)
+def test_reading_ahead_changes_neither_order_nor_content() -> None:
+    job = classifier_job()
+    shares = [share_of_step(job, step, rank=0, ranks=1) for step in range(3)]
+    reading, found = Loader(job).read(iter(shares)), []
+    for _ in read(job, 0, 1, 0):
+        reading.ahead()
+        reading.ahead()  # once is enough
+        found.append(next(reading).batch[0])
+    reading.ahead()
+    assert next(reading, None) is None
+    assert all(torch.equal(a, b) for a, b in zip(found, read(job, 0, 1, 0).values(), strict=True))
 
 
 class Broken(Points):
@@ -77,6 +82,16 @@ class Odd(Points):
     def __getitem__(self, index: int) -> Any:
         x, y = super().__getitem__(index)
         return (x[:4], y) if index == 23 else (x, y)
+
+
+def test_a_bad_sample_read_ahead_is_told_in_its_place() -> None:
+    job = classifier_job(data=Broken(37), shuffle=False)
+    reading = Loader(job).read(iter([share_of_step(job, step, rank=0, ranks=1) for step in range(4)]))
+    for _ in range(4 + 3):
+        next(reading)
+    reading.ahead()
+    with pytest.raises(SampleError, match="sample 17"):
+        next(reading)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

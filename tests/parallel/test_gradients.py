@@ -47,7 +47,9 @@ def test_microbatches_are_added_up_and_divided(wide: bool, bucket_bytes: int, mo
             if number == 2:
                 total.expect_last()
             model(x).square().sum().backward()
-        total.finish(7.0)
+        total.send()
+        total.receive()
+        total.divide(7.0)
         for name, p in model.named_parameters():
             if name == "unused":
                 assert p.grad is None
@@ -69,7 +71,9 @@ def test_wide_sums_have_the_same_bits_in_any_order() -> None:
         total.begin()
         for g in random.Random(seed).sample(numbers, 9):
             (parameter[0] * g).sum().backward()
-        total.finish(3.0)
+        total.send()
+        total.receive()
+        total.divide(3.0)
         sums.append(parameter[0].grad.clone())
     assert all(torch.equal(s, sums[0]) for s in sums)
 
@@ -78,17 +82,48 @@ def test_a_step_without_a_backward_leaves_no_gradient() -> None:
     model = Two()
     total = GradientSum(model, group=None, wide=True)
     total.begin()
-    total.finish(1.0)
+    total.send()
+    total.receive()
+    total.divide(1.0)
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_buckets_follow_the_backward_and_end_in_flags() -> None:
+def test_buckets_follow_the_backward() -> None:
     named = [(str(i), nn.Parameter(torch.zeros(n))) for i, n in enumerate((6_000_000, 10, 300_000, 5))]
     buckets = fill_buckets(named, wide=True)
     assert [[slot.name for slot in bucket.slots] for bucket in buckets] == [["3"], ["2", "1", "0"]]
-    assert [len(bucket.flags) for bucket in buckets][-1] == 4
-    assert sum(len(bucket.flags) for bucket in buckets) == 4
-    assert all(bucket.sums.dtype == torch.float64 for bucket in buckets)
+    assert all(bucket.added_in == torch.float64 and bucket.dtype == torch.float32 for bucket in buckets)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "elements", "wide", "slots"),
+    [
+        (torch.float32, 3, True, [1]),
+        (torch.float32, 3, False, [1]),  # small enough to be widened
+        (torch.float32, 300_000, False, [1, 0]),
+        (torch.float32, 300_000, True, [1]),
+        (torch.float64, 300_000, False, [1]),
+    ],
+)
+def test_the_last_bucket_is_of_float64(dtype: torch.dtype, elements: int, wide: bool, slots: list[int]) -> None:
+    buckets = fill_buckets([("a", nn.Parameter(torch.zeros(elements, dtype=dtype)))], wide=wide)
+    assert [len(bucket.slots) for bucket in buckets] == slots
+    assert buckets[-1].added_in == torch.float64 and buckets[0].dtype == dtype
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_numbers_come_back_whatever_their_count(wide: bool) -> None:
+    model = Two()
+    total = GradientSum(model, group=None, wide=wide)
+    for count in (1, 50, 0, 49):
+        numbers = torch.randn(count, dtype=torch.float64)
+        total.begin(numbers=count)
+        total.expect_last()
+        model.b.bias.sum().backward()
+        total.send(numbers if count % 2 else numbers.tolist())
+        assert total.receive() == numbers.tolist()
+        total.divide(2.0)
+        assert model.b.bias.grad.tolist() == [0.5, 0.5] and model.a.bias.grad is None
 
 
 def test_parameters_of_several_types_are_kept_apart() -> None:
@@ -97,7 +132,9 @@ def test_parameters_of_several_types_are_kept_apart() -> None:
     total.begin()
     total.expect_last()
     (model["a"].sum() + 2 * model["b"].sum()).backward()
-    total.finish(1.0)
+    total.send()
+    total.receive()
+    total.divide(1.0)
     assert model["a"].grad.dtype == torch.float32 and model["b"].grad.dtype == torch.float64
     assert model["b"].grad.tolist() == [2.0, 2.0, 2.0]
 
@@ -130,7 +167,9 @@ def test_a_parameter_thawed_midway_is_refused() -> None:
     total.begin()
     model.a.weight.requires_grad_(True)
     with pytest.raises(RunError, match=r"a\.weight was frozen"):
-        total.finish(1.0)
+        total.send()
+        total.receive()
+        total.divide(1.0)
 
 
 def test_sparse_gradients_are_refused() -> None:

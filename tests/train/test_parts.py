@@ -17,6 +17,7 @@ from evenly.cluster.world import World
 from evenly.errors import RunError, UserError
 from evenly.job import Loss
 from evenly.plan import Plan
+from evenly.train import start
 from evenly.train.build import build_model, build_optimizer, build_schedule
 from evenly.train.interrupt import Interrupt
 from evenly.train.ledger import Account, Ledger, as_loss
@@ -52,8 +53,7 @@ def test_a_ledger_carries_what_was_entered() -> None:
     ledger = Ledger(ALONE, microbatches=3, layers=2)
     ledger.add(2, Loss(torch.tensor(1.5), torch.tensor(4)), [1, 0])
     ledger.add(0, Loss(torch.tensor(2.5), 2.0), [3, 1])
-    ledger.send(memory_bytes=10, stop=True)
-    account = ledger.receive()
+    account = ledger.read([*ledger.numbers(memory_bytes=10, stop=True)])
     assert account == Account([2.5, 0.0, 1.5], [2.0, 0.0, 4.0], [[3, 1], [0, 0], [1, 0]], [10], True)
     assert account.weight == 6.0 and account.loss == pytest.approx(4.0 / 6.0)
 
@@ -145,3 +145,17 @@ def test_batches_become_float64_where_the_run_is() -> None:
     wide = place_batch(batch, "float64", "cpu")
     assert wide["x"].dtype == torch.float64 and wide["n"].dtype == torch.int64
     assert place_batch(batch, "bfloat16", "cpu")["x"].dtype == torch.float32
+
+
+def test_steps_and_evaluations_leave_the_generator_of_the_code_around_them_alone() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    found: list[torch.Tensor] = []
+    with start(classifier_job(steps=2), plan="single") as run:
+        for batch in run.batches():
+            run.step(batch)
+            found.append(torch.rand(1))
+        run.evaluate()
+        found.append(torch.rand(1))
+    assert torch.equal(torch.cat(found), expected)
