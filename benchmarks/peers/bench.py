@@ -6,48 +6,29 @@
   bench.py memory W3                                               peak CPU tensor bytes (profiler)
   bench.py table                                                   print what results/peers.json holds
 
+All times are of the machine running: what its host took from it as a whole is left out (stalls.py).
+
 Speed: all contenders of a group are alive in one run and take turns, A B C A B C ...: each waits at
-a fifo after its turn, so import and warm-up are paid once and every round compares neighbours in
-time.  Every group holds the baseline.
+a fifo after its turn, so import and warm-up are paid once, and every step is compared with the same
+step of the others, a moment apart.  Every group holds the baseline.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import statistics
 import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
 
 from contenders import BASELINE, CONTENDERS, GROUPS, groups, pick
 from results import environment, print_tables, save
 from runs import Run, Turns
+from stalls import Stalls
 from workloads import WORKLOADS
-
-QUIET_SHARE = 0.1  # of the machine taken by others: rounds up to this count in any case
-LEAST_ROUNDS = 5  # and never fewer than the quietest so many
-
-
-# ---------------------------------------------------------------- the machine
-def busy_seconds() -> float:
-    """CPU seconds spent by everyone on this machine since boot."""
-    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:8]
-    user, nice, system, _idle, _iowait, irq, softirq = map(int, fields)
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
-
-
-def await_quiet(limit_s: float = 15, share: float = 0.15) -> None:
-    """Until the others leave the cores alone for a moment (all contenders are paused), or the limit."""
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        before = busy_seconds()
-        time.sleep(0.3)
-        if (busy_seconds() - before) / 0.3 < share * os.cpu_count():
-            return
 
 
 # ---------------------------------------------------------------- speed
@@ -55,58 +36,41 @@ def await_quiet(limit_s: float = 15, share: float = 0.15) -> None:
 class Series:
     """What one contender did in its turns.
 
-    result: as the recorder wrote it. busy: CPU seconds of the whole machine during each turn.
-    warm:   steps before the first turn. turn: steps of one.
+    result: as the recorder wrote it. warm: steps before the first turn. stalls: of the machine meanwhile.
     """
 
     result: dict
-    busy: list[float]
     warm: int
-    turn: int
+    stalls: Stalls
 
-    def _sums(self, field: str) -> list[float]:
-        """Of a field that has one value per step: its sum over each turn."""
-        values = self.result[field][self.warm :]
-        return [sum(values[k * self.turn : (k + 1) * self.turn]) for k in range(len(self.busy))]
+    @cached_property
+    def seconds(self) -> list[float]:
+        """Of each step that counts, stalls left out."""
+        steps = zip(self.result["step_begins"], self.result["step_times"], strict=True)
+        return [self.stalls.ran(begin, seconds) for begin, seconds in steps][self.warm :]
 
     def rates(self) -> list[float]:
-        """Real tokens (samples) per second of each turn."""
-        return [
-            tokens / seconds
-            for tokens, seconds in zip(self._sums("tokens_or_samples"), self._sums("step_times"), strict=True)
-        ]
-
-    def foreign(self) -> list[float]:
-        """Share of the machine that others took during each turn; the last also holds our shutdown."""
-        turns = zip(self.busy, self._sums("cpu_times"), self._sums("step_times"), strict=True)
-        shares = [(busy - mine) / (seconds * os.cpu_count()) for busy, mine, seconds in turns]
-        *before, last = shares
-        return [*before, 0.0 if last < 0 else min(last, max(before, default=last))]
-
-    def cpu_per_token(self) -> float:
-        """CPU seconds of all ranks and threads: neighbours on the machine hardly move it."""
-        return sum(self.result["cpu_times"][self.warm :]) / sum(self.result["tokens_or_samples"][self.warm :])
+        """Real tokens (samples) per second of each step."""
+        tokens = self.result["tokens_or_samples"][self.warm :]
+        return [count / seconds for count, seconds in zip(tokens, self.seconds, strict=True)]
 
 
 def take_turns(names: list[str], workload: str, args: argparse.Namespace, tag: str) -> dict[str, Series]:
     """Run the group to its end; those that fail are reported and left out."""
     with ExitStack() as stack:
+        stalls = stack.enter_context(Stalls())
         runs: dict[str, Turns] = {}
         for name in names:  # one after another: each imports and warms up alone
             turns = Turns(name, workload, tag, warm=args.warm, turn=args.turn, rounds=args.rounds)
             runs[name] = stack.enter_context(turns)
             if not turns.warm_up():
                 report_failure(runs.pop(name).run)
-        busy: dict[str, list[float]] = {name: [] for name in runs}
         for _ in range(args.rounds):
             for name, turns in list(runs.items()):
-                await_quiet()
-                before = busy_seconds()
-                if turns.take_turn():
-                    busy[name].append(busy_seconds() - before)
-                else:
+                if not turns.take_turn():
                     report_failure(runs.pop(name).run)
-        return {name: Series(t.run.result(), busy[name], args.warm, args.turn) for name, t in runs.items()}
+        results = {name: turns.run.result() for name, turns in runs.items()}
+    return {name: Series(result, args.warm, stalls) for name, result in results.items()}
 
 
 def report_failure(run: Run) -> None:
@@ -114,53 +78,48 @@ def report_failure(run: Run) -> None:
     print(run.name, "failed:", result.get("error", "did not come to its end"), flush=True)
 
 
-def quiet_rounds(disturbed: list[float]) -> list[int]:
-    """The rounds that count, quietest first."""
-    order = sorted(range(len(disturbed)), key=disturbed.__getitem__)
-    return [k for i, k in enumerate(order) if i < LEAST_ROUNDS or disturbed[k] < QUIET_SHARE]
+def paired(mine: Series, other: Series) -> list[float]:
+    """Ratio of the rates in every step; all contenders train on the same samples in the same step."""
+    return [a / b for a, b in zip(mine.rates(), other.rates(), strict=True)]
 
 
-def paired(mine: Series, other: Series) -> tuple[list[int], list[float], list[float]]:
-    """Rounds that count; in each of them the ratio of the rates and the share that others took."""
-    disturbed = [max(shares) for shares in zip(mine.foreign(), other.foreign(), strict=True)]
-    rounds, rates, base = quiet_rounds(disturbed), mine.rates(), other.rates()
-    return rounds, [rates[k] / base[k] for k in rounds], [disturbed[k] for k in rounds]
+def median_interval(values: list[float]) -> tuple[float, float]:
+    """Between these the median lies in 95 of 100 cases, whatever the distribution: two of the ordered values.
+
+    Their ranks are those of the sign test, by its normal approximation.
+    """
+    ordered, half = sorted(values), 0.98 * len(values) ** 0.5
+    low, high = int(len(values) / 2 - half), int(len(values) / 2 + half)
+    return ordered[max(low, 0)], ordered[min(high, len(values) - 1)]
 
 
 def speed_row(name: str, group: dict[str, Series]) -> dict:
     mine, base = group[name], group[BASELINE]
-    rounds, ratios, disturbed = paired(mine, base)
-    result, rates = mine.result, mine.rates()
+    ratios, result = paired(mine, base), mine.result
+    low, high = median_interval(ratios)
     return {
         "ratio": statistics.median(ratios),
-        "ratio_min": min(ratios),
-        "ratio_max": max(ratios),
-        "cpu_ratio": mine.cpu_per_token() / base.cpu_per_token(),
-        "against": {n: statistics.median(paired(mine, s)[1]) for n, s in group.items() if n != name},
-        "ratios": ratios,
-        "foreign_share": disturbed,
-        "rate": statistics.median(rates[k] for k in rounds),
-        "rounds": len(rounds),
-        "turn": mine.turn,
-        "step_median": statistics.median(result["step_times"][mine.warm :]),
+        "ratio_low": low,
+        "ratio_high": high,
+        "against": {n: statistics.median(paired(mine, s)) for n, s in group.items() if n != name},
+        "rate": statistics.median(mine.rates()),
+        "steps": len(ratios),
+        "step_median": statistics.median(mine.seconds),
+        "stalled_share": 1 - sum(mine.seconds) / sum(result["step_times"][mine.warm :]),
+        "stalls_known": mine.stalls.known,
         "peak_rss_per_rank": result["peak_rss_per_rank"],
         "rss_after_imports": result["rss_after_imports"],
-        "time_to_first_step": result["time_to_first_step"],
-        "first_step": result["step_times"][0],
         "padded_share": 1 - sum(result["tokens_or_samples"]) / sum(result["padded"]),
-        "losses": result["losses"],
-        "mean_of_means": result["mean_of_means"],
         "checksum": result["final_param_checksum"],
     }
 
 
 def print_speed(workload: str, name: str, row: dict) -> None:
     print(
-        f"{workload} {name:18s} x{row['ratio']:.3f} [{row['ratio_min']:.2f}..{row['ratio_max']:.2f}]"
-        f" cpu x{row['cpu_ratio']:.3f} rate {row['rate']:9.1f}/s"
-        f" ({row['rounds']} rounds, others took {statistics.median(row['foreign_share']):.0%})"
-        f" rss {[size >> 20 for size in row['peak_rss_per_rank']]} MiB"
-        f" first {row['time_to_first_step']:.1f}s",
+        f"{workload} {name:18s} x{row['ratio']:.3f} [{row['ratio_low']:.3f}..{row['ratio_high']:.3f}]"
+        f" rate {row['rate']:9.1f}/s step {row['step_median'] * 1e3:8.2f} ms"
+        f" ({row['steps']} steps, machine stood still {row['stalled_share']:.0%})"
+        f" rss {[size >> 20 for size in row['peak_rss_per_rank']]} MiB",
         flush=True,
     )
 
@@ -245,22 +204,39 @@ def float32_form(workload: str) -> str:
 # ---------------------------------------------------------------- launch and memory
 def launch(workload: str, args: argparse.Namespace) -> None:
     names = pick(workload, args.only)
-    times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
-    for _ in range(args.rounds):
-        for name in names:
-            r = whole_run(name, workload, 2, "launch")
-            if "error" in r:
-                print(name, "failed:", r["error"], flush=True)
-            else:
-                times[name].append((r["import_seconds"], r["time_to_first_step"], r["step_times"][0]))
-    fields = ("import", "first_step", "of_which_after_import")
-    medians = {name: map(statistics.median, zip(*t, strict=True)) for name, t in times.items() if t}
-    rows = {name: dict(zip(fields, values, strict=True)) for name, values in medians.items()}
+    runs: dict[str, list[dict]] = {name: [] for name in names}
+    with Stalls() as stalls:
+        for _ in range(args.rounds):
+            for name in names:
+                result = whole_run(name, workload, 2, "launch")
+                if "error" in result:
+                    print(name, "failed:", result["error"], flush=True)
+                else:
+                    runs[name].append(result)
+    rows = {name: launch_row(results, stalls) for name, results in runs.items() if results}
     for name, row in rows.items():
         if BASELINE in rows:
             row["ratio"] = row["first_step"] / rows[BASELINE]["first_step"]
-        print(f"{workload} {name:18s} import {row['import']:.2f}s  to first step {row['first_step']:.2f}s")
+        print(
+            f"{workload} {name:18s} import {row['import']:.2f}s  to first step {row['first_step']:.2f}s"
+            f" [{min(row['first_steps']):.2f}..{max(row['first_steps']):.2f}]"
+            + (f" x{row['ratio']:.3f}" if "ratio" in row else "")
+        )
     save("launch", workload, rows)
+
+
+def launch_row(results: list[dict], stalls: Stalls) -> dict:
+    """Medians over the runs of one contender, s."""
+    shift = time.perf_counter() - time.time()  # of the clocks; the recorder notes starts of processes since the epoch
+    imports = [stalls.ran(r["process_start"] + shift, r["import_seconds"]) for r in results]
+    first_steps = [stalls.ran(r["launch"] + shift, r["time_to_first_step"]) for r in results]
+    steps = [stalls.ran(r["step_begins"][0], r["step_times"][0]) for r in results]
+    return {
+        "import": statistics.median(imports),
+        "first_step": statistics.median(first_steps),
+        "of_which_after_import": statistics.median(steps),
+        "first_steps": first_steps,
+    }
 
 
 def memory(workload: str, args: argparse.Namespace) -> None:

@@ -80,10 +80,11 @@ class Recorder:
         self.args = parser.parse_args()
         self.out, self.steps = self.args.out.resolve(), self.args.steps
         self.workload = WORKLOADS[self.args.workload]
-        self.import_seconds = time.time() - _process_start()
-        self.launch = float(os.environ.get("PEER_T0", _process_start()))
+        self.process_start = _process_start()
+        self.import_seconds = time.time() - self.process_start
+        self.launch = float(os.environ.get("PEER_T0", self.process_start))
         self.rss_imports = _status("VmRSS")
-        self.step_times, self.cpu_times, self.micro_log, self._pending = [], [], [], []
+        self.step_begins, self.step_times, self.micro_log, self._pending = [], [], [], []
         self.first_step = self.evaluation = None
         self.offset = 0  # steps done before a resume
         self._profile = None
@@ -91,7 +92,7 @@ class Recorder:
             self._profile = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
             self._profile.__enter__()
         self._fifo = None
-        self._clock, self._cpu = time.perf_counter(), time.process_time()
+        self._clock = time.perf_counter()
 
     @property
     def rank(self) -> int:
@@ -106,8 +107,8 @@ class Recorder:
         self._pending.append((float(mean_loss.detach()), int((labels != -100).sum()), labels.numel(), len(labels)))
 
     def step(self) -> None:
+        self.step_begins.append(self._clock)
         self.step_times.append(time.perf_counter() - self._clock)
-        self.cpu_times.append(time.process_time() - self._cpu)
         self.micro_log.append(self._pending)
         self._pending = []
         done = len(self.step_times)
@@ -115,7 +116,7 @@ class Recorder:
             self.first_step = time.time() - self.launch
         self._fault(done + self.offset)
         self._gate(done)
-        self._clock, self._cpu = time.perf_counter(), time.process_time()
+        self._clock = time.perf_counter()
 
     def eval(self, mean_loss, n_samples) -> None:
         self.evaluation = {"loss": float(mean_loss), "samples": int(n_samples)}
@@ -126,13 +127,15 @@ class Recorder:
             self._profile.__exit__(None, None, None)
             tensor_peak = self._tensor_peak()
         mine = {
+            "step_begins": self.step_begins,
             "step_times": self.step_times,
-            "cpu_times": self.cpu_times,
             "micro": self.micro_log,
             "left_over_micro": self._pending,
             "peak_rss": _status("VmHWM"),
             "rss_after_imports": self.rss_imports,
             "tensor_peak": tensor_peak,
+            "launch": self.launch,
+            "process_start": self.process_start,
             "import_seconds": self.import_seconds,
             "time_to_first_step": self.first_step,
             "eval": self.evaluation,
@@ -160,8 +163,8 @@ class Recorder:
         steps = [[m for p in parts for m in p["micro"][s]] for s in range(len(first["micro"]))]
         result = {
             "workload": self.args.workload,
+            "step_begins": first["step_begins"],
             "step_times": first["step_times"],
-            "cpu_times": [sum(t) for t in zip(*(p["cpu_times"] for p in parts), strict=True)],
             "tokens_or_samples": [sum(m[1] for m in s) for s in steps],
             "padded": [sum(m[2] for m in s) for s in steps],
             "samples": [sum(m[3] for m in s) for s in steps],
@@ -172,6 +175,8 @@ class Recorder:
             "peak_rss_per_rank": [p["peak_rss"] for p in parts],
             "rss_after_imports": [p["rss_after_imports"] for p in parts],
             "tensor_peak_per_rank": [p["tensor_peak"] for p in parts],
+            "launch": first["launch"],
+            "process_start": first["process_start"],
             "import_seconds": first["import_seconds"],
             "time_to_first_step": first["time_to_first_step"],
             "final_param_checksum": first.get("final_param_checksum"),

@@ -57,9 +57,8 @@ def _write(path: Path, text: str) -> None:
 # ---------------------------------------------------------------- tables, in Markdown
 def print_tables() -> None:
     kept = json.loads(RESULTS.read_text())
-    _table("throughput, ratio to raw DDP: median of paired rounds [least..most]", kept.get("speed"), _ratio)
+    _table("throughput, ratio to raw DDP: median of paired steps [its 95 % interval]", kept.get("speed"), _ratio)
     _table("throughput, ratio to hf_rebalance in the same rounds", kept.get("speed"), _against_rebalance)
-    _table("CPU seconds per token, ratio to raw DDP", kept.get("speed"), lambda row: f"{row['cpu_ratio']:.3f}")
     _table("peak RSS, MiB, highest rank (over that after the imports)", kept.get("speed"), _memory)
     _table("largest difference of a parameter from one process", kept.get("equal"), _difference)
     _table("samples trained on / there; evaluated", kept.get("equal"), _samples)
@@ -83,7 +82,7 @@ def _safe(cell, row: dict | None) -> str:
 
 
 def _ratio(row: dict) -> str:
-    return f"{row['ratio']:.3f} [{row['ratio_min']:.2f}..{row['ratio_max']:.2f}]"
+    return f"{row['ratio']:.3f} [{row['ratio_low']:.2f}..{row['ratio_high']:.2f}]"
 
 
 def _against_rebalance(row: dict) -> str:
