@@ -240,7 +240,7 @@ class Workload:
 
 
 _W1 = Workload("W1", "windows", 32, 8)
-_W2 = Workload("W2", "functions", 64, 8, budget=2048)
+_W2 = Workload("W2", "functions", 64, 8, budget=1024)
 # Small models in float64 for questions of equality: what is left of a difference is not rounding.
 _small = {"width": 64, "layers": 2, "heads": 2, "dtype": torch.float64}
 WORKLOADS = {

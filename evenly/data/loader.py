@@ -60,13 +60,17 @@ def microbatches_of_evaluation(job: Job) -> list[list[int]]:
 
 
 def share_of_step(job: Job, step: int, *, rank: int, ranks: int) -> Share:
-    """What `rank` of `ranks` runs at `step`: dealt by padded cost where the job states costs, else by samples."""
+    """What `rank` of `ranks` runs at `step`: dealt by padded cost where the job states costs, else by samples.
+
+    Padded cost x length comes second: so work that grows with the square of the length is even too.
+    """
     microbatches = microbatches_of_step(job, step)
     if job.cost is None:
-        costs = [float(len(indices)) for indices in microbatches]
-    else:
-        costs = [padded_cost([job.cost(i) for i in indices]) for indices in microbatches]
-    return Share(step, microbatches, deal(costs, ranks)[rank])
+        return Share(step, microbatches, deal([float(len(indices)) for indices in microbatches], ranks)[rank])
+    lengths = [[job.cost(i) for i in indices] for indices in microbatches]
+    costs = [padded_cost(group) for group in lengths]
+    squares = [cost * max(group) for cost, group in zip(costs, lengths, strict=True)]
+    return Share(step, microbatches, deal(costs, ranks, squares)[rank])
 
 
 def share_of_evaluation(job: Job, *, rank: int, ranks: int) -> Share:

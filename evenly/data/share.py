@@ -11,6 +11,9 @@ taken in a fixed order or exactly rounded.
 Three attempts, each starting from the one before and none making it worse: the costliest microbatch to the
 least loaded rank; exchanges that relieve the heaviest rank; a search that proves the least possible load
 where microbatches are few. Reaching a lower bound ends them early.
+
+Where a second cost is given, exchanges then even that out too, for a slightly larger first load: work that grows with
+the square of a length (attention) has an unknown part in the cost, and even in both sums is even in any mix of them.
 """
 
 from __future__ import annotations
@@ -30,23 +33,28 @@ SEARCH_NODES = 1_000  # about 1.5 ms
 SEARCH_MICROBATCHES = 24  # beyond, a search of so few nodes hardly finds what exchanges do not
 EXCHANGES = 50
 ENOUGH = 1.001  # a load this close to the lower bound is not worth an exchange
+SLACK = 1.01  # of the largest load, for evening out the second cost
 _ROUNDING = 1 + 1e-12
 
 
-def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
+def deal(costs: Sequence[float], ranks: int, second: Sequence[float] | None = None) -> list[list[int]]:
     """The microbatches of each rank, ascending; `ranks` lists, empty ones last.
 
-    costs: of each microbatch, finite and not negative. Equal costs give every rank a consecutive run, with
+    costs, second: of each microbatch, finite and not negative. Equal costs give every rank a consecutive run, with
     counts that differ by at most one. Otherwise the largest load is the least possible wherever the search
-    can prove it, and never more than that of dealing in turn.
+    can prove it, and never more than that of dealing in turn; with a `second` cost, up to `SLACK` times that.
     """
     if ranks < 1 or not all(0 <= cost < inf for cost in costs):
         raise ValueError(f"cannot deal to {ranks} ranks the costs {list(costs)}")
-    if len(set(costs)) <= 1:
+    if len(set(costs)) <= 1 and len(set(second or ())) <= 1:
         return _consecutive(len(costs), ranks)
     values = np.array(costs, dtype=np.float64)
+    owners = _best_owners(values, ranks)
+    if second is not None and ranks > 1:
+        limit = float(_loads(values, owners, ranks).max()) * SLACK
+        owners = _exchange(np.array(second, dtype=np.float64), owners, ranks, 0.0, (values, limit))
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    for microbatch, owner in enumerate(_best_owners(values, ranks).tolist()):
+    for microbatch, owner in enumerate(owners.tolist()):
         shares[owner].append(microbatch)
     return sorted(shares, key=lambda share: (not share, share))
 
@@ -91,12 +99,16 @@ def _costliest_first(costs: Floats, ranks: int) -> Owners:
     return owners
 
 
-def _exchange(costs: Floats, owners: Owners, ranks: int, enough: float) -> Owners:
+def _exchange(
+    costs: Floats, owners: Owners, ranks: int, enough: float, bound: tuple[Floats, float] | None = None
+) -> Owners:
     """Swap a microbatch of the heaviest rank for a cheaper one, or for nothing, while its load falls.
 
-    Nothing is one more microbatch of every rank, of no cost.
+    Nothing is one more microbatch of every rank, of no cost. `bound` holds other costs and the most that any rank
+    may have of them.
     """
-    costs = np.append(costs, np.zeros(ranks))
+    nothing = np.zeros(ranks)
+    costs, others = np.append(costs, nothing), None if bound is None else np.append(bound[0], nothing)
     owners = np.append(owners, np.arange(ranks))
     for _ in range(EXCHANGES):
         loads = _loads(costs, owners, ranks)
@@ -106,6 +118,10 @@ def _exchange(costs: Floats, owners: Owners, ranks: int, enough: float) -> Owner
         given, taken = np.flatnonzero(owners == heavy), np.flatnonzero(owners != heavy)
         relief = costs[given][:, None] - costs[taken]
         heavier = np.maximum(loads[heavy] - relief, loads[owners[taken]] + relief)
+        if bound is not None and others is not None:
+            relief, loads_of_others = others[given][:, None] - others[taken], _loads(others, owners, ranks)
+            heaviest = np.maximum(loads_of_others[heavy] - relief, loads_of_others[owners[taken]] + relief)
+            heavier[heaviest > bound[1]] = inf
         best = int(heavier.argmin())
         if heavier.flat[best] >= loads[heavy]:
             break

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenly.data.share import deal
+from evenly.data.share import SLACK, deal
 
 COSTS = st.one_of(st.integers(0, 60), st.floats(0, 60))
 
@@ -129,6 +129,28 @@ def test_many_microbatches_are_dealt_close_to_the_mean():
     draw = random.Random(2)
     costs = [draw.randint(1, 2048) for _ in range(4096)]
     assert largest_load(costs, deal(costs, 64)) < 1.001 * sum(costs) / 64
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 60), st.floats(0, 60)), max_size=40), st.integers(1, 8))
+def test_a_second_cost_is_evened_out_within_the_slack(pairs: list[tuple[float, float]], ranks: int):
+    costs, second = [a for a, _ in pairs], [b for _, b in pairs]
+    plain, shares = deal(costs, ranks), deal(costs, ranks, second)
+    assert sorted(microbatch for share in shares for microbatch in share) == list(range(len(costs)))
+    assert largest_load(costs, shares) <= largest_load(costs, plain) * SLACK * (1 + 1e-9)
+    if len(set(costs)) > 1:
+        assert largest_load(second, shares) <= largest_load(second, plain) * (1 + 1e-9)
+
+
+def test_work_that_grows_with_the_square_is_even_too():
+    draw = random.Random(3)
+    lengths = sorted(draw.randint(16, 1024) for _ in range(30))
+    costs = [float(2048 // length * length) for length in lengths]
+    second = [cost * length for cost, length in zip(costs, lengths, strict=True)]
+    for ranks in (2, 4):
+        shares = deal(costs, ranks, second)
+        assert largest_load(costs, shares) < 1.03 * sum(costs) / ranks
+        assert largest_load(second, shares) < 1.03 * sum(second) / ranks
 
 
 @pytest.mark.parametrize(("costs", "ranks"), [([1, 2], 0), ([1, -2], 2), ([1, float("nan")], 2)])

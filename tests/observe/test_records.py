@@ -16,7 +16,9 @@ def test_lines_are_strict_json_and_are_added_to(tmp_path: Path) -> None:
         records.close()
         records.close()
         records.add(record)  # after the end: nothing
-    lines = [json.loads(line, parse_constant=lambda name: f"not JSON: {name}") for line in path.open()]
+    lines = [
+        json.loads(line, parse_constant=lambda name: f"not JSON: {name}") for line in path.read_text().splitlines()
+    ]
     assert lines == [{"step": 1, "grad_norm": None, "loss": 2.5}, {"step": 2, "memory_bytes": [3, 4]}]
 
 
