@@ -55,30 +55,25 @@ def _quiet(_: str) -> None:
 
 
 def _print_table(verdict: object) -> None:
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
     from evenly.verify.verify import Verification
 
     assert isinstance(verdict, Verification)
-    table = Table(title=f"{verdict.job}: {verdict.steps} steps in {verdict.dtype}, largest difference from one device")
-    for column in (
-        "plan",
-        "ranks",
-        "status",
-        "loss",
-        "grad norm",
-        "parameters",
-        "worst parameter",
-        "other bits",
-    ):
-        table.add_column(column)
+    title = f"{verdict.job}: {verdict.steps} steps in {verdict.dtype}, largest difference from one device"
+    table = Table(title=title, box=SIMPLE_HEAD)
+    for column in ("plan", "ranks", "status", "loss", "grad norm", "parameters", "other bits"):
+        table.add_column(column, no_wrap=True)
     for row in verdict.plans:
         differences = [_figure(d) for d in (row.loss_diff, row.grad_norm_diff, row.param_diff)]
         bits = "" if row.bits_differ is None else str(row.bits_differ)
-        table.add_row(row.plan, str(row.world), row.status, *differences, row.worst_param or "", bits)
+        table.add_row(row.plan, str(row.world), row.status, *differences, bits)
     Console().print(table)
     for row in verdict.plans:
+        if row.worst_param:
+            print(f"{row.plan}: the parameter that is farthest off is {row.worst_param}")
         if row.reason:
             print(f"{row.plan}: {row.reason}")
 
