@@ -72,7 +72,7 @@ def _print_table(verdict: object) -> None:
         table.add_row(row.plan, str(row.world), row.status, *differences, bits)
     Console().print(table)
     for row in verdict.plans:
-        if row.worst_param:
+        if row.worst_param and row.param_diff:
             print(f"{row.plan}: the parameter that is farthest off is {row.worst_param}")
         if row.reason:
             print(f"{row.plan}: {row.reason}")
