@@ -10,7 +10,8 @@ from typing import Generic, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from evenly.comm.collectives import gather_values
+from evenly.comm.groups import Group
+from evenly.comm.operations import gather_values
 from evenly.errors import CheckpointError, EvenlyError, UserError
 
 T = TypeVar("T")
@@ -38,16 +39,19 @@ class _Failed:
 
 
 class Ranks:
-    """The ranks of a gloo group that nothing else uses, or this process alone where it is None.
+    """The ranks of a gloo group that nothing else uses, or this process alone.
 
     Every method is a collective: all ranks call it, in the same order.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: Group) -> None:
         _check_group(group)
-        self.group = group
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.size = 1 if group is None else dist.get_world_size(group)
+        self.group, self.rank, self.size = group, group.position, group.size
+
+    @property
+    def handle(self) -> dist.ProcessGroup | None:
+        """What torch's distributed checkpoint takes: None for a process alone."""
+        return self.group.handle if self.size > 1 else None
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks, in rank order, on every rank."""
@@ -86,13 +90,13 @@ class Ranks:
         return _Failed(f"rank {rank}: {text}" if self.size > 1 else text, remedy)
 
 
-def _check_group(group: dist.ProcessGroup | None) -> None:
+def _check_group(group: Group) -> None:
     if not (dist.is_available() and dist.is_initialized()):
         return
-    asked = "keep checkpoints of this run"
-    if group is None and dist.get_world_size() > 1:
-        raise UserError(asked, f"{dist.get_world_size()} ranks but no group", "give a gloo group of all ranks")
-    if group is not None and group is dist.group.WORLD:
-        raise UserError(asked, "the default group", "give a gloo group that nothing else uses (new_group)")
-    if group is not None and dist.get_backend(group) != "gloo":
-        raise UserError(asked, f"a group of backend {dist.get_backend(group)}", "give a gloo group")
+    asked, ranks = "keep checkpoints of this run", dist.get_world_size()
+    if group.size < ranks:
+        raise UserError(asked, f"{ranks} ranks but a group of {group.size}", "give a gloo group of all ranks")
+    if group.size > 1 and group.handle is dist.group.WORLD:
+        raise UserError(asked, "the default group", "give a gloo group that nothing else uses (Group.open)")
+    if group.size > 1 and dist.get_backend(group.handle) != "gloo":
+        raise UserError(asked, f"a group of backend {dist.get_backend(group.handle)}", "give a gloo group")

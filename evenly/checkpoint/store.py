@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -36,6 +35,7 @@ from evenly.checkpoint.manifest import (
 from evenly.checkpoint.plain import decode, encode, merge
 from evenly.checkpoint.ranks import Ranks
 from evenly.checkpoint.tensors import check_contents, form_of, own_files, read_tensors, save_tensors
+from evenly.comm.groups import Group
 from evenly.errors import CheckpointError, EvenlyError, UserError
 
 T = TypeVar("T")
@@ -81,7 +81,7 @@ class Checkpoint:
             found = list(dict.fromkeys(found))
             raise CheckpointError(asked, first_of(found), "use the job that it was saved by, or another folder")
         tensors = {name: tensor.detach() for name, tensor in into.items()}
-        self._ranks.together(asked, lambda: read_tensors(tensors, self.path, self._ranks.group))
+        self._ranks.together(asked, lambda: read_tensors(tensors, self.path, self._ranks.handle))
 
 
 class CheckpointStore:
@@ -94,9 +94,9 @@ class CheckpointStore:
     are raised on every rank.
     """
 
-    def __init__(self, folder: Path, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, folder: Path, group: Group | None = None) -> None:
         self._folder = Folder(folder)
-        self._ranks = Ranks(group)
+        self._ranks = Ranks(group or Group.alone("files"))
         self._stager = DefaultStager(_staging_options())
         self._claim: IO[str] | None = None
         self._claimed = False
@@ -230,7 +230,7 @@ class CheckpointStore:
         ranks, partial = self._ranks, self._folder.partial(mine.step)
         ranks.first(asked, lambda: self._folder.begin(mine.step))
         whole = _united(asked, ranks, mine)
-        ranks.together(asked, lambda: save_tensors(staged, whole.tensors, partial, ranks.group))
+        ranks.together(asked, lambda: save_tensors(staged, whole.tensors, partial, ranks.handle))
         parts = ranks.together(asked, lambda: own_files(partial, ranks.rank))
         files = {name: record for part in parts for name, record in part.items()}
         ranks.first(asked, lambda: self._commit(partial, whole, files))

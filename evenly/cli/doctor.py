@@ -11,9 +11,9 @@ from evenly.comm.doctor import examine
 SIGNS = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
 
 
-def doctor(*, json_only: bool) -> int:
+def doctor(*, world: int, json_only: bool) -> int:
     """Examines this machine; returns 1 if something would keep a run from working, else 0."""
-    findings = examine(process_environment())
+    findings = examine(process_environment(), world=world)
     if json_only:
         print(json.dumps({"findings": [asdict(finding) for finding in findings]}))
     else:

@@ -39,6 +39,10 @@ def run_command(
     out: Annotated[Path | None, typer.Option(help="Folder of the run (default: runs/NAME-N).")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of the whole run (default: the job's).")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Compare what ranks ask for before each collective.")] = False,
+    stall_limit: Annotated[
+        float, typer.Option(min=1, metavar="SECONDS", help="End the run when a rank waits longer for another.")
+    ] = 600.0,
     settings: Settings = [],  # noqa: B006  (typer copies it)
     nodes: Annotated[int, typer.Option(min=1, help="Machines that take part.")] = 1,
     node_rank: Annotated[int, typer.Option(min=0, help="Number of this machine, from 0.")] = 0,
@@ -57,6 +61,8 @@ def run_command(
         out=out,
         steps=steps,
         resume=resume,
+        check=check,
+        stall_limit_s=stall_limit,
         settings=settings,
         nodes=nodes,
         node_rank=node_rank,
@@ -87,12 +93,38 @@ def verify_command(
     )
 
 
+bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(bench_app, name="bench")
+
+
+@bench_app.command("comm")
+def bench_comm_command(
+    devices: Devices = None,
+    operations: Annotated[str, typer.Option(help="Names, separated by commas.")] = "all",
+    most: Annotated[str, typer.Option(metavar="SIZE", help="Largest size, for example 256M.")] = "256M",
+    out: Annotated[Path | None, typer.Option(help="Folder for comm.json and comm.html (pictures).")] = None,
+    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the links as a cluster file.")] = None,
+    json_only: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Time and bandwidth of every operation between ranks, over sizes from 1 byte."""
+    from evenly.cli.bench import bench_comm
+
+    raise typer.Exit(
+        bench_comm(devices=devices, operations=operations, most=most, out=out, save=save, json_only=json_only)
+    )
+
+
 @app.command("doctor")
-def doctor_command(json_only: Json = False, debug: Debug = False) -> None:
+def doctor_command(
+    world: Annotated[int, typer.Option(min=1, metavar="N", help="Ranks to try every operation between.")] = 2,
+    json_only: Json = False,
+    debug: Debug = False,
+) -> None:
     """Look at this machine, and say what would keep a run from working; exit code 1 if anything does."""
     from evenly.cli.doctor import doctor
 
-    raise typer.Exit(doctor(json_only=json_only))
+    raise typer.Exit(doctor(world=world, json_only=json_only))
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from evenly.cluster.environment import OPTIONS_VARIABLE, available_cores, find_here
+from evenly.cluster.environment import CHECK_VARIABLE, OPTIONS_VARIABLE, available_cores, find_here
 from evenly.cluster.launch import Launch, start_ranks, warm_up
 from evenly.errors import UserError
 from evenly.jobfile import owns_loop, parse_settings
@@ -31,6 +31,8 @@ class RunRequest:
     out: Path | None
     steps: int | None
     resume: bool
+    check: bool
+    stall_limit_s: float
     settings: list[str]
     nodes: int
     node_rank: int
@@ -59,7 +61,7 @@ def run(request: RunRequest) -> int:
         return _run_as_rank(request)
     nodes, node_rank = (place.nodes, place.node) if under_launcher else (request.nodes, request.node_rank)
     rendezvous = f"{place.address}:{place.port}" if under_launcher else request.rendezvous
-    devices = request.devices or _devices_here(plan.devices, nodes)
+    devices = request.devices or devices_here(plan.devices, nodes)
     plan.fit(devices * nodes)
     _check_gpus(devices)
     out = None if script and request.out is None else choose_folder(request)
@@ -73,7 +75,11 @@ def run(request: RunRequest) -> int:
         rendezvous=rendezvous,
         log_dir=out and out / "logs",
         preload=PRELOAD,
-        environment={OPTIONS_VARIABLE: options.to_text()} if script else {},
+        environment={
+            **({OPTIONS_VARIABLE: options.to_text()} if script else {}),
+            **({CHECK_VARIABLE: "1"} if request.check else {}),
+        },
+        stall_limit_s=request.stall_limit_s,
     )
     if not request.json_only:
         where = f"{devices * nodes} {'device' if devices * nodes == 1 else 'devices'}"
@@ -127,7 +133,8 @@ def _tell(summary: Any, *, json_only: bool) -> None:
         print(f"metrics, logs and checkpoints in {summary.out}{again}")
 
 
-def _devices_here(planned: int | None, nodes: int) -> int:
+def devices_here(planned: int | None, nodes: int) -> int:
+    """Ranks to start on this machine: what the plan says, else all GPUs, else CPU processes."""
     if planned is not None:
         return max(1, planned // nodes)
     import torch

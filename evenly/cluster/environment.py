@@ -17,6 +17,7 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
+from pathlib import Path
 from typing import Literal
 
 from evenly.errors import UserError
@@ -416,6 +417,21 @@ OPTIONS_VARIABLE = "EVENLY_OPTIONS"
 def launcher_options() -> str | None:
     """What `evenly run` asks of the ranks that it started, as text; None elsewhere."""
     return os.environ.get(OPTIONS_VARIABLE)
+
+
+CONTROL_VARIABLE = "EVENLY_CONTROL"
+CHECK_VARIABLE = "EVENLY_CHECK"
+
+
+def record_file(rank: int) -> Path | None:
+    """Where this rank records what it says, for the launcher that watches it; None without one."""
+    folder = os.environ.get(CONTROL_VARIABLE)
+    return Path(folder) / f"{rank}.record" if folder else None
+
+
+def checking() -> bool:
+    """Whether ranks compare what they ask for before each collective."""
+    return os.environ.get(CHECK_VARIABLE, "") not in ("", "0")
 
 
 def chosen_threads() -> int | None:

@@ -30,9 +30,17 @@ from types import FrameType
 from typing import Any, Literal
 from uuid import uuid4
 
-from evenly.cluster.environment import LOOPBACK, changed_environment, process_environment, rank_environment
-from evenly.cluster.rank import STOP_SIGNALS, Folder, Orders, Task, describe_exit, rank_main
+from evenly.cluster.environment import (
+    CONTROL_VARIABLE,
+    LOOPBACK,
+    changed_environment,
+    process_environment,
+    rank_environment,
+)
+from evenly.cluster.rank import STOP_SIGNALS, Folder, Orders, Task, describe_exit, end_rank, rank_main
+from evenly.cluster.watch import Watch
 from evenly.errors import RankError, UserError
+from evenly.observe.explain import Trouble, explain
 
 Start = Literal["forkserver", "spawn", "fork"]
 
@@ -42,6 +50,9 @@ PRELOAD = ("torch", "torch.distributed", "torch.distributed.elastic.multiprocess
 # How long ranks may take to finish their step, and a launcher to start any rank, after a stop signal.
 STOP_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 3.0
+
+# How long a rank may wait for another before the run is ended: NCCL's own limit.
+STALL_LIMIT_S = 600.0
 
 
 class FailedRank(RankError):
@@ -71,6 +82,7 @@ class Launch:
     log_dir:     folder of rank{N}.log; by default a temporary one that only a failed run leaves.
     preload:     modules that the forkserver imports for the ranks.
     environment: variables to set in the ranks.
+    stall_limit_s: how long a rank may wait for another before all are ended, with the reason.
     """
 
     devices: int
@@ -81,6 +93,7 @@ class Launch:
     log_dir: Path | None = None
     preload: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    stall_limit_s: float = STALL_LIMIT_S
 
 
 def launch(fn: Callable[..., Any], *args: Any, devices: int, start: Start = "forkserver") -> list[Any]:
@@ -111,10 +124,10 @@ def start_ranks(fn: Callable[..., Any], args: Sequence[Any], launch: Launch) -> 
         folder = _folder(launch)
         stack.callback(folder.remove, logs=False)
         stop = stack.enter_context(_forwarded_signals(folder))
-        environment = {**process_environment(), **launch.environment}
+        environment = {**process_environment(), CONTROL_VARIABLE: str(folder.control), **launch.environment}
         results = _run(Orders(task, folder, environment), launch, stop)
         folder.remove(logs=True)
-    return {rank: pickle.loads(result) for rank, result in results.items()}
+    return {rank: pickle.loads(results[rank]) for rank in sorted(results)}
 
 
 # --- the forkserver -------------------------------------------------------------------------------------
@@ -341,7 +354,7 @@ def _tell(folder: Folder, stop: _Stop, told: set[int]) -> None:
     """Send SIGINT once to each rank that has started, or kill them all."""
     for rank, pid in folder.pids().items():
         if stop.hard:
-            _end(pid)
+            end_rank(pid)
         elif rank not in told:
             _signal(pid, signal.SIGINT)
         told.add(rank)
@@ -360,14 +373,6 @@ def _signal(pid: int, signum: int) -> None:
         pass
 
 
-def _end(group: int) -> None:
-    """Kill a rank and all that it started."""
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
-
-
 # --- the agent ------------------------------------------------------------------------------------------
 
 
@@ -379,8 +384,10 @@ def _run(orders: Orders, launch: Launch, stop: _Stop) -> dict[int, bytes]:
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
+    watch = Watch(orders.folder, launch.stall_limit_s)
     try:
-        return elastic_launch(_agent_config(launch), rank_main)(orders)
+        with watch:
+            return elastic_launch(_agent_config(launch), rank_main)(orders)
     except ChildFailedError as failed:
         exit_codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
     except SignalException as quit_signal:
@@ -389,7 +396,9 @@ def _run(orders: Orders, launch: Launch, stop: _Stop) -> dict[int, bytes]:
         raise _no_rendezvous(launch, error) from None
     finally:
         for pid in orders.folder.pids().values():
-            _end(pid)
+            end_rank(pid)
+    if watch.trouble is not None:
+        raise _stalled(orders.folder, watch.trouble)
     raise _first_failure(orders.folder, exit_codes, stop)
 
 
@@ -471,15 +480,28 @@ def _first_failure(folder: Folder, exit_codes: Mapping[int, int], stop: _Stop) -
         return _stopped(stop)
     if first is None:
         return FailedRank("the run failed", "no rank left an error", f"the logs: {folder.logs}", rank=None)
+    trouble = explain(folder.records(), now_s=first.time_s, fates={e.rank: e.fate for e in endings if e.fate})
+    if trouble is not None and first.kind in ("peer", "aborted"):  # then it is not the rank's own failure
+        return _stalled(folder, trouble)
     log = folder.log(first.rank)
     where = f"its log: {log}" if log.exists() else f"the logs: {folder.logs}"
     return FailedRank(
         f"rank {first.rank} failed" + ("" if first.step is None else f" at step {first.step}"),
-        first.found,
+        first.found + (f"; {trouble.text}" if trouble else ""),
         f"{first.do}; {where}" if first.do else where,
         rank=first.rank,
         exit_code=first.exit_code,
         traceback=first.traceback,
+    )
+
+
+def _stalled(folder: Folder, trouble: Trouble) -> FailedRank:
+    stacks = ", with the stacks of all ranks" if [*folder.logs.glob("*.stacks")] else ""
+    return FailedRank(
+        "the ranks did not come together",
+        trouble.text,
+        f"let every rank do the same operations in the same order; the logs{stacks}: {folder.logs}",
+        rank=trouble.ranks[0],
     )
 
 

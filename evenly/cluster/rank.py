@@ -6,6 +6,7 @@ find it, and its error, with the time, so that of several failing ranks the firs
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -23,6 +24,7 @@ from typing import Any, Literal, NoReturn
 
 from evenly.cluster.environment import become_environment, process_environment
 from evenly.errors import EvenlyError, UserError
+from evenly.observe.recorder import RankRecord, read
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -63,6 +65,13 @@ class Ending:
     traceback: str = ""
 
     @property
+    def fate(self) -> str:
+        """What became of the rank, in words that follow its name; '' where it only lost another."""
+        if self.kind in ("peer", "interrupted"):
+            return ""
+        return self.found.removeprefix("it ").partition(";")[0] if self.kind != "error" else f"raised {self.found}"
+
+    @property
     def order(self) -> tuple[int, float]:
         """Least for the cause. A kill is never caused by another rank's error; an abort may be."""
         causes: dict[Kind, int] = {"killed": 0, "error": 1, "aborted": 2, "peer": 3, "interrupted": 4}
@@ -92,6 +101,18 @@ class Folder:
 
     def endings(self) -> list[Ending]:
         return [Ending(**json.loads(path.read_text())) for path in self.control.glob("*.json")]
+
+    def records(self) -> list[RankRecord]:
+        """What the ranks of this node have recorded."""
+        return [record for path in sorted(self.control.glob("*.record")) if (record := read(path)) is not None]
+
+    def stack_file(self, rank: int) -> Path:
+        return self.control / f"{rank}.stacks"
+
+    def stacks(self, rank: int) -> str:
+        """The stacks that a rank was asked for, '' while there are none."""
+        path = self.stack_file(rank)
+        return path.read_text(errors="replace") if path.exists() else ""
 
     def remove(self, *, logs: bool) -> None:
         """Remove the control folder, and the logs too if asked and if nobody else named their folder."""
@@ -150,6 +171,8 @@ def rank_main(orders: Orders) -> bytes:
 def _settle(folder: Folder, rank: int) -> None:
     """Make this process a rank: its own process group, log, signals, and a watch on its launcher."""
     os.setpgid(0, 0)
+    # Data workers are started as in a plain script, not as this process was.
+    multiprocessing.set_start_method(None, force=True)
     # Its group is not the terminal's, which must not stop it for writing there.
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     threading.Thread(target=_end_with_launcher, name="launcher watch", daemon=True).start()
@@ -160,6 +183,9 @@ def _settle(folder: Folder, rank: int) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Written by a handler in C, so that a rank stuck in a library can still be asked.
+    stacks = folder.stack_file(rank).open("w")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     folder.put_pid(rank)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
@@ -170,6 +196,14 @@ def _end_with_launcher() -> None:
     if launcher is not None:
         launcher.join()
         os.killpg(0, signal.SIGKILL)
+
+
+def end_rank(pid: int) -> None:
+    """Kill a rank and all that it started."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
 
 
 def _redirect(log: Path) -> None:

@@ -25,7 +25,7 @@ class World:
     node, nodes:            the node's number and how many there are.
     device:                 'cpu' or 'cuda:1'.
     backend:                what its groups talk through.
-    groups:                 name of an axis -> torch process group, None where the axis has one rank.
+    groups:                 name of an axis -> its `comm.groups.Group`.
     """
 
     rank: int
@@ -54,7 +54,7 @@ class World:
         return self.rank == 0
 
     def group(self, axis: str) -> Any:
-        """The process group of `axis`, None where it has one rank. Raises `UserError` for an unknown axis."""
+        """The group of `axis`. Raises `UserError` for an unknown axis."""
         if axis not in self.groups:
             known = ", ".join(self.groups) or "none"
             raise UserError(

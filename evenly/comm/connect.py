@@ -9,9 +9,12 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from evenly.cluster.environment import Place
+from evenly.cluster.allocator import keep_freed_memory
+from evenly.cluster.environment import Place, checking, record_file
 from evenly.cluster.world import World
+from evenly.comm.groups import Group
 from evenly.errors import RunError, UserError
+from evenly.observe.recorder import Recorder
 
 
 def find_device(place: Place) -> str:
@@ -31,17 +34,21 @@ def find_device(place: Place) -> str:
 def connect(place: Place) -> World:
     """Joins the process group of `place` and returns the world as this rank sees it.
 
-    groups: "data" (all ranks) and "files" (the same ranks over gloo, for checkpoints that are written while
+    groups: `Group`s "data" (all ranks) and "files" (the same ranks over gloo, for checkpoints that are written while
     training goes on: two streams of collectives must never share a group).
     """
     device = find_device(place)
     backend = "nccl" if device.startswith("cuda") else "gloo"
-    groups: dict[str, dist.ProcessGroup | None] = {"data": None, "files": None}
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
+    recorder = None
     if place.size > 1:
+        record = record_file(place.rank)
+        recorder = None if record is None else Recorder(record, place.rank)
         _join(place, backend, device)
-        groups = {"data": dist.group.WORLD, "files": _new_group(backend="gloo")}
+    every = Group.world("data", device, recorder, checked=checking())
     return World(
         rank=place.rank,
         local_rank=place.local_rank,
@@ -51,20 +58,16 @@ def connect(place: Place) -> World:
         nodes=place.nodes,
         device=device,
         backend=backend,
-        groups=groups,
+        groups={"data": every, "files": every.open("files", range(every.size), backend="gloo")},
     )
 
 
 def disconnect(world: World) -> None:
     """Leaves the process group; safe to call twice."""
-    if world.size > 1 and dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _new_group(*, backend: str) -> dist.ProcessGroup:
-    group = dist.new_group(backend=backend)
-    assert isinstance(group, dist.ProcessGroup)  # this rank is in it
-    return group
+    every: Group = world.group("data")
+    every.close()
+    if every.recorder is not None:
+        every.recorder.close()
 
 
 def _join(place: Place, backend: str, device: str) -> None:

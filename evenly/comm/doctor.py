@@ -18,7 +18,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from evenly.cluster.environment import LOOPBACK, LOOPBACK_INTERFACE, available_cores, find_place
+from evenly.cluster.environment import (
+    LOOPBACK,
+    LOOPBACK_INTERFACE,
+    available_cores,
+    find_place,
+    process_environment,
+)
 from evenly.cluster.launch import Launch, start_ranks
 from evenly.errors import EvenlyError, UserError
 
@@ -29,7 +35,7 @@ SMALL_SHM_BYTES = GIB // 4
 SMALL_DISK_BYTES = 5 * GIB
 SMALL_MEMORY_BYTES = 2 * GIB
 RESOLVE_TIMEOUT_S = 5.0
-PROBE_ELEMENTS = 1 << 20
+PROBE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +52,10 @@ class Finding:
         return asdict(self)
 
 
-def examine(environ: Mapping[str, str], *, probe: bool = True) -> list[Finding]:
+def examine(environ: Mapping[str, str], *, probe: bool = True, world: int = 2) -> list[Finding]:
     """Everything the doctor can tell, in the order in which to read it.
 
-    `probe` starts two ranks that talk over loopback, which is the one test that proves a run can work.
+    `probe` starts `world` ranks that try every operation, which is the one test that proves a run can work.
     """
     has_torch = find_spec("torch") is not None
     questions: list[Callable[[], Iterable[Finding]]] = [
@@ -65,7 +71,7 @@ def examine(environ: Mapping[str, str], *, probe: bool = True) -> list[Finding]:
         lambda: _hostname(environ),
         lambda: _place(environ),
         lambda: _variables(environ),
-        *((_all_reduce,) if probe and has_torch else ()),
+        *((lambda: _ranks(world),) if probe and has_torch else ()),
     ]
     return [finding for question in questions for finding in question()]
 
@@ -314,44 +320,126 @@ def _variables(environ: Mapping[str, str]) -> Iterable[Finding]:
         yield Finding(name="CUDA_LAUNCH_BLOCKING", value="on", verdict="note", advice=advice)
 
 
-def _all_reduce() -> Iterable[Finding]:
-    began_s = time.monotonic()
+def _ranks(world: int) -> Iterable[Finding]:
+    name, began_s = f"{world} rank{'s' * (world != 1)}", time.monotonic()
     try:
-        results = start_ranks(_reduce_once, (), Launch(devices=2))
+        results = start_ranks(try_operations, (), Launch(devices=world))
     except EvenlyError as error:
-        value, advice = (
-            f"{error.asked}: {error.found}",
-            error.do or "no run of several ranks can work before this does",
-        )
-        yield Finding(name="two ranks", value=value, verdict="problem", advice=advice)
+        advice = error.do or "no run of several ranks can work before this does"
+        yield Finding(name=name, value=f"{error.asked}: {error.found}", verdict="problem", advice=advice)
         return
-    total_s, reduce_s = time.monotonic() - began_s, max(results.values())
-    rate = PROBE_ELEMENTS * 4 / reduce_s / 1e9
-    value = f"done in {total_s:.1f} s; all_reduce of 4 MiB in {reduce_s * 1e3:.1f} ms ({rate:.2f} GB/s)"
-    yield Finding(name="two ranks", value=value)
+    took_s, outcomes = time.monotonic() - began_s, results[0]
+    reduce_s = max(outcome["all_reduce"].seconds for outcome in results.values())
+    rate = PROBE_BYTES / max(reduce_s, 1e-9) / 1e9
+    value = f"done in {took_s:.1f} s; all_reduce of 4 MiB in {reduce_s * 1e3:.1f} ms ({rate:.2f} GB/s)"
+    yield Finding(name=name, value=value)
+    bad = {
+        operation: f"rank {rank}: {outcome[operation].problem}"
+        for operation in outcomes
+        for rank, outcome in results.items()
+        if outcome[operation].problem
+    }
+    yield Finding(name="operations", value=f"{len(outcomes) - len(bad)} of {len(outcomes)} work: {', '.join(outcomes)}")
+    for operation, problem in bad.items():
+        advice = "training that needs it cannot work; see torch's build and the variables above"
+        yield Finding(name=operation, value=problem, verdict="problem", advice=advice)
 
 
-def _reduce_once() -> float:
-    """Seconds of an all_reduce between the ranks of this run. Raises if its result is wrong."""
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one operation on one rank; no problem is ''."""
+
+    seconds: float
+    problem: str
+
+
+def try_operations() -> dict[str, Outcome]:
+    """Runs every operation once between the ranks of this run, with results that are known; every rank calls it."""
     import torch
-    import torch.distributed as dist
 
-    dist.init_process_group("gloo")
+    from evenly.comm.connect import connect, disconnect
+    from evenly.comm.groups import Group
+
+    world = connect(find_place(process_environment()))
     try:
-        ones = torch.ones(PROBE_ELEMENTS)
-        dist.all_reduce(ones)
-        began_s = time.perf_counter()
-        dist.all_reduce(ones)
-        took_s = time.perf_counter() - began_s
-        _expect(ones, dist.get_world_size() ** 2)
+        group: Group = world.group("data")
+        torch.manual_seed(0)  # the same numbers on all ranks
+        return {name: _outcome(act, group) for name, act in _trials().items()}
     finally:
-        dist.destroy_process_group()
-    return took_s
+        disconnect(world)
 
 
-def _expect(values: Any, expected: int) -> None:
-    if not bool((values == expected).all()):
-        raise RuntimeError(f"all_reduce gave {float(values[0])} instead of {expected}")
+def _outcome(act: Callable[[Any], bool], group: Any) -> Outcome:
+    began_s = time.perf_counter()
+    try:
+        problem = "" if act(group) else "its result is wrong"
+    except (RuntimeError, ValueError, EvenlyError) as error:
+        problem = str(error).splitlines()[0]
+    return Outcome(time.perf_counter() - began_s, problem)
+
+
+def _trials() -> dict[str, Callable[[Any], bool]]:
+    """Operation -> whether its result over a group is what it must be; pieces have one more element per rank."""
+    import torch
+
+    from evenly.comm import operations as o
+
+    def full(value: float, length: int, group: Any) -> torch.Tensor:
+        return torch.full((length,), float(value), device=group.device)
+
+    def own(group: Any) -> torch.Tensor:
+        return full(group.position, group.position + 1, group)
+
+    def joined(group: Any) -> torch.Tensor:
+        return torch.cat([full(position, position + 1, group) for position in range(group.size)])
+
+    def sizes(group: Any) -> list[int]:
+        return [position + 1 for position in range(group.size)]
+
+    def pass_on(group: Any) -> bool:
+        if group.size == 1:
+            return True
+        going = o.isend(full(group.position, 3, group), (group.position + 1) % group.size, group)
+        before = (group.position - 1) % group.size
+        came = o.recv(full(-1, 3, group), before, group)
+        going.wait()
+        return came.equal(full(before, 3, group))
+
+    def gathered(group: Any) -> bool:
+        whole = o.gather(own(group), 0, group)
+        return whole is None if group.position else whole is not None and whole.equal(joined(group))
+
+    def reduced(group: Any) -> bool:
+        total = o.reduce(full(group.position, 3, group), 0, group)
+        return total.equal(full(sum(range(group.size)) if group.position == 0 else group.position, 3, group))
+
+    def all_reduced(group: Any) -> bool:
+        ones = torch.ones(PROBE_BYTES // 4, device=group.device)
+        return bool((o.all_reduce(ones, group) == group.size).all())
+
+    def scattered(group: Any) -> bool:
+        whole = joined(group) if group.position == 0 else None
+        return o.scatter(whole, 0, group, sizes=sizes(group)).equal(own(group))
+
+    def reduce_scattered(group: Any) -> bool:
+        return o.reduce_scatter(joined(group), group, sizes=sizes(group)).equal(own(group) * group.size)
+
+    def exchanged(group: Any) -> bool:
+        sent = full(group.position, group.size, group)
+        return o.all_to_all(sent, group).equal(torch.arange(group.size, device=group.device).float())
+
+    return {
+        "send and recv": pass_on,
+        "broadcast": lambda g: o.broadcast(full(g.position, 3, g), g.size - 1, g).equal(full(g.size - 1, 3, g)),
+        "reduce": reduced,
+        "scatter": scattered,
+        "gather": gathered,
+        "all_reduce": all_reduced,
+        "all_gather": lambda g: o.all_gather(own(g), g).equal(joined(g)),
+        "reduce_scatter": reduce_scattered,
+        "all_to_all": exchanged,
+        "barrier": lambda g: o.barrier(g) is None,
+    }
 
 
 def _gib(size_bytes: int) -> str:

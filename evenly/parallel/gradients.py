@@ -19,12 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from evenly.comm.collectives import Pending, sum_later
+from evenly.comm.groups import Group
+from evenly.comm.operations import Pending, all_reduce
 from evenly.errors import RunError, UserError
 
 # Small enough that the first is sent early in the last backward, large enough that latency does not count: the
@@ -57,7 +58,8 @@ class Bucket:
         self.slots, self.device = slots, device
         self.dtype, self.added_in = dtype, added_in
         self.waiting = 0
-        self.pending: Pending | None = None
+        self.pending: Pending[torch.Tensor] | None = None
+        self.label = f"gradient of {slots[0].name} to {slots[-1].name}" if slots else ""
         self.length = sum(slot.parameter.numel() for slot in slots)
         self._allocate(tail=0)
 
@@ -87,7 +89,7 @@ class GradientSum:
     `receive`; `divide`. In between the hooks on the parameters do the work.
     """
 
-    def __init__(self, model: nn.Module, *, group: Any, wide: bool) -> None:
+    def __init__(self, model: nn.Module, *, group: Group, wide: bool) -> None:
         self._group = group
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         if not named:
@@ -188,7 +190,7 @@ class GradientSum:
                 "checkpoint with use_reentrant=False, and leave calling backward to evenly",
             )
         if slot.used:
-            slot.sum.add_(gradient)
+            _add(slot.sum, gradient)
         else:
             slot.sum.copy_(gradient)
             slot.used = True
@@ -214,7 +216,7 @@ class GradientSum:
                 if not slot.used:
                     slot.sum.zero_()
             tail = self._tail if bucket is self.buckets[-1] else 0
-            bucket.pending = sum_later(bucket.sums[: bucket.length + tail], self._group)
+            bucket.pending = all_reduce.begin(bucket.sums[: bucket.length + tail], self._group, label=bucket.label)
         self._sent = end
 
     def _refuse_thawed(self) -> None:
@@ -225,6 +227,14 @@ class GradientSum:
                     "it now requires a gradient",
                     "unfreeze it in the job's model; to change it midway, start a second run from a checkpoint",
                 )
+
+
+def _add(total: torch.Tensor, gradient: torch.Tensor) -> None:
+    """total += gradient. torch first makes a copy of the gradient in the wider type, numpy converts as it goes."""
+    if gradient.dtype is torch.float32 and total.dtype is torch.float64 and not gradient.is_cuda:
+        np.add(total.numpy(), gradient.numpy(), out=total.numpy())
+    else:
+        total.add_(gradient)
 
 
 def fill_buckets(named: Iterable[tuple[str, nn.Parameter]], *, wide: bool) -> list[Bucket]:

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from evenly.comm.collectives import sum_now
+from evenly.comm.groups import Group
+from evenly.comm.operations import all_reduce
 from evenly.errors import RunError, UserError
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -53,7 +54,7 @@ class _Layer:
 class RunningStatistics:
     """Keeps the running statistics of `model` those of one device, over the ranks of `group`."""
 
-    def __init__(self, model: nn.Module, *, group: Any) -> None:
+    def __init__(self, model: nn.Module, *, group: Group) -> None:
         for name, module in model.named_modules():
             if isinstance(module, nn.SyncBatchNorm):
                 raise UserError(
@@ -64,7 +65,7 @@ class RunningStatistics:
         self._group = group
         self._layers = [_Layer(name, module) for name, module in model.named_modules() if _keeps(module)]
         self._buffers = _other_buffers(model, self._layers)
-        self._alone = group is None
+        self._alone = group.size == 1
         self._microbatch = -1
         self._handles: list[Any] = []
         for layer in self._layers:
@@ -97,7 +98,7 @@ class RunningStatistics:
         if not self._layers:
             return
         parts = [self._weighted(layer, [row[i] for row in calls]) for i, layer in enumerate(self._layers)]
-        flat = sum_now(torch.cat(parts), self._group)
+        flat = all_reduce(torch.cat(parts), self._group, label="running statistics")
         start = 0
         for i, layer in enumerate(self._layers):
             _apply(layer, flat[start : start + 2 * layer.width], sum(row[i] for row in calls))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from evenly.cluster.world import World
-from evenly.comm.collectives import gather_values
+from evenly.comm.operations import gather_values
 from evenly.data.generators import seeded
 from evenly.data.stream import stream_key
 from evenly.errors import EvenlyError, RunError, UserError, describe

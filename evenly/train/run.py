@@ -22,8 +22,8 @@ import torch
 
 from evenly.cluster.environment import available_cores, chosen_threads, find_here
 from evenly.cluster.world import World
-from evenly.comm.collectives import sum_now
 from evenly.comm.connect import connect, disconnect
+from evenly.comm.operations import all_reduce
 from evenly.data.generators import seed, undisturbed
 from evenly.data.loader import Loader, Microbatch, Reading, Share, share_of_evaluation, share_of_step, worker_count
 from evenly.data.stream import stream_key
@@ -269,7 +269,7 @@ class Run:
         finally:
             self.model.train()
         numbers = torch.as_tensor(ledger.numbers(), dtype=torch.float64, device=self.world.device)
-        account = ledger.read(sum_now(numbers, self.world.group("data")).tolist())
+        account = ledger.read(all_reduce(numbers, self.world.group("data"), label="evaluation").tolist())
         account.check(self.steps_done)
         evaluation = Evaluation(account.loss, account.weight, share.samples)
         self._events.event("evaluated", step=self.steps_done, **vars(evaluation))

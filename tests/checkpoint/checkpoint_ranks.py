@@ -64,12 +64,14 @@ def _rank(
     import torch
     import torch.distributed as dist
 
+    from evenly.comm.groups import Group
+
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     timeout = timedelta(seconds=30)
     try:
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timeout)
-        group = dist.new_group(backend="gloo", timeout=timeout)
+        group = Group.of(dist.new_group(backend="gloo", timeout=timeout), "files")
         pipe.send((act(group, rank, *args), None))
         dist.barrier()
         dist.destroy_process_group()

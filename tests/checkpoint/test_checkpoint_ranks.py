@@ -18,6 +18,7 @@ from torch import Tensor, nn, optim
 from evenly.checkpoint.resume import restore
 from evenly.checkpoint.state import read_state
 from evenly.checkpoint.store import CheckpointStore, Snapshot
+from evenly.comm.groups import Group
 from evenly.errors import CheckpointError, UserError
 
 
@@ -200,7 +201,7 @@ def test_ranks_with_other_values_are_told(tmp_path: Path) -> None:
 
 def without_own_group(group: Any, rank: int, folder: Path) -> list[str]:
     found = []
-    for given in (None, dist.group.WORLD):
+    for given in (None, Group.world()):
         try:
             CheckpointStore(folder, given)
         except UserError as error:
@@ -209,7 +210,9 @@ def without_own_group(group: Any, rank: int, folder: Path) -> list[str]:
 
 
 def test_ranks_need_a_group_that_nothing_else_uses(tmp_path: Path) -> None:
-    assert run_ranks(2, without_own_group, tmp_path, tmp_path) == [["2 ranks but no group", "the default group"]] * 2
+    assert (
+        run_ranks(2, without_own_group, tmp_path, tmp_path) == [["2 ranks but a group of 1", "the default group"]] * 2
+    )
 
 
 def die_while_saving(group: Any, rank: int, folder: Path) -> None:

@@ -9,8 +9,8 @@ import torch
 from kept_ranks import KeptRanks
 
 from evenly.cluster.environment import Place
-from evenly.comm.collectives import barrier, gather_values, sum_now
 from evenly.comm.connect import connect, disconnect, find_device
+from evenly.comm.operations import all_reduce, barrier, gather_values
 from evenly.errors import RunError, UserError
 
 
@@ -38,7 +38,7 @@ def test_a_process_alone_joins_nothing() -> None:
     world = connect(place())
     assert (world.size, world.device, world.backend) == (1, "cpu", "gloo")
     tensor = torch.ones(2)
-    assert sum_now(tensor, world.group("data")).tolist() == [1.0, 1.0]
+    assert all_reduce(tensor, world.group("data")).tolist() == [1.0, 1.0]
     assert gather_values("x", world.group("files")) == ["x"]
     barrier(world.group("data"))
     disconnect(world)
@@ -50,7 +50,7 @@ def talk() -> tuple[list[float], list[int]]:
 
     world = connect(find_here())
     try:
-        summed = sum_now(torch.tensor([1.0, float(world.rank)]), world.group("data")).tolist()
+        summed = all_reduce(torch.tensor([1.0, float(world.rank)]), world.group("data")).tolist()
         barrier(world.group("files"))
         return summed, gather_values(world.rank, world.group("files"))
     finally:

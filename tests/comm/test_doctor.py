@@ -8,7 +8,7 @@ import pytest
 
 from evenly.cluster.launch import FailedRank
 from evenly.comm import doctor
-from evenly.comm.doctor import Finding, examine, torch_version
+from evenly.comm.doctor import Finding, Outcome, examine, torch_version
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -97,10 +97,20 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert next(iter(doctor._disk(tmp_path))).verdict == "problem"
 
 
-def test_two_ranks_really_talk() -> None:
-    finding = next(iter(doctor._all_reduce()))
-    assert finding.verdict == "ok", finding
-    assert "all_reduce of 4 MiB in" in finding.value
+def test_every_operation_is_really_tried_between_ranks() -> None:
+    findings = list(doctor._ranks(3))
+    assert [finding.verdict for finding in findings] == ["ok", "ok"], findings
+    assert "all_reduce of 4 MiB in" in findings[0].value
+    assert findings[1].value.startswith("10 of 10 work: send and recv, broadcast")
+
+
+def test_an_operation_that_fails_is_named_with_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = Outcome(0.1, ""), Outcome(0.1, "its result is wrong")
+    results = {0: {"all_reduce": good, "gather": good}, 1: {"all_reduce": good, "gather": bad}}
+    monkeypatch.setattr(doctor, "start_ranks", lambda *_: results)
+    *_, counted, finding = doctor._ranks(2)
+    assert counted.value == "1 of 2 work: all_reduce, gather"
+    assert (finding.name, finding.value, finding.verdict) == ("gather", "rank 1: its result is wrong", "problem")
 
 
 def test_ranks_that_cannot_talk_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +118,6 @@ def test_ranks_that_cannot_talk_are_a_problem(monkeypatch: pytest.MonkeyPatch) -
         raise FailedRank("rank 1 failed", "no route", "", rank=1)
 
     monkeypatch.setattr(doctor, "start_ranks", fails)
-    finding = next(iter(doctor._all_reduce()))
+    finding = next(iter(doctor._ranks(2)))
     assert (finding.verdict, finding.value) == ("problem", "rank 1 failed: no route")
     assert finding.advice

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import evenly.parallel.gradients as gradients
+from evenly.comm.groups import Group
 from evenly.errors import RunError, UserError
 from evenly.parallel.gradients import GradientSum, fill_buckets
 
@@ -41,7 +42,7 @@ def test_microbatches_are_added_up_and_divided(wide: bool, bucket_bytes: int, mo
     for step in range(2):  # the second step must not see the first
         microbatches = [torch.randn(n, 3) for n in (4, 1, 2 + step)]
         wanted = expected(model, microbatches)
-        total = GradientSum(model, group=None, wide=wide)
+        total = GradientSum(model, group=Group.alone(), wide=wide)
         total.begin()
         for number, x in enumerate(microbatches):
             if number == 2:
@@ -67,7 +68,7 @@ def test_wide_sums_have_the_same_bits_in_any_order() -> None:
     sums: list[torch.Tensor] = []
     for seed in range(5):
         parameter = nn.ParameterList([nn.Parameter(torch.zeros(1000))])
-        total = GradientSum(parameter, group=None, wide=True)
+        total = GradientSum(parameter, group=Group.alone(), wide=True)
         total.begin()
         for g in random.Random(seed).sample(numbers, 9):
             (parameter[0] * g).sum().backward()
@@ -80,7 +81,7 @@ def test_wide_sums_have_the_same_bits_in_any_order() -> None:
 
 def test_a_step_without_a_backward_leaves_no_gradient() -> None:
     model = Two()
-    total = GradientSum(model, group=None, wide=True)
+    total = GradientSum(model, group=Group.alone(), wide=True)
     total.begin()
     total.send()
     total.receive()
@@ -114,7 +115,7 @@ def test_the_last_bucket_is_of_float64(dtype: torch.dtype, elements: int, wide: 
 @pytest.mark.parametrize("wide", [False, True])
 def test_numbers_come_back_whatever_their_count(wide: bool) -> None:
     model = Two()
-    total = GradientSum(model, group=None, wide=wide)
+    total = GradientSum(model, group=Group.alone(), wide=wide)
     for count in (1, 50, 0, 49):
         numbers = torch.randn(count, dtype=torch.float64)
         total.begin(numbers=count)
@@ -128,7 +129,7 @@ def test_numbers_come_back_whatever_their_count(wide: bool) -> None:
 
 def test_parameters_of_several_types_are_kept_apart() -> None:
     model = nn.ParameterDict({"a": nn.Parameter(torch.zeros(3)), "b": nn.Parameter(torch.zeros(3).double())})
-    total = GradientSum(model, group=None, wide=True)
+    total = GradientSum(model, group=Group.alone(), wide=True)
     total.begin()
     total.expect_last()
     (model["a"].sum() + 2 * model["b"].sum()).backward()
@@ -146,7 +147,7 @@ def test_a_gradient_that_arrives_twice_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(gradients, "BUCKET_BYTES", 1)
     model = Two()
     model.unused.requires_grad_(False)  # its bucket would come first, and never be full
-    total = GradientSum(model, group=None, wide=False)
+    total = GradientSum(model, group=Group.alone(), wide=False)
     total.begin()
     total.expect_last()
     x = torch.randn(4, 3, requires_grad=True)
@@ -157,13 +158,13 @@ def test_a_gradient_that_arrives_twice_is_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_a_model_without_trainable_parameters_is_refused() -> None:
     with pytest.raises(UserError, match="none of its parameters requires a gradient"):
-        GradientSum(nn.ReLU(), group=None, wide=False)
+        GradientSum(nn.ReLU(), group=Group.alone(), wide=False)
 
 
 def test_a_parameter_thawed_midway_is_refused() -> None:
     model = Two()
     model.a.weight.requires_grad_(False)
-    total = GradientSum(model, group=None, wide=False)
+    total = GradientSum(model, group=Group.alone(), wide=False)
     total.begin()
     model.a.weight.requires_grad_(True)
     with pytest.raises(RunError, match=r"a\.weight was frozen"):
@@ -174,7 +175,7 @@ def test_a_parameter_thawed_midway_is_refused() -> None:
 
 def test_sparse_gradients_are_refused() -> None:
     model = nn.Embedding(5, 2, sparse=True)
-    total = GradientSum(model, group=None, wide=False)
+    total = GradientSum(model, group=Group.alone(), wide=False)
     total.begin()
     with pytest.raises(RunError, match="dense gradients"):
         model(torch.tensor([1, 2])).sum().backward()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from evenly.comm.groups import Group
 from evenly.errors import RunError, UserError
 from evenly.parallel.statistics import RunningStatistics
 
@@ -31,7 +32,7 @@ def test_folding_after_the_step_is_folding_call_by_call(momentum: float | None) 
     torch.manual_seed(0)
     plain = Net(momentum).double()
     model = copy.deepcopy(plain)
-    statistics = RunningStatistics(model, group=None)
+    statistics = RunningStatistics(model, group=Group.alone())
     for _ in range(2):
         inputs = [(torch.randn(4, 3, 5, dtype=torch.float64) + n, times) for n, times in enumerate((1, 2, 0, 3))]
         outputs = [plain(*pair) for pair in inputs]
@@ -49,7 +50,7 @@ def test_folding_after_the_step_is_folding_call_by_call(momentum: float | None) 
 def test_recomputation_and_evaluation_leave_no_trace() -> None:
     model = Net(0.1)
     before = {name: b.clone() for name, b in model.named_buffers()}
-    statistics = RunningStatistics(model, group=None)
+    statistics = RunningStatistics(model, group=Group.alone())
     with statistics.recording(0):
         model(torch.randn(4, 3, 5), 1)
     model(torch.randn(4, 3, 5), 1)  # outside of recording, as a recomputation in the backward is
@@ -63,7 +64,7 @@ def test_recomputation_and_evaluation_leave_no_trace() -> None:
 
 def test_a_forward_that_raises_leaves_the_layer_as_it_was() -> None:
     model = nn.BatchNorm1d(3)
-    statistics = RunningStatistics(model, group=None)
+    statistics = RunningStatistics(model, group=Group.alone())
     running = model.running_mean
     with statistics.recording(0), pytest.raises(ValueError, match="expected 2D or 3D input"):
         model(torch.randn(3))
@@ -72,7 +73,7 @@ def test_a_forward_that_raises_leaves_the_layer_as_it_was() -> None:
 
 def test_closing_gives_the_layer_back() -> None:
     model = nn.BatchNorm1d(3)
-    statistics = RunningStatistics(model, group=None)
+    statistics = RunningStatistics(model, group=Group.alone())
     statistics.close()
     model(torch.randn(4, 3))
     assert model.num_batches_tracked == 1
@@ -80,7 +81,7 @@ def test_closing_gives_the_layer_back() -> None:
 
 def test_synchronised_statistics_are_refused() -> None:
     with pytest.raises(UserError, match="SyncBatchNorm"):
-        RunningStatistics(nn.Sequential(nn.SyncBatchNorm(3)), group=None)
+        RunningStatistics(nn.Sequential(nn.SyncBatchNorm(3)), group=Group.alone())
 
 
 class Counter(nn.Module):
@@ -95,9 +96,9 @@ class Counter(nn.Module):
 
 def test_other_buffers_that_change_are_refused_on_several_ranks() -> None:
     model = nn.Sequential(Counter())
-    alone = RunningStatistics(model, group=None)
+    alone = RunningStatistics(model, group=Group.alone())
     with alone.recording(0):
         model(torch.ones(1))
-    shared = RunningStatistics(model, group="some group")
+    shared = RunningStatistics(model, group=Group("data", [0, 1], own=0, handle=None, device=torch.device("cpu")))
     with pytest.raises(RunError, match=r"buffer 0\.seen changes"), shared.recording(0):
         model(torch.ones(1))

@@ -14,6 +14,7 @@ from jobs import classifier_job
 from torch import nn
 
 from evenly.cluster.world import World
+from evenly.comm.groups import Group
 from evenly.errors import RunError, UserError
 from evenly.job import Loss
 from evenly.plan import Plan
@@ -24,7 +25,7 @@ from evenly.train.ledger import Account, Ledger, as_loss
 from evenly.train.options import RunOptions
 from evenly.train.precision import STEPS_BEFORE_GROWTH, LossScale, first_scale, place_batch
 
-ALONE = replace(World.alone(), groups={"data": None, "files": None})
+ALONE = replace(World.alone(), groups={"data": Group.alone(), "files": Group.alone("files")})
 
 
 def test_the_loss_scale_follows_torchs_rule() -> None:

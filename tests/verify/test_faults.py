@@ -45,7 +45,7 @@ def double_reduction(patch: pytest.MonkeyPatch) -> None:
     def receive(self: Any) -> list[float]:
         values = plain(self)
         for bucket in self.buckets:
-            gradients.sum_later(bucket.sums[: bucket.length], self._group).wait()
+            gradients.all_reduce(bucket.sums[: bucket.length], self._group)
         return values
 
     patch.setattr(gradients.GradientSum, "receive", receive)
@@ -101,7 +101,7 @@ def schedule_by_rank_steps(patch: pytest.MonkeyPatch) -> None:
 
 def statistics_of_own_rank(patch: pytest.MonkeyPatch) -> None:
     """Running statistics see only the rank's own microbatches."""
-    patch.setattr(statistics, "sum_now", lambda tensor, group: tensor)
+    patch.setattr(statistics, "all_reduce", lambda tensor, group, **_: tensor)
 
 
 def zeros_for_unused(patch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def forgotten_unused_share(patch: pytest.MonkeyPatch) -> None:
     def send(self: Any, end: int) -> None:
         for bucket in self.buckets[self._sent : end]:
             tail = self._tail if bucket is self.buckets[-1] else 0
-            bucket.pending = gradients.sum_later(bucket.sums[: bucket.length + tail], self._group)
+            bucket.pending = gradients.all_reduce.begin(bucket.sums[: bucket.length + tail], self._group)
         self._sent = end
 
     patch.setattr(gradients.GradientSum, "_send_until", send)

@@ -1,0 +1,120 @@
+"""Watching the ranks of a launch: who waits, for whom, and for how long.
+
+A thread of the launcher reads what the ranks record. When one has been inside an operation for longer than the limit
+and the records show who keeps it waiting, the stacks of all ranks are written to the logs, the cause is kept as
+`trouble`, and all ranks are ended. Waiting that the records do not explain is left to the time limit of the backend:
+ranks of other nodes cannot be seen from here.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+from evenly.cluster.rank import Folder, end_rank
+from evenly.observe.explain import Trouble, explain, longest_wait_s
+from evenly.observe.recorder import is_users
+
+LOOK_EVERY_S = 0.5
+STACKS_TIMEOUT_S = 1.0  # of one process
+
+_BLOCK = re.compile(r"^(?:Current thread|Thread) .*\n((?:  .*\n?)*)", re.MULTILINE)
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+
+
+class Watch:
+    """Runs beside the ranks while the `with` block lasts.
+
+    limit_s: how long a rank may wait for another.
+    """
+
+    def __init__(self, folder: Folder, limit_s: float) -> None:
+        self._folder, self._limit_s = folder, limit_s
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="evenly watch", daemon=True)
+        self.trouble: Trouble | None = None
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while self.trouble is None and not self._over.wait(LOOK_EVERY_S):
+            if longest_wait_s(self._folder.records(), now_s=time.time()) > self._limit_s:
+                self._act()
+
+    def _act(self) -> None:
+        records = self._folder.records()
+        trouble = explain(records, now_s=time.time())
+        if trouble is None:
+            return
+        save_stacks(self._folder)
+        seen = {record.rank: record.where for record in records}
+        elsewhere = [
+            f"; rank {rank} also has a thread or data worker in {', '.join(places)}"
+            for rank in trouble.ranks
+            if (places := users_places(self._folder.stacks(rank), besides=seen.get(rank, "")))
+        ]
+        self.trouble = Trouble(trouble.ranks, trouble.text + "".join(elsewhere))
+        for pid in self._folder.pids().values():
+            end_rank(pid)
+
+
+def save_stacks(folder: Folder) -> None:
+    """Asks every rank, with its data workers, for the stacks of its threads, and puts them beside the logs."""
+    for rank, pid in folder.pids().items():
+        try:
+            processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+            for process in processes:  # one after the other: they write into one file
+                if process.pid == pid or _listens(process.pid):
+                    before = folder.stacks(rank)
+                    process.send_signal(signal.SIGUSR1)
+                    _wait_for_more(folder, rank, before)
+        except psutil.NoSuchProcess:
+            continue
+        if folder.stacks(rank):
+            shutil.copy(folder.stack_file(rank), folder.logs / f"rank{rank}.stacks")
+
+
+def _wait_for_more(folder: Folder, rank: int, before: str) -> None:
+    """Until a dump has been added and has come to its end."""
+    deadline, last = time.monotonic() + STACKS_TIMEOUT_S, before
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        stacks = folder.stacks(rank)
+        if stacks == last and stacks != before:
+            return
+        last = stacks
+
+
+def _listens(pid: int) -> bool:
+    """Whether a process handles SIGUSR1, which would end it otherwise; known on Linux alone."""
+    try:
+        caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except OSError:
+        return False
+    return caught is not None and bool(int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+
+
+def users_places(stacks: str, *, besides: str) -> list[str]:
+    """The innermost place in the user's code of every thread in a dump by faulthandler, but for `besides`."""
+    places: dict[str, None] = {}
+    for block in _BLOCK.findall(stacks):
+        frames = [(name, line, function) for name, line, function in _FRAME.findall(block) if is_users(name)]
+        if frames:
+            name, line, function = frames[0]
+            places[f"{function} ({Path(name).name}:{line})"] = None
+    known = besides.rpartition("(")[2]
+    return [place for place in places if place.rpartition("(")[2] != known]

@@ -1,0 +1,225 @@
+"""How fast ranks talk: time of each operation over sizes, bandwidths, and the two numbers that a planner needs.
+
+Sizes and bandwidths are those of nccl-tests (doc/PERFORMANCE.md there): the *size* of an operation is that of its
+largest buffer on one rank; *algorithm bandwidth* is size / time; *bus bandwidth* multiplies it by what must cross a
+link per byte of size, so that it can be held against the link's own, whatever the operation and the number of ranks.
+
+*alpha* and *beta* fit time = alpha + beta x size: what an operation costs at any size, s, and per byte, s/byte
+(Hockney, 1994). Relative errors are made least, so that small sizes count as much as large ones.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from evenly.cluster.environment import find_here
+from evenly.comm.connect import connect, disconnect
+from evenly.comm.groups import Group
+from evenly.comm.operations import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    even_sizes,
+    gather,
+    recv,
+    reduce,
+    reduce_scatter,
+    scatter,
+    send,
+)
+from evenly.comm.ring import ring_all_reduce
+
+MOST_BYTES = 256 * 2**20
+TIME_PER_SIZE_S = 0.5  # of measuring; at least LEAST_ROUNDS whatever they take
+LEAST_ROUNDS, MOST_ROUNDS = 5, 200
+WARM_ROUNDS = 2
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One operation at one size. seconds: median over rounds of the slowest rank. Bandwidths in bytes per second."""
+
+    operation: str
+    ranks: int
+    size_bytes: int
+    rounds: int
+    seconds: float
+    algorithm_bandwidth: float
+    bus_bandwidth: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """time = alpha_s + beta_s_per_byte x size. worst: largest relative error of a measured size."""
+
+    operation: str
+    ranks: int
+    alpha_s: float
+    beta_s_per_byte: float
+    worst: float
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What was measured, and on what. `link` is the backend with the kind of device."""
+
+    link: str
+    ranks: int
+    nodes: int
+    measured: list[Measured]
+    fits: list[Fit]
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it in JSON's types."""
+        return asdict(self)
+
+
+def sizes_up_to(most_bytes: int) -> list[int]:
+    """1 byte, then four times as much each, up to `most_bytes`."""
+    return [4**power for power in range(40) if 4**power <= most_bytes]
+
+
+def bus_factor(operation: str, ranks: int) -> float:
+    """Bus bandwidth / algorithm bandwidth."""
+    if operation in ("all_reduce", "ring_all_reduce"):
+        return 2 * (ranks - 1) / ranks
+    shared = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+    return (ranks - 1) / ranks if operation in shared else 1.0
+
+
+def fit(operation: str, ranks: int, points: Iterable[tuple[int, float]]) -> Fit:
+    """The fit of (size, seconds) pairs, of which there must be at least two; neither number is negative."""
+    sizes, seconds = (np.array(values, dtype=np.float64) for values in zip(*points, strict=True))
+    # Least squares of (alpha + beta x size) / seconds - 1.
+    matrix = np.stack([1 / seconds, sizes / seconds], axis=1)
+    (alpha, beta), *_ = np.linalg.lstsq(matrix, np.ones_like(seconds), rcond=None)
+    if alpha < 0:
+        column = matrix[:, 1]
+        alpha, beta = 0.0, column.sum() / (column @ column)
+    elif beta < 0:
+        column = matrix[:, 0]
+        alpha, beta = column.sum() / (column @ column), 0.0
+    errors = np.abs(alpha + beta * sizes - seconds) / seconds
+    return Fit(operation, ranks, float(alpha), float(beta), float(errors.max()))
+
+
+def measure(operations: Sequence[str], most_bytes: int) -> Bench:
+    """Measures on the ranks of this run; every rank calls it and gets the same."""
+    world = connect(find_here())
+    try:
+        group: Group = world.group("data")
+        measured = [_measure(name, size, group) for name in operations for size in sizes_up_to(most_bytes)]
+        kind = world.device.partition(":")[0]
+        points = {name: [(m.size_bytes, m.seconds) for m in measured if m.operation == name] for name in operations}
+        fits = [fit(name, group.size, points[name]) for name in operations if len(points[name]) > 1]
+        return Bench(f"{world.backend} on {kind}", group.size, world.nodes, measured, fits)
+    finally:
+        disconnect(world)
+
+
+def _measure(operation: str, size_bytes: int, group: Group) -> Measured:
+    act = OPERATIONS[operation](size_bytes, group)
+    took_s = min(_timed(act, group) for _ in range(WARM_ROUNDS))
+    rounds = _agreed(max(LEAST_ROUNDS, min(MOST_ROUNDS, int(TIME_PER_SIZE_S / max(took_s, 1e-6)))), group)
+    seconds = torch.tensor([_timed(act, group) for _ in range(rounds)], dtype=torch.float64, device=group.device)
+    slowest = statistics.median(all_reduce(seconds, group, "max").tolist())
+    bandwidth = size_bytes / slowest
+    return Measured(
+        operation, group.size, size_bytes, rounds, slowest, bandwidth, bandwidth * bus_factor(operation, group.size)
+    )
+
+
+def _timed(act: Callable[[], object], group: Group) -> float:
+    barrier(group)
+    _finish_device(group)
+    began_s = time.perf_counter()
+    act()
+    _finish_device(group)
+    return time.perf_counter() - began_s
+
+
+def _finish_device(group: Group) -> None:
+    if group.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _agreed(rounds: int, group: Group) -> int:
+    return int(broadcast(torch.tensor([rounds], device=group.device), 0, group).item())
+
+
+# --------------------------------------------------------------------- one maker per operation: buffers, then the act
+def _buffer(size_bytes: int, group: Group) -> torch.Tensor:
+    """A tensor of that size: float32 where it fits, bytes below."""
+    if size_bytes % 4:
+        return torch.zeros(size_bytes, dtype=torch.uint8, device=group.device)
+    return torch.zeros(size_bytes // 4, device=group.device)
+
+
+def _pieces(size_bytes: int, group: Group) -> tuple[torch.Tensor, list[int], torch.Tensor]:
+    whole = _buffer(size_bytes, group)
+    sizes = even_sizes(len(whole), group.size)
+    return whole, sizes, whole.split(sizes)[group.position].clone()
+
+
+def _whole(act: Callable[[torch.Tensor, Group], object]) -> Callable[[int, Group], Callable[[], object]]:
+    def make(size_bytes: int, group: Group) -> Callable[[], object]:
+        tensor = _buffer(size_bytes, group)
+        return lambda: act(tensor, group)
+
+    return make
+
+
+def _send_and_recv(size_bytes: int, group: Group) -> Callable[[], object]:
+    """From the first rank to the last; the others look on."""
+    tensor, last = _buffer(size_bytes, group), group.size - 1
+    if group.position == 0 and last:
+        return lambda: send(tensor, last, group)
+    return lambda: recv(tensor, 0, group) if group.position == last and last else None
+
+
+def _scatter(size_bytes: int, group: Group) -> Callable[[], object]:
+    whole, sizes, _ = _pieces(size_bytes, group)
+    return lambda: scatter(whole if group.position == 0 else None, 0, group, sizes=sizes)
+
+
+def _gather(size_bytes: int, group: Group) -> Callable[[], object]:
+    _, sizes, piece = _pieces(size_bytes, group)
+    return lambda: gather(piece, 0, group, sizes=sizes)
+
+
+def _all_gather(size_bytes: int, group: Group) -> Callable[[], object]:
+    _, sizes, piece = _pieces(size_bytes, group)
+    return lambda: all_gather(piece, group, sizes=sizes)
+
+
+def _reduce_scatter(size_bytes: int, group: Group) -> Callable[[], object]:
+    whole, sizes, _ = _pieces(size_bytes, group)
+    return lambda: reduce_scatter(whole, group, sizes=sizes)
+
+
+def _all_to_all(size_bytes: int, group: Group) -> Callable[[], object]:
+    whole, sizes, piece = _pieces(size_bytes, group)
+    return lambda: all_to_all(whole, group, sizes=sizes, received=[len(piece)] * group.size)
+
+
+OPERATIONS: dict[str, Callable[[int, Group], Callable[[], object]]] = {
+    "send": _send_and_recv,
+    "broadcast": _whole(lambda tensor, group: broadcast(tensor, 0, group)),
+    "reduce": _whole(lambda tensor, group: reduce(tensor, 0, group)),
+    "scatter": _scatter,
+    "gather": _gather,
+    "all_reduce": _whole(lambda tensor, group: all_reduce(tensor, group)),
+    "ring_all_reduce": _whole(ring_all_reduce),
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+}

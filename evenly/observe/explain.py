@@ -1,0 +1,174 @@
+"""Why ranks do not come together, in words, from what each has recorded.
+
+Pure: records in, a sentence out. It serves while ranks still wait and after they have died.
+
+The operations of a group are numbered, and a rank that agrees with the others asks for the same thing under the same
+number. So the cause is the first number under which ranks ask for different things; or, where they agree as far as
+they came, it lies with those who have not reached the number that others are inside of.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from evenly.observe.recorder import Call, Entry, RankRecord
+
+SILENT_AFTER_S = 5.0  # a main thread that holds the interpreter this long keeps the beat from being written
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """ranks: those that keep the others waiting, or that disagree. text: the sentence."""
+
+    ranks: tuple[int, ...]
+    text: str
+
+
+def explain(records: Iterable[RankRecord], *, now_s: float, fates: Mapping[int, str] | None = None) -> Trouble | None:
+    """The cause of a stall or a failure, None where the records show none.
+
+    fates: what became of ranks that are gone, as 'was killed by SIGKILL'. now_s: as of `time.time()`.
+    """
+    by_rank = {record.rank: record for record in records}
+    groups = {entry.call.group for record in by_rank.values() for entry in record.entries if entry.number}
+    troubles = [_of_group(name, by_rank, now_s, fates or {}) for name in sorted(groups)]
+    found = [trouble for trouble in troubles if trouble is not None] or _of_point_to_point(by_rank, now_s, fates or {})
+    waiting = {rank for rank, record in by_rank.items() if inside(record)}
+    # Of several, the one whose ranks do not themselves wait for another.
+    return min(found, key=lambda trouble: len(waiting.intersection(trouble.ranks)), default=None)
+
+
+def disagreement(calls: Mapping[int, Call]) -> str:
+    """Who asks for what under one number, by rank; '' where all ask for the same."""
+    asked: dict[str, list[int]] = {}
+    for rank, call in sorted(calls.items()):
+        asked.setdefault(call.asked(), []).append(rank)
+    if len(asked) < 2:
+        return ""
+    return "; ".join(f"{ranks_in_words(who)}: {what}{_at(calls[who[0]])}" for what, who in asked.items())
+
+
+def longest_wait_s(records: Iterable[RankRecord], *, now_s: float) -> float:
+    """For how long the rank that waits longest has been inside an operation, s; 0 where none is."""
+    return max((now_s - entry.entered_s for record in records if (entry := inside(record))), default=0.0)
+
+
+def inside(record: RankRecord) -> Entry | None:
+    """The operation that a rank is in, the oldest of several."""
+    return next((entry for entry in record.entries if entry.left_s is None), None)
+
+
+# ------------------------------------------------------------------------------------------------ collectives
+def _of_group(group: str, by_rank: Mapping[int, RankRecord], now_s: float, fates: Mapping[int, str]) -> Trouble | None:
+    entries = {rank: _entries_of(by_rank[rank], group) for rank in ranks_of_group(group) if rank in by_rank}
+    for number in sorted({number for numbers in entries.values() for number in numbers}):
+        calls = {rank: numbers[number].call for rank, numbers in entries.items() if number in numbers}
+        if words := disagreement(calls):
+            text = f"the ranks ask for different things in operation #{number} of group {group}: {words}"
+            return Trouble(_odd_ones(calls), text)
+    reached = {rank: max(numbers, default=0) for rank, numbers in entries.items()}
+    last = max(reached.values(), default=0)
+    there = [rank for rank, number in reached.items() if number == last]
+    missing = [rank for rank, number in reached.items() if number < last]
+    missing += [rank for rank in fates if rank in ranks_of_group(group) and rank not in reached]
+    entry = next((entries[rank][last] for rank in there if last and entries[rank][last].left_s is None), None)
+    if entry is None or not missing:
+        return None
+    whereabouts = "; ".join(_whereabouts(rank, by_rank.get(rank), now_s, fates) for rank in missing)
+    waiting = [rank for rank in there if rank not in fates]
+    waits = f"; {ranks_in_words(waiting)} wait{'s' * (len(waiting) == 1)}" if waiting else ""
+    text = f"{ranks_in_words(missing)} did not reach {describe(entry)}; {whereabouts}{waits}"
+    return Trouble(tuple(missing), text)
+
+
+def _entries_of(record: RankRecord, group: str) -> dict[int, Entry]:
+    return {entry.number: entry for entry in record.entries if entry.number and entry.call.group == group}
+
+
+def _odd_ones(calls: Mapping[int, Call]) -> tuple[int, ...]:
+    """The ranks that do not ask for what most do; of equal camps, all but the lowest rank's."""
+    asked = {rank: call.asked() for rank, call in sorted(calls.items())}
+    usual = max(asked.values(), key=[*asked.values()].count)
+    return tuple(rank for rank, what in asked.items() if what != usual)
+
+
+def _whereabouts(rank: int, record: RankRecord | None, now_s: float, fates: Mapping[int, str]) -> str:
+    """`it is in Lines.__getitem__ (data.py:31) since 40 s`."""
+    if record is None:
+        return f"rank {rank} " + fates.get(rank, "has not begun to talk")
+    entry = inside(record)
+    waits = f"in {describe(entry)} of group {entry.call.group}" if entry else f"in {record.where or 'an unknown place'}"
+    if rank in fates:
+        return f"rank {rank} {fates[rank]}, last seen {waits}"
+    if record.state == "ended":
+        return f"rank {rank} has come to its end, after {_count(record)} operations"
+    if now_s - record.beat_s > SILENT_AFTER_S:
+        return f"rank {rank} has been silent since {now_s - record.beat_s:.0f} s, last seen {waits}"
+    since_s = now_s - (entry.entered_s if entry else record.since_s)
+    return f"rank {rank} is {waits} since {since_s:.0f} s"
+
+
+def _count(record: RankRecord) -> int:
+    return max((entry.serial for entry in record.entries), default=0)
+
+
+# --------------------------------------------------------------------------------------------- point to point
+_PEER = re.compile(r"(?:to|from) (\d+)")
+
+
+def _of_point_to_point(by_rank: Mapping[int, RankRecord], now_s: float, fates: Mapping[int, str]) -> list[Trouble]:
+    """Ranks inside a send or receive: where the other side of each is."""
+    troubles: list[Trouble] = []
+    for rank, record in by_rank.items():
+        entry = inside(record)
+        peer = _PEER.search(entry.call.detail) if entry and not entry.number else None
+        if entry and peer and rank not in fates:
+            other = ranks_of_group(entry.call.group)[int(peer[1])]
+            text = f"rank {rank} waits in {describe(entry)}; {_whereabouts(other, by_rank.get(other), now_s, fates)}"
+            troubles.append(Trouble((other,), text))
+    return troubles
+
+
+# ------------------------------------------------------------------------------------------------------ words
+def describe(entry: Entry) -> str:
+    """`all_reduce #456 (train.py:88, gradient of blocks.7)`."""
+    number = f" #{entry.number}" if entry.number else f" {entry.call.detail}"
+    about = ", ".join(part for part in (entry.call.where, entry.call.label) if part)
+    return f"{entry.call.operation}{number}" + (f" ({about})" if about else "")
+
+
+def _at(call: Call) -> str:
+    return f" at {call.where}" if call.where else ""
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0-2, 5`."""
+    return f"rank{'s' * (len(ranks) != 1)} {number_ranges(ranks)}"
+
+
+def number_ranges(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> '0-2, 5'; the inverse of `numbers_of`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def numbers_of(ranges: str) -> list[int]:
+    """'0-2, 5' -> [0, 1, 2, 5]."""
+    numbers: list[int] = []
+    for part in filter(None, ranges.split(", ")):
+        first, _, last = part.partition("-")
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers
+
+
+def ranks_of_group(label: str) -> list[int]:
+    """World ranks of a group, from its label: 'data [0-3]' -> [0, 1, 2, 3]; none from another text."""
+    found = re.search(r"\[([\d, -]*)\]$", label)
+    return numbers_of(found[1]) if found else []

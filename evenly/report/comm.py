@@ -1,0 +1,105 @@
+"""What `evenly bench comm` measured, as a table for a terminal and as one HTML file with pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+def size_in_words(size_bytes: float) -> str:
+    """1048576 -> '1 MiB'."""
+    for unit in ("B", "KiB", "MiB"):
+        if size_bytes < 1024:
+            return f"{size_bytes:.3g} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.3g} GiB"
+
+
+def time_in_words(seconds: float) -> str:
+    """0.00012 -> '120 us'."""
+    for factor, unit in ((1e6, "us"), (1e3, "ms")):
+        if seconds * factor < 1000:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def fit_rows(bench: Row) -> list[tuple[str, str, str, str, str]]:
+    """Operation, alpha, rate at large sizes, largest bus bandwidth, worst error of the fit."""
+    rows: list[tuple[str, str, str, str, str]] = []
+    for fit in bench["fits"]:
+        measured = _of(bench, fit["operation"])
+        beta, fastest = fit["beta_s_per_byte"], max(row["bus_bandwidth"] for row in measured)
+        rate = f"{1e-9 / beta:.2f} GB/s" if beta > 0 else "-"
+        worst = f"{fit['worst']:.0%}"
+        rows.append((fit["operation"], time_in_words(fit["alpha_s"]), rate, f"{fastest / 1e9:.2f} GB/s", worst))
+    return rows
+
+
+FIT_HEADS = ("operation", "alpha", "1/beta", "most bus bandwidth", "worst error")
+
+
+def page(bench: Row) -> str:
+    """One self-contained HTML file: time and bus bandwidth over size, and both tables."""
+    title = f"{bench['ranks']} ranks, {bench['link']}"
+    return "".join(
+        (
+            f"<!doctype html><html lang=en><meta charset=utf-8><title>evenly bench comm: {escape(title)}</title>",
+            "<style>body{font:15px sans-serif;margin:2em;max-width:70em}td,th{padding:.15em .9em;text-align:right}"
+            "td:first-child,th:first-child{text-align:left}table{border-collapse:collapse}tr{border-top:1px solid #ddd}"
+            "</style>",
+            f"<h1>How fast ranks talk: {escape(title)}</h1>",
+            _picture(bench, "seconds", "time, s", script=True),
+            _picture(bench, "bus_bandwidth", "bus bandwidth, bytes/s", script=False),
+            "<h2>alpha + beta x size</h2>",
+            _table(FIT_HEADS, fit_rows(bench)),
+            "<h2>Measured</h2>",
+            _table(MEASURED_HEADS, measured_rows(bench)),
+            "</html>\n",
+        )
+    )
+
+
+MEASURED_HEADS = ("operation", "size", "time", "algorithm bandwidth", "bus bandwidth", "rounds")
+
+
+def measured_rows(bench: Row) -> list[tuple[str, ...]]:
+    """Every operation at every size, in words."""
+    return [
+        (
+            row["operation"],
+            size_in_words(row["size_bytes"]),
+            time_in_words(row["seconds"]),
+            f"{row['algorithm_bandwidth'] / 1e9:.3g} GB/s",
+            f"{row['bus_bandwidth'] / 1e9:.3g} GB/s",
+            str(row["rounds"]),
+        )
+        for row in bench["measured"]
+    ]
+
+
+def _of(bench: Row, operation: str) -> list[Row]:
+    return [row for row in bench["measured"] if row["operation"] == operation]
+
+
+def _picture(bench: Row, value: str, label: str, *, script: bool) -> str:
+    from plotly import graph_objects  # half a second
+
+    figure = graph_objects.Figure()
+    for operation in dict.fromkeys(row["operation"] for row in bench["measured"]):
+        rows = _of(bench, operation)
+        figure.add_scatter(
+            x=[row["size_bytes"] for row in rows], y=[row[value] for row in rows], name=operation, mode="lines+markers"
+        )
+    figure.update_xaxes(type="log", title="size, bytes")
+    figure.update_yaxes(type="log", title=label)
+    figure.update_layout(template="plotly_white", height=480, margin={"t": 20})
+    return str(figure.to_html(full_html=False, include_plotlyjs=script))
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"<tr>{''.join(f'<th>{escape(head)}</th>' for head in heads)}</tr>"]
+    lines += [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows]
+    return f"<table>{''.join(lines)}</table>"

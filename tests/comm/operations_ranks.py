@@ -1,0 +1,338 @@
+"""What ranks run in the tests of operations: each returns what it found wrong, as text, [] where all is well.
+
+Every rank can make the tensor of every other, so each holds the operation against a plain computation of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from evenly.cluster.environment import find_here
+from evenly.comm.connect import connect, disconnect
+from evenly.comm.groups import Group
+from evenly.comm.operations import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    even_sizes,
+    gather,
+    irecv,
+    isend,
+    recv,
+    reduce,
+    reduce_scatter,
+    scatter,
+    send,
+)
+from evenly.errors import EvenlyError, UserError
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+]
+ALSO_MOVED = [torch.uint16, torch.uint32, torch.float8_e4m3fn]
+SHAPES = [(5, 3), (7,), (), (0, 4), (4, 0), (3, 1, 5)]
+
+
+@contextmanager
+def group_of_all() -> Iterator[Group]:
+    world = connect(find_here())
+    try:
+        yield world.group("data")
+    finally:
+        disconnect(world)
+
+
+def tensor_of(position: int, shape: tuple[int, ...], dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
+    """Small whole numbers, so that sums are exact in every type; other numbers for every rank."""
+    generator = torch.Generator().manual_seed(1000 * salt + position)
+    values = torch.randint(0, 4, shape, generator=generator)
+    if dtype is torch.bool:
+        return values > 1
+    if dtype.is_complex:
+        return torch.complex(values.double(), (values - 2).double()).to(dtype)
+    return values.to(dtype)
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with strides of another order and gaps between them."""
+    if tensor.ndim == 0:
+        return tensor
+    wide = torch.zeros(*reversed(tensor.shape), 2, dtype=tensor.dtype)
+    view = wide[..., 0].permute(*reversed(range(tensor.ndim)))
+    view.copy_(tensor)
+    return view
+
+
+class Findings(list[str]):
+    def same(self, what: str, found: torch.Tensor | None, expected: torch.Tensor | None) -> None:
+        if found is None or expected is None:
+            if found is not expected:
+                self.append(f"{what}: {found} instead of {expected}")
+        elif found.dtype != expected.dtype or found.shape != expected.shape:
+            self.append(f"{what}: {found.dtype} {found.shape} instead of {expected.dtype} {expected.shape}")
+        elif not torch.equal(_comparable(found), _comparable(expected)):
+            self.append(f"{what}: {found} instead of {expected}")
+
+    def refused(self, what: str, call: Callable[[], Any], words: str) -> None:
+        try:
+            call()
+        except EvenlyError as error:
+            if words not in str(error):
+                self.append(f"{what}: said {error}")
+        else:
+            self.append(f"{what}: was not refused")
+
+
+def _comparable(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8) if tensor.dtype in ALSO_MOVED else tensor
+
+
+def reduced(tensors: list[torch.Tensor], reduction: str) -> torch.Tensor:
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        if reduction in ("sum", "mean"):
+            total = total + tensor
+        elif reduction == "product":
+            total = total * tensor
+        else:
+            total = torch.maximum(total, tensor) if reduction == "max" else torch.minimum(total, tensor)
+    if reduction != "mean":
+        return total
+    if total.is_complex():  # by parts: complex division rounds otherwise
+        return torch.view_as_complex(torch.view_as_real(total) / len(tensors))
+    return total / len(tensors)
+
+
+def reductions_of(dtype: torch.dtype) -> list[str]:
+    if dtype.is_complex:
+        return ["sum", "mean"]
+    if dtype is torch.bool:
+        return ["min", "max", "product"]
+    return ["sum", "min", "max", "product", *(["mean"] if dtype.is_floating_point else [])]
+
+
+# ------------------------------------------------------------------------------------------------- contract
+def contract(few: bool) -> list[str]:
+    """Every operation in the group of all ranks; with `few` in two dtypes."""
+    with group_of_all() as group:
+        return [*moving(group, few=few), *reducing(group, few=few), *pieces(group), *refusals(group)]
+
+
+def contract_of_subgroups() -> list[str]:
+    """The same within groups of a group, nested, and of a mesh; ranks outside are refused."""
+    findings = Findings()
+    with group_of_all() as group:
+        last = group.size - 1
+        some = group.open("some", [last, *range(0, last, 2)])
+        inner = some.open("inner", range(min(2, some.size)))
+        if some.rank is None:
+            findings.refused("outside", lambda: all_reduce(torch.ones(2), some), "is not in it")
+        else:
+            findings += moving(some, few=True) + reducing(some, few=True) + pieces(some)
+        if inner.rank is not None:
+            findings += reducing(inner, few=True) + pieces(inner)
+        if group.size % 2 == 0:
+            mesh = group.mesh({"a": group.size // 2, "b": 2})
+            expected = {"a": range(group.position % 2, group.size, 2), "b": [group.position // 2 * 2]}
+            if mesh["a"].ranks != tuple(expected["a"]) or mesh["b"].ranks[0] != expected["b"][0]:
+                findings.append(f"mesh of {group.position}: {mesh['a'].ranks}, {mesh['b'].ranks}")
+            findings += pieces(mesh["a"]) + pieces(mesh["b"])
+        some.close()
+        some.close()
+        if some.rank is not None and some.size > 1:
+            findings.refused("closed", lambda: all_reduce(torch.ones(2), some), "is closed")
+    return findings
+
+
+def moving(group: Group, *, few: bool = False) -> Findings:
+    findings, own = Findings(), group.position
+    after, before = (own + 1) % group.size, (own - 1) % group.size
+    for salt, dtype in enumerate(DTYPES[:2] if few else DTYPES + ALSO_MOVED):
+        for shape in SHAPES:
+            for form in (torch.Tensor.contiguous, strided):
+                what = f"{dtype} {shape} {form.__name__}"
+                mine, theirs = (tensor_of(p, shape, dtype, salt) for p in (own, before))
+                if group.size > 1:
+                    landing = form(torch.zeros_like(mine))
+                    coming, going = irecv(landing, before, group, tag=3), isend(form(mine), after, group, tag=3)
+                    going.wait()
+                    findings.same(f"irecv {what}", coming.wait(), theirs)
+                    findings.same(f"landing {what}", landing, theirs)
+                source = salt % group.size
+                given = form(mine.clone())
+                findings.same(
+                    f"broadcast {what}", broadcast(given, source, group), tensor_of(source, shape, dtype, salt)
+                )
+                findings.same(f"broadcast in place {what}", given, tensor_of(source, shape, dtype, salt))
+    if group.size > 1:  # one after the other, in pairs
+        numbers = torch.arange(3.0) + own
+        if own == 0:
+            send(numbers, 1, group)
+            recv(numbers, 1, group)
+        elif own == 1:
+            first = recv(torch.zeros(3), 0, group)
+            send(first + 1, 0, group)
+        findings.same("send and recv", numbers, torch.arange(3.0) + (1 if own == 0 else own))
+    barrier(group)
+    return findings
+
+
+def reducing(group: Group, *, few: bool = False) -> Findings:
+    findings, own = Findings(), group.position
+    for salt, dtype in enumerate(DTYPES[:2] if few else DTYPES):
+        for reduction in reductions_of(dtype):
+            for shape in SHAPES:
+                for form in (torch.Tensor.contiguous, strided):
+                    what = f"{reduction} {dtype} {shape} {form.__name__}"
+                    all_of_them = [tensor_of(p, shape, dtype, salt) for p in range(group.size)]
+                    expected = reduced(all_of_them, reduction)
+                    given = form(all_of_them[own].clone())
+                    result = all_reduce.begin(given, group, reduction).wait()  # pyright: ignore
+                    findings.same(f"all_reduce {what}", result, expected)
+                    findings.same(f"all_reduce in place {what}", given, expected)
+                    to, given = salt % group.size, form(all_of_them[own].clone())
+                    reduce(given, to, group, reduction)  # pyright: ignore
+                    findings.same(f"reduce {what}", given, expected if own == to else all_of_them[own])
+                    if len(shape) > 1:
+                        findings += _reduce_scattered(group, form, all_of_them, expected, reduction, what)
+    return findings
+
+
+def _reduce_scattered(
+    group: Group, form: Any, all_of_them: list[torch.Tensor], expected: torch.Tensor, reduction: str, what: str
+) -> Findings:
+    findings, own = Findings(), group.position
+    for dim in (0, -1):
+        length = expected.shape[dim]
+        for sizes in (None, [length, *[0] * (group.size - 1)]):
+            piece = expected.split(sizes or even_sizes(length, group.size), dim)[own]
+            given = form(all_of_them[own].clone())
+            found = reduce_scatter(given, group, reduction, dim=dim, sizes=sizes)  # pyright: ignore
+            findings.same(f"reduce_scatter {what} dim {dim} sizes {sizes}", found, piece)
+            findings.same(f"reduce_scatter input {what}", given, all_of_them[own])
+    even = torch.cat([expected] * group.size)
+    found = reduce_scatter(torch.cat([all_of_them[own]] * group.size), group, reduction)  # pyright: ignore
+    findings.same(f"reduce_scatter even {what}", found, even.split(expected.shape[0] or 1)[0])
+    return findings
+
+
+def pieces(group: Group) -> Findings:
+    """Joins and cuts: even, uneven and empty pieces, along the first and the last dim."""
+    findings, own, size = Findings(), group.position, group.size
+    for salt, dtype in enumerate([torch.float64, torch.bool, torch.bfloat16, torch.complex64]):
+        for dim in (0, -1):
+            for lengths in ([2] * size, [(3 * p) % 4 for p in range(size)], [0] * (size - 1) + [3]):
+                what = f"{dtype} dim {dim} lengths {lengths}"
+                all_of_them = [
+                    tensor_of(p, (length, 3) if dim == 0 else (3, length), dtype, salt)
+                    for p, length in enumerate(lengths)
+                ]
+                whole = torch.cat(all_of_them, dim)
+                for sizes in (None, lengths):
+                    mine = strided(all_of_them[own])
+                    findings.same(f"all_gather {what}", all_gather(mine, group, dim=dim, sizes=sizes), whole)
+                    gathered = gather.begin(mine, size - 1, group, dim=dim, sizes=sizes).wait()
+                    findings.same(f"gather {what}", gathered, whole if own == size - 1 else None)
+                source = salt % size
+                given = strided(whole) if own == source else None
+                findings.same(
+                    f"scatter {what}", scatter(given, source, group, dim=dim, sizes=lengths), all_of_them[own]
+                )
+                even = whole.split(even_sizes(whole.shape[dim], size), dim)[own]
+                findings.same(f"scatter even {what}", scatter(given, source, group, dim=dim), even)
+    for dim in (0, 1):
+        for received in (False, True):
+            counts = [[(p + 2 * q) % 3 for q in range(size)] for p in range(size)]  # from p to q
+            sent = [
+                [tensor_of(p, (n, 2) if dim == 0 else (2, n), torch.int16, q) for q, n in enumerate(row)]
+                for p, row in enumerate(counts)
+            ]
+            found = all_to_all(
+                torch.cat(sent[own], dim),
+                group,
+                dim=dim,
+                sizes=counts[own],
+                received=[counts[p][own] for p in range(size)] if received else None,
+            )
+            findings.same(f"all_to_all dim {dim}", found, torch.cat([sent[p][own] for p in range(size)], dim))
+    rows = [tensor_of(p, (p % 3, size + 1), torch.float32, 9) for p in range(size)]
+    found = all_to_all(rows[own], group, dim=1, join=0)
+    mine = torch.cat(rows).split(even_sizes(size + 1, size), 1)[own]
+    findings.same("all_to_all to another dim", found, mine)
+    return findings
+
+
+def refusals(group: Group) -> Findings:
+    """Mistakes that one rank sees alone, before anything is sent."""
+    findings, one = Findings(), torch.ones(2)
+    findings.refused("a sum of booleans", lambda: all_reduce(one.bool(), group), "sum of booleans")
+    findings.refused("a mean of integers", lambda: all_reduce(one.int(), group, "mean"), "mean of integers")
+    findings.refused("a largest complex", lambda: all_reduce(one.to(torch.complex64), group, "max"), "no meaning")
+    findings.refused("an unknown reduction", lambda: all_reduce(one, group, "median"), "no such")  # pyright: ignore
+    findings.refused("a sparse tensor", lambda: all_reduce(one.to_sparse(), group), "sparse")
+    findings.refused("a source outside", lambda: broadcast(one, group.size, group), "not one of its positions")
+    findings.refused("no such dim", lambda: all_gather(one, group, dim=1, sizes=[2] * group.size), "give a dim")
+    findings.refused("sizes that do not add up", lambda: reduce_scatter(one, group, sizes=[5] * group.size), "add up")
+    findings.refused("another length", lambda: all_gather(one, group, sizes=[1] * group.size), "every rank's piece")
+    wrong = None if group.position == 0 else one
+    findings.refused("scatter of nothing", lambda: scatter(wrong, 0, group), "None elsewhere")
+    for positions in ([group.size], [0, 0], []):
+        findings.refused(
+            f"open {positions}",
+            lambda p=positions: group.open("bad", p),
+            "positions" if positions == [group.size] else "once",
+        )
+    findings.refused("a mesh of another size", lambda: group.mesh({"a": group.size + 1}), "multiply")
+    if any("not one of" in finding for finding in findings):
+        raise UserError(*findings)
+    return findings
+
+
+def checked() -> list[str]:
+    """In a checked group, what ranks ask for is compared; all of them raise the same."""
+    findings = Findings()
+    with group_of_all() as every:
+        group = every.open("checked", range(every.size))
+        group.checked, one = True, group.position == 1
+        findings += moving(group, few=True) + pieces(group)
+        cases: dict[str, tuple[Callable[[], Any], str]] = {
+            "shape": (lambda: all_reduce(torch.ones(5 if one else 3), group), "rank 1: all_reduce of float32 [5], sum"),
+            "dtype": (
+                lambda: all_reduce(torch.ones(3, dtype=torch.float64 if one else None), group),
+                "ranks 0, 2: all_reduce of float32 [3], sum at",
+            ),
+            "operation": (
+                lambda: barrier(group) if one else all_reduce(torch.ones(3), group),
+                "rank 1: barrier at checked",
+            ),
+            "reduction": (
+                lambda: all_reduce(torch.ones(3), group, "max" if one else "min"),
+                "rank 1: all_reduce of float32 [3], max",
+            ),
+            "root": (lambda: broadcast(torch.ones(3), int(one), group), "rank 1: broadcast of float32 [3], from 1"),
+            "rest of the shape": (
+                lambda: all_gather(torch.ones(2, 5 if one else 3), group),
+                "rank 1: all_gather of float32 [*, 5], along 0",
+            ),
+        }
+        for what, (call, words) in cases.items():
+            findings.refused(what, call, words)
+        findings.same("and goes on", all_reduce(torch.ones(2), group), torch.full((2,), float(group.size)))
+    return findings

@@ -1,0 +1,60 @@
+"""What `evenly bench comm` computes from times, and that it runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from evenly.cli.bench import bench_comm, parse_size
+from evenly.cluster.clusterfile import read_cluster
+from evenly.comm.bench import OPERATIONS, bus_factor, fit, sizes_up_to
+from evenly.errors import UserError
+
+
+def test_a_fit_finds_what_made_the_times() -> None:
+    sizes = sizes_up_to(2**28)
+    found = fit("all_reduce", 2, [(size, 8e-5 + 4e-10 * size) for size in sizes])
+    assert found.alpha_s == pytest.approx(8e-5) and found.beta_s_per_byte == pytest.approx(4e-10)
+    assert found.worst < 1e-9
+
+
+def test_a_fit_weighs_relative_errors_and_has_no_negative_number() -> None:
+    noisy = fit("send", 2, [(1, 1.0e-4), (4, 1.1e-4), (2**28, 0.5)])
+    assert 1.0e-4 <= noisy.alpha_s <= 1.1e-4 and noisy.worst < 0.06
+    assert fit("send", 2, [(1000, 1e-6), (2000, 4e-6)]).alpha_s == 0.0
+    assert fit("send", 2, [(1000, 4e-6), (2000, 1e-6)]).beta_s_per_byte == 0.0
+
+
+def test_bus_factors_are_those_of_nccl_tests() -> None:
+    assert bus_factor("all_reduce", 4) == 1.5 and bus_factor("all_gather", 4) == 0.75
+    assert bus_factor("broadcast", 4) == bus_factor("send", 4) == 1.0
+
+
+def test_sizes() -> None:
+    assert sizes_up_to(256 * 2**20)[-1] == 256 * 2**20 and sizes_up_to(5) == [1, 4]
+    assert parse_size("256M") == 2**28 and parse_size("1KiB") == 1024 and parse_size("7") == 7
+    for bad in ("", "M", "0", "-1", "1.5G", "3T"):
+        with pytest.raises(UserError, match="no size"):
+            parse_size(bad)
+
+
+def test_every_operation_is_measured_shown_and_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = tmp_path / "cluster.toml"
+    bench_comm(devices=3, operations="all", most="1K", out=tmp_path / "out", save=saved, json_only=True)
+    shown = json.loads(capsys.readouterr().out)
+    assert shown == json.loads((tmp_path / "out" / "comm.json").read_text())
+    assert {row["operation"] for row in shown["measured"]} == set(OPERATIONS)
+    assert all(row["seconds"] > 0 and row["rounds"] >= 5 for row in shown["measured"])
+    page = (tmp_path / "out" / "comm.html").read_text()
+    assert "alpha" in page and page.count("Plotly.newPlot") == 2 and "https://cdn" not in page.split("<h1>")[0]
+    cluster = read_cluster(saved)
+    assert (cluster.devices, cluster.kind, cluster.backend) == (3, "cpu", "gloo")
+    assert set(cluster.links) == {(operation, 3) for operation in OPERATIONS}
+
+
+def test_an_unknown_operation_is_refused() -> None:
+    with pytest.raises(UserError, match="all_reduse") as caught:
+        bench_comm(devices=2, operations="all_reduse", most="1K", out=None, save=None, json_only=True)
+    assert "all_reduce" in caught.value.do

@@ -1,0 +1,63 @@
+"""Operations, groups, pairs and the ring on 2, 3, 4 and 8 ranks, against plain computations."""
+
+from __future__ import annotations
+
+import operations_ranks
+import pairs_ranks
+import pytest
+import torch
+from kept_ranks import KeptRanks
+
+from evenly.comm.groups import Group, mesh_lines
+from evenly.comm.operations import all_gather, all_reduce, even_sizes, gather_values
+
+SIZES = [2, 3, 4, 8]
+
+
+def flat(results: list[list[str]]) -> list[str]:
+    return [f"rank {rank}: {finding}" for rank, findings in enumerate(results) for finding in findings]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_operation(ranks: KeptRanks, size: int) -> None:
+    assert flat(ranks.run(operations_ranks.contract, size > 2, size=size)) == []
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_groups_within_groups(ranks: KeptRanks, size: int) -> None:
+    assert flat(ranks.run(operations_ranks.contract_of_subgroups, size=size)) == []
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_pairs_are_adjoint(ranks: KeptRanks, size: int) -> None:
+    assert flat(ranks.run(pairs_ranks.adjoint, size, size=size)) == []
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_ring_sums_in_its_order_and_sends_what_theory_says(ranks: KeptRanks, size: int) -> None:
+    assert flat(ranks.run(pairs_ranks.ring, size=size)) == []
+
+
+def test_differences_are_named_before_anything_is_sent(ranks: KeptRanks) -> None:
+    assert flat(ranks.run(operations_ranks.checked, size=3)) == []
+
+
+def test_a_group_of_one_is_the_identity() -> None:
+    alone, tensor = Group.alone(), torch.arange(3.0)
+    assert all_reduce(tensor, alone, "mean") is tensor
+    copy = all_gather(tensor, alone)
+    assert copy.equal(tensor) and copy.data_ptr() != tensor.data_ptr()
+    assert operations_ranks.moving(alone) + operations_ranks.reducing(alone) + operations_ranks.pieces(alone) == []
+    assert operations_ranks.refusals(alone) == []
+    assert gather_values("x", alone) == ["x"]
+
+
+def test_even_sizes() -> None:
+    assert even_sizes(7, 3) == [3, 2, 2] and even_sizes(1, 3) == [1, 0, 0] and even_sizes(0, 2) == [0, 0]
+
+
+def test_lines_of_a_mesh() -> None:
+    sizes = {"data": 2, "tensor": 3, "pipeline": 2}
+    assert mesh_lines(sizes, "pipeline") == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+    assert mesh_lines(sizes, "tensor") == [[0, 2, 4], [1, 3, 5], [6, 8, 10], [7, 9, 11]]
+    assert mesh_lines(sizes, "data") == [[0, 6], [1, 7], [2, 8], [3, 9], [4, 10], [5, 11]]
