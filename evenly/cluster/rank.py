@@ -24,7 +24,7 @@ from typing import Any, Literal, NoReturn
 
 from evenly.cluster.environment import become_environment, process_environment
 from evenly.errors import EvenlyError, UserError
-from evenly.observe.recorder import RankRecord, read
+from evenly.observe.recorder import RankRecord, read, waits_since_s
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -105,6 +105,11 @@ class Folder:
     def records(self) -> list[RankRecord]:
         """What the ranks of this node have recorded."""
         return [record for path in sorted(self.control.glob("*.record")) if (record := read(path)) is not None]
+
+    def longest_wait_s(self) -> float:
+        """For how long the rank that waits longest has been inside an operation, s; 0 where none is."""
+        since = (waits_since_s(path) for path in self.control.glob("*.record"))
+        return max((time.time() - moment for moment in since if moment is not None), default=0.0)
 
     def stack_file(self, rank: int) -> Path:
         return self.control / f"{rank}.stacks"

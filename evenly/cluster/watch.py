@@ -20,10 +20,10 @@ from typing import Self
 import psutil
 
 from evenly.cluster.rank import Folder, end_rank
-from evenly.observe.explain import Trouble, explain, longest_wait_s
+from evenly.observe.explain import Trouble, explain
 from evenly.observe.recorder import is_users
 
-LOOK_EVERY_S = 0.5
+MOST_BETWEEN_LOOKS_S = 5.0  # a tenth of the limit where that is less
 STACKS_TIMEOUT_S = 1.0  # of one process
 
 _BLOCK = re.compile(r"^(?:Current thread|Thread) .*\n((?:  .*\n?)*)", re.MULTILINE)
@@ -51,8 +51,9 @@ class Watch:
         self._thread.join()
 
     def _watch(self) -> None:
-        while self.trouble is None and not self._over.wait(LOOK_EVERY_S):
-            if longest_wait_s(self._folder.records(), now_s=time.time()) > self._limit_s:
+        pause_s = min(MOST_BETWEEN_LOOKS_S, self._limit_s / 10)
+        while self.trouble is None and not self._over.wait(pause_s):
+            if self._folder.longest_wait_s() > self._limit_s:
                 self._act()
 
     def _act(self) -> None:

@@ -30,7 +30,10 @@ from evenly.comm.agreement import check_call
 from evenly.comm.backend import all_gather_single, reduce_scatter_single
 from evenly.comm.groups import Group
 from evenly.errors import UserError
-from evenly.observe.recorder import Call, here
+from evenly.observe.recorder import Call, call_text, here
+
+_DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+_DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _DTYPES}
 
 Reduction = Literal["sum", "mean", "min", "max", "product"]
 
@@ -384,9 +387,9 @@ def _enter(
     if group.recorder is None and not group.checked:
         return 0
     shape = None if tensor is None else _known_shape(tensor, free)
-    dtype = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
+    dtype = "" if tensor is None else _DTYPE_NAMES[tensor.dtype]
     call = Call(operation, group.label, dtype, shape, detail, label, here())
-    serial = 0 if group.recorder is None else group.recorder.enter(number, call)
+    serial = 0 if group.recorder is None else group.recorder.enter(number, call_text(call))
     if group.checked and collective and group.size > 1:
         check_call(call, number, group, position)
     return serial
@@ -540,7 +543,6 @@ def _exchange(
 
 
 _ANNOUNCED_DIMS = 16
-_DTYPES = sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str)
 
 
 def _announce(pieces: Sequence[torch.Tensor], source: int, group: Group) -> tuple[list[int], torch.dtype]:

@@ -50,11 +50,6 @@ def disagreement(calls: Mapping[int, Call]) -> str:
     return "; ".join(f"{ranks_in_words(who)}: {what}{_at(calls[who[0]])}" for what, who in asked.items())
 
 
-def longest_wait_s(records: Iterable[RankRecord], *, now_s: float) -> float:
-    """For how long the rank that waits longest has been inside an operation, s; 0 where none is."""
-    return max((now_s - entry.entered_s for record in records if (entry := inside(record))), default=0.0)
-
-
 def inside(record: RankRecord) -> Entry | None:
     """The operation that a rank is in, the oldest of several."""
     return next((entry for entry in record.entries if entry.left_s is None), None)

@@ -21,11 +21,11 @@ import sys
 import sysconfig
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 ENTRIES = 256
 SLOT_BYTES = 640
@@ -43,8 +43,7 @@ _TALKING = (str(Path(OURS, "comm")), str(Path(OURS, "observe")))
 _LIBRARIES = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """What a rank asks of an operation; what must agree between the ranks of a group, and where it was asked.
 
     group:  name and ranks of the group, as text.
@@ -108,9 +107,11 @@ class Recorder:
         self._thread = threading.Thread(target=self._keep_beating, name="evenly beat", daemon=True)
         self._thread.start()
 
-    def enter(self, number: int, call: Call) -> int:
-        """Notes that the rank begins the `number`-th operation of its group; returns the serial for `leave`."""
-        text = _as_text(call)
+    def enter(self, number: int, text: bytes) -> int:
+        """Notes that the rank begins the `number`-th operation of its group; returns the serial for `leave`.
+
+        text: of the call, by `call_text`.
+        """
         with self._lock:
             self._serial += 1
             start = _start(self._serial)
@@ -164,6 +165,16 @@ def read(path: Path) -> RankRecord | None:
         return None
 
 
+def waits_since_s(path: Path) -> float | None:
+    """When the rank of a file entered the oldest operation that it is in; None where it is in none. Reads no texts."""
+    try:
+        memory = path.read_bytes()
+        heads = [_ENTRY.unpack_from(memory, slot * SLOT_BYTES) for slot in range(1, ENTRIES + 1)]
+    except (OSError, struct.error):
+        return None
+    return min((entered_s for serial, _, entered_s, left_s, _ in heads if serial and not left_s), default=None)
+
+
 def _entry(memory: bytes, start: int) -> Entry | None:
     serial, number, entered_s, left_s, length = _ENTRY.unpack_from(memory, start)
     if serial == 0:
@@ -179,9 +190,10 @@ def call_from(text: bytes) -> Call:
     return Call(**fields, shape=None if shape is None else tuple(shape))
 
 
+@lru_cache(maxsize=1024)
 def call_text(call: Call) -> bytes:
     """`call` as JSON of at most `LONGEST_TEXT` bytes; long words are cut."""
-    fields = asdict(call)
+    fields = call._asdict()
     text = json.dumps(fields).encode()
     for word in ("label", "where", "detail", "shape", "group"):
         if len(text) <= LONGEST_TEXT:
@@ -189,9 +201,6 @@ def call_text(call: Call) -> bytes:
         fields[word] = None if word == "shape" else fields[word][:60]
         text = json.dumps(fields).encode()
     return text
-
-
-_as_text = lru_cache(maxsize=1024)(call_text)
 
 
 def _start(serial: int) -> int:

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from evenly.observe import recorder
-from evenly.observe.recorder import Call, Recorder, call_from, call_text, read
+from evenly.observe.recorder import Call, Recorder, call_from, call_text, read, waits_since_s
 
 CALL = Call("all_reduce", "data [0-1]", "float32", (3, None), "sum", "gradient of a", "train (train.py:88)")
 
@@ -24,16 +24,17 @@ def wait_for(path: Path, word: str) -> recorder.RankRecord:
 
 def test_entries_come_back_in_order_and_the_oldest_are_forgotten(tmp_path: Path) -> None:
     writer = Recorder(tmp_path / "3.record", 3)
-    serials = [writer.enter(number, CALL) for number in range(1, recorder.ENTRIES + 51)]
+    serials = [writer.enter(number, call_text(CALL)) for number in range(1, recorder.ENTRIES + 51)]
     for serial in serials[:-1]:
         writer.leave(serial)  # the first of them have been overwritten
-    record = read(tmp_path / "3.record")
+    record, waits_s = read(tmp_path / "3.record"), waits_since_s(tmp_path / "3.record")
     writer.close()
     assert record is not None and record.rank == 3 and record.state == "running"
     assert [entry.number for entry in record.entries] == list(range(51, recorder.ENTRIES + 51))
     assert all(entry.call == CALL for entry in record.entries)
     assert [entry.left_s is None for entry in record.entries] == [False] * (recorder.ENTRIES - 1) + [True]
     assert all(entry.left_s >= entry.entered_s for entry in record.entries if entry.left_s)
+    assert waits_s == record.entries[-1].entered_s
     ended = read(tmp_path / "3.record")
     assert ended is not None and ended.state == "ended"
 
@@ -49,7 +50,7 @@ def test_the_beat_tells_where_the_main_thread_is_and_since_when(tmp_path: Path) 
 
 
 def test_what_is_not_a_record_is_none(tmp_path: Path) -> None:
-    assert read(tmp_path / "missing") is None
+    assert read(tmp_path / "missing") is None and waits_since_s(tmp_path / "missing") is None
     for name, content in {"empty": b"", "zeros": bytes(recorder.SLOT_BYTES * 300), "noise": b"x" * 200_000}.items():
         (tmp_path / name).write_bytes(content)
         assert read(tmp_path / name) is None
