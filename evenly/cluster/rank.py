@@ -102,6 +102,14 @@ class Folder:
     def endings(self) -> list[Ending]:
         return [Ending(**json.loads(path.read_text())) for path in self.control.glob("*.json")]
 
+    def note_failing(self, rank: int) -> None:
+        """Says that the rank has failed and is about to put its ending: it is not to be waited for."""
+        (self.control / f"{rank}.failing").touch()
+
+    def failing(self) -> bool:
+        """Whether any rank has failed."""
+        return any(True for _ in self.control.glob("*.failing"))
+
     def records(self) -> list[RankRecord]:
         """What the ranks of this node have recorded."""
         return [record for path in sorted(self.control.glob("*.record")) if (record := read(path)) is not None]
@@ -255,6 +263,7 @@ def _dumped(result: Any) -> bytes:
 def _fail(folder: Folder, rank: int, error: BaseException) -> NoReturn:
     """Tell the launcher, then end this process without waiting for threads that may hang."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    folder.note_failing(rank)
     ending = describe(rank, error)
     with folder.log(rank).open("a") as log:
         log.write(ending.traceback)

@@ -21,7 +21,7 @@ import psutil
 
 from evenly.cluster.rank import Folder, end_rank
 from evenly.observe.explain import Trouble, explain
-from evenly.observe.recorder import is_users
+from evenly.observe.recorder import RankRecord, is_users
 
 MOST_BETWEEN_LOOKS_S = 5.0  # a tenth of the limit where that is less
 STACKS_TIMEOUT_S = 1.0  # of one process
@@ -57,11 +57,14 @@ class Watch:
                 self._act()
 
     def _act(self) -> None:
-        records = self._folder.records()
-        trouble = explain(records, now_s=time.time())
-        if trouble is None:
+        if self._trouble(self._folder.records()) is None:
             return
         save_stacks(self._folder)
+        # Records once more: on a busy machine the ranks may have met meanwhile, or been late to say where they are.
+        records = self._folder.records()
+        trouble = self._trouble(records)
+        if trouble is None:
+            return
         seen = {record.rank: record.where for record in records}
         elsewhere = [
             f"; rank {rank} also has a thread or data worker in {', '.join(places)}"
@@ -71,6 +74,10 @@ class Watch:
         self.trouble = Trouble(trouble.ranks, trouble.text + "".join(elsewhere))
         for pid in self._folder.pids().values():
             end_rank(pid)
+
+    def _trouble(self, records: list[RankRecord]) -> Trouble | None:
+        """None also where a rank has failed: the launcher ends the others, and that rank has the word."""
+        return None if self._folder.failing() else explain(records, now_s=time.time())
 
 
 def save_stacks(folder: Folder) -> None:
@@ -117,5 +124,10 @@ def users_places(stacks: str, *, besides: str) -> list[str]:
         if frames:
             name, line, function = frames[0]
             places[f"{function} ({Path(name).name}:{line})"] = None
-    known = besides.rpartition("(")[2]
-    return [place for place in places if place.rpartition("(")[2] != known]
+    return [place for place in places if _function(place) != _function(besides)]
+
+
+def _function(place: str) -> tuple[str, str]:
+    """Function and file of `Lines.__getitem__ (data.py:31)`; the line moves between two looks."""
+    function, _, rest = place.partition(" (")
+    return function.rpartition(".")[2], rest.partition(":")[0]

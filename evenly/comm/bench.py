@@ -39,8 +39,8 @@ from evenly.comm.operations import (
 from evenly.comm.ring import ring_all_reduce
 
 MOST_BYTES = 256 * 2**20
-TIME_PER_SIZE_S = 0.5  # of measuring; at least LEAST_ROUNDS whatever they take
-LEAST_ROUNDS, MOST_ROUNDS = 5, 200
+TIME_PER_SIZE_S = 0.25
+ROUNDS_AT_ONCE, MOST_ROUNDS = 5, 200
 WARM_ROUNDS = 2
 
 
@@ -128,14 +128,18 @@ def measure(operations: Sequence[str], most_bytes: int) -> Bench:
 
 def _measure(operation: str, size_bytes: int, group: Group) -> Measured:
     act = OPERATIONS[operation](size_bytes, group)
-    took_s = min(_timed(act, group) for _ in range(WARM_ROUNDS))
-    rounds = _agreed(max(LEAST_ROUNDS, min(MOST_ROUNDS, int(TIME_PER_SIZE_S / max(took_s, 1e-6)))), group)
-    seconds = torch.tensor([_timed(act, group) for _ in range(rounds)], dtype=torch.float64, device=group.device)
-    slowest = statistics.median(all_reduce(seconds, group, "max").tolist())
-    bandwidth = size_bytes / slowest
-    return Measured(
-        operation, group.size, size_bytes, rounds, slowest, bandwidth, bandwidth * bus_factor(operation, group.size)
-    )
+    for _ in range(WARM_ROUNDS):
+        _timed(act, group)
+    times_s: list[float] = []
+    until_s = time.perf_counter() + TIME_PER_SIZE_S
+    more = True
+    while more:
+        times_s += [_timed(act, group) for _ in range(ROUNDS_AT_ONCE)]
+        more = _as_the_first(len(times_s) < MOST_ROUNDS and time.perf_counter() < until_s, group)
+    each_slowest = all_reduce(torch.tensor(times_s, dtype=torch.float64, device=group.device), group, "max")
+    seconds = statistics.median(each_slowest.tolist())
+    bandwidth, factor = size_bytes / seconds, bus_factor(operation, group.size)
+    return Measured(operation, group.size, size_bytes, len(times_s), seconds, bandwidth, bandwidth * factor)
 
 
 def _timed(act: Callable[[], object], group: Group) -> float:
@@ -152,8 +156,9 @@ def _finish_device(group: Group) -> None:
         torch.cuda.synchronize()
 
 
-def _agreed(rounds: int, group: Group) -> int:
-    return int(broadcast(torch.tensor([rounds], device=group.device), 0, group).item())
+def _as_the_first(decision: bool, group: Group) -> bool:
+    """What the first rank of the group has decided."""
+    return bool(broadcast(torch.tensor([decision], device=group.device), 0, group).item())
 
 
 # --------------------------------------------------------------------- one maker per operation: buffers, then the act

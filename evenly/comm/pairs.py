@@ -18,7 +18,7 @@ one tensor) or each rank's *own*. The gradient of a tensor is held as the tensor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,32 +30,52 @@ from evenly.comm.operations import even_sizes
 
 def copy(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     """A shared tensor for use by each rank on its own: gradients of all ranks are added up."""
-    return _apply(_Copy, tensor, group)
+    return _pair(tensor, _same, lambda own: operations.all_reduce(own.clone(), group))
 
 
 def reduce(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     """The sum of the ranks' tensors, shared; each rank's gets the gradient of the sum."""
-    return _apply(_Reduce, tensor, group)
+    return _pair(tensor, lambda own: operations.all_reduce(own.clone(), group), _same)
 
 
 def split(tensor: torch.Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> torch.Tensor:
     """This rank's piece of a shared tensor along `dim`."""
-    return _apply(_Split, tensor, group, dim, _sizes(tensor, group, dim, sizes))
+    sizes = _sizes(tensor, group, dim, sizes)
+    return _pair(
+        tensor,
+        lambda whole: _own_piece(whole, group, dim, sizes),
+        lambda piece: operations.all_gather(piece, group, dim=dim, sizes=sizes),
+    )
 
 
 def join(tensor: torch.Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> torch.Tensor:
     """The pieces of all ranks joined along `dim`, shared. sizes: exchanged first where they are not given."""
-    return _apply(_Join, tensor, group, dim, _sizes_of_pieces(tensor, group, dim, sizes))
+    sizes = _sizes_of_pieces(tensor, group, dim, sizes)
+    return _pair(
+        tensor,
+        lambda piece: operations.all_gather(piece, group, dim=dim, sizes=sizes),
+        lambda whole: _own_piece(whole, group, dim, sizes),
+    )
 
 
 def gather(tensor: torch.Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> torch.Tensor:
     """The pieces of all ranks joined along `dim`, for use by each rank on its own: their gradients are added up."""
-    return _apply(_Gather, tensor, group, dim, _sizes_of_pieces(tensor, group, dim, sizes))
+    sizes = _sizes_of_pieces(tensor, group, dim, sizes)
+    return _pair(
+        tensor,
+        lambda piece: operations.all_gather(piece, group, dim=dim, sizes=sizes),
+        lambda own: operations.reduce_scatter(own, group, dim=dim, sizes=sizes),
+    )
 
 
 def reduce_scatter(tensor: torch.Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> torch.Tensor:
     """This rank's piece, along `dim`, of the sum of the ranks' tensors."""
-    return _apply(_ReduceScatter, tensor, group, dim, _sizes(tensor, group, dim, sizes))
+    sizes = _sizes(tensor, group, dim, sizes)
+    return _pair(
+        tensor,
+        lambda own: operations.reduce_scatter(own, group, dim=dim, sizes=sizes),
+        lambda piece: operations.all_gather(piece, group, dim=dim, sizes=sizes),
+    )
 
 
 def exchange(
@@ -71,14 +91,11 @@ def exchange(
 
     sizes: of the pieces along `cut`. lengths: what each rank now holds along `join`; exchanged where not given.
     """
-    return _apply(
-        _Exchange,
+    sizes, lengths = _sizes(tensor, group, cut, sizes), _sizes_of_pieces(tensor, group, join, lengths)
+    return _pair(
         tensor,
-        group,
-        cut,
-        join,
-        _sizes(tensor, group, cut, sizes),
-        _sizes_of_pieces(tensor, group, join, lengths),
+        lambda piece: operations.all_to_all(piece, group, dim=cut, sizes=sizes, join=join, received=lengths),
+        lambda piece: operations.all_to_all(piece, group, dim=join, sizes=lengths, join=cut, received=sizes),
     )
 
 
@@ -93,92 +110,32 @@ def _sizes_of_pieces(tensor: torch.Tensor, group: Group, dim: int, sizes: Sequen
     return [int(length) for length in operations.all_gather(own, group, sizes=[1] * group.size).tolist()]
 
 
-def _apply(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
-    result: torch.Tensor = function.apply(*args)  # pyright: ignore[reportUnknownMemberType]
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view_as(tensor)  # autograd wants a new tensor
+
+
+def _own_piece(tensor: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+    start = sum(sizes[: group.position])
+    return tensor.narrow(dim, start, sizes[group.position]).clone()
+
+
+_Linear = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _pair(tensor: torch.Tensor, forward: _Linear, backward: _Linear) -> torch.Tensor:
+    result: torch.Tensor = _Pair.apply(tensor, forward, backward)  # pyright: ignore[reportUnknownMemberType]
     return result
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
+class _Pair(torch.autograd.Function):
+    """A linear map and its adjoint. The backward is a pair again, so that gradients have gradients."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return operations.all_reduce(gradients[0].clone(), ctx.group), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
-        return operations.all_reduce(tensor.clone(), group)
+    def forward(ctx: Any, tensor: torch.Tensor, forward: _Linear, backward: _Linear) -> torch.Tensor:
+        ctx.pair = forward, backward
+        return forward(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gradients[0], None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Group, dim: int, sizes: list[int]) -> torch.Tensor:
-        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
-        return _own_piece(tensor, group, dim, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return operations.all_gather(gradients[0], ctx.group, dim=ctx.dim, sizes=ctx.sizes), None, None, None
-
-
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Group, dim: int, sizes: list[int]) -> torch.Tensor:
-        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
-        return operations.all_gather(tensor, group, dim=dim, sizes=sizes)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return _own_piece(gradients[0], ctx.group, ctx.dim, ctx.sizes), None, None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Group, dim: int, sizes: list[int]) -> torch.Tensor:
-        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
-        return operations.all_gather(tensor, group, dim=dim, sizes=sizes)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return operations.reduce_scatter(gradients[0], ctx.group, dim=ctx.dim, sizes=ctx.sizes), None, None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Group, dim: int, sizes: list[int]) -> torch.Tensor:
-        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
-        return operations.reduce_scatter(tensor, group, dim=dim, sizes=sizes)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return operations.all_gather(gradients[0], ctx.group, dim=ctx.dim, sizes=ctx.sizes), None, None, None
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, group: Group, cut: int, join: int, sizes: list[int], lengths: list[int]
-    ) -> torch.Tensor:
-        ctx.group, ctx.cut, ctx.join, ctx.sizes, ctx.lengths = group, cut, join, sizes, lengths
-        return operations.all_to_all(tensor, group, dim=cut, sizes=sizes, join=join, received=lengths)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        gradient = operations.all_to_all(
-            gradients[0], ctx.group, dim=ctx.join, sizes=ctx.lengths, join=ctx.cut, received=ctx.sizes
-        )
-        return gradient, None, None, None, None, None
-
-
-def _own_piece(tensor: torch.Tensor, group: Group, dim: int, sizes: list[int]) -> torch.Tensor:
-    start = sum(sizes[: group.position])
-    return tensor.narrow(dim, start, sizes[group.position]).clone()
+        forward, backward = ctx.pair
+        return _pair(gradients[0], backward, forward), None, None

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 400.0
 # Building an optimizer imports torch._dynamo, which takes seconds: once in the server, not in every rank.
 PRELOAD = ["torch", "torch._dynamo", "torch.distributed.tensor", "evenly.checkpoint.resume"]
 
@@ -68,7 +68,7 @@ def _rank(
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=30)
+    timeout = timedelta(seconds=300)
     try:
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timeout)
         group = Group.of(dist.new_group(backend="gloo", timeout=timeout), "files")

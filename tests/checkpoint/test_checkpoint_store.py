@@ -143,7 +143,7 @@ def slow_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     real = tensors_module.save_tensors
 
     def late(*args: Any) -> None:
-        assert go_on.wait(30)
+        assert go_on.wait(300)
         real(*args)
 
     with monkeypatch.context() as patch:

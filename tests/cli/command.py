@@ -14,7 +14,7 @@ from evenly.cli.main import main
 
 JOB = Path(__file__).with_name("cli_job.py")
 COMMAND = [sys.executable, "-m", "evenly"]
-LIMIT_S = 280.0
+LIMIT_S = 600.0
 
 
 @dataclass(frozen=True)

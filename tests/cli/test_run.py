@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 import evenly as package
 
 # Two tests start a launcher of their own, which imports torch twice.
-pytestmark = pytest.mark.timeout(300)
 
 
 def weights(out: Path, step: int) -> dict[str, torch.Tensor]:

@@ -42,7 +42,7 @@ def test_sizes() -> None:
 
 def test_every_operation_is_measured_shown_and_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = tmp_path / "cluster.toml"
-    bench_comm(devices=3, operations="all", most="16", out=tmp_path / "out", save=saved, json_only=True)
+    bench_comm(devices=3, operations="all", most="4", out=tmp_path / "out", save=saved, json_only=True)
     shown = json.loads(capsys.readouterr().out)
     assert shown == json.loads((tmp_path / "out" / "comm.json").read_text())
     assert {row["operation"] for row in shown["measured"]} == set(OPERATIONS)

@@ -10,8 +10,6 @@ from evenly.cluster.launch import FailedRank
 from evenly.comm import doctor
 from evenly.comm.doctor import Finding, Outcome, examine, torch_version
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def named(findings: list[Finding], name: str) -> Finding:
     return next(finding for finding in findings if finding.name == name)

@@ -19,7 +19,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = sorted(EXAMPLES.glob("*.py"))
 OWN_LOOP = EXAMPLES / "digits_own_loop.py"
 # Importing transformers takes long on a busy machine.
-pytestmark = pytest.mark.timeout(300)
 
 SMALL: dict[str, dict[str, Any]] = {
     "stdlib_lm": {"width": 16, "layers": 1},
