@@ -1,0 +1,107 @@
+"""The repeated layers of any module: what is gathered together, recomputed together, or put on one stage.
+
+A *list* is a container (`ModuleList`, `Sequential`, `ModuleDict`) with two or more children of one class that
+themselves have children and hold parameters. Its items are *blocks* if most of them have parameters of the same shapes.
+Where they differ (the stages of a Swin transformer, of a ResNet), they are looked into, and an item without a list
+inside is a block itself. What lies inside a block is not looked into: the experts of one layer are part of it. Lists
+much smaller than the largest (two heads beside a tower) are no blocks, unless of the same class. A model without such
+lists is searched for children of one class that are no list (`self.block1`, `self.block2`), then for lists of plain
+layers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+LEAST_SHARE = 0.1  # of the largest list's parameters
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block and its qualified name in the model."""
+
+    name: str
+    module: nn.Module
+
+
+def find_blocks(model: nn.Module) -> list[Block]:
+    """The blocks of `model` in the order of its definition; none where nothing repeats. No block contains another."""
+    for may_repeat in (_composite_in_container, _composite, _plain_in_container):
+        lists = list(_lists("", model, may_repeat))
+        if lists:
+            least = LEAST_SHARE * max(_size(found) for found in lists)
+            classes = {type(block.module) for found in lists if _size(found) >= least for block in found}
+            return _once(block for found in lists for block in found if type(block.module) in classes)
+    return []
+
+
+def _lists(name: str, module: nn.Module, may_repeat: Callable[[nn.Module, nn.Module], bool]) -> Iterable[list[Block]]:
+    """The lists of blocks in `module`, of several towers each its own."""
+    chosen: set[int] = set()
+    for items in _like_children(name, module, may_repeat):
+        chosen.update(id(item.module) for item in items)
+        if _alike(items):
+            yield items
+            continue
+        inner = [list(_lists(item.name, item.module, may_repeat)) for item in items]
+        if any(inner):
+            # One list: the stages of one tower follow each other.
+            yield [
+                block
+                for item, lists in zip(items, inner, strict=True)
+                for block in ([b for found in lists for b in found] or [item])
+            ]
+        else:
+            yield items
+    for child_name, child in module.named_children():
+        if id(child) not in chosen:
+            yield from _lists(_joined(name, child_name), child, may_repeat)
+
+
+def _like_children(
+    name: str, module: nn.Module, may_repeat: Callable[[nn.Module, nn.Module], bool]
+) -> Iterable[list[Block]]:
+    """Two or more children of one class each."""
+    by_class: dict[type, list[Block]] = {}
+    for child_name, child in module.named_children():
+        if may_repeat(module, child) and any(True for _ in child.parameters()):
+            by_class.setdefault(type(child), []).append(Block(_joined(name, child_name), child))
+    return [items for items in by_class.values() if len(items) > 1]
+
+
+def _composite_in_container(parent: nn.Module, child: nn.Module) -> bool:
+    return isinstance(parent, CONTAINERS) and _composite(parent, child)
+
+
+def _composite(parent: nn.Module, child: nn.Module) -> bool:
+    return any(True for _ in child.children())
+
+
+def _plain_in_container(parent: nn.Module, child: nn.Module) -> bool:
+    return isinstance(parent, CONTAINERS)
+
+
+def _alike(items: Sequence[Block]) -> bool:
+    shapes = Counter(tuple((n, tuple(p.shape)) for n, p in item.module.named_parameters()) for item in items)
+    return 2 * max(shapes.values()) > len(items)
+
+
+def _size(items: Sequence[Block]) -> int:
+    return sum({id(p): p.numel() for item in items for p in item.module.parameters()}.values())
+
+
+def _once(blocks: Iterable[Block]) -> list[Block]:
+    """Each module once, under its first name: a layer that is used twice may stand in two lists."""
+    first: dict[int, Block] = {}
+    for block in blocks:
+        first.setdefault(id(block.module), block)
+    return list(first.values())
+
+
+def _joined(name: str, child: str) -> str:
+    return f"{name}.{child}" if name else child
