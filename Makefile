@@ -9,6 +9,9 @@ EXAMPLE := examples/stdlib_lm.py
 # All GPUs where there are any, else two CPU processes.
 DEVICES := $(if $(shell nvidia-smi -L 2>/dev/null),,--devices 2)
 
+# Many processes start from these sources: each file is compiled once, when it is first imported.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: venv demo test check bench
 .DELETE_ON_ERROR:
 
