@@ -83,6 +83,42 @@ class LanguageModel(nn.Module):
         return self.head(hidden)
 
 
+class Block(nn.Module):
+    """Attention and a feed-forward part, dropout; `gate` is used by sentences of an even length alone."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mix = nn.MultiheadAttention(width, 2, dropout=0.1, batch_first=True)
+        self.feed = nn.Sequential(nn.Linear(width, 13), nn.GELU(), nn.Dropout(0.1), nn.Linear(13, width))
+        self.gate = nn.Parameter(torch.full((3, width), 0.5))
+        self.never = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+        x = x + self.mix(h, h, h, attn_mask=mask, need_weights=False)[0]
+        h = self.feed(x)
+        return x + (h * self.gate.sum(0) if x.shape[1] % 2 == 0 else h)
+
+
+class Tower(nn.Module):
+    """Blocks between a tied embedding and head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(Block(6) for _ in range(3))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 def class_loss(model: nn.Module, batch: Any) -> evenly.Loss:
     x, y = batch
     return evenly.Loss(F.cross_entropy(model(x), y, reduction="sum"), len(y))
@@ -122,4 +158,10 @@ def language_job(**changes: Any) -> evenly.Job:
     return evenly.Job(**{**fields, **changes})
 
 
+def tower_job(**changes: Any) -> evenly.Job:
+    """The language job with a model of blocks."""
+    return language_job(**{"model": Tower, "name": "tower", **changes})
+
+
 JOBS = {"classifier": classifier_job, "language": language_job}
+ALL_JOBS = {**JOBS, "tower": tower_job}

@@ -16,7 +16,14 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed", "evenly.train", "evenly.verify.ranks", "evenly.train.resume"]
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "evenly.train",
+    "evenly.verify.ranks",
+    "evenly.train.resume",
+    "evenly.parallel.shards",
+]
 
 
 class RankFailure(AssertionError):

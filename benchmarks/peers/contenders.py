@@ -56,6 +56,8 @@ CONTENDERS = {
     "evenly_rounding": Contender(EVENLY, "evenly_.py", env={"EVENLY_EXACT": "rounding"}),
     # Gradients summed in a wider type: float64 has none.
     "evenly_bitwise": Contender(EVENLY, "evenly_.py", float64=False, env={"EVENLY_EXACT": "bitwise"}),
+    "evenly_zero2": Contender(EVENLY, "evenly_.py", env={"EVENLY_PLAN": "zero2"}),
+    "evenly_zero3": Contender(EVENLY, "evenly_.py", env={"EVENLY_PLAN": "zero3"}),
     "evenly_count": Contender(EVENLY, "evenly_.py", ("--count",), only=RAGGED),
     "fsdp2": Contender(TORCHRUN, "fsdp2.py"),
     # `accelerate launch --cpu --num_processes 2` starts one process; its CPU guide uses torchrun or mpirun.
@@ -84,6 +86,7 @@ GROUPS = [
     ["ddp", "hf", "accelerate_exact"],
     ["ddp", "zero0", "zero1", "zero2", "zero3"],
     ["ddp", "evenly", "evenly_rounding", "hf_rebalance"],
+    ["ddp", "fsdp2", "evenly_zero2", "evenly_zero3"],
 ]
 
 

@@ -8,7 +8,7 @@ reads by itself.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,16 +30,33 @@ class Share:
     step:         number of the step, from 0.
     microbatches: the sample indices of every microbatch of the pass, all ranks'.
     own:          the numbers of the microbatches that this rank runs, ascending.
+    rounds:       the most microbatches that any rank runs.
+    fillers:      microbatches that this rank runs after its own without counting them, see `filled`.
     """
 
     step: int
     microbatches: list[list[int]]
     own: list[int]
+    rounds: int
+    fillers: tuple[int, ...] = ()
 
     @property
     def samples(self) -> int:
         """Samples of the pass, all ranks'."""
         return sum(map(len, self.microbatches))
+
+    @property
+    def runs(self) -> int:
+        """How many microbatches this rank runs, fillers included."""
+        return len(self.own) + len(self.fillers)
+
+    def filled(self) -> Share:
+        """The share for a plan whose ranks talk inside the model: every rank runs as many microbatches.
+
+        A filler is the rank's last own microbatch once more (the pass's first, where it has none), at no weight.
+        """
+        filler = self.own[-1] if self.own else 0
+        return replace(self, fillers=(filler,) * (self.rounds - len(self.own)))
 
 
 def microbatches_of_step(job: Job, step: int) -> list[list[int]]:
@@ -66,17 +83,21 @@ def share_of_step(job: Job, step: int, *, rank: int, ranks: int) -> Share:
     """
     microbatches = microbatches_of_step(job, step)
     if job.cost is None:
-        return Share(step, microbatches, deal([float(len(indices)) for indices in microbatches], ranks)[rank])
+        return _share(step, microbatches, deal([float(len(indices)) for indices in microbatches], ranks), rank)
     lengths = [[job.cost(i) for i in indices] for indices in microbatches]
     costs = [padded_cost(group) for group in lengths]
     squares = [cost * max(group) for cost, group in zip(costs, lengths, strict=True)]
-    return Share(step, microbatches, deal(costs, ranks, squares)[rank])
+    return _share(step, microbatches, deal(costs, ranks, squares), rank)
 
 
 def share_of_evaluation(job: Job, *, rank: int, ranks: int) -> Share:
     """What `rank` of `ranks` runs of an evaluation."""
     microbatches = microbatches_of_evaluation(job)
-    return Share(0, microbatches, deal([float(len(m)) for m in microbatches], ranks)[rank])
+    return _share(0, microbatches, deal([float(len(m)) for m in microbatches], ranks), rank)
+
+
+def _share(step: int, microbatches: list[list[int]], shares: list[list[int]], rank: int) -> Share:
+    return Share(step, microbatches, shares[rank], rounds=max(map(len, shares)))
 
 
 def worker_count(*, cores: int, local_ranks: int, device: str) -> int:
@@ -94,15 +115,20 @@ class _Item:
     number: int
     indices: list[int]
     key: int  # of the random stream of reading it
+    counts: bool
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One microbatch as read: its number within the step, its number of samples, and what `collate` made of them."""
+    """One microbatch as read: its number within the step, its number of samples, and what `collate` made of them.
+
+    counts: False for a filler, which is run for the sake of other ranks and must change nothing.
+    """
 
     number: int
     samples: int
     batch: Any
+    counts: bool = True
 
 
 class _Reader(Dataset["Microbatch | SampleError"]):
@@ -119,7 +145,7 @@ class _Reader(Dataset["Microbatch | SampleError"]):
         try:
             seed(item.key)
             samples = [self._sample(index) for index in item.indices]
-            return Microbatch(item.number, len(samples), self._put_together(item, samples))
+            return Microbatch(item.number, len(samples), self._put_together(item, samples), item.counts)
         except SampleError as problem:
             return problem
 
@@ -171,9 +197,10 @@ class Loader:
         Reading seeds the generators of the process that reads, this one unless there are workers.
         """
         items = (
-            _Item(number, share.microbatches[number], stream_key(self._seed, self._word, share.step, number))
+            _Item(number, share.microbatches[number], stream_key(self._seed, self._word, share.step, number), counts)
             for share in shares
-            for number in share.own
+            for numbers, counts in ((share.own, True), (share.fillers, False))
+            for number in numbers
         )
         return Reading(self._with_workers(items) if self._workers else map(self._reader.__getitem__, items))
 

@@ -150,21 +150,27 @@ class GradientSum:
     def divide(self, divisor: float) -> None:
         """Leaves sum / `divisor` in the `grad` of every parameter that any rank used, the same on all ranks."""
         for bucket in self.buckets:
-            sums = bucket.sums[: bucket.length].div_(divisor)
             if bucket.added_in is not bucket.dtype:
-                bucket.gradients.copy_(sums)
+                bucket.gradients.copy_(bucket.sums[: bucket.length])
+            bucket.gradients.div_(divisor)
             for slot in bucket.slots:
                 slot.parameter.grad = slot.gradient if self._used[slot.number] else None
 
     def norm(self) -> torch.Tensor:
-        """Norm of all gradients together, a scalar in float64; parameters without gradient count nothing."""
-        norms = [torch.linalg.vector_norm(bucket.gradients).double() for bucket in self.buckets]
+        """Norm of all gradients together, a scalar in float64; parameters without gradient count nothing.
+
+        Added up in float64, so that parts of it, added up elsewhere, come to the same when rounded to float32.
+        """
+        norms = [torch.linalg.vector_norm(bucket.gradients, dtype=torch.float64) for bucket in self.buckets]
         return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
 
     def scale(self, factor: float) -> None:
         """Multiplies every gradient by `factor`."""
         for bucket in self.buckets:
             bucket.gradients.mul_(factor)
+
+    def rest(self) -> None:
+        """Nothing to do: parameters are always whole."""
 
     def close(self) -> None:
         """Takes the hooks off the parameters."""

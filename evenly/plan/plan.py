@@ -7,7 +7,7 @@ A plan named without sizes takes the devices that it is given: `Plan.fit(devices
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any, Literal, get_args
@@ -16,6 +16,8 @@ from evenly.errors import PlanError
 from evenly.job import PRECISIONS, Precision
 
 Exact = Literal["bitwise", "rounding"]
+Zero = Literal[0, 1, 2, 3]
+Recompute = Literal["none", "selective", "full"]
 
 SYNONYMS = {"dp": "data", "tp": "tensor", "pp": "pipeline"}
 # Words of the plan language whose strategies do not exist yet: refused by name rather than as misspelt.
@@ -23,20 +25,15 @@ PLANNED_KEYS = frozenset(
     [
         "tensor",
         "pipeline",
-        "zero",
-        "shard",
         "schedule",
         "stages_per_rank",
         "microbatch",
-        "recompute",
         "compile",
         "threads",
         "balanced",
     ]
 )
-PLANNED_NAMES = frozenset(
-    ["dp", "balanced-dp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tp", "mp", "pp", "2d", "3d"]
-)
+PLANNED_NAMES = frozenset(["dp", "balanced-dp", "tp", "mp", "pp", "2d", "3d"])
 
 
 @dataclass(frozen=True)
@@ -44,6 +41,11 @@ class Plan:
     """How a job runs.
 
     data:      ranks that share each batch; None takes all devices given.
+    zero:      what the data axis cuts over ranks: nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too.
+    shard:     ranks over which it cuts, where groups of so many hold the same (hybrid sharding); None takes all,
+               "auto" the largest number that leaves several groups.
+    recompute: which activations of the model's blocks are computed anew for the backward pass; None and "none" none,
+               "selective" all but those of matrix products and attention, "full" all.
     precision: of the forward and backward pass; None takes the job's.
     exact:     "bitwise" adds gradients in a wider type, so that float32, bfloat16 and float16 training has the
                same bits on any number of ranks; "rounding" adds them as they are. float64 has no wider type:
@@ -51,6 +53,9 @@ class Plan:
     """
 
     data: int | None = None
+    zero: Zero | None = None
+    shard: int | Literal["auto"] | None = None
+    recompute: Recompute | None = None
     precision: Precision | None = None
     exact: Exact | None = None
 
@@ -67,7 +72,16 @@ class Plan:
     def fit(self, devices: int) -> Plan:
         """The plan with its open axes filled so that it uses `devices`; raises `PlanError` where it cannot."""
         if self.data is None:
-            return replace(self, data=devices)
+            return replace(self, data=devices).fit(devices)
+        if self.shard == "auto":
+            proper = [size for size in range(2, self.data) if self.data % size == 0]
+            return replace(self, shard=max(proper, default=self.data)).fit(devices)
+        if self.shard is not None and self.data % self.shard:
+            raise PlanError(
+                f"plan {self} on {devices} device{'s' * (devices != 1)}",
+                f"groups of {self.shard} do not divide {self.data} ranks",
+                "give a shard that divides the data axis",
+            )
         if self.devices != devices:
             raise PlanError(
                 f"plan {self} on {devices} device{'s' * (devices != 1)}",
@@ -93,7 +107,16 @@ class Plan:
         return " ".join(pairs) or "auto"
 
 
-NAMED = {"single": Plan(data=1), "ddp": Plan(), "auto": Plan()}
+NAMED = {
+    "single": Plan(data=1),
+    "ddp": Plan(),
+    "zero1": Plan(zero=1),
+    "zero2": Plan(zero=2),
+    "zero3": Plan(zero=3),
+    "fsdp": Plan(zero=3),
+    "hsdp": Plan(zero=3, shard="auto"),
+    "auto": Plan(),
+}
 
 
 def parse_plan(text: str) -> Plan:
@@ -110,6 +133,12 @@ def parse_plan(text: str) -> Plan:
             "; ".join(problems),
             f"name one of {', '.join(NAMED)}, or set {', '.join(f.name for f in fields(Plan))}",
         )
+    if values.get("shard") and not values.get("zero"):
+        raise PlanError(
+            f"plan {text!r}",
+            "shard says over how many ranks zero cuts, and zero is not set",
+            "add zero=1, 2 or 3",
+        )
     return Plan(**values)
 
 
@@ -124,7 +153,14 @@ def _read_word(word: str, values: dict[str, Any]) -> Iterable[str]:
             yield _unknown(word, NAMED, PLANNED_NAMES | PLANNED_KEYS, "name")
         return
     key = SYNONYMS.get(key, key)
-    readers = {"data": _count, "precision": _one_of(PRECISIONS), "exact": _one_of(get_args(Exact))}
+    readers: dict[str, Callable[[str], Any]] = {
+        "data": _count,
+        "zero": _stage,
+        "shard": lambda value: value if value == "auto" else _count(value),
+        "recompute": _one_of(get_args(Recompute)),
+        "precision": _one_of(PRECISIONS),
+        "exact": _one_of(get_args(Exact)),
+    }
     if key not in readers:
         yield _unknown(key, readers, PLANNED_KEYS, "key")
         return
@@ -151,6 +187,13 @@ def _count(value: str) -> int:
     if not value.isdecimal() or int(value) < 1:
         raise ValueError("must be a whole number of at least 1")
     return int(value)
+
+
+def _stage(value: str) -> Zero:
+    stage = next((stage for stage in get_args(Zero) if str(stage) == value), None)
+    if stage is None:
+        raise ValueError("must be 0, 1, 2 or 3")
+    return stage
 
 
 def _one_of(choices: tuple[str, ...]) -> Any:

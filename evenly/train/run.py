@@ -89,7 +89,7 @@ class Batch:
 
     def __init__(self, share: Share, microbatches: Reading) -> None:
         self.share, self.microbatches = share, microbatches
-        self._left = len(share.own)
+        self._left = share.runs
 
     def __iter__(self) -> Iterator[Microbatch]:
         while self._left:
@@ -178,9 +178,13 @@ class Run:
         gradients.begin(numbers=ledger.size)
         for microbatch in batch:
             seed(stream_key(self.job.seed, "microbatch", batch.share.step, microbatch.number), self.world.device)
-            with statistics.recording(microbatch.number):
+            if microbatch.counts:
+                with statistics.recording(microbatch.number):
+                    loss = self._loss(microbatch)
+                ledger.add(microbatch.number, loss, statistics.calls(microbatch.number))
+            else:
                 loss = self._loss(microbatch)
-            ledger.add(microbatch.number, loss, statistics.calls(microbatch.number))
+                loss = Loss(loss.total * 0, 0)
             if batch.left == 0:
                 gradients.expect_last()
             self._backward(loss)
@@ -196,7 +200,7 @@ class Run:
     def _backward(self, loss: Loss) -> None:
         if not loss.total.requires_grad:
             # A constant has gradient zero, which is what a microbatch without anything that counts adds.
-            if float(loss.weight) > 0:
+            if float(loss.weight) > 0 or self.composed.in_step:
                 raise RunError(
                     "the loss must depend on the model's parameters",
                     "its total requires no gradient",
@@ -210,7 +214,9 @@ class Run:
         """Applies the batch's gradient; returns its norm and whether the update was skipped."""
         gradients = self.composed.gradients
         gradients.divide(account.weight * self.loss_scale.factor)
-        grad_norm = float(gradients.norm())
+        norm = gradients.norm()
+        # Added up by other ranks in another order it differs in the last bits of float64, and so would the clipping.
+        grad_norm = float(norm.float() if self.plan.exact == "bitwise" else norm)
         finite = math.isfinite(grad_norm)
         if not finite and self.precision != "float16":
             raise RunError(
@@ -258,16 +264,19 @@ class Run:
         """The loss over the job's `eval_data`, every sample exactly once; leaves training undisturbed."""
         if self.job.eval_data is None:
             raise UserError("run.evaluate()", "the job has no eval_data", "give the Job eval_data")
-        share = share_of_evaluation(self.job, rank=self.world.rank, ranks=self.world.size)
+        share = self._fitted(share_of_evaluation(self.job, rank=self.world.rank, ranks=self.world.size))
         ledger = Ledger(self.world, microbatches=len(share.microbatches))
         self.model.eval()
         try:
             with torch.no_grad(), undisturbed(self.world.device):
                 for microbatch in self._loader(evaluation=True).read(iter([share])):
                     seed(stream_key(self.job.seed, "evaluation", microbatch.number), self.world.device)
-                    ledger.add(microbatch.number, self._loss(microbatch), [])
+                    loss = self._loss(microbatch)
+                    if microbatch.counts:
+                        ledger.add(microbatch.number, loss, [])
         finally:
             self.model.train()
+            self.composed.gradients.rest()
         numbers = torch.as_tensor(ledger.numbers(), dtype=torch.float64, device=self.world.device)
         account = ledger.read(all_reduce(numbers, self.world.group("data"), label="evaluation").tolist())
         account.check(self.steps_done)
@@ -328,7 +337,10 @@ class Run:
         return self.optimizer.param_groups[0]["lr"]
 
     def _share(self, step: int) -> Share:
-        return share_of_step(self.job, step, rank=self.world.rank, ranks=self.world.size)
+        return self._fitted(share_of_step(self.job, step, rank=self.world.rank, ranks=self.world.size))
+
+    def _fitted(self, share: Share) -> Share:
+        return share.filled() if self.composed.in_step else share
 
     def _loader(self, *, evaluation: bool = False) -> Loader:
         world = self.world
@@ -361,7 +373,11 @@ def start(
     world = connect(place)
     if world.device == "cpu" and fitted.exact == "bitwise" and chosen_threads() is None:
         torch.set_num_threads(1)  # how a sum is cut among threads shows in its bits
-    return Run(job, fitted, world, options)
+    try:
+        return Run(job, fitted, world, options)
+    except UserError:  # raised by all ranks alike, which may go on to something else
+        disconnect(world)
+        raise
 
 
 def write_plan(run: Run, path: Path) -> None:

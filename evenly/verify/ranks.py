@@ -55,7 +55,7 @@ def compare_job(job: Job, plan: str | Plan, steps: int, folder: Path) -> Trace:
             report = run.step(batch)
             trace.add_loss(report.step, report.loss, losses[report.step - 1])
             trace.add_grad_norm(report.step, report.grad_norm, norms[report.step - 1])
-            tensors = named_tensors(run.model)
+            tensors = {name: whole(tensor) for name, tensor in named_tensors(run.model).items()}
             trace.add_tensors(report.step, tensors, expected.tensors(report.step))
             _compare_bits(run, trace, tensors, single, report.step)
             if report.step == steps:
@@ -63,6 +63,12 @@ def compare_job(job: Job, plan: str | Plan, steps: int, folder: Path) -> Trace:
         if eval_loss is not None:
             trace.add_loss(steps, run.evaluate().loss, eval_loss, what="evaluation loss")
     return trace
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` with the shards of all ranks; a collective where it is cut."""
+    full_tensor = getattr(tensor, "full_tensor", None)
+    return tensor if full_tensor is None else full_tensor()
 
 
 def _compare_bits(run: Run, trace: Trace, tensors: dict[str, torch.Tensor], single: Trajectory, step: int) -> None:

@@ -87,4 +87,6 @@ def _run_plan(question: Question, text: str, world: int, folder: Path) -> list[T
 
 def world_of(plan: Plan, devices: int | None) -> int:
     """World size for `plan`: its own if it states sizes, else `devices`, else the smallest that shows it."""
-    return plan.devices or devices or 2
+    if plan.shard is None:
+        return plan.devices or devices or 2
+    return plan.devices or devices or (4 if plan.shard == "auto" else 2 * plan.shard)

@@ -43,6 +43,19 @@ def test_an_evaluation_holds_every_sample_once(ranks: int) -> None:
     assert sorted(samples) == list(range(11))
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 7])
+def test_filled_shares_run_as_many_microbatches_and_count_each_once(ranks: int) -> None:
+    job = classifier_job()
+    for step in range(4):
+        shares = [share_of_step(job, step, rank=rank, ranks=ranks).filled() for rank in range(ranks)]
+        assert {share.runs for share in shares} == {max(len(share.own) for share in shares)}
+        read = [list(Loader(job).read(iter([share]))) for share in shares]
+        assert [len(own) for own in read] == [share.runs for share in shares]
+        counted = [m.number for own in read for m in own if m.counts]
+        assert sorted(counted) == list(range(len(shares[0].microbatches)))
+        assert all(m.counts for own, share in zip(read, shares, strict=True) for m in own[: len(share.own)])
+
+
 def read(job: Any, rank: int, ranks: int, workers: int) -> dict[tuple[int, int], torch.Tensor]:
     shares = [share_of_step(job, step, rank=rank, ranks=ranks) for step in range(3)]
     keys = [(share.step, number) for share in shares for number in share.own]

@@ -1,6 +1,7 @@
 """`evenly`, started by `evenly run`: the job of evenly_job.py in a loop of one's own.
 
-EVENLY_EXACT=bitwise|rounding picks how gradients are added over ranks; without it the package decides.
+EVENLY_PLAN names the plan, EVENLY_EXACT=bitwise|rounding how gradients are added over ranks; without them the package
+decides.
 --count cuts ragged batches by a count of samples instead of a budget of padded length."""
 
 import os
@@ -15,7 +16,7 @@ import evenly
 
 rec = Recorder(("--count", {"action": "store_true"}))
 exact = os.environ.get("EVENLY_EXACT")
-plan = f"ddp exact={exact}" if exact else None
+plan = os.environ.get("EVENLY_PLAN", "ddp") + (f" exact={exact}" if exact else "")
 work = job(rec.args.workload, rec.steps, rec.args.count, rec.args.eval, rec.micro)
 # --- user code
 with evenly.start(work, plan=plan) as run:
@@ -28,5 +29,5 @@ with evenly.start(work, plan=plan) as run:
         result = run.evaluate()
         # --- end
         rec.eval(result.loss, result.samples)
-    state = run.model.state_dict()
+    state = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in run.model.state_dict().items()}
 rec.finish(state)

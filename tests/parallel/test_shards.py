@@ -1,0 +1,83 @@
+"""Which parts of a model are gathered together, what is refused, and resuming under another plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import Tower, tower_job
+from kept_ranks import KeptRanks
+from torch import nn
+
+import evenly
+from evenly.errors import PlanError
+from evenly.parallel.recompute import Recomputation
+from evenly.parallel.shards import units_of
+from evenly.verify.ranks import whole
+
+
+def test_a_block_that_shares_parameters_with_others_is_no_unit() -> None:
+    model = Tower()
+    assert [unit.name for unit in units_of(model)] == ["blocks.0", "blocks.1", "blocks.2"]
+    model.blocks[1].feed[0].weight = model.blocks[0].feed[0].weight
+    assert [unit.name for unit in units_of(model)] == ["blocks.2"]
+    model.blocks[2].gate = nn.Parameter(torch.zeros(11, 6))
+    model.embed.weight = model.blocks[2].gate
+    assert units_of(model) == []
+
+
+def test_parameters_shared_inside_a_block_leave_it_a_unit() -> None:
+    model = Tower()
+    for block in model.blocks:
+        block.again = block.feed
+    assert len(units_of(model)) == 3
+
+
+def test_recomputation_needs_blocks_and_is_undone() -> None:
+    with pytest.raises(PlanError, match="no repeated blocks"):
+        Recomputation(nn.Linear(2, 2), selective=False)
+    model = Tower()
+    recomputation = Recomputation(model, selective=True)
+    assert all("forward" in vars(block) for block in model.blocks)
+    recomputation.close()
+    assert not any("forward" in vars(block) for block in model.blocks)
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 4), nn.Linear(4, 3, dtype=torch.bfloat16)
+
+
+def refused() -> str:
+    try:
+        with evenly.start(tower_job(model=Mixed), plan="zero3"):
+            return "nothing"
+    except PlanError as problem:
+        return str(problem)
+
+
+def test_parameters_of_several_dtypes_are_refused(ranks: KeptRanks) -> None:
+    assert all("several dtypes: bfloat16, float32" in text for text in ranks.run(refused, size=2))
+
+
+def train(plan: str, steps: int, out: Path | None, resume: bool) -> dict[str, Any]:
+    with evenly.start(tower_job(), plan=plan, out=out, steps=steps, resume=resume) as run:
+        for batch in run.batches():
+            run.step(batch)
+        if out is not None:
+            run.evaluate()
+            run.save()
+        return {name: whole(p.detach()).clone() for name, p in run.model.named_parameters()}
+
+
+@pytest.mark.parametrize(("first", "then"), [(("zero3", 2), ("ddp", 3)), (("ddp", 2), ("zero2", 3))])
+def test_a_run_goes_on_under_another_plan_with_the_same_bits(
+    first: tuple[str, int], then: tuple[str, int], ranks: KeptRanks, tmp_path: Path
+) -> None:
+    (expected,) = ranks.run(train, "single", 6, None, False, size=1)
+    ranks.run(train, first[0], 3, tmp_path, False, size=first[1])
+    for found in ranks.run(train, then[0], 6, tmp_path, True, size=then[1]):
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
