@@ -36,7 +36,7 @@ PLANNED_KEYS = frozenset(
 PLANNED_NAMES = frozenset(["dp", "balanced-dp", "tp", "mp", "pp", "2d", "3d"])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """How a job runs.
 

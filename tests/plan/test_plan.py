@@ -28,7 +28,7 @@ def test_text_becomes_a_plan(text: str, plan: Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    "plan", [*NAMED.values(), Plan(4, precision="float16", exact="bitwise"), Plan(precision="float32")]
+    "plan", [*NAMED.values(), Plan(data=4, precision="float16", exact="bitwise"), Plan(precision="float32")]
 )
 def test_printing_and_parsing_are_inverse(plan: Plan) -> None:
     assert parse_plan(str(plan)) == plan

@@ -103,7 +103,9 @@ def test_a_signal_asks_and_the_handler_is_given_back() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-@pytest.mark.parametrize("options", [RunOptions(), RunOptions(Plan(2, None, "rounding"), Path("a b"), 7, True)])
+@pytest.mark.parametrize(
+    "options", [RunOptions(), RunOptions(Plan(data=2, zero=3, exact="rounding"), Path("a b"), 7, True)]
+)
 def test_options_survive_the_way_to_the_ranks(options: RunOptions) -> None:
     assert RunOptions.from_text(options.to_text()) == options
 
