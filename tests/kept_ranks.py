@@ -19,6 +19,7 @@ from typing import Any
 PRELOAD = [
     "torch",
     "torch.distributed",
+    "torch._dynamo",  # every optimizer imports it
     "evenly.train",
     "evenly.verify.ranks",
     "evenly.train.resume",

@@ -126,7 +126,8 @@ def start_ranks(fn: Callable[..., Any], args: Sequence[Any], launch: Launch) -> 
         stop = stack.enter_context(_forwarded_signals(folder))
         environment = {**process_environment(), CONTROL_VARIABLE: str(folder.control), **launch.environment}
         results = _run(Orders(task, folder, environment), launch, stop)
-        folder.remove(logs=True)
+    # Only now does nothing read the folder any more: until then signals are forwarded to the ranks it names.
+    folder.remove(logs=True)
     return {rank: pickle.loads(results[rank]) for rank in sorted(results)}
 
 
@@ -314,7 +315,7 @@ def _forwarding(folder: Folder, stop: _Stop) -> Generator[None]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     # Started before the signals are held: this thread is the one that gets them.
-    thread = threading.Thread(target=_forward, args=(reader, folder, stop), daemon=True)
+    thread = threading.Thread(target=_forward, args=(reader, folder, stop), name="evenly-signals", daemon=True)
     thread.start()
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     # The agent takes SIGQUIT for itself and does not give it back.

@@ -25,6 +25,7 @@ from evenly.observe.recorder import RankRecord, is_users
 
 MOST_BETWEEN_LOOKS_S = 5.0  # a tenth of the limit where that is less
 STACKS_TIMEOUT_S = 1.0  # of one process
+AGENT_TIMEOUT_S = 60.0  # for the agent to see that a rank has died, which ends the launch
 
 _BLOCK = re.compile(r"^(?:Current thread|Thread) .*\n((?:  .*\n?)*)", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
@@ -59,6 +60,8 @@ class Watch:
     def _act(self) -> None:
         if self._trouble(self._folder.records()) is None:
             return
+        if self._any_died() and self._over.wait(AGENT_TIMEOUT_S):
+            return
         save_stacks(self._folder)
         # Records once more: on a busy machine the ranks may have met meanwhile, or been late to say where they are.
         records = self._folder.records()
@@ -78,6 +81,18 @@ class Watch:
     def _trouble(self, records: list[RankRecord]) -> Trouble | None:
         """None also where a rank has failed: the launcher ends the others, and that rank has the word."""
         return None if self._folder.failing() else explain(records, now_s=time.time())
+
+    def _any_died(self) -> bool:
+        """Whether a rank's process is gone though it never said that it came to its end: how it died is the cause."""
+        ended = {record.rank for record in self._folder.records() if record.state == "ended"}
+        return any(rank not in ended and not _lives(pid) for rank, pid in self._folder.pids().items())
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def save_stacks(folder: Folder) -> None:

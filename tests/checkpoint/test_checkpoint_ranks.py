@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_ranks import run_ranks
+from checkpoint_ranks import in_group
+from kept_ranks import KeptRanks, RankFailure
 from torch import Tensor, nn, optim
 
 from evenly.checkpoint.resume import restore
@@ -52,19 +53,19 @@ def load_step(group: Any, rank: int, folder: Path) -> tuple[int, dict[str, Any],
     return checkpoint.step, checkpoint.values, wrong_names(into, checkpoint.step)
 
 
-def test_saved_by_two_ranks_loaded_by_any_number(tmp_path: Path) -> None:
-    assert run_ranks(2, save_steps, tmp_path, tmp_path, [1, 2, 3, 4]) == [[2, 3, 4], [2, 3, 4]]
+def test_saved_by_two_ranks_loaded_by_any_number(ranks: KeptRanks, tmp_path: Path) -> None:
+    assert ranks.run(in_group, save_steps, tmp_path, [1, 2, 3, 4], size=2) == [[2, 3, 4], [2, 3, 4]]
     files = sorted((tmp_path / "checkpoints" / "step-00000004").glob("*.safetensors"))
     assert len(files) == 2
     stored, whole = sum(f.stat().st_size for f in files), sum(t.nbytes for t in state_of(1).values())
     assert whole < stored < 2 * whole + 2000 and min(f.stat().st_size for f in files) > 300  # once, by both
     assert load_step(None, 0, tmp_path) == (4, {"seed": 3}, [])
-    assert run_ranks(3, load_step, tmp_path, tmp_path) == [(4, {"seed": 3}, [])] * 3
+    assert ranks.run(in_group, load_step, tmp_path, size=3) == [(4, {"seed": 3}, [])] * 3
 
 
-def test_saved_by_one_process_loaded_by_two_ranks(tmp_path: Path) -> None:
+def test_saved_by_one_process_loaded_by_two_ranks(ranks: KeptRanks, tmp_path: Path) -> None:
     save_alone(tmp_path, 7)
-    assert run_ranks(2, load_step, tmp_path, tmp_path) == [(7, {"seed": 3}, [])] * 2
+    assert ranks.run(in_group, load_step, tmp_path, size=2) == [(7, {"seed": 3}, [])] * 2
 
 
 def save_alone(folder: Path, step: int) -> None:
@@ -97,14 +98,14 @@ def sharded(group: Any, rank: int, folder: Path, do: str) -> list[bool]:
     return [torch.equal(tensors[n].full_tensor(), whole[n]) for n in whole]
 
 
-def test_shards_go_through_the_same_path_and_are_cut_anew(tmp_path: Path) -> None:
-    run_ranks(2, sharded, tmp_path, tmp_path, "save")
+def test_shards_go_through_the_same_path_and_are_cut_anew(ranks: KeptRanks, tmp_path: Path) -> None:
+    ranks.run(in_group, sharded, tmp_path, "save", size=2)
     into = {"rows": torch.zeros(7, 5), "columns": torch.zeros(2, 12), "both": torch.zeros(3)}
     store = CheckpointStore(tmp_path)
     store.load().read(into)
     assert torch.equal(into["rows"], torch.arange(35.0).reshape(7, 5))
     assert torch.equal(into["columns"], torch.arange(24.0).reshape(2, 12)) and into["both"].eq(1).all()
-    assert run_ranks(3, sharded, tmp_path, tmp_path, "load") == [[True] * 3] * 3
+    assert ranks.run(in_group, sharded, tmp_path, "load", size=3) == [[True] * 3] * 3
 
 
 def parts(group: Any, rank: int, folder: Path, do: str) -> list[float]:
@@ -123,9 +124,9 @@ def parts(group: Any, rank: int, folder: Path, do: str) -> list[float]:
     return [p.sum().item() for p in model.parameters()] + [s["exp_avg"].sum().item() for s in optimizer.state.values()]
 
 
-def test_ranks_may_hold_parts_of_the_model(tmp_path: Path) -> None:
-    saved = run_ranks(2, parts, tmp_path, tmp_path, "save")
-    assert run_ranks(2, parts, tmp_path, tmp_path, "load") == saved and saved[0] != saved[1]
+def test_ranks_may_hold_parts_of_the_model(ranks: KeptRanks, tmp_path: Path) -> None:
+    saved = ranks.run(in_group, parts, tmp_path, "save", size=2)
+    assert ranks.run(in_group, parts, tmp_path, "load", size=2) == saved and saved[0] != saved[1]
     model = nn.ModuleDict({f"layer{rank}": nn.Linear(2, 2) for rank in range(2)})
     groups = [{"params": list(model[f"layer{rank}"].parameters()), "lr": 1.0} for rank in range(2)]
     optimizer = optim.AdamW(groups)
@@ -154,14 +155,15 @@ def fail_on_rank_1(group: Any, rank: int, folder: Path) -> tuple[list[str], list
     store.save(Snapshot(2, state_of(2), {}))
     errors = [raised(store.finish), raised(store.finish)]
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     after_failure = store.steps()
     store.save(Snapshot(3, state_of(3), {}))
     store.close()
     return errors, after_failure, store.steps()
 
 
-def test_a_failure_of_one_rank_is_raised_on_all_and_loses_nothing(tmp_path: Path) -> None:
-    results = run_ranks(2, fail_on_rank_1, tmp_path, tmp_path)
+def test_a_failure_of_one_rank_is_raised_on_all_and_loses_nothing(ranks: KeptRanks, tmp_path: Path) -> None:
+    results = ranks.run(in_group, fail_on_rank_1, tmp_path, size=2)
     assert results[0] == results[1]
     (first, second), after_failure, after_next = results[0]
     assert "rank 1" in first and os.strerror(errno.EFBIG) in first and second == "nothing raised"
@@ -177,13 +179,13 @@ def load_error(group: Any, rank: int, folder: Path) -> str:
     return raised(CheckpointStore(folder, group).load)
 
 
-def test_all_ranks_refuse_what_one_rank_finds_altered(tmp_path: Path) -> None:
-    run_ranks(2, save_steps, tmp_path, tmp_path, [1, 2])
+def test_all_ranks_refuse_what_one_rank_finds_altered(ranks: KeptRanks, tmp_path: Path) -> None:
+    ranks.run(in_group, save_steps, tmp_path, [1, 2], size=2)
     file = sorted((tmp_path / "checkpoints" / "step-00000002").glob("*.safetensors"))[1]
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    errors = run_ranks(2, load_error, tmp_path, tmp_path)
+    errors = ranks.run(in_group, load_error, tmp_path, size=2)
     assert errors[0] == errors[1] and "was altered" in errors[0] and "resume from step 1" in errors[0]
 
 
@@ -193,8 +195,8 @@ def disagree(group: Any, rank: int, folder: Path) -> str:
     return raised(store.finish)
 
 
-def test_ranks_with_other_values_are_told(tmp_path: Path) -> None:
-    errors = run_ranks(2, disagree, tmp_path, tmp_path)
+def test_ranks_with_other_values_are_told(ranks: KeptRanks, tmp_path: Path) -> None:
+    errors = ranks.run(in_group, disagree, tmp_path, size=2)
     assert errors[0] == errors[1] and "disagree about values.seed" in errors[0]
     assert CheckpointStore(tmp_path).steps() == []
 
@@ -209,9 +211,10 @@ def without_own_group(group: Any, rank: int, folder: Path) -> list[str]:
     return found
 
 
-def test_ranks_need_a_group_that_nothing_else_uses(tmp_path: Path) -> None:
+def test_ranks_need_a_group_that_nothing_else_uses(ranks: KeptRanks, tmp_path: Path) -> None:
     assert (
-        run_ranks(2, without_own_group, tmp_path, tmp_path) == [["2 ranks but a group of 1", "the default group"]] * 2
+        ranks.run(in_group, without_own_group, tmp_path, size=2)
+        == [["2 ranks but a group of 1", "the default group"]] * 2
     )
 
 
@@ -232,9 +235,11 @@ def die_while_saving(group: Any, rank: int, folder: Path) -> None:
     threading.Event().wait(30)
 
 
-def test_a_run_killed_while_saving_leaves_the_older_checkpoint_and_the_next_cleans_up(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="died"):
-        run_ranks(2, die_while_saving, tmp_path, tmp_path)
+def test_a_run_killed_while_saving_leaves_the_older_checkpoint_and_the_next_cleans_up(
+    ranks: KeptRanks, tmp_path: Path
+) -> None:
+    with pytest.raises(RankFailure, match="the process ended"):
+        ranks.run(in_group, die_while_saving, tmp_path, size=2)
     partial = tmp_path / "checkpoints" / ".partial-step-00000002"
     assert partial.is_dir() and CheckpointStore(tmp_path).steps() == [1]
     assert load_step(None, 0, tmp_path) == (1, {}, [])

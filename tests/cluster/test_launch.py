@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,7 +34,7 @@ def who(offset: int) -> tuple[int, int, str, str]:
     return rank + offset, int(environ["WORLD_SIZE"]), environ["MASTER_ADDR"], environ.get("EVENLY_TEST", "")
 
 
-def threads() -> int:
+def rank_threads() -> int:
     import torch
 
     return torch.get_num_threads()
@@ -97,7 +98,7 @@ def test_ranks_talk_over_loopback() -> None:
 
 
 def test_threads_of_a_rank() -> None:
-    results = start_ranks(threads, (), Launch(devices=1, environment={"OMP_NUM_THREADS": "2"}))
+    results = start_ranks(rank_threads, (), Launch(devices=1, environment={"OMP_NUM_THREADS": "2"}))
     assert results == {0: 2}
 
 
@@ -116,6 +117,13 @@ def test_logs_of_the_other_ranks(tmp_path: Path) -> None:
 
 def test_a_successful_run_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    remove = Folder.remove
+
+    def remove_unread(folder: Folder, *, logs: bool) -> None:
+        assert "evenly-signals" not in {thread.name for thread in threading.enumerate()}
+        remove(folder, logs=logs)
+
+    monkeypatch.setattr(Folder, "remove", remove_unread)
     launch(who, 0, devices=1)
     assert not [path for path in tmp_path.iterdir() if not path.name.startswith("pymp-")]
 
@@ -288,11 +296,12 @@ def who():
 if __name__ == "__main__":
     mode, folder, *rest = sys.argv[1:]
     Path(folder, "launcher").write_text(str(os.getpid()))
-    warm_up()
+    if "fork" not in rest:
+        warm_up()
     try:
         if mode == "nodes":
-            node, rendezvous = rest
-            launch = Launch(devices=2, nodes=2, node_rank=int(node), rendezvous=rendezvous)
+            node, rendezvous, start = rest
+            launch = Launch(devices=2, nodes=2, node_rank=int(node), rendezvous=rendezvous, start=start)
             print(start_ranks(who, (), launch))
         else:
             launch = Launch(devices=2, start=rest[0], log_dir=Path(folder, "logs"))
@@ -378,9 +387,9 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path, launcher: Any,
     assert _wait_for(lambda: not any(_runs(pid) for pid in ranks), 5)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_first_signal_lets_ranks_finish(tmp_path: Path, launcher: Any, signum: int) -> None:
-    process = launcher("work", str(tmp_path), "forkserver")
+@pytest.mark.parametrize(("signum", "start"), [(signal.SIGINT, "forkserver"), (signal.SIGTERM, "fork")])
+def test_a_first_signal_lets_ranks_finish(tmp_path: Path, launcher: Any, signum: int, start: str) -> None:
+    process = launcher("work", str(tmp_path), start)
     assert _wait_for(lambda: _started(tmp_path) or process.poll() is not None, 200)
     assert process.poll() is None, process.communicate()
     # As a terminal does: to the whole group of the foreground process.
@@ -406,7 +415,7 @@ def test_a_second_signal_ends_ranks_that_do_not_stop(tmp_path: Path, launcher: A
 
 
 def test_a_launcher_that_waits_for_other_nodes_can_be_stopped(tmp_path: Path, launcher: Any) -> None:
-    process = launcher("nodes", str(tmp_path), "0", f"127.0.0.1:{_free_port()}")
+    process = launcher("nodes", str(tmp_path), "0", f"127.0.0.1:{_free_port()}", "fork")
     assert _wait_for((tmp_path / "launcher").exists, 120)
     time.sleep(1)
     process.send_signal(signal.SIGTERM)
@@ -416,7 +425,7 @@ def test_a_launcher_that_waits_for_other_nodes_can_be_stopped(tmp_path: Path, la
 
 def test_two_nodes_form_one_world(tmp_path: Path, launcher: Any) -> None:
     rendezvous = f"127.0.0.1:{_free_port()}"
-    processes = [launcher("nodes", str(tmp_path), str(node), rendezvous) for node in (0, 1)]
+    processes = [launcher("nodes", str(tmp_path), str(node), rendezvous, "fork") for node in (0, 1)]
     with ThreadPoolExecutor() as pool:
         outputs = list(pool.map(lambda process: process.communicate(timeout=600), processes))
     assert [output for output, _ in outputs] == [

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,7 +14,9 @@ from disagreements import KINDS, disagree
 from test_launch import _children_that_are_ranks
 
 from evenly.cluster.launch import FailedRank, Launch, start_ranks
-from evenly.cluster.watch import users_places
+from evenly.cluster.rank import Folder
+from evenly.cluster.watch import Watch, users_places
+from evenly.observe.recorder import Recorder
 
 STALL_LIMIT_S = 3.0
 MOST_S = 240.0  # of a machine that may stand still: starting, stalling and ending
@@ -59,6 +64,18 @@ def test_stacks_of_a_stall_are_kept_beside_the_logs(tmp_path: Path) -> None:
     assert "stacks of all ranks" in caught.value.do
     assert sorted(path.name for path in tmp_path.glob("*.stacks")) == ["rank0.stacks", "rank1.stacks"]
     assert " in missing\n" in (tmp_path / "rank1.stacks").read_text()
+
+
+def test_a_rank_that_died_is_left_to_the_agent_but_not_one_that_came_to_its_end(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, tmp_path, False)
+    dead = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    dead.wait()
+    recorder = Recorder(tmp_path / "1.record", 1)
+    for rank, pid in enumerate((os.getpid(), dead.pid)):
+        (tmp_path / f"{rank}.pid").write_text(str(pid))
+    assert Watch(folder, 1.0)._any_died()
+    recorder.close()
+    assert not Watch(folder, 1.0)._any_died()
 
 
 def test_places_are_read_from_a_dump_of_stacks() -> None:
