@@ -125,13 +125,10 @@ KINDS: dict[str, Callable[[bool], None]] = {
 
 # ------------------------------------------------------------------------------------------------- running them
 def rank_main(kind: str, rank: int, port: int) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=RANKS,
-        timeout=timedelta(seconds=GROUP_TIMEOUT_S),
-    )
+    # A store of its own: to start takes longer than the limit of an operation.
+    store = dist.TCPStore("127.0.0.1", port, RANKS, is_master=rank == 0, timeout=timedelta(seconds=300))
+    limit = timedelta(seconds=GROUP_TIMEOUT_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
     for _ in range(3):
         dist.all_reduce(torch.ones(4))
     print("BEGINS", flush=True)
