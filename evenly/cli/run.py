@@ -10,9 +10,9 @@ from typing import Any
 
 from evenly.cluster.environment import CHECK_VARIABLE, OPTIONS_VARIABLE, available_cores, find_here
 from evenly.cluster.launch import Launch, start_ranks, warm_up
-from evenly.errors import UserError
+from evenly.errors import PlanError, UserError
 from evenly.jobfile import owns_loop, parse_settings
-from evenly.plan import parse_plan
+from evenly.plan import Plan, parse_plan
 
 # What every rank needs; torch._dynamo and the distributed checkpoint are imported by the first optimizer and save.
 PRELOAD = ["evenly.train.loop", "evenly.train.resume", "torch._dynamo"]
@@ -62,14 +62,19 @@ def run(request: RunRequest) -> int:
     nodes, node_rank = (place.nodes, place.node) if under_launcher else (request.nodes, request.node_rank)
     rendezvous = f"{place.address}:{place.port}" if under_launcher else request.rendezvous
     devices = request.devices or devices_here(plan.devices, nodes)
-    plan.fit(devices * nodes)
+    fitted = plan.fit(devices * nodes)
     _check_gpus(devices)
+    ranks = devices if fitted.replicas is None else _one_process(fitted, nodes)
     out = None if script and request.out is None else choose_folder(request)
     options = RunOptions(
-        plan=None if request.plan == "auto" else plan, out=out, steps=request.steps, resume=request.resume
+        plan=None if request.plan == "auto" else plan,
+        out=out,
+        steps=request.steps,
+        resume=request.resume,
+        devices=None if fitted.replicas is None else devices,
     )
     launch = Launch(
-        devices=devices,
+        devices=ranks,
         nodes=nodes,
         node_rank=node_rank,
         rendezvous=rendezvous,
@@ -82,7 +87,7 @@ def run(request: RunRequest) -> int:
         stall_limit_s=request.stall_limit_s,
     )
     if not request.json_only:
-        where = f"{devices * nodes} {'device' if devices * nodes == 1 else 'devices'}"
+        where = f"{fitted.devices} {'device' if fitted.devices == 1 else 'devices'}"
         print(f"evenly run {request.job} on {where}" + (f", into {out}" if out else ""), file=sys.stderr)
     return _start(request, launch, settings, options, script=script)
 
@@ -140,6 +145,13 @@ def devices_here(planned: int | None, nodes: int) -> int:
     import torch
 
     return torch.cuda.device_count() or min(available_cores(), MOST_CPU_RANKS)
+
+
+def _one_process(plan: Plan, nodes: int) -> int:
+    """Ranks of a plan of replicas."""
+    if nodes > 1:
+        raise PlanError(f"plan {plan} on {nodes} nodes", "replicas share one process", "use ddp")
+    return 1
 
 
 def _check_gpus(devices: int) -> None:

@@ -16,9 +16,9 @@ import torch
 
 
 @contextmanager
-def undisturbed(device: str = "cpu") -> Generator[None]:
+def undisturbed(*devices: str) -> Generator[None]:
     """Within, torch's generators may be seeded at will; on leaving they are as they were."""
-    generators = _generators(device)
+    generators = _generators(*devices)
     saved = [generator.get_state() for generator in generators]
     try:
         yield
@@ -44,12 +44,10 @@ def seeded(key: int, device: str = "cpu") -> Generator[None]:
         yield
 
 
-def _generators(device: str) -> list[torch.Generator]:
-    return [torch.default_generator, *_gpu_generators(device)]
+def _generators(*devices: str) -> list[torch.Generator]:
+    return [torch.default_generator, *(_gpu_generator(device) for device in devices if device.startswith("cuda"))]
 
 
-def _gpu_generators(device: str) -> list[torch.Generator]:
-    if not device.startswith("cuda"):
-        return []
+def _gpu_generator(device: str) -> torch.Generator:
     torch.cuda.init()
-    return [torch.cuda.default_generators[torch.device(device).index or 0]]
+    return torch.cuda.default_generators[torch.device(device).index or 0]

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from evenly.cluster.world import World
+from evenly.errors import PlanError
 from evenly.parallel.gradients import GradientSum
+from evenly.parallel.memory import MemoryCounter, on
 from evenly.parallel.recompute import Recomputation
+from evenly.parallel.replicas import ReplicaGradients, Replicas
 from evenly.parallel.statistics import RunningStatistics
 from evenly.plan import Plan
 
@@ -31,6 +34,7 @@ class Gradients(Protocol):
     def norm(self) -> torch.Tensor: ...
     def scale(self, factor: float) -> None: ...
     def rest(self) -> None: ...
+    def claim(self, counter: MemoryCounter, number: int = 0) -> None: ...
     def close(self) -> None: ...
 
 
@@ -38,41 +42,78 @@ class Gradients(Protocol):
 class Composed:
     """A model as its plan runs it.
 
-    model:      what the job's loss calls.
-    gradients:  adds gradients over microbatches and ranks.
-    statistics: keeps the running statistics of normalisation layers.
+    model:      the parameters and buffers of this rank.
+    replicas:   the model on each device of this rank, which run side by side; only one but for `replicas` in the plan.
+    gradients:  adds gradients over microbatches, replicas and ranks.
+    statistics: of each replica, keeps the running statistics of normalisation layers.
+    recomputed: of each replica, the blocks that recompute.
     sharded:    share of the parameters' elements that this plan really splits, 0 to 1.
     in_step:    whether ranks meet inside the model, so that each must run as many microbatches as the others.
-    recomputed: the blocks that recompute, None where none do.
     """
 
     model: nn.Module
+    replicas: Replicas
     gradients: Gradients
-    statistics: RunningStatistics
-    sharded: float
-    in_step: bool
-    recomputed: Recomputation | None
+    statistics: list[RunningStatistics]
+    recomputed: list[Recomputation]
+    sharded: float = 0.0
+    in_step: bool = False
+
+    @property
+    def layers(self) -> int:
+        """How many layers keep running statistics."""
+        return self.statistics[0].layers
+
+    def fold_statistics(self, calls: Sequence[Sequence[int]]) -> None:
+        """Ends a step; `calls` as of `RunningStatistics.fold`."""
+        first, *others = self.statistics
+        with on(0, carrying=True):
+            for other in others:
+                first.take(other)
+        first.fold(calls)
+
+    def train(self, mode: bool) -> None:
+        """Every replica in training mode, or in evaluation mode with the values of now."""
+        for replica in self.replicas:
+            replica.called.train(mode)
+        if mode:
+            self.gradients.rest()
+        else:
+            self.replicas.refresh()
 
     def close(self) -> None:
         """Leaves the model as it would be without a plan."""
-        self.gradients.close()
-        self.statistics.close()
-        if self.recomputed is not None:
-            self.recomputed.close()
+        for part in (self.gradients, *self.statistics, *self.recomputed):
+            part.close()
 
 
 def compose(model: nn.Module, plan: Plan, world: World) -> Composed:
     """Applies `plan` (fitted to the world and resolved) to `model`, which is changed in place."""
     group, wide = world.group("data"), plan.exact == "bitwise"
-    statistics = RunningStatistics(model, group=group)
-    recomputed = None
+    replicas = Replicas(model, devices_of(plan, world), gather=plan.gather)
+    statistics = [RunningStatistics(r.module, group=group, alone=plan.devices == 1) for r in replicas]
+    recomputed: list[Recomputation] = []
     if plan.recompute in ("selective", "full"):
-        recomputed = Recomputation(model, selective=plan.recompute == "selective")
+        recomputed = [Recomputation(r.module, selective=plan.recompute == "selective") for r in replicas]
+    parts: dict[str, Any] = {"replicas": replicas, "statistics": statistics, "recomputed": recomputed}
     if plan.zero and world.size > 1:
         from evenly.parallel.shards import ShardedGradients  # takes seconds to import
 
         assert plan.shard != "auto"  # the plan is fitted
         sharded = ShardedGradients(model, world=world, zero=plan.zero, shard=plan.shard or world.size, wide=wide)
-        return Composed(model, sharded, statistics, sharded=sharded.share, in_step=True, recomputed=recomputed)
-    gradients = GradientSum(model, group=group, wide=wide)
-    return Composed(model, gradients, statistics, sharded=0.0, in_step=False, recomputed=recomputed)
+        return Composed(model, gradients=sharded, sharded=sharded.share, in_step=True, **parts)
+    if len(replicas) > 1:
+        return Composed(model, gradients=ReplicaGradients(replicas, group=group, wide=wide), **parts)
+    return Composed(model, gradients=GradientSum(model, group=group, wide=wide), **parts)
+
+
+def devices_of(plan: Plan, world: World) -> list[str]:
+    """The devices of this rank: its own, or as many as the plan has replicas. `PlanError` beyond this machine's."""
+    assert plan.replicas != "auto"  # the plan is fitted
+    count = plan.replicas or 1
+    if world.device == "cpu" or count == 1:
+        return [world.device] * count
+    found = torch.cuda.device_count()
+    if count > found:
+        raise PlanError(f"plan {plan}", f"this machine has {found} GPUs", f"give replicas={found}")
+    return [f"cuda:{number}" for number in range(count)]

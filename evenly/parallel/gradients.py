@@ -27,6 +27,7 @@ from torch import nn
 from evenly.comm.groups import Group
 from evenly.comm.operations import Pending, all_reduce
 from evenly.errors import RunError, UserError
+from evenly.parallel.memory import MemoryCounter
 
 # Small enough that the first is sent early in the last backward, large enough that latency does not count: the
 # sizes that torch's DistributedDataParallel arrived at.
@@ -138,6 +139,18 @@ class GradientSum:
             tail.copy_(torch.tensor([*flags, *numbers], dtype=torch.float64))
         self._send_until(len(self.buckets))
 
+    def take(self, other: GradientSum) -> None:
+        """Adds what `other`, of a copy of the model, has added up in this step; before `send`."""
+        for mine, theirs in zip(self._slots, other._slots, strict=True):
+            if not theirs.used:
+                continue
+            added = theirs.sum.to(mine.sum.device, copy=True)
+            if mine.used:
+                mine.sum.add_(added)
+            else:
+                mine.sum.copy_(added)
+                mine.used = True
+
     def receive(self) -> list[float]:
         """Waits until the gradients of all ranks are added up, and their numbers; returns the numbers' sums."""
         for bucket in self.buckets:
@@ -171,6 +184,13 @@ class GradientSum:
 
     def rest(self) -> None:
         """Nothing to do: parameters are always whole."""
+
+    def claim(self, counter: MemoryCounter, number: int = 0) -> None:
+        """Has `counter` count what gradients are added up in, as of device `number`."""
+        for bucket in self.buckets:
+            counter.claim([bucket.gradients], "gradients", number)
+            if bucket.added_in is not bucket.dtype:
+                counter.claim([bucket.sums], "sums", number)
 
     def close(self) -> None:
         """Takes the hooks off the parameters."""
@@ -238,7 +258,8 @@ class GradientSum:
 def _add(total: torch.Tensor, gradient: torch.Tensor) -> None:
     """total += gradient. torch first makes a copy of the gradient in the wider type, numpy converts as it goes."""
     if gradient.dtype is torch.float32 and total.dtype is torch.float64 and not gradient.is_cuda:
-        np.add(total.numpy(), gradient.numpy(), out=total.numpy())
+        with np.errstate(invalid="ignore"):  # a gradient that overflowed is found by its norm
+            np.add(total.numpy(), gradient.numpy(), out=total.numpy())
     else:
         total.add_(gradient)
 

@@ -36,6 +36,7 @@ from evenly.comm.groups import Group
 from evenly.comm.operations import Pending, all_reduce
 from evenly.errors import PlanError, UserError
 from evenly.model.blocks import Block, find_blocks
+from evenly.parallel.memory import MemoryCounter, local
 
 
 def units_of(model: nn.Module) -> list[Block]:
@@ -90,7 +91,7 @@ class ShardedGradients:
             unit.register_forward_pre_hook(self._watch(prefixes[id(unit)])) for unit in self._units
         ]
         self._pending: Pending[torch.Tensor] | None = None
-        cut = sum(p.numel() for _, p in self._named if _local(p).numel() < p.numel())
+        cut = sum(p.numel() for _, p in self._named if local(p).numel() < p.numel())
         self.share = cut / sum(p.numel() for _, p in self._named)
 
     def _cut(self, model: nn.Module, units: Sequence[nn.Module], *, shard: int, wide: bool) -> Group:
@@ -160,13 +161,17 @@ class ShardedGradients:
         for unit in self._units:
             unit.reshard()
 
+    def claim(self, counter: MemoryCounter, number: int = 0) -> None:
+        """Has `counter` count the shards of the gradients as of device `number`."""
+        counter.claim(self._gradients(), "gradients", number)
+
     def close(self) -> None:
         """Takes our hooks off."""
         for handle in self._handles:
             handle.remove()
 
     def _gradients(self) -> list[torch.Tensor]:
-        return [_local(p.grad) for _, p in self._named if p.grad is not None]
+        return [local(p.grad) for _, p in self._named if p.grad is not None]
 
     # ------------------------------------------------------------------------------- which parameters are used
     def _watch(self, prefix: str) -> Callable[[nn.Module, Any], None]:
@@ -192,10 +197,6 @@ def _add_as_sums(unit: FSDPModule) -> None:
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
     unit.set_reduce_scatter_unused_params(True)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _check_dtypes(name: str, module: nn.Module) -> None:

@@ -54,7 +54,8 @@ class _Layer:
 class RunningStatistics:
     """Keeps the running statistics of `model` those of one device, over the ranks of `group`."""
 
-    def __init__(self, model: nn.Module, *, group: Group) -> None:
+    def __init__(self, model: nn.Module, *, group: Group, alone: bool | None = None) -> None:
+        """alone: whether no other copy of `model` shares a step; by default, whether `group` is of one rank."""
         for name, module in model.named_modules():
             if isinstance(module, nn.SyncBatchNorm):
                 raise UserError(
@@ -65,7 +66,7 @@ class RunningStatistics:
         self._group = group
         self._layers = [_Layer(name, module) for name, module in model.named_modules() if _keeps(module)]
         self._buffers = _other_buffers(model, self._layers)
-        self._alone = group.size == 1
+        self._alone = group.size == 1 if alone is None else alone
         self._microbatch = -1
         self._handles: list[Any] = []
         for layer in self._layers:
@@ -92,6 +93,13 @@ class RunningStatistics:
     def calls(self, microbatch: int) -> list[int]:
         """How often each layer was called in the forward of `microbatch`."""
         return [sum(m == microbatch for m, _, _ in layer.records) for layer in self._layers]
+
+    def take(self, other: RunningStatistics) -> None:
+        """Takes over what the layers of `other`, of a copy of the model on another device, left in this step."""
+        for mine, theirs in zip(self._layers, other._layers, strict=True):
+            device = mine.module.running_mean.device
+            mine.records += [(microbatch, call, s.to(device, copy=True)) for microbatch, call, s in theirs.records]
+            theirs.records.clear()
 
     def fold(self, calls: Sequence[Sequence[int]]) -> None:
         """Ends a step. calls[j][l]: how often layer l was called in microbatch j, over all microbatches of the step."""

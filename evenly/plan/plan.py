@@ -29,11 +29,9 @@ PLANNED_KEYS = frozenset(
         "stages_per_rank",
         "microbatch",
         "compile",
-        "threads",
-        "balanced",
     ]
 )
-PLANNED_NAMES = frozenset(["dp", "balanced-dp", "tp", "mp", "pp", "2d", "3d"])
+PLANNED_NAMES = frozenset(["tp", "mp", "pp", "2d", "3d"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +42,9 @@ class Plan:
     zero:      what the data axis cuts over ranks: nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too.
     shard:     ranks over which it cuts, where groups of so many hold the same (hybrid sharding); None takes all,
                "auto" the largest number that leaves several groups.
+    replicas:  devices of one process, each with a replica of the model (DataParallel); "auto" takes all given.
+    gather:    number of the replica, from 0, whose device takes the outputs of all and computes their losses; None
+               leaves each its own (balanced DataParallel).
     recompute: which activations of the model's blocks are computed anew for the backward pass; None and "none" none,
                "selective" all but those of matrix products and attention, "full" all.
     precision: of the forward and backward pass; None takes the job's.
@@ -55,14 +56,23 @@ class Plan:
     data: int | None = None
     zero: Zero | None = None
     shard: int | Literal["auto"] | None = None
+    replicas: int | Literal["auto"] | None = None
+    gather: int | None = None
     recompute: Recompute | None = None
     precision: Precision | None = None
     exact: Exact | None = None
 
     @property
-    def devices(self) -> int | None:
+    def ranks(self) -> int | None:
         """World size: the product of the axes; None while an axis waits for its size."""
         return None if self.data is None else math.prod(self.axes.values())
+
+    @property
+    def devices(self) -> int | None:
+        """Devices that the plan uses; None while an axis or the replicas wait for their number."""
+        if self.replicas is None:
+            return self.ranks
+        return None if self.replicas == "auto" else self.replicas
 
     @property
     def axes(self) -> dict[str, int]:
@@ -71,6 +81,8 @@ class Plan:
 
     def fit(self, devices: int) -> Plan:
         """The plan with its open axes filled so that it uses `devices`; raises `PlanError` where it cannot."""
+        if self.replicas is not None:
+            return self._fit_replicas(devices)
         if self.data is None:
             return replace(self, data=devices).fit(devices)
         if self.shard == "auto":
@@ -89,6 +101,17 @@ class Plan:
                 f"give --devices {self.devices}, or a plan without sizes",
             )
         return self
+
+    def _fit_replicas(self, devices: int) -> Plan:
+        fitted = replace(self, data=1, replicas=devices if self.replicas == "auto" else self.replicas)
+        asked = f"plan {self} on {devices} device{'s' * (devices != 1)}"
+        if fitted.replicas != devices:
+            raise PlanError(
+                asked, f"it needs {self.replicas}", f"give --devices {self.replicas}, or a plan without sizes"
+            )
+        if fitted.gather is not None and fitted.gather >= devices:
+            raise PlanError(asked, f"replicas are counted from 0 and gather is {self.gather}", "gather on one of them")
+        return fitted
 
     def resolve(self, precision: Precision) -> Plan:
         """The plan with precision and exactness filled in for a job of this `precision`; checks them together."""
@@ -109,6 +132,8 @@ class Plan:
 
 NAMED = {
     "single": Plan(data=1),
+    "dp": Plan(replicas="auto", gather=0),
+    "balanced-dp": Plan(replicas="auto"),
     "ddp": Plan(),
     "zero1": Plan(zero=1),
     "zero2": Plan(zero=2),
@@ -139,6 +164,18 @@ def parse_plan(text: str) -> Plan:
             "shard says over how many ranks zero cuts, and zero is not set",
             "add zero=1, 2 or 3",
         )
+    if values.get("gather") is not None and not values.get("replicas"):
+        raise PlanError(
+            f"plan {text!r}",
+            "gather names one of the replicas, and there are none",
+            "add replicas=2, say",
+        )
+    if values.get("replicas") and (values.get("zero") or values.get("data", 1) != 1):
+        raise PlanError(
+            f"plan {text!r}",
+            "replicas share one process; data and zero split over several",
+            "leave out replicas (ddp uses the same devices, faster), or the others",
+        )
     return Plan(**values)
 
 
@@ -157,6 +194,8 @@ def _read_word(word: str, values: dict[str, Any]) -> Iterable[str]:
         "data": _count,
         "zero": _stage,
         "shard": lambda value: value if value == "auto" else _count(value),
+        "replicas": lambda value: value if value == "auto" else _count(value),
+        "gather": _number,
         "recompute": _one_of(get_args(Recompute)),
         "precision": _one_of(PRECISIONS),
         "exact": _one_of(get_args(Exact)),
@@ -172,7 +211,9 @@ def _read_word(word: str, values: dict[str, Any]) -> Iterable[str]:
 
 def _add(new: dict[str, Any], values: dict[str, Any]) -> Iterable[str]:
     for key, value in new.items():
-        if values.setdefault(key, value) != value:
+        if values.get(key) in (None, "auto"):
+            values[key] = value
+        elif value not in (values[key], "auto"):
             yield f"{key} is set to both {values[key]} and {value}"
 
 
@@ -186,6 +227,12 @@ def _unknown(word: str, known: Iterable[str], planned: frozenset[str], kind: str
 def _count(value: str) -> int:
     if not value.isdecimal() or int(value) < 1:
         raise ValueError("must be a whole number of at least 1")
+    return int(value)
+
+
+def _number(value: str) -> int:
+    if not value.isdecimal():
+        raise ValueError("must be a whole number, counted from 0")
     return int(value)
 
 

@@ -2,12 +2,13 @@
 
 One vector of float64 numbers, each filled by one rank only and zero on all others, so that the sum is exact and the
 same on every rank: per microbatch its total, its weight and the calls of each normalisation layer; per rank its
-memory; and whether anybody asks to stop. In training it travels with the gradients (`GradientSum.send`).
+devices' memory; and whether anybody asks to stop. In training it travels with the gradients (`GradientSum.send`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from evenly.job import Loss
 
 @dataclass(frozen=True)
 class Account:
-    """The step as all ranks know it; lists are by microbatch, `memory_bytes` by rank."""
+    """The step as all ranks know it; lists are by microbatch, `memory_bytes` by device, rank by rank."""
 
     totals: list[float]
     weights: list[float]
@@ -58,8 +59,9 @@ class Account:
 class Ledger:
     """Fills the vector on one rank, and reads the sum over all ranks; used once per step."""
 
-    def __init__(self, world: World, *, microbatches: int, layers: int = 0) -> None:
-        self._world, self._microbatches, self._width = world, microbatches, 2 + layers
+    def __init__(self, world: World, *, microbatches: int, layers: int = 0, devices: int = 1) -> None:
+        """devices: of each rank."""
+        self._world, self._width, self._devices = world, 2 + layers, devices
         self._cells = microbatches * self._width
         self._values = [0.0] * self.size
         self._on_device: dict[int, torch.Tensor] = {}  # numbers on a GPU: to read one would wait for it
@@ -67,7 +69,7 @@ class Ledger:
     @property
     def size(self) -> int:
         """Length of the vector."""
-        return self._cells + self._world.size + 1
+        return self._cells + self._world.size * self._devices + 1
 
     def add(self, number: int, loss: Loss, calls: list[int]) -> None:
         """Enters microbatch `number`, run by this rank."""
@@ -77,15 +79,19 @@ class Ledger:
             else:
                 self._values[place] = float(value)
 
-    def numbers(self, *, memory_bytes: int = 0, stop: bool = False) -> list[float] | torch.Tensor:
-        """What this rank knows; a tensor of float64 on a GPU if any of it is there."""
-        self._values[self._cells + self._world.rank] = memory_bytes
+    def numbers(self, *, memory_bytes: Sequence[int] = (), stop: bool = False) -> list[float] | torch.Tensor:
+        """What this rank knows; a tensor of float64 on its GPU if any of it is on one.
+
+        memory_bytes: peak of each of this rank's devices, or nothing.
+        """
+        for place, peak in enumerate(memory_bytes, self._cells + self._world.rank * self._devices):
+            self._values[place] = peak
         self._values[-1] = float(stop)
         if not self._on_device:
             return self._values
         vector = torch.tensor(self._values, dtype=torch.float64).to(self._world.device)
         places = torch.tensor([*self._on_device], device=self._world.device)
-        vector[places] = torch.stack([value.double() for value in self._on_device.values()])
+        vector[places] = torch.stack([value.double().to(vector.device) for value in self._on_device.values()])
         return vector
 
     def read(self, values: list[float]) -> Account:

@@ -12,7 +12,7 @@ from typing import Any
 from evenly.jobfile import load_job
 from evenly.observe.console import Watcher, make_watcher
 from evenly.train.options import RunOptions
-from evenly.train.run import Evaluation, Run, StepReport, start
+from evenly.train.run import Evaluation, Run, StepReport, start_as_told
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def run_job_file(path: Path, settings: dict[str, Any], options: RunOptions, json
     if json_only:
         _send_stdout_to_stderr()
     job = load_job(path, settings)
-    with start(job, plan=options.plan, out=options.out, resume=options.resume, steps=options.steps) as run:
+    with start_as_told(job, options) as run:
         return train(run)
 
 

@@ -13,24 +13,32 @@ from evenly.plan import Plan, parse_plan
 
 @dataclass(frozen=True)
 class RunOptions:
-    """plan, folder, number of steps (None: the job's) and whether to go on from the newest checkpoint."""
+    """What a run is told beside its job.
+
+    steps:   of the whole run; None takes the job's.
+    resume:  whether to go on from the newest checkpoint in `out`.
+    devices: of this one process, for a plan with replicas; None takes all GPUs.
+    """
 
     plan: Plan | None = None
     out: Path | None = None
     steps: int | None = None
     resume: bool = False
+    devices: int | None = None
 
     def to_text(self) -> str:
         """JSON for the ranks' environment; `from_text` is its inverse."""
         plan, out = self.plan and str(self.plan), self.out and str(self.out)
-        return json.dumps({"plan": plan, "out": out, "steps": self.steps, "resume": self.resume})
+        others = {"steps": self.steps, "resume": self.resume, "devices": self.devices}
+        return json.dumps({"plan": plan, "out": out, **others})
 
     @classmethod
     def from_text(cls, text: str) -> RunOptions:
         """The options that `to_text` wrote."""
         values = json.loads(text)
         plan, out = values["plan"], values["out"]
-        return cls(plan and parse_plan(plan), out and Path(out), values["steps"], values["resume"])
+        others = values["steps"], values["resume"], values["devices"]
+        return cls(plan and parse_plan(plan), out and Path(out), *others)
 
 
 def merge_options(given: RunOptions) -> RunOptions:

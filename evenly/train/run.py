@@ -11,27 +11,31 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from evenly.cluster.environment import available_cores, chosen_threads, find_here
+from evenly.cluster.environment import Place, available_cores, chosen_threads, find_here
 from evenly.cluster.world import World
 from evenly.comm.connect import connect, disconnect
 from evenly.comm.operations import all_reduce
 from evenly.data.generators import seed, undisturbed
 from evenly.data.loader import Loader, Microbatch, Reading, Share, share_of_evaluation, share_of_step, worker_count
 from evenly.data.stream import stream_key
-from evenly.errors import RunError, UserError
+from evenly.errors import PlanError, RunError, UserError
 from evenly.job import Job, Loss
 from evenly.observe.memory import peak_bytes
 from evenly.observe.records import Records
 from evenly.parallel.compose import Composed, compose
+from evenly.parallel.memory import HOST, Category, MemoryCounter, local, on, state_tensors
+from evenly.parallel.replicas import Replica
 from evenly.plan import Plan, parse_plan
 from evenly.train.build import build_model, build_optimizer, build_schedule, check_same_start
 from evenly.train.interrupt import Interrupt
@@ -50,7 +54,7 @@ class StepReport:
     lr:            learning rate of this step, of the first parameter group.
     samples:       of the whole batch.
     step_s:        seconds since the step before ended (loading included).
-    memory_bytes:  peak of each rank so far.
+    memory_bytes:  peak of each device so far, rank by rank (virtual devices of one CPU process count as one).
     skipped:       float16 only: whether the gradient overflowed and the update was left out.
     """
 
@@ -85,16 +89,20 @@ class Evaluation:
 
 
 class Batch:
-    """This rank's share of one batch; given to `Run.step` once."""
+    """This rank's share of one batch, or of an evaluation; a training batch is given to `Run.step` once."""
 
     def __init__(self, share: Share, microbatches: Reading) -> None:
         self.share, self.microbatches = share, microbatches
         self._left = share.runs
 
-    def __iter__(self) -> Iterator[Microbatch]:
+    def rounds(self, size: int) -> Iterator[list[Microbatch]]:
+        """The microbatches in order, `size` at a time."""
         while self._left:
-            self._left -= 1
-            yield next(self.microbatches)
+            now = min(size, self._left)
+            self._left -= now
+            with on(HOST):
+                microbatches = [next(self.microbatches) for _ in range(now)]
+            yield microbatches
 
     @property
     def left(self) -> int:
@@ -105,7 +113,8 @@ class Batch:
 class Run:
     """A job in progress on this rank. Made by `start`; a context manager.
 
-    Public attributes: `job`, `plan` (fitted and resolved), `world`, `model`, `optimizer`, `steps_done`, `out` (folder).
+    Public attributes: `job`, `plan` (fitted and resolved), `world`, `devices` (of this rank), `model`, `optimizer`,
+    `steps_done`, `out` (folder).
     """
 
     def __init__(self, job: Job, plan: Plan, world: World, options: RunOptions) -> None:
@@ -117,6 +126,7 @@ class Run:
         check_same_start(model, world)
         self.composed: Composed = compose(model, plan, world)
         self.model = self.composed.model
+        self.devices = sorted({replica.device for replica in self.composed.replicas})
         self.optimizer = build_optimizer(job, self.model)
         self.schedule = build_schedule(job, self.optimizer)
         self.loss_scale: LossScale = first_scale(self.precision, job.global_batch)
@@ -124,6 +134,7 @@ class Run:
         self.saved_at: int | None = None  # step of the newest checkpoint
         self.stopped = False  # all ranks agreed to stop early
         self._clock = time.perf_counter()
+        self._counter: MemoryCounter | None = None
         self._store = None
         if self.out is not None:
             self._open(resume=options.resume)
@@ -161,7 +172,7 @@ class Run:
                 "use each batch once",
             )
         try:
-            with undisturbed(self.world.device):
+            with undisturbed(*self.devices):
                 account = self._forward_and_backward(batch)
             account.check(self.steps_done + 1)
             grad_norm, skipped = self._update(account)
@@ -173,29 +184,47 @@ class Run:
         return self._report(batch, account, grad_norm=grad_norm, lr=lr, skipped=skipped)
 
     def _forward_and_backward(self, batch: Batch) -> Account:
-        gradients, statistics = self.composed.gradients, self.composed.statistics
-        ledger = Ledger(self.world, microbatches=len(batch.share.microbatches), layers=statistics.layers)
+        gradients, replicas = self.composed.gradients, self.composed.replicas
+        ledger = Ledger(
+            self.world,
+            microbatches=len(batch.share.microbatches),
+            layers=self.composed.layers,
+            devices=len(self.devices),
+        )
+        self._allocating("sums")
         gradients.begin(numbers=ledger.size)
-        for microbatch in batch:
-            seed(stream_key(self.job.seed, "microbatch", batch.share.step, microbatch.number), self.world.device)
-            if microbatch.counts:
-                with statistics.recording(microbatch.number):
-                    loss = self._loss(microbatch)
-                ledger.add(microbatch.number, loss, statistics.calls(microbatch.number))
-            else:
-                loss = self._loss(microbatch)
-                loss = Loss(loss.total * 0, 0)
+        for microbatches in batch.rounds(len(replicas)):
+            self._allocating("activations")
+            losses = [
+                self._forward(replica, microbatch, batch.share.step, ledger)
+                for replica, microbatch in zip(replicas, microbatches, strict=False)
+            ]
             if batch.left == 0:
                 gradients.expect_last()
-            self._backward(loss)
-        gradients.send(ledger.numbers(memory_bytes=peak_bytes(self.world.device), stop=self.interrupt.asked))
-        batch.microbatches.ahead()
+            self._allocating("temporaries")
+            for loss in losses:
+                self._backward(loss)
+        memory_bytes = [peak_bytes(device) for device in self.devices]
+        gradients.send(ledger.numbers(memory_bytes=memory_bytes, stop=self.interrupt.asked))
+        with on(HOST):
+            batch.microbatches.ahead()
         return ledger.read(gradients.receive())
 
-    def _loss(self, microbatch: Microbatch) -> Loss:
-        batch = place_batch(microbatch.batch, self.precision, self.world.device)
-        with autocast(self.precision, self.world.device):
-            return as_loss(self.job.loss(self.model, batch), microbatch.samples)
+    def _forward(self, replica: Replica, microbatch: Microbatch, step: int, ledger: Ledger) -> Loss:
+        """The loss of `microbatch`, entered in `ledger`; of a filler, a loss without effect."""
+        seed(stream_key(self.job.seed, "microbatch", step, microbatch.number), replica.device)
+        if not microbatch.counts:
+            return Loss(self._loss(replica, microbatch).total * 0, 0)
+        statistics = self.composed.statistics[replica.number]
+        with statistics.recording(microbatch.number):
+            loss = self._loss(replica, microbatch)
+        ledger.add(microbatch.number, loss, statistics.calls(microbatch.number))
+        return loss
+
+    def _loss(self, replica: Replica, microbatch: Microbatch) -> Loss:
+        with on(replica.loss_number), autocast(self.precision, replica.device):
+            batch = place_batch(microbatch.batch, self.precision, replica.loss_device)
+            return as_loss(self.job.loss(replica.called, batch), microbatch.samples)
 
     def _backward(self, loss: Loss) -> None:
         if not loss.total.requires_grad:
@@ -214,6 +243,8 @@ class Run:
         """Applies the batch's gradient; returns its norm and whether the update was skipped."""
         gradients = self.composed.gradients
         gradients.divide(account.weight * self.loss_scale.factor)
+        if self._counter is not None:
+            gradients.claim(self._counter)
         norm = gradients.norm()
         # Added up by other ranks in another order it differs in the last bits of float64, and so would the clipping.
         grad_norm = float(norm.float() if self.plan.exact == "bitwise" else norm)
@@ -230,10 +261,12 @@ class Run:
         if self.job.clip_norm is not None and (factor := self.job.clip_norm / (grad_norm + 1e-6)) < 1:
             gradients.scale(factor)
         self.optimizer.step()
+        if self._counter is not None:
+            self._counter.claim(state_tensors(self.optimizer), "optimizer")
         return grad_norm, False
 
     def _end_step(self, account: Account) -> None:
-        self.composed.statistics.fold(account.calls)
+        self.composed.fold_statistics(account.calls)
         if self.schedule is not None:
             with warnings.catch_warnings():
                 # The schedule counts steps, those that float16 skipped included.
@@ -259,6 +292,26 @@ class Run:
         self._metrics.add({**vars(report), "samples_per_s": report.samples_per_s, "tokens_per_s": report.tokens_per_s})
         return report
 
+    # -------------------------------------------------------------------------------------------- memory
+    @contextmanager
+    def counting_memory(self) -> Generator[MemoryCounter]:
+        """Within, the bytes that tensors hold are counted, by device of this rank and category; steps are slower."""
+        with MemoryCounter() as counter:
+            for replica in self.composed.replicas:
+                tensors = chain(replica.module.parameters(), replica.module.buffers())
+                counter.claim(map(local, tensors), "parameters", replica.number)
+            self.composed.gradients.claim(counter)
+            counter.claim(state_tensors(self.optimizer), "optimizer")
+            self._counter = counter
+            try:
+                yield counter
+            finally:
+                self._counter = None
+
+    def _allocating(self, category: Category) -> None:
+        if self._counter is not None:
+            self._counter.category = category
+
     # ---------------------------------------------------------------------------------------- evaluation
     def evaluate(self) -> Evaluation:
         """The loss over the job's `eval_data`, every sample exactly once; leaves training undisturbed."""
@@ -266,17 +319,21 @@ class Run:
             raise UserError("run.evaluate()", "the job has no eval_data", "give the Job eval_data")
         share = self._fitted(share_of_evaluation(self.job, rank=self.world.rank, ranks=self.world.size))
         ledger = Ledger(self.world, microbatches=len(share.microbatches))
-        self.model.eval()
+        self.composed.train(False)
         try:
-            with torch.no_grad(), undisturbed(self.world.device):
-                for microbatch in self._loader(evaluation=True).read(iter([share])):
-                    seed(stream_key(self.job.seed, "evaluation", microbatch.number), self.world.device)
-                    loss = self._loss(microbatch)
-                    if microbatch.counts:
-                        ledger.add(microbatch.number, loss, [])
+            with torch.no_grad(), undisturbed(*self.devices):
+                batch, replicas = (
+                    Batch(share, self._loader(evaluation=True).read(iter([share]))),
+                    self.composed.replicas,
+                )
+                for microbatches in batch.rounds(len(replicas)):
+                    for replica, microbatch in zip(replicas, microbatches, strict=False):
+                        seed(stream_key(self.job.seed, "evaluation", microbatch.number), replica.device)
+                        loss = self._loss(replica, microbatch)
+                        if microbatch.counts:
+                            ledger.add(microbatch.number, loss, [])
         finally:
-            self.model.train()
-            self.composed.gradients.rest()
+            self.composed.train(True)
         numbers = torch.as_tensor(ledger.numbers(), dtype=torch.float64, device=self.world.device)
         account = ledger.read(all_reduce(numbers, self.world.group("data"), label="evaluation").tolist())
         account.check(self.steps_done)
@@ -367,9 +424,14 @@ def start(
     Raises `UserError` (with `PlanError`) where the job, the plan and the world do not fit together.
     """
     parsed = parse_plan(plan) if isinstance(plan, str) else plan
-    options = merge_options(RunOptions(parsed, Path(out) if out else None, steps, resume))
+    return start_as_told(job, RunOptions(parsed, Path(out) if out else None, steps, resume))
+
+
+def start_as_told(job: Job, options: RunOptions) -> Run:
+    """`start` with its arguments as data."""
+    options = merge_options(options)
     place = find_here()
-    fitted = (options.plan or Plan()).fit(place.size).resolve(job.precision)
+    fitted = fit_here(options.plan or Plan(), place, options.devices).resolve(job.precision)
     world = connect(place)
     if world.device == "cpu" and fitted.exact == "bitwise" and chosen_threads() is None:
         torch.set_num_threads(1)  # how a sum is cut among threads shows in its bits
@@ -378,6 +440,19 @@ def start(
     except UserError:  # raised by all ranks alike, which may go on to something else
         disconnect(world)
         raise
+
+
+def fit_here(plan: Plan, place: Place, devices: int | None = None) -> Plan:
+    """`plan` fitted to the ranks of `place`; where it has replicas, to the `devices` of this one process."""
+    if plan.replicas is None:
+        return plan.fit(place.size)
+    if place.size > 1:
+        raise PlanError(
+            f"plan {plan} in {place.size} ranks",
+            "replicas share one process",
+            "start one process, or use evenly run, or the plan ddp",
+        )
+    return plan.fit(devices or plan.devices or torch.cuda.device_count() or 1)
 
 
 def write_plan(run: Run, path: Path) -> None:

@@ -93,7 +93,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Row:
-    """The verdict on one plan; `status` is equal, different, unsupported or error."""
+    """The verdict on one plan; `world` counts its devices, `status` is equal, different, unsupported or error."""
 
     plan: str
     world: int

@@ -36,7 +36,7 @@ def keep_reference(job: Job, steps: int, folder: Path) -> None:
     trajectory.finish(losses=losses, grad_norms=norms, eval_loss=eval_loss)
 
 
-def compare_file(path: Path, settings: dict[str, Any], dtype: Precision, plan: str, steps: int, folder: Path) -> Trace:
+def compare_file(path: Path, settings: dict[str, Any], dtype: Precision, plan: Plan, steps: int, folder: Path) -> Trace:
     """Runs the job of file `path` under `plan` on this rank and holds it against the trajectory in `folder`."""
     return compare_job(replace(load_job(path, settings), precision=dtype), plan, steps, folder)
 
@@ -74,6 +74,6 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def _compare_bits(run: Run, trace: Trace, tensors: dict[str, torch.Tensor], single: Trajectory, step: int) -> None:
     if run.plan.exact != "bitwise":
         return
-    if run.world.size == 1:
+    if run.plan.devices == 1:
         single.add_tensors(step, tensors)
     trace.add_bits(tensors, single.tensors(step))

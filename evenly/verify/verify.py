@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class Question:
 def verify(question: Question, plans: list[str], *, devices: int | None, say: Callable[[str], None]) -> Verification:
     """Runs the reference and each of `plans`; `say` is told what is under way. Raises what the reference raises.
 
-    devices: world size of plans that state none; by default the smallest that shows the plan.
+    devices: number of devices of plans that state none; by default the smallest that shows the plan.
     """
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="evenly-verify-") as name:
@@ -54,7 +54,7 @@ def verify(question: Question, plans: list[str], *, devices: int | None, say: Ca
         start_ranks(write_reference, arguments, Launch(devices=1))
         if question.dtype != "float64" and plans[0] != "single":
             say("single: for the bits of the others")
-            _run_plan(question, "single", 1, folder)
+            _run_plan(question, parse_plan("single"), folder)
         for text in plans:
             rows.append(_verify_plan(question, text, devices=devices, folder=folder, say=say))
     return Verification(str(question.path), question.steps, question.dtype, rows)
@@ -69,24 +69,25 @@ def _verify_plan(
         world = world_of(plan, devices)
         if plan.precision not in (None, question.dtype):
             raise PlanError(f"plan {text}", f"verification in {question.dtype}", f"give --dtype {plan.precision}")
-        plan.fit(world).resolve(question.dtype)
+        fitted = plan.fit(world)
+        fitted.resolve(question.dtype)
     except PlanError as problem:
         return Row(text, world, "unsupported", reason=f"{problem.asked}: {problem.found}")
-    say(f"{text}: {world} rank{'s' * (world != 1)}")
+    say(f"{text}: {world} device{'s' * (world != 1)}")
     try:
-        return judge(text, _run_plan(question, text, world, folder))
+        return replace(judge(text, _run_plan(question, fitted, folder)), world=world)
     except EvenlyError as problem:
         return Row(text, world, "error", reason=" | ".join(filter(None, (problem.asked, problem.found))))
 
 
-def _run_plan(question: Question, text: str, world: int, folder: Path) -> list[Trace]:
-    arguments = (question.path, question.settings, question.dtype, text, question.steps, folder)
-    results = start_ranks(compare_file, arguments, Launch(devices=world))
+def _run_plan(question: Question, plan: Plan, folder: Path) -> list[Trace]:
+    arguments = (question.path, question.settings, question.dtype, plan, question.steps, folder)
+    results = start_ranks(compare_file, arguments, Launch(devices=plan.ranks or 1))
     return [results[rank] for rank in sorted(results)]
 
 
 def world_of(plan: Plan, devices: int | None) -> int:
-    """World size for `plan`: its own if it states sizes, else `devices`, else the smallest that shows it."""
+    """Devices for `plan`: its own if it states sizes, else `devices`, else the smallest that shows it."""
     if plan.shard is None:
         return plan.devices or devices or 2
     return plan.devices or devices or (4 if plan.shard == "auto" else 2 * plan.shard)

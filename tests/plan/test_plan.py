@@ -36,11 +36,11 @@ def test_printing_and_parsing_are_inverse(plan: Plan) -> None:
 
 def test_all_problems_are_told_at_once() -> None:
     with pytest.raises(PlanError) as caught:
-        parse_plan("data=0 exact=perfect dpp pipeline=2 tp zero=4")
+        parse_plan("data=0 exact=perfect ddpp pipeline=2 tp zero=4")
     message = str(caught.value)
     assert "data=0: must be a whole number of at least 1" in message
     assert "exact=perfect: must be one of bitwise, rounding" in message
-    assert "unknown name 'dpp' (did you mean 'ddp'?)" in message
+    assert "unknown name 'ddpp' (did you mean 'ddp'?)" in message
     assert "pipeline is not supported by this version" in message
     assert "tp is not supported by this version" in message
     assert "zero=4: must be 0, 1, 2 or 3" in message
@@ -65,6 +65,23 @@ def test_groups_that_hold_the_same() -> None:
         parse_plan("zero3 shard=2").fit(3)
     with pytest.raises(PlanError, match="zero is not set"):
         parse_plan("ddp shard=2")
+
+
+def test_replicas_are_devices_of_one_process() -> None:
+    fitted = parse_plan("dp").fit(3)
+    assert (fitted.ranks, fitted.devices, fitted.gather) == (1, 3, 0)
+    assert str(fitted) == "data=1 replicas=3 gather=0" and parse_plan(str(fitted)) == fitted
+    assert parse_plan("balanced-dp replicas=2") == Plan(replicas=2)
+    assert parse_plan("dp").devices is None and parse_plan("dp replicas=4").devices == 4
+    with pytest.raises(PlanError, match="give --devices 2"):
+        parse_plan("dp replicas=2").fit(3)
+    with pytest.raises(PlanError, match="counted from 0"):
+        parse_plan("replicas=2 gather=2").fit(2)
+    with pytest.raises(PlanError, match="there are none"):
+        parse_plan("ddp gather=1")
+    for text in ("dp zero=1", "dp data=2", "replicas=2 zero3"):
+        with pytest.raises(PlanError, match="replicas share one process"):
+            parse_plan(text)
 
 
 def test_exactness_follows_the_precision() -> None:

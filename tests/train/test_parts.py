@@ -54,9 +54,11 @@ def test_a_ledger_carries_what_was_entered() -> None:
     ledger = Ledger(ALONE, microbatches=3, layers=2)
     ledger.add(2, Loss(torch.tensor(1.5), torch.tensor(4)), [1, 0])
     ledger.add(0, Loss(torch.tensor(2.5), 2.0), [3, 1])
-    account = ledger.read([*ledger.numbers(memory_bytes=10, stop=True)])
+    account = ledger.read([*ledger.numbers(memory_bytes=[10], stop=True)])
     assert account == Account([2.5, 0.0, 1.5], [2.0, 0.0, 4.0], [[3, 1], [0, 0], [1, 0]], [10], True)
     assert account.weight == 6.0 and account.loss == pytest.approx(4.0 / 6.0)
+    two = Ledger(ALONE, microbatches=1, devices=2)
+    assert two.read([*two.numbers(memory_bytes=[7, 8])]).memory_bytes == [7, 8]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,195 @@
+"""Memory, counted: the bytes of live tensors, by device and category, without asking an allocator.
+
+The counter sees every operation while it is active, and every storage that one allocates from then until it is
+freed. It counts what tensors hold, not what an allocator rounds that up to. Storages that exist already are counted
+once they are claimed; memory that numpy or a library allocates is not seen.
+
+A storage lies on the device of the tensors that it was computed from, or where there are none on the device at work
+(`on`): so devices of one process are told apart even where they are virtual and share the CPU's memory. An operation
+that mixes tensors of several devices is an error, as it would be between GPUs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from evenly.errors import RunError
+
+Category = Literal["parameters", "gradients", "sums", "optimizer", "activations", "temporaries"]
+
+HOST = -1  # where batches are read: its tensors are counted apart, and go with any device's on the CPU
+
+# The number of the device at work among those of this process, and whether tensors of others are carried to it.
+_working: ContextVar[tuple[int, bool]] = ContextVar("working", default=(0, False))
+
+
+@contextmanager
+def on(number: int, *, carrying: bool = False) -> Generator[None]:
+    """Within, device `number` is at work; `carrying` if it takes over tensors of other devices."""
+    token = _working.set((number, carrying))
+    try:
+        yield
+    finally:
+        _working.reset(token)
+
+
+@dataclass(eq=False)
+class _Held:
+    """One live storage."""
+
+    number: int
+    category: Category
+    size: int  # bytes
+
+
+class MemoryCounter(TorchDispatchMode):
+    """A context manager; `now` and `peaks` tell bytes by device number and category, also after leaving it.
+
+    category: of what is allocated from now on; the caller sets it as the step goes on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.category: Category = "activations"
+        self.now: Counter[tuple[int, Category]] = Counter()
+        self._totals: Counter[int] = Counter()
+        self._peaks: dict[int, tuple[int, dict[Category, int]]] = {}
+        self._held: dict[int, _Held] = {}  # by id of the storage, for as long as it lives
+
+    def claim(self, tensors: Iterable[torch.Tensor], category: Category, number: int = 0) -> None:
+        """Counts the storages of `tensors` as `category` on device `number` from now on, whatever they were."""
+        for tensor in tensors:
+            held = self._hold(tensor, number)
+            if held is not None:
+                self._count(held, -held.size)
+                held.category, held.number = category, number
+                self._count(held, held.size)
+
+    @property
+    def peaks(self) -> Mapping[int, dict[Category, int]]:
+        """By device number, the bytes of each category at the moment when that device held most."""
+        return {number: dict(categories) for number, (_, categories) in sorted(self._peaks.items())}
+
+    def peak_bytes(self, number: int = 0) -> int:
+        """The most that device `number` held."""
+        return self._peaks.get(number, (0, {}))[0]
+
+    def restart(self) -> None:
+        """Forgets the peaks: what is held now is the most so far."""
+        self._peaks.clear()
+        for number in self._totals:
+            self._note_peak(number)
+
+    def __enter__(self) -> MemoryCounter:
+        self._resize = torch.UntypedStorage.resize_
+        counter, resize = self, self._resize
+
+        def counted(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            if (held := counter._held.get(id(storage))) is not None:
+                counter._count(held, -held.size)
+                # So FSDP frees whole parameters, and takes them back.
+                held.size, held.category = size, "parameters" if size == 0 else held.category
+                counter._count(held, size)
+            return result
+
+        torch.UntypedStorage.resize_ = counted  # pyright: ignore[reportAttributeAccessIssue]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        super().__exit__(*problem)
+        torch.UntypedStorage.resize_ = self._resize
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (other := of_subclasses(func, types, args, kwargs)) is not None:
+            return other  # DTensors are counted by the operations on their local tensors
+        working, carrying = _working.get()
+        found = set() if carrying else self._numbers((args, kwargs or {})) - {HOST}
+        if len(found) > 1:
+            raise RunError(
+                f"operation {func}", f"its tensors are on devices {sorted(found)}", "carry them to one device first"
+            )
+        number = found.pop() if found else working
+        results = func(*args, **(kwargs or {}))
+        for tensor in _tensors(results):
+            self._hold(tensor, number)
+        return results
+
+    def _numbers(self, nest: Any) -> set[int]:
+        """The devices of the counted tensors of `nest`; numbers (scalar tensors) go with any device."""
+        held = (self._held.get(id(t.untyped_storage())) for t in _tensors(nest) if t.dim() > 0)
+        return {one.number for one in held if one is not None}
+
+    def _hold(self, tensor: torch.Tensor, number: int) -> _Held | None:
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # sparse tensors have none
+            return None
+        key = id(storage)
+        if key not in self._held:
+            held = self._held[key] = _Held(number, self.category, storage.nbytes())
+            weakref.finalize(storage, self._release, key)
+            self._count(held, held.size)
+        return self._held[key]
+
+    def _release(self, key: int) -> None:
+        held = self._held.pop(key)
+        self._count(held, -held.size)
+
+    def _count(self, held: _Held, size: int) -> None:
+        self.now[held.number, held.category] += size
+        self._totals[held.number] += size
+        if size > 0:
+            self._note_peak(held.number)
+
+    def _note_peak(self, number: int) -> None:
+        total = self._totals[number]
+        if total > self._peaks.get(number, (0, {}))[0]:
+            categories: dict[Category, int] = {c: size for (n, c), size in self.now.items() if n == number and size}
+            self._peaks[number] = (total, categories)
+
+
+def of_subclasses(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """What a mode that only knows plain tensors answers to an operation on others; None where all are plain.
+
+    Fake tensors, with which DTensor asks for shapes, have no memory: the operation runs and is not seen. Other kinds
+    get their turn, and come back with the tensors inside.
+    """
+    if all(kind is torch.Tensor or issubclass(kind, torch.nn.Parameter) for kind in types):
+        return None
+    if any(kind.__name__ == "FakeTensor" for kind in types):
+        return func(*args, **(kwargs or {}))
+    return NotImplemented
+
+
+def _tensors(nest: Any) -> Iterator[torch.Tensor]:
+    if isinstance(nest, torch.Tensor):
+        yield nest
+    elif isinstance(nest, dict):
+        for value in nest.values():
+            yield from _tensors(value)
+    elif isinstance(nest, list | tuple):
+        for value in nest:
+            yield from _tensors(value)
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """All that the optimizer keeps here, shards as they are."""
+    for state in optimizer.state.values():
+        yield from map(local, _tensors(state))
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of `tensor`."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
