@@ -15,6 +15,7 @@ from evenly.data.generators import seeded
 from evenly.data.stream import stream_key
 from evenly.errors import EvenlyError, RunError, UserError, describe
 from evenly.job import Job
+from evenly.parallel.parking import Parking
 from evenly.train.precision import place_model
 
 T = TypeVar("T")
@@ -75,9 +76,11 @@ def build_schedule(job: Job, optimizer: torch.optim.Optimizer) -> torch.optim.lr
     return schedule
 
 
-def check_same_start(model: nn.Module, world: World) -> None:
+def check_same_start(model: nn.Module, world: World, parking: Parking | None = None) -> None:
     """Raises `RunError`, on all ranks alike, if a parameter or buffer differs between ranks."""
-    mine = {name: _fingerprint(t) for name, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
+    state = {name: t for name, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
+    parked = {name: None if parking is None else parking.fingerprint(t) for name, t in state.items()}
+    mine = {name: _fingerprint(t) if (known := parked[name]) is None else known for name, t in state.items()}
     prints = gather_values(mine, world.group("files"))
     for rank, theirs in enumerate(prints):
         for name in prints[0]:

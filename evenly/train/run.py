@@ -12,7 +12,7 @@ import os
 import time
 import warnings
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -35,6 +35,7 @@ from evenly.observe.memory import peak_bytes
 from evenly.observe.records import Records
 from evenly.parallel.compose import Composed, compose
 from evenly.parallel.memory import HOST, Category, MemoryCounter, local, on, state_tensors
+from evenly.parallel.parking import Parking
 from evenly.parallel.replicas import Replica
 from evenly.plan import Plan, parse_plan
 from evenly.train.build import build_model, build_optimizer, build_schedule, check_same_start
@@ -122,9 +123,7 @@ class Run:
         self.job, self.plan, self.world, self.out = job, plan, world, options.out
         self.steps, self.steps_done = options.steps or job.steps, 0
         self.precision = plan.precision
-        model = build_model(job, precision=self.precision, device=world.device)
-        check_same_start(model, world)
-        self.composed: Composed = compose(model, plan, world)
+        self.composed: Composed = build_and_compose(job, plan, world)
         self.model = self.composed.model
         self.devices = sorted({replica.device for replica in self.composed.replicas})
         self.optimizer = build_optimizer(job, self.model)
@@ -403,6 +402,19 @@ class Run:
         world = self.world
         workers = worker_count(cores=available_cores(), local_ranks=world.local_size, device=world.device)
         return Loader(self.job, evaluation=evaluation, workers=workers, pin=world.device.startswith("cuda"))
+
+
+def build_and_compose(job: Job, plan: Plan, world: World) -> Composed:
+    """The job's model as the plan runs it; where ranks cut it, each holds its share and one large tensor at a time."""
+    assert plan.precision is not None  # the plan is resolved
+    cut = plan.zero and world.size > 1
+    with Parking(world.group("data")) if cut else nullcontext() as parking:
+        # What is parked stays on the CPU; cutting takes each shard to the rank's device.
+        model = build_model(job, precision=plan.precision, device="cpu" if cut else world.device)
+        if parking is not None:
+            parking.settle()
+        check_same_start(model, world, parking)
+        return compose(model, plan, world)
 
 
 def start(
