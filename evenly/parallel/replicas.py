@@ -154,14 +154,13 @@ class _Carry(torch.autograd.Function):
     """A tensor from one device to another; its gradient comes back."""
 
     @staticmethod
-    def forward(context: Any, tensor: torch.Tensor, source: tuple[int, str], target: tuple[int, str]) -> torch.Tensor:
-        context.way = target, source
+    def forward(ctx: Any, tensor: torch.Tensor, source: tuple[int, str], target: tuple[int, str]) -> torch.Tensor:
+        ctx.source = source
         return _carried(tensor, target)
 
     @staticmethod
-    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        _, source = context.way
-        return _carried(gradients[0], source), None, None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _carried(gradients[0], ctx.source), None, None
 
 
 def _carrier(source: tuple[int, str], target: tuple[int, str]) -> Callable[[torch.Tensor], torch.Tensor]:
