@@ -32,11 +32,11 @@ demo: $(READY)
 	echo "The run lies in $$folder: its losses in metrics.jsonl, its weights in checkpoints/."
 
 # Two halves beside each other: most tests wait for processes to start.
-STARTING := tests/checkpoint tests/cli tests/cluster tests/test_job.py
+HALF := tests/checkpoint tests/cli tests/cluster tests/examples tests/test_job.py
 test: $(READY)
-	@$(BIN)/python -m pytest $(STARTING) & starting=$$!; \
-	$(BIN)/python -m pytest $(STARTING:%=--ignore=%) ; others=$$?; \
-	wait $$starting && exit $$others
+	@$(BIN)/python -m pytest $(HALF) & half=$$!; \
+	$(BIN)/python -m pytest $(HALF:%=--ignore=%) ; others=$$?; \
+	wait $$half && exit $$others
 
 check: $(READY)
 	$(BIN)/ruff format --check .

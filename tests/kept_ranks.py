@@ -39,7 +39,7 @@ class KeptRanks:
         self._context.set_forkserver_preload(PRELOAD)
         self._ranks: list[tuple[Any, Connection]] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, size: int = 2, limit_s: float = 800.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, size: int = 2, limit_s: float = 1400.0) -> list[Any]:
         """Results of `function(*args)` on ranks 0..size-1."""
         while len(self._ranks) < size:
             self._start_one()

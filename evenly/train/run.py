@@ -125,7 +125,7 @@ class Run:
         self.precision = plan.precision
         self.composed: Composed = build_and_compose(job, plan, world)
         self.model = self.composed.model
-        self.devices = sorted({replica.device for replica in self.composed.replicas})
+        self.devices = list(dict.fromkeys(replica.device for replica in self.composed.replicas))
         self.optimizer = build_optimizer(job, self.model)
         self.schedule = build_schedule(job, self.optimizer)
         self.loss_scale: LossScale = first_scale(self.precision, job.global_batch)
