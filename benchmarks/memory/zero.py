@@ -1,0 +1,115 @@
+"""What each rank holds of parameters, gradients and optimizer state under ZeRO 0 to 3, beside the formulas.
+
+    python benchmarks/memory/zero.py        2, 4 and 8 ranks on the CPU; several minutes
+
+A language model trains three steps of two microbatches per rank with AdamW in float32; the bytes of live tensors are
+counted in the last. The formulas are those of arXiv 1910.02054, section 5, with the bytes of float32 training (4 per
+parameter, 4 per gradient, 8 of AdamW's moments, P parameters, N ranks):
+
+    zero 0   16 P          zero 1   8 P + 8 P / N          zero 2   4 P + 12 P / N          zero 3   16 P / N
+
+`step` is what is held when the optimizer steps, `peak` the most of these three kinds together at the rank's own peak.
+Kept in benchmarks/results/zero.json.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import evenly
+from evenly.cluster.launch import Launch, start_ranks
+
+RESULTS = Path(__file__).parents[1] / "results" / "zero.json"
+RANKS = (2, 4, 8)
+KINDS = ("parameters", "gradients", "optimizer")
+VOCABULARY, WIDTH, BLOCKS, LENGTH = 512, 256, 6, 8
+
+
+class Tokens(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randint(0, VOCABULARY, (LENGTH + 1,), generator=torch.Generator().manual_seed(index))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 4, batch_first=True) for _ in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def loss(model: nn.Module, batch: Any) -> evenly.Loss:
+    labels = batch[:, 1:].flatten()
+    return evenly.Loss(F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), labels, reduction="sum"), len(labels))
+
+
+def held(zero: int, ranks: int) -> tuple[int, dict[str, int], dict[str, int]]:
+    """Number of parameters; bytes by category at the end of a step, before gradients are forgotten; and at the peak."""
+    job = evenly.Job(
+        model=Model,
+        loss=loss,
+        data=Tokens(),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        global_batch=2 * ranks,
+        microbatch=1,
+        steps=3,
+    )
+    with evenly.start(job, plan=f"zero={zero}" if zero else "ddp") as run, run.counting_memory() as counter:
+        count = sum(p.numel() for p in run.model.parameters())
+        for batch in run.batches():
+            counter.restart()
+            run.step(batch)
+            now = {category: size for (_, category), size in counter.now.items()}
+    return count, now, dict(counter.peaks[0])
+
+
+def formula(zero: int, count: int, ranks: int) -> float:
+    """Bytes per rank."""
+    whole, cut = {0: (16, 0), 1: (8, 8), 2: (4, 12), 3: (0, 16)}[zero]
+    return count * (whole + cut / ranks)
+
+
+def main() -> None:
+    rows = []
+    for ranks in RANKS:
+        for zero in range(4):
+            results = start_ranks(held, (zero, ranks), Launch(devices=ranks))
+            count = results[0][0]
+            expected = formula(zero, count, ranks)
+            step, peak = (
+                [sum(results[rank][part].get(kind, 0) for kind in KINDS) for rank in sorted(results)] for part in (1, 2)
+            )
+            rows.append({
+                "ranks": ranks, "zero": zero, "formula_bytes": expected, "step_bytes": step, "peak_bytes": peak,
+                "rank_0_at_peak": results[0][2],
+            })  # fmt: skip
+            print(
+                f"{ranks} ranks  zero {zero}  formula {expected / 2**20:7.2f} MiB  "
+                f"step {max(step) / expected:.3f}  peak {max(peak) / expected:.3f}",
+                flush=True,
+            )
+    machine = {"python": platform.python_version(), "torch": torch.__version__, "backend": "gloo"}
+    date = time.strftime("%Y-%m-%d", time.gmtime())
+    document = {"date": date, "machine": machine, "parameters": count, "rows": rows}
+    RESULTS.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
