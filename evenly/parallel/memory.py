@@ -121,13 +121,13 @@ class MemoryCounter(TorchDispatchMode):
             )
         number = found.pop() if found else working
         results = func(*args, **(kwargs or {}))
-        for tensor in _tensors(results):
+        for tensor in tensors_in(results):
             self._hold(tensor, number)
         return results
 
     def _numbers(self, nest: Any) -> set[int]:
         """The devices of the counted tensors of `nest`; numbers (scalar tensors) go with any device."""
-        held = (self._held.get(id(t.untyped_storage())) for t in _tensors(nest) if t.dim() > 0)
+        held = (self._held.get(id(t.untyped_storage())) for t in tensors_in(nest) if t.dim() > 0)
         return {one.number for one in held if one is not None}
 
     def _hold(self, tensor: torch.Tensor, number: int) -> _Held | None:
@@ -172,21 +172,22 @@ def of_subclasses(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     return NotImplemented
 
 
-def _tensors(nest: Any) -> Iterator[torch.Tensor]:
+def tensors_in(nest: Any) -> Iterator[torch.Tensor]:
+    """Every tensor among the arguments or results of an operation."""
     if isinstance(nest, torch.Tensor):
         yield nest
     elif isinstance(nest, dict):
         for value in nest.values():
-            yield from _tensors(value)
+            yield from tensors_in(value)
     elif isinstance(nest, list | tuple):
         for value in nest:
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """All that the optimizer keeps here, shards as they are."""
     for state in optimizer.state.values():
-        yield from map(local, _tensors(state))
+        yield from map(local, tensors_in(state))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -118,6 +118,31 @@ def test_a_run_that_starts_parked_computes_what_one_device_computes(ranks: KeptR
     assert (row.status, row.reason) == ("equal", "")
 
 
+def test_what_reads_memory_past_torch_finds_it() -> None:
+    with Parking(Group.alone("data"), least_bytes=100) as parked:
+        tensors = [torch.full((50,), float(n)) for n in range(5)]
+        copied = copy.deepcopy(tensors[0])
+        assert tensors[1].tolist() == [1.0] * 50
+        seen = tensors[2].numpy()
+        others = [torch.zeros(60) for _ in range(2)]
+        assert parked.parked_bytes == 240 + 2 * 200  # all but what was read, its copy, and the last
+        seen += 1
+        del others
+    assert copied.eq(0).all() and tensors[2].eq(3).all() and tensors[4].eq(4).all()
+
+
+def test_what_is_overwritten_may_be_read_too() -> None:
+    with Parking(Group.alone("data"), least_bytes=100):
+        flat = torch.arange(36.0)
+        others = [torch.ones(50)]  # parks what came before, each time
+        flat.copy_(flat)
+        others.append(torch.ones(50))
+        flat[:9].zero_()
+        others.append(torch.ones(50))
+        flat.view(6, 6).T.copy_(flat.clone().view(6, 6))
+    assert torch.equal(flat.view(6, 6), torch.arange(36.0).mul(torch.arange(36) >= 9).view(6, 6).T)
+
+
 def test_what_a_rank_keeps_is_its_part() -> None:
     with Parking(Group.alone("data"), least_bytes=100) as parked:
         first = torch.ones(50)
