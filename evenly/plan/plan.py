@@ -51,6 +51,8 @@ class Plan:
     exact:     "bitwise" adds gradients in a wider type, so that float32, bfloat16 and float16 training has the
                same bits on any number of ranks; "rounding" adds them as they are. float64 has no wider type:
                there plans agree up to rounding. None takes bitwise where it is possible.
+
+    Raises `PlanError` for values that do not exist or do not go together.
     """
 
     data: int | None = None
@@ -61,6 +63,31 @@ class Plan:
     recompute: Recompute | None = None
     precision: Precision | None = None
     exact: Exact | None = None
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{key}={value}: {problem}"
+            for key, value in self.stated.items()
+            if (problem := _read(key, str(value))[1]) is not None
+        ]
+        if problems:
+            raise PlanError(f"plan {self}", "; ".join(problems), "mend what is named")
+        if self.shard is not None and not self.zero:
+            raise PlanError(
+                f"plan {self}",
+                "shard says over how many ranks zero cuts, and zero is not set",
+                "add zero=1, 2 or 3",
+            )
+        if self.gather is not None and self.replicas is None:
+            raise PlanError(
+                f"plan {self}", "gather names one of the replicas, and there are none", "add replicas=2, say"
+            )
+        if self.replicas is not None and (self.zero or self.data not in (None, 1)):
+            raise PlanError(
+                f"plan {self}",
+                "replicas share one process; data and zero split over several",
+                "leave out replicas (ddp uses the same devices, faster), or the others",
+            )
 
     @property
     def ranks(self) -> int | None:
@@ -126,8 +153,60 @@ class Plan:
         return replace(self, precision=precision, exact=self.exact or ("rounding" if wide else "bitwise"))
 
     def __str__(self) -> str:
-        pairs = [f"{f.name}={value}" for f in fields(self) if (value := getattr(self, f.name)) is not None]
-        return " ".join(pairs) or "auto"
+        return " ".join(f"{key}={value}" for key, value in self.stated.items()) or "auto"
+
+    @property
+    def stated(self) -> dict[str, Any]:
+        """What is not left open."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+
+
+def _count(value: str) -> int:
+    if not value.isdecimal() or int(value) < 1:
+        raise ValueError("must be a whole number of at least 1")
+    return int(value)
+
+
+def _number(value: str) -> int:
+    if not value.isdecimal():
+        raise ValueError("must be a whole number, counted from 0")
+    return int(value)
+
+
+def _stage(value: str) -> Zero:
+    stage = next((stage for stage in get_args(Zero) if str(stage) == value), None)
+    if stage is None:
+        raise ValueError("must be 0, 1, 2 or 3")
+    return stage
+
+
+def _one_of(choices: tuple[str, ...]) -> Any:
+    def read(value: str) -> str:
+        if value not in choices:
+            raise ValueError(f"must be one of {', '.join(choices)}")
+        return value
+
+    return read
+
+
+READERS: dict[str, Callable[[str], Any]] = {
+    "data": _count,
+    "zero": _stage,
+    "shard": lambda value: value if value == "auto" else _count(value),
+    "replicas": lambda value: value if value == "auto" else _count(value),
+    "gather": _number,
+    "recompute": _one_of(get_args(Recompute)),
+    "precision": _one_of(PRECISIONS),
+    "exact": _one_of(get_args(Exact)),
+}
+
+
+def _read(key: str, value: str) -> tuple[Any, str | None]:
+    """What the text of a value says, or why it says nothing."""
+    try:
+        return READERS[key](value), None
+    except ValueError as problem:
+        return None, str(problem)
 
 
 NAMED = {
@@ -158,24 +237,6 @@ def parse_plan(text: str) -> Plan:
             "; ".join(problems),
             f"name one of {', '.join(NAMED)}, or set {', '.join(f.name for f in fields(Plan))}",
         )
-    if values.get("shard") and not values.get("zero"):
-        raise PlanError(
-            f"plan {text!r}",
-            "shard says over how many ranks zero cuts, and zero is not set",
-            "add zero=1, 2 or 3",
-        )
-    if values.get("gather") is not None and not values.get("replicas"):
-        raise PlanError(
-            f"plan {text!r}",
-            "gather names one of the replicas, and there are none",
-            "add replicas=2, say",
-        )
-    if values.get("replicas") and (values.get("zero") or values.get("data", 1) != 1):
-        raise PlanError(
-            f"plan {text!r}",
-            "replicas share one process; data and zero split over several",
-            "leave out replicas (ddp uses the same devices, faster), or the others",
-        )
     return Plan(**values)
 
 
@@ -184,29 +245,16 @@ def _read_word(word: str, values: dict[str, Any]) -> Iterable[str]:
     key, sign, value = word.partition("=")
     if not sign:
         if word in NAMED:
-            stated = {f.name: getattr(NAMED[word], f.name) for f in fields(Plan)}
-            yield from _add({k: v for k, v in stated.items() if v is not None}, values)
+            yield from _add(NAMED[word].stated, values)
         else:
             yield _unknown(word, NAMED, PLANNED_NAMES | PLANNED_KEYS, "name")
         return
     key = SYNONYMS.get(key, key)
-    readers: dict[str, Callable[[str], Any]] = {
-        "data": _count,
-        "zero": _stage,
-        "shard": lambda value: value if value == "auto" else _count(value),
-        "replicas": lambda value: value if value == "auto" else _count(value),
-        "gather": _number,
-        "recompute": _one_of(get_args(Recompute)),
-        "precision": _one_of(PRECISIONS),
-        "exact": _one_of(get_args(Exact)),
-    }
-    if key not in readers:
-        yield _unknown(key, readers, PLANNED_KEYS, "key")
+    if key not in READERS:
+        yield _unknown(key, READERS, PLANNED_KEYS, "key")
         return
-    try:
-        yield from _add({key: readers[key](value)}, values)
-    except ValueError as problem:
-        yield f"{key}={value}: {problem}"
+    read, problem = _read(key, value)
+    yield from _add({key: read}, values) if problem is None else [f"{key}={value}: {problem}"]
 
 
 def _add(new: dict[str, Any], values: dict[str, Any]) -> Iterable[str]:
@@ -222,34 +270,6 @@ def _unknown(word: str, known: Iterable[str], planned: frozenset[str], kind: str
         return f"{word} is not supported by this version"
     near = get_close_matches(word, [*known], n=1)
     return f"unknown {kind} {word!r}" + (f" (did you mean {near[0]!r}?)" if near else "")
-
-
-def _count(value: str) -> int:
-    if not value.isdecimal() or int(value) < 1:
-        raise ValueError("must be a whole number of at least 1")
-    return int(value)
-
-
-def _number(value: str) -> int:
-    if not value.isdecimal():
-        raise ValueError("must be a whole number, counted from 0")
-    return int(value)
-
-
-def _stage(value: str) -> Zero:
-    stage = next((stage for stage in get_args(Zero) if str(stage) == value), None)
-    if stage is None:
-        raise ValueError("must be 0, 1, 2 or 3")
-    return stage
-
-
-def _one_of(choices: tuple[str, ...]) -> Any:
-    def read(value: str) -> str:
-        if value not in choices:
-            raise ValueError(f"must be one of {', '.join(choices)}")
-        return value
-
-    return read
 
 
 def _product(axes: dict[str, int]) -> str:

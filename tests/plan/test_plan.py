@@ -84,6 +84,18 @@ def test_replicas_are_devices_of_one_process() -> None:
             parse_plan(text)
 
 
+def test_a_plan_built_in_python_is_checked_too() -> None:
+    for values in ({"replicas": 2, "zero": 3}, {"data": 4, "replicas": 2}):
+        with pytest.raises(PlanError, match="replicas share one process"):
+            Plan(**values)
+    for values in ({"gather": 1}, {"shard": 2}, {"shard": 2, "zero": 0}):
+        with pytest.raises(PlanError, match=r"there are none|zero is not set"):
+            Plan(**values)
+    for key, value in {"data": 0, "replicas": -1, "gather": -1, "zero": 4, "precision": "int8", "shard": True}.items():
+        with pytest.raises(PlanError, match=f"{key}={value}: must be"):
+            Plan(**{key: value})
+
+
 def test_exactness_follows_the_precision() -> None:
     assert Plan().resolve("float32") == Plan(precision="float32", exact="bitwise")
     assert Plan().resolve("float64") == Plan(precision="float64", exact="rounding")
