@@ -87,10 +87,13 @@ class Composed:
             part.close()
 
 
-def compose(model: nn.Module, plan: Plan, world: World) -> Composed:
-    """Applies `plan` (fitted to the world and resolved) to `model`, which is changed in place."""
-    group, wide = world.group("data"), plan.exact == "bitwise"
-    replicas = Replicas(model, devices_of(plan, world), gather=plan.gather)
+def compose(modules: Sequence[nn.Module], plan: Plan, world: World) -> Composed:
+    """Applies `plan` (fitted to the world and resolved) to `modules`, one on each of `devices_of` this rank.
+
+    They are changed in place; the first is the model.
+    """
+    model, group, wide = modules[0], world.group("data"), plan.exact == "bitwise"
+    replicas = Replicas(modules, devices_of(plan, world), gather=plan.gather)
     statistics = [RunningStatistics(r.module, group=group, alone=plan.devices == 1) for r in replicas]
     recomputed: list[Recomputation] = []
     if plan.recompute in ("selective", "full"):

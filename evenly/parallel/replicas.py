@@ -17,7 +17,6 @@ apart.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,7 @@ from torch import nn
 
 from evenly.comm.groups import Group
 from evenly.data.nest import map_tensors
-from evenly.errors import PlanError, describe
+from evenly.errors import PlanError
 from evenly.parallel.gradients import GradientSum
 from evenly.parallel.memory import MemoryCounter, on
 
@@ -51,18 +50,21 @@ class Replica:
 
 
 class Replicas(Sequence[Replica]):
-    """`model` on each of `devices`; the first holds the model itself.
+    """One of `modules` on each of `devices`; the first is the model itself, the others are built like it.
+
+    They are built and not copied, since a copy loses what hangs together outside of parameters: an attribute that is
+    a view of a weight.
 
     gather: number of the device on which losses are computed; None leaves each to its own.
     """
 
-    def __init__(self, model: nn.Module, devices: Sequence[str], *, gather: int | None = None) -> None:
-        modules = [model, *(_copied(model, device) for device in devices[1:])]
+    def __init__(self, modules: Sequence[nn.Module], devices: Sequence[str], *, gather: int | None = None) -> None:
+        _check_apart(modules)
         self._replicas = [
             _replica(number, devices, module, number if gather is None else gather)
             for number, module in enumerate(modules)
         ]
-        self._first = _tensors(model)
+        self._first = _tensors(modules[0])
         self._others = [(replica.number, _tensors(replica.module)) for replica in self._replicas[1:]]
 
     def __getitem__(self, index: Any) -> Any:
@@ -186,15 +188,18 @@ def _replica(number: int, devices: Sequence[str], module: nn.Module, loss_number
     return Replica(number, device, module, called, loss_number, loss_device)
 
 
-def _copied(model: nn.Module, device: str) -> nn.Module:
-    try:
-        return copy.deepcopy(model).to(device)
-    except Exception as problem:
-        raise PlanError(
-            f"a replica of the model on {device}",
-            f"the module cannot be copied: {describe(problem)}",
-            "run one process per device (plan ddp), which builds the model anew",
-        ) from problem
+def _check_apart(modules: Sequence[nn.Module]) -> None:
+    """Raises `PlanError` where modules that should be several share what they hold."""
+    seen: dict[int, str] = {}
+    for module in modules:
+        mine = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
+        if shared := [name for key, name in mine.items() if key in seen]:
+            raise PlanError(
+                f"{len(modules)} replicas of the model",
+                f"{shared[0]} is the same tensor in all: the job's model returns what it returned before",
+                "let it build a new module each time it is called",
+            )
+        seen |= mine
 
 
 def _tensors(module: nn.Module) -> list[torch.Tensor]:

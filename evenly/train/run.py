@@ -33,7 +33,7 @@ from evenly.errors import PlanError, RunError, UserError
 from evenly.job import Job, Loss
 from evenly.observe.memory import peak_bytes
 from evenly.observe.records import Records
-from evenly.parallel.compose import Composed, compose
+from evenly.parallel.compose import Composed, compose, devices_of
 from evenly.parallel.memory import HOST, Category, MemoryCounter, local, on, state_tensors
 from evenly.parallel.parking import Parking
 from evenly.parallel.replicas import Replica
@@ -410,11 +410,12 @@ def build_and_compose(job: Job, plan: Plan, world: World) -> Composed:
     cut = plan.zero and world.size > 1
     with Parking(world.group("data")) if cut else nullcontext() as parking:
         # What is parked stays on the CPU; cutting takes each shard to the rank's device.
-        model = build_model(job, precision=plan.precision, device="cpu" if cut else world.device)
+        devices = ["cpu"] if cut else devices_of(plan, world)
+        modules = [build_model(job, precision=plan.precision, device=device) for device in devices]
         if parking is not None:
             parking.settle()
-        check_same_start(model, world, parking)
-        return compose(model, plan, world)
+        check_same_start(modules[0], world, parking)
+        return compose(modules, plan, world)
 
 
 def start(

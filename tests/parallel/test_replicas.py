@@ -108,22 +108,41 @@ def test_a_gathered_replica_is_called_on_its_own_device() -> None:
 
 
 def test_replicas_follow_the_first() -> None:
-    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    replicas = Replicas(model, ["cpu"] * 3)
+    modules = [nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)) for _ in range(3)]
+    replicas = Replicas(modules, ["cpu"] * 3)
     with torch.no_grad():
-        model[0].weight.fill_(7)
-        model[1].running_mean.fill_(5)
+        modules[0][0].weight.fill_(7)
+        modules[0][1].running_mean.fill_(5)
     assert not any(r.module[0].weight.eq(7).any() for r in replicas[1:])
     replicas.refresh()
     for replica in replicas:
         assert replica.module[0].weight.eq(7).all() and replica.module[1].running_mean.eq(5).all()
 
 
-def test_a_model_that_cannot_be_copied_is_refused() -> None:
-    model = nn.Linear(2, 2)
-    model.lock = threading.Lock()  # type: ignore[assignment]
-    with pytest.raises(PlanError, match="cannot be copied"):
-        Replicas(model, ["cpu"] * 2)
+class Cut(nn.Module):
+    """Computes with an attribute that is a view of a weight, which a copy of the module would lose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+        self.rows = self.layer.weight.detach()[:3]
+        self.lock = threading.Lock()  # and what cannot be copied at all
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.layer(x), self.rows)
+
+
+def test_a_replica_keeps_what_hangs_together(tmp_path: Path) -> None:
+    job = classifier_job(model=Cut, precision="float32")  # another would be cast, and torch does not cast the view
+    keep_reference(job, 3, tmp_path / "reference")
+    for plan in ("single", "balanced-dp replicas=3"):
+        assert judge(plan, [compare_job(job, plan, 3, tmp_path)]).bits_differ == 0
+
+
+def test_a_model_that_is_the_same_each_time_is_refused() -> None:
+    model = nn.Linear(5, 3)
+    with pytest.raises(PlanError, match="weight is the same tensor in all"):
+        evenly.start(classifier_job(model=lambda: model), plan="dp replicas=2")
 
 
 # --- memory ---------------------------------------------------------------------------------------------
