@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from evenly.cluster.allocator import keep_freed_memory
 from evenly.cluster.environment import Place, checking, record_file
@@ -76,7 +77,7 @@ def _join(place: Place, backend: str, device: str) -> None:
     try:
         dist.init_process_group(
             backend,
-            init_method=method,
+            store=_meetings.next(method, place),
             rank=place.rank,
             world_size=place.size,
             device_id=torch.device(device) if backend == "nccl" else None,
@@ -87,3 +88,28 @@ def _join(place: Place, backend: str, device: str) -> None:
             str(problem).splitlines()[0],
             "see `evenly doctor`; a port that is taken is changed by MASTER_PORT",
         ) from problem
+
+
+class _Meetings:
+    """Where ranks find each other: one store as long as the place is the same, with keys of its own each time.
+
+    torch names the keys of every world alike. In a store that outlives a world, as the elastic agent's does, a rank
+    that is early for the next would find where the others were in the last, and wait there for ever.
+    """
+
+    def __init__(self) -> None:
+        self._place: tuple[str, str, int, int, int] | None = None
+        self._store: dist.Store | None = None
+        self._count = 0
+
+    def next(self, method: str, place: Place) -> dist.Store:
+        key = (method, place.address, place.port, place.rank, place.size)
+        if key != self._place or self._store is None:
+            self._store = None  # rank 0 serves it: the old one's port is free before the new one's is taken
+            self._store, _, _ = next(rendezvous(method, place.rank, place.size))
+            self._place, self._count = key, 0
+        self._count += 1
+        return dist.PrefixStore(f"world {self._count}", self._store)
+
+
+_meetings = _Meetings()
