@@ -32,8 +32,16 @@ def build_model(job: Job, *, precision: str, device: str) -> nn.Module:
     return place_model(model, precision, device).train()
 
 
-def build_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
-    """The job's optimizer over the parameters of `model`."""
+# What these do with a part of a parameter is not what they do with it in the whole.
+NEEDS_WHOLE_PARAMETERS = {
+    "Adafactor": "it takes means over whole rows and columns",
+    "Muon": "it makes whole matrices orthogonal",
+    "Rprop": "torch's does not run on shards",
+}
+
+
+def build_optimizer(job: Job, model: nn.Module, *, zero: int = 0) -> torch.optim.Optimizer:
+    """The job's optimizer over the parameters of `model`, of which it finds shards where `zero` is set."""
     optimizer = call_job("optimizer", lambda: job.optimizer(model.parameters()))
     _expect("optimizer", optimizer, torch.optim.Optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -41,6 +49,12 @@ def build_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
             "optimizer LBFGS",
             "it evaluates the loss several times per step",
             "use an optimizer with one gradient per step",
+        )
+    if zero and (reason := NEEDS_WHOLE_PARAMETERS.get(type(optimizer).__name__)):
+        raise UserError(
+            f"optimizer {type(optimizer).__name__} under zero={zero}",
+            f"{reason}, and each rank holds a part",
+            "use plan ddp, or an optimizer that treats every element by itself (AdamW, SGD)",
         )
     known = {id(p) for p in model.parameters()}
     if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):

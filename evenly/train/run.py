@@ -126,7 +126,7 @@ class Run:
         self.composed: Composed = build_and_compose(job, plan, world)
         self.model = self.composed.model
         self.devices = list(dict.fromkeys(replica.device for replica in self.composed.replicas))
-        self.optimizer = build_optimizer(job, self.model)
+        self.optimizer = build_optimizer(job, self.model, zero=(plan.zero or 0) if world.size > 1 else 0)
         self.schedule = build_schedule(job, self.optimizer)
         self.loss_scale: LossScale = first_scale(self.precision, job.global_batch)
         self.interrupt = Interrupt()
