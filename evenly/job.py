@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch.utils.data import Dataset
 
-Precision = Literal["float32", "float64", "bfloat16", "float16"]
+Precision = Literal["float32", "float64", "bfloat16", "float16", "pure-bfloat16", "pure-float16"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 
 
@@ -54,7 +54,9 @@ class Job:
     clip_norm:       largest global gradient norm.
     eval_data:       map-style dataset, evaluated whole every `eval_every` steps and after the last.
     save_every:      steps between checkpoints; the last step is always saved.
-    precision:       numbers of the forward and backward pass; the weights of bfloat16 and float16 are float32.
+    precision:       numbers of the forward and backward pass; the weights of bfloat16 and float16 are float32, those of
+                     pure-bfloat16 and pure-float16 have that type too, and so have the gradients and the optimizer's
+                     state.
     seed:            of the order of samples and of every random stream.
     name:            of the run's folder and its reports.
 

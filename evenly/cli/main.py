@@ -80,7 +80,7 @@ def verify_command(
         int | None, typer.Option(min=1, help="World of plans without sizes (default: the smallest).")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps to compare.")] = 3,
-    dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "float64",
+    dtype: Annotated[str, typer.Option(help="Precision to compare in.")] = "float64",
     settings: Settings = [],  # noqa: B006
     json_only: Json = False,
     debug: Debug = False,

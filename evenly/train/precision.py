@@ -1,6 +1,7 @@
 """Precision as data, and float16's loss scale.
 
-float32 and bfloat16 need no scale. With float16 the loss is multiplied by a power of two before the backward pass,
+float32 and bfloat16 need no scale, and the pure types, whose sums of gradients could not hold a scaled one, have none.
+With float16 the loss is multiplied by a power of two before the backward pass,
 so that small gradients do not vanish; a step whose summed gradient is not finite is skipped and the scale halved.
 The sum over ranks is the same everywhere, so all ranks, and all plans, skip the same steps.
 """
@@ -15,6 +16,10 @@ from typing import Any
 import torch
 
 from evenly.data.nest import map_tensors
+
+# What weights, gradients and the optimizer's state are; those of the other precisions stay as the job makes them.
+WEIGHTS = {"float64": torch.float64, "pure-bfloat16": torch.bfloat16, "pure-float16": torch.float16}
+COMPUTED_IN = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 LARGEST_SCALE = 2.0**16
 STEPS_BEFORE_GROWTH = 2000
@@ -45,23 +50,23 @@ def first_scale(precision: str, global_batch: int) -> LossScale:
 
 def autocast(precision: str, device: str) -> AbstractContextManager[Any]:
     """Around a forward pass: bfloat16 and float16 compute in that type from float32 weights."""
-    if precision in ("float32", "float64"):
+    if (dtype := COMPUTED_IN.get(precision)) is None:
         return nullcontext()
-    return torch.autocast(torch.device(device).type, dtype=getattr(torch, precision))
+    return torch.autocast(torch.device(device).type, dtype=dtype)
 
 
 def place_model(model: torch.nn.Module, precision: str, device: str) -> torch.nn.Module:
-    """`model` on `device`; a float64 run computes in float64 throughout."""
-    return model.to(device, torch.float64) if precision == "float64" else model.to(device)
+    """`model` on `device`; float64 and the pure precisions have their type throughout."""
+    return model.to(device, WEIGHTS[precision]) if precision in WEIGHTS else model.to(device)
 
 
 def place_batch(batch: Any, precision: str, device: str) -> Any:
-    """Every tensor of `batch` (any nest) on `device`; floating ones in float64 where the run is."""
-    if device == "cpu" and precision != "float64":
+    """Every tensor of `batch` (any nest) on `device`; floating ones in the type of the weights where that is stated."""
+    if device == "cpu" and precision not in WEIGHTS:
         return batch  # as it was read
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
-        wide = precision == "float64" and tensor.is_floating_point()
-        return tensor.to(device, torch.float64 if wide else tensor.dtype, non_blocking=True)
+        dtype = WEIGHTS.get(precision, tensor.dtype) if tensor.is_floating_point() else tensor.dtype
+        return tensor.to(device, dtype, non_blocking=True)
 
     return map_tensors(place, batch)

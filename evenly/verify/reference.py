@@ -22,6 +22,9 @@ from evenly.data.nest import map_tensors
 from evenly.data.stream import stream_key
 from evenly.job import Job, Loss
 
+# Weights, gradients and optimizer state of these precisions; of the others they are float32.
+WEIGHTS = {"float64": torch.float64, "pure-bfloat16": torch.bfloat16, "pure-float16": torch.float16}
+
 
 @dataclass(frozen=True)
 class ReferenceStep:
@@ -88,8 +91,8 @@ def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _build(job: Job) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any, torch.amp.GradScaler]:
     with seeded(stream_key(job.seed, "model")):
         model = job.model()
-    if job.precision == "float64":
-        model = model.double()
+    if job.precision in WEIGHTS:
+        model = model.to(WEIGHTS[job.precision])
     model.train()
     optimizer = job.optimizer(model.parameters())
     schedule = job.schedule(optimizer) if job.schedule is not None else None
@@ -101,8 +104,8 @@ def _build(job: Job) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any, torch
 def _read(job: Job, data: Any, indices: list[int], key: int) -> Any:
     with seeded(key):
         batch = (job.collate or default_collate)([data[i] for i in indices])
-    if job.precision == "float64":
-        batch = map_tensors(lambda t: t.double() if t.is_floating_point() else t, batch)
+    if (dtype := WEIGHTS.get(job.precision)) is not None:
+        batch = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
     return batch
 
 

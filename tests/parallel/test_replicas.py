@@ -41,7 +41,7 @@ def test_replicas_compute_what_one_device_computes(name: str, tmp_path: Path) ->
         assert row.param_diff is not None and row.param_diff < 1e-10
 
 
-@pytest.mark.parametrize("precision", ["float32", "float16"])
+@pytest.mark.parametrize("precision", ["float32", "float16", "pure-bfloat16"])
 def test_replicas_have_the_bits_of_one_device(precision: str, tmp_path: Path) -> None:
     for job in (factory(precision=precision) for factory in ALL_JOBS.values()):
         keep_reference(job, STEPS, tmp_path / "reference")
