@@ -93,6 +93,18 @@ def verify_command(
     )
 
 
+@app.command("report")
+def report_command(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a run: runs/NAME-N.")],
+    json_only: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show a run's course and where every device's memory went; draws DIR/report.html."""
+    from evenly.cli.report import report
+
+    raise typer.Exit(report(folder, json_only=json_only))
+
+
 bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench_app, name="bench")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 PLAIN_INTERVAL_S = 2.0
@@ -41,6 +42,8 @@ class PlainLines:
         if report.step in (1, self._steps) or now - self._shown_at >= PLAIN_INTERVAL_S:
             self._shown_at = now
             self.on_text(f"step {report.step}/{self._steps}  {describe_step(report, self._unit)}")
+        if report.memory is not None:
+            self.on_text(describe_memory(report.memory))
 
     def on_text(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -70,6 +73,8 @@ class Bar:
 
     def on_step(self, report: Any) -> None:
         self._progress.update(self._task, completed=report.step, text=describe_step(report, self._unit))
+        if report.memory is not None:
+            self.on_text(describe_memory(report.memory))
 
     def on_text(self, text: str) -> None:
         self._progress.console.print(text, markup=False, highlight=False)
@@ -92,6 +97,26 @@ def describe_step(report: Any, unit: str) -> str:
     memory = _mib(largest) if len(report.memory_bytes) == 1 else f"{_mib(least)}-{_mib(largest)}"
     skipped = "  (overflow: skipped)" if report.skipped else ""
     return f"loss {report.loss:.4f}  {rate:,.0f} {unit}/s  {memory} MiB/rank{skipped}"
+
+
+def describe_memory(memory: Sequence[Mapping[Any, int]]) -> str:
+    """What tensors take on the fullest device at its fullest moment, by category, on one line."""
+    totals = [sum(device.values()) for device in memory]
+    fullest = totals.index(max(totals))
+    parts = sorted(memory[fullest].items(), key=lambda item: -item[1])
+    text = " + ".join(f"{category} {_short(size)}" for category, size in parts if size)
+    where = "" if len(memory) == 1 else f" on the fullest device, {fullest}; {imbalance(memory):.2f} x the mean"
+    return f"tensors at the peak: {text} = {_short(totals[fullest])} MiB{where}"
+
+
+def imbalance(memory: Sequence[Mapping[Any, int]]) -> float:
+    """Bytes of the fullest device over the mean."""
+    totals = [sum(device.values()) for device in memory]
+    return max(totals) * len(totals) / sum(totals) if sum(totals) else 1.0
+
+
+def _short(count_bytes: int) -> str:
+    return _mib(count_bytes) if count_bytes >= 100 * 2**20 else f"{count_bytes / 2**20:.2g}"
 
 
 def _mib(count_bytes: int) -> str:

@@ -6,7 +6,7 @@ once they are claimed; memory that numpy or a library allocates is not seen.
 
 A storage lies on the device of the tensors that it was computed from, or where there are none on the device at work
 (`on`): so devices of one process are told apart even where they are virtual and share the CPU's memory. An operation
-that mixes tensors of several devices is an error, as it would be between GPUs.
+that mixes tensors of several devices, which GPUs would refuse, is noted.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from typing import Any, Literal
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from evenly.errors import RunError
 
 Category = Literal["parameters", "gradients", "sums", "optimizer", "activations", "temporaries"]
 
@@ -55,11 +53,13 @@ class MemoryCounter(TorchDispatchMode):
     """A context manager; `now` and `peaks` tell bytes by device number and category, also after leaving it.
 
     category: of what is allocated from now on; the caller sets it as the step goes on.
+    mixed:    operations on tensors of several devices, whose results are counted on the lowest of them.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.category: Category = "activations"
+        self.mixed: set[str] = set()
         self.now: Counter[tuple[int, Category]] = Counter()
         self._totals: Counter[int] = Counter()
         self._peaks: dict[int, tuple[int, dict[Category, int]]] = {}
@@ -116,10 +116,8 @@ class MemoryCounter(TorchDispatchMode):
         working, carrying = _working.get()
         found = set() if carrying else self._numbers((args, kwargs or {})) - {HOST}
         if len(found) > 1:
-            raise RunError(
-                f"operation {func}", f"its tensors are on devices {sorted(found)}", "carry them to one device first"
-            )
-        number = found.pop() if found else working
+            self.mixed.add(f"{func} of devices {sorted(found)}")
+        number = min(found, default=working)
         results = func(*args, **(kwargs or {}))
         for tensor in tensors_in(results):
             self._hold(tensor, number)

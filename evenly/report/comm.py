@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from html import escape
+from collections.abc import Mapping
 from typing import Any
+
+from evenly.report.page import document, heading, picture, table
 
 Row = Mapping[str, Any]
 
@@ -43,22 +44,14 @@ FIT_HEADS = ("operation", "alpha", "1/beta", "most bus bandwidth", "worst error"
 
 def page(bench: Row) -> str:
     """One self-contained HTML file: time and bus bandwidth over size, and both tables."""
-    title = f"{bench['ranks']} ranks, {bench['link']}"
-    return "".join(
-        (
-            f"<!doctype html><html lang=en><meta charset=utf-8><title>evenly bench comm: {escape(title)}</title>",
-            "<style>body{font:15px sans-serif;margin:2em;max-width:70em}td,th{padding:.15em .9em;text-align:right}"
-            "td:first-child,th:first-child{text-align:left}table{border-collapse:collapse}tr{border-top:1px solid #ddd}"
-            "</style>",
-            f"<h1>How fast ranks talk: {escape(title)}</h1>",
-            _picture(bench, "seconds", "time, s", script=True),
-            _picture(bench, "bus_bandwidth", "bus bandwidth, bytes/s", script=False),
-            "<h2>alpha + beta x size</h2>",
-            _table(FIT_HEADS, fit_rows(bench)),
-            "<h2>Measured</h2>",
-            _table(MEASURED_HEADS, measured_rows(bench)),
-            "</html>\n",
-        )
+    return document(
+        f"How fast ranks talk: {bench['ranks']} ranks, {bench['link']}",
+        _picture(bench, "seconds", "time, s", script=True),
+        _picture(bench, "bus_bandwidth", "bus bandwidth, bytes/s", script=False),
+        heading("alpha + beta x size"),
+        table(FIT_HEADS, fit_rows(bench)),
+        heading("Measured"),
+        table(MEASURED_HEADS, measured_rows(bench)),
     )
 
 
@@ -95,11 +88,4 @@ def _picture(bench: Row, value: str, label: str, *, script: bool) -> str:
         )
     figure.update_xaxes(type="log", title="size, bytes")
     figure.update_yaxes(type="log", title=label)
-    figure.update_layout(template="plotly_white", height=480, margin={"t": 20})
-    return str(figure.to_html(full_html=False, include_plotlyjs=script))
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"<tr>{''.join(f'<th>{escape(head)}</th>' for head in heads)}</tr>"]
-    lines += [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows]
-    return f"<table>{''.join(lines)}</table>"
+    return picture(figure, script=script)

@@ -25,7 +25,7 @@ import torch
 from evenly.cluster.environment import Place, available_cores, chosen_threads, find_here
 from evenly.cluster.world import World
 from evenly.comm.connect import connect, disconnect
-from evenly.comm.operations import all_reduce
+from evenly.comm.operations import all_reduce, gather_values
 from evenly.data.generators import seed, undisturbed
 from evenly.data.loader import Loader, Microbatch, Reading, Share, share_of_evaluation, share_of_step, worker_count
 from evenly.data.stream import stream_key
@@ -56,6 +56,8 @@ class StepReport:
     samples:       of the whole batch.
     step_s:        seconds since the step before ended (loading included).
     memory_bytes:  peak of each device so far, rank by rank (virtual devices of one CPU process count as one).
+    memory:        of the one step in which a run with a folder counts tensors: bytes by category at the moment when
+                   a device held most, for each device, rank by rank; None of other steps.
     skipped:       float16 only: whether the gradient overflowed and the update was left out.
     """
 
@@ -67,6 +69,7 @@ class StepReport:
     samples: int
     step_s: float
     memory_bytes: list[int]
+    memory: list[dict[Category, int]] | None = None
     skipped: bool = False
 
     @property
@@ -140,6 +143,8 @@ class Run:
         elif options.resume:
             raise UserError("resuming", "the run has no folder", "give `out` to evenly.start, or --out to evenly run")
         main = self.out if world.is_main else None
+        # The step in which tensors are counted: when the optimizer has its state, and somebody will read it.
+        self._counted = min(self.steps_done + 1, self.steps - 1) if self.out is not None else None
         self._metrics = Records(main and main / "metrics.jsonl")
         self._events = Records(self.out and self.out / "events" / f"rank{world.rank}.jsonl")
         self._events.event("started", rank=world.rank, size=world.size, step=self.steps_done, pid=os.getpid())
@@ -171,16 +176,18 @@ class Run:
                 "use each batch once",
             )
         try:
-            with undisturbed(*self.devices):
-                account = self._forward_and_backward(batch)
-            account.check(self.steps_done + 1)
-            grad_norm, skipped = self._update(account)
+            with self._counting_once() as counter:
+                with undisturbed(*self.devices):
+                    account = self._forward_and_backward(batch)
+                account.check(self.steps_done + 1)
+                grad_norm, skipped = self._update(account)
         except Exception as problem:
             problem.evenly_step = self.steps_done + 1  # type: ignore[attr-defined]  # read by the launcher
             raise
         lr = float(self._learning_rate)
         self._end_step(account)
-        return self._report(batch, account, grad_norm=grad_norm, lr=lr, skipped=skipped)
+        memory = None if counter is None else self._memory_of_all(counter)
+        return self._report(batch, account, grad_norm=grad_norm, lr=lr, skipped=skipped, memory=memory)
 
     def _forward_and_backward(self, batch: Batch) -> Account:
         gradients, replicas = self.composed.gradients, self.composed.replicas
@@ -274,7 +281,16 @@ class Run:
         self.steps_done += 1
         self.stopped = account.stop
 
-    def _report(self, batch: Batch, account: Account, *, grad_norm: float, lr: float, skipped: bool) -> StepReport:
+    def _report(
+        self,
+        batch: Batch,
+        account: Account,
+        *,
+        grad_norm: float,
+        lr: float,
+        skipped: bool,
+        memory: list[dict[Category, int]] | None,
+    ) -> StepReport:
         now = time.perf_counter()
         step_s, self._clock = now - self._clock, now
         report = StepReport(
@@ -286,9 +302,11 @@ class Run:
             samples=batch.share.samples,
             step_s=step_s,
             memory_bytes=account.memory_bytes,
+            memory=memory,
             skipped=skipped,
         )
-        self._metrics.add({**vars(report), "samples_per_s": report.samples_per_s, "tokens_per_s": report.tokens_per_s})
+        record = {**vars(report), "samples_per_s": report.samples_per_s, "tokens_per_s": report.tokens_per_s}
+        self._metrics.add({name: value for name, value in record.items() if value is not None})
         return report
 
     # -------------------------------------------------------------------------------------------- memory
@@ -306,6 +324,19 @@ class Run:
                 yield counter
             finally:
                 self._counter = None
+
+    @contextmanager
+    def _counting_once(self) -> Generator[MemoryCounter | None]:
+        """Counts in one step of a run that has a folder, for metrics and reports."""
+        if self.steps_done != self._counted or self._counter is not None:
+            yield None
+        else:
+            with self.counting_memory() as counter:
+                yield counter
+
+    def _memory_of_all(self, counter: MemoryCounter) -> list[dict[Category, int]]:
+        mine = [counter.peaks.get(replica.number, {}) for replica in self.composed.replicas]
+        return list(chain.from_iterable(gather_values(mine, self.world.group("files"))))
 
     def _allocating(self, category: Category) -> None:
         if self._counter is not None:

@@ -1,0 +1,178 @@
+"""What a run's folder tells: its course, and where the memory of every device went."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from evenly.errors import UserError
+from evenly.observe.console import imbalance
+from evenly.report.page import document, heading, picture, table
+
+Row = Mapping[str, Any]
+
+CATEGORIES = ("parameters", "gradients", "sums", "optimizer", "activations", "temporaries")
+MEMORY_HEADS = ("device", *CATEGORIES, "all, MiB", "of the mean")
+
+
+@dataclass(frozen=True)
+class Course:
+    """A run as its folder tells it.
+
+    plan:   what is in plan.json.
+    steps:  a record per step, without those that a resumed run did again.
+    evaluations: records with an evaluation loss.
+    memory: bytes by category of each device, rank by rank, at the moment when it held most; empty where they were not
+            counted.
+    """
+
+    plan: Row
+    steps: Sequence[Row]
+    evaluations: Sequence[Row]
+    memory: Sequence[Mapping[str, int]]
+
+
+def read_run(folder: Path) -> Course:
+    """The run in `folder`; raises `UserError` where there is none, or its files are not a run's."""
+    try:
+        plan = _object((folder / "plan.json").read_text(encoding="utf-8"))
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        records = [_object(line) for line in lines if line.endswith("}")]  # the last may be half written
+        steps = {record["step"]: record for record in records if _is_step(record)}
+        evaluations = {record["step"]: record for record in records if _is_number(record.get("eval_loss", ""))}
+    except FileNotFoundError as problem:
+        missing = Path(problem.filename).name
+        raise UserError(
+            f"report on {folder}", f"it has no {missing}", "name the folder of a run: runs/NAME-N"
+        ) from None
+    except (OSError, ValueError, KeyError) as problem:
+        raise UserError(f"report on {folder}", f"its files are not a run's: {problem}", "name another folder") from None
+    counted = [record["memory"] for record in records if _is_memory(record.get("memory"))]
+    return Course(plan, [*steps.values()], [*evaluations.values()], counted[-1] if counted else [])
+
+
+def _object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"{text[:40]!r} is no JSON object")
+    return value  # pyright: ignore[reportUnknownVariableType]
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or isinstance(value, int | float)  # null is a number that is not finite
+
+
+def _is_step(record: Row) -> bool:
+    memory = record.get("memory_bytes")
+    return (
+        all(_is_number(record.get(name, "")) for name in ("step", "loss"))
+        and all(isinstance(record.get(name), float) for name in ("step_s", "samples_per_s"))
+        and isinstance(memory, list)
+        and len(memory) > 0  # pyright: ignore[reportUnknownArgumentType]
+        and all(isinstance(size, int) for size in memory)  # pyright: ignore[reportUnknownVariableType]
+    )
+
+
+def _is_memory(value: Any) -> bool:
+    return isinstance(value, list) and all(  # pyright: ignore[reportUnknownVariableType]
+        isinstance(device, dict) and all(isinstance(size, int) for size in device.values())  # pyright: ignore[reportUnknownVariableType]
+        for device in value  # pyright: ignore[reportUnknownVariableType]
+    )
+
+
+def course_rows(run: Course) -> list[tuple[str, str]]:
+    """What was run, and what came of it."""
+    plan, steps = run.plan, run.steps
+    rows = [
+        ("job", str(plan.get("job"))),
+        ("plan", str(plan.get("plan"))),
+        ("ranks", str(plan.get("world"))),
+        ("parameters", f"{plan.get('parameters', 0):,}"),
+        ("steps", f"{steps[-1]['step'] if steps else 0} of {plan.get('steps')}"),
+    ]
+    if steps:
+        rows += [
+            ("loss", f"{_number(steps[0]['loss'])} -> {_number(steps[-1]['loss'])}"),
+            ("seconds per step", f"{median(row['step_s'] for row in steps):.4g} (median)"),
+            ("samples per second", f"{median(row['samples_per_s'] for row in steps):,.0f} (median)"),
+            ("memory per rank", f"{max(max(row['memory_bytes']) for row in steps) / 2**20:,.0f} MiB (largest peak)"),
+        ]
+    if run.evaluations:
+        losses = [row["eval_loss"] for row in run.evaluations]
+        rows.append(("evaluation loss", f"{_number(losses[0])} -> {_number(losses[-1])}"))
+    if skipped := sum(bool(row.get("skipped")) for row in steps):
+        rows.append(("skipped steps", f"{skipped} (float16 overflowed)"))
+    return rows
+
+
+def memory_rows(memory: Sequence[Mapping[str, int]]) -> list[tuple[str, ...]]:
+    """Per device: MiB of each category, their sum, and the sum over the mean of all."""
+    totals = [sum(device.values()) for device in memory]
+    mean = sum(totals) / len(totals) if any(totals) else 1.0
+    return [
+        (
+            str(number),
+            *(f"{device.get(category, 0) / 2**20:,.2f}" for category in CATEGORIES),
+            f"{total / 2**20:,.2f}",
+            f"{total / mean:.3f}",
+        )
+        for number, (device, total) in enumerate(zip(memory, totals, strict=True))
+    ]
+
+
+def balance(memory: Sequence[Mapping[str, int]]) -> str:
+    """How evenly memory is shared, in words."""
+    return f"largest / mean {imbalance(memory):.3f}"
+
+
+def page(run: Course) -> str:
+    """One self-contained HTML file: the course in pictures, and the memory of every device."""
+    parts = [table((), course_rows(run))]
+    if run.steps:
+        parts += [heading("Loss"), _losses(run), heading("Seconds per step"), _seconds(run)]
+    if run.memory:
+        parts += [heading(f"What tensors take at the peak of each device: {balance(run.memory)}"), _memory(run.memory)]
+        parts += [table(MEMORY_HEADS, memory_rows(run.memory))]
+    return document(f"{run.plan.get('job')}, {run.plan.get('plan')}", *parts)
+
+
+def _losses(run: Course) -> str:
+    from plotly import graph_objects  # half a second
+
+    figure = graph_objects.Figure()
+    figure.add_scatter(x=[r["step"] for r in run.steps], y=[r["loss"] for r in run.steps], name="training")
+    x, y = [r["step"] for r in run.evaluations], [r["eval_loss"] for r in run.evaluations]
+    figure.add_scatter(x=x, y=y, name="evaluation", mode="lines+markers")
+    figure.update_xaxes(title="step")
+    return picture(figure, script=True)
+
+
+def _seconds(run: Course) -> str:
+    from plotly import graph_objects
+
+    figure = graph_objects.Figure()
+    figure.add_scatter(x=[r["step"] for r in run.steps], y=[r["step_s"] for r in run.steps], mode="markers")
+    figure.update_xaxes(title="step")
+    figure.update_yaxes(rangemode="tozero")
+    return picture(figure, script=False)
+
+
+def _memory(memory: Sequence[Mapping[str, int]]) -> str:
+    from plotly import graph_objects
+
+    figure = graph_objects.Figure()
+    for category in CATEGORIES:
+        sizes = [device.get(category, 0) / 2**20 for device in memory]
+        figure.add_bar(x=[*range(len(memory))], y=sizes, name=category)
+    figure.update_layout(barmode="stack")
+    figure.update_xaxes(title="device, rank by rank", dtick=1)
+    figure.update_yaxes(title="MiB")
+    return picture(figure, script=False)
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"

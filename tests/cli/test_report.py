@@ -1,0 +1,72 @@
+"""`evenly report`: a run's folder in words and pictures, and folders that are none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command import evenly
+
+PLAN = {"job": "<b>", "plan": "data=2 zero=3", "world": 2, "steps": 4, "parameters": 1234}
+MEMORY = [{"parameters": 3 << 20, "activations": 1 << 20}, {"parameters": 2 << 20, "gradients": 0}]
+
+
+def record(step: int, **more: object) -> dict[str, object]:
+    row = {"step": step, "loss": 5.0 - step, "step_s": 0.25, "samples_per_s": 40.0, "memory_bytes": [100 << 20, 7]}
+    return {**row, **more}
+
+
+def write(folder: Path, *records: object) -> None:
+    (folder / "plan.json").write_text(json.dumps(PLAN))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+
+
+def test_a_report_tells_the_course_and_the_memory_of_every_device(tmp_path: Path) -> None:
+    again = record(2, loss=2.5)  # done again after resuming
+    write(tmp_path, record(1), record(2, memory=MEMORY), again, {"step": 2, "eval_loss": None}, record(3, skipped=True))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')  # the run is being written
+    done = evenly("report", tmp_path, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for text in ("4.0000 -> 2.0000", "3 of 4", "1,234", "not finite", "largest / mean 1.333", "1 (float16 overflowed)"):
+        assert text in done.stdout
+    page = (tmp_path / "report.html").read_text()
+    assert "&lt;b&gt;" in page and "<b>" not in page.split("<script")[0] and page.count("plotly-graph-div") >= 3
+    document = json.loads(evenly("report", tmp_path, "--json", folder=tmp_path).stdout)
+    assert [step["loss"] for step in document["steps"]] == [4.0, 2.5, 2.0] and document["memory"] == MEMORY
+
+
+def test_a_run_that_has_done_nothing_yet_has_a_report(tmp_path: Path) -> None:
+    write(tmp_path)
+    done = evenly("report", tmp_path, folder=tmp_path)
+    assert done.returncode == 0 and "0 of 4" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("plan", "metrics", "message"),
+    [
+        (None, "", "it has no plan.json"),
+        ("{}", None, "it has no metrics.jsonl"),
+        ("[1]", "", "no JSON object"),
+        ("{", "", "not a run's"),
+        ("{}", "[{}]\n[{}\n{]}\n", "not a run's"),
+        ("{}", "{'step': 1}", "not a run's"),
+    ],
+)
+def test_a_folder_that_holds_no_run_is_refused(
+    plan: str | None, metrics: str | None, message: str, tmp_path: Path
+) -> None:
+    for name, text in (("plan.json", plan), ("metrics.jsonl", metrics)):
+        if text is not None:
+            (tmp_path / name).write_text(text)
+    done = evenly("report", tmp_path, folder=tmp_path)
+    assert done.returncode == 2 and message in done.stderr
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_records_of_another_form_are_left_out(tmp_path: Path) -> None:
+    write(tmp_path, record(1, loss="high"), record(2, memory_bytes=[]), record(3, memory={"a": 1}), {"step": 4})
+    done = evenly("report", tmp_path, "--json", folder=tmp_path)
+    document = json.loads(done.stdout)
+    assert [step["step"] for step in document["steps"]] == [3] and document["memory"] == []
