@@ -24,6 +24,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "stdlib_lm": {"width": 16, "layers": 1},
     "digits": {"epochs": 2, "width": 4},
     "bert": {"hidden": 16, "layers": 1},
+    "recurrent": {"hidden": 8},
+    "gpt2": {"width": 16, "layers": 1},
 }
 
 
@@ -84,7 +86,7 @@ def test_same_job_twice_has_the_same_data(example: Example) -> None:
 
 def test_first_loss_is_that_of_a_guess(example: Example) -> None:
     """Untrained, a model guesses evenly among its classes: the loss is about their logarithm."""
-    classes = {"stdlib_lm": 256, "digits": 10, "bert": 6}[example.name]
+    classes = {"stdlib_lm": 256, "digits": 10, "bert": 6, "recurrent": 4, "gpt2": 256}[example.name]
     _, loss = example.loss(8)
     mean = loss if isinstance(loss, torch.Tensor) else loss.total / loss.weight
     assert mean.item() == pytest.approx(math.log(classes), abs=0.8)
@@ -97,15 +99,16 @@ def test_weight_counts_what_the_loss_counts(example: Example) -> None:
         assert loss.shape == ()
         return
     assert isinstance(loss, Loss)
-    # A language model predicts each byte and the end; a classifier one label per sample.
-    expected = sum(len(example.job.data[i]) + 1 for i in range(5)) if example.name == "stdlib_lm" else 5
+    # A language model predicts each byte and the end, or all of a window but its first; a classifier one label.
+    lengths = [len(example.job.data[i]) for i in range(5)]
+    expected = {"stdlib_lm": sum(lengths) + 5, "gpt2": sum(lengths) - 5}.get(example.name, 5)
     assert float(loss.weight) == expected
 
 
 def test_padding_changes_nothing(example: Example) -> None:
     """The loss of two samples together is the sum of their losses apart."""
-    if example.name == "digits":
-        pytest.skip("BatchNorm sees its neighbours, and images need no padding")
+    if example.job.collate is None:
+        pytest.skip("images and windows need no padding")
     model = example.loss(1)[0].eval()
     lengths = [len(str(example.job.data[i])) for i in range(200)]
     pair = [lengths.index(min(lengths)), lengths.index(max(lengths))]
