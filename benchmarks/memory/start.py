@@ -25,18 +25,36 @@ from evenly.observe.memory import peak_bytes
 
 RESULTS = Path(__file__).parents[1] / "results" / "start.json"
 WIDTH, BLOCKS, VOCABULARY = 2048, 19, 16_000
-SAMPLED = ("0.weight", "1.0.linear1.weight", "1.9.self_attn.in_proj_weight", "1.18.linear2.weight", "2.weight")
+SAMPLED = (
+    "embed.weight",
+    "blocks.0.linear1.weight",
+    "blocks.9.self_attn.in_proj_weight",
+    "blocks.18.linear2.weight",
+    "head.weight",
+)
 
 
-def model() -> nn.Module:
+class Model(nn.Module):
     """Blocks of 50 M parameters between an embedding and a head."""
-    blocks = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 16, 4 * WIDTH, batch_first=True) for _ in range(BLOCKS))
-    return nn.ModuleList([nn.Embedding(VOCABULARY, WIDTH), blocks, nn.Linear(WIDTH, VOCABULARY, bias=False)])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 16, 4 * WIDTH, batch_first=True) for _ in range(BLOCKS)
+        )
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # never called
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
 
 
 def job() -> evenly.Job:
     return evenly.Job(
-        model=model,
+        model=Model,
         loss=lambda model, batch: batch.sum(),  # never called
         data=torch.zeros(2, 1),  # pyright: ignore[reportArgumentType]
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -53,7 +71,7 @@ def sums(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
 
 def alone() -> tuple[int, int, dict[str, int]]:
     with seeded(stream_key(job().seed, "model")):
-        built = model()
+        built = Model()
     peak = peak_bytes("cpu")
     return sum(p.numel() for p in built.parameters()), peak, sums(dict(built.named_parameters()))
 

@@ -40,8 +40,8 @@ from evenly.comm.ring import ring_all_reduce
 
 MOST_BYTES = 256 * 2**20
 TIME_PER_SIZE_S = 0.25
-ROUNDS_AT_ONCE, MOST_ROUNDS = 5, 200
-WARM_ROUNDS = 2
+ROUNDS_AT_ONCE, MOST_ROUNDS = 3, 200
+WARM_ROUNDS = 1
 
 
 @dataclass(frozen=True)
