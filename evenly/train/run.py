@@ -336,7 +336,8 @@ class Run:
 
     def _memory_of_all(self, counter: MemoryCounter) -> list[dict[Category, int]]:
         mine = [counter.peaks.get(replica.number, {}) for replica in self.composed.replicas]
-        return list(chain.from_iterable(gather_values(mine, self.world.group("files"))))
+        # Not over the group "files": a checkpoint may be on its way there, in a thread of its own.
+        return list(chain.from_iterable(gather_values(mine, self.world.group("data"))))
 
     def _allocating(self, category: Category) -> None:
         if self._counter is not None:

@@ -164,3 +164,18 @@ def test_steps_and_evaluations_leave_the_generator_of_the_code_around_them_alone
         run.evaluate()
         found.append(torch.rand(1))
     assert torch.equal(torch.cat(found), expected)
+
+
+def test_memory_is_told_once_and_not_over_the_group_of_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups: list[str] = []
+
+    def noted(value: Any, group: Any) -> list[Any]:
+        groups.append(group.name)
+        return [value]
+
+    monkeypatch.setattr("evenly.train.run.gather_values", noted)
+    with start(classifier_job(steps=4, eval_data=None), plan="single", out=tmp_path) as run:
+        told = [run.step(batch).memory is not None for batch in run.batches()]
+    assert told == [False, True, False, False] and groups == ["data"]
