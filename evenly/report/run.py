@@ -49,7 +49,7 @@ def read_run(folder: Path) -> Course:
         raise UserError(
             f"report on {folder}", f"it has no {missing}", "name the folder of a run: runs/NAME-N"
         ) from None
-    except (OSError, ValueError, KeyError) as problem:
+    except (OSError, ValueError, KeyError, TypeError) as problem:
         raise UserError(f"report on {folder}", f"its files are not a run's: {problem}", "name another folder") from None
     counted = [record["memory"] for record in records if _is_memory(record.get("memory"))]
     return Course(plan, [*steps.values()], [*evaluations.values()], counted[-1] if counted else [])
@@ -91,7 +91,7 @@ def course_rows(run: Course) -> list[tuple[str, str]]:
         ("job", str(plan.get("job"))),
         ("plan", str(plan.get("plan"))),
         ("ranks", str(plan.get("world"))),
-        ("parameters", f"{plan.get('parameters', 0):,}"),
+        ("parameters", f"{count:,}" if isinstance(count := plan.get("parameters"), int) else str(count)),
         ("steps", f"{steps[-1]['step'] if steps else 0} of {plan.get('steps')}"),
     ]
     if steps:

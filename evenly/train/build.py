@@ -50,7 +50,8 @@ def build_optimizer(job: Job, model: nn.Module, *, zero: int = 0) -> torch.optim
             "it evaluates the loss several times per step",
             "use an optimizer with one gradient per step",
         )
-    if zero and (reason := NEEDS_WHOLE_PARAMETERS.get(type(optimizer).__name__)):
+    reasons = (NEEDS_WHOLE_PARAMETERS.get(kind.__name__) for kind in type(optimizer).__mro__)
+    if zero and (reason := next(filter(None, reasons), None)):
         raise UserError(
             f"optimizer {type(optimizer).__name__} under zero={zero}",
             f"{reason}, and each rank holds a part",

@@ -52,6 +52,7 @@ def test_a_run_that_has_done_nothing_yet_has_a_report(tmp_path: Path) -> None:
         ("{", "", "not a run's"),
         ("{}", "[{}]\n[{}\n{]}\n", "not a run's"),
         ("{}", "{'step': 1}", "not a run's"),
+        ("{}", '{"step": [], "eval_loss": 1.0}', "not a run's"),
     ],
 )
 def test_a_folder_that_holds_no_run_is_refused(
@@ -70,3 +71,5 @@ def test_records_of_another_form_are_left_out(tmp_path: Path) -> None:
     done = evenly("report", tmp_path, "--json", folder=tmp_path)
     document = json.loads(done.stdout)
     assert [step["step"] for step in document["steps"]] == [3] and document["memory"] == []
+    (tmp_path / "plan.json").write_text('{"parameters": "many", "job": [1]}')
+    assert "many" in evenly("report", tmp_path, folder=tmp_path).stdout
