@@ -71,6 +71,8 @@ def test_float64_agrees_where_state_is_cut_over_ranks(
         ("zero2 recompute=selective", 3, "float32"),
         ("zero3", 2, "bfloat16"),
         ("hsdp", 4, "float32"),
+        ("zero3", 2, "pure-bfloat16"),
+        ("zero2", 2, "pure-float16"),
     ],
 )
 def test_state_cut_over_ranks_has_the_bits_of_one_device(
