@@ -50,7 +50,8 @@ class Plan:
     precision: of the forward and backward pass; None takes the job's.
     exact:     "bitwise" adds gradients in a wider type, so that float32, bfloat16 and float16 training has the
                same bits on any number of ranks; "rounding" adds them as they are. float64 has no wider type:
-               there plans agree up to rounding. None takes bitwise where it is possible.
+               there plans agree up to rounding, and so they do where zero cuts 16-bit weights. None takes bitwise where
+               it is possible.
 
     Raises `PlanError` for values that do not exist or do not go together.
     """
@@ -143,14 +144,18 @@ class Plan:
     def resolve(self, precision: Precision) -> Plan:
         """The plan with precision and exactness filled in for a job of this `precision`; checks them together."""
         precision = self.precision or precision
-        wide = precision == "float64"
-        if wide and self.exact == "bitwise":
-            raise PlanError(
-                f"plan {self} with precision float64",
-                "bitwise equality adds gradients in a wider type, and float64 has none",
-                "use exact=rounding (plans then agree to about 1e-12), or another precision",
+        problem, remedy = "", ""
+        if precision == "float64":
+            problem = "bitwise equality adds gradients in a wider type, and float64 has none"
+            remedy = "use exact=rounding (plans then agree to about 1e-12), or another precision"
+        elif precision.startswith("pure-") and self.zero and self.data != 1:
+            problem = (
+                "torch's kernels round the last elements of a 16-bit tensor in another way, and shards end elsewhere"
             )
-        return replace(self, precision=precision, exact=self.exact or ("rounding" if wide else "bitwise"))
+            remedy = "use exact=rounding, or plan ddp, or precision=bfloat16, which updates float32 weights"
+        if problem and self.exact == "bitwise":
+            raise PlanError(f"plan {self} with precision {precision}", problem, remedy)
+        return replace(self, precision=precision, exact=self.exact or ("rounding" if problem else "bitwise"))
 
     def __str__(self) -> str:
         return " ".join(f"{key}={value}" for key, value in self.stated.items()) or "auto"

@@ -57,6 +57,7 @@ def build_optimizer(job: Job, model: nn.Module, *, zero: int = 0) -> torch.optim
             f"{reason}, and each rank holds a part",
             "use plan ddp, or an optimizer that treats every element by itself (AdamW, SGD)",
         )
+    _check_eps(optimizer)
     known = {id(p) for p in model.parameters()}
     if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
         raise UserError(
@@ -65,6 +66,19 @@ def build_optimizer(job: Job, model: nn.Module, *, zero: int = 0) -> torch.optim
             "give it the `params` passed in",
         )
     return optimizer
+
+
+def _check_eps(optimizer: torch.optim.Optimizer) -> None:
+    """Adam and its like divide by a root plus `eps`: where that is 0 in the type of the weights, by nothing."""
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        for dtype in {p.dtype for p in group["params"]} if isinstance(eps, float) and eps > 0 else ():
+            if torch.tensor(eps, dtype=dtype) == 0:
+                raise UserError(
+                    f"optimizer {type(optimizer).__name__} with eps={eps:g}",
+                    f"that is 0 in {str(dtype).removeprefix('torch.')}, the type of its weights",
+                    "give it a larger eps, 1e-4 say, or use precision=float16 or pure-bfloat16",
+                )
 
 
 def build_schedule(job: Job, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:

@@ -40,9 +40,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_run_writes_its_folder_and_one_json_document(
-    alone: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_writes_its_folder_and_one_json_document(alone: Path, tmp_path: Path) -> None:
     done = evenly("run", JOB, "--devices", 2, "--set", "steps=12", "--json", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
@@ -51,11 +49,8 @@ def test_a_run_writes_its_folder_and_one_json_document(
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 13))
     assert len(lines[0]["memory_bytes"]) == 2 and min(lines[0]["memory_bytes"]) > 2**20
-    first, second = [line["memory"] for line in lines if "memory" in line] == [lines[1]["memory"]] and lines[1][
-        "memory"
-    ]
+    ((first, second),) = (line["memory"] for line in lines if "memory" in line)
     assert first["parameters"] == second["parameters"] > 0 and first["optimizer"] > 0 and first["activations"] > 0
-    assert "tensors at the peak: " in capfd.readouterr().err
     assert json.loads((out / "plan.json").read_text())["plan"] == "data=2 precision=float32 exact=bitwise"
     assert {path.name for path in (out / "events").iterdir()} == {"rank0.jsonl", "rank1.jsonl"}
     for name, tensor in weights(alone, 12).items():
@@ -84,7 +79,7 @@ def test_a_killed_rank_ends_the_run_and_another_number_of_ranks_goes_on(alone: P
     os.kill(pids[-1], signal.SIGKILL)
     _, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1
-    assert "SIGKILL" in errors and "Traceback" not in errors
+    assert "SIGKILL" in errors and "Traceback" not in errors and errors.count("tensors at the peak: ") == 1
     assert not any(psutil.pid_exists(pid) for pid in pids)
     done = evenly("run", JOB, "--devices", 3, "--out", "out", "--resume", "--set", "steps=12", folder=tmp_path)
     assert done.returncode == 0, done.stderr

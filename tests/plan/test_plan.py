@@ -102,3 +102,11 @@ def test_exactness_follows_the_precision() -> None:
     assert Plan(precision="bfloat16").resolve("float32").precision == "bfloat16"
     with pytest.raises(PlanError, match="float64 has none"):
         Plan(exact="bitwise").resolve("float64")
+
+
+def test_16_bit_weights_in_shards_have_no_bits_to_promise() -> None:
+    assert Plan(zero=3, data=2).resolve("pure-bfloat16").exact == "rounding"
+    assert Plan(zero=3, data=1).resolve("pure-bfloat16").exact == "bitwise"
+    assert Plan(data=2).resolve("pure-float16").exact == "bitwise"
+    with pytest.raises(PlanError, match="shards end elsewhere"):
+        Plan(zero=1, data=2, exact="bitwise").resolve("pure-float16")
