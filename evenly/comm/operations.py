@@ -251,10 +251,10 @@ def gather(
 
 @Operation
 def all_gather(
-    tensor: torch.Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None
+    tensor: torch.Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None, label: str = ""
 ) -> Pending[torch.Tensor]:
-    """A new tensor on every rank: the ranks' tensors joined along `dim`."""
-    serial = _enter(group, "all_gather", tensor, free=(dim,), detail=_detail(f"along {dim}", sizes))
+    """A new tensor on every rank: the ranks' tensors joined along `dim`. label: what it is, for messages."""
+    serial = _enter(group, "all_gather", tensor, free=(dim,), detail=_detail(f"along {dim}", sizes), label=label)
     lengths = _sizes_of_join(tensor, dim, sizes, group)
     if group.size == 1:
         return _Begun(group, serial, (), tensor.detach().clone)
@@ -284,10 +284,14 @@ def reduce_scatter(
     *,
     dim: int = 0,
     sizes: Sequence[int] | None = None,
+    label: str = "",
 ) -> Pending[torch.Tensor]:
-    """A new tensor: this rank's piece of the reduction of the ranks' tensors, which all have one shape."""
+    """A new tensor: this rank's piece of the reduction of the ranks' tensors, which all have one shape.
+
+    label: what it is, for messages.
+    """
     carried = _carried(tensor, reduction)
-    serial = _enter(group, "reduce_scatter", tensor, detail=_detail(f"{reduction} along {dim}", sizes))
+    serial = _enter(group, "reduce_scatter", tensor, detail=_detail(f"{reduction} along {dim}", sizes), label=label)
     lengths = _sizes_of_cut(tensor, dim, sizes, group)
     dim %= tensor.ndim  # complex numbers are carried with one more dim
     shape = _with(tensor.shape, dim, lengths[group.position])

@@ -8,34 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from evenly.cluster.world import World
 from evenly.errors import PlanError
-from evenly.parallel.gradients import GradientSum
-from evenly.parallel.memory import MemoryCounter, on
+from evenly.parallel.gradients import Gradients, GradientSum
+from evenly.parallel.memory import on
 from evenly.parallel.recompute import Recomputation
 from evenly.parallel.replicas import ReplicaGradients, Replicas
 from evenly.parallel.statistics import RunningStatistics
 from evenly.plan import Plan
 
-
-class Gradients(Protocol):
-    """What a step asks of whoever adds up gradients; `parallel.gradients` says in which order."""
-
-    def begin(self, *, numbers: int = 0) -> None: ...
-    def expect_last(self) -> None: ...
-    def send(self, numbers: Sequence[float] | torch.Tensor = ()) -> None: ...
-    def receive(self) -> list[float]: ...
-    def divide(self, divisor: float) -> None: ...
-    def norm(self) -> torch.Tensor: ...
-    def scale(self, factor: float) -> None: ...
-    def rest(self) -> None: ...
-    def claim(self, counter: MemoryCounter, number: int = 0) -> None: ...
-    def close(self) -> None: ...
+if TYPE_CHECKING:
+    from evenly.parallel.optimizer import Cut
 
 
 @dataclass(frozen=True)
@@ -47,6 +35,7 @@ class Composed:
     gradients:  adds gradients over microbatches, replicas and ranks.
     statistics: of each replica, keeps the running statistics of normalisation layers.
     recomputed: of each replica, the blocks that recompute.
+    cuts:       parameters of which this rank steps a part.
     sharded:    share of the parameters' elements that this plan really splits, 0 to 1.
     in_step:    whether ranks meet inside the model, so that each must run as many microbatches as the others.
     """
@@ -56,6 +45,7 @@ class Composed:
     gradients: Gradients
     statistics: list[RunningStatistics]
     recomputed: list[Recomputation]
+    cuts: Sequence[Cut] = ()
     sharded: float = 0.0
     in_step: bool = False
 
@@ -100,11 +90,18 @@ def compose(modules: Sequence[nn.Module], plan: Plan, world: World) -> Composed:
         recomputed = [Recomputation(r.module, selective=plan.recompute == "selective") for r in replicas]
     parts: dict[str, Any] = {"replicas": replicas, "statistics": statistics, "recomputed": recomputed}
     if plan.zero and world.size > 1:
-        from evenly.parallel.shards import ShardedGradients  # takes seconds to import
-
         assert plan.shard != "auto"  # the plan is fitted
-        sharded = ShardedGradients(model, world=world, zero=plan.zero, shard=plan.shard or world.size, wide=wide)
-        return Composed(model, gradients=sharded, sharded=sharded.share, in_step=True, **parts)
+        settings: dict[str, Any] = {"world": world, "shard": plan.shard or world.size, "wide": wide}
+        if plan.zero == 3:
+            from evenly.parallel.shards import ShardedGradients  # takes seconds to import
+
+            sharded = ShardedGradients(model, **settings)
+        else:
+            from evenly.parallel.partition import PartitionedGradients
+
+            sharded = PartitionedGradients(model, zero=plan.zero, **settings)
+        parts |= {"cuts": sharded.cuts, "sharded": sharded.share}
+        return Composed(model, gradients=sharded, in_step=plan.zero == 3, **parts)
     if len(replicas) > 1:
         return Composed(model, gradients=ReplicaGradients(replicas, group=group, wide=wide), **parts)
     return Composed(model, gradients=GradientSum(model, group=group, wide=wide), **parts)

@@ -17,8 +17,10 @@ whoever added what.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 import torch
@@ -33,6 +35,69 @@ from evenly.parallel.memory import MemoryCounter
 # sizes that torch's DistributedDataParallel arrived at.
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
+
+
+class Gradients(ABC):
+    """Adds the gradients of a model over the microbatches of a step and over ranks.
+
+    One step is: `begin`; for each microbatch its backward and `finish_backward`, with `expect_last` before the last;
+    `send`; `receive`; `divide`; `norm` and `scale`; the optimizer's step over `named_gradients`; `spread`.
+    """
+
+    @abstractmethod
+    def begin(self, *, numbers: int = 0, rounds: int = 1) -> None:
+        """Forgets the gradients of the step before; `send` will be given `numbers` numbers, on every rank.
+
+        rounds: the most microbatches that any rank runs.
+        """
+
+    @abstractmethod
+    def expect_last(self) -> None:
+        """The next backward is this rank's last of the step."""
+
+    def finish_backward(self) -> None:  # noqa: B027
+        """A microbatch's backward has ended, or it had none."""
+
+    @abstractmethod
+    def send(self, numbers: Sequence[float] | torch.Tensor = ()) -> None:
+        """Sends what is left after the last backward, with `numbers` (float64), to be summed too."""
+
+    @abstractmethod
+    def receive(self) -> list[float]:
+        """Waits until the gradients of all ranks are added up, and their numbers; returns the numbers' sums."""
+
+    @abstractmethod
+    def divide(self, divisor: float) -> None:
+        """Leaves sum / `divisor` as the gradient of every parameter that any rank used; no other has one."""
+
+    @abstractmethod
+    def norm(self) -> torch.Tensor:
+        """Norm of all gradients together, a scalar in float64, the same on all ranks.
+
+        Added up in float64, so that parts of it, added up elsewhere, come to the same when rounded to float32.
+        """
+
+    @abstractmethod
+    def scale(self, factor: float) -> None:
+        """Multiplies every gradient by `factor`."""
+
+    @abstractmethod
+    def named_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """By name of the parameter, what this rank holds of its gradient."""
+
+    def spread(self) -> None:  # noqa: B027
+        """After an update: what this rank has stepped reaches the ranks that need it."""
+
+    def rest(self) -> None:  # noqa: B027
+        """After an evaluation: everything as a step wants to find it."""
+
+    @abstractmethod
+    def claim(self, counter: MemoryCounter, number: int = 0) -> None:
+        """Has `counter` count what gradients are added up in, as of device `number`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Takes the hooks off the parameters."""
 
 
 @dataclass(eq=False)
@@ -83,19 +148,12 @@ class Bucket:
             start = end
 
 
-class GradientSum:
-    """Adds the gradients of `model` over the microbatches of a step and over the ranks of `group`.
-
-    One step is: `begin`; for each microbatch its backward, with `expect_last` before the last one; `send`;
-    `receive`; `divide`. In between the hooks on the parameters do the work.
-    """
+class GradientSum(Gradients):
+    """Adds the gradients of `model` over the microbatches of a step and over the ranks of `group`."""
 
     def __init__(self, model: nn.Module, *, group: Group, wide: bool) -> None:
         self._group = group
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        if not named:
-            raise UserError("training this model", "none of its parameters requires a gradient", "unfreeze some")
-        self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+        named, self._frozen = trainable(model)
         self.buckets = fill_buckets(named, wide=wide)
         self._slots = [slot for bucket in self.buckets for slot in bucket.slots]  # by number
         self._last = False
@@ -108,8 +166,7 @@ class GradientSum:
             for slot in bucket.slots
         ]
 
-    def begin(self, *, numbers: int = 0) -> None:
-        """Forgets the gradients of the step before; `send` will be given `numbers` numbers, on every rank."""
+    def begin(self, *, numbers: int = 0, rounds: int = 1) -> None:
         self._last, self._sent = False, 0
         for bucket in self.buckets:
             bucket.pending = None
@@ -119,14 +176,13 @@ class GradientSum:
         self.buckets[-1].make_room(self._tail)
 
     def expect_last(self) -> None:
-        """The next backward is this rank's last of the step: from now on full buckets are sent."""
+        """From now on full buckets are sent."""
         self._last = True
         for bucket in self.buckets:
             bucket.waiting = len(bucket.slots)
 
     def send(self, numbers: Sequence[float] | torch.Tensor = ()) -> None:
-        """Sends what is left after the last backward, with `numbers` (float64) to be summed too."""
-        self._refuse_thawed()
+        refuse_thawed(self._frozen)
         if not self._last:  # a rank without microbatches
             self.expect_last()
         self._send_until(len(self.buckets) - 1)
@@ -152,7 +208,6 @@ class GradientSum:
                 mine.used = True
 
     def receive(self) -> list[float]:
-        """Waits until the gradients of all ranks are added up, and their numbers; returns the numbers' sums."""
         for bucket in self.buckets:
             assert bucket.pending is not None
             bucket.pending.wait()
@@ -161,7 +216,7 @@ class GradientSum:
         return values[len(self._slots) :]
 
     def divide(self, divisor: float) -> None:
-        """Leaves sum / `divisor` in the `grad` of every parameter that any rank used, the same on all ranks."""
+        """Leaves the gradient in the `grad` of every parameter that any rank used, the same on all ranks."""
         for bucket in self.buckets:
             if bucket.added_in is not bucket.dtype:
                 bucket.gradients.copy_(bucket.sums[: bucket.length])
@@ -170,30 +225,23 @@ class GradientSum:
                 slot.parameter.grad = slot.gradient if self._used[slot.number] else None
 
     def norm(self) -> torch.Tensor:
-        """Norm of all gradients together, a scalar in float64; parameters without gradient count nothing.
-
-        Added up in float64, so that parts of it, added up elsewhere, come to the same when rounded to float32.
-        """
         norms = [torch.linalg.vector_norm(bucket.gradients, dtype=torch.float64) for bucket in self.buckets]
         return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
 
     def scale(self, factor: float) -> None:
-        """Multiplies every gradient by `factor`."""
         for bucket in self.buckets:
             bucket.gradients.mul_(factor)
 
-    def rest(self) -> None:
-        """Nothing to do: parameters are always whole."""
+    def named_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        return ((slot.name, slot.parameter.grad) for slot in self._slots)
 
     def claim(self, counter: MemoryCounter, number: int = 0) -> None:
-        """Has `counter` count what gradients are added up in, as of device `number`."""
         for bucket in self.buckets:
             counter.claim([bucket.gradients], "gradients", number)
             if bucket.added_in is not bucket.dtype:
                 counter.claim([bucket.sums], "sums", number)
 
     def close(self) -> None:
-        """Takes the hooks off the parameters."""
         for handle in self._handles:
             handle.remove()
 
@@ -207,16 +255,9 @@ class GradientSum:
         return fold
 
     def _fold(self, bucket: Bucket, slot: Slot, gradient: torch.Tensor) -> None:
-        if gradient.layout is not torch.strided:
-            raise RunError(f"gradient of {slot.name}", f"its layout is {gradient.layout}", "use dense gradients")
-        if bucket.pending is not None:
-            raise RunError(
-                f"gradient of {slot.name}",
-                "it arrived a second time within one backward",
-                "checkpoint with use_reentrant=False, and leave calling backward to evenly",
-            )
+        check_gradient(slot.name, gradient, sent=bucket.pending is not None)
         if slot.used:
-            _add(slot.sum, gradient)
+            add(slot.sum, gradient)
         else:
             slot.sum.copy_(gradient)
             slot.used = True
@@ -245,17 +286,39 @@ class GradientSum:
             bucket.pending = all_reduce.begin(bucket.sums[: bucket.length + tail], self._group, label=bucket.label)
         self._sent = end
 
-    def _refuse_thawed(self) -> None:
-        for name, parameter in self._frozen:
-            if parameter.requires_grad or parameter.grad is not None:
-                raise RunError(
-                    f"parameter {name} was frozen when the run started",
-                    "it now requires a gradient",
-                    "unfreeze it in the job's model; to change it midway, start a second run from a checkpoint",
-                )
+
+def trainable(model: nn.Module) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:
+    """The parameters of `model` by name: those that require gradients, of which there must be some, and the others."""
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not named:
+        raise UserError("training this model", "none of its parameters requires a gradient", "unfreeze some")
+    return named, [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
 
 
-def _add(total: torch.Tensor, gradient: torch.Tensor) -> None:
+def refuse_thawed(frozen: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raises `RunError` where one of these requires a gradient by now."""
+    for name, parameter in frozen:
+        if parameter.requires_grad or parameter.grad is not None:
+            raise RunError(
+                f"parameter {name} was frozen when the run started",
+                "it now requires a gradient",
+                "unfreeze it in the job's model; to change it midway, start a second run from a checkpoint",
+            )
+
+
+def check_gradient(name: str, gradient: torch.Tensor, *, sent: bool) -> None:
+    """Raises `RunError` for what cannot be added up; `sent` if the sum it belongs to is on its way."""
+    if gradient.layout is not torch.strided:
+        raise RunError(f"gradient of {name}", f"its layout is {gradient.layout}", "use dense gradients")
+    if sent:
+        raise RunError(
+            f"gradient of {name}",
+            "it arrived a second time within one backward",
+            "checkpoint with use_reentrant=False, and leave calling backward to evenly",
+        )
+
+
+def add(total: torch.Tensor, gradient: torch.Tensor) -> None:
     """total += gradient. torch first makes a copy of the gradient in the wider type, numpy converts as it goes."""
     if gradient.dtype is torch.float32 and total.dtype is torch.float64 and not gradient.is_cuda:
         with np.errstate(invalid="ignore"):  # a gradient that overflowed is found by its norm
@@ -264,18 +327,25 @@ def _add(total: torch.Tensor, gradient: torch.Tensor) -> None:
         total.add_(gradient)
 
 
-def fill_buckets(named: Iterable[tuple[str, nn.Parameter]], *, wide: bool) -> list[Bucket]:
-    """Buckets for `named` parameters in the order in which a backward finishes them; the last is of float64."""
-    groups: list[list[Slot]] = []
+def in_backward_order(named: Iterable[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
+    """What goes into each bucket, of one dtype and device, in the order in which a backward finishes parameters."""
+    groups: list[list[tuple[str, nn.Parameter]]] = []
     room, kind = 0, None
-    for number, (name, parameter) in enumerate(reversed(list(named))):
+    for name, parameter in reversed(list(named)):
         size = parameter.numel() * parameter.element_size()
         if kind != (parameter.dtype, parameter.device) or (room < size and groups[-1]):
             room = BUCKET_BYTES if groups else FIRST_BUCKET_BYTES
             kind = (parameter.dtype, parameter.device)
             groups.append([])
-        groups[-1].append(Slot(name, parameter, number))
+        groups[-1].append((name, parameter))
         room -= size
+    return groups
+
+
+def fill_buckets(named: Iterable[tuple[str, nn.Parameter]], *, wide: bool) -> list[Bucket]:
+    """Buckets for `named` parameters in the order in which a backward finishes them; the last is of float64."""
+    numbers = count()
+    groups = [[Slot(name, p, next(numbers)) for name, p in group] for group in in_backward_order(named)]
     last = groups[-1]
     if not wide and last[0].parameter.dtype is not torch.float64 and _bytes(last) > FIRST_BUCKET_BYTES:
         groups.append([])  # for the tail alone; a small bucket is rather widened than followed by another

@@ -27,7 +27,7 @@ from torch import nn
 from evenly.comm.groups import Group
 from evenly.data.nest import map_tensors
 from evenly.errors import PlanError
-from evenly.parallel.gradients import GradientSum
+from evenly.parallel.gradients import Gradients, GradientSum
 from evenly.parallel.memory import MemoryCounter, on
 
 
@@ -85,16 +85,15 @@ class Replicas(Sequence[Replica]):
                         mine.copy_(first, non_blocking=True)
 
 
-class ReplicaGradients:
+class ReplicaGradients(Gradients):
     """Adds gradients over microbatches, replicas and ranks; see `parallel.gradients` for the order of calls."""
 
     def __init__(self, replicas: Replicas, *, group: Group, wide: bool) -> None:
         self._replicas = replicas
         self._sum, *self._others = (GradientSum(replica.module, group=group, wide=wide) for replica in replicas)
-        self.divide, self.norm, self.scale = self._sum.divide, self._sum.norm, self._sum.scale
 
-    def begin(self, *, numbers: int = 0) -> None:
-        """Forgets the gradients of the step before; the replicas take over what its update changed."""
+    def begin(self, *, numbers: int = 0, rounds: int = 1) -> None:
+        """The replicas take over what the last update changed."""
         self._replicas.refresh()
         for number, gradients in enumerate((self._sum, *self._others)):
             with on(number):
@@ -111,19 +110,26 @@ class ReplicaGradients:
         self._sum.send(numbers)
 
     def receive(self) -> list[float]:
-        """The sums of the numbers."""
         return self._sum.receive()
 
-    def rest(self) -> None:
-        """Nothing to do: parameters are always whole."""
+    def divide(self, divisor: float) -> None:
+        self._sum.divide(divisor)
+
+    def norm(self) -> torch.Tensor:
+        return self._sum.norm()
+
+    def scale(self, factor: float) -> None:
+        self._sum.scale(factor)
+
+    def named_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        return self._sum.named_gradients()
 
     def claim(self, counter: MemoryCounter, number: int = 0) -> None:
-        """Has `counter` count the sums on each replica's device."""
+        """The sums on each replica's device, from `number` on."""
         for place, gradients in enumerate((self._sum, *self._others), number):
             gradients.claim(counter, place)
 
     def close(self) -> None:
-        """Takes the hooks off the parameters."""
         for gradients in (self._sum, *self._others):
             gradients.close()
 

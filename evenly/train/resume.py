@@ -28,7 +28,8 @@ def open_store(run: Run) -> CheckpointStore:
 
 def snapshot(run: Run) -> Snapshot:
     """The state of `run` after the steps it has done; tensors are the live ones, not copies."""
-    tensors, values = read_state(run.model, run.optimizer)
+    with run.state_as_saved():
+        tensors, values = read_state(run.model, run.optimizer)
     values["rules"] = _rules(run)
     values["plan"] = str(run.plan)
     values["schedule"] = None if run.schedule is None else run.schedule.state_dict()
@@ -40,7 +41,9 @@ def restore(run: Run, store: CheckpointStore) -> None:
     """Puts `run` where the newest checkpoint left off; raises `CheckpointError` where it is not of this job."""
     checkpoint = store.load()
     _check_rules(run, checkpoint.values)
-    resume.restore(checkpoint, run.model, run.optimizer)
+    with run.state_as_saved():
+        resume.restore(checkpoint, run.model, run.optimizer)
+    run.composed.gradients.spread()  # a rank has read its own pieces
     if run.schedule is not None:
         run.schedule.load_state_dict(checkpoint.values["schedule"])
     run.loss_scale = LossScale(*checkpoint.values["loss_scale"])

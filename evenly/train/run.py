@@ -12,13 +12,13 @@ import os
 import time
 import warnings
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -43,6 +43,9 @@ from evenly.train.interrupt import Interrupt
 from evenly.train.ledger import Account, Ledger, as_loss
 from evenly.train.options import RunOptions, merge_options
 from evenly.train.precision import LossScale, autocast, first_scale, place_batch
+
+if TYPE_CHECKING:
+    from evenly.parallel.optimizer import CutOptimizer
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,11 @@ class Run:
         self.model = self.composed.model
         self.devices = list(dict.fromkeys(replica.device for replica in self.composed.replicas))
         self.optimizer = build_optimizer(job, self.model, zero=(plan.zero or 0) if world.size > 1 else 0)
+        self._cut_optimizer: CutOptimizer | None = None
+        if self.composed.cuts:
+            from evenly.parallel.optimizer import CutOptimizer  # takes seconds to import
+
+            self._cut_optimizer = CutOptimizer(self.model, self.optimizer, self.composed.cuts)
         self.schedule = build_schedule(job, self.optimizer)
         self.loss_scale: LossScale = first_scale(self.precision, job.global_batch)
         self.interrupt = Interrupt()
@@ -198,7 +206,7 @@ class Run:
             devices=len(self.devices),
         )
         self._allocating("sums")
-        gradients.begin(numbers=ledger.size)
+        gradients.begin(numbers=ledger.size, rounds=batch.share.rounds)
         for microbatches in batch.rounds(len(replicas)):
             self._allocating("activations")
             losses = [
@@ -210,6 +218,9 @@ class Run:
             self._allocating("temporaries")
             for loss in losses:
                 self._backward(loss)
+                gradients.finish_backward()
+                if self._counter is not None:
+                    gradients.claim(self._counter)
         memory_bytes = [peak_bytes(device) for device in self.devices]
         gradients.send(ledger.numbers(memory_bytes=memory_bytes, stop=self.interrupt.asked))
         with on(HOST):
@@ -258,7 +269,7 @@ class Run:
         if not finite and self.precision != "float16":
             raise RunError(
                 f"step {self.steps_done + 1}: the gradient must be finite",
-                f"its norm is {grad_norm}; first in {_first_not_finite(self.model)}",
+                f"its norm is {grad_norm}; first in {self._first_not_finite()}",
                 "look for a square root or division at zero, or too high a learning rate",
             )
         self.loss_scale = self.loss_scale.after(finite=finite) if self.precision == "float16" else self.loss_scale
@@ -266,7 +277,11 @@ class Run:
             return grad_norm, True
         if self.job.clip_norm is not None and (factor := self.job.clip_norm / (grad_norm + 1e-6)) < 1:
             gradients.scale(factor)
-        self.optimizer.step()
+        if self._cut_optimizer is None:
+            self.optimizer.step()
+        else:
+            self._cut_optimizer.step(gradients.named_gradients())
+            gradients.spread()
         if self._counter is not None:
             self._counter.claim(state_tensors(self.optimizer), "optimizer")
         return grad_norm, False
@@ -375,6 +390,10 @@ class Run:
         return evaluation
 
     # ---------------------------------------------------------------------------------------- checkpoints
+    def state_as_saved(self) -> AbstractContextManager[None]:
+        """Within, what ranks hold parts of are DTensors, in the model and in the optimizer."""
+        return nullcontext() if self._cut_optimizer is None else self._cut_optimizer.as_dtensors()
+
     def save(self, *, score: float | None = None) -> None:
         """Begins a checkpoint of the steps done so far; `score` (lower is better) decides which is kept as best."""
         if self._store is None:
@@ -420,6 +439,13 @@ class Run:
         self.close(failed=kind is not None)
 
     # ------------------------------------------------------------------------------------- small helpers
+    def _first_not_finite(self) -> str:
+        """A parameter whose gradient is not finite, on the first rank that has one; all ranks ask."""
+        named = self.composed.gradients.named_gradients()
+        mine = (name for name, gradient in named if gradient is not None and not bool(torch.isfinite(gradient).all()))
+        found = gather_values(next(mine, None), self.world.group("data"))
+        return next(filter(None, found), "no single gradient (their sum overflows)")
+
     @property
     def _learning_rate(self) -> Any:
         return self.optimizer.param_groups[0]["lr"]
@@ -439,7 +465,7 @@ class Run:
 def build_and_compose(job: Job, plan: Plan, world: World) -> Composed:
     """The job's model as the plan runs it; where ranks cut it, each holds its share and one large tensor at a time."""
     assert plan.precision is not None  # the plan is resolved
-    cut = plan.zero and world.size > 1
+    cut = plan.zero == 3 and world.size > 1
     with Parking(world.group("data")) if cut else nullcontext() as parking:
         # What is parked stays on the CPU; cutting takes each shard to the rank's device.
         devices = ["cpu"] if cut else devices_of(plan, world)
@@ -515,10 +541,3 @@ def write_plan(run: Run, path: Path) -> None:
         "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
     }
     path.write_text(json.dumps(decisions, indent=1) + "\n")
-
-
-def _first_not_finite(model: torch.nn.Module) -> str:
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
-            return name
-    return "no single gradient (their sum overflows)"

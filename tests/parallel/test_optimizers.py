@@ -42,6 +42,17 @@ class Blocks(nn.Module):
         return self.head(x)
 
 
+class Normed(torch.optim.SGD):
+    """Steps by the norm of a whole parameter, as LARS does."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad * (parameter.detach().norm() / (parameter.grad.norm() + 1))
+        return super().step(closure)
+
+
 def in_groups(name: str) -> Callable[[Any], torch.optim.Optimizer]:
     """Weights and biases in groups with rates of their own."""
 
@@ -51,7 +62,7 @@ def in_groups(name: str) -> Callable[[Any], torch.optim.Optimizer]:
         groups = [{"params": weights}, {"params": biases, "lr": 3e-3}]
         if name == "Muon":
             groups = groups[:1]  # it takes matrices only
-        return getattr(torch.optim, name)(groups, lr=1e-2)
+        return (Normed if name == "Normed" else getattr(torch.optim, name))(groups, lr=1e-2)
 
     return make
 
@@ -62,10 +73,10 @@ def job(name: str) -> evenly.Job:
     )
 
 
-def differences(plan: str) -> dict[str, float]:
+def differences(plan: str, names: list[str]) -> dict[str, float]:
     """The largest of any parameter at any step, by optimizer."""
     found: dict[str, float] = {}
-    for name in WORK_ON_SHARDS:
+    for name in names:
         worst = []
         with evenly.start(job(name), plan=plan) as run:
             for batch, expected in zip(run.batches(), reference_steps(job(name), STEPS), strict=True):
@@ -78,8 +89,13 @@ def differences(plan: str) -> dict[str, float]:
     return found
 
 
-def test_optimizers_compute_on_shards_what_they_compute_on_one_device(ranks: KeptRanks) -> None:
-    for found in ranks.run(differences, "zero3", size=2):
+# Adagrad makes its state at once. Normed is no optimizer of torch's.
+@pytest.mark.parametrize(("plan", "names"), [("zero3", [*WORK_ON_SHARDS, "Normed"]), ("zero1", ["Adagrad", "Normed"])])
+def test_optimizers_compute_on_shards_what_they_compute_on_one_device(
+    plan: str, names: list[str], ranks: KeptRanks
+) -> None:
+    for found in ranks.run(differences, plan, names, size=2):
+        assert found.keys() == set(names)
         assert {name: worst for name, worst in found.items() if not worst < 1e-11} == {}
 
 

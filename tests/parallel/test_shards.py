@@ -51,16 +51,25 @@ class Mixed(nn.Module):
         self.first, self.last = nn.Linear(5, 4), nn.Linear(4, 3, dtype=torch.bfloat16)
 
 
-def refused() -> str:
+class Scaled(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(5, 4)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+def refused(model: type[nn.Module]) -> str:
     try:
-        with evenly.start(tower_job(model=Mixed), plan="zero3"):
+        with evenly.start(tower_job(model=model), plan="zero3"):
             return "nothing"
     except PlanError as problem:
         return str(problem)
 
 
-def test_parameters_of_several_dtypes_are_refused(ranks: KeptRanks) -> None:
-    assert all("several dtypes: bfloat16, float32" in text for text in ranks.run(refused, size=2))
+@pytest.mark.parametrize(
+    ("model", "message"), [(Mixed, "several dtypes: bfloat16, float32"), (Scaled, "parameter scale has no dims")]
+)
+def test_what_cannot_be_cut_is_refused(model: type[nn.Module], message: str, ranks: KeptRanks) -> None:
+    assert all(message in text for text in ranks.run(refused, model, size=2))
 
 
 def train(plan: str, steps: int, out: Path | None, resume: bool) -> dict[str, Any]:
@@ -73,7 +82,7 @@ def train(plan: str, steps: int, out: Path | None, resume: bool) -> dict[str, An
         return {name: whole(p.detach()).clone() for name, p in run.model.named_parameters()}
 
 
-@pytest.mark.parametrize(("first", "then"), [(("zero3", 2), ("ddp", 3)), (("ddp", 2), ("zero2", 3))])
+@pytest.mark.parametrize(("first", "then"), [(("zero3", 2), ("zero1", 3)), (("zero2", 2), ("zero3", 3))])
 def test_a_run_goes_on_under_another_plan_with_the_same_bits(
     first: tuple[str, int], then: tuple[str, int], ranks: KeptRanks, tmp_path: Path
 ) -> None:

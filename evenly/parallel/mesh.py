@@ -1,0 +1,26 @@
+"""The groups of ranks that `zero` cuts among, as torch's device mesh and as groups of ours."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from evenly.cluster.world import World
+from evenly.comm.groups import Group
+
+
+def shard_mesh(world: World, shard: int) -> DeviceMesh:
+    """The data axis as groups of `shard` ranks, which cut among themselves and all hold the same."""
+    device = torch.device(world.device).type
+    return init_device_mesh(device, (world.size // shard, shard), mesh_dim_names=("replicate", "shard"))
+
+
+def groups_of(mesh: DeviceMesh, data: Group) -> tuple[Group, Group | None]:
+    """This rank's shard group, and the ranks that hold the same pieces; None where there are no others."""
+    if mesh.shape[0] == 1:
+        return data, None
+
+    def group(name: str) -> Group:
+        return Group.of(mesh[name].get_group(), name, str(data.device), data.recorder, checked=data.checked)
+
+    return group("shard"), group("replicate")
