@@ -64,6 +64,8 @@ class CutOptimizer:
                     self._check_place(name, held)
                     held.grad = gradient if gradient is None or self._plain else _dtensor(gradient, held)
         self._optimizer.step()
+        for held in self._held.values() if self._plain else ():
+            held.grad = None  # who made the gradients frees them
 
     @contextmanager
     def as_dtensors(self) -> Generator[None]:
@@ -109,7 +111,9 @@ class CutOptimizer:
         return lambda value: _dtensor(value, cut.piece) if value.shape == shape else value
 
     def _check_place(self, name: str, held: torch.Tensor) -> None:
-        if self._plain and held.data_ptr() != local(self._cuts[name].piece).data_ptr():
+        cut = self._cuts[name]
+        now = local(cut.parameter) if cut.piece is cut.parameter else cut.parameter[cut.rows]
+        if local(held).data_ptr() != now.data_ptr():
             raise RunError(
                 f"stepping {name}", "its memory is another than when the run began", "leave the model where it is"
             )

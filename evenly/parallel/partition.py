@@ -38,6 +38,7 @@ from evenly.parallel.mesh import groups_of, shard_mesh
 from evenly.parallel.optimizer import Cut
 
 IN_FLIGHT = 3  # buckets: bounds the memory of what was sent and has not come back
+NOTHING = torch.empty(0)
 
 
 @dataclass(frozen=True)
@@ -125,38 +126,40 @@ class Scalar:
 class Bucket:
     """Neighbouring parameters of one dtype and device.
 
-    sums:      1D, what all ranks' gradients of this rank's pieces add up to, of the dtype that they are added in.
-    gradients: 1D, of the parameters' dtype; the same memory where the dtypes are the same.
+    sums:      1D, what all ranks' gradients of this rank's pieces add up to, of the dtype that they are added in; from
+               the first round of a step on.
+    gradients: 1D, the same divided by the weight, of the parameters' dtype; until the next step.
     waiting:   parts whose gradient of this round is still to come.
     """
 
     def __init__(self, parts: list[Part], *, wide: bool) -> None:
         first, last = parts[0], parts[-1]
-        device, self.parts, self.dtype = first.parameter.device, parts, first.parameter.dtype
+        self.parts, self.dtype, self.device = parts, first.parameter.dtype, first.parameter.device
         self.added_in = torch.float64 if wide else self.dtype
         self.length = last.place.offset + last.place.length  # of a rank's row
-        self.sums = torch.zeros(self.length, dtype=self.added_in, device=device)
-        same = self.added_in is self.dtype
-        self.gradients = self.sums if same else torch.zeros(self.length, dtype=self.dtype, device=device)
+        self.sums = self.gradients = NOTHING
         self.waiting = 0
-        self.empty = True  # nothing was added to `sums` in this step
         self.label = f"gradient of {first.name} to {last.name}"
+
+    def begin(self) -> None:
+        """Forgets the step before."""
+        self.sums = self.gradients = NOTHING
 
     def pack(self, ranks: int) -> torch.Tensor:
         """What this rank adds in this round, as rows; forgets the totals."""
-        packed = torch.empty((ranks, self.length), dtype=self.added_in, device=self.sums.device)
+        packed = torch.empty((ranks, self.length), dtype=self.added_in, device=self.device)
         for part in self.parts:
             part.place.pack(part.total, packed)
             part.total = None
         return packed
 
     def take(self, summed: torch.Tensor) -> None:
-        """Adds this rank's row of a round."""
-        if self.empty:
-            self.sums.copy_(summed)
-        else:
-            self.sums.add_(summed)
-        self.empty = False
+        """Adds this rank's row of a round, which it keeps."""
+        self.sums = summed if self.sums is NOTHING else self.sums.add_(summed)
+
+    def divide(self, divisor: float) -> None:
+        """Makes gradients of the sums."""
+        self.gradients, self.sums = self.sums.to(self.dtype).div_(divisor), NOTHING
 
 
 class PartitionedGradients(Gradients):
@@ -195,7 +198,7 @@ class PartitionedGradients(Gradients):
     def begin(self, *, numbers: int = 0, rounds: int = 1) -> None:
         self._rounds = rounds if self._zero == 2 else 1
         for bucket in self.buckets:
-            bucket.empty = True
+            bucket.begin()
         for one in (*self._parts, *self._scalars):
             one.used, one.total, one.parameter.grad = False, None, None
         self._begin_round(sending=self._zero == 2)
@@ -236,9 +239,7 @@ class PartitionedGradients(Gradients):
 
     def divide(self, divisor: float) -> None:
         for bucket in self.buckets:
-            if bucket.added_in is not bucket.dtype:
-                bucket.gradients.copy_(bucket.sums)
-            bucket.gradients.div_(divisor)
+            bucket.divide(divisor)
         for gradient in self._scalar_gradients():
             gradient.div_(divisor)
 
@@ -272,10 +273,10 @@ class PartitionedGradients(Gradients):
 
     def claim(self, counter: MemoryCounter, number: int = 0) -> None:
         for bucket in self.buckets:
-            narrow = bucket.added_in is bucket.dtype
             totals = [part.total for part in bucket.parts if part.total is not None]
+            added = "gradients" if bucket.added_in is bucket.dtype else "sums"
+            counter.claim([bucket.sums, *totals], added, number)
             counter.claim([bucket.gradients], "gradients", number)
-            counter.claim(totals if narrow else [bucket.sums, *totals], "gradients" if narrow else "sums", number)
 
     def close(self) -> None:
         for handle in self._handles:
@@ -332,7 +333,7 @@ class PartitionedGradients(Gradients):
     # ------------------------------------------------------------------------------------------- helpers
     def _gather(self, bucket: Bucket) -> Pending[torch.Tensor]:
         """Begins to gather the rows of all ranks' own pieces of the parameters."""
-        row = torch.empty_like(bucket.gradients)
+        row = torch.empty(bucket.length, dtype=bucket.dtype, device=bucket.device)
         for part in bucket.parts:
             part.place.piece(row, self._position).copy_(part.parameter[part.place.own(self._position)])
         sizes, label = [bucket.length] * self._group.size, bucket.label.removeprefix("gradient of ")

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import evenly
+from evenly.errors import RunError
 from evenly.parallel.partition import Place
 from evenly.verify.compare import Trace, judge
 from evenly.verify.ranks import compare_job, keep_reference
@@ -87,3 +88,21 @@ def test_any_model_is_equal_in_pieces(plan: str, size: int, ranks: KeptRanks, tm
     assert (row.status, row.reason) == ("equal", "")
     assert row.param_diff is not None and row.param_diff < 1e-11
     assert row.sharded is not None and row.sharded > 0.5
+
+
+def moved(plan: str) -> str:
+    with evenly.start(job(), plan=plan) as run:
+        batches = run.batches()
+        run.step(next(batches))
+        with torch.no_grad():
+            run.model.head.weight.data = run.model.head.weight.data.clone()
+        try:
+            run.step(next(batches))
+        except RunError as problem:
+            return str(problem)
+    return "nothing"
+
+
+def test_a_model_that_is_moved_midway_is_found(ranks: KeptRanks) -> None:
+    for text in ranks.run(moved, "zero1", size=2):
+        assert "stepping head.weight" in text and "its memory is another" in text
