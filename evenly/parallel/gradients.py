@@ -306,6 +306,23 @@ def refuse_thawed(frozen: Iterable[tuple[str, nn.Parameter]]) -> None:
             )
 
 
+def begin_numbers(
+    mine: Iterable[float], numbers: Sequence[float] | torch.Tensor, group: Group
+) -> Pending[torch.Tensor]:
+    """Begins to sum `mine`, such as flags, and then the caller's `numbers` over `group`; 1D, in float64."""
+    first, then = torch.tensor(list(mine), dtype=torch.float64), torch.as_tensor(numbers, dtype=torch.float64)
+    values = torch.cat([first.to(then.device), then]).to(group.device)
+    return all_reduce.begin(values, group, label="losses and weights")
+
+
+def norm_of_parts(gradients: Iterable[torch.Tensor], group: Group) -> torch.Tensor:
+    """Norm of what the ranks of `group` hold together, each its own `gradients`; a scalar in float64."""
+    total = torch.zeros((), dtype=torch.float64, device=group.device)
+    for gradient in gradients:
+        total += torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
+    return all_reduce(total, group, label="norm of the gradient").sqrt()
+
+
 def check_gradient(name: str, gradient: torch.Tensor, *, sent: bool) -> None:
     """Raises `RunError` for what cannot be added up; `sent` if the sum it belongs to is on its way."""
     if gradient.layout is not torch.strided:

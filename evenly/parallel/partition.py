@@ -32,7 +32,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from evenly.cluster.world import World
 from evenly.comm.operations import Pending, all_gather, all_reduce, reduce_scatter
-from evenly.parallel.gradients import Gradients, add, check_gradient, in_backward_order, refuse_thawed, trainable
+from evenly.parallel.gradients import (
+    Gradients,
+    add,
+    begin_numbers,
+    check_gradient,
+    in_backward_order,
+    norm_of_parts,
+    refuse_thawed,
+    trainable,
+)
 from evenly.parallel.memory import MemoryCounter
 from evenly.parallel.mesh import groups_of, shard_mesh
 from evenly.parallel.optimizer import Cut
@@ -216,10 +225,7 @@ class PartitionedGradients(Gradients):
             self._finish_round()
         flags = [float(one.used) for one in (*self._parts, *self._scalars)]
         totals = [0.0 if scalar.total is None else float(scalar.total) for scalar in self._scalars]
-        mine = torch.tensor([*flags, *totals], dtype=torch.float64)
-        values = torch.as_tensor(numbers, dtype=torch.float64)
-        tail = torch.cat([mine.to(values.device), values]).to(self._all.device)
-        self._tail = all_reduce.begin(tail, self._all, label="losses and weights")
+        self._tail = begin_numbers([*flags, *totals], numbers, self._all)
 
     def receive(self) -> list[float]:
         while self._flying:
@@ -244,11 +250,8 @@ class PartitionedGradients(Gradients):
             gradient.div_(divisor)
 
     def norm(self) -> torch.Tensor:
-        total = torch.zeros((), dtype=torch.float64, device=self._group.device)
         scalars = self._scalar_gradients() if self._position == 0 else ()  # all ranks have the same
-        for gradient in (*(bucket.gradients for bucket in self.buckets), *scalars):
-            total += torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
-        return all_reduce(total, self._group, label="norm of the gradient").sqrt()
+        return norm_of_parts((*(bucket.gradients for bucket in self.buckets), *scalars), self._group)
 
     def scale(self, factor: float) -> None:
         for gradient in (*(bucket.gradients for bucket in self.buckets), *self._scalar_gradients()):

@@ -27,10 +27,10 @@ from torch.distributed.tensor import DTensor
 
 from evenly.cluster.world import World
 from evenly.comm.groups import Group
-from evenly.comm.operations import Pending, all_reduce
+from evenly.comm.operations import Pending
 from evenly.errors import PlanError
 from evenly.model.blocks import Block, find_blocks
-from evenly.parallel.gradients import Gradients, trainable
+from evenly.parallel.gradients import Gradients, begin_numbers, norm_of_parts, refuse_thawed, trainable
 from evenly.parallel.memory import MemoryCounter, local
 from evenly.parallel.mesh import groups_of, shard_mesh
 from evenly.parallel.optimizer import Cut
@@ -84,6 +84,7 @@ class ShardedGradients(Gradients):
         for unit in self._units:
             _add_as_sums(unit)
         self._named = list(model.named_parameters())
+        self._frozen = [(name, p) for name, p in self._named if not p.requires_grad]
         self._numbers = {name: number for number, (name, _) in enumerate(self._named)}
         self._used = [False] * len(self._named)
         self._hooked: set[int] = set()
@@ -124,10 +125,8 @@ class ShardedGradients(Gradients):
 
     def send(self, numbers: Sequence[float] | torch.Tensor = ()) -> None:
         """The gradients are on their way since the backward."""
-        flags = torch.tensor([float(used) for used in self._used], dtype=torch.float64)
-        values = torch.as_tensor(numbers, dtype=torch.float64)
-        tail = torch.cat([flags.to(values.device), values]).to(self._world.device)
-        self._pending = all_reduce.begin(tail, self._group, label="losses and weights")
+        refuse_thawed(self._frozen)
+        self._pending = begin_numbers((float(used) for used in self._used), numbers, self._group)
 
     def receive(self) -> list[float]:
         assert self._pending is not None
@@ -142,10 +141,7 @@ class ShardedGradients(Gradients):
             gradient.div_(divisor)
 
     def norm(self) -> torch.Tensor:
-        total = torch.zeros((), dtype=torch.float64, device=self._world.device)
-        for gradient in self._gradients():
-            total += torch.linalg.vector_norm(gradient, dtype=torch.float64) ** 2
-        return all_reduce(total, self._shards, label="norm of the gradient").sqrt()
+        return norm_of_parts(self._gradients(), self._shards)
 
     def scale(self, factor: float) -> None:
         for gradient in self._gradients():

@@ -41,7 +41,7 @@ NEEDS_WHOLE_PARAMETERS = {
 
 
 def build_optimizer(job: Job, model: nn.Module, *, zero: int = 0) -> torch.optim.Optimizer:
-    """The job's optimizer over the parameters of `model`, of which it finds shards where `zero` is set."""
+    """The job's optimizer over the parameters of `model`; `zero`, the stage, has ranks step parts of them."""
     optimizer = call_job("optimizer", lambda: job.optimizer(model.parameters()))
     _expect("optimizer", optimizer, torch.optim.Optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):

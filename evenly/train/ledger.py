@@ -2,7 +2,7 @@
 
 One vector of float64 numbers, each filled by one rank only and zero on all others, so that the sum is exact and the
 same on every rank: per microbatch its total, its weight and the calls of each normalisation layer; per rank its
-devices' memory; and whether anybody asks to stop. In training it travels with the gradients (`GradientSum.send`).
+devices' memory; and whether anybody asks to stop. In training it travels with the gradients (`Gradients.send`).
 """
 
 from __future__ import annotations

@@ -90,12 +90,14 @@ def test_any_model_is_equal_in_pieces(plan: str, size: int, ranks: KeptRanks, tm
     assert row.sharded is not None and row.sharded > 0.5
 
 
-def moved(plan: str) -> str:
-    with evenly.start(job(), plan=plan) as run:
+def change(plan: str, what: str) -> str:
+    with evenly.start(job() if what == "moved" else classifier_job(), plan=plan) as run:
         batches = run.batches()
         run.step(next(batches))
-        with torch.no_grad():
+        if what == "moved":
             run.model.head.weight.data = run.model.head.weight.data.clone()
+        else:
+            run.model.frozen.requires_grad_(True)
         try:
             run.step(next(batches))
         except RunError as problem:
@@ -103,6 +105,14 @@ def moved(plan: str) -> str:
     return "nothing"
 
 
-def test_a_model_that_is_moved_midway_is_found(ranks: KeptRanks) -> None:
-    for text in ranks.run(moved, "zero1", size=2):
-        assert "stepping head.weight" in text and "its memory is another" in text
+@pytest.mark.parametrize(
+    ("plan", "what", "said"),
+    [
+        ("zero1", "moved", ["stepping head.weight", "its memory is another"]),
+        ("zero2", "thawed", ["parameter frozen", "now requires a gradient"]),
+        ("zero3", "thawed", ["parameter frozen", "now requires a gradient"]),
+    ],
+)
+def test_what_is_changed_midway_is_found(plan: str, what: str, said: list[str], ranks: KeptRanks) -> None:
+    for text in ranks.run(change, plan, what, size=2):
+        assert all(part in text for part in said)

@@ -97,3 +97,4 @@ def test_16_bit_weights_cut_over_ranks_agree_up_to_rounding(
     ranks.run(reference, "tower", precision, tmp_path, size=1)
     row = judge(plan, ranks.run(compare, "tower", precision, plan, tmp_path, size=2))
     assert (row.status, row.reason, row.sharded, row.bits_differ) == ("equal", "", 1.0, None)
+    assert row.grad_norm_diff is not None and row.grad_norm_diff < 1e-2
