@@ -1,7 +1,7 @@
 """From a place in the environment to a connected `World`, and back.
 
 Order: `connect` is called once per rank, before the model is built; `disconnect` last. A world of one rank
-joins no process group at all.
+joins no process group, unless torch's own sharding is to run in it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ def find_device(place: Place) -> str:
     return f"cuda:{place.local_rank}"
 
 
-def connect(place: Place) -> World:
+def connect(place: Place, *, even_alone: bool = False) -> World:
     """Joins the process group of `place` and returns the world as this rank sees it.
+
+    even_alone: whether a rank alone has a process group too.
 
     groups: `Group`s "data" (all ranks) and "files" (the same ranks over gloo, for checkpoints that are written while
     training goes on: two streams of collectives must never share a group).
@@ -48,6 +50,7 @@ def connect(place: Place) -> World:
     if place.size > 1:
         record = record_file(place.rank)
         recorder = None if record is None else Recorder(record, place.rank)
+    if place.size > 1 or even_alone:
         _join(place, backend, device)
     every = Group.world("data", device, recorder, checked=checking())
     return World(
@@ -77,7 +80,7 @@ def _join(place: Place, backend: str, device: str) -> None:
     try:
         dist.init_process_group(
             backend,
-            store=_meetings.next(method, place),
+            store=_meetings.next(method, place) if place.size > 1 else dist.HashStore(),
             rank=place.rank,
             world_size=place.size,
             device_id=torch.device(device) if backend == "nccl" else None,

@@ -15,7 +15,7 @@ from torch import nn
 
 from evenly.cluster.world import World
 from evenly.errors import PlanError
-from evenly.parallel.gradients import Gradients, GradientSum
+from evenly.parallel.gradients import Gradients, GradientSum, trainable
 from evenly.parallel.memory import on
 from evenly.parallel.recompute import Recomputation
 from evenly.parallel.replicas import ReplicaGradients, Replicas
@@ -35,7 +35,7 @@ class Composed:
     gradients:  adds gradients over microbatches, replicas and ranks.
     statistics: of each replica, keeps the running statistics of normalisation layers.
     recomputed: of each replica, the blocks that recompute.
-    cuts:       parameters of which this rank steps a part.
+    cuts:       parameters that this rank does not step as they stand, but its part of them or a copy on the host.
     sharded:    share of the parameters' elements that this plan really splits, 0 to 1.
     in_step:    whether ranks meet inside the model, so that each must run as many microbatches as the others.
     """
@@ -89,19 +89,23 @@ def compose(modules: Sequence[nn.Module], plan: Plan, world: World) -> Composed:
     if plan.recompute in ("selective", "full"):
         recomputed = [Recomputation(r.module, selective=plan.recompute == "selective") for r in replicas]
     parts: dict[str, Any] = {"replicas": replicas, "statistics": statistics, "recomputed": recomputed}
-    if plan.zero and world.size > 1:
+    if plan.stage:
         assert plan.shard != "auto"  # the plan is fitted
         settings: dict[str, Any] = {"world": world, "shard": plan.shard or world.size, "wide": wide}
-        if plan.zero == 3:
+        if plan.stage == 3:
             from evenly.parallel.shards import ShardedGradients  # takes seconds to import
 
-            sharded = ShardedGradients(model, **settings)
+            sharded = ShardedGradients(model, offload=plan.offload == "parameters", **settings)
         else:
             from evenly.parallel.partition import PartitionedGradients
 
-            sharded = PartitionedGradients(model, zero=plan.zero, **settings)
+            sharded = PartitionedGradients(model, zero=plan.stage, **settings)
         parts |= {"cuts": sharded.cuts, "sharded": sharded.share}
-        return Composed(model, gradients=sharded, in_step=plan.zero == 3, **parts)
+        return Composed(model, gradients=sharded, in_step=plan.stage == 3, **parts)
+    if plan.offload == "optimizer":
+        from evenly.parallel.optimizer import Cut
+
+        parts["cuts"] = [Cut(name, p, p, slice(None)) for name, p in trainable(model)[0]]
     if len(replicas) > 1:
         return Composed(model, gradients=ReplicaGradients(replicas, group=group, wide=wide), **parts)
     return Composed(model, gradients=GradientSum(model, group=group, wide=wide), **parts)

@@ -4,13 +4,16 @@ The job builds its optimizer over the model's parameters, so that it can sort th
 their places. The optimizers of torch.optim that treat every element by itself are given plain tensors. All others
 are given DTensors, on which a norm, say, is that of the whole; slower, and right for whatever they compute.
 
+With `offload` the optimizer steps copies in the host's memory, where its state so stays: before an update gradients
+and values are copied there, then the values back. The values too, since a job may change them between steps.
+
 A checkpoint knows parameters and state by name, shape and place in the whole: `as_dtensors` shows both in that form.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +21,9 @@ import torch
 from torch import nn, optim
 from torch.distributed.tensor import DTensor
 
-from evenly.errors import RunError
-from evenly.parallel.memory import local
+from evenly.errors import RunError, UserError
+from evenly.parallel.memory import HOST, local, on
+from evenly.plan import Offload
 
 # Of these classes themselves: what derives from one may do more.
 ELEMENTWISE = frozenset(
@@ -35,7 +39,7 @@ class Cut:
     """One parameter that is cut along dim 0.
 
     parameter: as the model has it, whole or not.
-    piece:     a DTensor over the memory of this rank's rows; the parameter itself where the model is cut.
+    piece:     a DTensor over the memory of this rank's rows; the parameter itself where the model is cut, or nothing.
     rows:      those of the whole that this rank holds.
     """
 
@@ -44,33 +48,59 @@ class Cut:
     piece: Any
     rows: slice
 
+    @property
+    def own(self) -> torch.Tensor:
+        """What this rank steps of it, in the memory of the model."""
+        whole = self.parameter.detach()
+        return local(whole) if self.piece is self.parameter else whole[self.rows]
+
 
 class CutOptimizer:
-    """Lets `optimizer`, built over the parameters of `model` and not yet used, step the pieces of `cuts`."""
+    """Lets `optimizer`, built over the parameters of `model` and not yet used, step the pieces of `cuts`.
 
-    def __init__(self, model: nn.Module, optimizer: optim.Optimizer, cuts: Sequence[Cut]) -> None:
-        self._model, self._optimizer = model, optimizer
-        self._plain = type(optimizer) in ELEMENTWISE
-        with torch.no_grad():
-            self._held = {cut.name: local(cut.piece).detach() if self._plain else cut.piece for cut in cuts}
+    offload: as in the plan. Raises `UserError` for a class that would need the ranks' GPUs for what lies on the host.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: optim.Optimizer, cuts: Sequence[Cut], *, offload: Offload = "none"
+    ) -> None:
+        self._model, self._optimizer, self._offload = model, optimizer, offload == "optimizer"
+        elementwise = type(optimizer) in ELEMENTWISE
+        if offload != "none" and not elementwise and any(isinstance(cut.piece, DTensor) for cut in cuts):
+            raise UserError(
+                f"optimizer {type(optimizer).__name__} under offload={offload}",
+                "it may need whole parameters, and each rank has a part of them on the host",
+                "use an optimizer of torch.optim that treats every element by itself (AdamW, SGD), or no offload",
+            )
+        self._plain = self._offload or elementwise
         self._cuts = {cut.name: cut for cut in cuts}
+        with torch.no_grad(), self._at_work():
+            self._held = {cut.name: self._hold(cut) for cut in cuts}
+            # Beside a GPU pinned once: pinning takes longer than the copy.
+            self._gradients = {cut.name: _on_host(cut.own) for cut in cuts} if self._offload else {}
         self._replace((cut.parameter, self._held[cut.name], _to_rows(cut, plain=self._plain)) for cut in cuts)
 
     def step(self, gradients: Iterable[tuple[str, torch.Tensor | None]]) -> None:
         """One step with `gradients`, by name, of this rank's pieces. Parameters that are not cut have theirs."""
-        with torch.no_grad():
+        with torch.no_grad(), self._at_work():
             for name, gradient in gradients:
                 if (held := self._held.get(name)) is not None:
-                    self._check_place(name, held)
-                    held.grad = gradient if gradient is None or self._plain else _dtensor(gradient, held)
-        self._optimizer.step()
-        for held in self._held.values() if self._plain else ():
-            held.grad = None  # who made the gradients frees them
+                    held.grad = self._taken_over(name, held, gradient)
+        with self._at_work():
+            if self._offload and torch.cuda.is_available():
+                torch.cuda.current_stream().synchronize()  # what was copied is there
+            self._optimizer.step()
+        with torch.no_grad(), self._at_work():
+            for name, held in self._held.items():
+                if self._offload:
+                    self._cuts[name].own.copy_(held, non_blocking=True)
+                if self._plain:
+                    held.grad = None  # who made the gradients frees them
 
     @contextmanager
     def as_dtensors(self) -> Generator[None]:
         """Within, the parameters of the model and the optimizer's state are DTensors; what is filled in stays."""
-        shown = {name: _shown(cut) for name, cut in self._cuts.items()}
+        shown = {name: self._shown(cut) for name, cut in self._cuts.items()}
         by_id = {id(cut.parameter): shown[name] for name, cut in self._cuts.items()}
         places = [
             (module, name, parameter)
@@ -90,7 +120,38 @@ class CutOptimizer:
             with torch.no_grad():
                 for name, cut in self._cuts.items():
                     if shown[name] is not cut.parameter:
-                        cut.parameter[cut.rows].copy_(local(shown[name]))
+                        cut.own.copy_(local(shown[name]))
+
+    def _at_work(self) -> AbstractContextManager[None]:
+        return on(HOST, carrying=True) if self._offload else nullcontext()
+
+    def _hold(self, cut: Cut) -> Any:
+        """What the optimizer steps."""
+        if self._offload:
+            return _on_host(cut.own)
+        return cut.own if self._plain else cut.piece
+
+    def _taken_over(self, name: str, held: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """`gradient` as `held` takes it, and with it the values that the model has now."""
+        if self._offload:
+            held.copy_(self._cuts[name].own, non_blocking=True)
+            return None if gradient is None else self._gradients[name].copy_(gradient, non_blocking=True)
+        if local(held).data_ptr() != self._cuts[name].own.data_ptr():
+            raise RunError(
+                f"stepping {name}", "its memory is another than when the run began", "leave the model where it is"
+            )
+        return gradient if gradient is None or self._plain else _dtensor(gradient, held)
+
+    def _shown(self, cut: Cut) -> Any:
+        """The parameter for a checkpoint, which makes state beside it.
+
+        With memory of its own where it is cut, since torch stages a view with all that it is a view of.
+        """
+        if self._offload:
+            return nn.Parameter(_dtensor(_on_host(cut.own), cut.piece))
+        if cut.piece is cut.parameter:
+            return cut.parameter
+        return nn.Parameter(_dtensor(cut.own.clone(), cut.piece))
 
     def _replace(self, pairs: Iterable[tuple[Any, Any, Callable[[torch.Tensor], torch.Tensor]]]) -> None:
         """The optimizer's (old) parameters by (new) ones, with (what becomes of) the state it keeps for them."""
@@ -107,16 +168,8 @@ class CutOptimizer:
     def _to_dtensor(self, cut: Cut) -> Callable[[torch.Tensor], torch.Tensor]:
         if not self._plain:
             return _same
-        shape = local(cut.piece).shape
+        shape = cut.own.shape
         return lambda value: _dtensor(value, cut.piece) if value.shape == shape else value
-
-    def _check_place(self, name: str, held: torch.Tensor) -> None:
-        cut = self._cuts[name]
-        now = local(cut.parameter) if cut.piece is cut.parameter else cut.parameter[cut.rows]
-        if local(held).data_ptr() != now.data_ptr():
-            raise RunError(
-                f"stepping {name}", "its memory is another than when the run began", "leave the model where it is"
-            )
 
 
 def _to_rows(cut: Cut, *, plain: bool) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -131,11 +184,9 @@ def _to_rows(cut: Cut, *, plain: bool) -> Callable[[torch.Tensor], torch.Tensor]
     return convert
 
 
-def _shown(cut: Cut) -> Any:
-    """The parameter as a DTensor; with memory of its own, since torch stages a view with all that it is a view of."""
-    if cut.piece is cut.parameter:
-        return cut.parameter
-    return nn.Parameter(_dtensor(local(cut.piece.detach()).clone(), cut.piece))
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of `tensor` in the host's memory; pinned beside a GPU, so that copies need not wait for each other."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)
 
 
 def _same(value: torch.Tensor) -> torch.Tensor:
@@ -143,7 +194,9 @@ def _same(value: torch.Tensor) -> torch.Tensor:
 
 
 def _dtensor(rows: torch.Tensor, like: Any) -> Any:
-    """`rows` as this rank's part of a DTensor that is cut as `like` is."""
+    """`rows` as this rank's part of a DTensor that is cut as `like` is, if it is one."""
+    if not isinstance(like, DTensor):
+        return rows
     return DTensor.from_local(
         rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from evenly.cluster.world import World
@@ -31,7 +31,7 @@ from evenly.comm.operations import Pending
 from evenly.errors import PlanError
 from evenly.model.blocks import Block, find_blocks
 from evenly.parallel.gradients import Gradients, begin_numbers, norm_of_parts, refuse_thawed, trainable
-from evenly.parallel.memory import MemoryCounter, local
+from evenly.parallel.memory import HOST, MemoryCounter, local
 from evenly.parallel.mesh import groups_of, shard_mesh
 from evenly.parallel.optimizer import Cut
 from evenly.parallel.partition import Place
@@ -56,10 +56,11 @@ def units_of(model: nn.Module) -> list[Block]:
 class ShardedGradients(Gradients):
     """Cuts `model`, in place, and adds its gradients over the microbatches of a step and over ranks.
 
-    shard: size of the shard groups. `share` is the share of the parameters' elements that is really cut.
+    shard: size of the shard groups. offload: whether shards live in the host's memory, gradients too. `share` is the
+    share of the parameters' elements that is really cut.
     """
 
-    def __init__(self, model: nn.Module, *, world: World, shard: int, wide: bool) -> None:
+    def __init__(self, model: nn.Module, *, world: World, shard: int, wide: bool, offload: bool = False) -> None:
         trainable(model)
         if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             raise PlanError(
@@ -74,7 +75,7 @@ class ShardedGradients(Gradients):
                     f"parameter {name} has no dims, and fully_shard cuts along the first",
                     "give it shape (1,), or use plan zero2",
                 )
-        self._world, self._group = world, world.group("data")
+        self._world, self._group, self._offload = world, world.group("data"), offload
         units = units_of(model)
         for unit in units:
             _check_dtypes(unit.name, unit.module)
@@ -102,9 +103,13 @@ class ShardedGradients(Gradients):
         """Cuts every unit, innermost first; returns the shard group."""
         mesh = shard_mesh(self._world, shard)
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float64 if wide else None)
+        on_gpu = self._world.device.startswith("cuda")
+        how: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+        if self._offload:
+            how["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
         for unit in units:
-            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+            fully_shard(unit, reshard_after_forward=True, **how)
+        fully_shard(model, reshard_after_forward=False, **how)
         return groups_of(mesh, self._group)[0]
 
     # ------------------------------------------------------------------------------------------- a step
@@ -155,7 +160,7 @@ class ShardedGradients(Gradients):
             unit.reshard()
 
     def claim(self, counter: MemoryCounter, number: int = 0) -> None:
-        counter.claim(self._gradients(), "gradients", number)
+        counter.claim(self._gradients(), "gradients", HOST if self._offload else number)
 
     def close(self) -> None:
         for handle in self._handles:

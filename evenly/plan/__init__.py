@@ -1,5 +1,5 @@
 """WHAT runs WHERE: the plan of a run as data. Pure; imports no torch."""
 
-from evenly.plan.plan import NAMED, Plan, parse_plan
+from evenly.plan.plan import NAMED, Offload, Plan, parse_plan
 
-__all__ = ["NAMED", "Plan", "parse_plan"]
+__all__ = ["NAMED", "Offload", "Plan", "parse_plan"]

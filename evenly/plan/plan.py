@@ -18,6 +18,7 @@ from evenly.job import PRECISIONS, Precision
 Exact = Literal["bitwise", "rounding"]
 Zero = Literal[0, 1, 2, 3]
 Recompute = Literal["none", "selective", "full"]
+Offload = Literal["none", "optimizer", "parameters"]
 
 SYNONYMS = {"dp": "data", "tp": "tensor", "pp": "pipeline"}
 # Words of the plan language whose strategies do not exist yet: refused by name rather than as misspelt.
@@ -47,6 +48,8 @@ class Plan:
                leaves each its own (balanced DataParallel).
     recompute: which activations of the model's blocks are computed anew for the backward pass; None and "none" none,
                "selective" all but those of matrix products and attention, "full" all.
+    offload:   what lives in the host's memory beside a GPU: "optimizer" its state, and the update is computed there;
+               "parameters" those too, a block of them on the GPU at a time (zero=3). None and "none" nothing.
     precision: of the forward and backward pass; None takes the job's.
     exact:     "bitwise" adds gradients in a wider type, so that float32, bfloat16 and float16 training has the
                same bits on any number of ranks; "rounding" adds them as they are. float64 has no wider type:
@@ -62,6 +65,7 @@ class Plan:
     replicas: int | Literal["auto"] | None = None
     gather: int | None = None
     recompute: Recompute | None = None
+    offload: Offload | None = None
     precision: Precision | None = None
     exact: Exact | None = None
 
@@ -78,6 +82,12 @@ class Plan:
                 f"plan {self}",
                 "shard says over how many ranks zero cuts, and zero is not set",
                 "add zero=1, 2 or 3",
+            )
+        if self.offload == "parameters" and self.zero != 3:
+            raise PlanError(
+                f"plan {self}",
+                "parameters that live on the host are gathered block by block, which is zero=3",
+                "add zero=3 (on one device too), or use offload=optimizer",
             )
         if self.gather is not None and self.replicas is None:
             raise PlanError(
@@ -101,6 +111,11 @@ class Plan:
         if self.replicas is None:
             return self.ranks
         return None if self.replicas == "auto" else self.replicas
+
+    @property
+    def stage(self) -> Zero:
+        """What zero really cuts: nothing on one rank, unless it has to bring parameters from the host."""
+        return self.zero or 0 if self.ranks != 1 or self.offload == "parameters" else 0
 
     @property
     def axes(self) -> dict[str, int]:
@@ -148,7 +163,7 @@ class Plan:
         if precision == "float64":
             problem = "bitwise equality adds gradients in a wider type, and float64 has none"
             remedy = "use exact=rounding (plans then agree to about 1e-12), or another precision"
-        elif precision.startswith("pure-") and self.zero and self.data != 1:
+        elif precision.startswith("pure-") and self.stage:
             problem = (
                 "torch's kernels round the last elements of a 16-bit tensor in another way, and shards end elsewhere"
             )
@@ -201,6 +216,7 @@ READERS: dict[str, Callable[[str], Any]] = {
     "replicas": lambda value: value if value == "auto" else _count(value),
     "gather": _number,
     "recompute": _one_of(get_args(Recompute)),
+    "offload": _one_of(get_args(Offload)),
     "precision": _one_of(PRECISIONS),
     "exact": _one_of(get_args(Exact)),
 }

@@ -16,6 +16,7 @@ from evenly.data.stream import stream_key
 from evenly.errors import EvenlyError, RunError, UserError, describe
 from evenly.job import Job
 from evenly.parallel.parking import Parking
+from evenly.plan import Plan
 from evenly.train.precision import place_model
 
 T = TypeVar("T")
@@ -40,8 +41,8 @@ NEEDS_WHOLE_PARAMETERS = {
 }
 
 
-def build_optimizer(job: Job, model: nn.Module, *, zero: int = 0) -> torch.optim.Optimizer:
-    """The job's optimizer over the parameters of `model`; `zero`, the stage, has ranks step parts of them."""
+def build_optimizer(job: Job, model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
+    """The job's optimizer over the parameters of `model`; raises `UserError` if it cannot step them as `plan` says."""
     optimizer = call_job("optimizer", lambda: job.optimizer(model.parameters()))
     _expect("optimizer", optimizer, torch.optim.Optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -51,9 +52,9 @@ def build_optimizer(job: Job, model: nn.Module, *, zero: int = 0) -> torch.optim
             "use an optimizer with one gradient per step",
         )
     reasons = (NEEDS_WHOLE_PARAMETERS.get(kind.__name__) for kind in type(optimizer).__mro__)
-    if zero and (reason := next(filter(None, reasons), None)):
+    if plan.stage and (reason := next(filter(None, reasons), None)):
         raise UserError(
-            f"optimizer {type(optimizer).__name__} under zero={zero}",
+            f"optimizer {type(optimizer).__name__} under zero={plan.stage}",
             f"{reason}, and each rank holds a part",
             "use plan ddp, or an optimizer that treats every element by itself (AdamW, SGD)",
         )

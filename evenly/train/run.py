@@ -132,12 +132,14 @@ class Run:
         self.composed: Composed = build_and_compose(job, plan, world)
         self.model = self.composed.model
         self.devices = list(dict.fromkeys(replica.device for replica in self.composed.replicas))
-        self.optimizer = build_optimizer(job, self.model, zero=(plan.zero or 0) if world.size > 1 else 0)
+        self.optimizer = build_optimizer(job, self.model, plan)
         self._cut_optimizer: CutOptimizer | None = None
         if self.composed.cuts:
             from evenly.parallel.optimizer import CutOptimizer  # takes seconds to import
 
-            self._cut_optimizer = CutOptimizer(self.model, self.optimizer, self.composed.cuts)
+            self._cut_optimizer = CutOptimizer(
+                self.model, self.optimizer, self.composed.cuts, offload=plan.offload or "none"
+            )
         self.schedule = build_schedule(job, self.optimizer)
         self.loss_scale: LossScale = first_scale(self.precision, job.global_batch)
         self.interrupt = Interrupt()
@@ -283,7 +285,7 @@ class Run:
             self._cut_optimizer.step(gradients.named_gradients())
             gradients.spread()
         if self._counter is not None:
-            self._counter.claim(state_tensors(self.optimizer), "optimizer")
+            self._counter.claim(state_tensors(self.optimizer), "optimizer", self._number_of_optimizer)
         return grad_norm, False
 
     def _end_step(self, account: Account) -> None:
@@ -331,9 +333,10 @@ class Run:
         with MemoryCounter() as counter:
             for replica in self.composed.replicas:
                 tensors = chain(replica.module.parameters(), replica.module.buffers())
-                counter.claim(map(local, tensors), "parameters", replica.number)
+                number = HOST if self.plan.offload == "parameters" else replica.number
+                counter.claim(map(local, tensors), "parameters", number)
             self.composed.gradients.claim(counter)
-            counter.claim(state_tensors(self.optimizer), "optimizer")
+            counter.claim(state_tensors(self.optimizer), "optimizer", self._number_of_optimizer)
             self._counter = counter
             try:
                 yield counter
@@ -447,6 +450,11 @@ class Run:
         return next(filter(None, found), "no single gradient (their sum overflows)")
 
     @property
+    def _number_of_optimizer(self) -> int:
+        """Of the device where its state lies."""
+        return HOST if self.plan.offload in ("optimizer", "parameters") else 0
+
+    @property
     def _learning_rate(self) -> Any:
         return self.optimizer.param_groups[0]["lr"]
 
@@ -465,7 +473,7 @@ class Run:
 def build_and_compose(job: Job, plan: Plan, world: World) -> Composed:
     """The job's model as the plan runs it; where ranks cut it, each holds its share and one large tensor at a time."""
     assert plan.precision is not None  # the plan is resolved
-    cut = plan.zero == 3 and world.size > 1
+    cut = plan.stage == 3
     with Parking(world.group("data")) if cut else nullcontext() as parking:
         # What is parked stays on the CPU; cutting takes each shard to the rank's device.
         devices = ["cpu"] if cut else devices_of(plan, world)
@@ -503,7 +511,7 @@ def start_as_told(job: Job, options: RunOptions) -> Run:
     options = merge_options(options)
     place = find_here()
     fitted = fit_here(options.plan or Plan(), place, options.devices).resolve(job.precision)
-    world = connect(place)
+    world = connect(place, even_alone=fitted.stage > 0)
     if world.device == "cpu" and fitted.exact == "bitwise" and chosen_threads() is None:
         torch.set_num_threads(1)  # how a sum is cut among threads shows in its bits
     try:

@@ -21,6 +21,7 @@ from evenly.plan import NAMED, Plan, parse_plan
         ("fsdp", Plan(zero=3)),
         ("zero3 data=8 shard=2", Plan(data=8, zero=3, shard=2)),
         ("zero=0 recompute=full", Plan(zero=0, recompute="full")),
+        ("zero3 offload=parameters", Plan(zero=3, offload="parameters")),
     ],
 )
 def test_text_becomes_a_plan(text: str, plan: Plan) -> None:
@@ -49,6 +50,12 @@ def test_all_problems_are_told_at_once() -> None:
 def test_contradictions_are_refused() -> None:
     with pytest.raises(PlanError, match="data is set to both 1 and 2"):
         parse_plan("single data=2")
+
+
+def test_parameters_on_the_host_are_gathered_by_zero_3() -> None:
+    assert parse_plan("single zero3").stage == 0 and parse_plan("single zero3 offload=parameters").stage == 3
+    with pytest.raises(PlanError, match="which is zero=3"):
+        parse_plan("zero2 offload=parameters")
 
 
 def test_open_axes_take_the_devices_given() -> None:
