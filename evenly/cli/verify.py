@@ -65,7 +65,7 @@ def _print_table(verdict: object) -> None:
     title = f"{verdict.job}: {verdict.steps} steps in {verdict.dtype}, largest difference from one device"
     table = Table(title=title, box=SIMPLE_HEAD)
     for column in ("plan", "ranks", "status", "loss", "grad norm", "parameters", "other bits"):
-        table.add_column(column, no_wrap=True)
+        table.add_column(column, no_wrap=column != "plan")
     for row in verdict.plans:
         differences = [_figure(d) for d in (row.loss_diff, row.grad_norm_diff, row.param_diff)]
         bits = "" if row.bits_differ is None else str(row.bits_differ)
