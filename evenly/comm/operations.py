@@ -19,8 +19,10 @@ names each rank's.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import update_wrapper
+from time import perf_counter, sleep
 from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -34,6 +36,10 @@ from evenly.observe.recorder import Call, call_text, here
 
 _DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 _DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _DTYPES}
+
+# On the CPU a rank that waits for a collective gives way to other threads for so long before it sleeps.
+AWAKE_S = 0.002
+_give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: sleep(0))
 
 Reduction = Literal["sum", "mean", "min", "max", "product"]
 
@@ -82,11 +88,15 @@ class Pending(Protocol[T_co]):
 
 
 class _Work(Protocol):
+    def is_completed(self) -> bool: ...
+
     def wait(self) -> object: ...
 
 
 class _Begun(Generic[T]):
-    """Works of torch, and what is left to do after them."""
+    """Works of torch, and what is left to do after them; `told` if torch tells of them that they are completed."""
+
+    told = True
 
     def __init__(self, group: Group, serial: int, works: Sequence[_Work], finish: Callable[[], T]) -> None:
         self._group, self._serial = group, serial
@@ -96,11 +106,29 @@ class _Begun(Generic[T]):
     def wait(self) -> T:
         if not self._result:
             for work in self._works:
+                if self.told and self._group.device.type == "cpu":
+                    _stay_awake(work)
                 work.wait()
             if self._group.recorder is not None and self._serial:
                 self._group.recorder.leave(self._serial)
             self._result.append(self._finish())
         return self._result[0]
+
+
+class _Messages(_Begun[T]):
+    """From one rank to another: torch does not tell that they have come."""
+
+    told = False
+
+
+def _stay_awake(work: _Work) -> None:
+    """Gives way to other threads, the backend's among them, until `work` is done, for a moment at most.
+
+    To wake a thread takes up to milliseconds on a virtual machine, longer than an operation on a few numbers.
+    """
+    until = perf_counter() + AWAKE_S
+    while not work.is_completed() and perf_counter() < until:
+        _give_way()
 
 
 class Operation(Generic[P, T]):
@@ -122,7 +150,7 @@ def send(tensor: torch.Tensor, to: int, group: Group, *, tag: int = 0) -> Pendin
     serial = _enter(group, "send", tensor, detail=f"to {to}, tag {tag}", collective=False)
     carried = _bytes(_contiguous(tensor))
     works = [_isend(carried, to, group, tag)] if carried.numel() else []
-    return _Begun(group, serial, works, lambda: None)
+    return _Messages(group, serial, works, lambda: None)
 
 
 @Operation
@@ -132,7 +160,7 @@ def recv(tensor: torch.Tensor, source: int, group: Group, *, tag: int = 0) -> Pe
     serial = _enter(group, "recv", tensor, detail=f"from {source}, tag {tag}", collective=False)
     landing = _contiguous(tensor)
     works = [_irecv(_bytes(landing), source, group, tag)] if tensor.numel() else []
-    return _Begun(group, serial, works, lambda: _put_back(landing, tensor))
+    return _Messages(group, serial, works, lambda: _put_back(landing, tensor))
 
 
 isend, irecv = send.begin, recv.begin
@@ -226,10 +254,10 @@ def scatter(
         works = [
             _isend(_bytes(piece), to, group) for to, piece in enumerate(sent) if to != group.position and piece.numel()
         ]
-        return _Begun(group, serial, works, lambda: sent[source].clone())
+        return _Messages(group, serial, works, lambda: sent[source].clone())
     landing = torch.empty(shape, dtype=dtype, device=group.device)
     works = [_irecv(_bytes(landing), source, group)] if landing.numel() else []
-    return _Begun(group, serial, works, lambda: landing)
+    return _Messages(group, serial, works, lambda: landing)
 
 
 @Operation
@@ -243,10 +271,10 @@ def gather(
     own = _contiguous(tensor)
     if group.position != to:
         works = [_isend(_bytes(own), to, group)] if own.numel() else []
-        return _Begun(group, serial, works, lambda: None)
+        return _Messages(group, serial, works, lambda: None)
     pieces = [own if p == to else own.new_empty(_with(own.shape, dim, n)) for p, n in enumerate(lengths)]
     works = [_irecv(_bytes(piece), p, group) for p, piece in enumerate(pieces) if p != to and piece.numel()]
-    return _Begun(group, serial, works, lambda: torch.cat(pieces, dim))
+    return _Messages(group, serial, works, lambda: torch.cat(pieces, dim))
 
 
 @Operation
