@@ -6,7 +6,7 @@ strategies hold on to the parameters that they find.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +15,10 @@ from torch import nn
 
 from evenly.cluster.world import World
 from evenly.errors import PlanError
+from evenly.parallel.forwards import BlockForwards, Forward
 from evenly.parallel.gradients import Gradients, GradientSum, trainable
 from evenly.parallel.memory import on
-from evenly.parallel.recompute import Recomputation
+from evenly.parallel.recompute import CachesOff, recomputing
 from evenly.parallel.replicas import ReplicaGradients, Replicas
 from evenly.parallel.statistics import RunningStatistics
 from evenly.plan import Plan
@@ -34,7 +35,7 @@ class Composed:
     replicas:   the model on each device of this rank, which run side by side; only one but for `replicas` in the plan.
     gradients:  adds gradients over microbatches, replicas and ranks.
     statistics: of each replica, keeps the running statistics of normalisation layers.
-    recomputed: of each replica, the blocks that recompute.
+    forwards:   of each replica, what its blocks run instead of their own forward.
     cuts:       parameters that this rank does not step as they stand, but its part of them or a copy on the host.
     sharded:    share of the parameters' elements that this plan really splits, 0 to 1.
     in_step:    whether ranks meet inside the model, so that each must run as many microbatches as the others.
@@ -44,7 +45,7 @@ class Composed:
     replicas: Replicas
     gradients: Gradients
     statistics: list[RunningStatistics]
-    recomputed: list[Recomputation]
+    forwards: list[BlockForwards | CachesOff]
     cuts: Sequence[Cut] = ()
     sharded: float = 0.0
     in_step: bool = False
@@ -73,7 +74,7 @@ class Composed:
 
     def close(self) -> None:
         """Leaves the model as it would be without a plan."""
-        for part in (self.gradients, *self.statistics, *self.recomputed):
+        for part in (self.gradients, *self.statistics, *self.forwards):
             part.close()
 
 
@@ -85,10 +86,8 @@ def compose(modules: Sequence[nn.Module], plan: Plan, world: World) -> Composed:
     model, group, wide = modules[0], world.group("data"), plan.exact == "bitwise"
     replicas = Replicas(modules, devices_of(plan, world), gather=plan.gather)
     statistics = [RunningStatistics(r.module, group=group, alone=plan.devices == 1) for r in replicas]
-    recomputed: list[Recomputation] = []
-    if plan.recompute in ("selective", "full"):
-        recomputed = [Recomputation(r.module, selective=plan.recompute == "selective") for r in replicas]
-    parts: dict[str, Any] = {"replicas": replicas, "statistics": statistics, "recomputed": recomputed}
+    forwards = _change_blocks(replicas, plan)
+    parts: dict[str, Any] = {"replicas": replicas, "statistics": statistics, "forwards": forwards}
     if plan.stage:
         assert plan.shard != "auto"  # the plan is fitted
         settings: dict[str, Any] = {"world": world, "shard": plan.shard or world.size, "wide": wide}
@@ -109,6 +108,23 @@ def compose(modules: Sequence[nn.Module], plan: Plan, world: World) -> Composed:
     if len(replicas) > 1:
         return Composed(model, gradients=ReplicaGradients(replicas, group=group, wide=wide), **parts)
     return Composed(model, gradients=GradientSum(model, group=group, wide=wide), **parts)
+
+
+def _change_blocks(replicas: Replicas, plan: Plan) -> list[BlockForwards | CachesOff]:
+    """Recomputation inside, compilation around it."""
+    changes: dict[str, Callable[[Forward], Forward]] = {}
+    if plan.recompute in ("selective", "full"):
+        changes[f"recompute={plan.recompute}"] = recomputing(selective=plan.recompute == "selective")
+    if plan.compile == "blocks":
+        from evenly.parallel.compiled import check_compilable, compiling
+
+        for replica in replicas:
+            check_compilable(replica.module, replica.device)
+        changes["compile=blocks"] = compiling
+    if not changes:
+        return []
+    forwards = [BlockForwards(r.module, [*changes.values()], asked=" ".join(changes)) for r in replicas]
+    return [*forwards, *(CachesOff(r.module) for r in replicas if plan.recompute in ("selective", "full"))]
 
 
 def devices_of(plan: Plan, world: World) -> list[str]:

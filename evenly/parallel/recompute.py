@@ -9,7 +9,7 @@ Order: before parameters are cut over ranks, whose hooks must lie around the blo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from evenly.errors import PlanError
-from evenly.model.blocks import find_blocks
+from evenly.errors import RunError
+from evenly.parallel.forwards import Forward
 
 _aten = torch.ops.aten
 KEPT = {
@@ -34,36 +34,50 @@ KEPT = {
 }
 
 
-class Recomputation:
-    """Makes the blocks of `model` recompute, in place; `close` undoes it. Raises `PlanError` where there are none."""
+def recomputing(*, selective: bool) -> Callable[[Forward], Forward]:
+    """What makes a forward recompute."""
+    how: dict[str, Any] = {"use_reentrant": False}
+    if selective:
+        how["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
 
-    def __init__(self, model: nn.Module, *, selective: bool) -> None:
-        self._modules = [block.module for block in find_blocks(model)]
-        if not self._modules:
-            raise PlanError(
-                f"recompute={'selective' if selective else 'full'}",
-                "the model has no repeated blocks",
-                "use recompute=none, or put its layers into a ModuleList",
-            )
-        how: dict[str, Any] = {"use_reentrant": False}
-        if selective:
-            how["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-        for module in self._modules:
-            module.forward = _recomputing(module.forward, how)
+    def change(forward: Forward) -> Forward:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            _refuse_caches((*args, *kwargs.values()))
+            return checkpoint(forward, *args, **how, **kwargs)
+
+        return run
+
+    return change
+
+
+class CachesOff:
+    """Has transformers models in `model` hand no cache of keys and values to their blocks; `close` undoes it.
+
+    A second forward of a block would enter its keys a second time.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        configs = {id(found): found for module in model.modules() if (found := getattr(module, "config", None))}
+        self._configs = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+        for config in self._configs:
+            config.use_cache = False
 
     def close(self) -> None:
-        """Gives the blocks their own forward back."""
-        for module in self._modules:
-            del module.forward
+        """Caches are used again."""
+        for config in self._configs:
+            config.use_cache = True
 
 
-def _recomputing(forward: Callable[..., Any], how: dict[str, Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, **how, **kwargs)
-
-    return run
+def _refuse_caches(arguments: Iterable[Any]) -> None:
+    for argument in arguments:
+        if hasattr(argument, "get_seq_length"):  # what the caches of transformers have in common
+            raise RunError(
+                "computing a block anew",
+                f"it is given a {type(argument).__name__}, which a second forward would fill twice",
+                "call the model with use_cache=False",
+            )
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -64,7 +64,7 @@ class RunningStatistics:
                     "use BatchNorm: its statistics are those of a microbatch, on any number of ranks",
                 )
         self._group = group
-        self._layers = [_Layer(name, module) for name, module in model.named_modules() if _keeps(module)]
+        self._layers = [_Layer(name, module) for name, module in model.named_modules() if keeps_statistics(module)]
         self._buffers = _other_buffers(model, self._layers)
         self._alone = group.size == 1 if alone is None else alone
         self._microbatch = -1
@@ -166,7 +166,8 @@ class RunningStatistics:
                 )
 
 
-def _keeps(module: nn.Module) -> bool:
+def keeps_statistics(module: nn.Module) -> bool:
+    """Whether `module` is a layer whose running statistics follow what it sees."""
     return isinstance(module, BATCH_NORMS + INSTANCE_NORMS) and module.running_mean is not None
 
 

@@ -18,6 +18,7 @@ from evenly.job import PRECISIONS, Precision
 Exact = Literal["bitwise", "rounding"]
 Zero = Literal[0, 1, 2, 3]
 Recompute = Literal["none", "selective", "full"]
+Compile = Literal["off", "blocks"]
 Offload = Literal["none", "optimizer", "parameters"]
 
 SYNONYMS = {"dp": "data", "tp": "tensor", "pp": "pipeline"}
@@ -29,7 +30,6 @@ PLANNED_KEYS = frozenset(
         "schedule",
         "stages_per_rank",
         "microbatch",
-        "compile",
     ]
 )
 PLANNED_NAMES = frozenset(["tp", "mp", "pp", "2d", "3d"])
@@ -48,13 +48,14 @@ class Plan:
                leaves each its own (balanced DataParallel).
     recompute: which activations of the model's blocks are computed anew for the backward pass; None and "none" none,
                "selective" all but those of matrix products and attention, "full" all.
+    compile:   "blocks" runs the model's blocks as kernels of torch.compile; None and "off" as they are written.
     offload:   what lives in the host's memory beside a GPU: "optimizer" its state, and the update is computed there;
                "parameters" those too, a block of them on the GPU at a time (zero=3). None and "none" nothing.
     precision: of the forward and backward pass; None takes the job's.
     exact:     "bitwise" adds gradients in a wider type, so that float32, bfloat16 and float16 training has the
                same bits on any number of ranks; "rounding" adds them as they are. float64 has no wider type:
-               there plans agree up to rounding, and so they do where zero cuts 16-bit weights. None takes bitwise where
-               it is possible.
+               there plans agree up to rounding, and so they do where zero cuts 16-bit weights and where blocks are
+               compiled. None takes bitwise where it is possible.
 
     Raises `PlanError` for values that do not exist or do not go together.
     """
@@ -65,6 +66,7 @@ class Plan:
     replicas: int | Literal["auto"] | None = None
     gather: int | None = None
     recompute: Recompute | None = None
+    compile: Compile | None = None
     offload: Offload | None = None
     precision: Precision | None = None
     exact: Exact | None = None
@@ -168,6 +170,11 @@ class Plan:
                 "torch's kernels round the last elements of a 16-bit tensor in another way, and shards end elsewhere"
             )
             remedy = "use exact=rounding, or plan ddp, or precision=bfloat16, which updates float32 weights"
+        elif self.compile == "blocks":
+            problem = (
+                "which kernels a rank has compiled depends on the shapes that it has seen, and so do the last bits"
+            )
+            remedy = "use exact=rounding, or leave out compile=blocks"
         if problem and self.exact == "bitwise":
             raise PlanError(f"plan {self} with precision {precision}", problem, remedy)
         return replace(self, precision=precision, exact=self.exact or ("rounding" if problem else "bitwise"))
@@ -216,6 +223,7 @@ READERS: dict[str, Callable[[str], Any]] = {
     "replicas": lambda value: value if value == "auto" else _count(value),
     "gather": _number,
     "recompute": _one_of(get_args(Recompute)),
+    "compile": _one_of(get_args(Compile)),
     "offload": _one_of(get_args(Offload)),
     "precision": _one_of(PRECISIONS),
     "exact": _one_of(get_args(Exact)),

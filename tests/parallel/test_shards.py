@@ -13,7 +13,6 @@ from torch import nn
 
 import evenly
 from evenly.errors import PlanError
-from evenly.parallel.recompute import Recomputation
 from evenly.parallel.shards import units_of
 from evenly.verify.ranks import whole
 
@@ -33,16 +32,6 @@ def test_parameters_shared_inside_a_block_leave_it_a_unit() -> None:
     for block in model.blocks:
         block.again = block.feed
     assert len(units_of(model)) == 3
-
-
-def test_recomputation_needs_blocks_and_is_undone() -> None:
-    with pytest.raises(PlanError, match="no repeated blocks"):
-        Recomputation(nn.Linear(2, 2), selective=False)
-    model = Tower()
-    recomputation = Recomputation(model, selective=True)
-    assert all("forward" in vars(block) for block in model.blocks)
-    recomputation.close()
-    assert not any("forward" in vars(block) for block in model.blocks)
 
 
 class Mixed(nn.Module):

@@ -1,0 +1,37 @@
+"""What a plan does to the forward of every block of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from evenly.errors import PlanError
+from evenly.model.blocks import find_blocks
+
+Forward = Callable[..., Any]
+
+
+class BlockForwards:
+    """Runs the forward of the blocks of `model` through `changes`, innermost first, in place; `close` undoes it.
+
+    asked: the plan's words for that. Raises `PlanError` where the model has no blocks.
+    """
+
+    def __init__(self, model: nn.Module, changes: Sequence[Callable[[Forward], Forward]], *, asked: str) -> None:
+        self._modules = [block.module for block in find_blocks(model)]
+        if not self._modules:
+            raise PlanError(
+                asked,
+                "the model has no repeated blocks",
+                f"leave out {asked}, or put its layers into a ModuleList",
+            )
+        for module in self._modules:
+            for change in changes:
+                module.forward = change(module.forward)
+
+    def close(self) -> None:
+        """Gives the blocks their own forward back; safe to call twice."""
+        for module in self._modules:
+            vars(module).pop("forward", None)

@@ -1,0 +1,68 @@
+"""Blocks that compute twice: whose, undone when, and what must not happen twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import Tower, classifier_job
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import evenly
+from evenly.errors import PlanError, RunError
+from evenly.model.blocks import find_blocks
+from evenly.parallel.forwards import BlockForwards
+from evenly.parallel.recompute import recomputing
+from evenly.verify.compare import judge
+from evenly.verify.ranks import compare_job, keep_reference
+
+
+def test_recomputation_needs_blocks_and_is_undone() -> None:
+    with pytest.raises(PlanError, match="no repeated blocks"):
+        BlockForwards(nn.Linear(2, 2), [recomputing(selective=False)], asked="recompute=full")
+    model = Tower()
+    forwards = BlockForwards(model, [recomputing(selective=True)], asked="recompute=selective")
+    assert all("forward" in vars(block) for block in model.blocks)
+    forwards.close()
+    assert not any("forward" in vars(block) for block in model.blocks)
+
+
+def gpt2() -> GPT2LMHeadModel:
+    return GPT2LMHeadModel(GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=2, n_head=2))
+
+
+def gpt2_job(**call: Any) -> evenly.Job:
+    def loss(model: nn.Module, tokens: torch.Tensor) -> evenly.Loss:
+        logits = model(input_ids=tokens[:, :-1], **call).logits.flatten(0, 1)
+        labels = tokens[:, 1:].flatten()
+        return evenly.Loss(nn.functional.cross_entropy(logits, labels, reduction="sum"), len(labels))
+
+    rows: Any = torch.randint(0, 11, (24, 8), generator=torch.Generator().manual_seed(0))
+    return classifier_job(model=gpt2, loss=loss, data=rows, collate=torch.stack, eval_data=None, precision="float64")
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_keys_are_not_cached_twice(mode: str, tmp_path: Path) -> None:
+    keep_reference(gpt2_job(), 2, tmp_path / "reference")
+    row = judge(mode, [compare_job(gpt2_job(), f"single recompute={mode}", 2, tmp_path)])
+    assert (row.status, row.reason) == ("equal", "")
+    assert row.param_diff is not None and row.param_diff < 1e-11
+    with evenly.start(gpt2_job(), plan=f"single recompute={mode}") as run:
+        given: list[Any] = []
+        find_blocks(run.model)[0].module.register_forward_pre_hook(lambda _, arguments: given.extend(arguments))
+        run.step(next(run.batches()))
+        assert given and not any(hasattr(argument, "get_seq_length") for argument in given)
+        assert run.model.config.use_cache is False
+        run.composed.close()
+        assert run.model.config.use_cache is True
+
+
+def test_a_cache_that_is_asked_for_is_refused() -> None:
+    with (
+        evenly.start(gpt2_job(use_cache=True), plan="single recompute=full") as run,
+        pytest.raises(RunError, match=r"given a DynamicCache"),
+    ):
+        run.step(next(run.batches()))
