@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -409,6 +410,11 @@ def find_here() -> Place:
 def available_cores() -> int:
     """Cores that this process may use, which can be fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpp_compiler() -> str | None:
+    """Path of the C++ compiler that torch will use; None where it is not installed."""
+    return shutil.which(os.environ.get("CXX") or "g++")
 
 
 OPTIONS_VARIABLE = "EVENLY_OPTIONS"

@@ -10,8 +10,6 @@ stay outside.
 
 from __future__ import annotations
 
-import os
-import shutil
 import warnings
 from importlib.util import find_spec
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from evenly.cluster.environment import cpp_compiler
 from evenly.errors import PlanError
 from evenly.model.blocks import find_blocks
 from evenly.parallel.forwards import Forward
@@ -38,7 +37,7 @@ def compiling(forward: Forward) -> Forward:
 def check_compilable(model: nn.Module, device: str) -> None:
     """Raises `PlanError` where compiled blocks would not run here, or would lose what a layer keeps."""
     missing = None
-    if device == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is None:
+    if device == "cpu" and cpp_compiler() is None:
         missing = "a C++ compiler (g++, or what CXX names)"
     elif device != "cpu" and find_spec("triton") is None:
         missing = "triton"

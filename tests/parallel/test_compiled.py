@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,13 +11,13 @@ from kept_ranks import KeptRanks
 from torch import nn
 
 import evenly
+from evenly.cluster.environment import cpp_compiler
 from evenly.errors import PlanError, RunError
 from evenly.parallel import compiled
 from evenly.verify.compare import Trace, judge
 from evenly.verify.ranks import compare_job, keep_reference
 
 STEPS = 3
-COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 
 
 def job() -> evenly.Job:
@@ -79,7 +77,7 @@ class Dropping(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch's own
-@pytest.mark.skipif(COMPILER is None, reason="kernels for the CPU need a C++ compiler")
+@pytest.mark.skipif(cpp_compiler() is None, reason="kernels for the CPU need a C++ compiler")
 def test_kernels_draw_and_compute_what_the_blocks_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "kernels"))
     monkeypatch.setenv(
