@@ -64,8 +64,6 @@ class Replicas(Sequence[Replica]):
             _replica(number, devices, module, number if gather is None else gather)
             for number, module in enumerate(modules)
         ]
-        self._first = _tensors(modules[0])
-        self._others = [(replica.number, _tensors(replica.module)) for replica in self._replicas[1:]]
 
     def __getitem__(self, index: Any) -> Any:
         return self._replicas[index]
@@ -78,11 +76,12 @@ class Replicas(Sequence[Replica]):
 
     def refresh(self) -> None:
         """Gives every replica the values of the first."""
+        first, *others = self._replicas
         with torch.no_grad():
-            for number, tensors in self._others:
-                with on(number, carrying=True):
-                    for mine, first in zip(tensors, self._first, strict=True):
-                        mine.copy_(first, non_blocking=True)
+            for other in others:
+                with on(other.number, carrying=True):
+                    for mine, value in zip(_tensors(other.module), _tensors(first.module), strict=True):
+                        mine.copy_(value, non_blocking=True)
 
 
 class ReplicaGradients(Gradients):

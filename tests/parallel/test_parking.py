@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from jobs import ALL_JOBS
+from jobs import ALL_JOBS, Tower, tower_job
 from kept_ranks import KeptRanks
 from torch import nn
 
+import evenly
 from evenly.cluster.environment import find_here
 from evenly.comm.connect import connect, disconnect
 from evenly.comm.groups import Group
@@ -157,3 +160,22 @@ def test_what_a_rank_keeps_is_its_part() -> None:
         del first, shaped
         assert parked.parked_bytes == 240
     assert torch.equal(second, torch.ones(60))
+
+
+def kept_of_the_whole(plan: str) -> list[str]:
+    """Parameters of the constructor's that still hold memory when the run has started."""
+    built: list[tuple[str, weakref.ref[Any]]] = []
+
+    def model() -> nn.Module:
+        tower = Tower()
+        built.extend((name, weakref.ref(p)) for name, p in tower.named_parameters())
+        return tower
+
+    with evenly.start(tower_job(model=model), plan=plan):
+        gc.collect()
+        return [name for name, reference in built if reference() is not None]
+
+
+def test_nobody_holds_on_to_whole_parameters(ranks: KeptRanks) -> None:
+    assert ranks.run(kept_of_the_whole, "zero3", size=2) == [[], []]
+    assert ranks.run(kept_of_the_whole, "zero3 recompute=full offload=parameters", size=1) == [[]]
