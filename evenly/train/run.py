@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from evenly.cluster.allocator import hand_back_freed_memory, keep_freed_memory
 from evenly.cluster.environment import Place, available_cores, chosen_threads, find_here
 from evenly.cluster.world import World
 from evenly.comm.connect import connect, disconnect
@@ -474,6 +475,8 @@ def build_and_compose(job: Job, plan: Plan, world: World) -> Composed:
     """The job's model as the plan runs it; where ranks cut it, each holds its share and one large tensor at a time."""
     assert plan.precision is not None  # the plan is resolved
     cut = plan.stage == 3
+    if cut:
+        hand_back_freed_memory()
     with Parking(world.group("data")) if cut else nullcontext() as parking:
         # What is parked stays on the CPU; cutting takes each shard to the rank's device.
         devices = ["cpu"] if cut else devices_of(plan, world)
@@ -481,7 +484,10 @@ def build_and_compose(job: Job, plan: Plan, world: World) -> Composed:
         if parking is not None:
             parking.settle()
         check_same_start(modules[0], world, parking)
-        return compose(modules, plan, world)
+        composed = compose(modules, plan, world)
+    if cut and world.device == "cpu":
+        keep_freed_memory()
+    return composed
 
 
 def start(
