@@ -40,6 +40,12 @@ def connect(place: Place, *, even_alone: bool = False) -> World:
     groups: `Group`s "data" (all ranks) and "files" (the same ranks over gloo, for checkpoints that are written while
     training goes on: two streams of collectives must never share a group).
     """
+    if dist.is_initialized():
+        raise RunError(
+            f"rank {place.rank} of {place.size} joining the others",
+            "this process is in a process group already: an earlier run failed in it, or it has made one itself",
+            "start a new process, and leave the process group to evenly",
+        )
     device = find_device(place)
     backend = "nccl" if device.startswith("cuda") else "gloo"
     if device.startswith("cuda"):

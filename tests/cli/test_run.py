@@ -50,7 +50,7 @@ def test_a_run_writes_its_folder_and_one_json_document(alone: Path, tmp_path: Pa
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 13))
     assert len(lines[0]["memory_bytes"]) == 2 and min(lines[0]["memory_bytes"]) > 2**20
     ((first, second),) = (line["memory"] for line in lines if "memory" in line)
-    assert first["parameters"] == second["parameters"] > 0 and first["optimizer"] > 0 and first["activations"] > 0
+    assert first["parameters"] == second["parameters"] > 0 and first["optimizer"] > 0
     assert json.loads((out / "plan.json").read_text())["plan"] == "data=2 precision=float32 exact=bitwise"
     assert {path.name for path in (out / "events").iterdir()} == {"rank0.jsonl", "rank1.jsonl"}
     for name, tensor in weights(alone, 12).items():

@@ -101,3 +101,12 @@ def test_ranks_meet_again_in_the_launchers_store() -> None:
 
 def test_ranks_meet_again_where_rank_0_serves_the_store(ranks: KeptRanks) -> None:
     assert ranks.run(several_worlds, 2, size=3) == [[3.0, 6.0, 9.0]] * 3
+
+
+def test_a_process_that_is_in_a_process_group_is_refused() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RunError, match="in a process group already"):
+            connect(place())
+    finally:
+        torch.distributed.destroy_process_group()

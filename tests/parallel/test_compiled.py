@@ -153,10 +153,11 @@ def count(plan: str) -> str:
     torch.compiler.reset()
     try:
         with evenly.start(classifier_job(model=Counted), plan=plan) as run:
-            run.step(next(run.batches()))
+            try:
+                run.step(next(run.batches()))
+            except RunError as problem:  # here, so that the run ends as if nothing had failed
+                return str(problem)
             return "nothing"
-    except RunError as problem:
-        return str(problem)
     finally:
         compiled.BACKEND = "inductor"
 
