@@ -17,9 +17,7 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _MOST_KEPT_BYTES = 2**31 - 1  # what fits a C int
 _LARGEST_FROM_HEAP_BYTES = 32 * 2**20  # the most that glibc accepts
-
-
-_LARGE_BYTES = 2**20
+_HANDED_BACK_BYTES = 2**20
 
 
 def keep_freed_memory() -> bool:
@@ -29,7 +27,7 @@ def keep_freed_memory() -> bool:
 
 def hand_back_freed_memory() -> bool:
     """Has this process hand back every large block once it is freed; whether the C library could be told so."""
-    return _tell(_LARGE_BYTES, _LARGE_BYTES)
+    return _tell(_HANDED_BACK_BYTES, _HANDED_BACK_BYTES)
 
 
 def _tell(most_kept: int, largest_from_heap: int) -> bool:

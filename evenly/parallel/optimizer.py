@@ -51,8 +51,9 @@ class Cut:
     @property
     def own(self) -> torch.Tensor:
         """What this rank steps of it, in the memory of the model."""
-        whole = self.parameter.detach()
-        return local(whole) if self.piece is self.parameter else whole[self.rows]
+        if self.piece is self.parameter:
+            return local(self.parameter).detach()  # to detach a DTensor costs more
+        return self.parameter.detach()[self.rows]
 
 
 class CutOptimizer:
@@ -78,7 +79,7 @@ class CutOptimizer:
             self._held = {cut.name: self._hold(cut) for cut in cuts}
             # Beside a GPU pinned once: pinning takes longer than the copy.
             self._gradients = {cut.name: _on_host(cut.own) for cut in cuts} if self._offload else {}
-        self._replace((cut.parameter, self._held[cut.name], _to_rows(cut, plain=self._plain)) for cut in cuts)
+        self._replace((cut.parameter, self._held[cut.name], self._to_rows(cut)) for cut in cuts)
 
     def step(self, gradients: Iterable[tuple[str, torch.Tensor | None]]) -> None:
         """One step with `gradients`, by name, of this rank's pieces. Parameters that are not cut have theirs."""
@@ -165,23 +166,24 @@ class CutOptimizer:
         for group in self._optimizer.param_groups:
             group["params"] = [new.get(id(parameter), parameter) for parameter in group["params"]]
 
+    def _to_rows(self, cut: Cut) -> Callable[[torch.Tensor], torch.Tensor]:
+        """For state that the optimizer made at once, for the parameter as the model has it."""
+
+        def convert(value: torch.Tensor) -> torch.Tensor:
+            if value.shape != cut.parameter.shape:
+                return value
+            rows = local(value) if cut.piece is cut.parameter else value[cut.rows].clone()
+            if self._offload:
+                return rows.cpu()
+            return rows if self._plain else _dtensor(rows, cut.piece)
+
+        return convert
+
     def _to_dtensor(self, cut: Cut) -> Callable[[torch.Tensor], torch.Tensor]:
         if not self._plain:
             return _same
         shape = cut.own.shape
         return lambda value: _dtensor(value, cut.piece) if value.shape == shape else value
-
-
-def _to_rows(cut: Cut, *, plain: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """For state that an optimizer made at once, for the whole parameter."""
-
-    def convert(value: torch.Tensor) -> torch.Tensor:
-        if value.shape != cut.piece.shape:
-            return value
-        rows = local(value) if isinstance(value, DTensor) else value[cut.rows].clone()
-        return rows if plain else _dtensor(rows, cut.piece)
-
-    return convert
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -71,7 +71,16 @@ def train(plan: str, steps: int, out: Path | None, resume: bool) -> dict[str, An
         return {name: whole(p.detach()).clone() for name, p in run.model.named_parameters()}
 
 
-@pytest.mark.parametrize(("first", "then"), [(("zero3", 2), ("zero1", 3)), (("zero2", 2), ("zero3", 3))])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (("zero3", 2), ("zero1", 3)),
+        (("zero2", 2), ("zero3", 3)),
+        (("single offload=optimizer", 1), ("zero1 offload=optimizer", 3)),
+        (("zero3 offload=parameters", 2), ("zero2 offload=optimizer", 2)),
+        (("zero3 offload=optimizer", 2), ("single offload=optimizer", 1)),
+    ],
+)
 def test_a_run_goes_on_under_another_plan_with_the_same_bits(
     first: tuple[str, int], then: tuple[str, int], ranks: KeptRanks, tmp_path: Path
 ) -> None:
