@@ -26,6 +26,9 @@ SMALL: dict[str, dict[str, Any]] = {
     "bert": {"hidden": 16, "layers": 1},
     "recurrent": {"hidden": 8},
     "gpt2": {"width": 16, "layers": 1},
+    "llama": {"width": 16, "layers": 1},
+    "t5": {"width": 16, "layers": 1},
+    "vit": {"epochs": 2, "width": 16, "layers": 1},
 }
 
 
@@ -86,7 +89,7 @@ def test_same_job_twice_has_the_same_data(example: Example) -> None:
 
 def test_first_loss_is_that_of_a_guess(example: Example) -> None:
     """Untrained, a model guesses evenly among its classes: the loss is about their logarithm."""
-    classes = {"stdlib_lm": 256, "digits": 10, "bert": 6, "recurrent": 4, "gpt2": 256}[example.name]
+    classes = {"digits": 10, "vit": 10, "bert": 6, "recurrent": 4}.get(example.name, 256)
     _, loss = example.loss(8)
     mean = loss if isinstance(loss, torch.Tensor) else loss.total / loss.weight
     assert mean.item() == pytest.approx(math.log(classes), abs=0.8)
@@ -99,10 +102,17 @@ def test_weight_counts_what_the_loss_counts(example: Example) -> None:
         assert loss.shape == ()
         return
     assert isinstance(loss, Loss)
-    # A language model predicts each byte and the end, or all of a window but its first; a classifier one label.
-    lengths = [len(example.job.data[i]) for i in range(5)]
-    expected = {"stdlib_lm": sum(lengths) + 5, "gpt2": sum(lengths) - 5}.get(example.name, 5)
-    assert float(loss.weight) == expected
+    # A language model predicts each byte and the end, or all of a window but its first; T5 each byte of the missing
+    # word and the end; a classifier one label.
+    samples = [example.job.data[i] for i in range(5)]
+    counts = {
+        "stdlib_lm": lambda sample: len(sample) + 1,
+        "gpt2": lambda sample: len(sample) - 1,
+        "llama": lambda sample: len(sample) - 1,
+        "t5": lambda sample: len(sample[1]) + 1,
+    }
+    count = counts.get(example.name, lambda sample: 1)
+    assert float(loss.weight) == sum(count(sample) for sample in samples)
 
 
 def test_padding_changes_nothing(example: Example) -> None:
