@@ -28,12 +28,12 @@ class Points(torch.utils.data.Dataset):
 
 
 class Sentences(torch.utils.data.Dataset):
-    """Ragged sequences of 2 to 17 tokens out of 11."""
+    """Ragged sequences of 2 to 17 of so many tokens."""
 
-    def __init__(self, count: int, seed: int = 0) -> None:
+    def __init__(self, count: int, seed: int = 0, tokens: int = 11) -> None:
         draw = torch.Generator().manual_seed(seed)
         lengths = torch.randint(2, 18, (count,), generator=draw).tolist()
-        self.rows = [torch.randint(1, 11, (n,), generator=draw) for n in lengths]
+        self.rows = [torch.randint(1, tokens, (n,), generator=draw) for n in lengths]
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -7,19 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 from jobs import ALL_JOBS, JOBS
+from jobs_tensor import TENSOR_JOBS
 from kept_ranks import KeptRanks
 
 import evenly
 from evenly.verify.compare import Trace, judge
 from evenly.verify.ranks import compare_job, keep_reference
 
+EVERY_JOB = {**ALL_JOBS, **TENSOR_JOBS}
 STEPS = 5  # the classifier's fourth batch is the short one, the fifth begins an epoch
 
 
 def make_job(name: str, precision: str) -> evenly.Job:
     if precision == "pure-float16":  # Adam divides by the root of a mean of squares, which float16 cannot hold
-        return ALL_JOBS[name](precision=precision, optimizer=lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9))
-    return ALL_JOBS[name](precision=precision)
+        return EVERY_JOB[name](precision=precision, optimizer=lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9))
+    return EVERY_JOB[name](precision=precision)
 
 
 def reference(name: str, precision: str, folder: Path) -> None:
@@ -58,6 +60,9 @@ SHARDED = [
     ("tower", "ddp recompute=selective", 2),
     ("classifier", "zero3", 3),
     ("language", "zero2", 2),
+    ("heads", "ddp", 2),
+    ("packed", "zero3", 2),
+    ("threes", "ddp", 3),
 ]
 
 
