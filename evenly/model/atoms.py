@@ -1,0 +1,160 @@
+"""Atoms: what the dims of tensors are made of when one asks which can be split together.
+
+A dim is a list of *atoms*, the outermost first, whose sizes multiply to the dim's: a dim of 256 that is viewed as
+4 heads of 64 is [4, 64]. Atoms that must be split together are *united*: from then on they are one. An atom that meets
+a boundary inside it is *refined* into smaller ones, wherever it stands. A *barred* atom can never be split, and
+knows why. Dims of size 1 hold no atoms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+Dim = tuple[int, ...]
+
+
+class Atoms:
+    """All atoms of one analysis; an atom is a number. Those that were united or refined stand for what they became."""
+
+    def __init__(self) -> None:
+        self.size: list[int] = []
+        self._became: list[Dim] = []  # empty: still an atom itself
+        self._barred: list[str] = []  # why; empty: not
+
+    def new(self, size: int, barred: str = "") -> Dim:
+        """A dim of `size` that is one new atom."""
+        if size <= 1:
+            return ()
+        self.size.append(size)
+        self._became.append(())
+        self._barred.append(barred)
+        return (len(self.size) - 1,)
+
+    def now(self, dim: Iterable[int]) -> Dim:
+        """The atoms that `dim` consists of by now."""
+        found: list[int] = []
+        for atom in dim:
+            if self._became[atom]:
+                self._became[atom] = self.now(self._became[atom])
+                found.extend(self._became[atom])
+            else:
+                found.append(atom)
+        return tuple(found)
+
+    def length(self, dim: Iterable[int]) -> int:
+        """The product of the atoms' sizes."""
+        product = 1
+        for atom in dim:
+            product *= self.size[atom]
+        return product
+
+    def why(self, atom: int) -> str:
+        """Why the atom is barred; empty if it is not."""
+        return self._barred[atom]
+
+    def bar(self, dim: Iterable[int], why: str) -> None:
+        """Never to be split; the first reason stays."""
+        for atom in self.now(dim):
+            self._barred[atom] = self._barred[atom] or why
+
+    def unite(self, first: Iterable[int], second: Iterable[int], why: str) -> None:
+        """What stands at the same place of two dims of one length is split together.
+
+        Refines both until the atoms are of one size. Where that is impossible (2 x 3 beside 3 x 2) they are barred
+        for `why`.
+        """
+        left, right = _Reader(self, first), _Reader(self, second)
+        while (a := left.next()) is not None and (b := right.next()) is not None:
+            if a == b:
+                continue
+            small, large, rest = (a, b, right) if self.size[a] <= self.size[b] else (b, a, left)
+            if self.size[large] == self.size[small]:
+                self._merge(small, large)
+            elif self.size[large] % self.size[small] == 0:
+                head, tail = self._refine(large, self.size[small])
+                self._merge(small, head)
+                rest.put_back(tail)
+            else:
+                self._bar_until_even(left, right, a, b, why)
+
+    def regroup(self, dims: Sequence[Iterable[int]], lengths: Sequence[int], why: str) -> list[Dim]:
+        """The dims of a view of `lengths`, as many elements as `dims` have; refines where the view cuts an atom."""
+        source = _Reader(self, [atom for dim in dims for atom in dim])
+        result: list[Dim] = []
+        for place, length in enumerate(lengths):
+            dim = self._take(source, length)
+            if dim is None:
+                self.bar(source.rest(), why)
+                return result + [self.new(one, why) for one in lengths[place:]]
+            result.append(dim)
+        return result
+
+    def _take(self, source: _Reader, length: int) -> Dim | None:
+        """The next atoms, of `length` together; None where no refinement has a boundary there."""
+        start, taken = source.rest(), 1
+        dim: list[int] = []
+        while taken < length:
+            atom = source.next()
+            needed, odd = divmod(length, taken)
+            if atom is None:  # of no elements at all
+                return None
+            if odd == 0 and needed % self.size[atom] == 0:
+                dim.append(atom)
+                taken *= self.size[atom]
+            elif odd == 0 and self.size[atom] % needed == 0:
+                head, tail = self._refine(atom, needed)
+                source.put_back(tail)
+                return (*dim, head)
+            else:
+                source.go_back(start)
+                return None
+        return tuple(dim)
+
+    def _merge(self, atom: int, into: int) -> None:
+        self._became[atom] = (into,)
+        self._barred[into] = self._barred[into] or self._barred[atom]
+
+    def _refine(self, atom: int, outer: int) -> tuple[int, int]:
+        """`atom` as outer x rest."""
+        why = self._barred[atom]
+        head, tail = self.new(outer, why), self.new(self.size[atom] // outer, why)
+        self._became[atom] = (*head, *tail)
+        return head[0], tail[0]
+
+    def _bar_until_even(self, left: _Reader, right: _Reader, a: int, b: int, why: str) -> None:
+        """Bars `a` and `b` and what follows, up to where both sides have as many elements behind them."""
+        self.bar((a, b), why)
+        of_left, of_right = self.size[a], self.size[b]
+        while of_left != of_right:
+            behind = left if of_left < of_right else right
+            atom = behind.next()
+            assert atom is not None, "dims of one length"
+            self.bar((atom,), why)
+            if behind is left:
+                of_left *= self.size[atom]
+            else:
+                of_right *= self.size[atom]
+
+
+class _Reader:
+    """Reads a dim atom by atom, as it is by then: refinements and unions while reading are seen."""
+
+    def __init__(self, atoms: Atoms, dim: Iterable[int]) -> None:
+        self._atoms = atoms
+        self._ahead = [*dim][::-1]
+
+    def next(self) -> int | None:
+        while self._ahead:
+            first, *others = self._atoms.now((self._ahead.pop(),))
+            self._ahead.extend(others[::-1])
+            return first
+        return None
+
+    def put_back(self, atom: int) -> None:
+        self._ahead.append(atom)
+
+    def rest(self) -> Dim:
+        return tuple(self._ahead[::-1])
+
+    def go_back(self, rest: Dim) -> None:
+        self._ahead = [*rest[::-1]]

@@ -1,0 +1,385 @@
+"""What a model computes, as plain data: the calls of torch's functions in one forward, with shapes and without numbers.
+
+*value* a tensor that takes part: parameter, buffer, batch, constant or the result of a call · *call* one function of
+torch as the model's code calls it. A function of `torch.nn.functional` is one call, whatever it calls in turn.
+
+The model's own code runs once, in training, on tensors that have a shape and a type but no numbers: no weight is
+copied, and a model on the meta device will do. Code that asks for a number (`.item()`, a mask as index) cannot be
+traced, and neither can code that makes tensors by other means than torch's functions.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+import traceback
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from evenly.data.generators import undisturbed
+from evenly.data.nest import map_tensors
+from evenly.errors import PlanError, describe
+
+Source = Literal["parameter", "buffer", "batch", "constant", "call"]
+
+ASKED = "to find what of the model can be split (tensor=N)"
+OTHER_AXIS = "use another axis for this model: plan ddp, zero3"
+
+# Calls that change a tensor and return none.
+SILENT = ("__setitem__", "__set__")
+# `torch.embedding` takes its arguments in another order than `torch.nn.functional.embedding`.
+MISNAMED = (torch.embedding,)
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor; `name` that of a parameter or a buffer, its first where it has several."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    source: Source
+    name: str = ""
+
+    @property
+    def elements(self) -> int:
+        """Their number."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def bytes(self) -> int:
+        """Of all elements."""
+        return self.elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor among the arguments of a call: `Trace.values[index]`."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call.
+
+    function:  `linear`, `add_`, `view`, `T`, ...: the plain name of what `torch`, `torch.Tensor` and
+               `torch.nn.functional` hold; qualified (`torch.fft.rfft`) for all others.
+    arguments: as given, every tensor a `Ref`; lists and tuples are tuples.
+    outputs:   indices of the values it returned or changed.
+    module:    name of the innermost module running, empty for the loss.
+    """
+
+    function: str
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    outputs: tuple[int, ...]
+    module: str
+
+    @property
+    def inputs(self) -> list[int]:
+        """Indices of all values among the arguments."""
+        return [ref.index for ref in refs_in((self.arguments, self.keywords))]
+
+    @property
+    def place(self) -> str:
+        """`softmax in layers.0.attention`."""
+        return f"{self.function} in {self.module}" if self.module else self.function
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One forward.
+
+    values:     all tensors; the parameters come first, in order of definition.
+    calls:      in the order in which they ran.
+    parameters: every name of every parameter -> index of its value; of tied ones the same index.
+    """
+
+    values: tuple[Value, ...]
+    calls: tuple[Call, ...]
+    parameters: dict[str, int]
+
+
+def refs_in(arguments: Any) -> Iterator[Ref]:
+    """Every tensor among (nested) arguments, in order."""
+    if isinstance(arguments, Ref):
+        yield arguments
+    elif isinstance(arguments, tuple):
+        for one in arguments:
+            yield from refs_in(one)
+    elif isinstance(arguments, dict):
+        yield from refs_in(tuple(arguments.values()))
+    elif isinstance(arguments, slice):
+        yield from refs_in((arguments.start, arguments.stop, arguments.step))
+
+
+def trace(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> Trace:
+    """The calls of `loss(model, batch)` in training. Neither the model nor any random state is changed.
+
+    model: on any device, meta among them. batch: any nest of tensors; only shapes and types of it are used.
+
+    Raises `PlanError`, naming the operation and its place, where the code needs numbers or cannot be followed.
+    """
+    fakes = _fake_mode()
+    recorder = _Recorder(fakes)
+    with _random_state_kept():
+        try:
+            faked = _without_numbers(model, fakes, recorder)
+            nest = map_tensors(lambda tensor: recorder.know(_faked(tensor, fakes), "batch"), batch)
+            with _names_of_modules(faked, recorder.running), fakes, recorder, torch.enable_grad():
+                loss(faked, nest)
+        except PlanError:
+            raise
+        except Exception as problem:
+            raise _refusal(problem, recorder) from problem
+    return recorder.trace()
+
+
+# ---------------------------------------------------------------------------------------------- tensors without numbers
+
+
+def _fake_mode() -> Any:
+    """torch's mode of tensors without numbers, under its private name."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _faked(tensor: torch.Tensor, fakes: Any) -> torch.Tensor:
+    """A tensor of the same shape, strides and type on the CPU that holds no numbers; a parameter of a parameter."""
+    with fakes, torch.no_grad():
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+def _without_numbers(model: nn.Module, fakes: Any, recorder: _Recorder) -> nn.Module:
+    """A copy of `model` in training mode that shares no tensor with it and has its ties."""
+    memo: dict[int, Any] = {}
+
+    def stand_in(tensor: torch.Tensor, source: Source, name: str = "") -> None:
+        if id(tensor) not in memo:
+            memo[id(tensor)] = recorder.know(_faked(tensor, fakes), source, name)
+
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        stand_in(parameter, "parameter", name)
+        recorder.parameters[name] = recorder.index_of(memo[id(parameter)])
+    for name, buffer in model.named_buffers():
+        stand_in(buffer, "buffer", name)
+    for module in model.modules():
+        for attribute in vars(module).values():
+            if isinstance(attribute, torch.Tensor):
+                stand_in(attribute, "constant")
+    return copy.deepcopy(model, memo).train()
+
+
+@contextmanager
+def _random_state_kept() -> Generator[None]:
+    """On leaving, torch's, Python's and numpy's generators are as they were."""
+    numpy: Any = sys.modules.get("numpy")
+    state, numpy_state = random.getstate(), numpy and numpy.random.get_state()
+    try:
+        with undisturbed():
+            yield
+    finally:
+        random.setstate(state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
+
+
+# ------------------------------------------------------------------------------------------------------------ recording
+
+
+@dataclass(eq=False)
+class _Recorder(TorchFunctionMode):
+    """Notes every call while it is active."""
+
+    fakes: Any
+    calls: list[Call] = field(default_factory=list[Call])
+    parameters: dict[str, int] = field(default_factory=dict[str, int])
+    running: list[str] = field(default_factory=list[str])
+    asked: str = ""  # the call that runs
+    _values: list[tuple[torch.Tensor, Value]] = field(default_factory=list[tuple[torch.Tensor, Value]])
+    _index: dict[int, int] = field(default_factory=dict[int, int])
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs the call, and notes it if it has to do with tensors."""
+        keywords = kwargs or {}
+        self.asked = name = name_of(func)
+        arguments: Any = _map(self._ref, (args, keywords)) if _matters(func) else ((), {})
+        result = func(*args, **keywords)
+        outputs = [*_tensors_in(result)]
+        if not outputs and (name in SILENT or (name.endswith("_") and not name.endswith("__"))):
+            outputs = [*_tensors_in(args[:1])]
+        if outputs:
+            made = tuple(self._made(output) for output in outputs)
+            self.calls.append(Call(name, arguments[0], arguments[1], made, self.module))
+        return result
+
+    def know(self, tensor: torch.Tensor, source: Source, name: str = "") -> torch.Tensor:
+        """Takes `tensor` among the values, if it is not there."""
+        if self._index.get(id(tensor)) is None:
+            self._index[id(tensor)] = len(self._values)
+            # Its shape now: code may change it in place. The tensor is kept, so that its id stays its own.
+            self._values.append((tensor, Value(tuple(tensor.shape), tensor.dtype, False, source, name)))
+        return tensor
+
+    def index_of(self, tensor: torch.Tensor) -> int:
+        """Of a known tensor."""
+        return self._index[id(tensor)]
+
+    def trace(self) -> Trace:
+        """All that was noted."""
+        values = (
+            Value(value.shape, value.dtype, tensor.requires_grad, value.source, value.name)
+            for tensor, value in self._values
+        )
+        return Trace(tuple(values), tuple(self.calls), self.parameters)
+
+    @property
+    def module(self) -> str:
+        """The innermost that runs."""
+        return self.running[-1] if self.running else ""
+
+    def _ref(self, tensor: torch.Tensor) -> Ref:
+        if id(tensor) not in self._index:
+            if _is_fake(tensor, self.fakes):
+                raise self._unrecorded(tensor)
+            self.know(tensor, "constant")  # with numbers, so from before the forward
+        return Ref(self._index[id(tensor)])
+
+    def _made(self, tensor: torch.Tensor) -> int:
+        known = self._index.get(id(tensor))
+        if known is not None and self._values[known][1].shape != tuple(tensor.shape):
+            del self._index[id(tensor)]
+        return self.index_of(self.know(tensor, "call"))
+
+    def _unrecorded(self, tensor: torch.Tensor) -> PlanError:
+        place = (f" in {self.module}" if self.module else "") + _line()
+        return PlanError(
+            ASKED,
+            f"{self.asked}{place} takes a tensor of shape {tuple(tensor.shape)} that no function of torch made: "
+            "it comes from a compiled or scripted function, or from a torch.autograd.Function",
+            f"write it with functions of torch, or {OTHER_AXIS}",
+        )
+
+
+def _matters(func: Any) -> bool:
+    """Whether the arguments have to be known: asking a tensor for its shape or type tells nothing."""
+    return getattr(func, "__name__", "") != "__get__" or getattr(func.__self__, "__name__", "") in _tensor_attributes()
+
+
+def _tensor_attributes() -> tuple[str, ...]:
+    return ("T", "mT", "H", "mH", "data", "real", "imag", "grad")
+
+
+def _is_fake(tensor: torch.Tensor, fakes: Any) -> bool:
+    return getattr(tensor, "fake_mode", None) is fakes
+
+
+def _map(change: Callable[[torch.Tensor], Any], nest: Any) -> Any:
+    """Nested arguments with every tensor changed, lists as tuples."""
+    if isinstance(nest, torch.Tensor):
+        return change(nest)
+    if isinstance(nest, list | tuple):
+        return tuple(_map(change, one) for one in nest)
+    if isinstance(nest, dict):
+        return {key: _map(change, one) for key, one in nest.items()}
+    if isinstance(nest, slice):
+        return slice(_map(change, nest.start), _map(change, nest.stop), _map(change, nest.step))
+    return nest
+
+
+def _tensors_in(nest: Any) -> Iterator[torch.Tensor]:
+    if isinstance(nest, torch.Tensor):
+        yield nest
+    elif isinstance(nest, list | tuple):
+        for one in nest:
+            yield from _tensors_in(one)
+    elif isinstance(nest, dict):
+        yield from _tensors_in(list(nest.values()))
+
+
+# ---------------------------------------------------------------------------------------------------------------- names
+
+
+def name_of(func: Any) -> str:
+    """The plain name of a function that `torch`, `torch.Tensor` or `torch.nn.functional` holds, else the qualified."""
+    name: str = getattr(func, "__name__", "") or str(func)
+    if name in ("__get__", "__set__"):
+        attribute = getattr(func.__self__, "__name__", name)
+        return attribute if name == "__get__" else name
+    return name if _is_torchs(func) else resolve_name(func) or f"{getattr(func, '__module__', None)}.{name}"
+
+
+def _is_torchs(func: Any) -> bool:
+    try:
+        return func in _torchs_functions()
+    except TypeError:  # not hashable
+        return False
+
+
+@cache
+def _torchs_functions() -> frozenset[Any]:
+    homes: Iterable[Any] = (torch, torch.Tensor, nn.functional)
+    held = (getattr(home, name, None) for home in homes for name in dir(home) if not name.startswith("_C"))
+    return frozenset(one for one in held if callable(one) and not isinstance(one, type)) - {*MISNAMED}
+
+
+@contextmanager
+def _names_of_modules(model: nn.Module, running: list[str]) -> Generator[None]:
+    """Within, `running` holds the names of the modules whose forward runs, the innermost last."""
+    handles: list[Any] = []
+    for name, module in model.named_modules():
+
+        def enter(_: nn.Module, __: Any, name: str = name) -> None:
+            running.append(name)
+
+        def leave(*_: Any) -> None:
+            running.pop()
+
+        handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+def _refusal(problem: Exception, recorder: _Recorder) -> PlanError:
+    """What the code did that cannot be done without numbers."""
+    place = (f" in {recorder.module}" if recorder.module else "") + _line(problem)
+    operation = getattr(problem, "func", None)  # of all errors of tensors without numbers
+    if operation is not None:
+        return PlanError(ASKED, f"{str(operation).removesuffix('.default')}{place} needs numbers", OTHER_AXIS)
+    during = f" (during {recorder.asked}{place})" if recorder.asked else ""
+    found = f"the model does not run on tensors without numbers: {describe(problem)}{during}"
+    return PlanError(ASKED, found, OTHER_AXIS)
+
+
+def _line(problem: Exception | None = None) -> str:
+    """` (model.py:33)`: the innermost line that runs or failed outside torch and this file."""
+    frames = traceback.extract_tb(problem.__traceback__) if problem else traceback.extract_stack()
+    inside = (str(Path(torch.__file__).parent), __file__)
+    own = [frame for frame in frames if not frame.filename.startswith(inside)]
+    return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
