@@ -108,11 +108,16 @@ class Graph:
                 source.update(call.outputs)
         rule = self.rules.get(call.function)
         try:
-            if rule is None or "out" in call.keywords:
+            if rule is None or "out" in call.keywords or self._is_hidden(call):
                 raise NoRule
             rule(self, call)
         except NoRule:
             self._bar_all(call)
+
+    def _is_hidden(self, call: Call) -> bool:
+        """Whether it takes part in gradients that are computed by other means: in a `torch.autograd.Function`."""
+        cut_off = call.gradients or call.function in ("detach", "data")
+        return not cut_off and any(self.trace.values[index].requires_grad for index in call.inputs)
 
     def _bar_all(self, call: Call) -> None:
         for index in (*call.inputs, *call.outputs):

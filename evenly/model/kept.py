@@ -26,6 +26,7 @@ from evenly.data.nest import map_tensors
 from evenly.model.splits import Derivation, ParameterSplit, SplitGroup
 
 FORM = 1  # of the files and of the rules; changes when either does
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # and seen elsewhere, as far as they matter
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, type(None))
 
 
@@ -101,9 +102,9 @@ def _noted(tensor: torch.Tensor, shapes: list[str]) -> torch.Tensor:
 def _settings(owner: object, seen: dict[int, int], depth: int = 2) -> str:
     """The plain attributes of a module, and of objects that it holds (its configuration), each of those once."""
     parts: list[str] = []
-    for name, value in sorted(getattr(owner, "__dict__", {}).items(), key=lambda item: str(item[0])):
-        if isinstance(value, nn.Module | torch.Tensor) or name in ("training", "_parameters", "_buffers", "_modules"):
-            continue
+    for name, value in sorted(vars(owner).items()):
+        if isinstance(value, nn.Module | torch.Tensor) or name in OF_EVERY_MODULE or "hash" in name:
+            continue  # Python's hashes differ from process to process
         if _is_plain(value):
             parts.append(f"{name}={value!r}")
         elif callable(value):

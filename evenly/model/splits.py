@@ -40,7 +40,7 @@ class ParameterSplit:
 class SplitGroup:
     """Parameters that can be split together; bytes and products are those of one traced forward and its backward.
 
-    units:          what the number of ranks must divide.
+    units:          what is dealt to ranks; their number should divide it.
     parameters:     in order of definition.
     elements:       of these parameters together.
     forward_bytes:  of tensors summed over ranks in the forward: outputs of contractions and lookups.
@@ -90,7 +90,7 @@ def derive(trace: Trace) -> Derivation:
         aliases={name: trace.values[index].name for name, index in trace.parameters.items()},
         barred={
             trace.values[index].name: tuple(
-                "" if (trace.values[index].name, at) in split else found.reason(dim)
+                "" if (trace.values[index].name, at) in split else found.reason(index, dim)
                 for at, dim in enumerate(found.dims[index])
             )
             for index in parameters
@@ -112,6 +112,7 @@ class _Search:
         self.atoms = self.graph.atoms
         self.dims = {index: [self.atoms.now(dim) for dim in dims] for index, dims in self.graph.dims.items()}
         self.parameters = [*dict.fromkeys(trace.parameters.values())]
+        self.used = {index for call in trace.calls for index in call.inputs}
         self.ended = {
             at: [(self.atoms.now(meeting.dim), meeting.kind) for meeting in meetings]
             for at, meetings in self.graph.meetings.items()
@@ -128,15 +129,20 @@ class _Search:
                 continue
         return found
 
-    def reason(self, dim: Dim) -> str:
+    def reason(self, parameter: int, dim: Dim) -> str:
         """Why a dim of a parameter is in no group."""
-        return next(filter(None, map(self.atoms.why, dim)), "stands twice in one tensor" if dim else "has one element")
+        if parameter not in self.used:
+            return "no call takes it"
+        return next(
+            filter(None, map(self.atoms.why, dim)), "would stand twice in a tensor" if dim else "has one element"
+        )
 
     def _runs(self, length: int) -> Iterable[Run]:
         """Neighbouring unbarred atoms of parameters, each run once."""
         runs = (
             dim[start : start + length]
             for index in self.parameters
+            if index in self.used
             for dim in self.dims[index]
             for start in range(len(dim) - length + 1)
         )
@@ -167,7 +173,8 @@ class _Following:
     def group(self) -> SplitGroup:
         """Raises `NotTogether` where a split tensor would hold the run in no single place."""
         atoms, values = self.search.atoms, self.search.trace.values
-        parameters = [index for index in self.search.parameters if self._is_split_parameter(index)]
+        used, alone = self.search.used, len(self.run) == 1
+        parameters = [index for index in self.search.parameters if index in used and self._holds(index, stray=alone)]
         if len(parameters) < len(self.run):  # neighbours in one parameter alone are split as well each by itself
             raise NotTogether
         self.split.update(parameters)
@@ -182,9 +189,6 @@ class _Following:
             products=self.products,
             sums=tuple(self.sums),
         )
-
-    def _is_split_parameter(self, index: int) -> bool:
-        return self._holds(index) if len(self.run) == 1 else self._holds(index, stray=False)
 
     def _holds(self, index: int, *, stray: bool = True) -> bool:
         """Whether the value has the run, once; `NotTogether` where it is there twice or in pieces, if not `stray`."""

@@ -11,13 +11,15 @@ traced, and neither can code that makes tensors by other means than torch's func
 from __future__ import annotations
 
 import copy
+import logging
 import random
+import re
 import sys
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +36,8 @@ Source = Literal["parameter", "buffer", "batch", "constant", "call"]
 ASKED = "to find what of the model can be split (tensor=N)"
 OTHER_AXIS = "use another axis for this model: plan ddp, zero3"
 
+# Of a tensor's attributes those that are tensors.
+TENSOR_ATTRIBUTES = ("T", "mT", "H", "mH", "data", "real", "imag", "grad")
 # Calls that change a tensor and return none.
 SILENT = ("__setitem__", "__set__")
 # `torch.embedding` takes its arguments in another order than `torch.nn.functional.embedding`.
@@ -77,6 +81,7 @@ class Call:
     arguments: as given, every tensor a `Ref`; lists and tuples are tuples.
     outputs:   indices of the values it returned or changed.
     module:    name of the innermost module running, empty for the loss.
+    gradients: whether they were recorded: not under `torch.no_grad()`, nor in a `torch.autograd.Function`.
     """
 
     function: str
@@ -84,6 +89,7 @@ class Call:
     keywords: dict[str, Any]
     outputs: tuple[int, ...]
     module: str
+    gradients: bool
 
     @property
     def inputs(self) -> list[int]:
@@ -132,7 +138,7 @@ def trace(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -
     """
     fakes = _fake_mode()
     recorder = _Recorder(fakes)
-    with _random_state_kept():
+    with _random_state_kept(), _quiet():
         try:
             faked = _without_numbers(model, fakes, recorder)
             nest = map_tensors(lambda tensor: recorder.know(_faked(tensor, fakes), "batch"), batch)
@@ -185,6 +191,17 @@ def _without_numbers(model: nn.Module, fakes: Any, recorder: _Recorder) -> nn.Mo
 
 
 @contextmanager
+def _quiet() -> Generator[None]:
+    """Within, torch does not log what fails for want of numbers: it is raised too."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+@contextmanager
 def _random_state_kept() -> Generator[None]:
     """On leaving, torch's, Python's and numpy's generators are as they were."""
     numpy: Any = sys.modules.get("numpy")
@@ -209,7 +226,7 @@ class _Recorder(TorchFunctionMode):
     calls: list[Call] = field(default_factory=list[Call])
     parameters: dict[str, int] = field(default_factory=dict[str, int])
     running: list[str] = field(default_factory=list[str])
-    asked: str = ""  # the call that runs
+    failed: tuple[Exception, Call] | None = None  # the call that failed last
     _values: list[tuple[torch.Tensor, Value]] = field(default_factory=list[tuple[torch.Tensor, Value]])
     _index: dict[int, int] = field(default_factory=dict[int, int])
 
@@ -221,15 +238,20 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         """Runs the call, and notes it if it has to do with tensors."""
         keywords = kwargs or {}
-        self.asked = name = name_of(func)
-        arguments: Any = _map(self._ref, (args, keywords)) if _matters(func) else ((), {})
-        result = func(*args, **keywords)
+        call = Call(name_of(func), (), {}, (), self.module, torch.is_grad_enabled())
+        if _matters(func):
+            arguments = _map(partial(self._ref, call), (args, keywords))
+            call = replace(call, arguments=arguments[0], keywords=arguments[1])
+        try:
+            result = func(*args, **keywords)
+        except Exception as problem:
+            self.failed = problem, call
+            raise
         outputs = [*_tensors_in(result)]
-        if not outputs and (name in SILENT or (name.endswith("_") and not name.endswith("__"))):
+        if not outputs and (call.function in SILENT or re.fullmatch(r"\w*[a-z]_", call.function)):
             outputs = [*_tensors_in(args[:1])]
         if outputs:
-            made = tuple(self._made(output) for output in outputs)
-            self.calls.append(Call(name, arguments[0], arguments[1], made, self.module))
+            self.calls.append(replace(call, outputs=tuple(map(self._made, outputs))))
         return result
 
     def know(self, tensor: torch.Tensor, source: Source, name: str = "") -> torch.Tensor:
@@ -257,10 +279,10 @@ class _Recorder(TorchFunctionMode):
         """The innermost that runs."""
         return self.running[-1] if self.running else ""
 
-    def _ref(self, tensor: torch.Tensor) -> Ref:
+    def _ref(self, call: Call, tensor: torch.Tensor) -> Ref:
         if id(tensor) not in self._index:
             if _is_fake(tensor, self.fakes):
-                raise self._unrecorded(tensor)
+                raise _unrecorded(tensor, call)
             self.know(tensor, "constant")  # with numbers, so from before the forward
         return Ref(self._index[id(tensor)])
 
@@ -270,23 +292,10 @@ class _Recorder(TorchFunctionMode):
             del self._index[id(tensor)]
         return self.index_of(self.know(tensor, "call"))
 
-    def _unrecorded(self, tensor: torch.Tensor) -> PlanError:
-        place = (f" in {self.module}" if self.module else "") + _line()
-        return PlanError(
-            ASKED,
-            f"{self.asked}{place} takes a tensor of shape {tuple(tensor.shape)} that no function of torch made: "
-            "it comes from a compiled or scripted function, or from a torch.autograd.Function",
-            f"write it with functions of torch, or {OTHER_AXIS}",
-        )
-
 
 def _matters(func: Any) -> bool:
     """Whether the arguments have to be known: asking a tensor for its shape or type tells nothing."""
-    return getattr(func, "__name__", "") != "__get__" or getattr(func.__self__, "__name__", "") in _tensor_attributes()
-
-
-def _tensor_attributes() -> tuple[str, ...]:
-    return ("T", "mT", "H", "mH", "data", "real", "imag", "grad")
+    return getattr(func, "__name__", "") != "__get__" or getattr(func.__self__, "__name__", "") in TENSOR_ATTRIBUTES
 
 
 def _is_fake(tensor: torch.Tensor, fakes: Any) -> bool:
@@ -366,15 +375,25 @@ def _names_of_modules(model: nn.Module, running: list[str]) -> Generator[None]:
 # --------------------------------------------------------------------------------------------------------------- errors
 
 
+def _unrecorded(tensor: torch.Tensor, call: Call) -> PlanError:
+    return PlanError(
+        ASKED,
+        f"{call.place}{_line()} takes a tensor of shape {tuple(tensor.shape)} that no function of torch made: "
+        "it comes from compiled or scripted code",
+        f"write it with functions of torch, or {OTHER_AXIS}",
+    )
+
+
 def _refusal(problem: Exception, recorder: _Recorder) -> PlanError:
     """What the code did that cannot be done without numbers."""
-    place = (f" in {recorder.module}" if recorder.module else "") + _line(problem)
+    failed = recorder.failed[1] if recorder.failed and recorder.failed[0] is problem else None
     operation = getattr(problem, "func", None)  # of all errors of tensors without numbers
-    if operation is not None:
-        return PlanError(ASKED, f"{str(operation).removesuffix('.default')}{place} needs numbers", OTHER_AXIS)
-    during = f" (during {recorder.asked}{place})" if recorder.asked else ""
-    found = f"the model does not run on tensors without numbers: {describe(problem)}{during}"
-    return PlanError(ASKED, found, OTHER_AXIS)
+    if operation is None:
+        what, line = describe(problem), _line(problem)
+        place = f" (in the call of {failed.place}{line})" if failed else "" if what.endswith(line) else line
+        return PlanError(ASKED, f"it does not run on tensors without numbers: {what}{place}", OTHER_AXIS)
+    place = (f" in {failed.module}" if failed and failed.module else "") + _line(problem)
+    return PlanError(ASKED, f"{str(operation).removesuffix('.default')}{place} needs numbers", OTHER_AXIS)
 
 
 def _line(problem: Exception | None = None) -> str:
