@@ -15,7 +15,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from torch import nn
 from evenly.data.nest import map_tensors
 from evenly.model.splits import Derivation, ParameterSplit, SplitGroup
 
-FORM = 1  # of the files and of the rules; changes when either does
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # and seen elsewhere, as far as they matter
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, type(None))
 
@@ -37,10 +35,13 @@ def kept(folder: Path, key: str, derive: Callable[[], Derivation]) -> Derivation
         return from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError, TypeError):  # none, or none that is whole
         derivation = derive()
-    folder.mkdir(parents=True, exist_ok=True)
     own = path.with_suffix(f".{os.getpid()}")  # ranks may write at the same time
-    own.write_text(to_json(derivation), encoding="utf-8")
-    own.replace(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        own.write_text(to_json(derivation), encoding="utf-8")
+        own.replace(path)
+    except OSError:  # a folder that cannot be written: to be derived again
+        pass
     return derivation
 
 
@@ -76,9 +77,9 @@ def key_of(model: nn.Module, loss: Callable[..., Any], batch: Any) -> str:
 
 
 def _lines(model: nn.Module, loss: Callable[..., Any], batch: Any) -> Iterator[str]:
-    yield f"{FORM} torch {torch.__version__} evenly {version('evenly')}"
+    yield _digest(*sorted(Path(__file__).parent.glob("*.py")))
     seen: dict[int, int] = {}
-    homes: dict[str, None] = {loss.__module__: None}
+    homes: dict[str, None] = {"torch": None, loss.__module__: None}
     for name, module in model.named_modules(remove_duplicate=False):
         kind = type(module)
         homes[kind.__module__] = None
@@ -91,7 +92,8 @@ def _lines(model: nn.Module, loss: Callable[..., Any], batch: Any) -> Iterator[s
     yield " ".join(shapes)
     yield getattr(loss, "__qualname__", type(loss).__qualname__)
     for home in homes:
-        yield f"{home} {_source(home)}"
+        package = sys.modules.get(home.partition(".")[0])
+        yield f"{home} {getattr(package, '__version__', '')} {_source(home)}"
 
 
 def _noted(tensor: torch.Tensor, shapes: list[str]) -> torch.Tensor:
@@ -128,4 +130,9 @@ def _is_plain(value: Any) -> bool:
 def _source(home: str) -> str:
     """A digest of the file that a module of Python was read from."""
     path = getattr(sys.modules.get(home), "__file__", None)
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path and Path(path).is_file() else ""
+    return _digest(Path(path)) if path else ""
+
+
+@cache
+def _digest(*files: Path) -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files if path.is_file())).hexdigest()

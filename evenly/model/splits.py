@@ -133,9 +133,9 @@ class _Search:
         """Why a dim of a parameter is in no group."""
         if parameter not in self.used:
             return "no call takes it"
-        return next(
-            filter(None, map(self.atoms.why, dim)), "would stand twice in a tensor" if dim else "has one element"
-        )
+        if not dim:
+            return "has one element"
+        return next(filter(None, map(self.atoms.why, dim)), "would stand twice in a tensor")
 
     def _runs(self, length: int) -> Iterable[Run]:
         """Neighbouring unbarred atoms of parameters, each run once."""
@@ -174,7 +174,7 @@ class _Following:
         """Raises `NotTogether` where a split tensor would hold the run in no single place."""
         atoms, values = self.search.atoms, self.search.trace.values
         used, alone = self.search.used, len(self.run) == 1
-        parameters = [index for index in self.search.parameters if index in used and self._holds(index, stray=alone)]
+        parameters = [index for index in self.search.parameters if index in used and self._holds(index, strict=alone)]
         if len(parameters) < len(self.run):  # neighbours in one parameter alone are split as well each by itself
             raise NotTogether
         self.split.update(parameters)
@@ -190,14 +190,14 @@ class _Following:
             sums=tuple(self.sums),
         )
 
-    def _holds(self, index: int, *, stray: bool = True) -> bool:
-        """Whether the value has the run, once; `NotTogether` where it is there twice or in pieces, if not `stray`."""
+    def _holds(self, index: int, *, strict: bool = True) -> bool:
+        """Whether the value has the run, once. `NotTogether` where it is there twice or in pieces, if `strict`."""
         dims = self.search.dims[index]
         whole = sum(len(_starts(dim, self.run)) for dim in dims)
         single = sum(atom in self.run for dim in dims for atom in dim)
         if whole == 1 and single == len(self.run):
             return True
-        if single and stray:
+        if single and strict:
             raise NotTogether
         return False
 
