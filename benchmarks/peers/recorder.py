@@ -9,7 +9,7 @@
 Every rank writes OUT.rankN.json; rank 0 merges them into OUT.  The environment may hold
 PEER_T0 (launch time), PEER_GATE (directory with one fifo per rank: pause between turns, so that
 contenders can be interleaved inside one run), PEER_FAULT (kill:RANK:STEP or sleep:RANK:STEP),
-PEER_MEMPROF (trace CPU tensor allocations).
+PEER_MEMPROF (trace CPU tensor allocations), TORCH_FR_BUFFER_SIZE (count the collectives of the second step).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import signal
 import time
 
 import torch
+from collectives import Collectives
 from workloads import WORKLOADS
 
 MERGE_TIMEOUT_S = 60
@@ -91,6 +92,8 @@ class Recorder:
         if os.environ.get("PEER_MEMPROF"):
             self._profile = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
             self._profile.__enter__()
+        self._counter = Collectives() if "TORCH_FR_BUFFER_SIZE" in os.environ else None
+        self._collectives = None
         self._fifo = None
         self._clock = time.perf_counter()
 
@@ -114,6 +117,10 @@ class Recorder:
         done = len(self.step_times)
         if done == 1:
             self.first_step = time.time() - self.launch
+        if self._counter and done == 1:
+            self._counter.begin()
+        if self._counter and done == 2:
+            self._collectives = self._counter.end()
         self._fault(done + self.offset)
         self._gate(done)
         self._clock = time.perf_counter()
@@ -134,6 +141,7 @@ class Recorder:
             "peak_rss": _status("VmHWM"),
             "rss_after_imports": self.rss_imports,
             "tensor_peak": tensor_peak,
+            "collectives": self._collectives,
             "launch": self.launch,
             "process_start": self.process_start,
             "import_seconds": self.import_seconds,
@@ -175,6 +183,7 @@ class Recorder:
             "peak_rss_per_rank": [p["peak_rss"] for p in parts],
             "rss_after_imports": [p["rss_after_imports"] for p in parts],
             "tensor_peak_per_rank": [p["tensor_peak"] for p in parts],
+            "collectives": first["collectives"],
             "launch": first["launch"],
             "process_start": first["process_start"],
             "import_seconds": first["import_seconds"],

@@ -35,16 +35,16 @@ def without_folders(value: object) -> object:
     return FOLDERS.sub("", value) if isinstance(value, str) else value
 
 
-def save(kind: str, workload: str, rows: dict[str, dict]) -> None:
-    """Add rows to the kept figures, replacing those of the same contenders."""
-    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+def save(kind: str, workload: str, rows: dict[str, dict], path: Path = RESULTS) -> None:
+    """Add rows to the figures kept at `path`, replacing those of the same contenders."""
+    kept = json.loads(path.read_text()) if path.exists() else {}
     here = environment()
     key = hashlib.sha256(json.dumps(here, sort_keys=True).encode()).hexdigest()[:8]
     kept.setdefault("environments", {})[key] = here
     stamp = {"date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), "environment": key}
     target = kept.setdefault(kind, {}).setdefault(workload, {})
     target.update({name: {**without_folders(row), **stamp} for name, row in rows.items()})
-    _write(RESULTS, json.dumps(kept, indent=1) + "\n")
+    _write(path, json.dumps(kept, indent=1) + "\n")
 
 
 def _write(path: Path, text: str) -> None:

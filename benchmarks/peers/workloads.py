@@ -250,6 +250,9 @@ WORKLOADS = {
         _W2,
         Workload("W3", "windows", 8, 4, vocab=50257, width=128, layers=2),
         Workload("W4", "digits", 64, 32),
+        # For benchmarks/tensor: a step is one microbatch, which all ranks have.
+        replace(_W1, name="T1", global_batch=8),
+        replace(_W1, name="T2", global_batch=8, width=128, layers=2),
         replace(_W1, name="W1s", seq=64, **_small),
         replace(_W2, name="W2s", **_small),
         replace(_W1, name="W1p5", seq=64, remainder=5, **_small),
