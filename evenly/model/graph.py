@@ -47,6 +47,7 @@ class Graph:
     multiplied: dict[int, int] = field(default_factory=dict[int, int])
     _from_batch: set[int] = field(default_factory=set[int])
     _from_parameters: set[int] = field(default_factory=set[int])
+    _taken: set[int] = field(default_factory=set[int])
     _at: int = 0  # the call whose rule runs
 
     def __post_init__(self) -> None:
@@ -57,6 +58,7 @@ class Graph:
                 self._from_batch.add(index)
             if value.source == "parameter":
                 self._from_parameters.add(index)
+        self._taken.update(index for call in self.trace.calls for index in call.inputs)
         for at, call in enumerate(self.trace.calls):
             self._at = at
             self._apply(call)
@@ -95,6 +97,10 @@ class Graph:
 
     def multiplies(self, times: int) -> None:
         self.multiplied[self._at] = self.multiplied.get(self._at, 1) * times
+
+    def is_taken(self, index: int) -> bool:
+        """Whether any call takes the value."""
+        return index in self._taken
 
     def is_weight(self, ref: Ref) -> bool:
         """Whether the value is computed of parameters, and of nothing in the batch."""

@@ -155,6 +155,19 @@ def reduced(position: int) -> Rule:
     return rule
 
 
+def summed(graph: Graph, call: Call) -> None:
+    """`sum` and `mean`: a tensor that no call takes, and that is not the loss, may be summed of the ranks' parts."""
+    dims, taken = graph.of(subject(call)), graph.is_taken(call.outputs[0])
+    if taken or not graph.output_shape(call):
+        return reduced(1)(graph, call)
+    gone = dims_of(graph, call, 1)
+    for dim in gone:
+        graph.meet(dims[dim], "sum")
+    keeps = len(graph.output_shape(call)) == len(dims)
+    graph.give(call, [() if at in gone else dim for at, dim in enumerate(dims) if keeps or at not in gone])
+    return None
+
+
 def extreme(graph: Graph, call: Call) -> None:
     """`max` and `min` of elements, along a dim, or of two tensors."""
     rule = pointwise if isinstance(argument(call, 1, "other"), Ref) else reduced(1)
@@ -512,10 +525,11 @@ _RULES: dict[str, Rule] = {
     **{
         name: reduced(1)
         for name in _names(
-            "sum mean amax amin argmax argmin prod nansum nanmean any all logsumexp var std var_mean std_mean "
+            "amax amin argmax argmin prod nansum nanmean any all logsumexp var std var_mean std_mean "
             "count_nonzero median"
         )
     },
+    **dict.fromkeys(_names("sum mean"), summed),
     "norm": reduced(2),
     **dict.fromkeys(_names("max min"), extreme),
     **dict.fromkeys(_names("tril triu"), triangle),

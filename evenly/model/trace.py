@@ -1,7 +1,8 @@
 """What a model computes, as plain data: the calls of torch's functions in one forward, with shapes and without numbers.
 
 *value* a tensor that takes part: parameter, buffer, batch, constant or the result of a call · *call* one function of
-torch as the model's code calls it. A function of `torch.nn.functional` is one call, whatever it calls in turn.
+torch as the model's code calls it. A function of `torch.nn.functional` is one call, whatever it calls in turn, but for
+`multi_head_attention_forward`: it stands as the calls that it is made of.
 
 The model's own code runs once, in training, on tensors that have a shape and a type but no numbers: no weight is
 copied, and a model on the meta device will do. Code that asks for a number (`.item()`, a mask as index) cannot be
@@ -30,6 +31,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from evenly.data.generators import undisturbed
 from evenly.data.nest import map_tensors
 from evenly.errors import PlanError, describe
+from evenly.model.attention import multi_head_attention
 
 Source = Literal["parameter", "buffer", "batch", "constant", "call"]
 
@@ -138,7 +140,7 @@ def trace(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -
     """
     fakes = _fake_mode()
     recorder = _Recorder(fakes)
-    with _random_state_kept(), _quiet():
+    with _random_state_kept(), _quiet(), _masks_not_compared():
         try:
             faked = _without_numbers(model, fakes, recorder)
             nest = map_tensors(lambda tensor: recorder.know(_faked(tensor, fakes), "batch"), batch)
@@ -202,6 +204,25 @@ def _quiet() -> Generator[None]:
 
 
 @contextmanager
+def _masks_not_compared() -> Generator[None]:
+    """Within, `nn.TransformerEncoder` and `nn.TransformerDecoder` take a mask as it is.
+
+    They would look at its numbers, only to find whether it could be left out for being causal. Under torch's private
+    name.
+    """
+
+    def said_to_be_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return is_causal is True
+
+    home: Any = nn.modules.transformer
+    before, home._detect_is_causal_mask = home._detect_is_causal_mask, said_to_be_causal
+    try:
+        yield
+    finally:
+        home._detect_is_causal_mask = before
+
+
+@contextmanager
 def _random_state_kept() -> Generator[None]:
     """On leaving, torch's, Python's and numpy's generators are as they were."""
     numpy: Any = sys.modules.get("numpy")
@@ -238,6 +259,11 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         """Runs the call, and notes it if it has to do with tensors."""
         keywords = kwargs or {}
+        if func is nn.functional.multi_head_attention_forward:
+            with self:  # records in turn
+                result = multi_head_attention(*args, **keywords)
+            if result is not NotImplemented:
+                return result
         call = Call(name_of(func), (), {}, (), self.module, torch.is_grad_enabled())
         if _matters(func):
             arguments = _map(partial(self._ref, call), (args, keywords))
@@ -397,8 +423,8 @@ def _refusal(problem: Exception, recorder: _Recorder) -> PlanError:
 
 
 def _line(problem: Exception | None = None) -> str:
-    """` (model.py:33)`: the innermost line that runs or failed outside torch and this file."""
+    """` (model.py:33)`: the innermost line that runs or failed outside torch and this folder."""
     frames = traceback.extract_tb(problem.__traceback__) if problem else traceback.extract_stack()
-    inside = (str(Path(torch.__file__).parent), __file__)
+    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
     own = [frame for frame in frames if not frame.filename.startswith(inside)]
     return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""

@@ -116,6 +116,63 @@ def test_a_residual_mlp_with_three_heads() -> None:
     ]
 
 
+class OwnAttention(nn.Module):
+    """torch's module, called for its output alone unless `seen`: then the weights have a part in it."""
+
+    def __init__(self, seen: bool = False, **settings: Any) -> None:
+        super().__init__()
+        self.mix, self.seen = nn.MultiheadAttention(SIZE, HEADS, dropout=0.1, batch_first=True, **settings), seen
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        future = torch.ones(2 * x.shape[1:2], dtype=torch.bool).triu(1)
+        mixed, weights = self.mix(x, x, x, attn_mask=future)
+        return weights @ mixed if self.seen else mixed
+
+
+def torchs_heads(name: str) -> Shown:
+    packed = linear(f"{name}.in_proj", outer=3, units=HEADS, inner=WIDTH)
+    renamed = [(one.replace("proj.", "proj_"), *rest) for one, *rest in packed]
+    return [*renamed, *row(f"{name}.out_proj", units=HEADS, inner=WIDTH)]  # type: ignore[list-item]
+
+
+def test_attention_of_torchs_module() -> None:
+    """Its weights, of which it makes a mean over heads, are summed too; where they are used, heads are not split."""
+    vocabulary, heads, mlp = split_groups(trace(*own(OwnAttention())))
+    assert [shown(one) for one in (vocabulary, heads, mlp)] == [
+        VOCABULARY_GROUP,
+        torchs_heads("block.attention.mix"),
+        MLP_GROUP,
+    ]
+    assert heads.forward_bytes == 4 * (3 * 5 * SIZE + 3 * 5 * 5)
+    assert groups(own(OwnAttention(seen=True))) == [VOCABULARY_GROUP, MLP_GROUP]
+    assert groups(own(OwnAttention(add_bias_kv=True))) == [VOCABULARY_GROUP, MLP_GROUP]
+
+
+def test_attention_of_torchs_module_to_keys_and_values_of_other_widths() -> None:
+    def loss(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(model[0](x, x[..., :6], x[..., :7])[0], (SIZE,)).square().sum()
+
+    model = nn.Sequential(nn.MultiheadAttention(SIZE, HEADS, kdim=6, vdim=7))
+    separate: Shown = [(f"0.{name}_proj_weight", 0, 1, HEADS, WIDTH) for name in "qkv"]
+    assert groups((model, loss, torch.randn(5, 3, SIZE))) == [separate + torchs_heads("0")[1:]]
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_torchs_encoder_and_decoder(norm_first: bool) -> None:
+    encoder = nn.TransformerEncoderLayer(SIZE, HEADS, 40, norm_first=norm_first)
+    decoder = nn.TransformerDecoderLayer(SIZE, HEADS, 40, norm_first=norm_first)
+
+    def loss(model: Any, x: torch.Tensor) -> torch.Tensor:
+        x = F.layer_norm(x, (SIZE,))
+        return F.layer_norm(model[1](x, model[0](x)), (SIZE,)).square().sum()
+
+    found = derive(trace(nn.ModuleList([encoder, decoder]), loss, torch.randn(5, 3, SIZE)))
+    mlps = [linear(f"{at}.linear1", units=40) + row(f"{at}.linear2", units=40) for at in (0, 1)]
+    names = ("0.self_attn", "1.self_attn", "1.multihead_attn")
+    for group in (*map(torchs_heads, names), *mlps):
+        assert group in [shown(one) for one in found.groups]
+
+
 def test_bytes_count_each_whole_tensor_once() -> None:
     vocabulary, heads, _, mlp = split_groups(trace(*own(Attention(SIZE, 4, 8))))
     stream = 3 * 5 * SIZE * 4
@@ -379,6 +436,7 @@ def test_vit() -> None:
 CASES: dict[str, Callable[[], Case]] = {
     "heads": lambda: own(Attention(SIZE, 3, 5)),
     "chunk": lambda: own(PackedAttention(SIZE, "chunk"), Gated(SIZE, 20)),
+    "torch": lambda: own(OwnAttention()),
     "view": lambda: own(PackedAttention(SIZE, "view")),
     "repeat": lambda: own(Grouped(SIZE, 2, "repeat")),
     "gqa": lambda: own(Grouped(SIZE, 2, "gqa")),

@@ -131,6 +131,34 @@ def test_models_of_transformers(name: str, attention: str) -> None:
     assert "dropout" in functions(traced) or name == "llama"
 
 
+def attended(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model(x, x, x, need_weights=False)[0].sum()
+
+
+def test_attention_of_torchs_module_is_seen_from_within() -> None:
+    """But for what is put behind the keys: that stays one call."""
+    traced = trace(nn.MultiheadAttention(8, 2), attended, torch.zeros(5, 3, 8))
+    found = functions(traced)
+    assert "scaled_dot_product_attention" in found and "multi_head_attention_forward" not in found
+    assert traced.calls[0].inputs[1] == traced.parameters["in_proj_weight"]
+    behind = trace(nn.MultiheadAttention(8, 2, add_bias_kv=True), attended, torch.zeros(5, 3, 8))
+    assert functions(behind) == ["multi_head_attention_forward", "sum"]
+
+
+def test_masks_are_not_looked_at_to_find_whether_they_are_causal() -> None:
+    mask = nn.Transformer.generate_square_subsequent_mask(5)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 1, enable_nested_tensor=False)
+    decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 16), 1)
+    for model, call in (
+        (encoder, lambda m, x: m(x, mask).sum()),
+        (decoder, lambda m, x: m(x, x, mask).sum()),
+    ):
+        traced = trace(model, call, torch.zeros(5, 3, 8))
+        (attention, *_) = [call for call in traced.calls if call.function == "scaled_dot_product_attention"]
+        assert traced.values[attention.inputs[3]].shape == (5, 5)
+    assert nn.modules.transformer._detect_is_causal_mask(mask)  # after the trace as before it
+
+
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
@@ -186,6 +214,13 @@ def test_a_tensor_that_no_function_of_torch_made_is_named() -> None:
 def test_code_that_fails_is_named() -> None:
     found = refuse(lambda h: h @ h)
     assert re.search(r"same reduction dim.* \(in the call of matmul in 0 \(test_trace.py:\d+\)\)", found)
+    attention = nn.MultiheadAttention(6, 2)
+    found = refuse(
+        lambda h: F.multi_head_attention_forward(
+            h, h, h, 5, 1, attention.in_proj_weight, None, None, None, False, 0.0, attention.out_proj.weight, None
+        )[0]
+    )
+    assert re.search(r" \(in the call of linear in 0 \(test_trace.py:\d+\)\)", found)
     assert re.search(r"KeyError: 'not there'.* \(test_trace.py:\d+\)", refuse(lambda h: {}["not there"]))
 
 

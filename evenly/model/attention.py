@@ -1,0 +1,137 @@
+"""`torch.nn.functional.multi_head_attention_forward` as the calls that it is made of, in which its heads can be seen.
+
+To whoever intercepts torch's functions that function is one call, and heads are nothing that its arguments have. Here
+it is written out, from its documentation, so that `trace` finds what can be split, and split tensors are computed with
+part by part. Random numbers are drawn as torch draws them: in the same order, for tensors of as many elements.
+
+    L, S    length of queries, of keys and values
+    B       batch size; 1 for inputs without a batch dim
+    H, D    heads, and the width of one; E = H * D
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+T = torch.Tensor
+
+
+def multi_head_attention(
+    query: T,
+    key: T,
+    value: T,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: T | None,
+    in_proj_bias: T | None,
+    bias_k: T | None,
+    bias_v: T | None,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: T,
+    out_proj_bias: T | None,
+    training: bool = True,
+    key_padding_mask: T | None = None,
+    need_weights: bool = True,
+    attn_mask: T | None = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: T | None = None,
+    k_proj_weight: T | None = None,
+    v_proj_weight: T | None = None,
+    static_k: T | None = None,
+    static_v: T | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> Any:
+    """What torch's function returns; `NotImplemented` where something is put behind the keys, or would not fit.
+
+    query [L, B, E], key [S, B, K], value [S, B, V], or all without B; to the output [L, B, out] and, if
+    `need_weights`, the weights [B, L, S] or [B, H, L, S].
+    """
+    inputs, put_behind = (query, key, value), (bias_k, bias_v, static_k, static_v)
+    if add_zero_attn or any(one is not None for one in put_behind):
+        return NotImplemented
+    if not _fit(inputs, embed_dim_to_check, num_heads, use_separate_proj_weight):
+        return NotImplemented
+    if not _masks_fit(inputs, num_heads, attn_mask, key_padding_mask) or (is_causal and attn_mask is None):
+        return NotImplemented
+    weights = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else in_proj_weight
+    q, k, v = (_heads(x, num_heads) for x in _projected(inputs, weights, in_proj_bias))
+    dropout_p = dropout_p if training else 0.0
+    by_hint = is_causal and key_padding_mask is None and not need_weights
+    mask = _added(None if by_hint else attn_mask, key_padding_mask, q)
+    if need_weights:
+        mixed, seen = _with_weights(q, k, v, mask, dropout_p)
+    else:
+        mixed, seen = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, by_hint), None
+    out = F.linear(mixed.transpose(1, 2).flatten(2), out_proj_weight, out_proj_bias)  # [B, L, out]
+    out = out.transpose(0, 1).contiguous() if query.dim() == 3 else out.squeeze(0)
+    if seen is None:
+        return out, None
+    seen = seen if query.dim() == 3 else seen.squeeze(0)
+    return out, seen.mean(dim=-3) if average_attn_weights else seen
+
+
+def _fit(inputs: tuple[T, T, T], width: int, heads: int, separate: bool) -> bool:
+    """Whether torch's function takes inputs of these shapes; where it does not, its errors are its own."""
+    query, key, value = inputs
+    if not query.dim() == key.dim() == value.dim() or query.dim() not in (2, 3):
+        return False
+    if query.shape[-1] != width or width % heads:
+        return False
+    return key.shape[:-1] == value.shape[:-1] if separate else key.shape == value.shape
+
+
+def _masks_fit(inputs: tuple[T, T, T], heads: int, attn_mask: T | None, key_padding_mask: T | None) -> bool:
+    """Whether they are of a type and a shape that torch's function takes."""
+    (length, *batch), (keys, *_) = inputs[0].shape[:-1], inputs[1].shape[:-1]
+    rows = math.prod(batch)
+    masks = [mask for mask in (attn_mask, key_padding_mask) if mask is not None]
+    if any(mask.dtype != torch.bool and not mask.is_floating_point() for mask in masks):
+        return False
+    if attn_mask is not None and attn_mask.shape not in ((length, keys), (rows * heads, length, keys)):
+        return False
+    return key_padding_mask is None or key_padding_mask.shape == (*batch, keys)
+
+
+def _projected(inputs: tuple[T, T, T], weights: Any, bias: T | None) -> tuple[T, ...]:
+    """Queries, keys and values, [..., E] each; `weights` are three, or one that packs them as `bias` does."""
+    query, key, value = inputs
+    if isinstance(weights, T) and query is key and key is value:
+        return F.linear(query, weights, bias).chunk(3, dim=-1)
+    of_each = weights.chunk(3) if isinstance(weights, T) else weights
+    biases = (None, None, None) if bias is None else bias.chunk(3)
+    return tuple(F.linear(x, weight, one) for x, weight, one in zip(inputs, of_each, biases, strict=True))
+
+
+def _heads(x: T, heads: int) -> T:
+    """[L, B, E] or [L, E] as [B, H, L, D]."""
+    opened = x.unflatten(-1, (heads, x.shape[-1] // heads))
+    return (opened if opened.dim() == 4 else opened.unsqueeze(1)).permute(1, 2, 0, 3)
+
+
+def _added(attn_mask: T | None, key_padding_mask: T | None, q: T) -> T | None:
+    """Both masks as what is added to the products of q [B, H, L, D] with keys: [L, S], or [B, 1 or H, 1 or L, S]."""
+    masks: list[T] = []
+    if attn_mask is not None:
+        masks.append(attn_mask if attn_mask.dim() == 2 else attn_mask.unflatten(0, q.shape[:2]))
+    if key_padding_mask is not None:
+        masks.append(key_padding_mask.view(q.shape[0], 1, 1, -1))
+    added = [
+        torch.zeros_like(mask, dtype=q.dtype).masked_fill(mask, -math.inf) if mask.dtype == torch.bool else mask
+        for mask in masks
+    ]
+    return sum(added[1:], added[0]) if added else None
+
+
+def _with_weights(q: T, k: T, v: T, mask: T | None, dropout_p: float) -> tuple[T, T]:
+    """The attention of q, k, v [B, H, L or S, D], and its weights [B, H, L, S] after dropout."""
+    scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.transpose(-2, -1)
+    weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
+    if dropout_p > 0:
+        weights = F.dropout(weights, dropout_p)
+    return weights @ v, weights
