@@ -1,4 +1,5 @@
-"""Jobs whose modules are hard to split: head counts written into `view`, packed weights, masks, heads by threes.
+"""Jobs whose modules are hard to split: head counts written into `view`, packed weights, masks, heads by threes, and
+torch's own attention in its encoder and decoder.
 
     evenly verify tests/jobs_tensor.py --plans "single;ddp" --set name=packed
 
@@ -8,6 +9,7 @@ Dropout is on in all, and none weighs its samples alike: by the tokens that coun
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,6 +93,36 @@ class PackedModel(nn.Module):
         return self.head(self.blocks(self.embed(tokens)))
 
 
+class EncoderModel(nn.Module):
+    """torch's encoder with a causal mask and one of padding."""
+
+    def __init__(self, norm_first: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 64, 0.1, "gelu", batch_first=True, norm_first=norm_first)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=not norm_first)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        future = torch.ones(2 * tokens.shape[1:], dtype=torch.bool, device=tokens.device).triu(1)
+        return self.head(self.encoder(self.embed(tokens), future, src_key_padding_mask=tokens == 0))
+
+
+class DecoderModel(nn.Module):
+    """torch's encoder and decoder: each token is told by those before it, and by the whole sequence turned round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.reader = nn.TransformerEncoderLayer(WIDTH, 4, 64, 0.1)
+        self.writer = nn.TransformerDecoder(nn.TransformerDecoderLayer(WIDTH, 4, 64, 0.1), 2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, padding = self.embed(tokens.T), (tokens == 0).flip(1)
+        future = nn.Transformer.generate_square_subsequent_mask(len(x), dtype=x.dtype)
+        memory = self.reader(x.flip(0), src_key_padding_mask=padding)
+        return self.head(self.writer(x, memory, future, memory_key_padding_mask=padding)).transpose(0, 1)
+
+
 class ThreesBlock(nn.Module):
     """3 heads of 7 numbers, which no 2 or 4 ranks can share evenly, and an MLP of 20, which they can."""
 
@@ -141,6 +173,14 @@ def packed_job(**changes: Any) -> evenly.Job:
     return text_job(**{"model": PackedModel, "name": "packed", **changes})
 
 
+def encoder_job(norm_first: bool = False, **changes: Any) -> evenly.Job:
+    return text_job(**{"model": lambda: EncoderModel(norm_first), "name": "encoder", **changes})
+
+
+def decoder_job(**changes: Any) -> evenly.Job:
+    return text_job(**{"model": DecoderModel, "name": "decoder", **changes})
+
+
 def threes_job(**changes: Any) -> evenly.Job:
     fields: dict[str, Any] = dict(
         model=ThreesModel, loss=weighted_class_loss, data=Points(37), eval_data=Points(11, seed=1), optimizer=adam,
@@ -149,7 +189,14 @@ def threes_job(**changes: Any) -> evenly.Job:
     return evenly.Job(**{**fields, **changes})
 
 
-TENSOR_JOBS: dict[str, Callable[..., evenly.Job]] = {"heads": heads_job, "packed": packed_job, "threes": threes_job}
+TENSOR_JOBS: dict[str, Callable[..., evenly.Job]] = {
+    "heads": heads_job,
+    "packed": packed_job,
+    "encoder": encoder_job,
+    "norm first": partial(encoder_job, norm_first=True),
+    "decoder": decoder_job,
+    "threes": threes_job,
+}
 
 
 def job(name: str = "heads", **changes: Any) -> evenly.Job:

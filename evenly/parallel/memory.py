@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,6 +28,15 @@ HOST = -1  # where batches are read: its tensors are counted apart, and go with 
 
 # The number of the device at work among those of this process, and whether tensors of others are carried to it.
 _working: ContextVar[tuple[int, bool]] = ContextVar("working", default=(0, False))
+
+
+# Within, tensors of subclasses are to Python what they are in memory.
+as_held: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass  # pyright: ignore
+
+
+def as_shown() -> AbstractContextManager[Any]:
+    """The inverse within `as_held`, under torch's private name: what a subclass does with its tensors is done again."""
+    return torch._C._EnableTorchFunction()  # pyright: ignore
 
 
 @contextmanager
@@ -113,15 +122,16 @@ class MemoryCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (other := of_subclasses(func, types, args, kwargs)) is not None:
             return other  # DTensors are counted by the operations on their local tensors
-        working, carrying = _working.get()
-        found = set() if carrying else self._numbers((args, kwargs or {})) - {HOST}
-        if len(found) > 1:
-            self.mixed.add(f"{func} of devices {sorted(found)}")
-        number = min(found, default=working)
-        results = func(*args, **(kwargs or {}))
-        for tensor in tensors_in(results):
-            self._hold(tensor, number)
-        return results
+        with as_held():
+            working, carrying = _working.get()
+            found = set() if carrying else self._numbers((args, kwargs or {})) - {HOST}
+            if len(found) > 1:
+                self.mixed.add(f"{func} of devices {sorted(found)}")
+            number = min(found, default=working)
+            results = func(*args, **(kwargs or {}))
+            for tensor in tensors_in(results):
+                self._hold(tensor, number)
+            return results
 
     def _numbers(self, nest: Any) -> set[int]:
         """The devices of the counted tensors of `nest`; numbers (scalar tensors) go with any device."""

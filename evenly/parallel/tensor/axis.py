@@ -1,0 +1,279 @@
+"""Tensors that are split over the ranks of the tensor axis, and how they become whole again.
+
+A `SplitTensor` is, in memory and to autograd, this rank's part; to whoever asks for its shape, and to every function of
+torch, it is the whole tensor. Functions with a rule (`rules`) compute on the parts. For any other the whole is gathered
+first: this costs communication, and never a number.
+
+A plain tensor is *whole*: every rank holds the same values, and the same gradient, which is complete. This stays so
+because nothing passes between whole and split but by a pair of `comm.pairs`, whose backward is the adjoint of its
+forward:
+
+    enter   a whole tensor that each rank computes with on its own; the gradients of all ranks are added up
+    part    this rank's part of a whole tensor; gradients are gathered
+    gather  the whole of a split tensor, for each rank to compute with on its own; gradients are added up and cut
+    whole   the whole of a split tensor; of gradients this rank's part is kept
+    total   the sum of what the ranks computed, whole
+    rows    the same, split along the rows (the sequence) where the axis is told to
+
+Random numbers are drawn for the whole tensor, the same on all ranks, of which each uses its part.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeGuard
+
+import torch
+from torch.autograd.function import FunctionCtx
+
+from evenly.comm import pairs
+from evenly.comm.groups import Group
+from evenly.data.nest import map_tensors
+from evenly.errors import RunError
+from evenly.parallel.memory import as_held
+from evenly.parallel.tensor.layout import Layout
+
+
+@dataclass(eq=False)
+class Axis:
+    """The tensor axis as this rank sees it.
+
+    group:     the ranks among which tensors are split.
+    sequence:  whether sums of whole activations are left split along the sequence.
+    computing: how deeply nested what the job computes is, a loss or its backward: parameters are shown split in it,
+               and as this rank's parts to the engine and the optimizer.
+    """
+
+    group: Group
+    sequence: bool = False
+    computing: int = 0
+    _shown: dict[tuple[int, bool], SplitTensor] = field(default_factory=dict[tuple[int, bool], "SplitTensor"])
+
+    @property
+    def position(self) -> int:
+        """This rank's."""
+        return self.group.position
+
+    def __enter__(self) -> None:
+        self.computing += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.computing -= 1
+        if not self.computing:
+            self._shown.clear()
+
+    def shown(self, held: torch.nn.Parameter, layout: Layout) -> SplitTensor:
+        """The split tensor of which `held` is this rank's part; one object, under whatever names it is asked for."""
+        key = (id(held), torch.is_grad_enabled())
+        if key not in self._shown:
+            self._shown[key] = self.split(held.view_as(held), layout)
+            self._shown[key].held = held
+        return self._shown[key]
+
+    # ------------------------------------------------------------------------------------------- conversions
+    def enter(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The whole of a tensor for computing with parts; what enters twice shares one sum of gradients."""
+        if not tensor.requires_grad or not torch.is_grad_enabled():
+            return self.whole(tensor) if is_split(tensor) else tensor
+        known: tuple[int, torch.Tensor] | None = vars(tensor).get("_evenly_entered")
+        if known is not None and known[0] == tensor._version:
+            return known[1]
+        entered = self._gather(tensor) if is_split(tensor) else pairs.copy(tensor, self.group)
+        if tensor.grad_fn is not None:  # a leaf outlives the graph
+            tensor._evenly_entered = (tensor._version, entered)  # type: ignore[attr-defined]
+        return entered
+
+    def _gather(self, tensor: SplitTensor) -> torch.Tensor:
+        layout = tensor.split_as
+        opened = tensor.unflatten(layout.dim, (layout.outer, layout.sizes[self.position]))
+        joined = pairs.gather(opened, self.group, layout.dim + 1, layout.sizes)
+        return in_order(joined.flatten(layout.dim, layout.dim + 1), memory_order(tensor))
+
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' `tensor`, whole."""
+        return pairs.reduce(tensor, self.group)  # not in place: selective recomputation keeps what is given
+
+    def rows(self, tensor: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
+        """`total` of an activation [..., L, D], with `sequence` split along L; shape: of what it is a view of."""
+        shape = shape or tensor.shape
+        if not self.sequence or len(shape) < 3 or not Layout.deals(shape[-2], self.group.size):
+            return self.total(tensor)
+        outer = 1 if len(shape) == tensor.dim() else math.prod(shape[:-2])
+        layout = Layout.of(tensor.dim() - 2, outer, shape[-2], 1, self.group.size)
+        opened = tensor.unflatten(layout.dim, (layout.outer, layout.units * layout.inner))
+        own = pairs.reduce_scatter(opened, self.group, layout.dim + 1, layout.sizes)
+        return self.split(own.flatten(layout.dim, layout.dim + 1), layout)
+
+    def part(self, tensor: torch.Tensor, layout: Layout) -> SplitTensor:
+        """This rank's part of a whole tensor."""
+        dim = layout.dim
+        if tensor.requires_grad and torch.is_grad_enabled():
+            opened = tensor.unflatten(dim, (layout.outer, layout.units * layout.inner))
+            own = pairs.split(opened, self.group, dim + 1, layout.sizes).flatten(dim, dim + 1)
+        else:
+            own = own_part(tensor, layout, self.position)
+        return self.split(own, layout)
+
+    def whole(self, tensor: SplitTensor) -> torch.Tensor:
+        """The whole of a split tensor."""
+        layout = tensor.split_as
+        with as_held():
+            opened = tensor.unflatten(layout.dim, (layout.outer, layout.sizes[self.position]))
+            joined = pairs.join(opened, self.group, layout.dim + 1, layout.sizes)
+            return in_order(joined.flatten(layout.dim, layout.dim + 1), memory_order(tensor))
+
+    def split(self, own: torch.Tensor, layout: Layout) -> SplitTensor:
+        """`own`, this rank's part, as the split tensor that it is a part of. The object itself changes its class."""
+        own.__class__ = SplitTensor
+        assert isinstance(own, SplitTensor)
+        own.split_as, own.axis = layout, self
+        return own
+
+
+def memory_order(tensor: torch.Tensor) -> list[int]:
+    """The dims of `tensor` as its elements follow each other in memory: functions that draw numbers keep to it."""
+    return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+
+
+def in_order(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """`tensor` with its dims in memory in `order`."""
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return tensor.permute(*order).contiguous().permute(back) if order else tensor
+
+
+def own_part(tensor: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+    """What `rank` holds of the whole `tensor`: a copy, without gradient."""
+    start = sum(layout.sizes[:rank])
+    opened = tensor.detach().unflatten(layout.dim, (layout.outer, layout.units * layout.inner))
+    own = opened.narrow(layout.dim + 1, start, layout.sizes[rank])
+    return own.flatten(layout.dim, layout.dim + 1).clone(memory_format=torch.contiguous_format)
+
+
+# A function of torch -> how it computes on parts; filled by `rules`.
+RULES: dict[Callable[..., Any], Callable[..., Any]] = {}
+# What no part and no copy of the whole could stand in for.
+REFUSED = (
+    *("retain_grad", "requires_grad_", "backward", "set_", "data_ptr", "storage", "untyped_storage"),
+    *("__dlpack__", "data.__get__", "__cuda_array_interface__.__get__"),
+)
+IN_PLACE = re.compile(r"__i(add|sub|mul|matmul|truediv|div|floordiv|mod|pow|and|or|xor|[lr]shift)__|__set(item)?__")
+
+
+def compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`func` of whole tensors, some of which are split; torch sees the parts as ordinary tensors in here."""
+    if not torch.is_grad_enabled():
+        _refuse_own_functions(func)
+    rule = RULES.get(func)
+    if rule is not None:
+        result = rule(func, *args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    return of_the_whole(func, args, kwargs)
+
+
+def of_the_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`func` of the wholes of what is split."""
+    name = _name(func)
+    changed = [kwargs.get("out"), args[0] if _changes_its_first(name) else None]
+    if name in REFUSED or any(isinstance(tensor, (SplitTensor, WholeCopy)) for tensor in changed):
+        raise RunError(
+            f"{name} on a tensor that is split over the ranks of the tensor axis",
+            "it would change or watch this rank's part, where the whole is meant",
+            "write it out of place, or keep the parameter behind it whole (whole=PATTERN in the plan)",
+        )
+    copies: list[torch.Tensor] = []
+
+    def gathered(tensor: torch.Tensor) -> torch.Tensor:
+        whole = tensor.axis.whole(tensor) if is_split(tensor) else tensor
+        if whole is not tensor or isinstance(tensor, WholeCopy):
+            copies.append(whole)
+        return whole
+
+    result = func(*map_tensors(gathered, args), **map_tensors(gathered, kwargs))
+    memory = {copy.untyped_storage().data_ptr() for copy in copies}
+    return map_tensors(lambda t: _as_copy(t) if t.untyped_storage().data_ptr() in memory else t, result)
+
+
+def _as_copy(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.__class__ = WholeCopy
+    return tensor
+
+
+def _name(func: Callable[..., Any]) -> str:
+    """As its users call it; of a property with how it is asked for."""
+    name: str = getattr(func, "__name__", str(func))
+    owner = getattr(getattr(func, "__self__", None), "__name__", "")
+    return f"{owner}.{name}" if name in ("__get__", "__set__") else name
+
+
+def _changes_its_first(name: str) -> bool:
+    last = name.rpartition(".")[2]
+    return IN_PLACE.fullmatch(last) is not None or (last.endswith("_") and not last.endswith("__"))
+
+
+def _place(frame: FrameType) -> str:
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def _refuse_own_functions(func: Callable[..., Any]) -> None:
+    """Raises `RunError` in the forward of a `torch.autograd.Function`, whose own backward knows nothing of parts."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        code, given = frame.f_code, frame.f_locals
+        first = code.co_varnames[0] if code.co_argcount else ""
+        if code.co_name in ("forward", "setup_context") and isinstance(given.get(first), FunctionCtx):
+            raise RunError(
+                f"{_name(func)} on a split tensor in {code.co_qualname} ({_place(frame)})",
+                "a torch.autograd.Function has a backward of its own, which would see this rank's part alone",
+                "keep the parameters that meet it whole (whole=PATTERN in the plan), or use another axis",
+            )
+        frame = frame.f_back
+
+
+class SplitTensor(torch.Tensor):
+    """This rank's part of a tensor, taken for the whole by all that is not told otherwise.
+
+    split_as: how it is split. axis: among whom. held: of a parameter's view, the parameter. rows: the shape of what
+    it is a view of, its last dim apart, where that was flattened.
+    """
+
+    split_as: Layout
+    axis: Axis
+    held: torch.nn.Parameter
+    rows: tuple[int, ...] | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Computes `func` of whole tensors."""
+        with as_held():
+            return compute(func, args, kwargs or {})
+
+    def __repr__(self, **_: Any) -> str:
+        """Local: printing on one rank must not wait for the others."""
+        with as_held():
+            return f"SplitTensor({self.split_as.whole(self.shape)}, {self.split_as}, {self.dtype})"
+
+
+class WholeCopy(torch.Tensor):
+    """What torch would have made a view, of a copy that the whole was gathered in: it cannot be written through."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Computes `func` as of plain tensors."""
+        with as_held():
+            return (compute if SplitTensor in types else of_the_whole)(func, args, kwargs or {})
+
+
+def is_split(value: object) -> TypeGuard[SplitTensor]:
+    """Whether `value` is a part of a larger tensor."""
+    return type(value) is SplitTensor

@@ -1,0 +1,112 @@
+"""A model whose parameters are split over the tensor axis, and runs as it is written.
+
+Each split parameter keeps its object, and with it its ties and its place in the optimizer, and holds this rank's part.
+While the job computes (`Axis.computing`) modules show it to their code as the split tensor of the whole's shape,
+however they are asked: by attribute, or by `parameters()` in the job's loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import ItemsView, Mapping, ValuesView
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import evenly.parallel.tensor.rules  # noqa: F401  # pyright: ignore  # what its tensors compute with
+from evenly.comm.groups import Group
+from evenly.parallel.tensor.axis import Axis, own_part
+from evenly.parallel.tensor.layout import Layout
+from evenly.parallel.tensor.padding import PaddingZeroed
+
+
+class SplitModel:
+    """Splits parameters of `model`, in place, over the ranks of `group`; all ranks hold the same values before.
+
+    layouts: of the parameters to be split, by name. sequence: as of `Axis`. `parameters` are these, `share` their share
+    of all elements.
+    """
+
+    def __init__(
+        self, model: nn.Module, layouts: Mapping[str, Layout], group: Group, *, sequence: bool = False
+    ) -> None:
+        self.axis, self.layouts = Axis(group, sequence), dict(layouts)
+        named = dict(model.named_parameters())
+        self.parameters = {name: named[name] for name in layouts}
+        elements = sum(parameter.numel() for parameter in named.values())
+        self.share = sum(named[name].numel() for name in layouts) / elements
+        by_parameter = {id(named[name]): layout for name, layout in layouts.items()}
+        for module in model.modules():
+            held = module._parameters  # pyright: ignore[reportPrivateUsage]
+            mine = {name: by_parameter[id(p)] for name, p in held.items() if p is not None and id(p) in by_parameter}
+            if mine:
+                # Where nn.Module looks a parameter up.
+                module._parameters = Parameters(held, mine, self.axis)  # pyright: ignore[reportPrivateUsage]
+        for name, layout in layouts.items():
+            named[name].data = own_part(named[name], layout, group.position)
+        self._padding = [
+            PaddingZeroed(module)
+            for module in model.modules()
+            if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor and self._splits(module)
+        ]
+        self._handles = [
+            model.register_forward_pre_hook(self._begin),
+            model.register_forward_hook(self._end, always_call=True),
+        ]
+
+    def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The whole of what belongs to parameter `name` and is split as it is; a collective of the group."""
+        layout = self.layouts.get(name)
+        if layout is None:
+            return tensor
+        with torch.no_grad():
+            part = self.axis.split(tensor.detach().to(self.axis.group.device, copy=True), layout)
+            return self.axis.whole(part)
+
+    def _splits(self, module: nn.Module) -> bool:
+        """Whether any parameter of `module` is split."""
+        split = {id(parameter) for parameter in self.parameters.values()}
+        return any(id(parameter) in split for parameter in module.parameters())
+
+    def _begin(self, *_: Any) -> None:
+        self.axis.__enter__()
+
+    def _end(self, *_: Any) -> None:
+        self.axis.__exit__()
+
+    def close(self) -> None:
+        """Takes the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+        for encoder in self._padding:
+            encoder.close()
+
+
+class Parameters(dict[str, nn.Parameter | None]):
+    """The parameters of a module, of which those in `layouts` are shown as what they are parts of.
+
+    Held are this rank's parts, which is what the engine, the optimizer and checkpoints find.
+    """
+
+    def __init__(self, held: Mapping[str, nn.Parameter | None], layouts: Mapping[str, Layout], axis: Axis) -> None:
+        super().__init__(held)
+        self._layouts, self._axis = layouts, axis
+
+    def __getitem__(self, name: str) -> Any:
+        return self._shown(name, super().__getitem__(name))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._shown(name, super().get(name)) if name in self else default
+
+    def items(self) -> ItemsView[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return {name: self._shown(name, parameter) for name, parameter in super().items()}.items()
+
+    def values(self) -> ValuesView[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return dict(self.items()).values()
+
+    def _shown(self, name: str, held: nn.Parameter | None) -> Any:
+        layout = self._layouts.get(name)
+        if held is None or layout is None or not self._axis.computing or isinstance(held, DTensor):
+            return held  # a DTensor where the data axis has not gathered it, as it does for the module's own forward
+        return self._axis.shown(held, layout)
