@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # for kept_ranks and jobs
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from kept_ranks import KeptRanks
+
+_cache = tempfile.TemporaryDirectory(prefix="evenly-cache-")  # gone with this process
+os.environ["XDG_CACHE_HOME"] = _cache.name
 
 
 @pytest.fixture(scope="session")

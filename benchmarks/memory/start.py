@@ -3,7 +3,7 @@
     python benchmarks/memory/start.py [PLAN] [RANKS]        needs about 12 GB of memory
 
 Every rank's peak (resident set, torch itself included) after the start, and whether sampled tensors have the bits of
-the model that one process builds. Kept in benchmarks/results/start.json.
+the model that one process builds. Kept in benchmarks/results/start.json, by plan and ranks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Model(nn.Module):
         )
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # never called
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # never called with numbers
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
@@ -55,8 +55,8 @@ class Model(nn.Module):
 def job() -> evenly.Job:
     return evenly.Job(
         model=Model,
-        loss=lambda model, batch: batch.sum(),  # never called
-        data=torch.zeros(2, 1),  # pyright: ignore[reportArgumentType]
+        loss=lambda model, batch: model(batch).sum(),  # never called with numbers
+        data=torch.zeros(2, 8, dtype=torch.int64),  # pyright: ignore[reportArgumentType]
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         global_batch=1,
         steps=1,
@@ -80,7 +80,8 @@ def cut(plan: str) -> tuple[int, float, dict[str, int]]:
     began_s = time.perf_counter()
     with evenly.start(job(), plan=plan) as run:
         peak, took_s = peak_bytes("cpu"), time.perf_counter() - began_s
-        whole = {n: p.full_tensor() for n, p in run.model.named_parameters() if n in SAMPLED}  # pyright: ignore
+        held = {name: p.detach() for name, p in run.model.named_parameters() if name in SAMPLED}
+        whole = {name: run.composed.whole(name, tensor) for name, tensor in held.items()}
         return peak, took_s, sums(whole)
 
 
@@ -97,7 +98,8 @@ def main() -> None:
     row = {"plan": plan, "ranks": ranks, "parameters": count, "alone_peak_bytes": alone_bytes, "peak_bytes": peaks}
     machine = {"python": platform.python_version(), "torch": torch.__version__}
     date = time.strftime("%Y-%m-%d", time.gmtime())
-    document = {"date": date, "machine": machine, **row, "start_s": results[0][1], "same_bits": same}
+    document = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    document[f"{plan} {ranks}"] = {"date": date, "machine": machine, **row, "start_s": results[0][1], "same_bits": same}
     RESULTS.write_text(json.dumps(document, indent=1) + "\n")
 
 

@@ -119,6 +119,13 @@ def check_values(model: torch.nn.Module, optimizer: torch.optim.Optimizer, value
     list(_wanted_options(model, optimizer, values))
 
 
+def parameter_of(name: str) -> str:
+    """The parameter or buffer that a tensor of this full name belongs to."""
+    if name.startswith(MODEL):
+        return name.removeprefix(MODEL)
+    return name.removeprefix(OPTIMIZER).rpartition(".")[0]
+
+
 def _model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     seen: set[object] = set()
     found: dict[str, Tensor] = {}

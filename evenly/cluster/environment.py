@@ -435,6 +435,11 @@ def record_file(rank: int) -> Path | None:
     return Path(folder) / f"{rank}.record" if folder else None
 
 
+def cache_folder() -> Path:
+    """Where this user's programs keep what can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evenly"
+
+
 def checking() -> bool:
     """Whether ranks compare what they ask for before each collective."""
     return os.environ.get(CHECK_VARIABLE, "") not in ("", "0")

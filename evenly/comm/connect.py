@@ -6,6 +6,8 @@ joins no process group, unless torch's own sharding is to run in it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
@@ -32,13 +34,14 @@ def find_device(place: Place) -> str:
     return f"cuda:{place.local_rank}"
 
 
-def connect(place: Place, *, even_alone: bool = False) -> World:
+def connect(place: Place, *, axes: Mapping[str, int] | None = None, even_alone: bool = False) -> World:
     """Joins the process group of `place` and returns the world as this rank sees it.
 
+    axes:       sizes of the axes of the device mesh, the last one running fastest; without them all is "data".
     even_alone: whether a rank alone has a process group too.
 
-    groups: `Group`s "data" (all ranks) and "files" (the same ranks over gloo, for checkpoints that are written while
-    training goes on: two streams of collectives must never share a group).
+    groups: a `Group` for each axis, "world" of all ranks, and "files" of all ranks over gloo, for checkpoints that are
+    written while training goes on: two streams of collectives must never share a group.
     """
     if dist.is_initialized():
         raise RunError(
@@ -58,7 +61,9 @@ def connect(place: Place, *, even_alone: bool = False) -> World:
         recorder = None if record is None else Recorder(record, place.rank)
     if place.size > 1 or even_alone:
         _join(place, backend, device)
-    every = Group.world("data", device, recorder, checked=checking())
+    sizes = dict(axes or {"data": place.size})
+    every = Group.world("world" if len(sizes) > 1 else "data", device, recorder, checked=checking())
+    groups = every.mesh(sizes) if len(sizes) > 1 else {"data": every}
     return World(
         rank=place.rank,
         local_rank=place.local_rank,
@@ -68,13 +73,13 @@ def connect(place: Place, *, even_alone: bool = False) -> World:
         nodes=place.nodes,
         device=device,
         backend=backend,
-        groups={"data": every, "files": every.open("files", range(every.size), backend="gloo")},
+        groups={**groups, "world": every, "files": every.open("files", range(every.size), backend="gloo")},
     )
 
 
 def disconnect(world: World) -> None:
     """Leaves the process group; safe to call twice."""
-    every: Group = world.group("data")
+    every: Group = world.group("world")
     every.close()
     if every.recorder is not None:
         every.recorder.close()

@@ -6,7 +6,8 @@ strategies hold on to the parameters that they find.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,10 @@ import torch
 from torch import nn
 
 from evenly.cluster.world import World
+from evenly.comm.groups import Group
 from evenly.errors import PlanError
 from evenly.parallel.forwards import BlockForwards, Forward
-from evenly.parallel.gradients import Gradients, GradientSum, trainable
+from evenly.parallel.gradients import Gradients, GradientSum, Parts, trainable
 from evenly.parallel.memory import on
 from evenly.parallel.recompute import CachesOff, recomputing
 from evenly.parallel.replicas import ReplicaGradients, Replicas
@@ -24,7 +26,9 @@ from evenly.parallel.statistics import RunningStatistics
 from evenly.plan import Plan
 
 if TYPE_CHECKING:
+    from evenly.model.splits import ParameterSplit
     from evenly.parallel.optimizer import Cut
+    from evenly.parallel.tensor.model import SplitModel
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class Composed:
     forwards:   of each replica, what its blocks run instead of their own forward.
     cuts:       parameters that this rank does not step as they stand, but its part of them or a copy on the host.
     sharded:    share of the parameters' elements that this plan really splits, 0 to 1.
+    tensor:     the model's parameters as parts of larger ones, where the tensor axis splits them.
     in_step:    whether ranks meet inside the model, so that each must run as many microbatches as the others.
     """
 
@@ -48,12 +53,24 @@ class Composed:
     forwards: list[BlockForwards | CachesOff]
     cuts: Sequence[Cut] = ()
     sharded: float = 0.0
+    tensor: SplitModel | None = None
     in_step: bool = False
 
     @property
     def layers(self) -> int:
         """How many layers keep running statistics."""
         return self.statistics[0].layers
+
+    @property
+    def computing(self) -> AbstractContextManager[None]:
+        """Around everything that the job computes with the model."""
+        return nullcontext() if self.tensor is None else self.tensor.axis
+
+    def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """All of what the ranks hold of a parameter or buffer, or of its gradient; a collective where it is cut."""
+        full_tensor = getattr(tensor, "full_tensor", None)
+        mine = tensor if full_tensor is None else full_tensor()
+        return mine if self.tensor is None else self.tensor.whole(name, mine)
 
     def fold_statistics(self, calls: Sequence[Sequence[int]]) -> None:
         """Ends a step; `calls` as of `RunningStatistics.fold`."""
@@ -74,23 +91,33 @@ class Composed:
 
     def close(self) -> None:
         """Leaves the model as it would be without a plan."""
-        for part in (self.gradients, *self.statistics, *self.forwards):
+        for part in (self.gradients, *self.statistics, *self.forwards, *filter(None, [self.tensor])):
             part.close()
 
 
-def compose(modules: Sequence[nn.Module], plan: Plan, world: World) -> Composed:
+def compose(
+    modules: Sequence[nn.Module], plan: Plan, world: World, splits: Mapping[str, ParameterSplit] | None = None
+) -> Composed:
     """Applies `plan` (fitted to the world and resolved) to `modules`, one on each of `devices_of` this rank.
 
-    They are changed in place; the first is the model.
+    They are changed in place; the first is the model. splits: of its parameters, where the plan has a tensor axis.
     """
     model, group, wide = modules[0], world.group("data"), plan.exact == "bitwise"
+    tensor = parts_of = None
+    if splits is not None:
+        tensor = _split(model, splits, world.group("tensor"), sequence=plan.sequence == "split")
+        if plan.stage < 3:
+            model.to(world.device)
+        parts_of = Parts(tensor.layouts, world.group("tensor"))
     replicas = Replicas(modules, devices_of(plan, world), gather=plan.gather)
     statistics = [RunningStatistics(r.module, group=group, alone=plan.devices == 1) for r in replicas]
     forwards = _change_blocks(replicas, plan)
     parts: dict[str, Any] = {"replicas": replicas, "statistics": statistics, "forwards": forwards}
+    if tensor is not None:
+        parts |= {"tensor": tensor, "sharded": tensor.share}
     if plan.stage:
         assert plan.shard != "auto"  # the plan is fitted
-        settings: dict[str, Any] = {"world": world, "shard": plan.shard or world.size, "wide": wide}
+        settings: dict[str, Any] = {"world": world, "shard": plan.shard or group.size, "wide": wide, "parts": parts_of}
         if plan.stage == 3:
             from evenly.parallel.shards import ShardedGradients  # takes seconds to import
 
@@ -99,7 +126,7 @@ def compose(modules: Sequence[nn.Module], plan: Plan, world: World) -> Composed:
             from evenly.parallel.partition import PartitionedGradients
 
             sharded = PartitionedGradients(model, zero=plan.stage, **settings)
-        parts |= {"cuts": sharded.cuts, "sharded": sharded.share}
+        parts |= {"cuts": sharded.cuts, "sharded": max(sharded.share, tensor.share if tensor else 0.0)}
         return Composed(model, gradients=sharded, in_step=plan.stage == 3, **parts)
     if plan.offload == "optimizer":
         from evenly.parallel.optimizer import Cut
@@ -107,7 +134,16 @@ def compose(modules: Sequence[nn.Module], plan: Plan, world: World) -> Composed:
         parts["cuts"] = [Cut(name, p, p, slice(None)) for name, p in trainable(model)[0]]
     if len(replicas) > 1:
         return Composed(model, gradients=ReplicaGradients(replicas, group=group, wide=wide), **parts)
-    return Composed(model, gradients=GradientSum(model, group=group, wide=wide), **parts)
+    return Composed(model, gradients=GradientSum(model, group=group, wide=wide, parts=parts_of), **parts)
+
+
+def _split(model: nn.Module, splits: Mapping[str, ParameterSplit], group: Group, *, sequence: bool) -> SplitModel:
+    """Splits the parameters of `model` over the tensor axis."""
+    from evenly.parallel.tensor.layout import Layout
+    from evenly.parallel.tensor.model import SplitModel
+
+    layouts = {name: Layout.of(s.dim, s.outer, s.units, s.inner, group.size) for name, s in splits.items()}
+    return SplitModel(model, layouts, group, sequence=sequence)
 
 
 def _change_blocks(replicas: Replicas, plan: Plan) -> list[BlockForwards | CachesOff]:

@@ -18,7 +18,7 @@ whoever added what.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -152,8 +152,9 @@ class Bucket:
 class GradientSum(Gradients):
     """Adds the gradients of `model` over the microbatches of a step and over the ranks of `group`."""
 
-    def __init__(self, model: nn.Module, *, group: Group, wide: bool) -> None:
-        self._group = group
+    def __init__(self, model: nn.Module, *, group: Group, wide: bool, parts: Parts | None = None) -> None:
+        """parts: which of the model's parameters are parts of larger ones."""
+        self._group, self._parts = group, parts
         named, self._frozen = trainable(model)
         self.buckets = fill_buckets(named, wide=wide)
         self._slots = [slot for bucket in self.buckets for slot in bucket.slots]  # by number
@@ -226,6 +227,8 @@ class GradientSum(Gradients):
                 slot.parameter.grad = slot.gradient if self._used[slot.number] else None
 
     def norm(self) -> torch.Tensor:
+        if self._parts is not None:
+            return self._parts.norm(self.named_gradients())
         return sum_of_squares(bucket.gradients for bucket in self.buckets).sqrt()
 
     def scale(self, factor: float) -> None:
@@ -319,6 +322,28 @@ def norm_of_parts(gradients: Iterable[torch.Tensor], group: Group) -> torch.Tens
     """Norm of what the ranks of `group` hold together, each its own `gradients`; a scalar in float64."""
     squares = sum_of_squares(gradients).to(group.device)
     return all_reduce(squares, group, label="norm of the gradient").sqrt()
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Parameters of which the ranks of `group` hold parts, by name; all others they hold alike."""
+
+    names: Container[str]
+    group: Group
+
+    def norm(self, gradients: Iterable[tuple[str, torch.Tensor | None]], among: Group | None = None) -> torch.Tensor:
+        """Norm of `gradients`, by name, of the whole parameters; a scalar in float64.
+
+        among: ranks which hold pieces, each its own `gradients`, of what this rank of `group` has.
+        """
+        found = [(name, gradient) for name, gradient in gradients if gradient is not None]
+        squares = torch.stack(
+            [sum_of_squares(g for name, g in found if (name in self.names) is part) for part in (True, False)]
+        ).to(self.group.device)
+        if among is not None:
+            squares = all_reduce(squares, among, label="norm of the gradient")
+        of_parts = all_reduce(squares[0].clone(), self.group, label="norm of the gradient")
+        return (of_parts + squares[1]).sqrt()
 
 
 def sum_of_squares(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

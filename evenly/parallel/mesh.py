@@ -11,8 +11,12 @@ from evenly.comm.groups import Group
 
 def shard_mesh(world: World, shard: int) -> DeviceMesh:
     """The data axis as groups of `shard` ranks, which cut among themselves and all hold the same."""
-    device = torch.device(world.device).type
-    return init_device_mesh(device, (world.size // shard, shard), mesh_dim_names=("replicate", "shard"))
+    device, data = torch.device(world.device).type, world.group("data").size
+    names, sizes = ("replicate", "shard"), (data // shard, shard)
+    if data == world.size:
+        return init_device_mesh(device, sizes, mesh_dim_names=names)
+    # As the world's ranks are numbered: the axes inside the data axis run fastest.
+    return init_device_mesh(device, (*sizes, world.size // data), mesh_dim_names=(*names, "inside"))[names]
 
 
 def groups_of(mesh: DeviceMesh, data: Group) -> tuple[Group, Group | None]:

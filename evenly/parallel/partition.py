@@ -34,6 +34,7 @@ from evenly.cluster.world import World
 from evenly.comm.operations import Pending, all_gather, all_reduce, reduce_scatter
 from evenly.parallel.gradients import (
     Gradients,
+    Parts,
     add,
     begin_numbers,
     check_gradient,
@@ -175,12 +176,14 @@ class PartitionedGradients(Gradients):
     """Adds the gradients of `model` over the microbatches of a step and over ranks, and keeps this rank's pieces.
 
     zero: the stage, 1 or 2. shard: size of the shard groups. `share` is the share of the parameters' elements that is
-    cut.
+    cut. parts: which of its parameters are parts of larger ones.
     """
 
-    def __init__(self, model: nn.Module, *, world: World, zero: int, shard: int, wide: bool) -> None:
+    def __init__(
+        self, model: nn.Module, *, world: World, zero: int, shard: int, wide: bool, parts: Parts | None = None
+    ) -> None:
         named, self._frozen = trainable(model)
-        self._all, self._zero = world.group("data"), zero
+        self._all, self._zero, self._parts_of = world.group("data"), zero, parts
         mesh = shard_mesh(world, shard)
         self._group, self._across = groups_of(mesh, self._all)
         self._position = self._group.position
@@ -250,6 +253,9 @@ class PartitionedGradients(Gradients):
             gradient.div_(divisor)
 
     def norm(self) -> torch.Tensor:
+        if self._parts_of is not None:
+            named = self.named_gradients() if self._position == 0 else self._named_pieces()
+            return self._parts_of.norm(named, self._group)
         scalars = self._scalar_gradients() if self._position == 0 else ()  # all ranks have the same
         return norm_of_parts((*(bucket.gradients for bucket in self.buckets), *scalars), self._group)
 
@@ -258,11 +264,14 @@ class PartitionedGradients(Gradients):
             gradient.mul_(factor)
 
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        yield from self._named_pieces()
+        for scalar in self._scalars:
+            yield scalar.name, scalar.parameter.grad
+
+    def _named_pieces(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         for bucket in self.buckets:
             for part in bucket.parts:
                 yield part.name, part.place.piece(bucket.gradients, self._position) if part.used else None
-        for scalar in self._scalars:
-            yield scalar.name, scalar.parameter.grad
 
     @torch.no_grad()
     def spread(self) -> None:

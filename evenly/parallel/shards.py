@@ -30,7 +30,7 @@ from evenly.comm.groups import Group
 from evenly.comm.operations import Pending
 from evenly.errors import PlanError
 from evenly.model.blocks import Block, find_blocks
-from evenly.parallel.gradients import Gradients, begin_numbers, norm_of_parts, refuse_thawed, trainable
+from evenly.parallel.gradients import Gradients, Parts, begin_numbers, norm_of_parts, refuse_thawed, trainable
 from evenly.parallel.memory import HOST, MemoryCounter, local
 from evenly.parallel.mesh import groups_of, shard_mesh
 from evenly.parallel.optimizer import Cut
@@ -57,10 +57,19 @@ class ShardedGradients(Gradients):
     """Cuts `model`, in place, and adds its gradients over the microbatches of a step and over ranks.
 
     shard: size of the shard groups. offload: whether shards live in the host's memory, gradients too. `share` is the
-    share of the parameters' elements that is really cut.
+    share of the parameters' elements that is really cut. parts: which of its parameters are parts of larger ones.
     """
 
-    def __init__(self, model: nn.Module, *, world: World, shard: int, wide: bool, offload: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        world: World,
+        shard: int,
+        wide: bool,
+        offload: bool = False,
+        parts: Parts | None = None,
+    ) -> None:
         trainable(model)
         if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             raise PlanError(
@@ -75,7 +84,7 @@ class ShardedGradients(Gradients):
                     f"parameter {name} has no dims, and fully_shard cuts along the first",
                     "give it shape (1,), or use plan zero2",
                 )
-        self._world, self._group, self._offload = world, world.group("data"), offload
+        self._world, self._group, self._offload, self._parts = world, world.group("data"), offload, parts
         units = units_of(model)
         for unit in units:
             _check_dtypes(unit.name, unit.module)
@@ -146,6 +155,8 @@ class ShardedGradients(Gradients):
             gradient.div_(divisor)
 
     def norm(self) -> torch.Tensor:
+        if self._parts is not None:
+            return self._parts.norm(self.named_gradients(), self._shards)
         return norm_of_parts(self._gradients(), self._shards)
 
     def scale(self, factor: float) -> None:
@@ -174,7 +185,9 @@ class ShardedGradients(Gradients):
         """Before a unit's forward, when its parameters are whole: hooks that note which get a gradient."""
 
         def watch(unit: nn.Module, _: Any) -> None:
-            for name, parameter in unit.named_parameters(prefix):
+            for name, shown in unit.named_parameters(prefix):
+                # Of a part of a larger parameter a view is shown while the job computes.
+                parameter = getattr(shown, "held", shown)
                 if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in self._hooked:
                     self._hooked.add(id(parameter))
                     parameter.register_post_accumulate_grad_hook(self._note(self._numbers[name]))

@@ -20,19 +20,19 @@ Zero = Literal[0, 1, 2, 3]
 Recompute = Literal["none", "selective", "full"]
 Compile = Literal["off", "blocks"]
 Offload = Literal["none", "optimizer", "parameters"]
+Sequence = Literal["whole", "split"]
 
 SYNONYMS = {"dp": "data", "tp": "tensor", "pp": "pipeline"}
 # Words of the plan language whose strategies do not exist yet: refused by name rather than as misspelt.
 PLANNED_KEYS = frozenset(
     [
-        "tensor",
         "pipeline",
         "schedule",
         "stages_per_rank",
         "microbatch",
     ]
 )
-PLANNED_NAMES = frozenset(["tp", "mp", "pp", "2d", "3d"])
+PLANNED_NAMES = frozenset(["mp", "pp", "2d", "3d"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,10 @@ class Plan:
     """How a job runs.
 
     data:      ranks that share each batch; None takes all devices given.
+    tensor:    ranks that share each microbatch, every one with its part of the parameters; "auto" takes all given.
+    whole:     patterns, as of file names and with | between them, of parameters that the tensor axis does not split.
+    sequence:  "split" has the ranks of the tensor axis share the sequence too where they do not share parameters, as in
+               norms and dropout between layers, so that each holds a part of those activations; None and "whole" not.
     zero:      what the data axis cuts over ranks: nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too.
     shard:     ranks over which it cuts, where groups of so many hold the same (hybrid sharding); None takes all,
                "auto" the largest number that leaves several groups.
@@ -61,6 +65,9 @@ class Plan:
     """
 
     data: int | None = None
+    tensor: int | Literal["auto"] | None = None
+    whole: str | None = None
+    sequence: Sequence | None = None
     zero: Zero | None = None
     shard: int | Literal["auto"] | None = None
     replicas: int | Literal["auto"] | None = None
@@ -91,6 +98,7 @@ class Plan:
                 "parameters that live on the host are gathered block by block, which is zero=3",
                 "add zero=3 (on one device too), or use offload=optimizer",
             )
+        self._check_tensor()
         if self.gather is not None and self.replicas is None:
             raise PlanError(
                 f"plan {self}", "gather names one of the replicas, and there are none", "add replicas=2, say"
@@ -102,10 +110,27 @@ class Plan:
                 "leave out replicas (ddp uses the same devices, faster), or the others",
             )
 
+    def _check_tensor(self) -> None:
+        if (self.whole is not None or self.sequence == "split") and not self.splits_tensors:
+            raise PlanError(
+                f"plan {self}",
+                "whole and sequence say how the tensor axis splits, and there is none",
+                "add tensor=2",
+            )
+        other = "replicas" if self.replicas is not None else "compile" if self.compile == "blocks" else None
+        if self.splits_tensors and other is not None:
+            raise PlanError(
+                f"plan {self}",
+                "the tensor axis splits over processes that replicas do without"
+                if other == "replicas"
+                else "compiled blocks do not see what the tensor axis does to their parameters",
+                f"leave out {other}, or tensor",
+            )
+
     @property
     def ranks(self) -> int | None:
         """World size: the product of the axes; None while an axis waits for its size."""
-        return None if self.data is None else math.prod(self.axes.values())
+        return None if self.data is None or self.tensor == "auto" else math.prod(self.axes.values())
 
     @property
     def devices(self) -> int | None:
@@ -120,16 +145,24 @@ class Plan:
         return self.zero or 0 if self.ranks != 1 or self.offload == "parameters" else 0
 
     @property
+    def splits_tensors(self) -> bool:
+        """Whether it has a tensor axis."""
+        return self.tensor not in (None, 1)
+
+    @property
     def axes(self) -> dict[str, int]:
         """Size of every axis of the device mesh, outermost first."""
-        return {"data": self.data or 1}
+        assert self.tensor != "auto"  # the plan is fitted
+        return {"data": self.data or 1, **({"tensor": self.tensor} if self.tensor and self.splits_tensors else {})}
 
     def fit(self, devices: int) -> Plan:
         """The plan with its open axes filled so that it uses `devices`; raises `PlanError` where it cannot."""
         if self.replicas is not None:
             return self._fit_replicas(devices)
+        if self.tensor == "auto":
+            return replace(self, tensor=max(1, devices // (self.data or 1)), data=self.data or 1).fit(devices)
         if self.data is None:
-            return replace(self, data=devices).fit(devices)
+            return replace(self, data=max(1, devices // (self.tensor or 1))).fit(devices)
         if self.shard == "auto":
             proper = [size for size in range(2, self.data) if self.data % size == 0]
             return replace(self, shard=max(proper, default=self.data)).fit(devices)
@@ -170,6 +203,9 @@ class Plan:
                 "torch's kernels round the last elements of a 16-bit tensor in another way, and shards end elsewhere"
             )
             remedy = "use exact=rounding, or plan ddp, or precision=bfloat16, which updates float32 weights"
+        elif self.splits_tensors:
+            problem = "sums within the model are made of as many parts as there are ranks on the tensor axis"
+            remedy = "use exact=rounding, or a plan without the tensor axis"
         elif self.compile == "blocks":
             problem = (
                 "which kernels a rank has compiled depends on the shapes that it has seen, and so do the last bits"
@@ -218,6 +254,9 @@ def _one_of(choices: tuple[str, ...]) -> Any:
 
 READERS: dict[str, Callable[[str], Any]] = {
     "data": _count,
+    "tensor": lambda value: value if value == "auto" else _count(value),
+    "whole": str,
+    "sequence": _one_of(get_args(Sequence)),
     "zero": _stage,
     "shard": lambda value: value if value == "auto" else _count(value),
     "replicas": lambda value: value if value == "auto" else _count(value),
@@ -247,6 +286,7 @@ NAMED = {
     "zero2": Plan(zero=2),
     "zero3": Plan(zero=3),
     "fsdp": Plan(zero=3),
+    "tp": Plan(tensor="auto"),
     "hsdp": Plan(zero=3, shard="auto"),
     "auto": Plan(),
 }

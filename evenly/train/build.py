@@ -22,10 +22,11 @@ from evenly.train.precision import place_model
 T = TypeVar("T")
 
 
-def build_model(job: Job, *, precision: str, device: str) -> nn.Module:
+def build_model(job: Job, *, precision: str, device: str | None) -> nn.Module:
     """The job's model with its initial values, which follow from the seed alone, on `device`, in training mode.
 
-    It is built on the CPU, whose random numbers are the same on every machine with the same torch.
+    It is built on the CPU, whose random numbers are the same on every machine with the same torch, and stays where it
+    was built if no `device` is given.
     """
     with seeded(stream_key(job.seed, "model")):
         model = call_job("model", job.model)
@@ -58,6 +59,15 @@ def build_optimizer(job: Job, model: nn.Module, plan: Plan) -> torch.optim.Optim
             f"{reason}, and each rank holds a part",
             "use plan ddp, or an optimizer that treats every element by itself (AdamW, SGD)",
         )
+    if plan.splits_tensors:
+        from evenly.parallel.optimizer import ELEMENTWISE  # takes seconds to import
+
+        if type(optimizer) not in ELEMENTWISE:
+            raise UserError(
+                f"optimizer {type(optimizer).__name__} under tensor={plan.tensor}",
+                "it may need whole parameters, and each rank has a part of them",
+                "use an optimizer of torch.optim that treats every element by itself (AdamW, SGD), or plan ddp",
+            )
     _check_eps(optimizer)
     known = {id(p) for p in model.parameters()}
     if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):

@@ -55,9 +55,9 @@ def autocast(precision: str, device: str) -> AbstractContextManager[Any]:
     return torch.autocast(torch.device(device).type, dtype=dtype)
 
 
-def place_model(model: torch.nn.Module, precision: str, device: str) -> torch.nn.Module:
-    """`model` on `device`; float64 and the pure precisions have their type throughout."""
-    return model.to(device, WEIGHTS[precision]) if precision in WEIGHTS else model.to(device)
+def place_model(model: torch.nn.Module, precision: str, device: str | None) -> torch.nn.Module:
+    """`model` on `device`, or where it is; float64 and the pure precisions have their type throughout."""
+    return model.to(device, WEIGHTS.get(precision))
 
 
 def place_batch(batch: Any, precision: str, device: str) -> Any:

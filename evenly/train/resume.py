@@ -6,15 +6,17 @@ follow from the step number, so that what continues is the very next step, on an
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from evenly.checkpoint import resume
-from evenly.checkpoint.state import read_state
+from evenly.checkpoint.state import parameter_of, read_state
 from evenly.checkpoint.store import CheckpointStore, Snapshot
 from evenly.errors import CheckpointError
 from evenly.train.precision import LossScale
 
 if TYPE_CHECKING:
+    from evenly.parallel.tensor.saving import WholeTensors
     from evenly.train.run import Run
 
 
@@ -30,6 +32,8 @@ def snapshot(run: Run) -> Snapshot:
     """The state of `run` after the steps it has done; tensors are the live ones, not copies."""
     with run.state_as_saved():
         tensors, values = read_state(run.model, run.optimizer)
+        if (parts := _parts(run, tensors)) is not None:
+            tensors = parts.gathered(tensors)
     values["rules"] = _rules(run)
     values["plan"] = str(run.plan)
     values["schedule"] = None if run.schedule is None else run.schedule.state_dict()
@@ -42,12 +46,21 @@ def restore(run: Run, store: CheckpointStore) -> None:
     checkpoint = store.load()
     _check_rules(run, checkpoint.values)
     with run.state_as_saved():
-        resume.restore(checkpoint, run.model, run.optimizer)
+        resume.restore(checkpoint, run.model, run.optimizer, _parts(run, checkpoint.forms))
     run.composed.gradients.spread()  # a rank has read its own pieces
     if run.schedule is not None:
         run.schedule.load_state_dict(checkpoint.values["schedule"])
     run.loss_scale = LossScale(*checkpoint.values["loss_scale"])
     run.steps_done = checkpoint.step
+
+
+def _parts(run: Run, names: Iterable[str]) -> WholeTensors | None:
+    """Of the tensors of these names in a checkpoint, those that the tensor axis splits."""
+    if run.composed.tensor is None:
+        return None
+    from evenly.parallel.tensor.saving import WholeTensors
+
+    return WholeTensors(run.composed.tensor, {name: parameter_of(name) for name in names})
 
 
 def _rules(run: Run) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from evenly.cluster.allocator import hand_back_freed_memory, keep_freed_memory
 from evenly.cluster.environment import Place, available_cores, chosen_threads, find_here
 from evenly.cluster.world import World
 from evenly.comm.connect import connect, disconnect
+from evenly.comm.groups import Group
 from evenly.comm.operations import all_reduce, gather_values
 from evenly.data.generators import seed, undisturbed
 from evenly.data.loader import Loader, Microbatch, Reading, Share, share_of_evaluation, share_of_step, worker_count
@@ -44,6 +45,7 @@ from evenly.train.interrupt import Interrupt
 from evenly.train.ledger import Account, Ledger, as_loss
 from evenly.train.options import RunOptions, merge_options
 from evenly.train.precision import LossScale, autocast, first_scale, place_batch
+from evenly.train.splitting import find_splits
 
 if TYPE_CHECKING:
     from evenly.parallel.optimizer import CutOptimizer
@@ -129,6 +131,8 @@ class Run:
         assert plan.precision is not None  # the plan is resolved
         self.job, self.plan, self.world, self.out = job, plan, world, options.out
         self.steps, self.steps_done = options.steps or job.steps, 0
+        self._data: Group = world.group("data")
+        self._tensor: Group | None = world.groups.get("tensor")
         self.precision = plan.precision
         self.composed: Composed = build_and_compose(job, plan, world)
         self.model = self.composed.model
@@ -225,7 +229,7 @@ class Run:
                 if self._counter is not None:
                     gradients.claim(self._counter)
         memory_bytes = [peak_bytes(device) for device in self.devices]
-        gradients.send(ledger.numbers(memory_bytes=memory_bytes, stop=self.interrupt.asked))
+        gradients.send(self._of_tensor_ranks(ledger.numbers(memory_bytes=memory_bytes, stop=self.interrupt.asked)))
         with on(HOST):
             batch.microbatches.ahead()
         return ledger.read(gradients.receive())
@@ -238,11 +242,22 @@ class Run:
         statistics = self.composed.statistics[replica.number]
         with statistics.recording(microbatch.number):
             loss = self._loss(replica, microbatch)
-        ledger.add(microbatch.number, loss, statistics.calls(microbatch.number))
+        self._enter(ledger, microbatch, loss, statistics.calls(microbatch.number))
         return loss
 
+    def _enter(self, ledger: Ledger, microbatch: Microbatch, loss: Loss, calls: list[int]) -> None:
+        if self._tensor is None or self._tensor.position == 0:  # the others have the same numbers
+            ledger.add(microbatch.number, loss, calls)
+
+    def _of_tensor_ranks(self, numbers: list[float] | torch.Tensor) -> list[float] | torch.Tensor:
+        """What the ranks that ran the same microbatches as this one know of the step."""
+        if self._tensor is None:
+            return numbers
+        vector = torch.as_tensor(numbers, dtype=torch.float64, device=self.world.device)
+        return all_reduce(vector, self._tensor, label="losses and weights")
+
     def _loss(self, replica: Replica, microbatch: Microbatch) -> Loss:
-        with on(replica.loss_number), autocast(self.precision, replica.device):
+        with on(replica.loss_number), autocast(self.precision, replica.device), self.composed.computing:
             batch = place_batch(microbatch.batch, self.precision, replica.loss_device)
             return as_loss(self.job.loss(replica.called, batch), microbatch.samples)
 
@@ -257,7 +272,8 @@ class Run:
                 )
             return
         scale = self.loss_scale.factor
-        (loss.total if scale == 1.0 else loss.total * scale).backward()
+        with self.composed.computing:  # recomputation computes the model again
+            (loss.total if scale == 1.0 else loss.total * scale).backward()
 
     def _update(self, account: Account) -> tuple[float, bool]:
         """Applies the batch's gradient; returns its norm and whether the update was skipped."""
@@ -356,7 +372,7 @@ class Run:
     def _memory_of_all(self, counter: MemoryCounter) -> list[dict[Category, int]]:
         mine = [counter.peaks.get(replica.number, {}) for replica in self.composed.replicas]
         # Not over the group "files": a checkpoint may be on its way there, in a thread of its own.
-        return list(chain.from_iterable(gather_values(mine, self.world.group("data"))))
+        return list(chain.from_iterable(gather_values(mine, self.world.group("world"))))
 
     def _allocating(self, category: Category) -> None:
         if self._counter is not None:
@@ -367,7 +383,7 @@ class Run:
         """The loss over the job's `eval_data`, every sample exactly once; leaves training undisturbed."""
         if self.job.eval_data is None:
             raise UserError("run.evaluate()", "the job has no eval_data", "give the Job eval_data")
-        share = self._fitted(share_of_evaluation(self.job, rank=self.world.rank, ranks=self.world.size))
+        share = self._fitted(share_of_evaluation(self.job, rank=self._data.position, ranks=self._data.size))
         ledger = Ledger(self.world, microbatches=len(share.microbatches))
         self.composed.train(False)
         try:
@@ -381,11 +397,11 @@ class Run:
                         seed(stream_key(self.job.seed, "evaluation", microbatch.number), replica.device)
                         loss = self._loss(replica, microbatch)
                         if microbatch.counts:
-                            ledger.add(microbatch.number, loss, [])
+                            self._enter(ledger, microbatch, loss, [])
         finally:
             self.composed.train(True)
         numbers = torch.as_tensor(ledger.numbers(), dtype=torch.float64, device=self.world.device)
-        account = ledger.read(all_reduce(numbers, self.world.group("data"), label="evaluation").tolist())
+        account = ledger.read(all_reduce(numbers, self.world.group("world"), label="evaluation").tolist())
         account.check(self.steps_done)
         evaluation = Evaluation(account.loss, account.weight, share.samples)
         self._events.event("evaluated", step=self.steps_done, **vars(evaluation))
@@ -447,7 +463,7 @@ class Run:
         """A parameter whose gradient is not finite, on the first rank that has one; all ranks ask."""
         named = self.composed.gradients.named_gradients()
         mine = (name for name, gradient in named if gradient is not None and not bool(torch.isfinite(gradient).all()))
-        found = gather_values(next(mine, None), self.world.group("data"))
+        found = gather_values(next(mine, None), self.world.group("world"))
         return next(filter(None, found), "no single gradient (their sum overflows)")
 
     @property
@@ -460,7 +476,7 @@ class Run:
         return self.optimizer.param_groups[0]["lr"]
 
     def _share(self, step: int) -> Share:
-        return self._fitted(share_of_step(self.job, step, rank=self.world.rank, ranks=self.world.size))
+        return self._fitted(share_of_step(self.job, step, rank=self._data.position, ranks=self._data.size))
 
     def _fitted(self, share: Share) -> Share:
         return share.filled() if self.composed.in_step else share
@@ -474,17 +490,18 @@ class Run:
 def build_and_compose(job: Job, plan: Plan, world: World) -> Composed:
     """The job's model as the plan runs it; where ranks cut it, each holds its share and one large tensor at a time."""
     assert plan.precision is not None  # the plan is resolved
-    cut = plan.stage == 3
+    cut = plan.stage == 3 or plan.splits_tensors
     if cut:
         hand_back_freed_memory()
-    with Parking(world.group("data")) if cut else nullcontext() as parking:
-        # What is parked stays on the CPU; cutting takes each shard to the rank's device.
+    with Parking(world.group("world")) if cut else nullcontext() as parking:
+        # What is parked stays on the CPU; splitting and cutting take each part to the rank's device.
         devices = ["cpu"] if cut else devices_of(plan, world)
         modules = [build_model(job, precision=plan.precision, device=device) for device in devices]
         if parking is not None:
             parking.settle()
         check_same_start(modules[0], world, parking)
-        composed = compose(modules, plan, world)
+        splits = find_splits(job, modules[0], plan, world)
+        composed = compose(modules, plan, world, splits)
     if cut and world.device == "cpu":
         keep_freed_memory()
     return composed
@@ -517,7 +534,7 @@ def start_as_told(job: Job, options: RunOptions) -> Run:
     options = merge_options(options)
     place = find_here()
     fitted = fit_here(options.plan or Plan(), place, options.devices).resolve(job.precision)
-    world = connect(place, even_alone=fitted.stage > 0)
+    world = connect(place, axes=fitted.axes, even_alone=fitted.stage > 0)
     if world.device == "cpu" and fitted.exact == "bitwise" and chosen_threads() is None:
         torch.set_num_threads(1)  # how a sum is cut among threads shows in its bits
     try:

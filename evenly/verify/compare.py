@@ -7,6 +7,7 @@ absolute for small ones, where rounding of a gradient that is truly zero can be 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -21,18 +22,25 @@ LOSS_TOLERANCE = {
     "pure-bfloat16": 5e-2,  # the sum of losses itself has 8 bits
     "pure-float16": 1e-2,
 }
+# Of a model that computes in a narrower type itself, where a plan adds up in another order before it does.
+NARROWED_TOLERANCE = 1e-5
 PARAM_TOLERANCE: dict[str, float | None] = dict.fromkeys(LOSS_TOLERANCE) | {"float64": 1e-9}
 
 
 def difference(found: torch.Tensor | float, expected: torch.Tensor | float) -> float:
     """How far `found` is from `expected` (same shape); infinite where one is not finite and the other is."""
-    a, b = torch.as_tensor(found).double().cpu(), torch.as_tensor(expected).double().cpu()
+    a, b = _wide(found), _wide(expected)
     if a.shape != b.shape:
         return math.inf
     if a.numel() == 0 or torch.equal(a, b):
         return 0.0
     worst = float((a - b).abs().max() / b.abs().max().clamp(min=1.0))
     return math.inf if math.isnan(worst) else worst
+
+
+def _wide(value: torch.Tensor | float) -> torch.Tensor:
+    """In float64, on the CPU; of a Python number torch would make a float32."""
+    return torch.as_tensor(value, dtype=torch.float64).cpu()
 
 
 def differing_elements(found: torch.Tensor, expected: torch.Tensor) -> int:
@@ -57,6 +65,7 @@ class Trace:
     worst_param: str = ""
     bits_differ: int | None = None
     sharded: float = 0.0
+    narrowed: str = ""  # the type, narrower than `dtype`, that the model computes in, where it decides the rounding
     first: tuple[int, int, str, float] | None = None  # (step, order within the step, what, difference)
     seen: int = field(default=0)  # values compared
 
@@ -64,14 +73,14 @@ class Trace:
         """Compares a loss; `what` names it in the reason."""
         diff = difference(found, expected)
         self.loss_diff = max(self.loss_diff, diff)
-        self._judge(step, 0, what, diff, LOSS_TOLERANCE[self.dtype])
+        self._judge(step, 0, what, diff, self._tolerance(LOSS_TOLERANCE))
 
     def add_grad_norm(self, step: int, found: float, expected: float) -> None:
         """Compares the norm of the batch's gradient."""
         both_overflow = not math.isfinite(found) and not math.isfinite(expected)  # a step that float16 skips
         diff = 0.0 if both_overflow else difference(found, expected)
         self.grad_norm_diff = max(self.grad_norm_diff, diff)
-        self._judge(step, 1, "grad_norm", diff, PARAM_TOLERANCE[self.dtype])
+        self._judge(step, 1, "grad_norm", diff, self._tolerance(PARAM_TOLERANCE))
 
     def add_tensors(self, step: int, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
         """Compares parameters and buffers by name; a name on one side only is infinitely far."""
@@ -80,12 +89,16 @@ class Trace:
             diff = difference(found[name], expected[name]) if both else math.inf
             if diff > self.param_diff or not self.worst_param:
                 self.param_diff, self.worst_param = max(diff, self.param_diff), name
-            self._judge(step, 2 + order, name, diff, PARAM_TOLERANCE[self.dtype])
+            self._judge(step, 2 + order, name, diff, self._tolerance(PARAM_TOLERANCE))
 
     def add_bits(self, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
         """Counts the elements whose bits differ."""
         counts = [differing_elements(found[name], expected[name]) for name in expected]
         self.bits_differ = (self.bits_differ or 0) + sum(counts)
+
+    def _tolerance(self, known: Mapping[str, float | None]) -> float | None:
+        tolerance = known[self.dtype]
+        return tolerance if tolerance is None or not self.narrowed else max(tolerance, NARROWED_TOLERANCE)
 
     def _judge(self, step: int, order: int, what: str, diff: float, tolerance: float | None) -> None:
         self.seen += 1
@@ -113,7 +126,8 @@ def judge(plan: str, traces: list[Trace]) -> Row:
     """One row from what every rank found; the reason names the first difference with its step, rank and size."""
     worst = max(traces, key=lambda trace: trace.param_diff)
     faults = [(trace.first, trace.rank) for trace in traces if trace.first is not None]
-    reason = ""
+    narrowed = next((trace.narrowed for trace in traces if trace.narrowed), "")
+    reason = f"the model itself computes in {narrowed}: held to {NARROWED_TOLERANCE:g}" if narrowed else ""
     if faults:
         (step, _, what, diff), rank = min(faults)
         reason = f"first difference: {what} at step {step} on rank {rank}, {diff:.3g}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from evenly.jobfile import load_job
 from evenly.plan import Plan
 from evenly.train import Run, start
 from evenly.verify.compare import Trace
+from evenly.verify.narrowing import Narrowing
 from evenly.verify.reference import named_tensors, reference_steps
 from evenly.verify.trajectory import Trajectory
 
@@ -26,14 +28,17 @@ def write_reference(path: Path, settings: dict[str, Any], dtype: Precision, step
 def keep_reference(job: Job, steps: int, folder: Path) -> None:
     """Trains `job` in the plain loop and keeps its trajectory in `folder`."""
     trajectory, losses, norms, eval_loss = Trajectory(folder), [], [], None
-    for record in reference_steps(job, steps):
+    records = reference_steps(job, steps)
+    with Narrowing() as narrowing:
+        first = next(records)
+    for record in chain([first], records):
         if record.step == 0:
             eval_loss = record.loss
             continue
         trajectory.add_tensors(record.step, record.tensors)
         losses.append(record.loss)
         norms.append(record.grad_norm)
-    trajectory.finish(losses=losses, grad_norms=norms, eval_loss=eval_loss)
+    trajectory.finish(losses=losses, grad_norms=norms, eval_loss=eval_loss, narrowed=narrowing.found)
 
 
 def compare_file(path: Path, settings: dict[str, Any], dtype: Precision, plan: Plan, steps: int, folder: Path) -> Trace:
@@ -48,14 +53,16 @@ def compare_job(job: Job, plan: str | Plan, steps: int, folder: Path) -> Trace:
     later plans are held against its bits.
     """
     expected, single = Trajectory(folder / "reference"), Trajectory(folder / "single")
-    losses, norms, eval_loss = expected.scalars()
+    losses, norms, eval_loss, narrowed = expected.scalars()
     with start(replace(job, steps=max(job.steps, steps)), plan=plan) as run:
-        trace = Trace(job.precision, run.world.rank, sharded=run.composed.sharded)
+        if run.composed.tensor is None:
+            narrowed = ""  # what is computed in it is computed in the same order
+        trace = Trace(job.precision, run.world.rank, sharded=run.composed.sharded, narrowed=narrowed)
         for batch in run.batches():
             report = run.step(batch)
             trace.add_loss(report.step, report.loss, losses[report.step - 1])
             trace.add_grad_norm(report.step, report.grad_norm, norms[report.step - 1])
-            tensors = {name: whole(tensor) for name, tensor in named_tensors(run.model).items()}
+            tensors = {name: run.composed.whole(name, tensor) for name, tensor in named_tensors(run.model).items()}
             trace.add_tensors(report.step, tensors, expected.tensors(report.step))
             _compare_bits(run, trace, tensors, single, report.step)
             if report.step == steps:
@@ -63,12 +70,6 @@ def compare_job(job: Job, plan: str | Plan, steps: int, folder: Path) -> Trace:
         if eval_loss is not None:
             trace.add_loss(steps, run.evaluate().loss, eval_loss, what="evaluation loss")
     return trace
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` with the shards of all ranks; a collective where it is cut."""
-    full_tensor = getattr(tensor, "full_tensor", None)
-    return tensor if full_tensor is None else full_tensor()
 
 
 def _compare_bits(run: Run, trace: Trace, tensors: dict[str, torch.Tensor], single: Trajectory, step: int) -> None:

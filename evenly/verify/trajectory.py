@@ -21,19 +21,21 @@ class Trajectory:
         self.folder.mkdir(parents=True, exist_ok=True)
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, self._file(step))
 
-    def finish(self, *, losses: list[float], grad_norms: list[float], eval_loss: float | None) -> None:
-        """Keeps the scalars, by step."""
-        scalars = {"losses": losses, "grad_norms": grad_norms, "eval_loss": eval_loss}
+    def finish(
+        self, *, losses: list[float], grad_norms: list[float], eval_loss: float | None, narrowed: str = ""
+    ) -> None:
+        """Keeps the scalars, by step; narrowed: the type, narrower than asked for, that the model computes in."""
+        scalars = {"losses": losses, "grad_norms": grad_norms, "eval_loss": eval_loss, "narrowed": narrowed}
         (self.folder / "scalars.json").write_text(json.dumps(scalars))
 
     def tensors(self, step: int) -> dict[str, torch.Tensor]:
         """The state after `step`."""
         return load_file(self._file(step))
 
-    def scalars(self) -> tuple[list[float], list[float], float | None]:
-        """Losses and gradient norms by step, and the evaluation loss at the end."""
+    def scalars(self) -> tuple[list[float], list[float], float | None, str]:
+        """Losses and gradient norms by step, the evaluation loss at the end, and `narrowed`."""
         scalars = json.loads((self.folder / "scalars.json").read_text())
-        return scalars["losses"], scalars["grad_norms"], scalars["eval_loss"]
+        return scalars["losses"], scalars["grad_norms"], scalars["eval_loss"], scalars["narrowed"]
 
     def _file(self, step: int) -> Path:
         return self.folder / f"step-{step}.safetensors"

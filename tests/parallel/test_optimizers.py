@@ -14,7 +14,6 @@ from torch import nn
 
 import evenly
 from evenly.errors import UserError
-from evenly.verify.ranks import whole
 from evenly.verify.reference import reference_steps
 
 STEPS = 3
@@ -82,7 +81,9 @@ def differences(plan: str, names: list[str]) -> dict[str, float]:
             for batch, expected in zip(run.batches(), reference_steps(job(name), STEPS), strict=True):
                 run.step(batch)
                 for key, parameter in run.model.named_parameters():
-                    worst.append(float((whole(parameter.detach()) - expected.tensors[key]).abs().max()))
+                    worst.append(
+                        float((run.composed.whole(key, parameter.detach()) - expected.tensors[key]).abs().max())
+                    )
             assert [group["lr"] for group in run.optimizer.param_groups] == [1e-2, 3e-3]
         assert len(worst) == STEPS * 6
         found[name] = max(worst)

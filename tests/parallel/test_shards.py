@@ -14,7 +14,6 @@ from torch import nn
 import evenly
 from evenly.errors import PlanError
 from evenly.parallel.shards import units_of
-from evenly.verify.ranks import whole
 
 
 def test_a_block_that_shares_parameters_with_others_is_no_unit() -> None:
@@ -68,7 +67,7 @@ def train(plan: str, steps: int, out: Path | None, resume: bool) -> dict[str, An
         if out is not None:
             run.evaluate()
             run.save()
-        return {name: whole(p.detach()).clone() for name, p in run.model.named_parameters()}
+        return {name: run.composed.whole(name, p.detach()).clone() for name, p in run.model.named_parameters()}
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ from evenly.plan import NAMED, Plan, parse_plan
         ("zero3 data=8 shard=2", Plan(data=8, zero=3, shard=2)),
         ("zero=0 recompute=full", Plan(zero=0, recompute="full")),
         ("zero3 offload=parameters", Plan(zero=3, offload="parameters")),
+        ("tp=2 dp=3 zero=1", Plan(tensor=2, data=3, zero=1)),
+        ("tensor=4 whole=head.*|embed.*", Plan(tensor=4, whole="head.*|embed.*")),
     ],
 )
 def test_text_becomes_a_plan(text: str, plan: Plan) -> None:
@@ -37,13 +39,13 @@ def test_printing_and_parsing_are_inverse(plan: Plan) -> None:
 
 def test_all_problems_are_told_at_once() -> None:
     with pytest.raises(PlanError) as caught:
-        parse_plan("data=0 exact=perfect ddpp pipeline=2 tp zero=4")
+        parse_plan("data=0 exact=perfect ddpp pipeline=2 3d zero=4")
     message = str(caught.value)
     assert "data=0: must be a whole number of at least 1" in message
     assert "exact=perfect: must be one of bitwise, rounding" in message
     assert "unknown name 'ddpp' (did you mean 'ddp'?)" in message
     assert "pipeline is not supported by this version" in message
-    assert "tp is not supported by this version" in message
+    assert "3d is not supported by this version" in message
     assert "zero=4: must be 0, 1, 2 or 3" in message
 
 
@@ -64,6 +66,23 @@ def test_open_axes_take_the_devices_given() -> None:
     assert Plan(data=2).fit(2).axes == {"data": 2}
     with pytest.raises(PlanError, match=r"its axes \(data=2\) need 2"):
         Plan(data=2).fit(3)
+
+
+def test_the_tensor_axis_runs_inside_the_data_axis() -> None:
+    assert parse_plan("tp").fit(4) == Plan(data=1, tensor=4)
+    assert parse_plan("tp data=2").fit(4) == parse_plan("tensor=2").fit(4) == Plan(data=2, tensor=2)
+    assert [*Plan(data=2, tensor=4).axes.items()] == [("data", 2), ("tensor", 4)]
+    assert (Plan(data=2, tensor=4).ranks, Plan(tensor=1, data=1).ranks, Plan(tensor=2).ranks) == (8, 1, None)
+    assert parse_plan("tp").fit(1).axes == {"data": 1}
+    assert parse_plan("hsdp tensor=2").fit(8) == Plan(data=4, tensor=2, zero=3, shard=2)
+    with pytest.raises(PlanError, match=r"its axes \(data=1 x tensor=2\) need 2"):
+        Plan(tensor=2).fit(3)
+    assert Plan(tensor=2, data=1).resolve("float32").exact == "rounding"
+    with pytest.raises(PlanError, match="as many parts as there are ranks on the tensor axis"):
+        Plan(tensor=2, exact="bitwise").resolve("float32")
+    for text in ("tensor=2 dp", "tensor=2 compile=blocks", "ddp whole=head.*", "tensor=1 whole=head.*"):
+        with pytest.raises(PlanError, match=r"leave out (replicas|compile), or tensor|add tensor=2"):
+            parse_plan(text)
 
 
 def test_groups_that_hold_the_same() -> None:

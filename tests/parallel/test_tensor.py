@@ -1,0 +1,265 @@
+"""Training with parameters that are split over the tensor axis, held against one device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs_tensor import TENSOR_JOBS, packed_job, threes_job
+from kept_ranks import KeptRanks
+from torch import nn
+
+import evenly
+from evenly.comm import operations
+from evenly.errors import EvenlyError
+from evenly.verify.compare import Trace, judge
+from evenly.verify.ranks import compare_job, keep_reference
+
+STEPS = 4
+
+
+def prepared(path: str, **changes: Any) -> evenly.Job:
+    name, _, kv_heads = path.partition("-")
+    if kv_heads:
+        changes["kv_heads"] = int(kv_heads)
+    return TENSOR_JOBS[name](**{"precision": "float64", **changes})
+
+
+def compared(name: str, plan: str, folder: Path) -> Trace:
+    return compare_job(prepared(name), plan, STEPS, folder)
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a job's trajectory on one device, made when first asked for."""
+    folders: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in folders:
+            folders[name] = tmp_path_factory.mktemp(name)
+            keep_reference(prepared(name), STEPS, folders[name] / "reference")
+        return folders[name]
+
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "size", "sharded"),
+    [
+        ("heads-4", "tensor=2", 2, 0.95),
+        ("heads-2", "tensor=2", 2, 0.95),
+        ("heads-1", "tp", 2, 0.85),
+        ("heads-2", "tp", 4, 0.8),
+        ("packed", "tensor=2", 2, 0.95),
+        ("packed", "tensor=4", 4, 0.95),
+        ("encoder", "tensor=2", 2, 0.95),
+        ("encoder", "tensor=4", 4, 0.95),
+        ("norm first", "tensor=2 recompute=selective", 2, 0.95),
+        ("norm first", "data=2 tensor=2 zero=3", 4, 0.95),
+        ("norm first", "tensor=4", 4, 0.95),
+        ("decoder", "tensor=2", 2, 0.95),
+        ("decoder", "tensor=4", 4, 0.95),
+        ("threes", "tensor=2", 2, 0.35),  # not the attention of three heads
+        ("heads-4", "tensor=2 recompute=full", 2, 0.95),
+        ("packed", "tensor=2 recompute=selective", 2, 0.95),
+        ("packed", "tensor=2 offload=optimizer", 2, 0.95),
+        ("packed", "tensor=2 whole=embed.*|head.*", 2, 0.3),
+        ("heads-2", "data=2 tensor=2", 4, 0.95),
+        ("heads-2", "data=2 tensor=2 zero=1", 4, 0.95),
+        ("packed", "data=2 tensor=2 zero=2", 4, 0.95),
+        ("packed", "data=2 tensor=2 zero=3", 4, 0.95),
+        ("heads-4", "data=2 tensor=2 zero=3 recompute=full", 4, 0.95),
+        ("threes", "data=2 tensor=2 zero=1", 4, 0.95),
+        ("heads-4", "tensor=2 sequence=split", 2, 0.95),
+        ("heads-2", "tensor=4 sequence=split", 4, 0.8),
+        ("packed", "tensor=2 sequence=split recompute=full", 2, 0.95),
+        ("encoder", "tensor=2 sequence=split", 2, 0.95),
+        ("decoder", "tensor=4 sequence=split", 4, 0.95),
+        ("packed", "data=2 tensor=2 zero=3 sequence=split", 4, 0.95),
+    ],
+)
+def test_a_split_model_computes_what_one_device_does(
+    name: str, plan: str, size: int, sharded: float, references: Callable[[str], Path], ranks: KeptRanks
+) -> None:
+    row = judge(plan, ranks.run(compared, name, plan, references(name), size=size))
+    assert row.status == "equal", row.reason
+    assert row.param_diff is not None
+    assert 0 < row.param_diff < 1e-11
+    assert row.sharded is not None
+    assert row.sharded >= sharded
+
+
+def test_sixteen_bits_agree_up_to_rounding(tmp_path: Path, ranks: KeptRanks) -> None:
+    keep_reference(prepared("packed", precision="bfloat16"), STEPS, tmp_path / "reference")
+    row = judge("tensor=2", ranks.run(compared_in_bfloat16, tmp_path))
+    assert row.status == "equal", row.reason
+    assert row.bits_differ is None
+
+
+def compared_in_bfloat16(folder: Path) -> Trace:
+    return compare_job(prepared("packed", precision="bfloat16"), "tensor=2", STEPS, folder)
+
+
+# ------------------------------------------------------------------------------------------------- communication
+def collectives(name: str, plan: str) -> Counter[str]:
+    """On the tensor axis in one microbatch: in which pass, and over activations or over what is smaller."""
+    found: Counter[str] = Counter()
+    within = ["forward"]
+
+    def counted(operation: Any, kind: str) -> Callable[..., Any]:
+        begin = operation.begin
+
+        def count(tensor: torch.Tensor, group: Any, *args: Any, **kwargs: Any) -> Any:
+            if group.name == "tensor" and tensor.is_floating_point() and tensor.dim() > 0:
+                size = "" if tensor.dim() > 2 else "small "
+                found[f"{within[0]} {size}{kind}"] += 1
+            return begin(tensor, group, *args, **kwargs)
+
+        return count
+
+    with evenly.start(prepared(name, global_batch=4), plan=plan, steps=1) as run:
+        backward = run._backward
+
+        def noted(loss: evenly.Loss) -> None:
+            within[0] = "backward"
+            backward(loss)
+            within[0] = "update"
+
+        run._backward = noted  # type: ignore[method-assign]
+        with pytest.MonkeyPatch.context() as patch:
+            for kind in ("all_reduce", "all_gather", "reduce_scatter"):
+                operation = getattr(operations, kind)
+                patch.setattr(operation, "begin", counted(operation, kind))
+            for batch in run.batches():
+                run.step(batch)
+    return found
+
+
+BLOCKS = 2
+
+
+@pytest.mark.parametrize("name", ["heads-4", "packed", "encoder", "norm first"])
+def test_a_block_sums_twice_forward_and_twice_backward(name: str, ranks: KeptRanks) -> None:
+    for found in ranks.run(collectives, name, "tensor=2"):
+        assert found == {
+            "forward all_reduce": 2 * BLOCKS + 1,  # and the lookup
+            "forward small all_reduce": 2,  # of the loss
+            "backward all_reduce": 2 * BLOCKS + 1,  # and what goes into the head
+            "update small all_reduce": 1,  # losses and weights
+        }
+
+
+@pytest.mark.parametrize(("name", "positions"), [("heads-4", 1), ("packed", 0), ("encoder", 0), ("norm first", 0)])
+def test_along_the_sequence_a_sum_is_half_scattered_and_half_gathered(
+    name: str, positions: int, ranks: KeptRanks
+) -> None:
+    for found in ranks.run(collectives, name, "tensor=2 sequence=split"):
+        activations = {what: count for what, count in found.items() if "small" not in what}
+        assert activations == {
+            "forward reduce_scatter": 2 * BLOCKS + 1,
+            "forward all_gather": 2 * BLOCKS + 1,
+            "backward reduce_scatter": 2 * BLOCKS + 1,
+            "backward all_gather": 2 * BLOCKS
+            + 1
+            + positions,  # the gradient of whole positions, of which a part is added
+        }
+
+
+# --------------------------------------------------------------------------------------------------- checkpoints
+def train(name: str, plan: str, steps: int, out: Path | None, resume: bool) -> dict[str, Any]:
+    """The whole tensors after `steps` steps."""
+    with evenly.start(prepared(name), plan=plan, out=out, steps=steps, resume=resume) as run:
+        for batch in run.batches():
+            run.step(batch)
+        if out is not None and not resume:
+            run.save()
+        named = {n: t.detach().clone() for n, t in run.model.named_parameters()}
+        return {n: run.composed.whole(n, t) for n, t in named.items()}
+
+
+@pytest.mark.parametrize(
+    ("first", "size", "then", "size_then"),
+    [
+        ("tensor=2", 2, "ddp", 1),
+        ("ddp", 2, "tensor=2", 2),
+        ("data=2 tensor=2", 4, "tensor=4", 4),
+        ("tensor=2", 2, "data=2 tensor=2 zero=1", 4),
+        ("data=2 tensor=2 zero=3", 4, "zero2", 2),
+    ],
+)
+def test_a_run_goes_on_under_another_plan(
+    first: str, size: int, then: str, size_then: int, tmp_path: Path, ranks: KeptRanks
+) -> None:
+    expected = ranks.run(train, "packed", "ddp", 6, None, False, size=1)[0]
+    ranks.run(train, "packed", first, 3, tmp_path / "run", False, size=size)
+    for found in ranks.run(train, "packed", then, 6, tmp_path / "run", True, size=size_then):
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert (found[name] - tensor).abs().max() < 1e-11, name
+
+
+# ------------------------------------------------------------------------------------------------------ refusals
+class Numbers(nn.Module):
+    """Its code asks for a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(5, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x)
+        return self.down(hidden / hidden.detach().abs().max().item())
+
+
+class Filters(nn.Module):
+    """Nothing in it can be split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter, self.norm = nn.Conv1d(1, 3, 5), nn.LayerNorm(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.filter(x[:, None]).flatten(1))
+
+
+class Lars(torch.optim.SGD):
+    """Not of torch: it might look at whole parameters."""
+
+
+REFUSED: dict[str, tuple[Callable[[], evenly.Job], str, str]] = {
+    "nothing": (lambda: threes_job(model=Filters), "tensor=2", "no parameter of the model can be split over 2 ranks"),
+    "untraceable": (lambda: threes_job(model=Numbers), "tensor=2", "aten._local_scalar_dense"),
+    "all-whole": (packed_job, "tensor=2 whole=*", "is kept whole by '*'"),
+    "misspelt": (packed_job, "tensor=2 whole=heed.weight", "close: head.weight"),
+    "optimizer": (lambda: packed_job(optimizer=lambda p: Lars(p, lr=0.1)), "tensor=2", "optimizer Lars under tensor=2"),
+}
+
+
+def refusal(name: str) -> str:
+    job, plan, _ = REFUSED[name]
+    try:
+        with evenly.start(job(), plan=plan):
+            return "nothing"
+    except EvenlyError as problem:
+        return str(problem)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_split_is_refused_on_all_ranks(name: str, ranks: KeptRanks) -> None:
+    said = ranks.run(refusal, name)
+    assert said[0] == said[1]
+    assert REFUSED[name][2] in said[0]
+
+
+def untraceable(plan: str) -> float:
+    with evenly.start(threes_job(model=Numbers), plan=plan, steps=1) as run:
+        return next(run.step(batch).loss for batch in run.batches())
+
+
+def test_what_cannot_be_traced_runs_under_the_other_axes(ranks: KeptRanks) -> None:
+    (alone,) = ranks.run(untraceable, "single", size=1)
+    assert ranks.run(untraceable, "ddp") == [alone] * 2

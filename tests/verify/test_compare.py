@@ -1,0 +1,56 @@
+"""What counts as equal, and what a model that computes in a narrower type is held to."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from evenly.verify.compare import Trace, difference, judge
+from evenly.verify.narrowing import Narrowing
+
+
+def test_numbers_are_compared_as_finely_as_tensors() -> None:
+    assert difference(1.0 + 2e-9, 1.0) == pytest.approx(2e-9, rel=1e-6)
+    assert difference(torch.tensor(1.0 + 2e-9, dtype=torch.float64), 1.0) == pytest.approx(2e-9, rel=1e-6)
+    assert difference(3.0, 3.0) == 0.0
+    assert difference(math.nan, 1.0) == math.inf
+    trace = Trace("float64", rank=0)
+    trace.add_loss(1, 5.0 * (1 + 3e-9), 5.0)
+    assert judge("ddp", [trace]).status == "different"
+
+
+class Normed(nn.Module):
+    """Normalises as models written for 16-bit weights do."""
+
+    def __init__(self, *, narrow: bool) -> None:
+        super().__init__()
+        self.linear, self.narrow = nn.Linear(4, 4, dtype=torch.float64), narrow
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        return in_float32(x) if self.narrow else x / x.norm()
+
+
+def in_float32(x: torch.Tensor) -> torch.Tensor:
+    return (x.float() / x.float().norm()).to(x.dtype)
+
+
+@pytest.mark.parametrize(("narrow", "found"), [(True, "float32"), (False, "")])
+def test_a_narrower_type_inside_a_model_is_found(narrow: bool, found: str) -> None:
+    with Narrowing() as narrowing:
+        Normed(narrow=narrow)(torch.randn(3, 4, dtype=torch.float64)).sum().backward()
+    assert narrowing.found == found
+
+
+def test_it_is_held_to_less_and_named() -> None:
+    for narrowed, status in (("", "different"), ("float32", "equal")):
+        trace = Trace("float64", rank=0, narrowed=narrowed)
+        trace.add_grad_norm(1, 1.0 + 1e-6, 1.0)
+        row = judge("tensor=2", [trace])
+        assert row.status == status
+        assert ("computes in float32: held to 1e-05" in row.reason) == bool(narrowed)
+    trace.add_grad_norm(2, 1.0 + 1e-4, 1.0)
+    assert judge("tensor=2", [trace]).status == "different"
