@@ -93,6 +93,23 @@ def verify_command(
     )
 
 
+@app.command("plan")
+def plan_command(
+    job: JobFile,
+    only: Annotated[str, typer.Option(metavar="TEXT", help="The plan, for example tensor=2.")] = "auto",
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Tell what the tensor axis splits of the model, and why.")
+    ] = False,
+    settings: Settings = [],  # noqa: B006
+    json_only: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show what a plan makes of a job, without GPU and without starting processes."""
+    from evenly.cli.plan import plan
+
+    raise typer.Exit(plan(job, only, explain=explain, settings=settings, json_only=json_only))
+
+
 @app.command("report")
 def report_command(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a run: runs/NAME-N.")],

@@ -13,7 +13,7 @@ Row = Mapping[str, Any]
 def size_in_words(size_bytes: float) -> str:
     """1048576 -> '1 MiB'."""
     for unit in ("B", "KiB", "MiB"):
-        if size_bytes < 1024:
+        if size_bytes < 999.5:  # beyond, three digits are not enough
             return f"{size_bytes:.3g} {unit}"
         size_bytes /= 1024
     return f"{size_bytes:.3g} GiB"

@@ -1,0 +1,125 @@
+"""What the tensor axis splits of a model, in words: what repeats from block to block is one row.
+
+Works on the document of `evenly plan --explain --json`. The number of a block is a number that stands alone between
+the dots of a name, in names as in reasons: `layers.0.up.weight` and `layers.1.up.weight` are `layers.*.up.weight`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from evenly.report.comm import size_in_words
+
+Row = Mapping[str, Any]
+
+GROUP_HEADS = ("parameters[dim]", "groups", "units", "share", "forward", "backward", "")
+WHOLE_HEADS = ("parameters", "number", "reason by dim")
+
+NUMBER = re.compile(r"(?<![\w.])\d+(?=\.\w)|(?<=\w\.)\d+(?!\w)")
+
+
+def group_title(explanation: Row) -> str:
+    """What is shown, and what its columns are."""
+    return (
+        f"{explanation['job']}, {explanation['plan']}: what can be split together, its share of the model's elements,\n"
+        "and the bytes that ranks sum for it in the forward and the backward pass of the traced microbatch"
+    )
+
+
+def group_rows(explanation: Row) -> list[tuple[str, ...]]:
+    """Parameters, number of groups, units of each, share and bytes of all, and whether they are split."""
+    kinds: dict[Any, list[Row]] = {}
+    for group in explanation["groups"]:
+        kinds.setdefault(_kind(group), []).append(group)
+    split = {*_split(explanation)}
+    return [_group_row(groups, explanation["elements"], split) for groups in kinds.values()]
+
+
+def whole_rows(explanation: Row) -> list[tuple[str, ...]]:
+    """Names of parameters in no group, their number, and why."""
+    kinds: dict[Any, list[tuple[str, Sequence[str]]]] = {}
+    for name, reasons in explanation["whole"].items():
+        kinds.setdefault((_template(name), *map(_template, reasons)), []).append((name, reasons))
+    return [
+        (folded(name for name, _ in alike), str(len(alike)), _by_dim([reasons for _, reasons in alike]))
+        for alike in kinds.values()
+    ]
+
+
+def in_a_line(explanation: Row) -> str:
+    """How much is split, and how to split less."""
+    names = _split(explanation)
+    if not names:
+        return f"nothing is split over {explanation['ranks']} ranks; evenly run refuses this plan"
+    return (
+        f"{explanation['share']:.1%} of the model's elements are split over {explanation['ranks']} ranks; "
+        f"whole=PATTERN in the plan (several: A|B) keeps parameters whole, for example whole={names[0]}"
+    )
+
+
+def folded(texts: Iterable[str]) -> str:
+    """Texts that differ in numbers of blocks as one, with * where they differ."""
+    first, *others = texts
+    numbers = [NUMBER.findall(first), *map(NUMBER.findall, others)]
+    shown = iter(found[0] if len({*found}) == 1 else "*" for found in zip(*numbers, strict=True))
+    return NUMBER.sub(lambda _: next(shown), first)
+
+
+def _split(explanation: Row) -> list[str]:
+    """Names of the parameters that are."""
+    return [one["name"] for group in explanation["groups"] if group["split"] for one in group["parameters"]]
+
+
+def _template(text: str) -> str:
+    return NUMBER.sub("*", text)
+
+
+def _kind(group: Row) -> Any:
+    """What groups of one row have in common."""
+    parameters = dict.fromkeys(map(_layout, group["parameters"]))
+    numbers = (group["elements"], group["forward_bytes"], group["backward_bytes"])
+    return (*parameters, *numbers, _template(group["reason"]))
+
+
+def _layout(parameter: Row) -> tuple[Any, ...]:
+    return (_template(parameter["name"]), *(parameter[key] for key in ("dim", "outer", "units", "inner")))
+
+
+def _group_row(groups: Sequence[Row], elements: int, split: set[str]) -> tuple[str, ...]:
+    first = groups[0]
+    alike: dict[Any, list[str]] = {}
+    for group in groups:
+        for one in group["parameters"]:
+            alike.setdefault(_layout(one), []).append(one["name"])
+    shown = (
+        f"{folded(names)}[{dim}]" + (f" {outer}x" if outer > 1 else "") for (_, dim, outer, *_), names in alike.items()
+    )
+    moved = (sum(group[key] for group in groups) for key in ("forward_bytes", "backward_bytes"))
+    return (
+        "\n".join(shown),
+        str(len(groups)),
+        str(first["parameters"][0]["units"]),
+        f"{sum(group['elements'] for group in groups) / elements:.1%}",
+        *map(size_in_words, moved),
+        _verdict(groups, split),
+    )
+
+
+def _verdict(groups: Sequence[Row], split: set[str]) -> str:
+    if groups[0]["split"]:
+        return "split"
+    reason = folded(group["reason"] for group in groups)
+    otherwise = all(one["name"] in split for group in groups for one in group["parameters"])
+    return f"{'otherwise' if otherwise else 'whole'}: {reason}"
+
+
+def _by_dim(alike: Sequence[Sequence[str]]) -> str:
+    """Reasons of like parameters as one: `[0, 1] softmax; [2] cat`; of a single dim the reason alone."""
+    dims: dict[str, list[str]] = {}
+    for dim, reasons in enumerate(zip(*alike, strict=True)):
+        dims.setdefault(folded(reasons), []).append(str(dim))
+    if len(alike[0]) < 2:
+        return "".join(dims) or "has no dims"
+    return "; ".join(f"[{', '.join(numbers)}] {reason}" for reason, numbers in dims.items())
