@@ -35,7 +35,6 @@ CONTENDERS = {
     "megatron": contender(TORCHRUN_STATIC, "megatron"),
     "dtensor": contender(TORCHRUN_STATIC, "dtensor"),
     "evenly": contender(EVENLY, "evenly", "tensor=2"),
-    "evenly_rounding": contender(EVENLY, "evenly", "tensor=2 exact=rounding"),
     "single": contender(PYTHON, "single", ranks=1),
 }
 contenders.CONTENDERS.update(CONTENDERS)

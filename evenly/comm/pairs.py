@@ -28,14 +28,21 @@ from evenly.comm.groups import Group
 from evenly.comm.operations import even_sizes
 
 
-def copy(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """A shared tensor for use by each rank on its own: gradients of all ranks are added up."""
-    return _pair(tensor, _same, lambda own: operations.all_reduce(own.clone(), group))
+def copy(tensor: torch.Tensor, group: Group, *, in_place: bool = False) -> torch.Tensor:
+    """A shared tensor for use by each rank on its own: gradients of all ranks are added up.
+
+    in_place: in the memory of the gradient. Only where each use is a product, whose gradient is a tensor of its own;
+    that of a sum, say, is handed to all of its terms.
+    """
+    return _pair(tensor, _same, lambda own: _summed(own, group, in_place))
 
 
-def reduce(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """The sum of the ranks' tensors, shared; each rank's gets the gradient of the sum."""
-    return _pair(tensor, lambda own: operations.all_reduce(own.clone(), group), _same)
+def reduce(tensor: torch.Tensor, group: Group, *, in_place: bool = False) -> torch.Tensor:
+    """The sum of the ranks' tensors, shared; each rank's gets the gradient of the sum.
+
+    in_place: in the memory of `tensor`. Only where nobody needs its values any more: autograd, or recomputation.
+    """
+    return _pair(tensor, lambda own: _summed(own, group, in_place), _same)
 
 
 def split(tensor: torch.Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> torch.Tensor:
@@ -110,8 +117,13 @@ def _sizes_of_pieces(tensor: torch.Tensor, group: Group, dim: int, sizes: Sequen
     return [int(length) for length in operations.all_gather(own, group, sizes=[1] * group.size).tolist()]
 
 
+def _summed(tensor: torch.Tensor, group: Group, in_place: bool) -> torch.Tensor:
+    return operations.all_reduce(_same(tensor) if in_place else tensor.clone(), group)
+
+
 def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view_as(tensor)  # autograd wants a new tensor
+    """The same memory in a new tensor, as autograd wants it; no view, which holds its base and resists writing."""
+    return tensor.detach()
 
 
 def _own_piece(tensor: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) -> torch.Tensor:

@@ -105,7 +105,7 @@ def compose(
     model, group, wide = modules[0], world.group("data"), plan.exact == "bitwise"
     tensor = parts_of = None
     if splits is not None:
-        tensor = _split(model, splits, world.group("tensor"), sequence=plan.sequence == "split")
+        tensor = _split(model, splits, world.group("tensor"), plan)
         if plan.stage < 3:
             model.to(world.device)
         parts_of = Parts(tensor.layouts, world.group("tensor"))
@@ -137,13 +137,14 @@ def compose(
     return Composed(model, gradients=GradientSum(model, group=group, wide=wide, parts=parts_of), **parts)
 
 
-def _split(model: nn.Module, splits: Mapping[str, ParameterSplit], group: Group, *, sequence: bool) -> SplitModel:
+def _split(model: nn.Module, splits: Mapping[str, ParameterSplit], group: Group, plan: Plan) -> SplitModel:
     """Splits the parameters of `model` over the tensor axis."""
     from evenly.parallel.tensor.layout import Layout
     from evenly.parallel.tensor.model import SplitModel
 
     layouts = {name: Layout.of(s.dim, s.outer, s.units, s.inner, group.size) for name, s in splits.items()}
-    return SplitModel(model, layouts, group, sequence=sequence)
+    keeping = plan.recompute == "selective"
+    return SplitModel(model, layouts, group, sequence=plan.sequence == "split", recomputed=keeping)
 
 
 def _change_blocks(replicas: Replicas, plan: Plan) -> list[BlockForwards | CachesOff]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,6 +89,13 @@ def by_heads_of_itself(x: T, weight: T, bias: T, out: T, **how: Any) -> T:
     return by_heads(x, x, x, weight, bias, out, **how)
 
 
+def changed_meanwhile(x: T, w: T) -> T:
+    h = x * 2
+    first = F.linear(h.clone(), w).sum() + (h @ w.detach().T).sum()
+    h += 1
+    return first + F.linear(h, w)
+
+
 def hooked(x: T, hook: Callable[[T], T | None]) -> T:
     x.register_hook(hook)
     return x * 3
@@ -108,6 +117,13 @@ CASES = {
     "column": Case(F.linear, ((2, 3, 5), (6, 5), (6,)), {1: (0, 1, 6), 2: (0, 1, 6)}),
     "column-whole-bias": Case(F.linear, ((2, 3, 5), (6, 5), (6,)), {1: (0, 1, 6)}),
     "row": Case(F.linear, ((2, 3, 6), (5, 6), (5,)), {0: (2, 1, 6), 1: (1, 1, 6)}),
+    "row-in-place": Case(
+        lambda x, w, r: F.linear(x, w).add_(r).mul_(2), ((3, 6), (5, 6), (3, 5)), {0: (1, 1, 6), 1: (1, 1, 6)}
+    ),
+    "entering-in-place": Case(
+        lambda x, w: F.linear(x * 2, w) + F.linear((x * 2).mul_(3), w), ((3, 5), (6, 5)), {1: (0, 1, 6)}
+    ),
+    "changed-meanwhile": Case(changed_meanwhile, ((3, 5), (6, 5)), {1: (0, 1, 6)}),
     "row-of-whole": Case(F.linear, ((2, 3, 6), (5, 6), (5,)), {1: (1, 1, 6)}),
     "row-uneven": Case(F.linear, ((3, 7), (5, 7)), {0: (1, 1, 7), 1: (1, 1, 7)}),
     "rows-of-a-batch": Case(F.linear, ((6, 4), (5, 4), (5,)), {0: (0, 1, 6)}),
@@ -382,6 +398,28 @@ class Doubled(torch.autograd.Function):
     def backward(ctx: Any, *gradients: T) -> Any:
         x, weight = ctx.saved_tensors
         return 2 * gradients[0] @ weight, 2 * gradients[0].T @ x
+
+
+def left_behind() -> list[bool]:
+    """Whether whole tensors that entered a split computation outlive it."""
+    with axis_of_all() as axis:
+        weight = axis.part(torch.randn(6, 4, requires_grad=True), Layout.of(0, 1, 6, 1, axis.group.size))
+        source = torch.randn(3, 4, requires_grad=True)
+        entering = source * 2
+        entered = [weakref.ref(entering)]
+        out = F.linear(entering, weight) * F.linear(entering, weight) + entering.sum(-1, keepdim=True)
+        gc.disable()
+        try:
+            del entering
+            out.sum().backward()
+            del out
+            return [reference() is not None for reference in entered]
+        finally:
+            gc.enable()
+
+
+def test_nothing_outlives_its_step(ranks: KeptRanks) -> None:
+    assert ranks.run(left_behind) == [[False]] * 2
 
 
 REFUSED: dict[str, tuple[Callable[[T, T], Any], str]] = {

@@ -46,12 +46,14 @@ class Axis:
 
     group:     the ranks among which tensors are split.
     sequence:  whether sums of whole activations are left split along the sequence.
+    recomputed: whether products may be kept, to be taken in place of their recomputation.
     computing: how deeply nested what the job computes is, a loss or its backward: parameters are shown split in it,
                and as this rank's parts to the engine and the optimizer.
     """
 
     group: Group
     sequence: bool = False
+    recomputed: bool = False
     computing: int = 0
     _shown: dict[tuple[int, bool], SplitTensor] = field(default_factory=dict[tuple[int, bool], "SplitTensor"])
 
@@ -77,16 +79,20 @@ class Axis:
         return self._shown[key]
 
     # ------------------------------------------------------------------------------------------- conversions
-    def enter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The whole of a tensor for computing with parts; what enters twice shares one sum of gradients."""
+    def enter(self, tensor: torch.Tensor, *, products: bool = False) -> torch.Tensor:
+        """The whole of a tensor for computing with parts; what enters twice shares one sum of gradients.
+
+        products: whether it is for a product, whose gradient can be summed where it lies.
+        """
         if not tensor.requires_grad or not torch.is_grad_enabled():
             return self.whole(tensor) if is_split(tensor) else tensor
-        known: tuple[int, torch.Tensor] | None = vars(tensor).get("_evenly_entered")
+        name = "_evenly_multiplied" if products else "_evenly_entered"
+        known: tuple[int, torch.Tensor] | None = vars(tensor).get(name)
         if known is not None and known[0] == tensor._version:
             return known[1]
-        entered = self._gather(tensor) if is_split(tensor) else pairs.copy(tensor, self.group)
+        entered = self._gather(tensor) if is_split(tensor) else pairs.copy(tensor, self.group, in_place=products)
         if tensor.grad_fn is not None:  # a leaf outlives the graph
-            tensor._evenly_entered = (tensor._version, entered)  # type: ignore[attr-defined]
+            setattr(tensor, name, (tensor._version, entered))
         return entered
 
     def _gather(self, tensor: SplitTensor) -> torch.Tensor:
@@ -96,8 +102,8 @@ class Axis:
         return in_order(joined.flatten(layout.dim, layout.dim + 1), memory_order(tensor))
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' `tensor`, whole."""
-        return pairs.reduce(tensor, self.group)  # not in place: selective recomputation keeps what is given
+        """The sum of all ranks' `tensor`, whole, in its memory: what is given are results that nobody else has."""
+        return pairs.reduce(tensor, self.group, in_place=not self.recomputed)
 
     def rows(self, tensor: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
         """`total` of an activation [..., L, D], with `sequence` split along L; shape: of what it is a view of."""

@@ -24,14 +24,20 @@ from evenly.parallel.tensor.padding import PaddingZeroed
 class SplitModel:
     """Splits parameters of `model`, in place, over the ranks of `group`; all ranks hold the same values before.
 
-    layouts: of the parameters to be split, by name. sequence: as of `Axis`. `parameters` are these, `share` their share
-    of all elements.
+    layouts: of the parameters to be split, by name. sequence, recomputed: as of `Axis`. `parameters` are those that are
+    split, `share` their share of all elements.
     """
 
     def __init__(
-        self, model: nn.Module, layouts: Mapping[str, Layout], group: Group, *, sequence: bool = False
+        self,
+        model: nn.Module,
+        layouts: Mapping[str, Layout],
+        group: Group,
+        *,
+        sequence: bool = False,
+        recomputed: bool = False,
     ) -> None:
-        self.axis, self.layouts = Axis(group, sequence), dict(layouts)
+        self.axis, self.layouts = Axis(group, sequence, recomputed), dict(layouts)
         named = dict(model.named_parameters())
         self.parameters = {name: named[name] for name in layouts}
         elements = sum(parameter.numel() for parameter in named.values())

@@ -209,7 +209,7 @@ def _linear(_: Any, x: T, weight: T, bias: T | None = None) -> Any:
     axis, layout = weight.axis, weight.split_as
     if layout.dim == 0:
         own_bias = None if bias is None else _part_for(bias, layout.at(-1), axis)
-        return axis.split(F.linear(axis.enter(x), weight, own_bias), layout.at(x.dim() - 1))
+        return axis.split(F.linear(axis.enter(x, products=True), weight, own_bias), layout.at(x.dim() - 1))
     own = _part_for(x, layout.at(-1), axis)
     summed = axis.rows(F.linear(own, weight))  # type: ignore[arg-type]  # K is never broadcast
     return summed if bias is None else _added(summed, bias)
@@ -231,7 +231,7 @@ def _matmul(_: Any, a: T, b: T) -> Any:
         if layout.dim == contracted:
             part = _part_for(other, layout.at(of_other), axis)
         elif layout.dim >= -2:  # M of a, or N of b
-            part = axis.enter(other)
+            part = axis.enter(other, products=True)
         else:
             part = _part_for(other, layout, axis)
         if part is None:
