@@ -98,11 +98,6 @@ def derive(trace: Trace) -> Derivation:
     )
 
 
-def split_groups(trace: Trace) -> list[SplitGroup]:
-    """The groups of parameters that can be split in the model of `trace`."""
-    return [*derive(trace).groups]
-
-
 class _Search:
     """Finds the groups of one trace."""
 

@@ -423,8 +423,8 @@ def _refusal(problem: Exception, recorder: _Recorder) -> PlanError:
 
 
 def _line(problem: Exception | None = None) -> str:
-    """` (model.py:33)`: the innermost line that runs or failed outside torch and this folder."""
+    """` (model.py:33)`: the innermost line that runs or failed outside torch and this package."""
     frames = traceback.extract_tb(problem.__traceback__) if problem else traceback.extract_stack()
-    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
     own = [frame for frame in frames if not frame.filename.startswith(inside)]
     return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""

@@ -31,7 +31,7 @@ from traced import (
 
 from evenly.model.graph import Graph
 from evenly.model.rules import RULES
-from evenly.model.splits import Derivation, SplitGroup, derive, split_groups
+from evenly.model.splits import Derivation, SplitGroup, derive
 from evenly.model.trace import trace
 
 SIZE = HEADS * WIDTH
@@ -43,7 +43,7 @@ def shown(group: SplitGroup) -> Shown:
 
 
 def groups(case: Case) -> list[Shown]:
-    return [shown(group) for group in split_groups(trace(*case))]
+    return [shown(group) for group in derive(trace(*case)).groups]
 
 
 def linear(name: str, *, units: int, inner: int = 1, outer: int = 1) -> Shown:
@@ -137,7 +137,7 @@ def torchs_heads(name: str) -> Shown:
 
 def test_attention_of_torchs_module() -> None:
     """Its weights, of which it makes a mean over heads, are summed too; where they are used, heads are not split."""
-    vocabulary, heads, mlp = split_groups(trace(*own(OwnAttention())))
+    vocabulary, heads, mlp = derive(trace(*own(OwnAttention()))).groups
     assert [shown(one) for one in (vocabulary, heads, mlp)] == [
         VOCABULARY_GROUP,
         torchs_heads("block.attention.mix"),
@@ -174,7 +174,7 @@ def test_torchs_encoder_and_decoder(norm_first: bool) -> None:
 
 
 def test_bytes_count_each_whole_tensor_once() -> None:
-    vocabulary, heads, _, mlp = split_groups(trace(*own(Attention(SIZE, 4, 8))))
+    vocabulary, heads, _, mlp = derive(trace(*own(Attention(SIZE, 4, 8)))).groups
     stream = 3 * 5 * SIZE * 4
     # The embedding's sum; the stream meets the head.
     assert (vocabulary.forward_bytes, vocabulary.backward_bytes, vocabulary.sums) == (stream, stream, ("tok",))

@@ -74,6 +74,8 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         ("packed", "data=2 tensor=2 zero=3", 4, 0.95),
         ("heads-4", "data=2 tensor=2 zero=3 recompute=full", 4, 0.95),
         ("threes", "data=2 tensor=2 zero=1", 4, 0.95),
+        ("packed", "data=1 tensor=2 zero=2", 2, 0.95),
+        ("packed", "data=1 tensor=2 zero=3 offload=parameters", 2, 0.95),
         ("heads-4", "tensor=2 sequence=split", 2, 0.95),
         ("heads-2", "tensor=4 sequence=split", 4, 0.8),
         ("packed", "tensor=2 sequence=split recompute=full", 2, 0.95),
@@ -232,7 +234,7 @@ class Lars(torch.optim.SGD):
 
 REFUSED: dict[str, tuple[Callable[[], evenly.Job], str, str]] = {
     "nothing": (lambda: threes_job(model=Filters), "tensor=2", "no parameter of the model can be split over 2 ranks"),
-    "untraceable": (lambda: threes_job(model=Numbers), "tensor=2", "aten._local_scalar_dense"),
+    "untraceable": (lambda: threes_job(model=Numbers), "tensor=2", "aten._local_scalar_dense (test_tensor.py:"),
     "all-whole": (packed_job, "tensor=2 whole=*", "is kept whole by '*'"),
     "misspelt": (packed_job, "tensor=2 whole=heed.weight", "close: head.weight"),
     "optimizer": (lambda: packed_job(optimizer=lambda p: Lars(p, lr=0.1)), "tensor=2", "optimizer Lars under tensor=2"),
