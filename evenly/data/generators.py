@@ -27,10 +27,15 @@ def undisturbed(*devices: str) -> Generator[None]:
             generator.set_state(state)
 
 
-def seed(key: int, device: str = "cpu") -> None:
-    """From here on everything drawn on the CPU and on `device` comes from the stream `key`; wants `undisturbed`."""
+def reseed(key: int, device: str = "cpu") -> None:
+    """From here on what torch draws on the CPU and on `device` comes from the stream `key`; wants `undisturbed`."""
     for generator in _generators(device):
         generator.manual_seed(key)
+
+
+def seed(key: int, device: str = "cpu") -> None:
+    """As `reseed`, and for what Python and numpy draw too."""
+    reseed(key, device)
     random.seed(key)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(key & 0xFFFFFFFF)

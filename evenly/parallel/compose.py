@@ -17,6 +17,7 @@ from torch import nn
 from evenly.cluster.world import World
 from evenly.comm.groups import Group
 from evenly.errors import PlanError
+from evenly.parallel.calls import BlockCalls
 from evenly.parallel.forwards import BlockForwards, Forward
 from evenly.parallel.gradients import Gradients, GradientSum, Parts, trainable
 from evenly.parallel.memory import on
@@ -40,6 +41,7 @@ class Composed:
     gradients:  adds gradients over microbatches, replicas and ranks.
     statistics: of each replica, keeps the running statistics of normalisation layers.
     forwards:   of each replica, what its blocks run instead of their own forward.
+    calls:      of each replica, the calls of its blocks, which draw random numbers of their own.
     cuts:       parameters that this rank does not step as they stand, but its part of them or a copy on the host.
     sharded:    share of the parameters' elements that this plan really splits, 0 to 1.
     tensor:     the model's parameters as parts of larger ones, where the tensor axis splits them.
@@ -51,6 +53,7 @@ class Composed:
     gradients: Gradients
     statistics: list[RunningStatistics]
     forwards: list[BlockForwards | CachesOff]
+    calls: list[BlockCalls]
     cuts: Sequence[Cut] = ()
     sharded: float = 0.0
     tensor: SplitModel | None = None
@@ -91,7 +94,7 @@ class Composed:
 
     def close(self) -> None:
         """Leaves the model as it would be without a plan."""
-        for part in (self.gradients, *self.statistics, *self.forwards, *filter(None, [self.tensor])):
+        for part in (self.gradients, *self.statistics, *self.forwards, *self.calls, *filter(None, [self.tensor])):
             part.close()
 
 
@@ -111,8 +114,12 @@ def compose(
         parts_of = Parts(tensor.layouts, world.group("tensor"))
     replicas = Replicas(modules, devices_of(plan, world), gather=plan.gather)
     statistics = [RunningStatistics(r.module, group=group, alone=plan.devices == 1) for r in replicas]
-    forwards = _change_blocks(replicas, plan)
-    parts: dict[str, Any] = {"replicas": replicas, "statistics": statistics, "forwards": forwards}
+    parts: dict[str, Any] = {
+        "replicas": replicas,
+        "statistics": statistics,
+        "forwards": _change_blocks(replicas, plan),
+        "calls": [BlockCalls(replica.module, replica.device) for replica in replicas],
+    }
     if tensor is not None:
         parts |= {"tensor": tensor, "sharded": tensor.share}
     if plan.stage:

@@ -28,7 +28,7 @@ from evenly.cluster.world import World
 from evenly.comm.connect import connect, disconnect
 from evenly.comm.groups import Group
 from evenly.comm.operations import all_reduce, gather_values
-from evenly.data.generators import seed, undisturbed
+from evenly.data.generators import undisturbed
 from evenly.data.loader import Loader, Microbatch, Reading, Share, share_of_evaluation, share_of_step, worker_count
 from evenly.data.stream import stream_key
 from evenly.errors import PlanError, RunError, UserError
@@ -236,12 +236,12 @@ class Run:
 
     def _forward(self, replica: Replica, microbatch: Microbatch, step: int, ledger: Ledger) -> Loss:
         """The loss of `microbatch`, entered in `ledger`; of a filler, a loss without effect."""
-        seed(stream_key(self.job.seed, "microbatch", step, microbatch.number), replica.device)
+        key = stream_key(self.job.seed, "microbatch", step, microbatch.number)
         if not microbatch.counts:
-            return Loss(self._loss(replica, microbatch).total * 0, 0)
+            return Loss(self._loss(replica, microbatch, key).total * 0, 0)
         statistics = self.composed.statistics[replica.number]
         with statistics.recording(microbatch.number):
-            loss = self._loss(replica, microbatch)
+            loss = self._loss(replica, microbatch, key)
         self._enter(ledger, microbatch, loss, statistics.calls(microbatch.number))
         return loss
 
@@ -256,8 +256,10 @@ class Run:
         vector = torch.as_tensor(numbers, dtype=torch.float64, device=self.world.device)
         return all_reduce(vector, self._tensor, label="losses and weights")
 
-    def _loss(self, replica: Replica, microbatch: Microbatch) -> Loss:
-        with on(replica.loss_number), autocast(self.precision, replica.device), self.composed.computing:
+    def _loss(self, replica: Replica, microbatch: Microbatch, key: int) -> Loss:
+        """The job's loss, with random numbers from the stream `key`."""
+        drawing = self.composed.calls[replica.number].drawing(key)
+        with on(replica.loss_number), autocast(self.precision, replica.device), self.composed.computing, drawing:
             batch = place_batch(microbatch.batch, self.precision, replica.loss_device)
             return as_loss(self.job.loss(replica.called, batch), microbatch.samples)
 
@@ -394,8 +396,9 @@ class Run:
                 )
                 for microbatches in batch.rounds(len(replicas)):
                     for replica, microbatch in zip(replicas, microbatches, strict=False):
-                        seed(stream_key(self.job.seed, "evaluation", microbatch.number), replica.device)
-                        loss = self._loss(replica, microbatch)
+                        loss = self._loss(
+                            replica, microbatch, stream_key(self.job.seed, "evaluation", microbatch.number)
+                        )
                         if microbatch.counts:
                             self._enter(ledger, microbatch, loss, [])
         finally:

@@ -1,15 +1,15 @@
 """What one device computes, in a loop to be checked by eye.
 
-Nothing of the engine runs here. Shared are the pure rules for the order of samples, for microbatches and for the
-keys of random streams, since they define the run; everything else is plain torch: sums of losses, one division by
-the total weight, `clip_grad_norm_`, the optimizer, the schedule.
+Nothing of the engine runs here. Shared are the pure rules for the order of samples, for microbatches, for what is a
+block and for the keys of random streams, since they define the run; everything else is plain torch: sums of losses,
+one division by the total weight, `clip_grad_norm_`, the optimizer, the schedule.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,9 @@ from torch.utils.data import default_collate
 from evenly.data.generators import seeded
 from evenly.data.loader import microbatches_of_evaluation, microbatches_of_step
 from evenly.data.nest import map_tensors
-from evenly.data.stream import stream_key
+from evenly.data.stream import block_key, stream_key
 from evenly.job import Job, Loss
+from evenly.model.blocks import find_blocks
 
 # Weights, gradients and optimizer state of these precisions; of the others they are float32.
 WEIGHTS = {"float64": torch.float64, "pure-bfloat16": torch.bfloat16, "pure-float16": torch.float16}
@@ -47,7 +48,7 @@ def reference_steps(job: Job, steps: int) -> Iterator[ReferenceStep]:
         total, weight = 0.0, 0.0
         for number, indices in enumerate(microbatches_of_step(job, step)):
             batch = _read(job, job.data, indices, stream_key(job.seed, "data", step, number))
-            with seeded(stream_key(job.seed, "microbatch", step, number)):
+            with _drawing(model, stream_key(job.seed, "microbatch", step, number)):
                 loss = _loss(job, model, batch, len(indices))
                 if loss.total.requires_grad:
                     scaler.scale(loss.total).backward()
@@ -76,7 +77,7 @@ def reference_evaluation(job: Job, model: torch.nn.Module) -> float:
     with torch.no_grad():
         for number, indices in enumerate(microbatches_of_evaluation(job)):
             batch = _read(job, job.eval_data, indices, stream_key(job.seed, "evaluation data", 0, number))
-            with seeded(stream_key(job.seed, "evaluation", number)):
+            with _drawing(model, stream_key(job.seed, "evaluation", number)):
                 loss = _loss(job, model, batch, len(indices))
             total, weight = total + float(loss.total.double()), weight + float(loss.weight)
     return total / weight
@@ -107,6 +108,29 @@ def _read(job: Job, data: Any, indices: list[int], key: int) -> Any:
     if (dtype := WEIGHTS.get(job.precision)) is not None:
         batch = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
     return batch
+
+
+@contextmanager
+def _drawing(model: torch.nn.Module, key: int) -> Generator[None]:
+    """Within, everything is drawn from the stream `key`, and anew at the begin and at the end of every block."""
+    calls: dict[str, int] = {}
+    handles: list[Any] = []
+    for block in find_blocks(model):
+
+        def begin(_: Any, __: Any, name: str = block.name) -> None:
+            torch.manual_seed(block_key(key, name, calls.get(name, 0), "begin"))
+
+        def end(_: Any, __: Any, ___: Any, name: str = block.name) -> None:
+            torch.manual_seed(block_key(key, name, calls.get(name, 0), "end"))
+            calls[name] = calls.get(name, 0) + 1
+
+        handles += [block.module.register_forward_pre_hook(begin), block.module.register_forward_hook(end)]
+    try:
+        with seeded(key):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _loss(job: Job, model: torch.nn.Module, batch: Any, samples: int) -> Loss:

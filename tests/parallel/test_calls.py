@@ -1,0 +1,84 @@
+"""What a block draws does not depend on what ran before it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from evenly.data.generators import undisturbed
+from evenly.parallel.calls import BlockCalls
+
+
+class Noisy(nn.Module):
+    """Adds noise, and keeps what it drew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.drawn: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = torch.rand([])
+        self.drawn.append(float(noise))
+        return x + noise
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Noisy() for _ in range(3))
+        self.after: list[float] = []
+
+    def forward(self, x: torch.Tensor, skip: int = -1) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            if number != skip:
+                x = block(x)
+            self.after.append(float(torch.rand([])))
+        return x
+
+
+def drawn(key: int, skip: int = -1) -> tuple[list[list[float]], list[float]]:
+    model = Chain()
+    calls = BlockCalls(model, "cpu")
+    with undisturbed(), calls.drawing(key):
+        model(torch.ones(3), skip)
+    return [block.drawn for block in model.blocks], model.after  # pyright: ignore[reportReturnType]
+
+
+def test_a_block_draws_the_same_whether_or_not_another_ran_before() -> None:
+    blocks, after = drawn(7)
+    assert len({*blocks[0], *blocks[1], *blocks[2], *after}) == 6
+    assert drawn(7) == (blocks, after)
+    without, after_without = drawn(7, skip=0)
+    assert without == [[], blocks[1], blocks[2]]
+    assert after_without[1:] == after[1:]
+    assert drawn(8)[0] != blocks
+
+
+def test_a_block_that_is_called_twice_draws_twice() -> None:
+    model = Chain()
+    calls = BlockCalls(model, "cpu")
+    with undisturbed(), calls.drawing(7):
+        model(model(torch.ones(3)))
+    first = [block.drawn[0] for block in model.blocks]  # pyright: ignore
+    assert first == [numbers[0] for numbers in drawn(7)[0]]
+    assert all(len(set(block.drawn)) == 2 for block in model.blocks)  # pyright: ignore
+
+
+def test_outside_of_a_microbatch_the_generator_is_the_callers_own() -> None:
+    model = Chain()
+    calls = BlockCalls(model, "cpu")
+    with undisturbed(), calls.drawing(7):
+        model(torch.ones(3))
+    with undisturbed():
+        torch.manual_seed(3)
+        expected = [float(torch.rand([])) for _ in range(6)]
+        torch.manual_seed(3)
+        model.after.clear()
+        model(torch.ones(3))
+    seen = [
+        number for block, after in zip(model.blocks, model.after, strict=True) for number in (block.drawn[1], after)
+    ]  # pyright: ignore
+    assert seen == expected
+    calls.close()
+    assert all(block._compiled_call_impl is None for block in model.blocks)
