@@ -29,6 +29,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "llama": {"width": 16, "layers": 1},
     "t5": {"width": 16, "layers": 1},
     "vit": {"epochs": 2, "width": 16, "layers": 1},
+    "resnet": {"width": 4},
 }
 
 
@@ -89,7 +90,7 @@ def test_same_job_twice_has_the_same_data(example: Example) -> None:
 
 def test_first_loss_is_that_of_a_guess(example: Example) -> None:
     """Untrained, a model guesses evenly among its classes: the loss is about their logarithm."""
-    classes = {"digits": 10, "vit": 10, "bert": 6, "recurrent": 4}.get(example.name, 256)
+    classes = {"digits": 10, "vit": 10, "resnet": 10, "bert": 6, "recurrent": 4}.get(example.name, 256)
     _, loss = example.loss(8)
     mean = loss if isinstance(loss, torch.Tensor) else loss.total / loss.weight
     assert mean.item() == pytest.approx(math.log(classes), abs=0.8)
