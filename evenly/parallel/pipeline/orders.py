@@ -1,0 +1,130 @@
+"""What every rank of a pipeline does in a step, in order, as data. Imports torch for the schedules that torch makes.
+
+Sends are asynchronous and follow at once what they send; a receive waits. Messages from one rank to another are
+received in the order in which they are sent, each as late as that allows: just before what needs it, or needs one that
+was sent after it. Such receives wait no longer than what follows them has to, and need no tags. Nothing is said about
+the order of what two ranks send each other in opposite directions: where a send may block until it is received, each
+direction needs a channel of its own.
+
+torch's own way of placing receives (`_add_send_recv`) puts them as early as it can, for a runtime that posts them there
+and waits later. To wait there takes up to twice the time of the schedule.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+from evenly.plan.schedule import Action, Kind, Schedule, rank_of_stage, runnable
+
+Order = tuple[Action, ...]
+
+# Classes of torch.distributed.pipelining.schedules, and what they call the actions that compute.
+OF_TORCH = {
+    "interleaved": "ScheduleInterleaved1F1B",
+    "looped-bfs": "ScheduleLoopedBFS",
+    "zero-bubble": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+    "dualpipev": "ScheduleDualPipeV",
+}
+KINDS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
+
+# What takes the result of an action to another rank, and how many stages further on.
+MESSAGES: dict[Kind, tuple[Kind, Kind, int]] = {
+    "forward": ("send_forward", "recv_forward", 1),
+    "backward": ("send_backward", "recv_backward", -1),
+    "backward_input": ("send_backward", "recv_backward", -1),
+}
+
+
+@cache
+def orders(schedule: Schedule, ranks: int, stages_per_rank: int, microbatches: int) -> tuple[Order, ...]:
+    """For every rank of the pipeline axis its actions in a step, in order; `microbatches` is a runnable number."""
+    assert runnable(schedule, ranks, stages_per_rank, microbatches) == microbatches
+    if schedule in OF_TORCH:
+        computing = _orders_of_torch(OF_TORCH[schedule], ranks, stages_per_rank, microbatches)
+    else:
+        computing = [
+            _own_order(rank, _ahead(schedule, ranks - 1 - rank, microbatches), microbatches) for rank in range(ranks)
+        ]
+    return _with_messages(computing, rank_of_stage(schedule, ranks, stages_per_rank))
+
+
+def _ahead(schedule: Schedule, following: int, microbatches: int) -> int:
+    """Microbatches that a stage runs forward before it turns to one forward, one backward; `following` it has."""
+    return {"naive": 0, "gpipe": microbatches, "1f1b": min(following, microbatches)}[schedule]
+
+
+def _own_order(stage: int, ahead: int, microbatches: int) -> list[Action]:
+    order = [Action("forward", stage, number) for number in range(ahead)]
+    for number in range(microbatches - ahead):
+        order += [Action("forward", stage, ahead + number), Action("backward", stage, number)]
+    return order + [Action("backward", stage, number) for number in range(microbatches - ahead, microbatches)]
+
+
+def _orders_of_torch(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> list[list[Action]]:
+    """The constructors make the orders of all ranks; of the stages they read numbers alone."""
+    from torch.distributed.pipelining import schedules  # takes seconds
+
+    stages = [
+        SimpleNamespace(num_stages=ranks * stages_per_rank, group_size=ranks, group_rank=0, submod=None)
+        for _ in range(stages_per_rank)
+    ]
+    made: dict[int, list[Any]] = getattr(schedules, name)(stages, microbatches).pipeline_order
+    return [[*_flattened(made[rank])] for rank in range(ranks)]
+
+
+def _flattened(order: Iterable[Any]) -> Iterator[Action]:
+    """Without torch's None, which stands for a bubble; what it has overlap becomes its parts, one after the other."""
+    for action in order:
+        if action is not None and action.sub_actions is not None:
+            yield from _flattened(action.sub_actions)
+        elif action is not None:
+            yield Action(KINDS[action.computation_type.value], action.stage_index, action.microbatch_index)
+
+
+def _with_messages(computing: Sequence[Sequence[Action]], rank_of: Sequence[int]) -> tuple[Order, ...]:
+    """Adds sends and receives between neighbouring stages of different ranks."""
+    arriving = [[deque[Action]() for _ in computing] for _ in computing]  # [receiver][sender], in the order of sending
+    for sender, order in enumerate(computing):
+        for _, receive in filter(None, (_message_after(action, rank_of) for action in order)):
+            arriving[rank_of[receive.stage]][sender].append(receive)
+    return tuple(tuple(_in_turn(order, arriving[rank], rank_of)) for rank, order in enumerate(computing))
+
+
+def _in_turn(order: Iterable[Action], arriving: Sequence[deque[Action]], rank_of: Sequence[int]) -> Iterator[Action]:
+    """The order of a rank with its messages; takes those it receives out of `arriving`, by sender."""
+    received: set[Action] = set()
+    for action in order:
+        needed, sender = _receive_before(action, rank_of)
+        while needed is not None and needed not in received:
+            received.add(first := arriving[sender].popleft())
+            yield first
+        yield action
+        if message := _message_after(action, rank_of):
+            yield message[0]
+
+
+def _message_after(action: Action, rank_of: Sequence[int]) -> tuple[Action, Action] | None:
+    """What `action` has another rank told: the send, and the receive over there."""
+    if action.kind not in MESSAGES:
+        return None
+    send, receive, step = MESSAGES[action.kind]
+    stage = action.stage + step
+    if stage not in range(len(rank_of)) or rank_of[stage] == rank_of[action.stage]:
+        return None
+    return Action(send, action.stage, action.microbatch), Action(receive, stage, action.microbatch)
+
+
+def _receive_before(action: Action, rank_of: Sequence[int]) -> tuple[Action | None, int]:
+    """What `action` needs from another rank, and from which."""
+    if action.kind not in MESSAGES:
+        return None, 0
+    _, receive, step = MESSAGES[action.kind]
+    stage = action.stage - step
+    if stage not in range(len(rank_of)) or rank_of[stage] == rank_of[action.stage]:
+        return None, 0
+    return Action(receive, action.stage, action.microbatch), rank_of[stage]

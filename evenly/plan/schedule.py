@@ -1,0 +1,112 @@
+"""Which schedules a pipeline knows: what they place where, and what they can run. Pure; imports no torch.
+
+A model's blocks are cut into stages; a batch's microbatches go through them forward and backward. A schedule says in
+which order each rank does this: as actions, which `parallel/pipeline/orders.py` puts into their order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count
+from typing import Literal
+
+from evenly.errors import PlanError
+
+Kind = Literal[
+    "forward",
+    "backward",
+    "backward_input",
+    "backward_weight",
+    "send_forward",
+    "recv_forward",
+    "send_backward",
+    "recv_backward",
+]
+Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
+
+COMPUTE: frozenset[Kind] = frozenset(["forward", "backward", "backward_input", "backward_weight"])
+LETTERS: dict[Kind, str] = {
+    "forward": "F",
+    "backward": "B",
+    "backward_input": "I",
+    "backward_weight": "W",
+    "send_forward": "SF",
+    "recv_forward": "RF",
+    "send_backward": "SB",
+    "recv_backward": "RB",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing that a rank does in a step; `F3.0` is the forward pass of stage 3 on microbatch 0.
+
+    kind:       "backward" computes all gradients, "backward_input" those of the stage's input alone and
+                "backward_weight" what that left, those of its parameters. "send_forward" sends a stage's output to the
+                next stage, "recv_forward" takes a stage's input from the one before; "send_backward" and
+                "recv_backward" do so with gradients, the other way.
+    stage:      of the rank that acts, sender as receiver; from 0, in the model's order.
+    microbatch: from 0, within the step.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{LETTERS[self.kind]}{self.stage}.{self.microbatch}"
+
+
+def stages_per_rank(schedule: Schedule, asked: int | None) -> int:
+    """Stages that every rank holds; None takes the schedule's own. Raises `PlanError` for a number that it cannot."""
+    if schedule in ("naive", "gpipe", "1f1b"):
+        return _exactly(1, schedule, asked, "use interleaved, looped-bfs or zero-bubble for several stages per rank")
+    if _is_v(schedule):
+        return _exactly(2, schedule, asked, "use interleaved, looped-bfs or zero-bubble for another number")
+    if asked is not None and asked < 1:
+        raise PlanError(f"schedule={schedule} stages_per_rank={asked}", "a rank has at least one stage", "ask for more")
+    return asked or (1 if schedule == "zero-bubble" else 2)
+
+
+def _exactly(number: int, schedule: Schedule, asked: int | None, otherwise: str) -> int:
+    if asked not in (None, number):
+        raise PlanError(
+            f"schedule={schedule} stages_per_rank={asked}",
+            f"this schedule has exactly {number} stage{'s' * (number > 1)} per rank",
+            f"leave out stages_per_rank, or {otherwise}",
+        )
+    return number
+
+
+def rank_of_stage(schedule: Schedule, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+    """For every stage the rank, from 0 on the pipeline axis, that holds it.
+
+    Stages go round the ranks in a loop; those of zbv and dualpipev go there and back, as a V: rank r holds r and
+    2 * ranks - 1 - r, so that the last rank's two stages follow each other, and the first rank has the first and the
+    last stage.
+    """
+    stages = range(ranks * stages_per_rank)
+    if _is_v(schedule):
+        return tuple(min(stage, 2 * ranks - 1 - stage) for stage in stages)
+    return tuple(stage % ranks for stage in stages)
+
+
+def splits_backward(schedule: Schedule) -> bool:
+    """Whether gradients of parameters are computed apart from those of inputs: what the next stage needs goes first."""
+    return schedule == "zero-bubble" or _is_v(schedule)
+
+
+def runnable(schedule: Schedule, ranks: int, stages_per_rank: int, microbatches: int) -> int:
+    """The smallest number of microbatches, at least `microbatches`, that the schedule can run.
+
+    The caller fills up with microbatches that do not count. torch's interleaved and zero-bubble schedules run rounds
+    of equal length, and their number is that of microbatches over ranks, rounded down; dualpipev needs a microbatch
+    for every stage. The others run any number.
+    """
+    if schedule in ("interleaved", "zero-bubble"):
+        return next(number for number in count(microbatches) if number % max(1, number // ranks) == 0)
+    return max(microbatches, ranks * stages_per_rank) if schedule == "dualpipev" else microbatches
+
+
+def _is_v(schedule: Schedule) -> bool:
+    return schedule in ("zbv", "dualpipev")

@@ -1,0 +1,1 @@
+"""What a plan costs, told before it runs; never runs anything."""

@@ -1,0 +1,163 @@
+"""Every order that a pipeline runs: complete, in causal order, its messages matched, and never stuck."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from itertools import pairwise, product
+from typing import get_args
+
+import pytest
+
+from evenly.parallel.pipeline.orders import Order, orders
+from evenly.plan.schedule import Action, Kind, Schedule, rank_of_stage, runnable, splits_backward, stages_per_rank
+
+SIZES: dict[Schedule, tuple[int, ...]] = {"interleaved": (1, 2, 3), "looped-bfs": (1, 2, 3), "zero-bubble": (1, 2)}
+CASES = [
+    (schedule, ranks, number, microbatches)
+    for schedule in get_args(Schedule)
+    for number, ranks, microbatches in product(
+        SIZES.get(schedule, (stages_per_rank(schedule, None),)), (1, 2, 3, 4), range(1, 13)
+    )
+    if runnable(schedule, ranks, number, microbatches) == microbatches
+]
+Case = tuple[Schedule, int, int, int]
+
+each_schedule = pytest.mark.parametrize("schedule", get_args(Schedule))
+
+
+def of(schedule: Schedule) -> list[Case]:
+    return [case for case in CASES if case[0] == schedule]
+
+
+def select(order: Order, *kinds: Kind) -> list[Action]:
+    return [action for action in order if action.kind in kinds]
+
+
+def receive_of(send: Action) -> Action:
+    if send.kind == "send_forward":
+        return Action("recv_forward", send.stage + 1, send.microbatch)
+    return Action("recv_backward", send.stage - 1, send.microbatch)
+
+
+@each_schedule
+def test_every_stage_runs_every_microbatch_forward_then_backward_once(schedule: Schedule) -> None:
+    for case in of(schedule):
+        _, ranks, number, microbatches = case
+        placed = rank_of_stage(schedule, ranks, number)
+        assert len(orders(*case)) == ranks
+        for stage, microbatch in product(range(ranks * number), range(microbatches)):
+            mine = [action for action in orders(*case)[placed[stage]] if action.stage == stage]
+            kinds = [action.kind for action in mine if action.microbatch == microbatch]
+            computed = [kind for kind in kinds if not kind.startswith(("send", "recv"))]
+            whole, halves = ["forward", "backward"], ["forward", "backward_input", "backward_weight"]
+            assert computed == whole or (computed == halves and splits_backward(schedule)), (case, stage, microbatch)
+        assert sum(len(order) for order in orders(*case)) == sum(len({*order}) for order in orders(*case))
+
+
+@each_schedule
+def test_messages_go_between_stages_of_different_ranks_alone(schedule: Schedule) -> None:
+    for case in of(schedule):
+        _, ranks, number, microbatches = case
+        placed = rank_of_stage(schedule, ranks, number)
+        changes = sum(here != there for here, there in pairwise(placed))
+        found = Counter(action.kind for order in orders(*case) for action in order)
+        for kind in ("send_forward", "recv_forward", "send_backward", "recv_backward"):
+            assert found[kind] == changes * microbatches, case
+
+
+@each_schedule
+def test_two_ranks_agree_on_the_order_of_messages_in_either_direction(schedule: Schedule) -> None:
+    for case in of(schedule):
+        _, ranks, number, _ = case
+        placed = rank_of_stage(schedule, ranks, number)
+        for sender, receiver in product(range(ranks), repeat=2):
+            sends = [receive_of(send) for send in select(orders(*case)[sender], "send_forward", "send_backward")]
+            sent = [message for message in sends if placed[message.stage] == receiver]
+            receives = select(orders(*case)[receiver], "recv_forward", "recv_backward")
+            step = {"recv_forward": -1, "recv_backward": 1}
+            received = [action for action in receives if placed[action.stage + step[action.kind]] == sender]
+            assert received == sent, (case, sender, receiver)
+
+
+def run_to_the_end(orders_of_ranks: tuple[Order, ...], placed: tuple[int, ...]) -> None:
+    """Asynchronous sends on one channel per direction; a receive takes what comes first, and it has to be that."""
+    channels: dict[tuple[int, int], list[Action]] = {}
+    have: list[set[Action]] = [set() for _ in orders_of_ranks]
+    at = [0] * len(orders_of_ranks)
+    moved = True
+    while moved:
+        moved = False
+        for rank, order in enumerate(orders_of_ranks):
+            while at[rank] < len(order) and step(order[at[rank]], rank, placed, channels, have[rank]):
+                at[rank] += 1
+                moved = True
+    assert at == [len(order) for order in orders_of_ranks]
+    assert not any(channels.values())
+
+
+def step(
+    action: Action,
+    rank: int,
+    placed: tuple[int, ...],
+    channels: dict[tuple[int, int], list[Action]],
+    have: set[Action],
+) -> bool:
+    """Whether the rank can act; `have` is what it computed and received."""
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind.startswith("recv"):
+        waiting = channels.get((placed[stage + (-1 if action.kind == "recv_forward" else 1)], rank), [])
+        if not waiting:
+            return False
+        assert waiting.pop(0) == action
+    elif action.kind.startswith("send"):
+        message = receive_of(action)
+        needed = {"forward"} if action.kind == "send_forward" else {"backward", "backward_input"}
+        assert any(Action(kind, stage, microbatch) in have for kind in needed)  # pyright: ignore[reportArgumentType]
+        channels.setdefault((rank, placed[message.stage]), []).append(message)
+    elif action.kind == "forward" and stage:
+        assert {Action("recv_forward", stage, microbatch), Action("forward", stage - 1, microbatch)} & have
+    elif action.kind.startswith("backward") and action.kind != "backward_weight" and stage < len(placed) - 1:
+        sources: tuple[Kind, ...] = ("backward", "backward_input")
+        after = {Action(kind, stage + 1, microbatch) for kind in sources}
+        assert ({Action("recv_backward", stage, microbatch)} | after) & have
+    have.add(action)
+    return True
+
+
+@each_schedule
+def test_orders_run_to_their_end_where_a_receive_waits_and_a_send_does_not(schedule: Schedule) -> None:
+    for case in of(schedule):
+        run_to_the_end(orders(*case), rank_of_stage(*case[:3]))
+
+
+def text(order: Order) -> str:
+    return " ".join(map(str, order))
+
+
+def test_orders_in_words() -> None:
+    assert text(orders("naive", 2, 1, 2)[0]) == "F0.0 SF0.0 RB0.0 B0.0 F0.1 SF0.1 RB0.1 B0.1"
+    assert text(orders("gpipe", 2, 1, 2)[1]) == "RF1.0 F1.0 RF1.1 F1.1 B1.0 SB1.0 B1.1 SB1.1"
+    assert text(orders("1f1b", 2, 1, 2)[1]) == "RF1.0 F1.0 B1.0 SB1.0 RF1.1 F1.1 B1.1 SB1.1"
+    assert text(orders("1f1b", 3, 1, 1)[0]) == "F0.0 SF0.0 RB0.0 B0.0"
+    assert text(orders("1f1b", 1, 1, 2)[0]) == "F0.0 B0.0 F0.1 B0.1"
+
+
+def test_a_stage_beside_its_neighbour_gets_no_message() -> None:
+    assert text(orders("zbv", 2, 2, 1)[1]) == "RF1.0 F1.0 F2.0 SF2.0 RB2.0 I2.0 W2.0 I1.0 SB1.0 W1.0"
+
+
+def test_what_was_sent_before_is_received_before() -> None:
+    """Rank 0 sends F0.2 before B3.0; rank 1 needs them the other way round."""
+    order = orders("zbv", 2, 2, 3)[1]
+    first, then = Action("recv_forward", 1, 2), Action("recv_backward", 2, 0)
+    assert order.index(then) == order.index(first) + 1 and order.index(Action("forward", 1, 2)) > order.index(then)
+
+
+def test_schedules_of_our_own_import_no_torch() -> None:
+    program = (
+        "import sys; from evenly.parallel.pipeline.orders import orders; orders('1f1b', 4, 1, 8); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
