@@ -39,7 +39,17 @@ ORDER = (
 # The package's own face and `python -m evenly` stand above all parts.
 FACE = ("__init__", "__main__")
 
-WITHOUT_TORCH = ("errors", "job", "plan", "cluster", "observe", "cli.main")
+WITHOUT_TORCH = (
+    "errors",
+    "job",
+    "plan",
+    "cluster",
+    "observe",
+    "parallel.pipeline.orders",
+    "predict.timeline",
+    "report",
+    "cli.main",
+)
 PURE_DATA = ("stream", "order", "microbatch", "share")
 
 # What verification holds the engine against may share these with it and nothing else.

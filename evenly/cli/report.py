@@ -4,26 +4,46 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from evenly.errors import UserError
-from evenly.report.run import MEMORY_HEADS, balance, course_rows, memory_rows, page, read_run
+from evenly.report.run import MEMORY_HEADS, Course, balance, course_rows, memory_rows, page, read_run
+from evenly.report.spans import read_recorded
+from evenly.report.timeline import HEADS, Pipeline, figures, pipeline_of, pipeline_rows, section, title
+from evenly.report.timeline import trace as trace_of
 
 
 def report(folder: Path, *, json_only: bool) -> int:
-    """Shows the run in `folder` and writes its report.html; returns the exit code."""
-    run = read_run(folder)
-    path = folder / "report.html"
-    try:
-        path.write_text(page(run), encoding="utf-8")
-    except OSError as problem:
-        raise UserError(f"write {path}", str(problem), "make the folder writable") from None
+    """Shows the run in `folder`; writes its report.html, and of a pipeline timeline.json. Returns the exit code."""
+    run, recorded = read_run(folder), read_recorded(folder)
+    pipeline = pipeline_of(recorded, run.plan) if recorded else None
+    _write(folder / "report.html", page(run, *([section(pipeline)] if pipeline else [])))
+    if recorded:
+        _write(folder / "timeline.json", json.dumps(trace_of(recorded)))
     if json_only:
-        print(json.dumps(asdict(run)))
+        print(json.dumps({**asdict(run), "pipeline": figures(pipeline) if pipeline else None}))
         return 0
 
-    from rich.box import SIMPLE_HEAD
+    _show(run, pipeline)
+    if recorded and not pipeline:
+        print("no step of the pipeline was recorded whole by all ranks", file=sys.stderr)
+    print(f"pictures in {folder / 'report.html'}", file=sys.stderr)
+    if recorded:
+        print(f"every span in {folder / 'timeline.json'}, for ui.perfetto.dev", file=sys.stderr)
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as problem:
+        raise UserError(f"write {path}", str(problem), "make the folder writable") from None
+
+
+def _show(run: Course, pipeline: Pipeline | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -33,9 +53,17 @@ def report(folder: Path, *, json_only: bool) -> int:
         course.add_row(*row)
     console.print(course)
     if run.memory:
-        memory = Table(*MEMORY_HEADS, box=SIMPLE_HEAD, title=f"tensors at the peak, MiB; {balance(run.memory)}")
-        for row in memory_rows(run.memory):
-            memory.add_row(*row)
-        console.print(memory)
-    print(f"pictures in {path}", file=sys.stderr)
-    return 0
+        heads = f"tensors at the peak, MiB; {balance(run.memory)}"
+        console.print(_table(heads, MEMORY_HEADS, memory_rows(run.memory)))
+    if pipeline:
+        console.print(_table(title(pipeline), HEADS, pipeline_rows(pipeline)))
+
+
+def _table(words: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    shown = Table(*heads, box=SIMPLE_HEAD, title=words)
+    for row in rows:
+        shown.add_row(*row)
+    return shown

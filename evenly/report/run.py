@@ -129,15 +129,15 @@ def balance(memory: Sequence[Mapping[str, int]]) -> str:
     return f"largest / mean {imbalance(memory):.3f}"
 
 
-def page(run: Course) -> str:
-    """One self-contained HTML file: the course in pictures, and the memory of every device."""
+def page(run: Course, *sections: str) -> str:
+    """One self-contained HTML file: the course in pictures, the memory of every device, and further `sections`."""
     parts = [table((), course_rows(run))]
     if run.steps:
         parts += [heading("Loss"), _losses(run), heading("Seconds per step"), _seconds(run)]
     if run.memory:
         parts += [heading(f"What tensors take at the peak of each device: {balance(run.memory)}"), _memory(run.memory)]
         parts += [table(MEMORY_HEADS, memory_rows(run.memory))]
-    return document(f"{run.plan.get('job')}, {run.plan.get('plan')}", *parts)
+    return document(f"{run.plan.get('job')}, {run.plan.get('plan')}", *parts, *sections)
 
 
 def _losses(run: Course) -> str:

@@ -73,3 +73,29 @@ def test_records_of_another_form_are_left_out(tmp_path: Path) -> None:
     assert [step["step"] for step in document["steps"]] == [3] and document["memory"] == []
     (tmp_path / "plan.json").write_text('{"parameters": "many", "job": [1]}')
     assert "many" in evenly("report", tmp_path, folder=tmp_path).stdout
+
+
+def test_a_pipeline_is_drawn_and_written_as_a_trace(tmp_path: Path) -> None:
+    plan = {"job": "j", "plan": "pipeline=2 schedule=1f1b", "world": 2, "steps": 1, "parameters": 1}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record(1)) + "\n")
+    spans = {0: [("forward", 0.0, 1.0), ("recv_backward", 1.0, 4.0), ("backward", 4.0, 6.0)],
+             1: [("recv_forward", 0.0, 1.0), ("forward", 1.0, 2.0), ("backward", 2.0, 4.0)]}  # fmt: skip
+    (tmp_path / "timeline").mkdir()
+    for rank, rows in spans.items():
+        place = {"step": 1, "rank": rank, "position": rank, "stage": rank, "microbatch": 0}
+        text = "".join(json.dumps({**place, "kind": k, "begin_s": b, "end_s": e}) + "\n" for k, b, e in rows)
+        (tmp_path / "timeline" / f"rank{rank}.jsonl").write_text(text)
+    done = evenly("report", tmp_path, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "pipeline 1f1b: 2 stages, 1 microbatch;" in done.stdout and done.stdout.count("50.0%") == 6
+    assert "timeline.json" in done.stderr
+    assert len(json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]) == 8
+    assert (tmp_path / "report.html").read_text().count("<title>F0.0: 1 s") == 2
+    document = json.loads(evenly("report", tmp_path, "--json", folder=tmp_path).stdout)
+    assert document["pipeline"]["ranks"][1] == {
+        "rank": 1, "stages": [1], "busy_s": 3.0, "bubble": 0.5, "simulated_bubble": 0.5, "ideal_bubble": 0.5
+    }  # fmt: skip
+    (tmp_path / "timeline" / "rank1.jsonl").unlink()
+    done = evenly("report", tmp_path, folder=tmp_path)
+    assert done.returncode == 0 and "no step of the pipeline" in done.stderr and "busy" not in done.stdout

@@ -1,0 +1,111 @@
+"""The spans that the ranks of a pipeline wrote: a run's `timeline/rank0.jsonl` and so on.
+
+A span a line: step, rank, position on the pipeline axis, kind, stage, microbatch, and begin_s and end_s of the wall
+clock. A span of a receive is the wait for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any, get_args
+
+from evenly.errors import UserError
+from evenly.plan.schedule import Action, Kind
+from evenly.predict.timeline import Span
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What the ranks of a run wrote: their positions on the pipeline axis, and their spans by step."""
+
+    positions: Mapping[int, int]
+    steps: Mapping[int, Mapping[int, Sequence[Span]]]
+
+    @property
+    def groups(self) -> list[tuple[int, ...]]:
+        """The ranks of every replica, by position: the n-th of each position belong together, as meshes count."""
+        at: dict[int, list[int]] = {}
+        for rank in sorted(self.positions):
+            at.setdefault(self.positions[rank], []).append(rank)
+        return [*zip(*(at[position] for position in sorted(at)), strict=False)]
+
+
+@dataclass(frozen=True)
+class _Record:
+    step: int
+    position: int
+    span: Span
+
+
+def read_recorded(folder: Path) -> Recorded | None:
+    """What lies in `folder`/timeline; None where nothing does. Raises `UserError` for files of another kind."""
+    files = [records for path in (folder / "timeline").glob("rank*.jsonl") if (records := _read(path))]
+    if not files:
+        return None
+    positions = {records[-1].span.rank: records[-1].position for records in files}
+    return Recorded(positions, {records[-1].span.rank: _by_step(records) for records in files})
+
+
+def _read(path: Path) -> list[_Record]:
+    records: list[_Record] = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        if lines and not lines[-1].endswith("}"):
+            lines.pop()  # half written
+        for line in lines:
+            records.append(_record(json.loads(line), path.stem))
+    except (OSError, ValueError) as problem:
+        where = f"line {len(records) + 1} is no span of a pipeline: " if isinstance(problem, ValueError) else ""
+        raise UserError(f"report on {path}", f"{where}{problem}", "remove the file, or name another folder") from None
+    return records
+
+
+def _record(value: Any, stem: str) -> _Record:
+    if not isinstance(value, dict):
+        raise ValueError("no JSON object")
+    step, rank, position, stage, microbatch = (
+        _whole(value, name) for name in ("step", "rank", "position", "stage", "microbatch")
+    )
+    kind: Any = value.get("kind")
+    begin_s, end_s = _seconds(value, "begin_s"), _seconds(value, "end_s")
+    if kind not in get_args(Kind):
+        raise ValueError(f"kind is {kind!r}")
+    if end_s < begin_s:
+        raise ValueError("it ends before it begins")
+    if stem != f"rank{rank}":
+        raise ValueError(f"it is of rank {rank}")
+    return _Record(step, position, Span(rank, kind, stage, microbatch, begin_s, end_s))
+
+
+def _whole(value: Row, name: str) -> int:
+    number = value.get(name)
+    if not isinstance(number, int) or number < 0:
+        raise ValueError(f"{name} is {number!r}")
+    return number
+
+
+def _seconds(value: Row, name: str) -> float:
+    number = value.get(name)
+    if not isinstance(number, int | float) or not isfinite(number):
+        raise ValueError(f"{name} is {number!r}")
+    return float(number)
+
+
+def _by_step(records: Iterable[_Record]) -> dict[int, list[Span]]:
+    """A resumed run does steps again: what comes twice, or before what is there, replaces everything from there on."""
+    steps: dict[int, dict[Action, Span]] = {}
+    last = 0
+    for record in records:
+        span, step = record.span, record.step
+        action = Action(span.kind, span.stage, span.microbatch)
+        if step < last or action in steps.get(step, ()):
+            steps = {number: spans for number, spans in steps.items() if number < step}
+        steps.setdefault(step, {})[action] = span
+        last = step
+    return {step: [*spans.values()] for step, spans in steps.items()}

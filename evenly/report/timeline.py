@@ -1,0 +1,215 @@
+"""A pipeline's steps as run: held against their simulation, drawn, and as a trace.
+
+Ranks with the stages of one replica of the model are a *group*; each is simulated with the mean times of its own
+stages. What is shown is the step of median length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from statistics import mean, median_low
+from typing import Any, get_args
+
+from evenly.plan.schedule import COMPUTE, Action, Kind, Schedule
+from evenly.predict.timeline import Costs, Span, Timeline, ideal_bubble, simulate
+from evenly.report.comm import time_in_words
+from evenly.report.gantt import ROW, legend, rows, svg
+from evenly.report.page import heading, table
+from evenly.report.spans import Recorded, Row
+
+HEADS = ("rank", "stages", "busy", "bubble as run", "simulated", "in theory")
+LEFT, WIDTH = 60, 1000
+
+
+@dataclass(frozen=True)
+class Group:
+    """A step of one replica, as run and simulated; a span's rank counts within `ranks`. `ideal`: the literature's."""
+
+    ranks: tuple[int, ...]
+    run: Timeline
+    simulated: Timeline
+    ideal: float | None
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The step of median length among the `steps` that are whole, number `step`, of every group."""
+
+    schedule: Schedule | None
+    step: int
+    steps: int
+    groups: Sequence[Group]
+
+
+# --- choosing a step, and simulating it ----------------------------------------------------------------
+
+
+def pipeline_of(recorded: Recorded, plan: Row) -> Pipeline | None:
+    """The step to be shown; `plan` is what plan.json holds. None where no step was recorded whole by all ranks."""
+    groups, world = recorded.groups, plan.get("world")
+    if isinstance(world, int) and {rank for group in groups for rank in group} != {*range(world)}:
+        return None
+    steps = set[int].intersection(*({*of_rank} for of_rank in recorded.steps.values()))
+    runs = {step: [_run(recorded, group, step) for group in groups] for step in sorted(steps)}
+    runs = {step: of_step for step, of_step in runs.items() if all(map(_is_whole, of_step))}
+    if not runs:
+        return None
+    lengths = {step: max(run.makespan_s for run in of_step) for step, of_step in runs.items()}
+    median = median_low(lengths.values())
+    step = next(step for step, length in lengths.items() if length == median)
+    schedule = _schedule(plan)
+    shown = [_group(ranks, run, schedule) for ranks, run in zip(groups, runs[step], strict=True)]
+    return Pipeline(schedule, step, len(runs), shown)
+
+
+def _schedule(plan: Row) -> Schedule | None:
+    words = str(plan.get("plan")).split()
+    return next((name for name in get_args(Schedule) if f"schedule={name}" in words), None)
+
+
+def _run(recorded: Recorded, group: Sequence[int], step: int) -> Timeline:
+    spans = (replace(span, rank=at) for at, rank in enumerate(group) for span in recorded.steps[rank].get(step, ()))
+    return Timeline(len(group), sorted(spans, key=lambda span: (span.rank, span.begin_s)))
+
+
+def _is_whole(run: Timeline) -> bool:
+    """Whether every rank has spans, and every stage its passes on all microbatches."""
+    done: dict[Kind, set[tuple[int, int]]] = {kind: set() for kind in COMPUTE}
+    for span in run.spans:
+        done.get(span.kind, set()).add((span.stage, span.microbatch))
+    forward = done["forward"]
+    everything = {*product(range(1 + max((at for at, _ in forward), default=0)), {number for _, number in forward})}
+    back = done["backward"] | done["backward_input"]
+    all_ranks = len({span.rank for span in run.spans if span.kind in COMPUTE}) == run.ranks
+    return all_ranks and everything == forward == back and done["backward_input"] == done["backward_weight"]
+
+
+def _group(ranks: tuple[int, ...], run: Timeline, schedule: Schedule | None) -> Group:
+    computing = [span for span in run.spans if span.kind in COMPUTE]
+    orders = [
+        [Action(span.kind, span.stage, span.microbatch) for span in computing if span.rank == at]
+        for at in range(run.ranks)
+    ]
+    stages, microbatches = 1 + max(span.stage for span in computing), len({span.microbatch for span in computing})
+    ideal = ideal_bubble(schedule, run.ranks, stages // run.ranks, microbatches) if schedule else None
+    return Group(ranks, run, simulate(orders, _mean_costs(computing, stages)), ideal)
+
+
+def _mean_costs(spans: Iterable[Span], stages: int) -> Costs:
+    seconds: dict[tuple[Kind, int], list[float]] = {}
+    for span in spans:
+        seconds.setdefault((span.kind, span.stage), []).append(span.seconds)
+    of_kind = {kind: [mean(seconds.get((kind, stage), [0.0])) for stage in range(stages)] for kind in COMPUTE}
+    return Costs(
+        forward=of_kind["forward"],
+        backward=of_kind["backward"],
+        backward_input=of_kind["backward_input"],
+        backward_weight=of_kind["backward_weight"],
+    )
+
+
+# --- showing -------------------------------------------------------------------------------------------
+
+
+def figures(pipeline: Pipeline) -> dict[str, Any]:
+    """What is shown as one JSON document; shares of the step are 0 to 1."""
+    ranks: list[dict[str, Any]] = [
+        {
+            "rank": rank,
+            "stages": sorted({span.stage for span in group.run.spans if span.rank == at}),
+            "busy_s": group.run.busy_s[at],
+            "bubble": group.run.bubble[at],
+            "simulated_bubble": group.simulated.bubble[at],
+            "ideal_bubble": group.ideal,
+        }
+        for group in pipeline.groups
+        for at, rank in enumerate(group.ranks)
+    ]
+    return {
+        "schedule": pipeline.schedule,
+        "stages": sum(len(row["stages"]) for row in ranks) // len(pipeline.groups),
+        "microbatches": max(len({span.microbatch for span in group.run.spans}) for group in pipeline.groups),
+        "step": pipeline.step,
+        "steps": pipeline.steps,
+        "step_s": max(group.run.makespan_s for group in pipeline.groups),
+        "ranks": sorted(ranks, key=lambda row: row["rank"]),
+    }
+
+
+def title(pipeline: Pipeline) -> str:
+    """What the table is of."""
+    shown = figures(pipeline)
+    return (
+        f"pipeline {shown['schedule'] or ''}: {_counted(shown['stages'], 'stage')}, "
+        f"{_counted(shown['microbatches'], 'microbatch', 'es')}; "
+        f"step {shown['step']}, {time_in_words(shown['step_s'])}, the median of {shown['steps']}"
+    )
+
+
+def _counted(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{plural if number != 1 else ''}"
+
+
+def pipeline_rows(pipeline: Pipeline) -> list[tuple[str, ...]]:
+    """Per rank: its stages, how long it computes, and its idle share of the step: as run, simulated, in theory."""
+    return [
+        (
+            str(row["rank"]),
+            ", ".join(map(str, row["stages"])),
+            time_in_words(row["busy_s"]),
+            f"{row['bubble']:.1%}",
+            f"{row['simulated_bubble']:.1%}",
+            "-" if row["ideal_bubble"] is None else f"{row['ideal_bubble']:.1%}",
+        )
+        for row in figures(pipeline)["ranks"]
+    ]
+
+
+def section(pipeline: Pipeline) -> str:
+    """The step as a part of a page: as run, simulated, and both in numbers."""
+    longest = max(max(group.run.makespan_s, group.simulated.makespan_s) for group in pipeline.groups)
+    pixels_per_s = WIDTH / longest if longest else 0.0
+    return "".join(
+        [
+            heading(title(pipeline)),
+            "<p>As run: a row per rank, the number of the microbatch in its box</p>",
+            _drawn([(group.ranks, group.run) for group in pipeline.groups], pixels_per_s),
+            "<p>The same order with the mean times of every stage, and messages that take none</p>",
+            _drawn([(group.ranks, group.simulated) for group in pipeline.groups], pixels_per_s),
+            table(HEADS, pipeline_rows(pipeline)),
+        ]
+    )
+
+
+def _drawn(groups: Sequence[tuple[Sequence[int], Timeline]], pixels_per_s: float) -> str:
+    y, parts = 26, legend({span.kind for _, timeline in groups for span in timeline.spans}, x=LEFT, y=4)
+    for ranks, timeline in groups:
+        parts += rows(timeline, [f"rank {rank}" for rank in ranks], x=LEFT, y=y, pixels_per_s=pixels_per_s)
+        y += ROW * len(ranks) + 8
+    return svg(LEFT + WIDTH + 4, y, parts)
+
+
+def trace(recorded: Recorded) -> dict[str, Any]:
+    """All spans in the trace format of Chrome, which ui.perfetto.dev opens: a thread per rank, microseconds."""
+    spans = [(step, span) for steps in recorded.steps.values() for step, of_step in steps.items() for span in of_step]
+    first_s = min(span.begin_s for _, span in spans)
+    names = [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
+        for rank in sorted(recorded.positions)
+    ]
+    events = [
+        {
+            "name": str(Action(span.kind, span.stage, span.microbatch)),
+            "cat": span.kind,
+            "ph": "X",
+            "ts": round((span.begin_s - first_s) * 1e6, 3),
+            "dur": round(span.seconds * 1e6, 3),
+            "pid": 0,
+            "tid": span.rank,
+            "args": {"step": step, "stage": span.stage, "microbatch": span.microbatch},
+        }
+        for step, span in spans
+    ]
+    return {"traceEvents": names + events, "displayTimeUnit": "ms"}

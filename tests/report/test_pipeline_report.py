@@ -1,0 +1,167 @@
+"""What ranks of a pipeline wrote, as a table, a picture and a trace; and files of another kind."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evenly.errors import UserError
+from evenly.parallel.pipeline.orders import orders
+from evenly.plan.schedule import Schedule
+from evenly.predict.timeline import Costs, Span, simulate
+from evenly.report.spans import read_recorded
+from evenly.report.timeline import figures, pipeline_of, pipeline_rows, section, title, trace
+
+NOON = 1_700_000_000.0
+
+
+def spans_of(schedule: Schedule, ranks: int, number: int, microbatches: int, seconds: float = 1.0) -> list[Span]:
+    one = [seconds] * (ranks * number)
+    costs = Costs(forward=one, backward=[2 * seconds] * len(one), backward_input=one, backward_weight=one)
+    return [*simulate(orders(schedule, ranks, number, microbatches), costs).spans]
+
+
+def lines(spans: Iterable[Span], step: int, *, rank: int = 0, ranks_per_position: int = 1) -> dict[int, list[str]]:
+    """By rank; `rank` is the first of the group's, whose ranks lie `ranks_per_position` apart."""
+    files: dict[int, list[str]] = {}
+    for span in spans:
+        own = rank + span.rank * ranks_per_position
+        row = {
+            "step": step, "rank": own, "position": span.rank, "kind": span.kind, "stage": span.stage,
+            "microbatch": span.microbatch, "begin_s": NOON + 1000 * step + span.begin_s,
+            "end_s": NOON + 1000 * step + span.end_s,
+        }  # fmt: skip
+        files.setdefault(own, []).append(json.dumps(row) + "\n")
+    return files
+
+
+def write(folder: Path, *steps: dict[int, list[str]]) -> None:
+    (folder / "timeline").mkdir(exist_ok=True)
+    for files in steps:
+        for rank, rows in files.items():
+            with (folder / "timeline" / f"rank{rank}.jsonl").open("a") as file:
+                file.writelines(rows)
+
+
+def shown(folder: Path, plan: str, world: int) -> Any:
+    recorded = read_recorded(folder)
+    assert recorded is not None
+    return pipeline_of(recorded, {"plan": plan, "world": world})
+
+
+def test_the_step_of_median_length_is_shown(tmp_path: Path) -> None:
+    for step, seconds in enumerate((9.0, 1.0, 2.0, 1.5, 2.5), 1):
+        write(tmp_path, lines(spans_of("1f1b", 2, 1, 4, seconds), step))
+    pipeline = shown(tmp_path, "pipeline=2 schedule=1f1b", 2)
+    assert pipeline.step == 3 and pipeline.steps == 5
+    assert title(pipeline) == "pipeline 1f1b: 2 stages, 4 microbatches; step 3, 30 s, the median of 5"
+    assert pipeline_rows(pipeline) == [("0", "0", "24 s", "20.0%", "20.0%", "20.0%"),
+                                       ("1", "1", "24 s", "20.0%", "20.0%", "20.0%")]  # fmt: skip
+
+
+def test_what_runs_late_shows_beside_the_simulation(tmp_path: Path) -> None:
+    spans = spans_of("gpipe", 2, 1, 2)
+    late = [
+        Span(s.rank, s.kind, s.stage, s.microbatch, s.begin_s + 3 * (s.rank == 1), s.end_s + 3 * (s.rank == 1))
+        for s in spans if s.rank == 1 or s.kind == "forward"
+    ] + [Span(0, "backward", 0, at, 9.0 + 2 * at, 11.0 + 2 * at) for at in range(2)]  # fmt: skip
+    write(tmp_path, lines(late, 1))
+    ranks = figures(shown(tmp_path, "schedule=gpipe", 2))["ranks"]
+    assert [row["busy_s"] for row in ranks] == [6, 6]
+    assert [row["bubble"] for row in ranks] == pytest.approx([1 - 6 / 13] * 2)
+    assert [row["simulated_bubble"] for row in ranks] == pytest.approx([1 / 3] * 2)
+    assert [row["ideal_bubble"] for row in ranks] == pytest.approx([1 / 3] * 2)
+
+
+def test_replicas_are_told_apart_and_may_run_different_microbatches(tmp_path: Path) -> None:
+    """Two replicas of two stages of a V, on ranks 0, 2 and 1, 3; the second has more to do."""
+    write(tmp_path, lines(spans_of("zbv", 2, 2, 3), 1, ranks_per_position=2))
+    write(tmp_path, lines(spans_of("zbv", 2, 2, 8), 1, rank=1, ranks_per_position=2))
+    pipeline = shown(tmp_path, "data=2 pipeline=2 schedule=zbv", 4)
+    assert [group.ranks for group in pipeline.groups] == [(0, 2), (1, 3)]
+    rows = figures(pipeline)["ranks"]
+    assert [(row["rank"], row["stages"], row["busy_s"]) for row in rows] == [
+        (0, [0, 3], 18.0), (1, [0, 3], 48.0), (2, [1, 2], 18.0), (3, [1, 2], 48.0)
+    ]  # fmt: skip
+    assert [row["bubble"] for row in rows] == pytest.approx([1 / 19, 1 / 49, 1 / 19, 1 / 49])
+    assert {row["ideal_bubble"] for row in rows} == {None} and pipeline_rows(pipeline)[0][-1] == "-"
+
+
+def test_a_picture_has_a_box_for_every_pass_with_its_microbatch(tmp_path: Path) -> None:
+    write(tmp_path, lines(spans_of("interleaved", 2, 2, 4), 1))
+    page = section(shown(tmp_path, "schedule=interleaved", 2))
+    run, simulated = page.split("<svg")[1:]
+    waits = len(re.findall(r"<title>R", run))
+    assert run.count("<title>") == 4 * 4 * 2 + waits and waits > 0 and simulated.count("<title>") == 4 * 4 * 2
+    assert "F3.2: 1 s" in run and "waiting for a message" in run and "waiting" not in simulated.split("</svg>")[0]
+    assert run.count(">3</text>") == 8
+
+
+def test_steps_that_a_resumed_run_did_again_count_once(tmp_path: Path) -> None:
+    once, again = spans_of("1f1b", 2, 1, 2), spans_of("1f1b", 2, 1, 2, 3.0)
+    write(tmp_path, lines(once, 1), lines(once, 2), lines(once, 3), lines(again, 2))
+    assert shown(tmp_path, "schedule=1f1b", 2).steps == 2
+    write(tmp_path, lines(once[:3], 3), lines(again, 3))  # the step was repeated
+    pipeline = shown(tmp_path, "schedule=1f1b", 2)
+    assert (pipeline.steps, pipeline.step) == (3, 2)
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_step_that_a_rank_did_not_end_is_not_shown(missing: int, tmp_path: Path) -> None:
+    files = lines(spans_of("1f1b", 2, 1, 2), 1)
+    write(tmp_path, {**files, missing: files[missing][:-2]})
+    assert shown(tmp_path, "schedule=1f1b", 2) is None
+    (tmp_path / "timeline" / f"rank{missing}.jsonl").unlink()
+    assert shown(tmp_path, "schedule=1f1b", 2) is None
+
+
+def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
+    write(tmp_path, lines(spans_of("1f1b", 2, 1, 2), 1), {0: ['{"step": 2, "ra']})
+    assert shown(tmp_path, "pipeline=2", 2).steps == 1
+
+
+def test_a_trace_has_every_span_in_microseconds(tmp_path: Path) -> None:
+    write(tmp_path, lines(spans_of("1f1b", 2, 1, 1), 1), lines(spans_of("1f1b", 2, 1, 1), 2))
+    recorded = read_recorded(tmp_path)
+    assert recorded is not None
+    events = trace(recorded)["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["ph"] == "M"]
+    assert names == ["rank 0", "rank 1"]
+    found = {(e["name"], e["args"]["step"]): (e["tid"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"}
+    assert found["F1.0", 1] == (1, 1e6, 1e6) and found["B0.0", 2] == (0, 1004e6, 2e6) and len(found) == 16
+
+
+def test_a_run_without_a_pipeline_has_none(tmp_path: Path) -> None:
+    assert read_recorded(tmp_path) is None
+
+
+GOOD = {
+    "step": 1, "rank": 0, "position": 0, "kind": "forward", "stage": 0, "microbatch": 0, "begin_s": 1.0, "end_s": 2.0
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[1]", "no JSON object"),
+        ("{'step': 1}", "line 2 is no span of a pipeline"),
+        (json.dumps({**GOOD, "step": "one"}), "step is 'one'"),
+        (json.dumps({**GOOD, "stage": -1}), "stage is -1"),
+        (json.dumps({**GOOD, "kind": "sideways"}), "kind is 'sideways'"),
+        (json.dumps({**GOOD, "kind": ["forward"]}), "kind is"),
+        (json.dumps({**GOOD, "begin_s": None}), "begin_s is None"),
+        (json.dumps({**GOOD, "end_s": float("nan")}), "end_s is nan"),
+        (json.dumps({**GOOD, "end_s": 0.5}), "ends before it begins"),
+        (json.dumps({**GOOD, "rank": 1}), "of rank 1"),
+    ],
+)
+def test_files_of_another_kind_are_refused(line: str, message: str, tmp_path: Path) -> None:
+    write(tmp_path, {0: [json.dumps(GOOD) + "\n", line + "\n", json.dumps(GOOD)]})
+    with pytest.raises(UserError, match=re.escape(message)) as refused:
+        read_recorded(tmp_path)
+    assert "rank0.jsonl" in refused.value.asked and "line 2" in refused.value.found
