@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -137,12 +137,15 @@ class Folder:
         A folder whose manifest cannot be read neither counts nor is removed: a person should see it.
         """
         manifests = dict(self._readable())
-        scores = [(m.score, step) for step, m in manifests.items() if m.score is not None]
-        kept = {*sorted(manifests)[-keep_last:], *(step for _, step in sorted(scores)[:1])}
+        kept = {*sorted(manifests)[-keep_last:], _best(manifests)}
         gone = [step for step in manifests if step not in kept]
         for step in gone:
             self.remove(step)
         return gone
+
+    def best(self) -> int | None:
+        """The step with the least score (the earliest of equal ones), or None if no checkpoint has a score."""
+        return _best(dict(self._readable()))
 
     def _readable(self) -> Iterator[tuple[int, Manifest]]:
         for step in self.steps():
@@ -197,6 +200,11 @@ def newest_sound(root: Path) -> int | None:
 def record_file(path: Path) -> FileRecord:
     """Size and hash of a file that was just written."""
     return FileRecord(path.stat().st_size, hash_file(path))
+
+
+def _best(manifests: Mapping[int, Manifest]) -> int | None:
+    scores = [(manifest.score, step) for step, manifest in manifests.items() if manifest.score is not None]
+    return min(scores)[1] if scores else None
 
 
 def _name(step: int) -> str:

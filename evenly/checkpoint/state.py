@@ -19,13 +19,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from evenly.checkpoint.manifest import TensorForm, differences, first_of
+from evenly.checkpoint.names import MODEL, OPTIMIZER, plain_name
 from evenly.checkpoint.plain import encode
 from evenly.checkpoint.tensors import form_of
 from evenly.errors import CheckpointError, UserError
 
-MODEL, OPTIMIZER = "model.", "optimizer."
-# Parts that torch's wrappers put into names.
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 # Options of a group that say how it is computed, not what: they belong to the run, not to its state.
 EXECUTION = ("foreach", "fused", "capturable", "differentiable")
 ASKED = "load a checkpoint into this job"
@@ -134,7 +132,7 @@ def _model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
             raise UserError(f"save {name} of the model", "it is extra state of a module", "keep it in a buffer")
         if _identity(value) not in seen:
             seen.add(_identity(value))
-            found[_plain_name(name)] = value
+            found[plain_name(name)] = value
     return found
 
 
@@ -142,18 +140,12 @@ def _parameter_names(model: torch.nn.Module) -> dict[int, str]:
     """id of a parameter -> its first name."""
     names: dict[int, str] = {}
     for name, parameter in _plain_model(model).named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), _plain_name(name))
+        names.setdefault(id(parameter), plain_name(name))
     return names
 
 
 def _plain_model(model: torch.nn.Module) -> torch.nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
-
-
-def _plain_name(name: str) -> str:
-    for part in WRAPPERS:
-        name = name.replace(part, "")
-    return name
 
 
 def _identity(tensor: Tensor) -> object:

@@ -122,6 +122,20 @@ def report_command(
     raise typer.Exit(report(folder, json_only=json_only))
 
 
+@app.command("export")
+def export_command(
+    run: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a run: runs/NAME-N.")],
+    to: Annotated[Path, typer.Option(metavar="DIR2", help="Folder to write: new, or empty.")],
+    step: Annotated[str, typer.Option(metavar="N|best", help="Which checkpoint.")] = "newest",
+    json_only: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Write a checkpoint's weights as safetensors, which from_pretrained loads if it is a transformers model."""
+    from evenly.cli.export import run_export
+
+    raise typer.Exit(run_export(run, to, step, json_only=json_only))
+
+
 bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench_app, name="bench")
 

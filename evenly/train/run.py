@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from evenly.checkpoint.config import MODEL_CONFIG, write_model_config
 from evenly.cluster.allocator import hand_back_freed_memory, keep_freed_memory
 from evenly.cluster.environment import Place, available_cores, chosen_threads, find_here
 from evenly.cluster.world import World
@@ -165,6 +166,7 @@ class Run:
         self._events.event("started", rank=world.rank, size=world.size, step=self.steps_done, pid=os.getpid())
         if main is not None:
             write_plan(self, main / "plan.json")
+            write_model_config(self.model, main / MODEL_CONFIG)
 
     # ------------------------------------------------------------------------------------------ training
     def batches(self) -> Iterator[Batch]:

@@ -1,0 +1,222 @@
+"""The weights of a checkpoint as the files that other programs read: safetensors, and config.json where it is known.
+
+It runs in one plain process, whatever plan saved the checkpoint: its files are read one tensor at a time and written as
+they come, so that memory holds the largest tensor and never the model. Nothing is unpickled, and torch is not imported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from evenly.checkpoint.config import MODEL_CONFIG, ModelConfig, read_model_config
+from evenly.checkpoint.folder import Folder
+from evenly.checkpoint.manifest import Manifest, TensorForm, Unsound, first_of
+from evenly.checkpoint.names import MODEL
+from evenly.checkpoint.pieces import METADATA, Piece, find_pieces, read_whole, size_bytes, stored_type
+from evenly.errors import CheckpointError, UserError
+
+SHARD_BYTES = 5 * 10**9
+INDEX, CONFIG = "model.safetensors.index.json", "config.json"
+FLOATS = ("float64", "float32", "bfloat16", "float16")
+
+Step = int | Literal["best"] | None
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export wrote.
+
+    step:        of the checkpoint.
+    files:       names of the files with tensors, in order.
+    tensors, bytes: their number and their bytes, headers not counted.
+    model_class: the transformers class that loads them; None of another model, whose own names they have.
+    """
+
+    step: int
+    files: tuple[str, ...]
+    tensors: int
+    bytes: int
+    model_class: str | None
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The weights to write: name in the target -> form, and -> pieces in the checkpoint."""
+
+    forms: dict[str, TensorForm]
+    pieces: dict[str, list[Piece]]
+
+
+def export(root: Path, to: Path, *, step: Step = None, shard_bytes: int = SHARD_BYTES) -> Exported:
+    """Writes the weights of a checkpoint of the run in `root` to the folder `to`, which is made if need be.
+
+    step:        the checkpoint's: a number, "best" for the least evaluation loss, or None for the newest.
+    shard_bytes: beyond, the tensors are spread over several files with an index.
+
+    Raises `UserError` if `to` is not empty or there is no such checkpoint, and `CheckpointError` if it is unsound or
+    `to` cannot be written, which is then left as it was.
+    """
+    _check_target(to)
+    folder = Folder(root)
+    chosen = choose_step(folder, step)
+    config = read_model_config(root / MODEL_CONFIG)
+    source = _renamed(_checked_source(folder, chosen), root, config)
+    shards = split(source.forms, shard_bytes)
+    _write_all(to, source, shards, config)
+    return Exported(
+        step=chosen,
+        files=tuple(shards),
+        tensors=len(source.forms),
+        bytes=sum(map(size_bytes, source.forms.values())),
+        model_class=config and config.model_class,
+    )
+
+
+def choose_step(folder: Folder, step: Step) -> int:
+    """The step that is asked for. Raises `UserError` if it has no checkpoint."""
+    which = f"the {step or 'newest'} checkpoint" if step in (None, "best") else f"the checkpoint of step {step}"
+    asked, steps = f"export {which} in {folder.root}", folder.steps()
+    if not steps:
+        raise UserError(asked, "it has no checkpoints", "give the folder of a run: runs/NAME-N")
+    there = ", ".join(map(str, steps))
+    chosen = steps[-1] if step is None else folder.best() if step == "best" else step
+    if chosen is None:
+        raise UserError(asked, "none was evaluated when it was saved", f"choose a step: {there}")
+    if chosen not in steps:
+        raise UserError(asked, f"there are those of {there}", "choose one of them")
+    return chosen
+
+
+def split(forms: Mapping[str, TensorForm], shard_bytes: int) -> dict[str, list[str]]:
+    """File -> names of its tensors: filled in order, each file up to `shard_bytes` or of one tensor."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, form in forms.items():
+        if shards[-1] and filled + size_bytes(form) > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size_bytes(form)
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, start=1)}
+
+
+def _check_target(to: Path) -> None:
+    if to.exists() and not to.is_dir():
+        raise UserError(f"export to {to}", "it is a file", "give a folder")
+    if to.is_dir() and any(to.iterdir()):
+        raise UserError(f"export to {to}", "it is not empty", "give a new folder, or empty this one")
+
+
+def _checked_source(folder: Folder, step: int) -> _Source:
+    """The tensors of the run's model, by their names there, from a checkpoint that is all as its manifest says."""
+    try:
+        manifest = folder.manifest(step)
+        folder.check_files(manifest, manifest.files)
+        return _weights(manifest, find_pieces(folder.path(step), manifest.files, manifest.tensors))
+    except Unsound as reason:
+        sound = folder.newest_sound(but=step)
+        other = "there is no other sound checkpoint in this folder"
+        do = other if sound is None else f"export step {sound}, the newest sound checkpoint"
+        raise CheckpointError(f"export {folder.path(step)}", str(reason), do) from None
+
+
+def _weights(manifest: Manifest, pieces: Mapping[str, list[Piece]]) -> _Source:
+    names = {name: name.removeprefix(MODEL) for name in manifest.tensors if name.startswith(MODEL)}
+    if not names:
+        raise Unsound("it holds no model")
+    return _Source(
+        {new: manifest.tensors[name] for name, new in names.items()},
+        {new: pieces[name] for name, new in names.items()},
+    )
+
+
+def _renamed(source: _Source, root: Path, config: ModelConfig | None) -> _Source:
+    """By the names that the transformers model gives its tensors, where there is one."""
+    if config is None or not config.prefix:
+        return source
+    others = [f"{name} is not in it" for name in source.forms if not name.startswith(config.prefix)]
+    if others:
+        raise UserError(
+            f"export the submodule {config.prefix.removesuffix('.')} that {root / MODEL_CONFIG} tells of",
+            first_of(others),
+            "it is of another model: remove it to export the weights by the names they have",
+        )
+    cut = len(config.prefix)
+    forms = {name[cut:]: form for name, form in source.forms.items()}
+    return _Source(forms, {name[cut:]: pieces for name, pieces in source.pieces.items()})
+
+
+def _write_all(to: Path, source: _Source, shards: Mapping[str, Sequence[str]], config: ModelConfig | None) -> None:
+    """The files, config.json last: a folder that has it is whole. On an error what was written goes."""
+    texts = _texts(source, shards, config)
+    made = [folder for folder in (to, *to.parents) if not folder.exists()]
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+        for file, names in shards.items():
+            _write_shard(to / file, names, source)
+        for file, text in texts.items():
+            (to / file).write_text(text, encoding="utf-8")
+    except BaseException as error:
+        _remove([to / file for file in (*shards, *texts)], made)
+        if isinstance(error, OSError | ValueError):  # also a shape that no array can have
+            raise CheckpointError(f"export to {to}", str(error), "") from error
+        raise
+
+
+def _write_shard(path: Path, names: Sequence[str], source: _Source) -> None:
+    # Wider elements first, as safetensors does it: so each tensor begins at a multiple of its element.
+    ordered = sorted(names, key=lambda name: -_element_bytes(source.forms[name]))
+    with path.open("xb") as file:
+        file.write(_header({name: source.forms[name] for name in ordered}))
+        for name in ordered:
+            file.write(read_whole(source.forms[name], source.pieces[name]).data)
+
+
+def _element_bytes(form: TensorForm) -> int:
+    return size_bytes(TensorForm(form.dtype, ()))
+
+
+def _header(forms: Mapping[str, TensorForm]) -> bytes:
+    """Length and table of a safetensors file whose tensors lie one behind the other."""
+    rows: dict[str, Any] = {METADATA: {"format": "pt"}}
+    end = 0
+    for name, form in forms.items():
+        start, end = end, end + size_bytes(form)
+        rows[name] = {"dtype": stored_type(form), "shape": form.shape, "data_offsets": [start, end]}
+    text = json.dumps(rows, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _texts(source: _Source, shards: Mapping[str, Sequence[str]], config: ModelConfig | None) -> dict[str, str]:
+    """File -> text of the files beside the tensors."""
+    texts: dict[str, str] = {}
+    if len(shards) > 1:
+        total = {"total_size": sum(map(size_bytes, source.forms.values()))}
+        places = {name: file for file, names in shards.items() for name in names}
+        texts[INDEX] = json.dumps({"metadata": total, "weight_map": places}, indent=2) + "\n"
+    if config is not None:
+        texts[CONFIG] = json.dumps(_config(config, source.forms), indent=2) + "\n"
+    return texts
+
+
+def _config(config: ModelConfig, forms: Mapping[str, TensorForm]) -> dict[str, Any]:
+    """With the class and the type of the weights, which transformers adds when it saves."""
+    floats = [form.dtype for form in forms.values() if form.dtype in FLOATS]
+    return {**config.config, "architectures": [config.model_class], **({"dtype": floats[0]} if floats else {})}
+
+
+def _remove(files: Sequence[Path], folders: Sequence[Path]) -> None:
+    """Those files, and the folders, deepest first; what is not there, or cannot go, stays away or stays."""
+    for remove, paths in ((Path.unlink, files), (Path.rmdir, folders)):
+        for path in paths:
+            try:
+                remove(path)
+            except OSError:
+                pass
