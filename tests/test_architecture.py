@@ -53,7 +53,7 @@ WITHOUT_TORCH = (
 PURE_DATA = ("stream", "order", "microbatch", "share")
 
 # What verification holds the engine against may share these with it and nothing else.
-OF_THE_REFERENCE = ("errors", "job", "data")
+OF_THE_REFERENCE = ("errors", "job", "data", "model")
 
 HELP_SECONDS = 0.3
 BARE_SECONDS = 0.03  # of `python -c pass` on an ordinary machine

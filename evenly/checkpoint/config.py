@@ -7,7 +7,7 @@ recognised by what its class says of itself; transformers is not imported. No to
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,18 +35,19 @@ class ModelConfig:
     config: dict[str, Any]
 
 
-def write_model_config(model: nn.Module, path: Path) -> None:
+def write_model_config(model: nn.Module, path: Path, names: Iterable[str] = ()) -> None:
     """Writes what `find_model_config` finds to `path`; if that is nothing, removes what another job may have left."""
-    found = find_model_config(model)
+    found = find_model_config(model, names)
     if found is None:
         path.unlink(missing_ok=True)
     else:
         path.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
 
 
-def find_model_config(model: nn.Module) -> ModelConfig | None:
+def find_model_config(model: nn.Module, names: Iterable[str] = ()) -> ModelConfig | None:
     """The transformers model that `model` is, or the submodule that is one and holds all parameters and buffers.
 
+    names: of parameters and buffers that the whole model has, where this rank holds a part of it.
     None if there is no such module, if adapters were put into it, which its class does not know, or if its
     configuration has no form in JSON.
     """
@@ -54,7 +55,9 @@ def find_model_config(model: nn.Module) -> ModelConfig | None:
         ((name, module) for name, module in model.named_modules() if _is_transformers(module)), ("", None)
     )
     prefix = plain_name(f"{name}." if name else "")
-    if module is None or not all(tensor.startswith(prefix) for tensor in _tensor_names(model)):
+    if module is None or not all(
+        tensor.startswith(prefix) for tensor in (*_tensor_names(model), *map(plain_name, names))
+    ):
         return None
     if any(type(part).__module__.startswith("peft.") for part in model.modules()):
         return None

@@ -10,7 +10,7 @@ Nothing here runs a step: the state of an optimizer that has not stepped is empt
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -115,6 +115,19 @@ def check_values(model: torch.nn.Module, optimizer: torch.optim.Optimizer, value
         found = f"it was saved by {saved['class']}, the job's optimizer is {type(optimizer).__name__}"
         raise CheckpointError(ASKED, found, "use the optimizer that it was saved by")
     list(_wanted_options(model, optimizer, values))
+
+
+def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any] | None]:
+    """Of each group its options; None of one that has no parameters here."""
+    kind = type(optimizer).__name__
+    return [_options(group, kind) if group["params"] else None for group in optimizer.param_groups]
+
+
+def set_empty_groups(optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str, Any] | None]) -> None:
+    """Gives the groups that have no parameters here these `options`, by group; None leaves one as it is."""
+    for group, wanted in zip(optimizer.param_groups, options, strict=True):
+        if not group["params"] and wanted is not None:
+            _set_options(group, wanted)
 
 
 def parameter_of(name: str) -> str:

@@ -98,7 +98,7 @@ def plan_command(
     job: JobFile,
     only: Annotated[str, typer.Option(metavar="TEXT", help="The plan, for example tensor=2.")] = "auto",
     explain: Annotated[
-        bool, typer.Option("--explain", help="Tell what the tensor axis splits of the model, and why.")
+        bool, typer.Option("--explain", help="Tell what is split of the model, where it is cut, and why.")
     ] = False,
     settings: Settings = [],  # noqa: B006
     json_only: Json = False,

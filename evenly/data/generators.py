@@ -11,6 +11,7 @@ import random
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -39,6 +40,13 @@ def seed(key: int, device: str = "cpu") -> None:
     random.seed(key)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(key & 0xFFFFFFFF)
+
+
+def drawn_past_torch() -> bool:
+    """Whether Python's or numpy's generator was drawn from since `seed`."""
+    fresh = 624  # both stand at the end of a block of so many numbers when they are seeded
+    numpy: Any = sys.modules.get("numpy")
+    return random.getstate()[1][-1] != fresh or (numpy is not None and numpy.random.get_state()[2] != fresh)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,3 +28,35 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], nest: Any) -> 
         parts = {f.name: map_tensors(function, getattr(nest, f.name)) for f in dataclasses.fields(nest) if f.init}
         return dataclasses.replace(nest, **parts)
     return nest
+
+
+def tensors_by_path(nest: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a nest with its place, such as `0.mask`, in the order of `map_tensors`."""
+    if isinstance(nest, torch.Tensor):
+        yield path, nest
+        return
+    for key, value in _items(nest):
+        yield from tensors_by_path(value, f"{path}.{key}" if path else str(key))
+
+
+def _items(nest: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(nest, Mapping):
+        yield from nest.items()
+    elif isinstance(nest, list | tuple):
+        yield from enumerate(nest)
+    elif dataclasses.is_dataclass(nest) and not isinstance(nest, type):
+        yield from ((f.name, getattr(nest, f.name)) for f in dataclasses.fields(nest) if f.init)
+
+
+def tensors_in(arguments: Any) -> Iterator[torch.Tensor]:
+    """Every tensor among the arguments or the results of a function of torch, in order."""
+    if isinstance(arguments, torch.Tensor):
+        yield arguments
+    elif isinstance(arguments, list | tuple):
+        for one in arguments:
+            yield from tensors_in(one)
+    elif isinstance(arguments, dict):
+        for one in arguments.values():
+            yield from tensors_in(one)
+    elif isinstance(arguments, slice):
+        yield from tensors_in((arguments.start, arguments.stop, arguments.step))

@@ -11,11 +11,7 @@ traced, and neither can code that makes tensors by other means than torch's func
 
 from __future__ import annotations
 
-import copy
-import logging
-import random
 import re
-import sys
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -28,15 +24,21 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from evenly.data.generators import undisturbed
-from evenly.data.nest import map_tensors
+from evenly.data.nest import map_tensors, tensors_in
 from evenly.errors import PlanError, describe
 from evenly.model.attention import multi_head_attention
-
-Source = Literal["parameter", "buffer", "batch", "constant", "call"]
+from evenly.model.numberless import (
+    Source,
+    fake_mode,
+    model_without_numbers,
+    running_without_numbers,
+    tensor_without_numbers,
+)
 
 ASKED = "to find what of the model can be split (tensor=N)"
 OTHER_AXIS = "use another axis for this model: plan ddp, zero3"
+
+AnySource = Source | Literal["batch", "call"]
 
 # Of a tensor's attributes those that are tensors.
 TENSOR_ATTRIBUTES = ("T", "mT", "H", "mH", "data", "real", "imag", "grad")
@@ -53,7 +55,7 @@ class Value:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-    source: Source
+    source: AnySource
     name: str = ""
 
     @property
@@ -138,12 +140,12 @@ def trace(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -
 
     Raises `PlanError`, naming the operation and its place, where the code needs numbers or cannot be followed.
     """
-    fakes = _fake_mode()
+    fakes = fake_mode()
     recorder = _Recorder(fakes)
-    with _random_state_kept(), _quiet(), _masks_not_compared():
+    with running_without_numbers():
         try:
-            faked = _without_numbers(model, fakes, recorder)
-            nest = map_tensors(lambda tensor: recorder.know(_faked(tensor, fakes), "batch"), batch)
+            faked = model_without_numbers(model, fakes, recorder.stand_in).train()
+            nest = map_tensors(lambda tensor: recorder.know(tensor_without_numbers(tensor, fakes), "batch"), batch)
             with _names_of_modules(faked, recorder.running), fakes, recorder, torch.enable_grad():
                 loss(faked, nest)
         except PlanError:
@@ -151,89 +153,6 @@ def trace(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -
         except Exception as problem:
             raise _refusal(problem, recorder) from problem
     return recorder.trace()
-
-
-# ---------------------------------------------------------------------------------------------- tensors without numbers
-
-
-def _fake_mode() -> Any:
-    """torch's mode of tensors without numbers, under its private name."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def _faked(tensor: torch.Tensor, fakes: Any) -> torch.Tensor:
-    """A tensor of the same shape, strides and type on the CPU that holds no numbers; a parameter of a parameter."""
-    with fakes, torch.no_grad():
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
-    return fake.requires_grad_(tensor.requires_grad)
-
-
-def _without_numbers(model: nn.Module, fakes: Any, recorder: _Recorder) -> nn.Module:
-    """A copy of `model` in training mode that shares no tensor with it and has its ties."""
-    memo: dict[int, Any] = {}
-
-    def stand_in(tensor: torch.Tensor, source: Source, name: str = "") -> None:
-        if id(tensor) not in memo:
-            memo[id(tensor)] = recorder.know(_faked(tensor, fakes), source, name)
-
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        stand_in(parameter, "parameter", name)
-        recorder.parameters[name] = recorder.index_of(memo[id(parameter)])
-    for name, buffer in model.named_buffers():
-        stand_in(buffer, "buffer", name)
-    for module in model.modules():
-        for attribute in vars(module).values():
-            if isinstance(attribute, torch.Tensor):
-                stand_in(attribute, "constant")
-    return copy.deepcopy(model, memo).train()
-
-
-@contextmanager
-def _quiet() -> Generator[None]:
-    """Within, torch does not log what fails for want of numbers: it is raised too."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
-@contextmanager
-def _masks_not_compared() -> Generator[None]:
-    """Within, `nn.TransformerEncoder` and `nn.TransformerDecoder` take a mask as it is.
-
-    They would look at its numbers, only to find whether it could be left out for being causal. Under torch's private
-    name.
-    """
-
-    def said_to_be_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
-        return is_causal is True
-
-    home: Any = nn.modules.transformer
-    before, home._detect_is_causal_mask = home._detect_is_causal_mask, said_to_be_causal
-    try:
-        yield
-    finally:
-        home._detect_is_causal_mask = before
-
-
-@contextmanager
-def _random_state_kept() -> Generator[None]:
-    """On leaving, torch's, Python's and numpy's generators are as they were."""
-    numpy: Any = sys.modules.get("numpy")
-    state, numpy_state = random.getstate(), numpy and numpy.random.get_state()
-    try:
-        with undisturbed():
-            yield
-    finally:
-        random.setstate(state)
-        if numpy:
-            numpy.random.set_state(numpy_state)
 
 
 # ------------------------------------------------------------------------------------------------------------ recording
@@ -273,20 +192,26 @@ class _Recorder(TorchFunctionMode):
         except Exception as problem:
             self.failed = problem, call
             raise
-        outputs = [*_tensors_in(result)]
+        outputs = [*tensors_in(result)]
         if not outputs and (call.function in SILENT or re.fullmatch(r"\w*[a-z]_", call.function)):
-            outputs = [*_tensors_in(args[:1])]
+            outputs = [*tensors_in(args[:1])]
         if outputs:
             self.calls.append(replace(call, outputs=tuple(map(self._made, outputs))))
         return result
 
-    def know(self, tensor: torch.Tensor, source: Source, name: str = "") -> torch.Tensor:
+    def know(self, tensor: torch.Tensor, source: AnySource, name: str = "") -> torch.Tensor:
         """Takes `tensor` among the values, if it is not there."""
         if self._index.get(id(tensor)) is None:
             self._index[id(tensor)] = len(self._values)
             # Its shape now: code may change it in place. The tensor is kept, so that its id stays its own.
             self._values.append((tensor, Value(tuple(tensor.shape), tensor.dtype, False, source, name)))
         return tensor
+
+    def stand_in(self, tensor: torch.Tensor, source: Source, name: str) -> None:
+        """Takes the tensor of that name in the model that is run among the values."""
+        self.know(tensor, source, name)
+        if source == "parameter":
+            self.parameters[name] = self.index_of(tensor)
 
     def index_of(self, tensor: torch.Tensor) -> int:
         """Of a known tensor."""
@@ -339,16 +264,6 @@ def _map(change: Callable[[torch.Tensor], Any], nest: Any) -> Any:
     if isinstance(nest, slice):
         return slice(_map(change, nest.start), _map(change, nest.stop), _map(change, nest.step))
     return nest
-
-
-def _tensors_in(nest: Any) -> Iterator[torch.Tensor]:
-    if isinstance(nest, torch.Tensor):
-        yield nest
-    elif isinstance(nest, list | tuple):
-        for one in nest:
-            yield from _tensors_in(one)
-    elif isinstance(nest, dict):
-        yield from _tensors_in(list(nest.values()))
 
 
 # ---------------------------------------------------------------------------------------------------------------- names

@@ -9,33 +9,54 @@ recomputation (whose second forward draws again what the first drew), compilatio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
-
-from torch import nn
+from typing import Any, Literal
 
 from evenly.data.generators import reseed, seed
 from evenly.data.stream import block_key
-from evenly.model.blocks import Block, find_blocks
+from evenly.model.blocks import Block
 
-Handler = Callable[[str, int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+@dataclass(frozen=True)
+class BlockCall:
+    """One call of a block.
+
+    number: how often the microbatch called it before.
+    """
+
+    block: Block
+    number: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    _reseed: Callable[[str, int, Literal["begin", "end"]], None]
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """What the block returns for these arguments."""
+        self._reseed(self.block.name, self.number, "begin")
+        result = self.block.module._call_impl(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]
+        self.pass_by()
+        return result
+
+    def pass_by(self) -> None:
+        """Draws what comes after the block as if it had run."""
+        self._reseed(self.block.name, self.number, "end")
 
 
 class BlockCalls:
-    """Takes over the calls of the blocks of `model` on `device`; `close` undoes it.
+    """Takes over the calls of `blocks` on `device`; `close` undoes it.
 
-    handler: gets each call while something is drawn from: the block's name, how often it was called before, what runs
-    it, and its arguments. By default it is run.
+    handler: gets each call of a forward that is `drawing`, and returns what the block would; by default it is run.
     """
 
-    def __init__(self, model: nn.Module, device: str, handler: Handler | None = None) -> None:
+    def __init__(self, blocks: Sequence[Block], device: str, handler: Callable[[BlockCall], Any] | None = None) -> None:
         self._device, self._handler = device, handler or _run
         self._key: int | None = None
         self._calls: dict[str, int] = {}
-        self._blocks = find_blocks(model)
-        take_over(self._blocks, self._call)
+        self.blocks = blocks
+        take_over(self.blocks, self._call)
 
     @contextmanager
     def drawing(self, key: int) -> Generator[None]:
@@ -50,25 +71,22 @@ class BlockCalls:
 
     def close(self) -> None:
         """Calls run as they are again."""
-        give_back(self._blocks)
+        give_back(self.blocks)
 
     def _call(self, block: Block, *args: Any, **kwargs: Any) -> Any:
-        run = partial(_call_impl, block.module)
         if self._key is None:
-            return run(*args, **kwargs)
+            return block.module._call_impl(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]
         number = self._calls.get(block.name, 0)
         self._calls[block.name] = number + 1
-        return self._handler(block.name, number, partial(self._drawn, self._key, block.name, number, run), args, kwargs)
+        return self._handler(BlockCall(block, number, args, kwargs, self._reseed))
 
-    def _drawn(self, key: int, name: str, number: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        reseed(block_key(key, name, number, "begin"), self._device)
-        result = run(*args, **kwargs)
-        reseed(block_key(key, name, number, "end"), self._device)
-        return result
+    def _reseed(self, name: str, number: int, edge: Literal["begin", "end"]) -> None:
+        assert self._key is not None  # a call is under way
+        reseed(block_key(self._key, name, number, edge), self._device)
 
 
-def _run(_: str, __: int, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return run(*args, **kwargs)
+def _run(call: BlockCall) -> Any:
+    return call.run(*call.args, **call.kwargs)
 
 
 # torch's private names for what a call of a module runs: what `module.compile()` would put there, and the rest.
@@ -82,7 +100,3 @@ def give_back(blocks: Iterable[Block]) -> None:
     """Undoes `take_over`."""
     for block in blocks:
         block.module._compiled_call_impl = None  # pyright: ignore[reportPrivateUsage]
-
-
-def _call_impl(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return module._call_impl(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]

@@ -6,6 +6,7 @@ strategies hold on to the parameters that they find.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import nn
 from evenly.cluster.world import World
 from evenly.comm.groups import Group
 from evenly.errors import PlanError
+from evenly.model.blocks import Block, find_blocks
 from evenly.parallel.calls import BlockCalls
 from evenly.parallel.forwards import BlockForwards, Forward
 from evenly.parallel.gradients import Gradients, GradientSum, Parts, trainable
@@ -25,10 +27,14 @@ from evenly.parallel.recompute import CachesOff, recomputing
 from evenly.parallel.replicas import ReplicaGradients, Replicas
 from evenly.parallel.statistics import RunningStatistics
 from evenly.plan import Plan
+from evenly.plan.schedule import splits_backward
 
 if TYPE_CHECKING:
     from evenly.model.splits import ParameterSplit
     from evenly.parallel.optimizer import Cut
+    from evenly.parallel.pipeline.model import StagedModel
+    from evenly.parallel.pipeline.pipeline import Pipeline
+    from evenly.parallel.pipeline.stages import Staging
     from evenly.parallel.tensor.model import SplitModel
 
 
@@ -45,6 +51,7 @@ class Composed:
     cuts:       parameters that this rank does not step as they stand, but its part of them or a copy on the host.
     sharded:    share of the parameters' elements that this plan really splits, 0 to 1.
     tensor:     the model's parameters as parts of larger ones, where the tensor axis splits them.
+    pipeline:   the model in stages, where the pipeline axis cuts it.
     in_step:    whether ranks meet inside the model, so that each must run as many microbatches as the others.
     """
 
@@ -57,6 +64,7 @@ class Composed:
     cuts: Sequence[Cut] = ()
     sharded: float = 0.0
     tensor: SplitModel | None = None
+    pipeline: Pipeline | None = None
     in_step: bool = False
 
     @property
@@ -68,6 +76,18 @@ class Composed:
     def computing(self) -> AbstractContextManager[None]:
         """Around everything that the job computes with the model."""
         return nullcontext() if self.tensor is None else self.tensor.axis
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All of the model's, in its order; of those that this rank has not, what stands for them."""
+        return [*self.model.parameters()] if self.pipeline is None else self.pipeline.parameters()
+
+    @property
+    def elements(self) -> int:
+        """Of all of the model's parameters together, whichever ranks hold them."""
+        layouts = {} if self.tensor is None else self.tensor.layouts
+        split = [(p, layouts[name]) for name, p in self.model.named_parameters() if name in layouts]
+        elsewhere = sum(math.prod(layout.whole(p.shape)) - p.numel() for p, layout in split)
+        return sum(p.numel() for p in self.parameters()) + elsewhere
 
     def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """All of what the ranks hold of a parameter or buffer, or of its gradient; a collective where it is cut."""
@@ -99,46 +119,73 @@ class Composed:
 
 
 def compose(
-    modules: Sequence[nn.Module], plan: Plan, world: World, splits: Mapping[str, ParameterSplit] | None = None
+    modules: Sequence[nn.Module],
+    plan: Plan,
+    world: World,
+    splits: Mapping[str, ParameterSplit] | None = None,
+    stages: tuple[StagedModel, Staging] | None = None,
 ) -> Composed:
     """Applies `plan` (fitted to the world and resolved) to `modules`, one on each of `devices_of` this rank.
 
     They are changed in place; the first is the model. splits: of its parameters, where the plan has a tensor axis.
+    stages: of the model, where it has a pipeline.
+
+    Order: what other stages hold goes first, then what is left is split over the tensor axis, then over data.
     """
     model, group, wide = modules[0], world.group("data"), plan.exact == "bitwise"
-    tensor = parts_of = None
+    pipeline = _pipeline(*stages, plan, world) if stages is not None else None
+    blocks = [find_blocks(module) for module in modules] if pipeline is None else [pipeline.blocks]
+    tensor = None
     if splits is not None:
-        tensor = _split(model, splits, world.group("tensor"), plan)
-        if plan.stage < 3:
-            model.to(world.device)
-        parts_of = Parts(tensor.layouts, world.group("tensor"))
+        held = {name for name, _ in model.named_parameters()}
+        tensor = _split(model, {name: s for name, s in splits.items() if name in held}, world.group("tensor"), plan)
+    if plan.stage < 3 and (pipeline or tensor):
+        model.to(world.device)
+    parts_of = _parts_of(pipeline, tensor, world)
+    if pipeline is not None and tensor is not None:
+        pipeline.leaving(tensor.gathered)
+        pipeline.engine.computing = tensor.axis  # recomputation computes the model again
     replicas = Replicas(modules, devices_of(plan, world), gather=plan.gather)
-    statistics = [RunningStatistics(r.module, group=group, alone=plan.devices == 1) for r in replicas]
+    elsewhere = pipeline.elsewhere if pipeline is not None else ()
+    statistics = [
+        RunningStatistics(r.module, group=group, alone=plan.devices == 1, elsewhere=elsewhere) for r in replicas
+    ]
     parts: dict[str, Any] = {
         "replicas": replicas,
         "statistics": statistics,
-        "forwards": _change_blocks(replicas, plan),
-        "calls": [BlockCalls(replica.module, replica.device) for replica in replicas],
+        "forwards": _change_blocks(replicas, blocks, plan),
+        "calls": _take_over_calls(replicas, blocks, pipeline),
     }
     if tensor is not None:
         parts |= {"tensor": tensor, "sharded": tensor.share}
+    if pipeline is not None:
+        parts |= {"pipeline": pipeline, "sharded": max(pipeline.share, tensor.share if tensor else 0.0)}
     if plan.stage:
         assert plan.shard != "auto"  # the plan is fitted
         settings: dict[str, Any] = {"world": world, "shard": plan.shard or group.size, "wide": wide, "parts": parts_of}
         if plan.stage == 3:
             from evenly.parallel.shards import ShardedGradients  # takes seconds to import
 
-            sharded = ShardedGradients(model, offload=plan.offload == "parameters", **settings)
+            sharded = ShardedGradients(
+                model,
+                offload=plan.offload == "parameters",
+                blocks=blocks[0],
+                in_parts=pipeline is not None and splits_backward(plan.order) and pipeline.engine.in_parts,
+                **settings,
+            )
+            if pipeline is not None:
+                pipeline.leaving(sharded.left)
+                pipeline.engine.prepare = sharded.prepare
         else:
             from evenly.parallel.partition import PartitionedGradients
 
             sharded = PartitionedGradients(model, zero=plan.stage, **settings)
-        parts |= {"cuts": sharded.cuts, "sharded": max(sharded.share, tensor.share if tensor else 0.0)}
+        parts |= {"cuts": sharded.cuts, "sharded": max(sharded.share, parts.get("sharded", 0.0))}
         return Composed(model, gradients=sharded, in_step=plan.stage == 3, **parts)
     if plan.offload == "optimizer":
         from evenly.parallel.optimizer import Cut
 
-        parts["cuts"] = [Cut(name, p, p, slice(None)) for name, p in trainable(model)[0]]
+        parts["cuts"] = [Cut(name, p, p, slice(None)) for name, p in trainable(model, some=pipeline is None)[0]]
     if len(replicas) > 1:
         return Composed(model, gradients=ReplicaGradients(replicas, group=group, wide=wide), **parts)
     return Composed(model, gradients=GradientSum(model, group=group, wide=wide, parts=parts_of), **parts)
@@ -154,8 +201,41 @@ def _split(model: nn.Module, splits: Mapping[str, ParameterSplit], group: Group,
     return SplitModel(model, layouts, group, sequence=plan.sequence == "split", recomputed=keeping)
 
 
-def _change_blocks(replicas: Replicas, plan: Plan) -> list[BlockForwards | CachesOff]:
-    """Recomputation inside, compilation around it."""
+def _pipeline(model: StagedModel, staging: Staging, plan: Plan, world: World) -> Pipeline:
+    """Leaves of `model` what this rank runs."""
+    from evenly.parallel.pipeline.pipeline import Pipeline
+
+    model.move(world.device)
+    pipeline = Pipeline.of(model, staging, plan, world.group("pipeline"))
+    # A second part of a backward would compute all activations a second time.
+    pipeline.engine.in_parts = plan.recompute in (None, "none")
+    return pipeline
+
+
+def _parts_of(pipeline: Pipeline | None, tensor: SplitModel | None, world: World) -> Parts | None:
+    """What of the model's parameters this rank has; None for all."""
+    if pipeline is None and tensor is None:
+        return None
+    return Parts(
+        names=tensor.layouts if tensor is not None else (),
+        group=world.group("tensor") if tensor is not None else None,
+        stages=pipeline.group if pipeline is not None else None,
+        elsewhere=pipeline.ties.counted_elsewhere if pipeline is not None else (),
+    )
+
+
+def _take_over_calls(
+    replicas: Replicas, blocks: Sequence[Sequence[Block]], pipeline: Pipeline | None
+) -> list[BlockCalls]:
+    if pipeline is not None:
+        return [BlockCalls(pipeline.model.blocks, replicas[0].device, pipeline.model.call)]
+    return [BlockCalls(mine, replica.device) for mine, replica in zip(blocks, replicas, strict=True)]
+
+
+def _change_blocks(
+    replicas: Replicas, blocks: Sequence[Sequence[Block]], plan: Plan
+) -> list[BlockForwards | CachesOff]:
+    """Recomputation inside, compilation around it. A stage has no caches of keys and values but its own."""
     changes: dict[str, Callable[[Forward], Forward]] = {}
     if plan.recompute in ("selective", "full"):
         changes[f"recompute={plan.recompute}"] = recomputing(selective=plan.recompute == "selective")
@@ -165,10 +245,11 @@ def _change_blocks(replicas: Replicas, plan: Plan) -> list[BlockForwards | Cache
         for replica in replicas:
             check_compilable(replica.module, replica.device)
         changes["compile=blocks"] = compiling
+    caches = plan.recompute in ("selective", "full") or plan.splits_blocks
+    off = [CachesOff(replica.module) for replica in replicas] if caches else []
     if not changes:
-        return []
-    forwards = [BlockForwards(r.module, [*changes.values()], asked=" ".join(changes)) for r in replicas]
-    return [*forwards, *(CachesOff(r.module) for r in replicas if plan.recompute in ("selective", "full"))]
+        return [*off]
+    return [*(BlockForwards(mine, [*changes.values()], asked=" ".join(changes)) for mine in blocks), *off]
 
 
 def devices_of(plan: Plan, world: World) -> list[str]:

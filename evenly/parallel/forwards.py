@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
-
 from evenly.errors import PlanError
-from evenly.model.blocks import find_blocks
+from evenly.model.blocks import Block
 
 Forward = Callable[..., Any]
 
 
 class BlockForwards:
-    """Runs the forward of the blocks of `model` through `changes`, innermost first, in place; `close` undoes it.
+    """Runs the forward of `blocks` through `changes`, innermost first, in place; `close` undoes it.
 
-    asked: the plan's words for that. Raises `PlanError` where the model has no blocks.
+    asked: the plan's words for that. Raises `PlanError` where there are no blocks.
     """
 
-    def __init__(self, model: nn.Module, changes: Sequence[Callable[[Forward], Forward]], *, asked: str) -> None:
-        self._modules = [block.module for block in find_blocks(model)]
+    def __init__(self, blocks: Sequence[Block], changes: Sequence[Callable[[Forward], Forward]], *, asked: str) -> None:
+        self._modules = [block.module for block in blocks]
         if not self._modules:
             raise PlanError(
                 asked,

@@ -68,6 +68,18 @@ class Gradients(ABC):
         """Waits until the gradients of all ranks are added up, and their numbers; returns the numbers' sums."""
 
     @abstractmethod
+    def used(self) -> set[str]:
+        """The parameters that this rank's backwards have given a gradient in this step."""
+
+    @abstractmethod
+    def mark_used(self, names: Container[str]) -> None:
+        """Counts these as used, with a gradient of zeros here, since other ranks that hold them have used them."""
+
+    @abstractmethod
+    def collect(self) -> None:
+        """Takes up what a backward has left in `grad` past autograd's hooks."""
+
+    @abstractmethod
     def divide(self, divisor: float) -> None:
         """Leaves sum / `divisor` as the gradient of every parameter that any rank used; no other has one."""
 
@@ -155,8 +167,8 @@ class GradientSum(Gradients):
     def __init__(self, model: nn.Module, *, group: Group, wide: bool, parts: Parts | None = None) -> None:
         """parts: which of the model's parameters are parts of larger ones."""
         self._group, self._parts = group, parts
-        named, self._frozen = trainable(model)
-        self.buckets = fill_buckets(named, wide=wide)
+        named, self._frozen = trainable(model, some=parts is None or parts.stages is None)
+        self.buckets = fill_buckets(named, wide=wide) if named else [_bucket([], wide=wide, device=group.device)]
         self._slots = [slot for bucket in self.buckets for slot in bucket.slots]  # by number
         self._last = False
         self._sent = 0
@@ -216,6 +228,21 @@ class GradientSum(Gradients):
         values: list[float] = self._tail_of_sums().tolist()
         self._used = [flag > 0 for flag in values[: len(self._slots)]]
         return values[len(self._slots) :]
+
+    def used(self) -> set[str]:
+        return {slot.name for slot in self._slots if slot.used}
+
+    def mark_used(self, names: Container[str]) -> None:
+        for slot in self._slots:
+            if slot.name in names and not slot.used:
+                slot.sum.zero_()
+                slot.used = True
+
+    def collect(self) -> None:
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                if slot.parameter.grad is not None:
+                    self._hook(bucket, slot)(slot.parameter)
 
     def divide(self, divisor: float) -> None:
         """Leaves the gradient in the `grad` of every parameter that any rank used, the same on all ranks."""
@@ -290,10 +317,15 @@ class GradientSum(Gradients):
         self._sent = end
 
 
-def trainable(model: nn.Module) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:
-    """The parameters of `model` by name: those that require gradients, of which there must be some, and the others."""
+def trainable(
+    model: nn.Module, *, some: bool = True
+) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:
+    """The parameters of `model` by name: those that require gradients, and the others.
+
+    some: whether there must be any of the first.
+    """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    if not named:
+    if not named and some:
         raise UserError("training this model", "none of its parameters requires a gradient", "unfreeze some")
     return named, [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
 
@@ -326,24 +358,37 @@ def norm_of_parts(gradients: Iterable[torch.Tensor], group: Group) -> torch.Tens
 
 @dataclass(frozen=True)
 class Parts:
-    """Parameters of which the ranks of `group` hold parts, by name; all others they hold alike."""
+    """What of a model's parameters this rank has, where it is not all of them.
 
-    names: Container[str]
-    group: Group
+    names, group: parameters of which the ranks of `group` hold parts; all others they hold alike.
+    stages:       the ranks that hold other parameters, or None where each holds all.
+    elsewhere:    parameters that another of `stages` holds too, and counts.
+    """
+
+    names: Container[str] = ()
+    group: Group | None = None
+    stages: Group | None = None
+    elsewhere: Container[str] = ()
 
     def norm(self, gradients: Iterable[tuple[str, torch.Tensor | None]], among: Group | None = None) -> torch.Tensor:
         """Norm of `gradients`, by name, of the whole parameters; a scalar in float64.
 
         among: ranks which hold pieces, each its own `gradients`, of what this rank of `group` has.
         """
-        found = [(name, gradient) for name, gradient in gradients if gradient is not None]
-        squares = torch.stack(
-            [sum_of_squares(g for name, g in found if (name in self.names) is part) for part in (True, False)]
-        ).to(self.group.device)
+        found = [(name, g) for name, g in gradients if g is not None and name not in self.elsewhere]
+        sums = [sum_of_squares(g for name, g in found if (name in self.names) is part) for part in (True, False)]
+        squares = torch.stack([one.to(sums[0].device) for one in sums])
         if among is not None:
-            squares = all_reduce(squares, among, label="norm of the gradient")
-        of_parts = all_reduce(squares[0].clone(), self.group, label="norm of the gradient")
-        return (of_parts + squares[1]).sqrt()
+            squares = all_reduce(squares.to(among.device), among, label="norm of the gradient")
+        if self.group is not None:
+            squares = squares.to(self.group.device, copy=True)
+            if self.group.position > 0:  # what all hold alike counts once; elsewhere in memory it adds up otherwise
+                squares[1] = 0.0
+            squares = all_reduce(squares, self.group, label="norm of the gradient")
+        total = squares.sum()
+        if self.stages is not None:
+            total = all_reduce(total.to(self.stages.device, copy=True), self.stages, label="norm of the gradient")
+        return total.sqrt()
 
 
 def sum_of_squares(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -22,6 +22,8 @@ from typing import Any, Literal
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from evenly.data.nest import tensors_in
+
 Category = Literal["parameters", "gradients", "sums", "optimizer", "activations", "temporaries"]
 
 HOST = -1  # where batches are read: its tensors are counted apart, and go with any device's on the CPU
@@ -178,18 +180,6 @@ def of_subclasses(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     if any(kind.__name__ == "FakeTensor" for kind in types):
         return func(*args, **(kwargs or {}))
     return NotImplemented
-
-
-def tensors_in(nest: Any) -> Iterator[torch.Tensor]:
-    """Every tensor among the arguments or results of an operation."""
-    if isinstance(nest, torch.Tensor):
-        yield nest
-    elif isinstance(nest, dict):
-        for value in nest.values():
-            yield from tensors_in(value)
-    elif isinstance(nest, list | tuple):
-        for value in nest:
-            yield from tensors_in(value)
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -15,8 +15,10 @@ def shard_mesh(world: World, shard: int) -> DeviceMesh:
     names, sizes = ("replicate", "shard"), (data // shard, shard)
     if data == world.size:
         return init_device_mesh(device, sizes, mesh_dim_names=names)
-    # As the world's ranks are numbered: the axes inside the data axis run fastest.
-    return init_device_mesh(device, (*sizes, world.size // data), mesh_dim_names=(*names, "inside"))[names]
+    # As the world's ranks are numbered (`Plan.axes`): the pipeline outside the data axis, the tensor axis inside.
+    outside, inside = (world.groups[axis].size if axis in world.groups else 1 for axis in ("pipeline", "tensor"))
+    names_of_all = ("outside", *names, "inside")
+    return init_device_mesh(device, (outside, *sizes, inside), mesh_dim_names=names_of_all)[names]
 
 
 def groups_of(mesh: DeviceMesh, data: Group) -> tuple[Group, Group | None]:

@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from evenly.comm.groups import Group
 from evenly.comm.operations import broadcast, even_sizes
-from evenly.parallel.memory import of_subclasses, tensors_in
+from evenly.data.nest import tensors_in
+from evenly.parallel.memory import of_subclasses
 
 LEAST_BYTES = 1 << 20  # smaller storages stay where they are
 NO_STORAGE = 0

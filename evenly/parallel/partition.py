@@ -22,7 +22,7 @@ Exactness is as in `gradients`: with `wide` sums are made in float64, rounded on
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -182,7 +182,7 @@ class PartitionedGradients(Gradients):
     def __init__(
         self, model: nn.Module, *, world: World, zero: int, shard: int, wide: bool, parts: Parts | None = None
     ) -> None:
-        named, self._frozen = trainable(model)
+        named, self._frozen = trainable(model, some=parts is None or parts.stages is None)
         self._all, self._zero, self._parts_of = world.group("data"), zero, parts
         mesh = shard_mesh(world, shard)
         self._group, self._across = groups_of(mesh, self._all)
@@ -193,7 +193,7 @@ class PartitionedGradients(Gradients):
         self._parts = [part for bucket in self.buckets for part in bucket.parts]
         self.cuts = [_cut(part, part.place.own(self._position), mesh) for part in self._parts]
         split = sum(part.parameter.numel() for part in self._parts if part.place.length < part.parameter.numel())
-        self.share = split / sum(p.numel() for _, p in named)
+        self.share = split / max(1, sum(p.numel() for _, p in named))
         self._sending, self._sent, self._rounds = False, 0, 0
         self._flying: deque[tuple[Bucket, Pending[torch.Tensor]]] = deque()
         self._tail: Pending[torch.Tensor] | None = None
@@ -245,6 +245,22 @@ class PartitionedGradients(Gradients):
             total = next(values)
             scalar.parameter.grad = torch.full_like(scalar.parameter, total) if scalar.used else None
         return list(values)
+
+    def used(self) -> set[str]:
+        return {one.name for one in (*self._parts, *self._scalars) if one.used}
+
+    def mark_used(self, names: Container[str]) -> None:
+        for one in (*self._parts, *self._scalars):
+            one.used = one.used or one.name in names
+
+    def collect(self) -> None:
+        for index, bucket in enumerate(self.buckets):
+            for part in bucket.parts:
+                if part.parameter.grad is not None:
+                    self._hook(index, bucket, part)(part.parameter)
+        for scalar in self._scalars:
+            if scalar.parameter.grad is not None:
+                _add_to(scalar)(scalar.parameter)
 
     def divide(self, divisor: float) -> None:
         for bucket in self.buckets:

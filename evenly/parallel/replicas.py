@@ -17,7 +17,7 @@ apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +110,15 @@ class ReplicaGradients(Gradients):
 
     def receive(self) -> list[float]:
         return self._sum.receive()
+
+    def used(self) -> set[str]:
+        return self._sum.used()
+
+    def mark_used(self, names: Container[str]) -> None:
+        self._sum.mark_used(names)
+
+    def collect(self) -> None:
+        self._sum.collect()
 
     def divide(self, divisor: float) -> None:
         self._sum.divide(divisor)

@@ -16,7 +16,7 @@ Order. Ranks meet inside the forward and the backward of every unit, so each run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -35,11 +35,11 @@ from evenly.parallel.memory import HOST, MemoryCounter, local
 from evenly.parallel.mesh import groups_of, shard_mesh
 from evenly.parallel.optimizer import Cut
 from evenly.parallel.partition import Place
+from evenly.parallel.shown import held_parameters
 
 
-def units_of(model: nn.Module) -> list[Block]:
-    """The blocks of `model` that share no parameter with anything outside them; the rest is the root's."""
-    blocks = find_blocks(model)
+def units_of(model: nn.Module, blocks: Sequence[Block]) -> list[Block]:
+    """Those of its `blocks` that share no parameter with anything outside them; the rest is the root's."""
     owners: dict[int, int] = {}
     for parameter in chain.from_iterable(module.parameters(recurse=False) for module in model.modules()):
         owners[id(parameter)] = owners.get(id(parameter), 0) + 1
@@ -58,6 +58,8 @@ class ShardedGradients(Gradients):
 
     shard: size of the shard groups. offload: whether shards live in the host's memory, gradients too. `share` is the
     share of the parameters' elements that is really cut. parts: which of its parameters are parts of larger ones.
+    blocks: of the model, if they are known. in_parts: whether a backward computes the gradients of inputs first and
+    those of parameters later: parameters then stay whole from a step's first forward to its end, and so do gradients.
     """
 
     def __init__(
@@ -69,8 +71,10 @@ class ShardedGradients(Gradients):
         wide: bool,
         offload: bool = False,
         parts: Parts | None = None,
+        blocks: Sequence[Block] | None = None,
+        in_parts: bool = False,
     ) -> None:
-        trainable(model)
+        trainable(model, some=parts is None or parts.stages is None)
         if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             raise PlanError(
                 f"plan zero=3 with torch {torch.__version__}",
@@ -85,7 +89,8 @@ class ShardedGradients(Gradients):
                     "give it shape (1,), or use plan zero2",
                 )
         self._world, self._group, self._offload, self._parts = world, world.group("data"), offload, parts
-        units = units_of(model)
+        self._model, self._in_parts = model, in_parts
+        units = units_of(model, find_blocks(model) if blocks is None else blocks)
         for unit in units:
             _check_dtypes(unit.name, unit.module)
         _check_dtypes("", model)
@@ -104,7 +109,7 @@ class ShardedGradients(Gradients):
         ]
         self._pending: Pending[torch.Tensor] | None = None
         cut = sum(p.numel() for _, p in self._named if local(p).numel() < p.numel())
-        self.share = cut / sum(p.numel() for _, p in self._named)
+        self.share = cut / max(1, sum(p.numel() for _, p in self._named))
         position, ranks = self._shards.position, self._shards.size
         self.cuts = [Cut(name, p, p, Place.of(p.shape, ranks).own(position)) for name, p in self._named]
 
@@ -117,7 +122,8 @@ class ShardedGradients(Gradients):
         if self._offload:
             how["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
         for unit in units:
-            fully_shard(unit, reshard_after_forward=True, **how)
+            # The gradients of parameters are found by the parameters that the forward computed with.
+            fully_shard(unit, reshard_after_forward=not self._in_parts, **how)
         fully_shard(model, reshard_after_forward=False, **how)
         return groups_of(mesh, self._group)[0]
 
@@ -129,16 +135,31 @@ class ShardedGradients(Gradients):
         self._expect(last=False)
 
     def expect_last(self) -> None:
-        """The next backward is the one that reduces over all ranks."""
-        self._expect(last=True)
+        """The next backward is the one that reduces over all ranks; in parts, it is no backward that does."""
+        if not self._in_parts:
+            self._expect(last=True)
 
     def _expect(self, *, last: bool) -> None:
         root = self._units[0]
         root.set_is_last_backward(last)
         root.set_requires_all_reduce(last)
+        if self._in_parts:
+            root.set_requires_gradient_sync(last)
+            root.set_reshard_after_backward(last)
+
+    def prepare(self) -> None:
+        """What the first forward would do, while parameters are shown as they are."""
+        fully_shard.state(self._model)._lazy_init()  # pyright: ignore
+
+    def left(self, outputs: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """What ends the forward of the model, where it ends by an exception with these outputs."""
+        state: Any = fully_shard.state(self._model)  # pyright: ignore[reportFunctionMemberAccess, reportUnknownMemberType]
+        return [*state._post_forward(self._model, (), tuple(outputs))]
 
     def send(self, numbers: Sequence[float] | torch.Tensor = ()) -> None:
-        """The gradients are on their way since the backward."""
+        """The gradients are on their way since the backward, if it did not compute them in parts."""
+        if self._in_parts:
+            self._reduce()
         refuse_thawed(self._frozen)
         self._pending = begin_numbers((float(used) for used in self._used), numbers, self._group)
 
@@ -149,6 +170,29 @@ class ShardedGradients(Gradients):
             if flag == 0:
                 parameter.grad = None
         return values[len(self._named) :]
+
+    def used(self) -> set[str]:
+        return {name for (name, _), used in zip(self._named, self._used, strict=True) if used}
+
+    def mark_used(self, names: Container[str]) -> None:
+        for number, (name, _) in enumerate(self._named):
+            self._used[number] = self._used[number] or name in names
+
+    def collect(self) -> None:
+        """Notes which parameters have a gradient; `fully_shard` takes them up by itself, or in `send`."""
+        if self._in_parts:
+            for name, parameter in held_parameters(self._model):
+                if name in self._numbers and parameter.grad is not None and not isinstance(parameter, DTensor):
+                    self._used[self._numbers[name]] = True
+
+    def _reduce(self) -> None:
+        """Reduces and cuts all gradients, as the end of the last backward would: under torch's private names."""
+        self._expect(last=True)
+        state: Any = fully_shard.state(self._model)  # pyright: ignore[reportFunctionMemberAccess, reportUnknownMemberType]
+        for one in state._state_ctx.all_states:
+            for group in one._fsdp_param_groups:
+                group.post_backward()
+        state._root_post_backward_final_callback()
 
     def divide(self, divisor: float) -> None:
         for gradient in self._gradients():
@@ -185,9 +229,7 @@ class ShardedGradients(Gradients):
         """Before a unit's forward, when its parameters are whole: hooks that note which get a gradient."""
 
         def watch(unit: nn.Module, _: Any) -> None:
-            for name, shown in unit.named_parameters(prefix):
-                # Of a part of a larger parameter a view is shown while the job computes.
-                parameter = getattr(shown, "held", shown)
+            for name, parameter in held_parameters(unit, prefix):
                 if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in self._hooked:
                     self._hooked.add(id(parameter))
                     parameter.register_post_accumulate_grad_hook(self._note(self._numbers[name]))

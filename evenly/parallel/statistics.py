@@ -10,7 +10,7 @@ To record s, a call runs with running statistics of its own and momentum 1: what
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Container, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,8 +54,13 @@ class _Layer:
 class RunningStatistics:
     """Keeps the running statistics of `model` those of one device, over the ranks of `group`."""
 
-    def __init__(self, model: nn.Module, *, group: Group, alone: bool | None = None) -> None:
-        """alone: whether no other copy of `model` shares a step; by default, whether `group` is of one rank."""
+    def __init__(
+        self, model: nn.Module, *, group: Group, alone: bool | None = None, elsewhere: Container[str] = ()
+    ) -> None:
+        """alone: whether no other copy of `model` shares a step; by default, whether `group` is of one rank.
+
+        elsewhere: names of layers' buffers that other ranks hold; their layers are counted and not kept.
+        """
         for name, module in model.named_modules():
             if isinstance(module, nn.SyncBatchNorm):
                 raise UserError(
@@ -64,7 +69,8 @@ class RunningStatistics:
                     "use BatchNorm: its statistics are those of a microbatch, on any number of ranks",
                 )
         self._group = group
-        self._layers = [_Layer(name, module) for name, module in model.named_modules() if keeps_statistics(module)]
+        self._all = [_Layer(name, module) for name, module in model.named_modules() if keeps_statistics(module)]
+        self._layers = [layer for layer in self._all if f"{layer.name}.running_mean".lstrip(".") not in elsewhere]
         self._buffers = _other_buffers(model, self._layers)
         self._alone = group.size == 1 if alone is None else alone
         self._microbatch = -1
@@ -75,8 +81,8 @@ class RunningStatistics:
 
     @property
     def layers(self) -> int:
-        """How many layers keep running statistics."""
-        return len(self._layers)
+        """How many layers keep running statistics, here or on other ranks."""
+        return len(self._all)
 
     @contextmanager
     def recording(self, microbatch: int) -> Generator[None]:
@@ -85,14 +91,18 @@ class RunningStatistics:
         self._microbatch = microbatch
         try:
             yield
+        except Exception as problem:
+            if versions is not None and getattr(problem, "ends_stage", False):
+                self._refuse_changed(versions)
+            raise
         finally:
             self._microbatch = -1
         if versions is not None:
             self._refuse_changed(versions)
 
     def calls(self, microbatch: int) -> list[int]:
-        """How often each layer was called in the forward of `microbatch`."""
-        return [sum(m == microbatch for m, _, _ in layer.records) for layer in self._layers]
+        """How often each layer was called in the forward of `microbatch`; of those elsewhere, never."""
+        return [sum(m == microbatch for m, _, _ in layer.records) for layer in self._all]
 
     def take(self, other: RunningStatistics) -> None:
         """Takes over what the layers of `other`, of a copy of the model on another device, left in this step."""
@@ -105,11 +115,12 @@ class RunningStatistics:
         """Ends a step. calls[j][l]: how often layer l was called in microbatch j, over all microbatches of the step."""
         if not self._layers:
             return
-        parts = [self._weighted(layer, [row[i] for row in calls]) for i, layer in enumerate(self._layers)]
+        columns = {id(layer): [row[number] for row in calls] for number, layer in enumerate(self._all)}
+        parts = [self._weighted(layer, columns[id(layer)]) for layer in self._layers]
         flat = all_reduce(torch.cat(parts), self._group, label="running statistics")
         start = 0
-        for i, layer in enumerate(self._layers):
-            _apply(layer, flat[start : start + 2 * layer.width], sum(row[i] for row in calls))
+        for layer in self._layers:
+            _apply(layer, flat[start : start + 2 * layer.width], sum(columns[id(layer)]))
             start += 2 * layer.width
             layer.records.clear()
 
@@ -127,8 +138,8 @@ class RunningStatistics:
         return result
 
     def _enter(self, layer: _Layer) -> Any:
-        def enter(module: Any, _: Any) -> None:
-            if not module.training:
+        def enter(module: Any, given: Any) -> None:
+            if not module.training or any(getattr(one, "without_numbers", False) for one in given):
                 return
             layer.kept = (
                 module.running_mean,

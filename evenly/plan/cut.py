@@ -18,7 +18,7 @@ class Memory:
 
     weight_bytes:     of every block: parameters with gradients, state of the optimizer and whatever else stays.
     activation_bytes: of every block, what one microbatch leaves for its backward pass.
-    in_flight:        for every stage, the most microbatches whose activations it holds (`predict.timeline.in_flight`).
+    in_flight:        for every stage, the most microbatches whose activations it holds (`plan.schedule.in_flight`).
     limit_bytes:      for every stage, what it may take.
     before, after:    weight and activation bytes of what lies before the first block and after the last.
     """

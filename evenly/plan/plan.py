@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 from evenly.errors import PlanError
 from evenly.job import PRECISIONS, Precision
+from evenly.plan.schedule import Schedule, stages_per_rank
 
 Exact = Literal["bitwise", "rounding"]
 Zero = Literal[0, 1, 2, 3]
@@ -26,13 +27,10 @@ SYNONYMS = {"dp": "data", "tp": "tensor", "pp": "pipeline"}
 # Words of the plan language whose strategies do not exist yet: refused by name rather than as misspelt.
 PLANNED_KEYS = frozenset(
     [
-        "pipeline",
-        "schedule",
-        "stages_per_rank",
         "microbatch",
     ]
 )
-PLANNED_NAMES = frozenset(["mp", "pp", "2d", "3d"])
+PLANNED_NAMES: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +42,12 @@ class Plan:
     whole:     patterns, as of file names and with | between them, of parameters that the tensor axis does not split.
     sequence:  "split" has the ranks of the tensor axis share the sequence too where they do not share parameters, as in
                norms and dropout between layers, so that each holds a part of those activations; None and "whole" not.
+    pipeline:  ranks among which the model's blocks are dealt, in stages that each microbatch goes through; "auto" takes
+               all given.
+    schedule:  in which order each rank of the pipeline runs its stages on the microbatches; None takes 1f1b.
+    stages_per_rank: as the schedule allows; None takes its own number.
+    cut:       numbers of the blocks, counted from 0 in the order in which they run, at which a stage begins, with |
+               between them; None takes the cut whose slowest stage is fastest.
     zero:      what the data axis cuts over ranks: nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too.
     shard:     ranks over which it cuts, where groups of so many hold the same (hybrid sharding); None takes all,
                "auto" the largest number that leaves several groups.
@@ -68,6 +72,10 @@ class Plan:
     tensor: int | Literal["auto"] | None = None
     whole: str | None = None
     sequence: Sequence | None = None
+    pipeline: int | Literal["auto"] | None = None
+    schedule: Schedule | None = None
+    stages_per_rank: int | None = None
+    cut: str | None = None
     zero: Zero | None = None
     shard: int | Literal["auto"] | None = None
     replicas: int | Literal["auto"] | None = None
@@ -99,6 +107,7 @@ class Plan:
                 "add zero=3 (on one device too), or use offload=optimizer",
             )
         self._check_tensor()
+        self._check_pipeline()
         if self.gather is not None and self.replicas is None:
             raise PlanError(
                 f"plan {self}", "gather names one of the replicas, and there are none", "add replicas=2, say"
@@ -127,10 +136,55 @@ class Plan:
                 f"leave out {other}, or tensor",
             )
 
+    def _check_pipeline(self) -> None:
+        asked = [key for key in ("schedule", "stages_per_rank", "cut") if getattr(self, key) is not None]
+        if asked and not self.splits_blocks:
+            raise PlanError(
+                f"plan {self}",
+                f"{' and '.join(asked)} say how a pipeline runs, and there is none",
+                "add pipeline=2",
+            )
+        if not self.splits_blocks:
+            return
+        others = {
+            "replicas": (self.replicas is not None, "replicas share one process, and a pipeline has one per stage"),
+            "compile=blocks": (self.compile == "blocks", "stages take over the calls of blocks that it compiles"),
+            "sequence=split": (self.sequence == "split", "what stages send each other is not split"),
+        }
+        for other, (there, why) in others.items():
+            if there:
+                raise PlanError(f"plan {self}", why, f"leave out {other}, or pipeline")
+        per_rank = self.stages_of_each_rank
+        if self.cut is not None and isinstance(self.pipeline, int):
+            stages = self.pipeline * per_rank
+            if len(self.cut.split("|")) != stages - 1:
+                raise PlanError(
+                    f"plan {self}",
+                    f"{stages} stages begin at {stages - 1} blocks beside the first, and cut names "
+                    f"{len(self.cut.split('|'))}",
+                    f"name {stages - 1} blocks",
+                )
+
+    @property
+    def splits_blocks(self) -> bool:
+        """Whether it has a pipeline axis."""
+        return self.pipeline not in (None, 1)
+
+    @property
+    def order(self) -> Schedule:
+        """The schedule of its pipeline."""
+        return self.schedule or "1f1b"
+
+    @property
+    def stages_of_each_rank(self) -> int:
+        """How many stages of its pipeline each rank has."""
+        return stages_per_rank(self.order, self.stages_per_rank)
+
     @property
     def ranks(self) -> int | None:
         """World size: the product of the axes; None while an axis waits for its size."""
-        return None if self.data is None or self.tensor == "auto" else math.prod(self.axes.values())
+        waits = self.data is None or self.tensor == "auto" or self.pipeline == "auto"
+        return None if waits else math.prod(self.axes.values())
 
     @property
     def devices(self) -> int | None:
@@ -152,17 +206,27 @@ class Plan:
     @property
     def axes(self) -> dict[str, int]:
         """Size of every axis of the device mesh, outermost first."""
-        assert self.tensor != "auto"  # the plan is fitted
-        return {"data": self.data or 1, **({"tensor": self.tensor} if self.tensor and self.splits_tensors else {})}
+        assert self.tensor != "auto" and self.pipeline != "auto"  # the plan is fitted
+        # Neighbours in the tensor axis talk most, those in the pipeline least.
+        axes = {"data": self.data or 1}
+        if self.pipeline and self.splits_blocks:
+            axes = {"pipeline": self.pipeline, **axes}
+        return {**axes, "tensor": self.tensor} if self.tensor and self.splits_tensors else axes
 
     def fit(self, devices: int) -> Plan:
         """The plan with its open axes filled so that it uses `devices`; raises `PlanError` where it cannot."""
         if self.replicas is not None:
             return self._fit_replicas(devices)
-        if self.tensor == "auto":
-            return replace(self, tensor=max(1, devices // (self.data or 1)), data=self.data or 1).fit(devices)
+        for axis in ("tensor", "pipeline"):
+            if getattr(self, axis) == "auto":
+                others = math.prod(size for size in (self.data, self.tensor, self.pipeline) if isinstance(size, int))
+                sizes: dict[str, Any] = {"data": self.data or 1, axis: max(1, devices // others)}
+                if sizes.get("pipeline") == 1:  # one stage has no order
+                    sizes |= {"schedule": None, "stages_per_rank": None}
+                return replace(self, **sizes).fit(devices)
         if self.data is None:
-            return replace(self, data=max(1, devices // (self.tensor or 1))).fit(devices)
+            others = math.prod(size for size in (self.tensor, self.pipeline) if isinstance(size, int))
+            return replace(self, data=max(1, devices // others)).fit(devices)
         if self.shard == "auto":
             proper = [size for size in range(2, self.data) if self.data % size == 0]
             return replace(self, shard=max(proper, default=self.data)).fit(devices)
@@ -206,6 +270,9 @@ class Plan:
         elif self.splits_tensors:
             problem = "sums within the model are made of as many parts as there are ranks on the tensor axis"
             remedy = "use exact=rounding, or a plan without the tensor axis"
+        elif self.splits_blocks:
+            problem = "gradients of what several stages share are added up in the order of the stages"
+            remedy = "use exact=rounding, or a plan without pipeline"
         elif self.compile == "blocks":
             problem = (
                 "which kernels a rank has compiled depends on the shapes that it has seen, and so do the last bits"
@@ -236,6 +303,15 @@ def _number(value: str) -> int:
     return int(value)
 
 
+def _cuts(value: str) -> str:
+    numbers = value.split("|")
+    if not all(number.isdecimal() for number in numbers):
+        raise ValueError("must be numbers of blocks with | between them")
+    if sorted({int(number) for number in numbers} - {0}) != [int(number) for number in numbers]:
+        raise ValueError("must be ascending numbers of blocks, of which 0 is not one")
+    return value
+
+
 def _stage(value: str) -> Zero:
     stage = next((stage for stage in get_args(Zero) if str(stage) == value), None)
     if stage is None:
@@ -257,6 +333,10 @@ READERS: dict[str, Callable[[str], Any]] = {
     "tensor": lambda value: value if value == "auto" else _count(value),
     "whole": str,
     "sequence": _one_of(get_args(Sequence)),
+    "pipeline": lambda value: value if value == "auto" else _count(value),
+    "schedule": _one_of(get_args(Schedule)),
+    "stages_per_rank": _count,
+    "cut": _cuts,
     "zero": _stage,
     "shard": lambda value: value if value == "auto" else _count(value),
     "replicas": lambda value: value if value == "auto" else _count(value),
@@ -288,6 +368,10 @@ NAMED = {
     "fsdp": Plan(zero=3),
     "tp": Plan(tensor="auto"),
     "hsdp": Plan(zero=3, shard="auto"),
+    "mp": Plan(pipeline="auto", schedule="naive"),
+    "pp": Plan(pipeline="auto"),
+    "2d": Plan(pipeline=2),
+    "3d": Plan(tensor=2, pipeline=2),
     "auto": Plan(),
 }
 

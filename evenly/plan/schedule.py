@@ -6,6 +6,7 @@ which order each rank does this: as actions, which `parallel/pipeline/orders.py`
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Literal
@@ -106,6 +107,23 @@ def runnable(schedule: Schedule, ranks: int, stages_per_rank: int, microbatches:
     if schedule in ("interleaved", "zero-bubble"):
         return next(number for number in count(microbatches) if number % max(1, number // ranks) == 0)
     return max(microbatches, ranks * stages_per_rank) if schedule == "dualpipev" else microbatches
+
+
+def in_flight(orders: Sequence[Sequence[Action]]) -> list[list[int]]:
+    """For every rank, for each of its stages in ascending order, the most microbatches whose activations it holds.
+
+    From the forward pass to the end of the backward pass; where that is split, of its second half.
+    """
+    return [[_most_held(order, stage) for stage in sorted({action.stage for action in order})] for order in orders]
+
+
+def _most_held(order: Sequence[Action], stage: int) -> int:
+    change: Mapping[Kind, int] = {"forward": 1, "backward": -1, "backward_weight": -1}
+    held = most = 0
+    for action in order:
+        held += change.get(action.kind, 0) if action.stage == stage else 0
+        most = max(most, held)
+    return most
 
 
 def _is_v(schedule: Schedule) -> bool:

@@ -185,20 +185,3 @@ def ideal_bubble(schedule: Schedule, ranks: int, stages_per_rank: int, microbatc
     if schedule == "zero-bubble" and microbatches >= ranks:
         return (ranks - 1) / (3 * stages_per_rank * microbatches + ranks - 1)
     return None
-
-
-def in_flight(orders: Orders) -> list[list[int]]:
-    """For every rank, for each of its stages in ascending order, the most microbatches whose activations it holds.
-
-    From the forward pass to the end of the backward pass; where that is split, of its second half.
-    """
-    return [[_most_held(order, stage) for stage in sorted({action.stage for action in order})] for order in orders]
-
-
-def _most_held(order: Sequence[Action], stage: int) -> int:
-    change: Mapping[Kind, int] = {"forward": 1, "backward": -1, "backward_weight": -1}
-    held = most = 0
-    for action in order:
-        held += change.get(action.kind, 0) if action.stage == stage else 0
-        most = max(most, held)
-    return most

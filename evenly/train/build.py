@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -42,9 +42,12 @@ NEEDS_WHOLE_PARAMETERS = {
 }
 
 
-def build_optimizer(job: Job, model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
-    """The job's optimizer over the parameters of `model`; raises `UserError` if it cannot step them as `plan` says."""
-    optimizer = call_job("optimizer", lambda: job.optimizer(model.parameters()))
+def build_optimizer(job: Job, parameters: Sequence[nn.Parameter], plan: Plan) -> torch.optim.Optimizer:
+    """The job's optimizer over all `parameters` of the model; raises `UserError` if it cannot step them as `plan` says.
+
+    Those that other ranks hold, which are on the meta device, are for it to sort the others by, and are left out then.
+    """
+    optimizer = call_job("optimizer", lambda: job.optimizer(iter(parameters)))
     _expect("optimizer", optimizer, torch.optim.Optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UserError(
@@ -68,15 +71,31 @@ def build_optimizer(job: Job, model: nn.Module, plan: Plan) -> torch.optim.Optim
                 "it may need whole parameters, and each rank has a part of them",
                 "use an optimizer of torch.optim that treats every element by itself (AdamW, SGD), or plan ddp",
             )
+    if plan.splits_blocks and type(optimizer).__module__.partition(".")[0] != "torch":
+        raise UserError(
+            f"optimizer {type(optimizer).__name__} under pipeline={plan.pipeline}",
+            "it may look at all parameters together, and each rank has those of its stages",
+            "use an optimizer of torch.optim, or a plan without pipeline",
+        )
     _check_eps(optimizer)
-    known = {id(p) for p in model.parameters()}
+    known = {id(p) for p in parameters}
     if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
         raise UserError(
             "the job's optimizer",
             "it holds parameters that are not the model's",
             "give it the `params` passed in",
         )
+    _leave_out(optimizer, [p for p in parameters if p.is_meta])
     return optimizer
+
+
+def _leave_out(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Has `optimizer` forget these."""
+    elsewhere = {id(parameter) for parameter in parameters}
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in elsewhere]
+    for parameter in parameters:
+        optimizer.state.pop(parameter, None)
 
 
 def _check_eps(optimizer: torch.optim.Optimizer) -> None:

@@ -71,9 +71,10 @@ class Ledger:
         """Length of the vector."""
         return self._cells + self._world.size * self._devices + 1
 
-    def add(self, number: int, loss: Loss, calls: list[int]) -> None:
-        """Enters microbatch `number`, run by this rank."""
-        for place, value in enumerate((loss.total.detach(), loss.weight, *calls), number * self._width):
+    def add(self, number: int, loss: Loss | None, calls: list[int]) -> None:
+        """Enters microbatch `number`, run by this rank, or the part of it that has no loss."""
+        row: list[Any] = [] if loss is None else [loss.total.detach(), loss.weight]
+        for place, value in enumerate([*row, *calls], number * self._width + 2 - len(row)):
             if isinstance(value, torch.Tensor) and value.device.type != "cpu":
                 self._on_device[place] = value
             else:

@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from evenly.checkpoint import resume
-from evenly.checkpoint.state import parameter_of, read_state
+from evenly.checkpoint.state import group_options, parameter_of, read_state, set_empty_groups
 from evenly.checkpoint.store import CheckpointStore, Snapshot
+from evenly.comm.operations import gather_values
 from evenly.errors import CheckpointError
 from evenly.train.precision import LossScale
 
@@ -32,6 +33,9 @@ def snapshot(run: Run) -> Snapshot:
     """The state of `run` after the steps it has done; tensors are the live ones, not copies."""
     with run.state_as_saved():
         tensors, values = read_state(run.model, run.optimizer)
+        if run.composed.pipeline is not None:  # an earlier stage saves what several hold
+            others = run.composed.pipeline.ties.counted_elsewhere
+            tensors = {name: tensor for name, tensor in tensors.items() if parameter_of(name) not in others}
         if (parts := _parts(run, tensors)) is not None:
             tensors = parts.gathered(tensors)
     values["rules"] = _rules(run)
@@ -47,11 +51,23 @@ def restore(run: Run, store: CheckpointStore) -> None:
     _check_rules(run, checkpoint.values)
     with run.state_as_saved():
         resume.restore(checkpoint, run.model, run.optimizer, _parts(run, checkpoint.forms))
+    _agree_on_groups(run)
     run.composed.gradients.spread()  # a rank has read its own pieces
     if run.schedule is not None:
         run.schedule.load_state_dict(checkpoint.values["schedule"])
     run.loss_scale = LossScale(*checkpoint.values["loss_scale"])
     run.steps_done = checkpoint.step
+
+
+def _agree_on_groups(run: Run) -> None:
+    """Groups of which only other stages hold parameters go on with the options that these have restored.
+
+    A schedule may compute a group's learning rate from the one it has, and is saved by all ranks alike.
+    """
+    if run.composed.pipeline is not None:
+        of_ranks = gather_values(group_options(run.optimizer), run.world.group("files"))
+        restored = [next((one for one in ranks if one is not None), None) for ranks in zip(*of_ranks, strict=True)]
+        set_empty_groups(run.optimizer, restored)
 
 
 def _parts(run: Run, names: Iterable[str]) -> WholeTensors | None:

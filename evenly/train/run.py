@@ -11,7 +11,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -41,15 +41,25 @@ from evenly.parallel.memory import HOST, Category, MemoryCounter, local, on, sta
 from evenly.parallel.parking import Parking
 from evenly.parallel.replicas import Replica
 from evenly.plan import Plan, parse_plan
+from evenly.plan.schedule import runnable
 from evenly.train.build import build_model, build_optimizer, build_schedule, check_same_start
 from evenly.train.interrupt import Interrupt
 from evenly.train.ledger import Account, Ledger, as_loss
 from evenly.train.options import RunOptions, merge_options
 from evenly.train.precision import LossScale, autocast, first_scale, place_batch
 from evenly.train.splitting import find_splits
+from evenly.train.stagework import StageWork, filled_up
 
 if TYPE_CHECKING:
     from evenly.parallel.optimizer import CutOptimizer
+    from evenly.parallel.pipeline.model import StagedModel
+    from evenly.parallel.pipeline.pipeline import Pipeline
+    from evenly.parallel.pipeline.stages import Staging
+
+
+STEPS_WITH_SPANS = 5  # of a run in stages, whose spans are written down
+# Microbatches for each stage that an evaluation in stages sends through at once: more would be held at once, too.
+EVALUATED_PER_STAGE = 8
 
 
 @dataclass(frozen=True)
@@ -138,7 +148,7 @@ class Run:
         self.composed: Composed = build_and_compose(job, plan, world)
         self.model = self.composed.model
         self.devices = list(dict.fromkeys(replica.device for replica in self.composed.replicas))
-        self.optimizer = build_optimizer(job, self.model, plan)
+        self.optimizer = build_optimizer(job, self.composed.parameters(), plan)
         self._cut_optimizer: CutOptimizer | None = None
         if self.composed.cuts:
             from evenly.parallel.optimizer import CutOptimizer  # takes seconds to import
@@ -162,11 +172,16 @@ class Run:
         # The step in which tensors are counted: when the optimizer has its state, and somebody will read it.
         self._counted = min(self.steps_done + 1, self.steps - 1) if self.out is not None else None
         self._metrics = Records(main and main / "metrics.jsonl")
+        # From the step after that on: counting takes its time.
+        self._spans_of = range(min(self.steps_done + 2, self.steps - 1), self.steps_done + 2 + STEPS_WITH_SPANS)
+        folder = self.out if plan.splits_blocks else None
+        self._timeline = Records(folder and folder / "timeline" / f"rank{world.rank}.jsonl")
         self._events = Records(self.out and self.out / "events" / f"rank{world.rank}.jsonl")
         self._events.event("started", rank=world.rank, size=world.size, step=self.steps_done, pid=os.getpid())
         if main is not None:
             write_plan(self, main / "plan.json")
-            write_model_config(self.model, main / MODEL_CONFIG)
+            pipeline = self.composed.pipeline
+            write_model_config(self.model, main / MODEL_CONFIG, pipeline.tensors if pipeline is not None else ())
 
     # ------------------------------------------------------------------------------------------ training
     def batches(self) -> Iterator[Batch]:
@@ -215,7 +230,9 @@ class Run:
             devices=len(self.devices),
         )
         self._allocating("sums")
-        gradients.begin(numbers=ledger.size, rounds=batch.share.rounds)
+        gradients.begin(numbers=ledger.size, rounds=self._rounds(batch.share))
+        if self.composed.pipeline is not None:
+            self._through_stages(self.composed.pipeline, batch, ledger)
         for microbatches in batch.rounds(len(replicas)):
             self._allocating("activations")
             losses = [
@@ -231,7 +248,7 @@ class Run:
                 if self._counter is not None:
                     gradients.claim(self._counter)
         memory_bytes = [peak_bytes(device) for device in self.devices]
-        gradients.send(self._of_tensor_ranks(ledger.numbers(memory_bytes=memory_bytes, stop=self.interrupt.asked)))
+        gradients.send(self._of_one_share(ledger.numbers(memory_bytes=memory_bytes, stop=self.interrupt.asked)))
         with on(HOST):
             batch.microbatches.ahead()
         return ledger.read(gradients.receive())
@@ -251,12 +268,94 @@ class Run:
         if self._tensor is None or self._tensor.position == 0:  # the others have the same numbers
             ledger.add(microbatch.number, loss, calls)
 
-    def _of_tensor_ranks(self, numbers: list[float] | torch.Tensor) -> list[float] | torch.Tensor:
+    def _of_one_share(self, numbers: list[float] | torch.Tensor) -> list[float] | torch.Tensor:
         """What the ranks that ran the same microbatches as this one know of the step."""
-        if self._tensor is None:
+        pipeline = self.composed.pipeline
+        if self._tensor is not None:
+            vector = torch.as_tensor(numbers, dtype=torch.float64, device=self.world.device)
+            numbers = all_reduce(vector, self._tensor, label="losses and weights")
+        if pipeline is None:
             return numbers
+        flags = pipeline.ties.flags(self.composed.gradients.used())
         vector = torch.as_tensor(numbers, dtype=torch.float64, device=self.world.device)
-        return all_reduce(vector, self._tensor, label="losses and weights")
+        vector = torch.cat([vector, vector.new_tensor(flags)])
+        vector = all_reduce(vector, pipeline.group, label="losses and weights")
+        used = pipeline.ties.used(vector[len(vector) - len(flags) :].tolist())
+        self.composed.gradients.mark_used(used)
+        return vector[: len(vector) - len(flags)]
+
+    # ------------------------------------------------------------------------------------------- in stages
+    def _rounds(self, share: Share) -> int:
+        """The most backwards that any rank of the data axis runs in a step."""
+        if self.composed.pipeline is None:
+            return share.rounds
+        return self._runnable(share.rounds) * self.plan.stages_of_each_rank
+
+    def _runnable(self, microbatches: int) -> int:
+        """With as many as it takes for the schedule."""
+        assert isinstance(self.plan.pipeline, int)
+        per_rank = self.plan.stages_of_each_rank
+        return runnable(self.plan.order, self.plan.pipeline, per_rank, microbatches) if microbatches else 0
+
+    def _through_stages(self, pipeline: Pipeline, batch: Batch, ledger: Ledger) -> None:
+        """Forward and backward of the batch's microbatches through the stages of this rank."""
+
+        def compute(microbatch: Microbatch) -> torch.Tensor | None:
+            self._allocating("activations")
+            return self._differentiated(self._forward(self._only_replica, microbatch, batch.share.step, ledger))
+
+        def left(microbatch: Microbatch) -> None:
+            if microbatch.counts and (self._tensor is None or self._tensor.position == 0):
+                ledger.add(microbatch.number, None, self.composed.statistics[0].calls(microbatch.number))
+
+        def before_backward(last: bool) -> None:
+            self._allocating("temporaries")
+            if last:
+                self.composed.gradients.expect_last()
+
+        def after_backward() -> None:
+            gradients = self.composed.gradients
+            gradients.collect()
+            gradients.finish_backward()
+            if self._counter is not None:
+                gradients.claim(self._counter)
+            self._allocating("activations")  # what is received until the next pass
+
+        microbatches = [*chain.from_iterable(batch.rounds(1))]
+        work = self._work(microbatches, compute, left, before_backward, after_backward)
+        with self._recording_spans(pipeline):
+            pipeline.engine.step(len(work.microbatches), work)
+
+    def _evaluate_in_stages(self, pipeline: Pipeline, batch: Batch, ledger: Ledger) -> None:
+        def compute(microbatch: Microbatch) -> None:
+            key = stream_key(self.job.seed, "evaluation", microbatch.number)
+            loss = self._loss(self._only_replica, microbatch, key)
+            if microbatch.counts:
+                self._enter(ledger, microbatch, loss, [])
+
+        def nothing(*_: Any) -> None: ...
+
+        stages = pipeline.model.staging.stages
+        for microbatches in batch.rounds(EVALUATED_PER_STAGE * stages):
+            work = self._work(microbatches, compute, nothing, nothing, nothing)
+            pipeline.engine.evaluate(len(work.microbatches), work)
+
+    def _work(self, microbatches: Sequence[Microbatch], *what: Any) -> StageWork:
+        return StageWork(filled_up(microbatches, self._runnable(len(microbatches))), *what)
+
+    @property
+    def _only_replica(self) -> Replica:
+        return self.composed.replicas[0]
+
+    @contextmanager
+    def _recording_spans(self, pipeline: Pipeline) -> Generator[None]:
+        """Writes down what this rank does when, in some steps of a run that has a folder."""
+        recorded = self.out is not None and self.steps_done in self._spans_of
+        pipeline.engine.spans = [] if recorded else None
+        yield
+        rank, position = self.world.rank, pipeline.group.position
+        for span in pipeline.engine.spans or ():
+            self._timeline.add({"step": self.steps_done + 1, "rank": rank, "position": position, **span._asdict()})
 
     def _loss(self, replica: Replica, microbatch: Microbatch, key: int) -> Loss:
         """The job's loss, with random numbers from the stream `key`."""
@@ -266,6 +365,12 @@ class Run:
             return as_loss(self.job.loss(replica.called, batch), microbatch.samples)
 
     def _backward(self, loss: Loss) -> None:
+        if (total := self._differentiated(loss)) is not None:
+            with self.composed.computing:  # recomputation computes the model again
+                total.backward()
+
+    def _differentiated(self, loss: Loss) -> torch.Tensor | None:
+        """What the backward begins with; None for a constant."""
         if not loss.total.requires_grad:
             # A constant has gradient zero, which is what a microbatch without anything that counts adds.
             if float(loss.weight) > 0 or self.composed.in_step:
@@ -274,10 +379,9 @@ class Run:
                     "its total requires no gradient",
                     "do not detach it",
                 )
-            return
+            return None
         scale = self.loss_scale.factor
-        with self.composed.computing:  # recomputation computes the model again
-            (loss.total if scale == 1.0 else loss.total * scale).backward()
+        return loss.total if scale == 1.0 else loss.total * scale
 
     def _update(self, account: Account) -> tuple[float, bool]:
         """Applies the batch's gradient; returns its norm and whether the update was skipped."""
@@ -285,6 +389,8 @@ class Run:
         gradients.divide(account.weight * self.loss_scale.factor)
         if self._counter is not None:
             gradients.claim(self._counter)
+        if self.composed.pipeline is not None:
+            self.composed.pipeline.ties.sum(gradients.named_gradients())
         norm = gradients.norm()
         # Added up by other ranks in another order it differs in the last bits of float64, and so would the clipping.
         grad_norm = float(norm.float() if self.plan.exact == "bitwise" else norm)
@@ -396,6 +502,8 @@ class Run:
                     Batch(share, self._loader(evaluation=True).read(iter([share]))),
                     self.composed.replicas,
                 )
+                if self.composed.pipeline is not None:
+                    self._evaluate_in_stages(self.composed.pipeline, batch, ledger)
                 for microbatches in batch.rounds(len(replicas)):
                     for replica, microbatch in zip(replicas, microbatches, strict=False):
                         loss = self._loss(
@@ -450,6 +558,7 @@ class Run:
         finally:
             self._events.event("failed" if failed else "ended", step=self.steps_done)
             self._metrics.close()
+            self._timeline.close()
             self._events.close()
             self.composed.close()
             if not failed:  # the others may be gone: a failed rank leaves by ending
@@ -495,7 +604,7 @@ class Run:
 def build_and_compose(job: Job, plan: Plan, world: World) -> Composed:
     """The job's model as the plan runs it; where ranks cut it, each holds its share and one large tensor at a time."""
     assert plan.precision is not None  # the plan is resolved
-    cut = plan.stage == 3 or plan.splits_tensors
+    cut = plan.stage == 3 or plan.splits_tensors or plan.splits_blocks
     if cut:
         hand_back_freed_memory()
     with Parking(world.group("world")) if cut else nullcontext() as parking:
@@ -506,10 +615,19 @@ def build_and_compose(job: Job, plan: Plan, world: World) -> Composed:
             parking.settle()
         check_same_start(modules[0], world, parking)
         splits = find_splits(job, modules[0], plan, world)
-        composed = compose(modules, plan, world, splits)
+        stages = _find_stages(job, modules[0], plan, world)
+        composed = compose(modules, plan, world, splits, stages)
     if cut and world.device == "cpu":
         keep_freed_memory()
     return composed
+
+
+def _find_stages(job: Job, model: torch.nn.Module, plan: Plan, world: World) -> tuple[StagedModel, Staging] | None:
+    if not plan.splits_blocks:
+        return None
+    from evenly.train.staging import find_stages  # torch's parts behind it take a while to import
+
+    return find_stages(job, model, plan, world)
 
 
 def start(
@@ -574,6 +692,8 @@ def write_plan(run: Run, path: Path) -> None:
         "microbatch": None if job.microbatch_cost is not None else job.samples_per_microbatch,
         "microbatch_cost": job.microbatch_cost,
         "seed": job.seed,
-        "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
+        "parameters": run.composed.elements,
     }
+    if run.composed.pipeline is not None:
+        decisions["cut"] = run.composed.pipeline.model.staging.cut
     path.write_text(json.dumps(decisions, indent=1) + "\n")

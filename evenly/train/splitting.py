@@ -112,8 +112,8 @@ def explain_splits(job: Job, plan: Plan) -> Explanation:
     if plan.tensor in (None, 1):
         raise PlanError(
             f"explain plan {plan}",
-            "it has no tensor axis, and only that splits the tensors of a model",
-            "add its size: --only tensor=2",
+            "it has no tensor axis, which splits a model's tensors, and no pipeline, which cuts it into stages",
+            "add its size: --only tensor=2, or --only pipeline=2",
         )
     if plan.tensor == "auto":
         raise PlanError(

@@ -63,13 +63,19 @@ def compare_job(job: Job, plan: str | Plan, steps: int, folder: Path) -> Trace:
             trace.add_loss(report.step, report.loss, losses[report.step - 1])
             trace.add_grad_norm(report.step, report.grad_norm, norms[report.step - 1])
             tensors = {name: run.composed.whole(name, tensor) for name, tensor in named_tensors(run.model).items()}
-            trace.add_tensors(report.step, tensors, expected.tensors(report.step))
+            trace.add_tensors(report.step, tensors, _held_here(run, expected.tensors(report.step)))
             _compare_bits(run, trace, tensors, single, report.step)
             if report.step == steps:
                 break
         if eval_loss is not None:
             trace.add_loss(steps, run.evaluate().loss, eval_loss, what="evaluation loss")
     return trace
+
+
+def _held_here(run: Run, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without those that only other stages of a pipeline hold."""
+    pipeline = run.composed.pipeline
+    return {name: t for name, t in tensors.items() if pipeline is None or name not in pipeline.elsewhere}
 
 
 def _compare_bits(run: Run, trace: Trace, tensors: dict[str, torch.Tensor], single: Trajectory, step: int) -> None:

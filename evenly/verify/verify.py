@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -66,7 +67,7 @@ def _verify_plan(
     world = 0
     try:
         plan = parse_plan(text)
-        world = world_of(plan, devices)
+        world = world_of(plan, devices, text)
         if plan.precision not in (None, question.dtype):
             raise PlanError(f"plan {text}", f"verification in {question.dtype}", f"give --dtype {plan.precision}")
         fitted = plan.fit(world)
@@ -86,8 +87,16 @@ def _run_plan(question: Question, plan: Plan, folder: Path) -> list[Trace]:
     return [results[rank] for rank in sorted(results)]
 
 
-def world_of(plan: Plan, devices: int | None) -> int:
-    """Devices for `plan`: its own if it states sizes, else `devices`, else the smallest that shows it."""
-    if plan.shard is None:
-        return plan.devices or devices or 2
-    return plan.devices or devices or (4 if plan.shard == "auto" else 2 * plan.shard)
+def world_of(plan: Plan, devices: int | None, text: str = "") -> int:
+    """Devices for `plan`: its own if it states sizes, else `devices`, else the smallest that shows it.
+
+    text: what it was read from; some names stand for several axes.
+    """
+    if plan.devices or devices:
+        return plan.devices or devices or 0
+    if named := {"2d", "3d"} & {*text.replace(",", " ").split()}:
+        return 8 if "3d" in named else 4
+    if plan.shard is not None:
+        return 4 if plan.shard == "auto" else 2 * plan.shard
+    stated = math.prod(size for size in (plan.tensor, plan.pipeline) if isinstance(size, int))
+    return max(2, stated)

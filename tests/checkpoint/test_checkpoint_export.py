@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from kept_ranks import KeptRanks
 from safetensors.torch import load_file, load_model, save_file
 from torch import nn, optim
 
+import evenly
 from evenly.checkpoint.config import MODEL_CONFIG, find_model_config, write_model_config
 from evenly.checkpoint.export import Exported, export, split
 from evenly.checkpoint.folder import Folder, record_file
@@ -167,6 +169,41 @@ def test_pieces_that_cut_rows_and_columns_make_up_the_whole(tmp_path: Path) -> N
     files = [f"{number}.safetensors" for number in range(4)]
     pieces = find_pieces(tmp_path, files, {"w": form})
     assert read_whole(form, pieces["w"]).tobytes() == bits(whole)
+
+
+class Scored(Wrapped):
+    """With a head of the user's behind the transformers model."""
+
+    def __init__(self) -> None:
+        super().__init__(MODELS["gpt2"]())
+        self.score = nn.Linear(64, 1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.score(self.net(tokens).logits)
+
+
+def scored_loss(model: nn.Module, batch: Any) -> evenly.Loss:
+    return evenly.Loss(model(batch).square().sum(), batch.numel())
+
+
+def saved_in_stages(out: Path) -> None:
+    job = evenly.Job(
+        model=Scored, loss=scored_loss, data=torch.arange(48).view(8, 6), global_batch=4, steps=1, microbatch=2,
+        optimizer=lambda parameters: optim.SGD(parameters, lr=0.1),
+    )  # fmt: skip
+    with evenly.start(job, plan="pp", out=out) as run:
+        for batch in run.batches():
+            run.step(batch)
+        run.save()
+
+
+def test_weights_that_only_a_later_stage_holds_keep_the_model_from_being_a_submodule(
+    tmp_path: Path, ranks: KeptRanks
+) -> None:
+    ranks.run(saved_in_stages, tmp_path / "run")
+    assert export(tmp_path / "run", tmp_path / "out").model_class is None
+    names = {name for name, _ in Scored().named_parameters()}
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == names
 
 
 # In a process of its own: what the largest tensor needs, whatever the model's size, and no torch.

@@ -40,6 +40,7 @@ def from_pretrained(model_class: str, folder: Path) -> dict[str, torch.Tensor]:
         ("ddp", 2, "gpt2", "GPT2LMHeadModel"),
         ("zero3", 2, "t5", "T5ForConditionalGeneration"),
         ("tensor=2", 2, "gpt2", "GPT2LMHeadModel"),
+        ("data=2 pipeline=2 zero=3", 4, "gpt2", "GPT2LMHeadModel"),
     ],
 )
 def test_what_a_run_saved_under_a_plan_is_what_transformers_loads(
@@ -59,6 +60,8 @@ def test_what_a_run_saved_under_a_plan_is_what_transformers_loads(
         "config": True,
     }
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [model_class]
+    told = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert told["parameters"] == sum(tensor.numel() for tensor in saved.values())
     loaded = from_pretrained(model_class, tmp_path / "out")
     assert saved.keys() <= loaded.keys()
     assert [name for name, tensor in saved.items() if not torch.equal(tensor, loaded[name])] == []

@@ -133,3 +133,25 @@ def test_a_refusal_is_one_clear_message(name: str, tmp_path: Path) -> None:
 
 def test_help_names_the_command(tmp_path: Path) -> None:
     assert "plan " in evenly("--help", folder=tmp_path).stdout
+
+
+def test_the_stages_of_gpt2_in_a_table(tmp_path: Path) -> None:
+    done = evenly("plan", GPT2, "--explain", "--only", "pipeline=2", "--set", "layers=4", folder=tmp_path)
+    found = rows(done)
+    assert found["0"][:4] == ["0", "transformer.h.0", "to", "transformer.h.1"] and found["0"][-2:] == ["the", "batch"]
+    assert found["1"][:4] == ["1", "transformer.h.2", "to", "transformer.h.3"] and found["1"][-2:] == ["argument", "0"]
+    last = done.stdout.splitlines()[-1]
+    assert last == "in the plan this cut is cut=2; held by several stages: transformer.wte.weight (stages 0, 1)"
+
+
+def test_the_stages_of_gpt2_as_json(tmp_path: Path) -> None:
+    only = "tensor=2 pipeline=2 schedule=interleaved"
+    done = evenly("plan", GPT2, "--explain", "--only", only, "--set", "layers=4", "--json", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [stage["rank"] for stage in found["stages"]] == [0, 1, 0, 1]
+    assert [stage["blocks"] for stage in found["stages"]] == [[f"transformer.h.{n}"] for n in range(4)]
+    assert sum(stage["cost"] for stage in found["stages"]) == pytest.approx(1)
+    assert [stage["in_flight"] for stage in found["stages"]] == [4, 3, 2, 1]
+    assert found["shared"] == {"transformer.wte.weight": [0, 3]}
+    assert found["ranks"] == 2 and found["groups"]  # and what the tensor axis splits

@@ -123,12 +123,13 @@ def test_a_script_with_its_own_loop_runs_on_every_rank(tmp_path: Path) -> None:
 
 
 def test_verify_prints_a_row_per_plan(tmp_path: Path) -> None:
-    done = evenly("verify", JOB, "--plans", "ddp;dp;pp", "--devices", 2, "--steps", 2, "--json", folder=tmp_path)
+    done = evenly("verify", JOB, "--plans", "ddp;dp;pp;3d", "--devices", 2, "--steps", 2, "--json", folder=tmp_path)
     verdict = json.loads(done.stdout)
     assert [(row["plan"], row["status"]) for row in verdict["plans"]] == [
         ("ddp", "equal"),
         ("dp", "equal"),
-        ("pp", "unsupported"),
+        ("pp", "equal"),
+        ("3d", "unsupported"),
     ]
     assert done.returncode == 1  # a plan that cannot be shown to be equal is not
     assert [row["world"] for row in verdict["plans"][:2]] == [2, 2] and verdict["plans"][0]["param_diff"] < 1e-9

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from traced import Attention, own, transformer
 
 from evenly.errors import PlanError
-from evenly.model.trace import Ref, Trace, _fake_mode, trace
+from evenly.model.numberless import fake_mode
+from evenly.model.trace import Ref, Trace, trace
 
 
 class Small(nn.Module):
@@ -88,7 +89,7 @@ def test_no_memory_is_needed_for_weights() -> None:
 
 
 def test_tensors_of_the_private_mode_hold_no_numbers() -> None:
-    with _fake_mode():
+    with fake_mode():
         tensor = torch.empty(10**6, 10**6)
     assert tensor.device.type == "cpu"
     assert type(tensor).__name__ == "FakeTensor"

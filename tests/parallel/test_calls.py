@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from evenly.data.generators import undisturbed
+from evenly.model.blocks import find_blocks
 from evenly.parallel.calls import BlockCalls
 
 
@@ -39,7 +40,7 @@ class Chain(nn.Module):
 
 def drawn(key: int, skip: int = -1) -> tuple[list[list[float]], list[float]]:
     model = Chain()
-    calls = BlockCalls(model, "cpu")
+    calls = BlockCalls(find_blocks(model), "cpu")
     with undisturbed(), calls.drawing(key):
         model(torch.ones(3), skip)
     return [block.drawn for block in model.blocks], model.after  # pyright: ignore[reportReturnType]
@@ -57,7 +58,7 @@ def test_a_block_draws_the_same_whether_or_not_another_ran_before() -> None:
 
 def test_a_block_that_is_called_twice_draws_twice() -> None:
     model = Chain()
-    calls = BlockCalls(model, "cpu")
+    calls = BlockCalls(find_blocks(model), "cpu")
     with undisturbed(), calls.drawing(7):
         model(model(torch.ones(3)))
     first = [block.drawn[0] for block in model.blocks]  # pyright: ignore
@@ -67,7 +68,7 @@ def test_a_block_that_is_called_twice_draws_twice() -> None:
 
 def test_outside_of_a_microbatch_the_generator_is_the_callers_own() -> None:
     model = Chain()
-    calls = BlockCalls(model, "cpu")
+    calls = BlockCalls(find_blocks(model), "cpu")
     with undisturbed(), calls.drawing(7):
         model(torch.ones(3))
     with undisturbed():

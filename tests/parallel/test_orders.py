@@ -5,12 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from typing import get_args
 
 import pytest
 
-from evenly.parallel.pipeline.orders import Order, orders
+from evenly.parallel.pipeline.orders import Order, orders, taken_by
 from evenly.plan.schedule import Action, Kind, Schedule, rank_of_stage, runnable, splits_backward, stages_per_rank
 
 SIZES: dict[Schedule, tuple[int, ...]] = {"interleaved": (1, 2, 3), "looped-bfs": (1, 2, 3), "zero-bubble": (1, 2)}
@@ -130,6 +130,35 @@ def step(
 def test_orders_run_to_their_end_where_a_receive_waits_and_a_send_does_not(schedule: Schedule) -> None:
     for case in of(schedule):
         run_to_the_end(orders(*case), rank_of_stage(*case[:3]))
+
+
+@each_schedule
+def test_what_is_known_to_be_received_was_sent_before_and_received_before_the_message_that_tells(
+    schedule: Schedule,
+) -> None:
+    for case in of(schedule):
+        planned, placed = orders(*case), rank_of_stage(*case[:3])
+        for rank, (order, taken) in enumerate(zip(planned, taken_by(*case), strict=True)):
+            told = [send for sends in taken.values() for send in sends]
+            assert len(told) == len({*told}), case
+            for receive, sends in taken.items():
+                teller = placed[receive.stage + (-1 if receive.kind == "recv_forward" else 1)]
+                answer = next(a for a in planned[teller] if a.kind.startswith("send") and receive_of(a) == receive)
+                for send in sends:
+                    assert order.index(send) < order.index(receive), (case, rank)
+                    assert planned[teller].index(receive_of(send)) < planned[teller].index(answer), (case, rank)
+
+
+def test_as_many_sends_are_open_with_many_microbatches_as_with_few() -> None:
+    def most_open(microbatches: int) -> list[int]:
+        return [
+            max(accumulate(a.kind.startswith("send") - len(taken.get(a, ())) for a in order))
+            for order, taken in zip(
+                orders("1f1b", 4, 1, microbatches), taken_by("1f1b", 4, 1, microbatches), strict=True
+            )
+        ]
+
+    assert most_open(32) == most_open(12)
 
 
 def text(order: Order) -> str:

@@ -22,9 +22,9 @@ from evenly.verify.ranks import compare_job, keep_reference
 
 def test_recomputation_needs_blocks_and_is_undone() -> None:
     with pytest.raises(PlanError, match="no repeated blocks"):
-        BlockForwards(nn.Linear(2, 2), [recomputing(selective=False)], asked="recompute=full")
+        BlockForwards([], [recomputing(selective=False)], asked="recompute=full")
     model = Tower()
-    forwards = BlockForwards(model, [recomputing(selective=True)], asked="recompute=selective")
+    forwards = BlockForwards(find_blocks(model), [recomputing(selective=True)], asked="recompute=selective")
     assert all("forward" in vars(block) for block in model.blocks)
     forwards.close()
     assert not any("forward" in vars(block) for block in model.blocks)

@@ -13,24 +13,25 @@ from torch import nn
 
 import evenly
 from evenly.errors import PlanError
+from evenly.model.blocks import find_blocks
 from evenly.parallel.shards import units_of
 
 
 def test_a_block_that_shares_parameters_with_others_is_no_unit() -> None:
     model = Tower()
-    assert [unit.name for unit in units_of(model)] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert [unit.name for unit in units_of(model, find_blocks(model))] == ["blocks.0", "blocks.1", "blocks.2"]
     model.blocks[1].feed[0].weight = model.blocks[0].feed[0].weight
-    assert [unit.name for unit in units_of(model)] == ["blocks.2"]
+    assert [unit.name for unit in units_of(model, find_blocks(model))] == ["blocks.2"]
     model.blocks[2].gate = nn.Parameter(torch.zeros(11, 6))
     model.embed.weight = model.blocks[2].gate
-    assert units_of(model) == []
+    assert units_of(model, find_blocks(model)) == []
 
 
 def test_parameters_shared_inside_a_block_leave_it_a_unit() -> None:
     model = Tower()
     for block in model.blocks:
         block.again = block.feed
-    assert len(units_of(model)) == 3
+    assert len(units_of(model, find_blocks(model))) == 3
 
 
 class Mixed(nn.Module):

@@ -16,6 +16,7 @@ from torch import nn
 import evenly
 from evenly.comm import operations
 from evenly.errors import EvenlyError
+from evenly.parallel.gradients import Parts
 from evenly.verify.compare import Trace, judge
 from evenly.verify.ranks import compare_job, keep_reference
 
@@ -151,7 +152,7 @@ def test_a_block_sums_twice_forward_and_twice_backward(name: str, ranks: KeptRan
             "forward all_reduce": 2 * BLOCKS + 1,  # and the lookup
             "forward small all_reduce": 2,  # of the loss
             "backward all_reduce": 2 * BLOCKS + 1,  # and what goes into the head
-            "update small all_reduce": 1,  # losses and weights
+            "update small all_reduce": 2,  # losses and weights, the norm
         }
 
 
@@ -169,6 +170,18 @@ def test_along_the_sequence_a_sum_is_half_scattered_and_half_gathered(
             + 1
             + positions,  # the gradient of whole positions, of which a part is added
         }
+
+
+def norm_of_whole_parameters() -> float:
+    """Of a gradient that the ranks should hold alike, and that came out one bit apart."""
+    with evenly.start(prepared("packed"), plan="tensor=2") as run:
+        group = run.world.group("tensor")
+        gradient = torch.tensor([1.0 + group.position * 2.0**-52], dtype=torch.float64)
+        return float(Parts(group=group).norm([("weight", gradient)]))
+
+
+def test_all_ranks_have_one_norm(ranks: KeptRanks) -> None:
+    assert ranks.run(norm_of_whole_parameters) == [1.0, 1.0]
 
 
 # --------------------------------------------------------------------------------------------------- checkpoints

@@ -8,8 +8,8 @@ import pytest
 
 from evenly.errors import UserError
 from evenly.parallel.pipeline.orders import orders
-from evenly.plan.schedule import COMPUTE, Action, Schedule, runnable, stages_per_rank
-from evenly.predict.timeline import Costs, Span, Timeline, ideal_bubble, in_flight, simulate
+from evenly.plan.schedule import COMPUTE, Action, Schedule, in_flight, runnable, stages_per_rank
+from evenly.predict.timeline import Costs, Span, Timeline, ideal_bubble, simulate
 
 
 def equal(stages: int, transfer_s: float = 0.0) -> Costs:

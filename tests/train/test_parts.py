@@ -143,14 +143,14 @@ def test_what_the_job_builds_is_checked(changes: dict[str, Any], message: str) -
     job = classifier_job(**changes)
     with pytest.raises(UserError, match=message):
         model = build_model(job, precision="float32", device="cpu")
-        build_schedule(job, build_optimizer(job, model, SINGLE))
+        build_schedule(job, build_optimizer(job, [*model.parameters()], SINGLE))
 
 
 def test_an_eps_that_is_0_in_the_type_of_the_weights_is_refused() -> None:
     model = build_model(classifier_job(), precision="pure-float16", device="cpu")
-    build_optimizer(classifier_job(optimizer=lambda p: torch.optim.AdamW(p, eps=1e-4)), model, SINGLE)
+    build_optimizer(classifier_job(optimizer=lambda p: torch.optim.AdamW(p, eps=1e-4)), [*model.parameters()], SINGLE)
     with pytest.raises(UserError, match=r"AdamW with eps=1e-08\n.*that is 0 in float16"):
-        build_optimizer(classifier_job(), model, SINGLE)
+        build_optimizer(classifier_job(), [*model.parameters()], SINGLE)
 
 
 def test_batches_become_float64_where_the_run_is() -> None:

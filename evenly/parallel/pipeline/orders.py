@@ -13,7 +13,7 @@ and waits later. To wait there takes up to twice the time of the schedule.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 from evenly.plan.schedule import Action, Kind, Schedule, rank_of_stage, runnable
 
 Order = tuple[Action, ...]
+Taken = Mapping[Action, tuple[Action, ...]]
 
 # Classes of torch.distributed.pipelining.schedules, and what they call the actions that compute.
 OF_TORCH = {
@@ -39,6 +40,8 @@ MESSAGES: dict[Kind, tuple[Kind, Kind, int]] = {
     "backward_input": ("send_backward", "recv_backward", -1),
 }
 
+RECEIVES: frozenset[Kind] = frozenset(["recv_forward", "recv_backward"])
+
 
 @cache
 def orders(schedule: Schedule, ranks: int, stages_per_rank: int, microbatches: int) -> tuple[Order, ...]:
@@ -51,6 +54,37 @@ def orders(schedule: Schedule, ranks: int, stages_per_rank: int, microbatches: i
             _own_order(rank, _ahead(schedule, ranks - 1 - rank, microbatches), microbatches) for rank in range(ranks)
         ]
     return _with_messages(computing, rank_of_stage(schedule, ranks, stages_per_rank))
+
+
+@cache
+def taken_by(schedule: Schedule, ranks: int, stages_per_rank: int, microbatches: int) -> tuple[Taken, ...]:
+    """For every rank, by a receive of its own: those of its sends of which that message tells that they were received.
+
+    A rank receives in its order: whoever hears of it knows that it has had all that it waited for before it sent that.
+    """
+    all_orders = orders(schedule, ranks, stages_per_rank, microbatches)
+    found: tuple[dict[Action, tuple[Action, ...]], ...] = tuple({} for _ in all_orders)
+    rank_of = rank_of_stage(schedule, ranks, stages_per_rank)
+    for order in all_orders:
+        had: dict[int, list[Action]] = {}  # by sender, since it was last told
+        for action in order:
+            sent = _other_end(action)
+            if sent is not None and action.kind in RECEIVES:
+                had.setdefault(rank_of[sent.stage], []).append(sent)
+            elif sent is not None:
+                teller = rank_of[sent.stage]
+                found[teller][sent] = tuple(had.pop(teller, ()))
+    return found
+
+
+def _other_end(action: Action) -> Action | None:
+    """Of a send its receive, and the other way round."""
+    for send, receive, step in MESSAGES.values():
+        if action.kind == send:
+            return Action(receive, action.stage + step, action.microbatch)
+        if action.kind == receive:
+            return Action(send, action.stage - step, action.microbatch)
+    return None
 
 
 def _ahead(schedule: Schedule, following: int, microbatches: int) -> int:

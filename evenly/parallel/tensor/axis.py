@@ -74,7 +74,9 @@ class Axis:
         """The split tensor of which `held` is this rank's part; one object, under whatever names it is asked for."""
         key = (id(held), torch.is_grad_enabled())
         if key not in self._shown:
-            self._shown[key] = self.split(held.view_as(held), layout)
+            with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+                view = held.view_as(held)  # not a call of the job's
+            self._shown[key] = self.split(view, layout)
             self._shown[key].held = held
         return self._shown[key]
 

@@ -7,7 +7,7 @@ however they are asked: by attribute, or by `parameters()` in the job's loss.
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Mapping, ValuesView
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 import evenly.parallel.tensor.rules  # noqa: F401  # pyright: ignore  # what its tensors compute with
 from evenly.comm.groups import Group
-from evenly.parallel.tensor.axis import Axis, own_part
+from evenly.parallel.shown import View, shown_parameters
+from evenly.parallel.tensor.axis import Axis, SplitTensor, is_split, own_part
 from evenly.parallel.tensor.layout import Layout
 from evenly.parallel.tensor.padding import PaddingZeroed
 
@@ -44,11 +45,9 @@ class SplitModel:
         self.share = sum(named[name].numel() for name in layouts) / elements
         by_parameter = {id(named[name]): layout for name, layout in layouts.items()}
         for module in model.modules():
-            held = module._parameters  # pyright: ignore[reportPrivateUsage]
-            mine = {name: by_parameter[id(p)] for name, p in held.items() if p is not None and id(p) in by_parameter}
-            if mine:
-                # Where nn.Module looks a parameter up.
-                module._parameters = Parameters(held, mine, self.axis)  # pyright: ignore[reportPrivateUsage]
+            held = module.named_parameters(recurse=False, remove_duplicate=False)
+            if mine := {name: by_parameter[id(p)] for name, p in held if id(p) in by_parameter}:
+                shown_parameters(module).add_view(self._view(mine))
         for name, layout in layouts.items():
             named[name].data = own_part(named[name], layout, group.position)
         self._padding = [
@@ -70,10 +69,26 @@ class SplitModel:
             part = self.axis.split(tensor.detach().to(self.axis.group.device, copy=True), layout)
             return self.axis.whole(part)
 
+    def gathered(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """`tensors`, of which some may be split, whole; of their gradients this rank's parts are kept."""
+        return [self.axis.whole(one) if is_split(one) else one for one in tensors]
+
     def _splits(self, module: nn.Module) -> bool:
         """Whether any parameter of `module` is split."""
         split = {id(parameter) for parameter in self.parameters.values()}
         return any(id(parameter) in split for parameter in module.parameters())
+
+    def _view(self, layouts: Mapping[str, Layout]) -> View:
+        """Shows the parameters of a module that are in `layouts` as what they are parts of, while the job computes."""
+
+        def shown(name: str, held: torch.Tensor | None) -> SplitTensor | None:
+            # A DTensor where the data axis has not gathered it, as it does for the module's own forward.
+            if name not in layouts or not self.axis.computing or isinstance(held, DTensor):
+                return None
+            assert isinstance(held, nn.Parameter)
+            return self.axis.shown(held, layouts[name])
+
+        return shown
 
     def _begin(self, *_: Any) -> None:
         self.axis.__enter__()
@@ -87,32 +102,3 @@ class SplitModel:
             handle.remove()
         for encoder in self._padding:
             encoder.close()
-
-
-class Parameters(dict[str, nn.Parameter | None]):
-    """The parameters of a module, of which those in `layouts` are shown as what they are parts of.
-
-    Held are this rank's parts, which is what the engine, the optimizer and checkpoints find.
-    """
-
-    def __init__(self, held: Mapping[str, nn.Parameter | None], layouts: Mapping[str, Layout], axis: Axis) -> None:
-        super().__init__(held)
-        self._layouts, self._axis = layouts, axis
-
-    def __getitem__(self, name: str) -> Any:
-        return self._shown(name, super().__getitem__(name))
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self._shown(name, super().get(name)) if name in self else default
-
-    def items(self) -> ItemsView[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return {name: self._shown(name, parameter) for name, parameter in super().items()}.items()
-
-    def values(self) -> ValuesView[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return dict(self.items()).values()
-
-    def _shown(self, name: str, held: nn.Parameter | None) -> Any:
-        layout = self._layouts.get(name)
-        if held is None or layout is None or not self._axis.computing or isinstance(held, DTensor):
-            return held  # a DTensor where the data axis has not gathered it, as it does for the module's own forward
-        return self._axis.shown(held, layout)

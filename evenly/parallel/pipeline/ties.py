@@ -1,0 +1,71 @@
+"""Parameters that several stages hold: their gradients are added up over the ranks that hold them.
+
+They are summed after the data axis has summed and cut them, so that ranks exchange what they step, and in the order of
+the ranks, so that all of them step with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from evenly.comm.groups import Group
+from evenly.comm.operations import Pending, recv, send
+
+
+class Ties:
+    """Of the ranks of `group`, the pipeline axis.
+
+    owners: name of a parameter -> the positions of the ranks that hold it, ascending; those with several are summed.
+    """
+
+    def __init__(self, owners: Mapping[str, Sequence[int]], group: Group) -> None:
+        self._group = group
+        self._owners = {name: [*ranks] for name, ranks in sorted(owners.items()) if len(ranks) > 1}
+
+    @property
+    def names(self) -> list[str]:
+        """Of all that several ranks hold."""
+        return [*self._owners]
+
+    @property
+    def everywhere(self) -> list[str]:
+        """Those that all ranks hold."""
+        return [name for name, ranks in self._owners.items() if len(ranks) == self._group.size]
+
+    @property
+    def counted_elsewhere(self) -> set[str]:
+        """Those that this rank holds, and an earlier one too."""
+        mine = self._group.position
+        return {name for name, ranks in self._owners.items() if mine in ranks[1:]}
+
+    def flags(self, used: Iterable[str]) -> list[float]:
+        """For each of `names` whether this rank used it."""
+        found = set(used)
+        return [float(name in found) for name in self._owners]
+
+    def used(self, flags: Iterable[float]) -> set[str]:
+        """Of the sum of all ranks' `flags`, the parameters that any of them used."""
+        return {name for name, flag in zip(self._owners, flags, strict=True) if flag > 0}
+
+    @torch.no_grad()
+    def sum(self, gradients: Iterable[tuple[str, torch.Tensor | None]]) -> None:
+        """Adds up, in place, what the ranks have of each gradient, by name."""
+        mine, have = self._group.position, dict(gradients)
+        for number, (name, ranks) in enumerate(self._owners.items()):
+            gradient = have.get(name)
+            if mine not in ranks or gradient is None:
+                continue
+            sent = [send.begin(gradient, rank, self._group, tag=number) for rank in ranks if rank != mine]
+            parts = [gradient if rank == mine else self._begin(gradient, rank, number) for rank in ranks]
+            arrived = [part if isinstance(part, torch.Tensor) else part.wait() for part in parts]
+            total = arrived[0].clone()
+            for part in arrived[1:]:
+                total += part
+            for pending in sent:
+                pending.wait()
+            gradient.copy_(total)
+
+    def _begin(self, like: torch.Tensor, source: int, tag: int) -> Pending[torch.Tensor]:
+        return recv.begin(torch.empty_like(like, memory_format=torch.contiguous_format), source, self._group, tag=tag)

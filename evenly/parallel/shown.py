@@ -1,0 +1,96 @@
+"""What a module's code finds under the names of its parameters and buffers, where that is not what the engine holds.
+
+Held is what the engine, the optimizer and checkpoints find: what this rank has of the model. *Views* show the module's
+code something else while the job computes. What is *hidden* is not held on this rank at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
+from typing import Any
+
+import torch
+from torch import nn
+
+View = Callable[[str, torch.Tensor | None], Any]
+
+
+class Shown(dict[str, Any]):
+    """The parameters, or the buffers, of a module.
+
+    A view is given a name and what is held under it (a placeholder, if it is hidden), and returns what is shown, or
+    None to leave that to the next.
+    """
+
+    def __init__(self, held: Mapping[str, torch.Tensor | None]) -> None:
+        super().__init__(held)
+        self._order = [*held]
+        self._hidden: dict[str, torch.Tensor] = {}
+        self._views: list[View] = []
+
+    def add_view(self, view: View, *, first: bool = False) -> None:
+        """From now on `view` is asked, last of all or before all others."""
+        self._views.insert(0 if first else len(self._views), view)
+
+    def hide(self, name: str, placeholder: torch.Tensor) -> None:
+        """Lets go of what is held under `name`."""
+        del self[name]
+        self._hidden[name] = placeholder
+
+    def held(self, name: str) -> torch.Tensor | None:
+        """What the engine finds under `name`; None where it is hidden."""
+        return super().get(name)
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in self._hidden
+
+    def __getitem__(self, name: str) -> Any:
+        held = self._hidden[name] if name in self._hidden else super().__getitem__(name)
+        shown = self._shown(name, held)
+        return held if shown is None else shown
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default  # noqa: SIM401
+
+    def items(self) -> ItemsView[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return dict(self._visible()).items()
+
+    def values(self) -> ValuesView[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return dict(self._visible()).values()
+
+    def _visible(self) -> Iterator[tuple[str, Any]]:
+        """What is held, and of what is hidden that which a view shows; in the order of definition."""
+        for name in dict.fromkeys([*self._order, *self]):
+            if name in self._hidden:
+                if (shown := self._shown(name, self._hidden[name])) is not None:
+                    yield name, shown
+            elif super().__contains__(name):
+                yield name, self[name]
+
+    def _shown(self, name: str, held: torch.Tensor | None) -> Any:
+        return next((shown for view in self._views if (shown := view(name, held)) is not None), None)
+
+
+# torch's private names for where nn.Module looks its tensors up.
+def shown_parameters(module: nn.Module) -> Shown:
+    """The parameters of `module`, from now on as its code shall see them."""
+    held = module._parameters  # pyright: ignore[reportPrivateUsage]
+    if not isinstance(held, Shown):
+        held = module._parameters = Shown(held)  # pyright: ignore[reportPrivateUsage]
+    return held
+
+
+def held_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
+    """Those of `module` and all in it by name, as the engine finds them, even while the job computes."""
+    for name, one in module.named_modules(prefix=prefix):
+        for own, parameter in dict.items(one._parameters):  # pyright: ignore[reportPrivateUsage]
+            if parameter is not None:
+                yield f"{name}.{own}" if name else own, parameter
+
+
+def shown_buffers(module: nn.Module) -> Shown:
+    """The buffers of `module`, from now on as its code shall see them."""
+    held = module._buffers  # pyright: ignore[reportPrivateUsage]
+    if not isinstance(held, Shown):
+        held = module._buffers = Shown(held)  # pyright: ignore[reportPrivateUsage]
+    return held
