@@ -115,10 +115,10 @@ class Mail:
         """Begins to send the gradients of what `stage` received, to where it came from."""
         for number, tensor in enumerate(inputs):
             if tensor is not None and tensor.requires_grad:
-                packed = tensor.new_zeros(tensor.numel() + 1)
-                if tensor.grad is not None:
+                packed = tensor.new_empty(tensor.numel() + 1)
+                packed[-1] = tensor.grad is not None
+                if tensor.grad is not None:  # else nobody looks at the rest
                     packed[:-1].copy_(tensor.grad.reshape(-1))
-                    packed[-1] = 1
                 self._send(packed, to, (stage, microbatch, True), number)
 
     def begin_recv_gradients(self, outputs: Payload, source: int, *, stage: int, microbatch: int) -> ArrivingGradients:
