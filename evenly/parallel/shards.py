@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from evenly.cluster.world import World
 from evenly.comm.groups import Group
 from evenly.comm.operations import Pending
-from evenly.errors import PlanError
+from evenly.errors import PlanError, RunError
 from evenly.model.blocks import Block, find_blocks
 from evenly.parallel.gradients import Gradients, Parts, begin_numbers, norm_of_parts, refuse_thawed, trainable
 from evenly.parallel.memory import HOST, MemoryCounter, local
@@ -36,6 +36,8 @@ from evenly.parallel.mesh import groups_of, shard_mesh
 from evenly.parallel.optimizer import Cut
 from evenly.parallel.partition import Place
 from evenly.parallel.shown import held_parameters
+
+ORDERS = 65_521  # so many orders of units are told apart; a prime, whose square is exact in float64 times any world
 
 
 def units_of(model: nn.Module, blocks: Sequence[Block]) -> list[Block]:
@@ -103,9 +105,11 @@ class ShardedGradients(Gradients):
         self._numbers = {name: number for number, (name, _) in enumerate(self._named)}
         self._used = [False] * len(self._named)
         self._hooked: set[int] = set()
+        self._gathered = 0  # which units this rank has run in the step, and in which order, as one number
         prefixes = {id(module): name for name, module in model.named_modules()}
         self._handles: list[Any] = [
-            unit.register_forward_pre_hook(self._watch(prefixes[id(unit)])) for unit in self._units
+            unit.register_forward_pre_hook(self._watch(prefixes[id(unit)], number))
+            for number, unit in enumerate(self._units)
         ]
         self._pending: Pending[torch.Tensor] | None = None
         cut = sum(p.numel() for _, p in self._named if local(p).numel() < p.numel())
@@ -130,6 +134,7 @@ class ShardedGradients(Gradients):
     # ------------------------------------------------------------------------------------------- a step
     def begin(self, *, numbers: int = 0, rounds: int = 1) -> None:
         self._used = [False] * len(self._named)
+        self._gathered = 0
         for _, parameter in self._named:
             parameter.grad = None
         self._expect(last=False)
@@ -161,11 +166,21 @@ class ShardedGradients(Gradients):
         if self._in_parts:
             self._reduce()
         refuse_thawed(self._frozen)
-        self._pending = begin_numbers((float(used) for used in self._used), numbers, self._group)
+        flags = (float(used) for used in self._used)
+        order = (float(self._gathered), float(self._gathered**2))
+        self._pending = begin_numbers((*order, *flags), numbers, self._group)
 
     def receive(self) -> list[float]:
         assert self._pending is not None
-        values: list[float] = self._pending.wait().tolist()
+        total, squares, *values = self._pending.wait().tolist()
+        # Of equal numbers, and of no others, the squares add up to the square of the sum over how many they are.
+        if int(squares) * self._group.size != int(total) ** 2:
+            raise RunError(
+                "a step with zero=3",
+                "ranks have run other blocks than each other, or in another order, and gathered one's parameters for "
+                "another's",
+                "let the model run the same blocks for every microbatch (no layerdrop), or use plan zero2 or ddp",
+            )
         for (_, parameter), flag in zip(self._named, values, strict=False):
             if flag == 0:
                 parameter.grad = None
@@ -225,10 +240,11 @@ class ShardedGradients(Gradients):
         return [gradient for _, gradient in self.named_gradients() if gradient is not None]
 
     # ------------------------------------------------------------------------------- which parameters are used
-    def _watch(self, prefix: str) -> Callable[[nn.Module, Any], None]:
+    def _watch(self, prefix: str, number: int) -> Callable[[nn.Module, Any], None]:
         """Before a unit's forward, when its parameters are whole: hooks that note which get a gradient."""
 
         def watch(unit: nn.Module, _: Any) -> None:
+            self._gathered = (self._gathered * 31 + number + 1) % ORDERS
             for name, parameter in held_parameters(unit, prefix):
                 if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in self._hooked:
                     self._hooked.add(id(parameter))

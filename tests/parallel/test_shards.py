@@ -88,3 +88,24 @@ def test_a_run_goes_on_under_another_plan_with_the_same_bits(
     ranks.run(train, first[0], 3, tmp_path, False, size=first[1])
     for found in ranks.run(train, then[0], 6, tmp_path, True, size=then[1]):
         assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def train_in_another_order() -> None:
+    """Rank 1 tells of its step that it ran its blocks in another order than rank 0."""
+    with evenly.start(tower_job(steps=1), plan="zero3") as run:
+        sharded: Any = run.composed.gradients
+        send = sharded.send
+
+        def told(numbers: Any) -> None:
+            sharded._gathered += run.world.rank
+            send(numbers)
+
+        sharded.send = told
+        for batch in run.batches():
+            run.step(batch)
+
+
+def test_ranks_that_run_other_blocks_are_found(ranks: KeptRanks) -> None:
+    """Where they run as many blocks, gathers pair up, and each would compute with another block's parameters."""
+    with pytest.raises(AssertionError, match="ranks have run other blocks than each other"):
+        ranks.run(train_in_another_order)
