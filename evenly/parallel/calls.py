@@ -9,11 +9,13 @@ recomputation (whose second forward draws again what the first drew), compilatio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
+
+from torch import nn
 
 from evenly.data.generators import reseed, seed
 from evenly.data.stream import block_key
@@ -31,12 +33,13 @@ class BlockCall:
     number: int
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    _run: Callable[..., Any]
     _reseed: Callable[[str, int, Literal["begin", "end"]], None]
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """What the block returns for these arguments."""
         self._reseed(self.block.name, self.number, "begin")
-        result = self.block.module._call_impl(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]
+        result = self._run(*args, **kwargs)
         self.pass_by()
         return result
 
@@ -55,8 +58,7 @@ class BlockCalls:
         self._device, self._handler = device, handler or _run
         self._key: int | None = None
         self._calls: dict[str, int] = {}
-        self.blocks = blocks
-        take_over(self.blocks, self._call)
+        self._taken = [(block.module, take_over(block.module, partial(self._call, block))) for block in blocks]
 
     @contextmanager
     def drawing(self, key: int) -> Generator[None]:
@@ -71,14 +73,15 @@ class BlockCalls:
 
     def close(self) -> None:
         """Calls run as they are again."""
-        give_back(self.blocks)
+        for module, before in self._taken:
+            give_back(module, before)
 
-    def _call(self, block: Block, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, block: Block, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._key is None:
-            return block.module._call_impl(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]
+            return run(*args, **kwargs)
         number = self._calls.get(block.name, 0)
         self._calls[block.name] = number + 1
-        return self._handler(BlockCall(block, number, args, kwargs, self._reseed))
+        return self._handler(BlockCall(block, number, args, kwargs, run, self._reseed))
 
     def _reseed(self, name: str, number: int, edge: Literal["begin", "end"]) -> None:
         assert self._key is not None  # a call is under way
@@ -89,14 +92,15 @@ def _run(call: BlockCall) -> Any:
     return call.run(*call.args, **call.kwargs)
 
 
-# torch's private names for what a call of a module runs: what `module.compile()` would put there, and the rest.
-def take_over(blocks: Iterable[Block], call: Callable[..., Any]) -> None:
-    """Has `call(block, *args, **kwargs)` run in place of each call of the blocks, hooks included."""
-    for block in blocks:
-        block.module._compiled_call_impl = partial(call, block)  # pyright: ignore[reportPrivateUsage]
+# torch's private names for what a call of a module runs: what `module.compile()` has put there, else all of it.
+def take_over(module: nn.Module, call: Callable[..., Any]) -> Any:
+    """Has `call(run, *args, **kwargs)` run in place of each call, hooks included; returns what `give_back` wants."""
+    before: Any = module._compiled_call_impl  # pyright: ignore[reportPrivateUsage]
+    run: Any = before or module._call_impl  # pyright: ignore[reportPrivateUsage]
+    module._compiled_call_impl = partial(call, run)  # pyright: ignore[reportPrivateUsage]
+    return before
 
 
-def give_back(blocks: Iterable[Block]) -> None:
+def give_back(module: nn.Module, before: Any) -> None:
     """Undoes `take_over`."""
-    for block in blocks:
-        block.module._compiled_call_impl = None  # pyright: ignore[reportPrivateUsage]
+    module._compiled_call_impl = before  # pyright: ignore[reportPrivateUsage]

@@ -30,7 +30,6 @@ PLANNED_KEYS = frozenset(
         "microbatch",
     ]
 )
-PLANNED_NAMES: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -400,7 +399,7 @@ def _read_word(word: str, values: dict[str, Any]) -> Iterable[str]:
         if word in NAMED:
             yield from _add(NAMED[word].stated, values)
         else:
-            yield _unknown(word, NAMED, PLANNED_NAMES | PLANNED_KEYS, "name")
+            yield _unknown(word, NAMED, PLANNED_KEYS, "name")
         return
     key = SYNONYMS.get(key, key)
     if key not in READERS:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -83,3 +85,17 @@ def test_outside_of_a_microbatch_the_generator_is_the_callers_own() -> None:
     assert seen == expected
     calls.close()
     assert all(block._compiled_call_impl is None for block in model.blocks)
+
+
+def test_what_ran_in_the_place_of_a_call_still_does() -> None:
+    """`module.compile()` puts it there."""
+    model = Chain()
+    before: Any = model.blocks[1]
+    before._compiled_call_impl = lambda x: 2 * before._call_impl(x)
+    calls = BlockCalls(find_blocks(model), "cpu")
+    with undisturbed(), calls.drawing(7):
+        twice = model(torch.zeros(3))
+    calls.close()
+    drawn = [block.drawn[0] for block in model.blocks]  # pyright: ignore
+    assert torch.allclose(twice, torch.full((3,), 2 * (drawn[0] + drawn[1]) + drawn[2]))
+    assert before._compiled_call_impl is not None and model.blocks[0]._compiled_call_impl is None

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from jobs_pipeline import LAYERS, LONGEST, PIPELINE_JOBS, WIDTH, Block, Chain, Tied, points_job, text_job
-from kept_ranks import KeptRanks
+from kept_ranks import KeptRanks, RankFailure
 from torch import nn
 
 import evenly
@@ -359,6 +362,65 @@ def test_what_cannot_run_in_stages_is_refused_on_all_ranks(name: str, ranks: Kep
     said = ranks.run(refusal, name)
     assert said[0] == said[1]
     assert REFUSED[name][2] in said[0]
+
+
+class Rolls(nn.Module):
+    """A block that draws from Python's generator or numpy's, whose streams are not cut at blocks."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.inside, self.draw = nn.Linear(15, 15), draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inside(x) * (1 + self.draw())
+
+
+class Counts(Chain):
+    """Counts its forwards in a buffer that every stage has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("forwards", torch.zeros([]))
+
+    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        return super().through(x, tokens)
+
+
+class CountsInside(nn.Module):
+    """A block that counts its calls in a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(15, 15)
+        self.register_buffer("calls", torch.zeros([]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.inside(x)
+
+
+def rolling(draw: Callable[[], float]) -> Chain:
+    return Chain(Rolls(draw) for _ in range(4))
+
+
+STOPPED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "random": (partial(rolling, random.random), "draws from Python's or numpy's generator"),
+    "numpy": (partial(rolling, np.random.random), "draws from Python's or numpy's generator"),
+    "counts inside": (lambda: Chain(CountsInside() for _ in range(4)), "buffer blocks.0.calls changes in the forward"),
+    "counts": (Counts, "buffer forwards changes in the forward pass"),
+}
+
+
+def stopped(name: str) -> None:
+    with evenly.start(text_job(model=STOPPED[name][0]), plan="pipeline=2") as run:
+        run.step(next(iter(run.batches())))
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_what_would_come_out_otherwise_in_stages_ends_the_first_step(name: str, ranks: KeptRanks) -> None:
+    with pytest.raises(RankFailure, match=STOPPED[name][1]):
+        ranks.run(stopped, name, limit_s=100)
 
 
 def test_only_the_first_step_begins_with_that_token() -> None:

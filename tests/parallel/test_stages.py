@@ -161,6 +161,15 @@ def test_stages_compute_in_the_types_of_autocast(precision: str) -> None:
     assert_as_on_one_device(job, "pipeline=3", tolerance=1e-5 if precision == "float32" else 1e-2)
 
 
+@pytest.mark.parametrize("change", [lambda x: x[:, 1:], lambda x: x.float()])
+def test_what_arrives_must_have_the_form_of_what_it_fills(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    job = PIPELINE_JOBS["chain"](precision="float64", eval_data=None)
+    stages, batch = ByHand(job, "pipeline=2"), batches_of(job)[0]
+    inbox, _ = stages.forward(0, [], batch, 0, training=True)
+    with pytest.raises(RunError, match="receiving argument 0 from an earlier stage"):
+        stages.forward(1, [change(inbox[0])], batch, 0, training=True)
+
+
 def test_an_evaluation_in_stages() -> None:
     job = PIPELINE_JOBS["conv_norm"](precision="float64")
     stages, model, batch = ByHand(job, "pipeline=3"), built(job).eval(), batches_of(job)[0]
@@ -540,7 +549,77 @@ class Writes(Chain):
         return kept.mean(0)
 
 
+class Kept(Chain):
+    """Finds a parameter in a list of its own, where it would be old on stages that do not hold it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [self.place]
+
+    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return super().through(x + self.kept[0][: x.shape[1]], tokens)
+
+
+class Aliased(Chain):
+    """Finds a parameter by a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.embed.weight.detach()[:1]
+
+
+class Hooked(Chain):
+    """A hook adds to what the loss needs of every block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+        for block in self.blocks:
+            block.register_forward_hook(lambda _, __, result: self.seen.append(result.square().mean()))
+
+    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        self.seen.clear()
+        return super().through(x, tokens) + sum(self.seen)
+
+
+class Telling(nn.Module):
+    """A block that leaves in an attribute what the loss needs, as experts do with their balance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.told = nn.Linear(WIDTH, WIDTH), torch.zeros([])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.told = x.square().mean()
+        return self.inside(x)
+
+
+class Told(Chain):
+    def __init__(self) -> None:
+        super().__init__(Telling() for _ in range(8))
+
+    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        x = super().through(x, tokens)
+        return x + sum(block.told for block in self.blocks)  # pyright: ignore
+
+
+class Recurrent(Chain):
+    """torch's recurrent layers keep their weights in a list beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return super().through(self.before(x)[0], tokens)
+
+
 REFUSED: dict[str, tuple[evenly.Job, str, str]] = {
+    "kept": (text_job(model=Kept), "pipeline=2", "the model (Kept) keeps place in kept too"),
+    "aliased": (text_job(model=Aliased), "pipeline=2", "the model (Aliased) keeps embed.weight in first too"),
+    "hooked": (text_job(model=Hooked), "pipeline=2", "block blocks.0 has a forward hook"),
+    "told": (text_job(model=Told), "pipeline=2", "what an earlier stage computes inside a block and does not return"),
+    "recurrent": (text_job(model=Recurrent), "pipeline=2", "before (GRU) keeps before.weight_ih_l0 in _flat_weights"),
     "number": (text_job(model=Number), "pipeline=2", "aten._local_scalar_dense needs numbers that another stage has"),
     "decides": (text_job(model=Decides), "pipeline=2", "needs numbers that another stage has"),
     "writes": (text_job(model=Writes), "pipeline=2", "__setitem__ writes a tensor of another stage into one that"),

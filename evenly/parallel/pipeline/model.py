@@ -255,7 +255,6 @@ class StagedModel:
 
     def __init__(self, model: nn.Module, device: str) -> None:
         self.model, self.device = model, device
-        self.own: tuple[int, ...] = ()
         self.running: Running | None = None
         self._staging: Staging | None = None
         self._passed: dict[Any, _Passed] = {}
@@ -295,7 +294,7 @@ class StagedModel:
 
         All ranks come by all tensors in the same order: each may have to be put together from what they hold.
         """
-        self._staging, self.own = staging, tuple(own)
+        self._staging = staging
         placeholders: dict[str, torch.Tensor] = {}
         held: dict[str, torch.Tensor] = {known.name: shown[name] for shown, name, known in reversed(self._places)}
         for name in self.known:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from evenly.data.nest import map_tensors, tensors_by_path
+from evenly.data.nest import map_tensors, tensors_by_path, tensors_in
 from evenly.errors import EvenlyError, PlanError, describe
 from evenly.model.costs import CostCounter
 from evenly.model.numberless import running_without_numbers
@@ -27,13 +27,7 @@ from evenly.parallel.pipeline.stages import CallOf, Place, Segment, Staging, own
 
 def find_segments(model: StagedModel, compute: Callable[[], Any]) -> list[Segment]:
     """The segments of one forward; `compute` runs the job's loss. Raises `PlanError` where it cannot run so."""
-    for name, module in model.model.named_modules():
-        if isinstance(module, nn.RNNBase):
-            raise PlanError(
-                ASKED,
-                f"{name}, a {type(module).__name__}, keeps its parameters in a list of its own",
-                f"build it of torch's cells or functions, or {OTHER_AXIS}",
-            )
+    _refuse_what_runs_past_stages(model)
     survey = _Survey(model)
     _run(model, survey, compute)
     if not survey.segments:
@@ -43,6 +37,28 @@ def find_segments(model: StagedModel, compute: Callable[[], Any]) -> list[Segmen
             f"put its layers into a ModuleList or Sequential, or {OTHER_AXIS}",
         )
     return [draft.segment(model) for draft in survey.segments]
+
+
+def _refuse_what_runs_past_stages(model: StagedModel) -> None:
+    """Raises `PlanError` for what would compute with other stages' parameters, or not run where they are passed by."""
+    held = {_memory(tensor): known.name for tensor, known in model.real()}
+    for name, module in model.model.named_modules():
+        for attribute, value in vars(module).items():
+            found = () if attribute in ("_parameters", "_buffers") else tensors_in(value)
+            if kept := next((held[_memory(tensor)] for tensor in found if _memory(tensor) in held), None):
+                raise PlanError(
+                    ASKED,
+                    f"{name or 'the model'} ({type(module).__name__}) keeps {kept} in {attribute} too, "
+                    "where it would be found on stages that do not hold it",
+                    f"find it by its own name where it is used (LSTM and GRU: build them of cells), or {OTHER_AXIS}",
+                )
+    for block in model.blocks:
+        if block.module._forward_hooks or block.module._forward_pre_hooks:  # pyright: ignore[reportPrivateUsage]
+            raise PlanError(
+                ASKED,
+                f"block {block.name} has a forward hook, which does not run on stages that pass the block by",
+                f"do in the block's forward what the hook does, or {OTHER_AXIS}",
+            )
 
 
 def find_staging(
