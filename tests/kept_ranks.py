@@ -12,9 +12,14 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from evenly.cluster.environment import find_here
+from evenly.comm.connect import connect, disconnect
+from evenly.comm.groups import Group
 
 PRELOAD = [
     "torch",
@@ -120,3 +125,13 @@ def _serve(connection: Connection) -> None:
         except BaseException:
             connection.send((traceback.format_exc(), None))
             return  # its process group may be in any state
+
+
+@contextmanager
+def group_of_all() -> Iterator[Group]:
+    """Within a job, the group of its ranks."""
+    world = connect(find_here())
+    try:
+        yield world.group("data")
+    finally:
+        disconnect(world)

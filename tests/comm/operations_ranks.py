@@ -6,13 +6,11 @@ Every rank can make the tensor of every other, so each holds the operation again
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
+from kept_ranks import group_of_all
 
-from evenly.cluster.environment import find_here
-from evenly.comm.connect import connect, disconnect
 from evenly.comm.groups import Group
 from evenly.comm.operations import (
     all_gather,
@@ -48,15 +46,6 @@ DTYPES = [
 ]
 ALSO_MOVED = [torch.uint16, torch.uint32, torch.float8_e4m3fn]
 SHAPES = [(5, 3), (7,), (), (0, 4), (4, 0), (3, 1, 5)]
-
-
-@contextmanager
-def group_of_all() -> Iterator[Group]:
-    world = connect(find_here())
-    try:
-        yield world.group("data")
-    finally:
-        disconnect(world)
 
 
 def tensor_of(position: int, shape: tuple[int, ...], dtype: torch.dtype, salt: int = 0) -> torch.Tensor:

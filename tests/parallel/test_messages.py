@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from kept_ranks import KeptRanks
+from kept_ranks import KeptRanks, group_of_all
 
 import evenly.parallel.pipeline.messages as messages
-from evenly.cluster.environment import find_here
-from evenly.comm.connect import connect, disconnect
 from evenly.comm.groups import Group
 from evenly.errors import RunError
 from evenly.parallel.pipeline.messages import MOST_DIMS, NUMBERS, TYPES, Form, Mail, Payload
@@ -45,15 +42,6 @@ def test_more_dims_than_a_message_has_are_refused() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- messages
-@contextmanager
-def group_of_all() -> Iterator[Group]:
-    world = connect(find_here())
-    try:
-        yield world.group("data")
-    finally:
-        disconnect(world)
-
-
 def numbers(*shape: int, dtype: torch.dtype = torch.float64, grad: bool = False) -> torch.Tensor:
     """0, 1, 2 and so on, the last dim moving slowest: not contiguous if there are two."""
     made = torch.arange(torch.Size(shape).numel()).view(shape[::-1]).permute([*range(len(shape))][::-1])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from jobs_tensor import TENSOR_JOBS, packed_job, threes_job
 from kept_ranks import KeptRanks
+from kept_references import References
 from torch import nn
 
 import evenly
@@ -35,17 +36,9 @@ def compared(name: str, plan: str, folder: Path) -> Trace:
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a job's trajectory on one device, made when first asked for."""
-    folders: dict[str, Path] = {}
-
-    def folder(name: str) -> Path:
-        if name not in folders:
-            folders[name] = tmp_path_factory.mktemp(name)
-            keep_reference(prepared(name), STEPS, folders[name] / "reference")
-        return folders[name]
-
-    return folder
+def references(tmp_path_factory: pytest.TempPathFactory) -> References:
+    """Of the jobs of this module."""
+    return References(tmp_path_factory, prepared, STEPS)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +79,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     ],
 )
 def test_a_split_model_computes_what_one_device_does(
-    name: str, plan: str, size: int, sharded: float, references: Callable[[str], Path], ranks: KeptRanks
+    name: str, plan: str, size: int, sharded: float, references: References, ranks: KeptRanks
 ) -> None:
     row = judge(plan, ranks.run(compared, name, plan, references(name), size=size))
     assert row.status == "equal", row.reason
