@@ -1,7 +1,7 @@
 """Which schedules a pipeline knows: what they place where, and what they can run. Pure; imports no torch.
 
 A model's blocks are cut into stages; a batch's microbatches go through them forward and backward. A schedule says in
-which order each rank does this: as actions, which `parallel/pipeline/orders.py` puts into their order.
+which order each rank does this: as actions, which `orders.py` puts into their order.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def splits_backward(schedule: Schedule) -> bool:
 def runnable(schedule: Schedule, ranks: int, stages_per_rank: int, microbatches: int) -> int:
     """The smallest number of microbatches, at least `microbatches`, that the schedule can run.
 
-    The caller fills up with microbatches that do not count. torch's interleaved and zero-bubble schedules run rounds
+    The caller fills up with microbatches that do not count. The interleaved and zero-bubble schedules run rounds
     of equal length, and their number is that of microbatches over ranks, rounded down; dualpipev needs a microbatch
     for every stage. The others run any number.
     """

@@ -1,4 +1,4 @@
-"""What every rank of a pipeline does in a step, in order, as data. Imports torch for the schedules that torch makes.
+"""What every rank of a pipeline does in a step, in order, with its messages, as data. Pure; imports no torch.
 
 Sends are asynchronous and follow at once what they send; a receive waits. Messages from one rank to another are
 received in the order in which they are sent, each as late as that allows: just before what needs it, or needs one that
@@ -15,23 +15,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from types import SimpleNamespace
-from typing import Any
 
-from evenly.plan.schedule import Action, Kind, Schedule, rank_of_stage, runnable
+from evenly.plan.orders import compute_orders
+from evenly.plan.schedule import Action, Kind, Schedule, rank_of_stage
 
 Order = tuple[Action, ...]
 Taken = Mapping[Action, tuple[Action, ...]]
-
-# Classes of torch.distributed.pipelining.schedules, and what they call the actions that compute.
-OF_TORCH = {
-    "interleaved": "ScheduleInterleaved1F1B",
-    "looped-bfs": "ScheduleLoopedBFS",
-    "zero-bubble": "ScheduleInterleavedZeroBubble",
-    "zbv": "ScheduleZBVZeroBubble",
-    "dualpipev": "ScheduleDualPipeV",
-}
-KINDS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
 
 # What takes the result of an action to another rank, and how many stages further on.
 MESSAGES: dict[Kind, tuple[Kind, Kind, int]] = {
@@ -46,13 +35,7 @@ RECEIVES: frozenset[Kind] = frozenset(["recv_forward", "recv_backward"])
 @cache
 def orders(schedule: Schedule, ranks: int, stages_per_rank: int, microbatches: int) -> tuple[Order, ...]:
     """For every rank of the pipeline axis its actions in a step, in order; `microbatches` is a runnable number."""
-    assert runnable(schedule, ranks, stages_per_rank, microbatches) == microbatches
-    if schedule in OF_TORCH:
-        computing = _orders_of_torch(OF_TORCH[schedule], ranks, stages_per_rank, microbatches)
-    else:
-        computing = [
-            _own_order(rank, _ahead(schedule, ranks - 1 - rank, microbatches), microbatches) for rank in range(ranks)
-        ]
+    computing = compute_orders(schedule, ranks, stages_per_rank, microbatches)
     return _with_messages(computing, rank_of_stage(schedule, ranks, stages_per_rank))
 
 
@@ -85,39 +68,6 @@ def _other_end(action: Action) -> Action | None:
         if action.kind == receive:
             return Action(send, action.stage - step, action.microbatch)
     return None
-
-
-def _ahead(schedule: Schedule, following: int, microbatches: int) -> int:
-    """Microbatches that a stage runs forward before it turns to one forward, one backward; `following` it has."""
-    return {"naive": 0, "gpipe": microbatches, "1f1b": min(following, microbatches)}[schedule]
-
-
-def _own_order(stage: int, ahead: int, microbatches: int) -> list[Action]:
-    order = [Action("forward", stage, number) for number in range(ahead)]
-    for number in range(microbatches - ahead):
-        order += [Action("forward", stage, ahead + number), Action("backward", stage, number)]
-    return order + [Action("backward", stage, number) for number in range(microbatches - ahead, microbatches)]
-
-
-def _orders_of_torch(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> list[list[Action]]:
-    """The constructors make the orders of all ranks; of the stages they read numbers alone."""
-    from torch.distributed.pipelining import schedules  # takes seconds
-
-    stages = [
-        SimpleNamespace(num_stages=ranks * stages_per_rank, group_size=ranks, group_rank=0, submod=None)
-        for _ in range(stages_per_rank)
-    ]
-    made: dict[int, list[Any]] = getattr(schedules, name)(stages, microbatches).pipeline_order
-    return [[*_flattened(made[rank])] for rank in range(ranks)]
-
-
-def _flattened(order: Iterable[Any]) -> Iterator[Action]:
-    """Without torch's None, which stands for a bubble; what it has overlap becomes its parts, one after the other."""
-    for action in order:
-        if action is not None and action.sub_actions is not None:
-            yield from _flattened(action.sub_actions)
-        elif action is not None:
-            yield Action(KINDS[action.computation_type.value], action.stage_index, action.microbatch_index)
 
 
 def _with_messages(computing: Sequence[Sequence[Action]], rank_of: Sequence[int]) -> tuple[Order, ...]:
