@@ -1,13 +1,17 @@
-"""`evenly bench comm`: measures how fast the ranks of this machine talk."""
+"""`evenly bench`: measures how fast the ranks of this machine talk, and what its device reaches."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from evenly.cluster.clusterfile import Cluster, Link, write_cluster
+from evenly.cluster.cluster import Cluster, Link, Rates
+from evenly.cluster.clusterfile import read_cluster, write_cluster
 from evenly.cluster.launch import Launch, start_ranks, warm_up
+from evenly.cluster.text import kind_here, local_cluster, local_devices
 from evenly.errors import UserError
 
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
@@ -25,6 +29,7 @@ def bench_comm(
     if unknown := [name for name in names if name not in OPERATIONS]:
         raise UserError(f"measure {', '.join(unknown)}", "no such operation", f"choose from {', '.join(OPERATIONS)}")
     count = devices or max(devices_here(None, 1), 2)
+    kept = None if save is None else _saved_before(save, count)
     results = start_ranks(measure, (names, parse_size(most)), Launch(devices=count, preload=["evenly.comm.bench"]))
     bench = results[0]
     if json_only:
@@ -33,12 +38,60 @@ def bench_comm(
         _show(bench.as_json())
     if out is not None:
         _write_report(out, bench.as_json(), quiet=json_only)
-    if save is not None:
-        kind = bench.link.partition(" on ")[2]
+    if save is not None and kept is not None:
         links = {(fit.operation, fit.ranks): Link(fit.alpha_s, fit.beta_s_per_byte) for fit in bench.fits}
-        write_cluster(save, Cluster(bench.nodes, count, kind, bench.link.partition(" on ")[0], links))
+        write_cluster(save, with_links(kept, bench.link.partition(" on ")[0], links))
         print(f"links saved as {save}", file=sys.stderr)
     return 0
+
+
+def bench_device(*, save: Path | None, json_only: bool) -> int:
+    """Measures this machine's first device, shows, and saves its rates where asked for; returns the exit code."""
+    kept = None if save is None else _saved_before(save, local_devices())
+    from evenly.cluster.probe import probe
+
+    kind = kind_here()
+    rates = probe("cpu" if kind == "cpu" else "cuda")
+    if json_only:
+        print(json.dumps({"kind": kind, **asdict(rates)}))
+    else:
+        _show_rates(kind, rates)
+    if save is not None and kept is not None:
+        write_cluster(save, replace(kept, rates=rates))
+        print(f"rates saved as {save}", file=sys.stderr)
+    return 0
+
+
+def with_links(cluster: Cluster, backend: str, links: Mapping[tuple[str, int], Link]) -> Cluster:
+    """The cluster with these links beside those it has, unless another backend measured them."""
+    older = cluster.links if cluster.backend == backend else {}
+    return replace(cluster, backend=backend, links={**older, **links})
+
+
+def _saved_before(path: Path, devices: int) -> Cluster:
+    """The cluster of a file that is there, to be completed; else one node of this machine's devices.
+
+    Raises `UserError` where the file is of other devices.
+    """
+    here = kind_here()
+    if not path.exists():
+        return local_cluster(devices)
+    saved = read_cluster(path)
+    if saved.kind not in (here, "cuda"):
+        raise UserError(f"save into {path}", f"it is of {saved.kind}, this machine has {here}", "name another file")
+    return replace(saved, kind=here)
+
+
+def _show_rates(kind: str, rates: Rates) -> None:
+    sizes = sorted({n for by_size in rates.matmul.values() for n in by_size})
+    rows = [[precision, *(_in_tera(by_size.get(n)) for n in sizes)] for precision, by_size in rates.matmul.items()]
+    _print_table(f"{kind}: TFLOP/s of n x n x n matmuls", ["precision", *map(str, sizes)], rows)
+    if rates.memory is not None:
+        print(f"memory: {rates.memory / 1e9:.1f} GB/s, read and written by a copy")
+
+
+def _in_tera(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate / 1e12:.3g}"
 
 
 def parse_size(text: str) -> int:
@@ -51,17 +104,20 @@ def parse_size(text: str) -> int:
 
 
 def _show(bench: dict[str, object]) -> None:
+    from evenly.report.comm import FIT_HEADS, MEASURED_HEADS, fit_rows, measured_rows
+
+    for heads, rows in ((MEASURED_HEADS, measured_rows(bench)), (FIT_HEADS, fit_rows(bench))):
+        _print_table(f"{bench['ranks']} ranks, {bench['link']}", heads, rows)
+
+
+def _print_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from evenly.report.comm import FIT_HEADS, MEASURED_HEADS, fit_rows, measured_rows
-
-    console = Console()
-    for heads, rows in ((MEASURED_HEADS, measured_rows(bench)), (FIT_HEADS, fit_rows(bench))):
-        table = Table(*heads, title=f"{bench['ranks']} ranks, {bench['link']}")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+    table = Table(*heads, title=title)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
 
 
 def _write_report(folder: Path, bench: dict[str, object], *, quiet: bool) -> None:

@@ -1,0 +1,69 @@
+"""`evenly bench device` measures, shows and saves beside what the file holds; `bench comm` leaves the rates there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from evenly.cli.bench import bench_device, with_links
+from evenly.cluster import probe
+from evenly.cluster.cluster import Cluster, Link, Rates
+from evenly.cluster.clusterfile import read_cluster, write_cluster
+from evenly.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "SIZES", {"cpu": (32, 64)})
+    monkeypatch.setattr(probe, "COPIED_BYTES", {"cpu": 2**20})
+    monkeypatch.setattr(probe, "TIME_PER_SIZE_S", 0.01)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+def test_rates_are_measured_and_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    threads = torch.get_num_threads()
+    assert bench_device(save=tmp_path / "c.toml", json_only=True) == 0
+    shown = json.loads(capsys.readouterr().out)
+    cluster = read_cluster(tmp_path / "c.toml")
+    assert shown["kind"] == cluster.kind == "cpu" and cluster.nodes == 1
+    assert shown["memory"] == cluster.rates.memory and cluster.rates.memory > 1e6
+    assert set(cluster.rates.matmul) == {"float32", "float64", "bfloat16"}
+    assert all(set(rates) == {32, 64} and min(rates.values()) > 1e5 for rates in cluster.rates.matmul.values())
+    assert torch.get_num_threads() == threads
+
+
+def test_rates_are_shown_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    bench_device(save=None, json_only=False)
+    out = capsys.readouterr().out
+    assert "TFLOP/s" in out and "float64" in out and "GB/s" in out
+
+
+def test_rates_are_saved_beside_links(tmp_path: Path) -> None:
+    before = Cluster(2, 4, "cpu", "gloo", {("send", 2): Link(1e-5, 1e-9)}, network="tcp")
+    write_cluster(tmp_path / "c.toml", before)
+    bench_device(save=tmp_path / "c.toml", json_only=True)
+    after = read_cluster(tmp_path / "c.toml")
+    assert (after.nodes, after.devices, after.links, after.network) == (2, 4, before.links, "tcp")
+    assert after.rates.matmul
+
+
+def test_links_are_saved_beside_links_of_the_same_backend_and_rates() -> None:
+    new = {("send", 4): Link(2e-5, 1e-9)}
+    before = Cluster(1, 4, "cpu", "gloo", {("send", 2): Link(1e-5, 1e-9)}, Rates(memory=1e10))
+    assert with_links(before, "gloo", new).links == {**before.links, **new}
+    assert with_links(before, "nccl", new).links == new
+    assert with_links(before, "gloo", new).rates == before.rates
+
+
+def test_a_file_of_other_devices_is_not_mixed_with_these(tmp_path: Path) -> None:
+    write_cluster(tmp_path / "c.toml", Cluster(1, 8, "H100-80"))
+    with pytest.raises(UserError, match=r"it is of H100-80, this machine has cpu"):
+        bench_device(save=tmp_path / "c.toml", json_only=True)
+
+
+def test_a_size_that_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "LONGEST_ROUND_S", 0.0)
+    assert all(set(rates) == {32} for rates in probe.probe("cpu").matmul.values())
