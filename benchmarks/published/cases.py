@@ -1,0 +1,324 @@
+"""A published run as a prediction sees it: its shape, its cluster, its setup and the library that it ran on.
+
+A row says what was run; what it leaves open follows from the library, and each such inference stands here. A row that
+leaves open what nothing implies is `Incomplete`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from benchmarks.published.rows import Incomplete, Predicted
+from evenly.cluster.cluster import Cluster
+from evenly.cluster.device import find_device
+from evenly.errors import UserError
+from evenly.model.parts import Recompute
+from evenly.model.shape import Activation, Shape
+from evenly.model.transformer import Split, transformer_parts
+from evenly.predict.footprint import footprints
+from evenly.predict.setup import Setup
+from evenly.predict.speeds import Library, library_named, speeds_of
+from evenly.predict.time import Machine, spread, step_time
+
+MOST_MICROBATCHES = 100_000  # of a step
+Cells = Mapping[str, str]  # of a row, by column; empty where the file says nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """All that a prediction takes."""
+
+    row: Cells
+    shape: Shape
+    cluster: Cluster
+    setup: Setup
+    library: str
+
+
+def predict_row(row: Cells) -> Predicted:
+    """What is predicted of one row. Raises `Incomplete`."""
+    case = case_of(row)
+    library = library_named(case.library)
+    parts = parts_of(case, library)
+    machine = Machine(case.cluster, speeds_of(case.cluster), library)
+    layers = case.setup.layers or spread(len(parts.blocks), case.setup.pipeline * case.setup.stages_per_rank)
+    return Predicted(
+        step_s=step_time(parts, case.setup, machine)[0].step_s,
+        peak_bytes=max(one.peak for one in footprints(parts, layers, case.setup, library.holdings)),
+        limit_bytes=case.cluster.device.memory_bytes,
+    )
+
+
+def case_of(row: Cells) -> Case:
+    """The case of a row. Raises `Incomplete`."""
+    library = library_of(row)
+    cluster = _cluster(row)
+    shape = _shape(row, library)
+    return Case(row=row, shape=shape, cluster=cluster, setup=_setup(row, shape, library), library=library)
+
+
+def parts_of(case: Case, library: Library):
+    """The model's parts for a case, as the library computes them."""
+    setup = case.setup
+    # GPT-3 is the only model of these sources that NeMo trains with dropout.
+    dropout = library.kernels.dropout or (case.library == "nemo" and "GPT3" in case.row["model"])
+    split = Split(
+        samples=setup.microbatch,
+        sequence=setup.sequence,
+        tensor=setup.tensor,
+        split_sequence=setup.split_sequence,
+        context=setup.context,
+        dtype=setup.dtype,
+    )
+    return transformer_parts(case.shape, split, replace(library.kernels, dropout=dropout))
+
+
+# ------------------------------------------------------------------------------------------------------- reading cells
+
+
+def text(row: Cells, name: str) -> str:
+    """A cell; "" where the column or the entry is missing."""
+    return (row.get(name) or "").strip()
+
+
+def count(row: Cells, name: str) -> int | None:
+    """A cell that is a whole number, maybe written as 128.0; None where it is empty."""
+    cell = text(row, name)
+    if not cell:
+        return None
+    try:
+        number = float(cell)
+    except ValueError:
+        raise Incomplete(f"{name} is {cell!r}, not a number") from None
+    if not math.isfinite(number) or number != int(number) or number < 0:
+        raise Incomplete(f"{name} is {cell!r}, not a whole number")
+    return int(number)
+
+
+def _needed(row: Cells, name: str) -> int:
+    number = count(row, name)
+    if not number:
+        raise Incomplete(f"{name} is not stated")
+    return number
+
+
+# ----------------------------------------------------------------------------------------------------------- libraries
+
+# By source, as far as one ran only one; the rest by what the row says.
+LIBRARIES = {
+    "megatron-2020-tables": "megatron-2020",
+    "megatron-core-h100": "nemo",
+    "megatron-core-h100-fp8": "nemo",
+    "zerobubble-2401.10241": "megatron-2023",
+    "megascale-2402.15627": "megatron-2023",
+    "pytorch-ibm-2024": "torch-fsdp",
+    "bloom-prequel": "megatron-deepspeed",
+    "bigscience-1b3-v100": "megatron-deepspeed",
+    "bigscience-gpt2-v100": "megatron-deepspeed",
+    "nvidia-dgxc-memory": "nemo",
+    "megatron-bridge": "megatron-bridge",
+    "nanotron-ultrascale": "nanotron-2025",
+    "nanotron-oldbench": "nanotron-2024",
+}
+PADDING = ("megatron-2020", "megatron-2021", "megatron-2023", "megatron-deepspeed", "nemo", "megatron-bridge")
+
+
+def library_of(row: Cells) -> str:
+    """Which library, of which time, ran it."""
+    source, gpus = text(row, "source"), count(row, "gpus") or 0
+    if "MaxText" in text(row, "model"):
+        return "maxtext"
+    if source == "mpt-llmfoundry":
+        # The large H100 runs of 2024 had flash-attn 2, but for two sizes.
+        later = "H100" in text(row, "gpu") and gpus >= 128 and text(row, "model") not in ("MPT-13b", "MPT-30b")
+        return "llm-foundry-2024" if later else "llm-foundry"
+    if source == "megatron-2104.04473":
+        return "deepspeed-zero3-2021" if text(row, "zero_stage") == "3" else "megatron-2021"
+    if source.startswith("nvidia-dgxc"):
+        return "nemo"
+    return LIBRARIES.get(source) or _library_by_facts(row)
+
+
+def _library_by_facts(row: Cells) -> str:
+    attention, wide = text(row, "attention").lower(), (count(row, "tp") or 1) * (count(row, "pp") or 1) > 1
+    if "te fused" in attention or "cudnn" in attention or "fp8" in text(row, "precision").lower():
+        return "nemo"
+    if "naive" in attention:
+        return "megatron-2021"
+    if text(row, "zero_stage") in ("2", "3") and not wide:
+        return "torch-fsdp"
+    return "nemo" if "H100" in text(row, "gpu") else "megatron-2021"
+
+
+# ------------------------------------------------------------------------------------------------------------- cluster
+
+
+def _cluster(row: Cells) -> Cluster:
+    gpu = re.sub(r"\(.*\)", "", text(row, "gpu")).strip()
+    try:
+        device = find_device(gpu)
+    except UserError:
+        raise Incomplete(f"the device {gpu!r} is not known") from None
+    gpus, node = _needed(row, "gpus"), count(row, "gpus_per_node") or device.node
+    network = text(row, "interconnect")
+    return Cluster(
+        nodes=-(-gpus // node),
+        devices=min(gpus, node),
+        kind=device.name,
+        network_bytes_per_s=_network_rate(network, node),
+        network="omnipath" if "Omni-Path" in network else "efa" if "EFA" in network or "AWS" in network else None,
+        in_network="NVLS" in network,
+    )
+
+
+def _network_rate(stated: str, node: int) -> float | None:
+    """Bytes/s per device between nodes: `8x200 Gb/s` of a node's cards, or `1600 Gb/s ... per node`."""
+    cards = re.search(r"(\d+)x(\d+) Gb/s", stated)
+    if cards:
+        return int(cards[1]) * int(cards[2]) * 1e9 / 8 / node or None
+    whole = re.search(r"(\d+) Gb/s", stated)
+    if whole and "per node" in stated.lower():
+        return int(whole[1]) * 1e9 / 8 / node or None
+    return None
+
+
+# ----------------------------------------------------------------------------------------------------- model and setup
+
+
+def _shape(row: Cells, library: str) -> Shape:
+    hidden, heads, layers = (_needed(row, name) for name in ("hidden", "heads", "layers"))
+    stated = text(row, "ffn_type")
+    activation: Activation = "swiglu" if "swiglu" in stated else "squared-relu" if "squared" in stated else "gelu"
+    # Llama and Nemotron have neither biases nor a tied head.
+    plain = activation != "gelu"
+    vocab = _padded(count(row, "vocab") or 50304, library, count(row, "tp") or 1)
+    shape = Shape(
+        name=text(row, "model"),
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=count(row, "kv_heads") or heads,
+        head_dim=hidden // heads,
+        ffn=count(row, "ffn_hidden") or 4 * hidden,
+        vocab=vocab,
+        outputs=vocab,
+        sequence=_needed(row, "seq_len"),
+        activation=activation,
+        norm="rmsnorm" if activation == "swiglu" else "layernorm",
+        positions="rotary" if plain else "learned",
+        bias=not plain,
+        qkv_bias=not plain,
+        tied=not plain,
+    )
+    for problem in shape.problems():
+        raise Incomplete(f"no such model: {problem}")
+    return shape
+
+
+def _padded(vocab: int, library: str, tensor: int) -> int:
+    """Megatron pads the vocabulary to a multiple of 128 on every rank."""
+    multiple = 128 * tensor if library in PADDING else tensor
+    return -(-vocab // multiple) * multiple
+
+
+SCHEDULES = {"": "1f1b", "1F1B": "1f1b", "interleaved 1F1B": "interleaved", "ZB-1p": "zb-1p", "ZB-2p": "zb-2p"}
+SCHEDULES |= {"ZB-V": "zbv", "GPipe": "gpipe", "AFAB": "gpipe"}
+
+
+def _setup(row: Cells, shape: Shape, library: str) -> Setup:
+    tensor, pipeline = _axis(row, "tp"), _axis(row, "pp")
+    context = count(row, "cp") or 1
+    gpus = _needed(row, "gpus")
+    data = count(row, "dp") or gpus // (tensor * pipeline * context)
+    if data * tensor * pipeline * context != gpus:
+        raise Incomplete(f"dp {data} x tp {tensor} x pp {pipeline} x cp {context} is not {gpus} devices")
+    if pipeline > shape.layers:
+        raise Incomplete(f"pp {pipeline} is more than {shape.layers} layers")
+    schedule, chunks = _schedule(row, shape, library, pipeline)
+    zero = count(row, "zero_stage") or 0
+    if zero > 3:
+        raise Incomplete(f"zero_stage {zero} is not known")
+    setup = Setup(
+        data=data,
+        tensor=tensor,
+        context=context,
+        pipeline=pipeline,
+        split_sequence=text(row, "sp").lower() == "true",
+        schedule=schedule,
+        stages_per_rank=chunks,
+        # torch's FSDP gathers for every forward pass with either kind of sharding.
+        zero=3 if zero == 2 and library.startswith("llm-foundry") else zero,
+        shard=_shard(row, data * context),
+        microbatch=_needed(row, "microbatch"),
+        batch=_needed(row, "global_batch_sequences"),
+        sequence=shape.sequence,
+        recompute=_recompute(row),
+        dtype=_dtype(row),
+        layers=_weighed(shape, pipeline * chunks) if library.startswith("nanotron") else None,
+    )
+    if setup.microbatches > MOST_MICROBATCHES:
+        raise Incomplete(f"a step of {setup.microbatches} microbatches is none that anyone runs")
+    return setup
+
+
+def _shard(row: Cells, replicas: int) -> int | None:
+    """Ranks that shards are cut over, where notes say that these are not all."""
+    notes = text(row, "notes")
+    stated = re.search(r"shard size (\d+)", notes)
+    hybrid = re.search(r"^HSDP\.|used HSDP", notes)
+    size = int(stated[1]) if stated else (count(row, "gpus_per_node") or 0) if hybrid else 0
+    return size if 0 < size < replicas and replicas % size == 0 else None
+
+
+def _weighed(shape: Shape, stages: int) -> tuple[int, ...]:
+    """nanotron weighs blocks and head by their parameters; a stage is full once it has its share of them."""
+    block = shape.hidden * (4 * shape.hidden + 3 * shape.ffn)
+    share = (shape.layers * block + shape.vocab * shape.hidden) / stages
+    each = math.ceil(share / block)
+    return tuple(max(0, min(each, shape.layers - each * stage)) for stage in range(stages))
+
+
+def _axis(row: Cells, name: str) -> int:
+    size = count(row, name)
+    if size is None:
+        raise Incomplete(f"{name} is not stated")
+    return max(1, size)
+
+
+def _schedule(row: Cells, shape: Shape, library: str, pipeline: int) -> tuple[str, int]:
+    """The schedule and its stages per rank."""
+    if pipeline == 1:
+        return "1f1b", 1
+    stated = text(row, "schedule")
+    schedule = SCHEDULES.get(stated, "interleaved" if "interleaved" in stated else "1f1b")
+    chunks = count(row, "virtual_stages")
+    each = -(-shape.layers // pipeline)
+    if schedule == "zbv":
+        return schedule, 2
+    if not chunks and library == "nemo":
+        schedule, chunks = "interleaved", each  # NeMo's recipes interleave single layers
+    elif not chunks:
+        chunks = 2 if each % 2 == 0 else each
+    if schedule != "interleaved" or chunks == 1:
+        return "1f1b" if schedule == "interleaved" else schedule, 1
+    return schedule, min(chunks, each)
+
+
+def _recompute(row: Cells) -> Recompute:
+    stated = text(row, "activation_ckpt")
+    return "full" if stated == "full" else "selective" if stated == "selective" else "none"
+
+
+def _dtype(row: Cells) -> str:
+    """Of the matrix products of blocks."""
+    stated = text(row, "precision").lower()
+    if "nvfp4" in stated:
+        return "nvfp4"
+    if "mx" in stated:
+        return "mxfp8"
+    if "fp8" in stated:
+        return "float8"
+    return "float16" if "fp16" in stated and "bf16" not in stated else "bfloat16"

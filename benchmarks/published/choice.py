@@ -1,0 +1,78 @@
+"""The planner's choice beside the published one: `python -m benchmarks.published.choice [SOURCE ...]`.
+
+For every model and cluster of the sources the published plan is predicted, and so is the one that the search puts
+first for the same model, devices, batch, numbers and library. Published plans were found by people and sweeps; one
+that the search misses by more than 5 % shows a hole in the space that it searches.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+from benchmarks.published import cases
+from benchmarks.published.rows import TRAINING, Incomplete, Row, measured, read
+from evenly.errors import UserError
+from evenly.plan import Plan
+from evenly.predict.prediction import Prediction
+from evenly.predict.question import Question
+from evenly.predict.search import search
+from evenly.predict.shapes import ShapeSubject
+from evenly.predict.speeds import library_named
+
+SOURCES = ("nanotron-ultrascale", "nvidia-dgxc")
+NEAR = 1.05
+
+
+def compared(row: Row) -> tuple[cases.Case, float, Prediction | None] | None:
+    """The case of a row, what is predicted of its plan, and the search's own; None where the row has no time."""
+    try:
+        case = cases.case_of(row.cells)
+        published = cases.predict_row(row.cells).step_s
+    except Incomplete:
+        return None
+    if published is None or measured(row).step_s is None:
+        return None
+    library = library_named(case.library)
+    question = Question(
+        subject=ShapeSubject(case.shape, library.kernels),
+        cluster=case.cluster,
+        batch=case.setup.batch,
+        only=Plan(exact="rounding", precision="bfloat16"),
+        library=case.library,
+        dtype=case.setup.dtype,
+        top=1,
+    )
+    try:
+        answer = search(question)
+    except UserError:
+        return case, published, None
+    return case, published, next(iter(answer.plans), None)
+
+
+def main() -> None:
+    sources = sys.argv[1:] or SOURCES
+    seen: set[tuple[object, ...]] = set()
+    near = total = 0
+    for row in read(TRAINING):
+        if row.source not in sources or (found := compared(row)) is None:
+            continue
+        case, published, best = found
+        key = (case.shape, case.cluster.size, replace(case.setup, layers=None), case.library)
+        if key in seen:
+            continue
+        seen.add(key)
+        ratio = best.step_s / published if best else float("inf")
+        total, near = total + 1, near + (ratio <= NEAR)
+        setup = case.setup
+        text = (
+            f"data={setup.data} tensor={setup.tensor} context={setup.context} pipeline={setup.pipeline} "
+            f"{setup.schedule} x{setup.stages_per_rank} zero={setup.zero} microbatch={setup.microbatch}"
+        )
+        print(f"{ratio:5.2f}  {row.id}  {case.shape.name} on {case.cluster} {setup.dtype}: {published:.3g} s {text}")
+        print(f"       {best.step_s:.3g} s {best.plan}" if best else "       nothing fits")
+    print(f"{near} of {total} within 5 % of the published plan, or faster")
+
+
+if __name__ == "__main__":
+    main()

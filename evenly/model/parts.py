@@ -1,0 +1,82 @@
+"""What one device computes and keeps of a model, part by part: the form in which models are handed to the prediction.
+
+A *part* is a block, what comes before the first (embeddings) or after the last (norm, head, loss). Its costs are those
+of one microbatch on one rank: the tensor axis, the microbatch and the precision are in them already. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["matmul", "attention", "memory"]
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """One operation, done `times` times.
+
+    kind:        "matmul" rows x inner x columns; "attention" one fused kernel; "memory" anything that moves bytes.
+    flops:       multiplications and additions, of one of them. moved_bytes: read and written.
+    rows, inner, columns: of a matmul; 0 where unknown.
+    recomputed:  whether a part that recomputes selectively does it again in the backward pass.
+    of_weights:  whether it computes gradients of parameters alone, so that the stage before need not wait for it.
+    dtype:       what it multiplies, where that is not the precision of the run.
+    """
+
+    kind: Kind
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    rows: int = 0
+    inner: int = 0
+    columns: int = 0
+    times: int = 1
+    recomputed: bool = False
+    of_weights: bool = False
+    dtype: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One part of a model on one rank, for one microbatch.
+
+    parameters:     elements that the rank holds of it, before zero shards them. tensors: how many tensors they are.
+    forward, backward: what it computes; the backward pass without any recomputation.
+    input_bytes:    of the activation that it takes from the part before it, and that its gradient has.
+    kept_bytes:     what its forward pass leaves for the backward pass, under each recomputation, its input included.
+    forward_peak_bytes, backward_peak_bytes: the most that a pass holds beside what is kept and the gradients of
+                    parameters.
+    tensor_bytes:   what the tensor axis reduces in the forward pass (and again in the backward pass), in bytes of the
+                    whole tensor of every all-reduce. tensor_bytes_again: of those that a part which recomputes
+                    selectively repeats in the backward pass.
+    logits:         elements of what the part predicts.
+    """
+
+    name: str
+    parameters: int
+    tensors: int
+    forward: Sequence[Work]
+    backward: Sequence[Work]
+    input_bytes: int
+    kept_bytes: dict[Recompute, int]
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    tensor_bytes: Sequence[int] = ()
+    tensor_bytes_again: Sequence[int] = ()
+    logits: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """A model on one rank of the tensor axis, for one microbatch: blocks in their order, and what is around them.
+
+    parameters shared between `before` and `after` (a tied head) are counted in `before`; `tied_parameters` says how
+    many elements a last stage that is not the first holds of them again.
+    """
+
+    before: Part
+    blocks: Sequence[Part]
+    after: Part
+    tied_parameters: int = 0

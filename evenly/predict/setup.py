@@ -1,0 +1,59 @@
+"""All decisions on which time and memory depend, in one place: of a plan, and what other libraries have besides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from evenly.model.parts import Recompute
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """How a model is trained.
+
+    data, tensor, context, pipeline: ranks of each axis; the context axis shares the tokens of a sample, as its ranks
+                  share the gradients of the data axis. Neighbours on the tensor axis are nearest, then those on the
+                  context, data and pipeline axis.
+    split_sequence: whether the tensor axis shares tokens where it does not share weights.
+    schedule, stages_per_rank: of the pipeline; beside those of plans there are zb-1p and zb-2p (Qi et al. 2024).
+    zero, shard:  what the data axis cuts over how many of its ranks (None: all).
+    microbatch, batch: samples. sequence: tokens of a sample.
+    recompute:    which activations are computed anew. dtype: what is multiplied.
+    layers:       blocks of each stage, in order; None cuts them evenly.
+    """
+
+    data: int = 1
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    split_sequence: bool = False
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
+    zero: int = 0
+    shard: int | None = None
+    microbatch: int = 1
+    batch: int = 1
+    sequence: int = 1
+    recompute: Recompute = "none"
+    dtype: str = "bfloat16"
+    layers: tuple[int, ...] | None = None
+
+    @property
+    def ranks(self) -> int:
+        """World size."""
+        return self.data * self.tensor * self.context * self.pipeline
+
+    @property
+    def microbatches(self) -> int:
+        """Of a step, on the rank that has most."""
+        return -(-self.batch // (self.data * self.microbatch))
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that reduce a gradient among them."""
+        return self.data * self.context
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which zero cuts."""
+        return (self.shard or self.replicas) if self.zero else 1

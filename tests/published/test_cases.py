@@ -1,0 +1,258 @@
+"""What a row of published runs leaves open follows from its library; what makes no run is incomplete, never a crash."""
+
+from __future__ import annotations
+
+import csv
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks is no installed package
+
+from benchmarks.published.cases import LIBRARIES, case_of, library_of, parts_of, predict_row
+from benchmarks.published.rows import COLUMNS, TRAINING, Incomplete
+from evenly.predict.speeds import library_named, library_names
+
+RUN = {
+    "source": "somebody",
+    "model": "Llama",
+    "layers": "32",
+    "hidden": "4096",
+    "heads": "32",
+    "kv_heads": "8",
+    "ffn_hidden": "14336",
+    "ffn_type": "swiglu",
+    "vocab": "128256",
+    "seq_len": "4096",
+    "gpu": "H100-SXM-80",
+    "gpus": "16",
+    "gpus_per_node": "8",
+    "dp": "2",
+    "zero_stage": "1",
+    "tp": "4",
+    "sp": "True",
+    "pp": "2",
+    "cp": "1",
+    "microbatch": "1",
+    "global_batch_sequences": "32",
+    "precision": "bf16 mixed",
+    "activation_ckpt": "none",
+    "attention": "flash",
+}
+ROWS = list(csv.DictReader(TRAINING.read_text().splitlines()))
+
+
+def run(**cells: str) -> dict[str, str]:
+    return {**dict.fromkeys(COLUMNS, ""), **RUN, **cells}
+
+
+def refused(**cells: str) -> str:
+    with pytest.raises(Incomplete) as caught:
+        predict_row(run(**cells))
+    return caught.value.reason
+
+
+@pytest.mark.parametrize(
+    ("cells", "library"),
+    [
+        ({"source": "megatron-2020-tables"}, "megatron-2020"),
+        ({"source": "bloom-prequel"}, "megatron-deepspeed"),
+        ({"source": "megatron-2104.04473", "zero_stage": "3"}, "deepspeed-zero3-2021"),
+        ({"source": "megatron-2104.04473", "zero_stage": "0"}, "megatron-2021"),
+        ({"source": "mpt-llmfoundry", "model": "MPT-7b", "gpus": "8"}, "llm-foundry"),
+        ({"source": "mpt-llmfoundry", "model": "MPT-7b", "gpus": "256"}, "llm-foundry-2024"),
+        ({"source": "mpt-llmfoundry", "model": "MPT-30b", "gpus": "256"}, "llm-foundry"),
+        ({"source": "mpt-llmfoundry", "model": "MPT-7b", "gpus": "256", "gpu": "A100-80"}, "llm-foundry"),
+        ({"source": "nvidia-dgxc-of-later"}, "nemo"),
+        ({"source": "nvidia-dgxc", "model": "Llama2-70B (MaxText/JAX)"}, "maxtext"),
+        ({"attention": "flash (TE fused)", "gpu": "A100-80"}, "nemo"),
+        ({"attention": "naive (fused softmax)"}, "megatron-2021"),
+        ({"zero_stage": "3", "tp": "1", "pp": "1"}, "torch-fsdp"),
+        ({"gpu": "H100-SXM-80"}, "nemo"),
+        ({"gpu": "A100-80"}, "megatron-2021"),
+    ],
+    ids=repr,
+)
+def test_the_library_follows_from_source_and_facts(cells: dict[str, str], library: str) -> None:
+    assert library_of(run(**cells)) == library
+    assert library in library_names()
+
+
+def test_all_libraries_named_here_are_known() -> None:
+    assert {*LIBRARIES.values()} <= {*library_names()}
+    assert {library_of(row) for row in ROWS} <= {*library_names()}
+
+
+def test_megatron_pads_the_vocabulary_on_every_rank() -> None:
+    def vocab(**cells: str) -> tuple[int, int]:
+        shape = case_of(run(vocab="50257", **cells)).shape
+        return shape.vocab, shape.outputs
+
+    assert vocab(source="bloom-prequel") == (50688, 50688)  # of 128 x 4
+    assert vocab(source="bloom-prequel", tp="1", dp="8") == (50304, 50304)
+    assert vocab(source="nanotron-oldbench") == (50260, 50260)  # of 4
+    assert case_of(run(vocab="", source="bloom-prequel")).shape.vocab == 50688
+
+
+def test_the_model_follows_from_its_mlp() -> None:
+    llama, gpt, nemotron = (case_of(run(ffn_type=ffn)).shape for ffn in ("swiglu", "", "squared-relu (2 matrices)"))
+    assert (llama.activation, llama.norm, llama.positions, llama.tied, llama.bias) == (
+        *("swiglu", "rmsnorm", "rotary"),
+        *(False, False),
+    )
+    assert (gpt.activation, gpt.norm, gpt.positions, gpt.tied, gpt.qkv_bias) == (
+        *("gelu", "layernorm", "learned"),
+        *(True, True),
+    )
+    assert (nemotron.activation, nemotron.norm, nemotron.tied) == ("squared-relu", "layernorm", False)
+    assert case_of(run(kv_heads="", ffn_hidden="")).shape.kv_heads == 32
+    assert case_of(run(ffn_hidden="")).shape.ffn == 4 * 4096
+
+
+@pytest.mark.parametrize(
+    ("cells", "schedule"),
+    [
+        ({"source": "bloom-prequel"}, ("1f1b", 1)),
+        ({"schedule": "1F1B", "virtual_stages": "1"}, ("1f1b", 1)),
+        ({"schedule": "1F1B (DeepSpeed)", "source": "bloom-prequel"}, ("1f1b", 1)),
+        ({"schedule": "interleaved 1F1B", "virtual_stages": "4"}, ("interleaved", 4)),
+        ({"schedule": "interleaved 1F1B", "virtual_stages": "1"}, ("1f1b", 1)),
+        ({"schedule": "interleaved 1F1B", "source": "bloom-prequel"}, ("interleaved", 2)),
+        ({"schedule": "interleaved 1F1B", "source": "bloom-prequel", "layers": "30"}, ("interleaved", 15)),
+        ({"schedule": "ZB-V", "source": "zerobubble-2401.10241"}, ("zbv", 2)),
+        ({"schedule": "ZB-1p"}, ("1f1b", 1)),
+        ({"schedule": "ZB-2p", "source": "zerobubble-2401.10241"}, ("zb-2p", 1)),
+        ({"schedule": "GPipe", "source": "bloom-prequel"}, ("gpipe", 1)),
+        ({"source": "nvidia-dgxc"}, ("interleaved", 16)),  # NeMo interleaves single layers
+        ({"source": "nvidia-dgxc", "virtual_stages": "1"}, ("1f1b", 1)),
+        ({"pp": "1", "dp": "4", "schedule": "interleaved 1F1B", "virtual_stages": "4"}, ("1f1b", 1)),
+    ],
+    ids=repr,
+)
+def test_schedules_and_their_stages(cells: dict[str, str], schedule: tuple[str, int]) -> None:
+    if cells.get("schedule") == "ZB-1p":
+        cells, schedule = {**cells, "source": "zerobubble-2401.10241"}, ("zb-1p", 1)
+    setup = case_of(run(**cells)).setup
+    assert (setup.schedule, setup.stages_per_rank) == schedule
+
+
+@pytest.mark.parametrize(
+    ("stated", "dtype"),
+    [
+        ("bf16 mixed", "bfloat16"),
+        ("fp16 mixed (fp32 master, Adam)", "float16"),
+        ("fp16/bf16 mixed (Megatron, fp32 master)", "bfloat16"),
+        ("fp8 hybrid (TE) + bf16", "float8"),
+        ("FP8-MX", "mxfp8"),
+        ("NVFP4", "nvfp4"),
+        ("", "bfloat16"),
+    ],
+)
+def test_precisions(stated: str, dtype: str) -> None:
+    assert case_of(run(precision=stated)).setup.dtype == dtype
+
+
+def test_axes_recomputation_and_sharding() -> None:
+    setup = case_of(run(activation_ckpt="full")).setup
+    assert (setup.data, setup.tensor, setup.pipeline, setup.context) == (2, 4, 2, 1)
+    assert (setup.split_sequence, setup.zero, setup.recompute) == (True, 1, "full")
+    assert case_of(run(dp="")).setup.data == 2
+    assert case_of(run(cp="2", dp="")).setup.context == 2
+    sharded = run(source="mpt-llmfoundry", zero_stage="2", tp="1", pp="1", dp="16")
+    assert case_of(sharded).setup.zero == 3  # torch's FSDP gathers anew
+
+
+def test_notes_say_how_many_ranks_shards_are_cut_over() -> None:
+    wide = {"tp": "1", "pp": "1", "dp": "16", "zero_stage": "3"}
+    assert case_of(run(**wide)).setup.shard is None
+    assert case_of(run(**wide, notes="JAX/XLA, FSDP shard size 4 (rest replicated).")).setup.shard == 4
+    assert case_of(run(**wide, notes="FSDP shard size 16.")).setup.shard is None
+    assert case_of(run(**wide, notes="7B used HSDP (shard in node).")).setup.shard == 8
+    assert case_of(run(**wide, notes="FSDP. HSDP = ZeRO-3 in node.")).setup.shard is None
+
+
+def test_nanotron_fills_stages_by_parameters() -> None:
+    layers = case_of(run(source="nanotron-oldbench", layers="30", vocab="128256")).setup.layers
+    assert layers is not None and sum(layers) == 30 and layers[0] > layers[1]
+    back = case_of(run(source="nanotron-oldbench", schedule="ZB-V")).setup.layers
+    assert back is not None and len(back) == 4 and sum(back) == 32
+
+
+def test_the_cluster_follows_from_device_and_network() -> None:
+    jean_zay = "NVLink; 4x100 Gb/s Omni-Path per node (Jean Zay)"
+    cluster = case_of(run(interconnect=jean_zay, gpu="A100-80 (whatever)")).cluster
+    assert (cluster.nodes, cluster.devices, cluster.kind) == (2, 8, "A100-80")
+    assert (cluster.network, cluster.network_bytes_per_s) == ("omnipath", 4 * 100e9 / 8 / 8)
+    assert case_of(run(interconnect="1600 Gb/s RoCE per node")).cluster.network_bytes_per_s == 1600e9 / 8 / 8
+    aws = case_of(run(interconnect="AWS p5: NVLink4; 32x100 Gb/s EFA per node")).cluster
+    assert (aws.network, aws.network_bytes_per_s) == ("efa", 32 * 100e9 / 8 / 8)
+    assert case_of(run(interconnect="NVLink; 0 Gb/s per node")).cluster.network_bytes_per_s is None
+    odd = case_of(run(gpus="12", dp="3", tp="4", pp="1")).cluster
+    assert (odd.nodes, odd.devices) == (2, 8)
+    assert case_of(run(gpus="4", dp="1", tp="4", pp="1")).cluster.size == 4
+
+
+def test_dropout_is_drawn_where_the_library_does() -> None:
+    kept = {}
+    for source, model in (("nvidia-dgxc", "Llama3-8B"), ("nvidia-dgxc", "GPT3-175B")):
+        case = case_of(run(source=source, model=model))
+        kept[model] = parts_of(case, library_named(case.library)).blocks[0].kept_bytes["none"]
+    assert kept["GPT3-175B"] > kept["Llama3-8B"]
+
+
+@pytest.mark.parametrize(
+    ("cells", "words"),
+    [
+        ({"layers": ""}, "layers is not stated"),
+        ({"microbatch": ""}, "microbatch is not stated"),
+        ({"tp": ""}, "tp is not stated"),
+        ({"seq_len": "long"}, "seq_len is 'long', not a number"),
+        ({"hidden": "nan"}, "hidden is 'nan', not a whole number"),
+        ({"gpus": "inf"}, "gpus is 'inf'"),
+        ({"gpus": "7.5"}, "not a whole number"),
+        ({"gpu": "abacus"}, "the device 'abacus' is not known"),
+        ({"gpus": "24"}, "dp 2 x tp 4 x pp 2 x cp 1 is not 24 devices"),
+        ({"kv_heads": "5"}, "heads=32 cannot be shared evenly by kv_heads=5"),
+        ({"layers": "10000000"}, "no such model"),
+        ({"heads": "8192"}, "no such model"),
+        ({"layers": "1"}, "pp 2 is more than 1 layers"),
+        ({"zero_stage": "4"}, "zero_stage 4 is not known"),
+        ({"global_batch_sequences": "1e12"}, "is none that anyone runs"),
+    ],
+    ids=repr,
+)
+def test_what_makes_no_run_is_incomplete(cells: dict[str, str], words: str) -> None:
+    assert words in refused(**cells)
+
+
+CELLS = ("", "0", "1", "2", "3", "7", "16", "128", "1e9", "-4", "2.5", "nan", "inf", "text", "True", "1F1B", "GPipe")
+CELLS += ("interleaved 1F1B", "ZB-V", "ZB-2p", "full", "selective", "fp8", "0x0 Gb/s", "é")
+
+
+def test_odd_cells_never_crash() -> None:
+    draw = random.Random(7)
+    columns = [name for name in COLUMNS if name not in ("id", "source_ref")]
+    predicted = 0
+    for _ in range(3000):
+        row = dict(draw.choice(ROWS))
+        for name in draw.sample(columns, draw.choice((1, 2, 4))):
+            row[name] = draw.choice(CELLS)
+        if row["pp"] not in ("", "1", "2", "3", "16"):
+            row["pp"] = "2"
+        try:
+            found = predict_row(row)
+        except Incomplete:
+            continue
+        predicted += 1
+        assert found.step_s is not None and 0 < found.step_s < float("inf"), row
+        assert found.peak_bytes is not None and 0 < found.peak_bytes < float("inf"), row
+    assert predicted > 400
+
+
+def test_columns_may_be_missing() -> None:
+    with pytest.raises(Incomplete):
+        predict_row({})
+    few = {name: RUN[name] for name in RUN if name not in ("vocab", "kv_heads", "cp", "attention", "gpus_per_node")}
+    assert (predict_row(few).step_s or 0) > 0
