@@ -141,6 +141,8 @@ class MemoryCounter(TorchDispatchMode):
         return {one.number for one in held if one is not None}
 
     def _hold(self, tensor: torch.Tensor, number: int) -> _Held | None:
+        if type(tensor).__name__ == "FakeTensor":  # made of nothing, as a stage makes forms: no memory
+            return None
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # sparse tensors have none

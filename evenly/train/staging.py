@@ -20,7 +20,7 @@ from evenly.parallel.pipeline.orders import orders
 from evenly.parallel.pipeline.stages import Segment, Staging
 from evenly.parallel.pipeline.survey import find_segments, find_staging
 from evenly.parallel.recompute import CachesOff
-from evenly.plan import Plan
+from evenly.plan import Plan, with_microbatch
 from evenly.plan.cut import Memory, cut
 from evenly.plan.schedule import in_flight, rank_of_stage, runnable
 from evenly.train.build import build_model
@@ -68,6 +68,16 @@ def staging_of(job: Job, model: StagedModel, plan: Plan, *, device: str) -> tupl
                 model.model.train()
 
         return find_staging(model, segments, counts, compute, evaluated), segments
+    finally:
+        caches.close()
+
+
+def segments_of(job: Job, model: StagedModel, plan: Plan) -> list[Segment]:
+    """The segments of `model` as the job's first microbatch calls them; nothing is computed."""
+    assert plan.precision is not None  # the plan is resolved
+    caches = CachesOff(model.model)
+    try:
+        return find_segments(model, _compute(job, model.model, plan.precision, evaluation=False))
     finally:
         caches.close()
 
@@ -189,7 +199,8 @@ class StagesExplained:
 def explain_stages(job: Job, plan: Plan) -> StagesExplained:
     """Where `plan` cuts the job's model, in this process alone; nothing is computed.
 
-    Raises `PlanError` where the plan does not say how many ranks its pipeline has, or a stage cannot run by itself.
+    Raises `PlanError` where the plan does not say how many ranks its pipeline has or has another microbatch than the
+    job, or where a stage cannot run by itself.
     """
     if not isinstance(plan.pipeline, int):
         raise PlanError(
@@ -198,6 +209,7 @@ def explain_stages(job: Job, plan: Plan) -> StagesExplained:
             "give its size: --only pipeline=4",
         )
     plan = replace(plan, data=plan.data or 1).resolve(job.precision)
+    job = with_microbatch(job, plan)
     assert plan.precision is not None and isinstance(plan.pipeline, int)
     model = StagedModel(build_model(job, precision=plan.precision, device=None), "cpu")
     staging, segments = staging_of(job, model, plan, device="cpu")

@@ -1,0 +1,170 @@
+"""Reading models by a run without numbers: what is kept, what is passed on, and what cannot be read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from evenly.errors import UserError
+from evenly.model.read import Reading, between, parts_of, read_module
+from evenly.model.state import optimizer_costs
+from evenly.parallel.memory import MemoryCounter
+
+WIDTH, SAMPLES = 8, 4
+
+
+class Tower(nn.Module):
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.enter = nn.Linear(5, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(blocks))
+        self.leave = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x)
+
+
+class TwoTowers(nn.Module):
+    """Without an order among their blocks, and with a buffer and a head that is tied to what both begin with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = Tower(), Tower()
+        self.right.enter.weight = self.left.enter.weight
+        self.register_buffer("scale", torch.full((3,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.left(x) + self.right(x)) * self.scale
+
+
+class Looks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        return y * 2 if y.sum() > 0 else y
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().sum()
+
+
+def read(model: nn.Module, samples: int = SAMPLES, **how: Any) -> Reading:
+    return read_module(model, loss, torch.empty(samples, 5), **how)
+
+
+def most(reading: Reading) -> int:
+    now = peak = 0
+    for one in reading.stretches:
+        peak, now = max(peak, now + one.peak.total), now + one.left.total
+    assert now == 0, "all that was made is freed"
+    return peak
+
+
+def counted(model: nn.Module) -> int:
+    """The most that forward and backward really hold beside parameters, each gradient freed when it is there."""
+    x = torch.randn(SAMPLES, 5)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
+    with MemoryCounter() as counter:
+        counter.claim((*model.parameters(), *model.buffers(), x), "parameters")
+        held = counter.now[0, "parameters"]
+        loss(model, x).backward()
+    return counter.peak_bytes(0) - held
+
+
+@pytest.mark.parametrize("build", [Tower, TwoTowers, lambda: nn.Linear(5, 3)])
+def test_a_reading_holds_what_a_run_holds(build: Callable[[], nn.Module]) -> None:
+    reading = read(build())
+    assert most(reading) == counted(build())
+    assert most(read(build(), hollow=True)) == most(reading)
+
+
+def test_a_model_on_the_meta_device_is_read_alike() -> None:
+    with torch.device("meta"):
+        model = Tower()
+    assert read(model) == read(Tower())
+
+
+def test_every_parameter_belongs_to_one_part() -> None:
+    parts = parts_of({"none": read(Tower())})
+    assert [block.parameters for block in parts.blocks] == [WIDTH * WIDTH + WIDTH] * 3
+    assert parts.before.parameters == 5 * WIDTH + WIDTH
+    assert parts.after.parameters == WIDTH * 3 + 3
+    assert {block.input_bytes for block in parts.blocks} == {SAMPLES * WIDTH * 4}
+    # Of a block its input and what GELU was given; the GELU's result is the next block's input.
+    assert [block.kept_bytes["none"] for block in parts.blocks] == [2 * SAMPLES * WIDTH * 4] * 3
+
+
+def test_products_are_known_by_their_sizes() -> None:
+    block = parts_of({"none": read(Tower())}).blocks[1]
+    (product,) = [work for work in block.forward if work.kind == "matmul"]
+    assert (product.rows, product.inner, product.columns) == (SAMPLES, WIDTH, WIDTH)
+    assert product.flops == 2 * SAMPLES * WIDTH * WIDTH
+    assert sum(work.flops * work.times for work in block.backward) == 2 * product.flops
+
+
+def test_tied_weights_and_buffers_count_once() -> None:
+    reading = read(TwoTowers())
+    assert reading.parameters["left.enter.weight"].names == ("left.enter.weight", "right.enter.weight")
+    assert "right.enter.weight" not in reading.parameters
+    assert reading.buffer_bytes == 3 * 4
+
+
+def test_costs_are_linear_in_samples() -> None:
+    found = between(read(Tower(), 2), read(Tower(), 6), 4 * 5)
+    assert found.stretches == read(Tower(), 4).stretches
+    assert [call.input_bytes for call in found.calls] == [4 * WIDTH * 4] * 3
+
+
+def test_code_that_looks_at_numbers_is_refused() -> None:
+    with pytest.raises(UserError, match=r"needs numbers"):
+        read(Looks())
+    with pytest.raises(UserError, match=r"needs numbers"):
+        read(Looks(), hollow=True)
+
+
+def test_a_loss_apart_from_the_model_is_refused() -> None:
+    with pytest.raises(UserError, match=r"does not depend"):
+        read_module(Tower(), lambda model, batch: batch.sum(), torch.empty(2, 5))
+
+
+def test_reading_leaves_model_and_random_numbers_alone() -> None:
+    model = Tower()
+    before = [parameter.clone() for parameter in model.parameters()]
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    read(model), read(model, hollow=True)
+    assert torch.equal(torch.rand(3), expected)
+    assert all(map(torch.equal, model.parameters(), before))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "element", "other"),
+    [
+        (torch.optim.SGD, {"lr": 0.1}, 0, 0),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, 4, 0),
+        (torch.optim.AdamW, {}, 8, 4),
+        (torch.optim.Adafactor, {}, 0, 4 + 4 * (6 + 10)),
+    ],
+)
+def test_what_an_optimizer_keeps(kind: Any, settings: dict[str, Any], element: int, other: int) -> None:
+    parameter = nn.Parameter(torch.zeros(6, 10))
+    optimizer = kind([parameter], **settings)
+    costs = optimizer_costs(optimizer, {id(parameter): "weight"})
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    really = sum(value.nbytes for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor))
+    assert costs.state_bytes("weight", (6, 10)) == really == math.prod((6, 10)) * element + other
