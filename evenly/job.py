@@ -43,8 +43,8 @@ class Job:
     optimizer:       parameters -> torch Optimizer.
     global_batch:    samples per step, however many devices share them.
     steps:           optimizer steps of the whole run.
-    microbatch:      samples that one forward runs; where neither this nor `microbatch_cost` is given, an
-                     eighth of the global batch, rounded up.
+    microbatch:      samples that one forward runs; where neither this nor `microbatch_cost` is given, what the plan
+                     names, else an eighth of the global batch, rounded up.
     collate:         list of samples -> batch (any nest of tensors); default: torch's default_collate.
     cost:            index of a sample in `data` -> its length. The samples of a batch are then put together
                      by like length.

@@ -34,7 +34,9 @@ Devices = Annotated[int | None, typer.Option(min=1, help="Ranks on this machine 
 def run_command(
     context: typer.Context,
     job: JobFile,
-    plan: Annotated[str, typer.Option(help="How to split, for example ddp or single.")] = "auto",
+    plan: Annotated[
+        str, typer.Option(help="How to split, for example ddp or tensor=2; auto seeks the fastest plan that fits.")
+    ] = "ddp",
     devices: Devices = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run (default: runs/NAME-N).")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of the whole run (default: the job's).")] = None,
@@ -95,19 +97,59 @@ def verify_command(
 
 @app.command("plan")
 def plan_command(
-    job: JobFile,
-    only: Annotated[str, typer.Option(metavar="TEXT", help="The plan, for example tensor=2.")] = "auto",
+    subject: Annotated[
+        str,
+        typer.Argument(
+            metavar="JOB.py|MODEL",
+            help="A job file; or a model by name, as transformer:layers=24,hidden=2048,heads=16, or by config.json.",
+        ),
+    ],
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="For example 4x8xH100, local or FILE.toml (default of a job: local)."),
+    ] = None,
+    only: Annotated[str, typer.Option(metavar="TEXT", help="What plans have to state, for example tensor=2.")] = "auto",
+    top: Annotated[int | None, typer.Option(min=1, help="Plans to show (default: 5).")] = None,
+    global_batch: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Samples of a step (default: of about a million tokens).")
+    ] = None,
+    sequence: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Tokens of a sample (default: the model's).")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Of a device: 80GB, 40GiB (default: its kind's).")
+    ] = None,
+    max_devices: Annotated[int | None, typer.Option(min=1, metavar="N", help="Devices that may be used.")] = None,
+    step_time: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Find the fewest devices whose step takes no longer.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw memory, time and the schedule.")] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Tell what is split of the model, where it is cut, and why.")
+        bool, typer.Option("--explain", help="Tell what is split of a job's model, where it is cut, and why.")
     ] = False,
     settings: Settings = [],  # noqa: B006
     json_only: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Show what a plan makes of a job, without GPU and without starting processes."""
-    from evenly.cli.plan import plan
+    """Which plans fit, how fast they are, and why, without GPU and without starting processes; exit code 1 if none."""
+    from evenly.cli.plan import Request, plan
 
-    raise typer.Exit(plan(job, only, explain=explain, settings=settings, json_only=json_only))
+    request = Request(
+        subject=subject,
+        only=only,
+        cluster=cluster,
+        batch=global_batch,
+        sequence=sequence,
+        memory=memory,
+        max_devices=max_devices,
+        step_s=step_time,
+        top=top,
+        html=html,
+        settings=settings,
+        explain=explain,
+        json_only=json_only,
+    )
+    raise typer.Exit(plan(request))
 
 
 @app.command("report")
@@ -156,6 +198,20 @@ def bench_comm_command(
     raise typer.Exit(
         bench_comm(devices=devices, operations=operations, most=most, out=out, save=save, json_only=json_only)
     )
+
+
+@bench_app.command("device")
+def bench_device_command(
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Save the rates in a cluster file, beside what it holds.")
+    ] = None,
+    json_only: Json = False,
+    debug: Debug = False,
+) -> None:
+    """What this machine's device reaches: matmuls by precision and size, and its memory. Takes some seconds."""
+    from evenly.cli.bench import bench_device
+
+    raise typer.Exit(bench_device(save=save, json_only=json_only))
 
 
 @app.command("doctor")

@@ -1,80 +1,286 @@
-"""`evenly plan`: what a plan makes of a job, as tables or as JSON; so far, how it splits and cuts the job's model."""
+"""`evenly plan`: which plans fit, how fast they are, and why; without GPU and without starting processes."""
 
 from __future__ import annotations
 
 import json
+import math
+import re
 import sys
-from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from shutil import get_terminal_size
+from textwrap import fill
+from typing import TYPE_CHECKING
 
-from evenly.errors import UserError
-from evenly.jobfile import load_job, parse_settings
+from evenly.errors import EvenlyError, UserError
 from evenly.plan import Plan, parse_plan
 
-WIDTH_OF_FILES = 160  # columns, where the output is read by no terminal
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from evenly.cluster.cluster import Cluster
+    from evenly.predict.prediction import Prediction
+    from evenly.predict.question import Answer, Question, Subject
+
+WIDTH_OF_FILES = 100  # columns, where the output is read by no terminal
+# Of what the prediction knows nothing, with what it takes for granted.
+UNKNOWN = {"replicas": None, "gather": None, "compile": "off", "offload": "none"}
+TOKENS_ASSUMED = 2**20  # of a step, where nobody states a batch
+LEAST_MEMORY = 2**20
+UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12} | {
+    f"{letter}{ending}": 2**power
+    for letter, power in zip("kmgt", (10, 20, 30, 40), strict=True)
+    for ending in ("", "ib")
+}
 
 
-def plan(job: Path, only: str, *, explain: bool, settings: list[str], json_only: bool) -> int:
-    """Explains; returns the exit code."""
-    if not explain:
-        raise UserError(
-            "evenly plan without --explain",
-            "the prediction of memory and time is not part of this version yet",
-            "add --explain, which tells what the tensor axis splits of the model, and where the pipeline cuts it",
-        )
-    parsed, values = parse_plan(only), parse_settings(settings)
-    with redirect_stdout(sys.stderr):  # what the job prints is no part of the answer
-        documents = _explained(job, parsed, values)
-    if json_only:
-        print(json.dumps({key: value for document in documents for key, value in document.items()}))
-    for document in () if json_only else documents:
-        (_print_stages if "stages" in document else _print_tables)(document)
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked, as the command line has it; None for what is left open.
+
+    subject: a job file or a model. batch: samples. sequence: tokens of a sample. memory: of a device, as text.
+    step_s:  seconds that a step may take. html: where pictures go.
+    """
+
+    subject: str
+    only: str = "auto"
+    cluster: str | None = None
+    batch: int | None = None
+    sequence: int | None = None
+    memory: str | None = None
+    max_devices: int | None = None
+    step_s: float | None = None
+    top: int | None = None
+    html: Path | None = None
+    settings: Sequence[str] = ()
+    explain: bool = False
+    json_only: bool = False
+
+
+def plan(request: Request) -> int:
+    """Answers; returns the exit code. Raises `EvenlyError` (exit code 1) where no plan does."""
+    if request.explain:
+        return _explain(request)
+    from evenly.predict.search import search
+
+    with redirect_stdout(sys.stderr):  # what a job prints is no part of the answer
+        question, assumed = _question(request)
+        answer = search(question)
+    _show(question, answer, request, assumed=assumed)
+    if (refusal := _refusal(question, answer)) is not None:
+        raise refusal
     return 0
 
 
-def _explained(job: Path, plan: Plan, values: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the axes of `plan` do to the job's model."""
-    found: list[dict[str, Any]] = []
-    if plan.splits_tensors or not plan.splits_blocks:
-        from evenly.train.splitting import explain_splits
+def _explain(request: Request) -> int:
+    from evenly.cli.explain import explain
 
-        found.append({"job": str(job), **asdict(explain_splits(load_job(job, values), plan))})
-    if plan.splits_blocks:
-        from evenly.train.staging import explain_stages
-
-        found.append({"job": str(job), **asdict(explain_stages(load_job(job, values), plan))})
-    return found
-
-
-def _print_stages(document: Mapping[str, Any]) -> None:
-    from evenly.report.stages import STAGE_HEADS, stage_rows, stage_title, stages_in_a_line
-
-    _print_table(stage_title(document), STAGE_HEADS, stage_rows(document))
-    print(stages_in_a_line(document))
+    ignored = ("cluster", "batch", "sequence", "memory", "max_devices", "step_s", "top", "html")
+    if stated := [field.name for field in fields(Request) if field.name in ignored and getattr(request, field.name)]:
+        raise UserError(
+            "evenly plan --explain",
+            f"it tells what --only makes of a model; {', '.join(map(_option, stated))} is for predictions",
+            "leave out either",
+        )
+    return explain(Path(request.subject), request.only, [*request.settings], json_only=request.json_only)
 
 
-def _print_tables(document: Mapping[str, Any]) -> None:
-    from evenly.report.splits import GROUP_HEADS, WHOLE_HEADS, group_rows, group_title, in_a_line, whole_rows
-
-    _print_table(group_title(document), GROUP_HEADS, group_rows(document))
-    _print_table("in no group, and so whole", WHOLE_HEADS, whole_rows(document))
-    print(in_a_line(document))
+def _option(name: str) -> str:
+    named = {"batch": "global-batch", "step_s": "step-time"}
+    return f"--{named.get(name, name.replace('_', '-'))}"
 
 
-def _print_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+# --- the question --------------------------------------------------------------------------------------
 
-    if not rows:
-        return
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    for head in heads:
-        table.add_column(head, overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))  # a [ in a name opens no markup
-    Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES).print(table)
+
+def _question(request: Request) -> tuple[Question, bool]:
+    """What is asked of the search, and whether its batch is an assumption."""
+    from evenly.predict.question import Question
+
+    if request.step_s is not None and not 0 < request.step_s < math.inf:
+        raise UserError(f"--step-time {request.step_s:g}", "no step takes so long", "give seconds: --step-time 2.5")
+    only = _predictable(parse_plan(request.only))
+    memory = None if request.memory is None else parse_memory(request.memory)
+    cluster = _cluster(request)
+    subject, batch = _subject(request)
+    if not _is_job(request) and only.exact is None:
+        only = replace(only, exact="rounding")  # as everybody trains such models; a job's plan keeps its bits if it can
+    devices = only.ranks or min(cluster.size, request.max_devices or cluster.size)
+    question = Question(
+        subject=subject,
+        cluster=cluster,
+        batch=batch or assumed_batch(subject.sequence, devices),
+        only=only,
+        memory_bytes=memory,
+        max_devices=request.max_devices,
+        step_s=request.step_s,
+        top=request.top or 5,
+    )
+    return question, batch is None
+
+
+def _predictable(only: Plan) -> Plan:
+    """The plan, if it states nothing of which the prediction knows nothing. Raises `UserError`."""
+    if stated := [f"{key}={value}" for key, value in only.stated.items() if key in UNKNOWN and value != UNKNOWN[key]]:
+        raise UserError(
+            f"evenly plan --only {str(only)!r}",
+            f"what {', '.join(stated)} does to memory and time is not predicted",
+            "leave it out; evenly run takes it all the same",
+        )
+    return only
+
+
+def _is_job(request: Request) -> bool:
+    return request.subject.endswith(".py")
+
+
+def _cluster(request: Request) -> Cluster:
+    from evenly.cluster.text import parse_cluster
+
+    if request.cluster is None and not _is_job(request):
+        _subject(request)  # a model that nobody knows is the first thing to be said
+        raise UserError(
+            f"evenly plan {request.subject} without --cluster",
+            "the devices are not stated, and those of this machine are hardly meant",
+            "add --cluster 8xH100, 4x8xA100-80 (nodes x devices x kind), local or FILE.toml",
+        )
+    return parse_cluster(request.cluster or "local")
+
+
+def _subject(request: Request) -> tuple[Subject, int | None]:
+    """What is planned for, and its global batch where that is stated."""
+    return _job(request) if _is_job(request) else (_known(request), request.batch)
+
+
+def _job(request: Request) -> tuple[Subject, int]:
+    """The job of a file, with its batch."""
+    if stated := [name for name in ("batch", "sequence") if getattr(request, name)]:
+        raise UserError(
+            f"{' and '.join(map(_option, stated))} for the job {request.subject}",
+            "a job states its batch and has its data, and a run trains with these",
+            "leave it out, or change the job (with --set, where job() takes it as a setting)",
+        )
+    from evenly.jobfile import load_job, parse_settings
+    from evenly.train.subject import JobSubject
+
+    job = load_job(Path(request.subject), parse_settings([*request.settings]))
+    return JobSubject(job), job.global_batch
+
+
+def _known(request: Request) -> Subject:
+    from evenly.model.known import find_shape
+    from evenly.predict.shapes import ShapeSubject
+    from evenly.predict.speeds import library_named
+
+    asked = f"plan for {request.subject}"
+    if Path(f"{request.subject}.py").is_file():
+        raise UserError(asked, "it is no model, but a job file of that name is here", f"name {request.subject}.py")
+    shape = find_shape(request.subject)
+    if request.settings:
+        raise UserError(
+            f"{asked} --set {request.settings[0]}",
+            "--set passes settings to job(), and this is a model",
+            f"describe the model instead, for example {shape.name}:layers=4",
+        )
+    if parse_plan(request.only).whole is not None:
+        raise UserError(
+            f"{asked} --only {request.only!r}", "whole names parameters, and a model's shape has none", "leave it out"
+        )
+    if request.sequence is not None:
+        shape = replace(shape, sequence=request.sequence)
+        if problems := [*shape.problems()]:
+            raise UserError(f"{asked} --sequence {request.sequence}", "; ".join(problems), "give fewer tokens")
+    return ShapeSubject(shape, library_named("evenly").kernels)
+
+
+def assumed_batch(sequence: int | None, devices: int) -> int:
+    """Samples of about a million tokens, as many for every device; 1024 samples where these are no sequences.
+
+    Large models are trained with that (GPT-3 with 0.5 to 3.2 million tokens: Brown et al. 2020, table 2.1).
+    """
+    samples = max(1, TOKENS_ASSUMED // (sequence or 1024))
+    return devices * max(1, -(-samples // devices))
+
+
+def parse_memory(text: str) -> float:
+    """'80GB', '40GiB', '40G' or a number of bytes -> bytes; GB is 10^9, GiB and G are 2^30. Raises `UserError`."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
+    unit = UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise UserError(f"--memory {text!r}", "it is no size", "give bytes, or a number with a unit: 80GB, 40GiB")
+    size_bytes = float(match[1]) * unit
+    if size_bytes < LEAST_MEMORY:
+        raise UserError(f"--memory {text!r}", f"{size_bytes:.0f} bytes hold no model", f"add a unit: {match[1]}GiB")
+    return size_bytes
+
+
+# --- the answer ----------------------------------------------------------------------------------------
+
+
+def _show(question: Question, answer: Answer, request: Request, *, assumed: bool) -> None:
+    from evenly.report.plans import document
+
+    plans = answer.plans or [one for one in (answer.nearest,) if one is not None]
+    if request.json_only:
+        model, cluster = question.subject.name, str(question.cluster)
+        print(json.dumps(document(model, cluster, plans, assumed=assumed, change=answer.change)))
+    elif plans:
+        _print(question, plans, assumed=assumed)
+    if request.html is not None and plans:
+        _draw(request.html, question, plans, assumed=assumed)
+
+
+def _devices(question: Question, plans: Sequence[Prediction]) -> str:
+    """What the plans run on; not always all of the cluster."""
+    used = plans[0].plan.devices
+    whole = str(question.cluster)
+    return whole if used in (None, question.cluster.size) else f"{used} device{'s' * (used != 1)} of {whole}"
+
+
+def _print(question: Question, plans: Sequence[Prediction], *, assumed: bool) -> None:
+    from evenly.cli.tables import print_table
+    from evenly.report.plans import heads, plan_rows, reasons, title
+
+    named = title(question.subject.name, _devices(question, plans), plans, assumed=assumed)
+    print_table(named, heads(plans), plan_rows(plans), width_of_files=WIDTH_OF_FILES)
+    width = get_terminal_size().columns if sys.stdout.isatty() else WIDTH_OF_FILES
+    for line in reasons(plans):
+        print(fill(line, width, subsequent_indent="     ", break_long_words=False, break_on_hyphens=False))
+
+
+def _draw(path: Path, question: Question, plans: Sequence[Prediction], *, assumed: bool) -> None:
+    from evenly.predict.preview import preview
+    from evenly.report.planpage import page
+
+    timeline = preview(question, plans[0].plan)
+    text = page(question.subject.name, _devices(question, plans), plans, timeline, assumed=assumed)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as problem:
+        raise UserError(f"write {path}", str(problem), "name a file that can be written") from None
+    print(f"pictures in {path}", file=sys.stderr)
+
+
+def _refusal(question: Question, answer: Answer) -> EvenlyError | None:
+    """The answer no, with exit code 1 as of a plan that differs in `evenly verify`; None where the answer is yes."""
+    from evenly.report.plans import duration, shortage
+
+    asked = f"plan {question.subject.name} on {question.cluster}"
+    if not answer.plans:
+        found = f"nothing fits; {shortage(answer.nearest)}" if answer.nearest else "no plan can run it"
+        return EvenlyError(asked, found, answer.change)
+    best, limit_s = answer.plans[0], question.step_s
+    if limit_s is None or best.step_s <= limit_s:
+        return None
+    return EvenlyError(
+        f"{asked} with steps of at most {duration(limit_s)}",
+        f"nothing is that fast; the fastest plan takes {duration(best.step_s)} on {best.plan.devices} devices",
+        f"allow --step-time {_at_least(best.step_s)}, take more or faster devices, or a smaller batch",
+    )
+
+
+def _at_least(seconds: float) -> str:
+    """Three digits, rounded up."""
+    digit = 10 ** (math.floor(math.log10(seconds)) - 2)
+    return f"{math.ceil(seconds / digit) * digit:.3g}"

@@ -53,7 +53,7 @@ def run(request: RunRequest) -> int:
     settings = parse_settings(request.settings)
     warm_up(PRELOAD)  # imports torch in the fork server while this process imports it too
 
-    from evenly.train.options import RunOptions
+    from evenly.train.options import RunOptions, asked_plan
 
     place = find_here()
     under_launcher = place.size > 1 and request.nodes == 1
@@ -66,8 +66,10 @@ def run(request: RunRequest) -> int:
     _check_gpus(devices)
     ranks = devices if fitted.replicas is None else _one_process(fitted, nodes)
     out = None if script and request.out is None else choose_folder(request)
+    named, sought = asked_plan(request.plan)
     options = RunOptions(
-        plan=None if request.plan == "auto" else plan,
+        plan=named,
+        search=sought,
         out=out,
         steps=request.steps,
         resume=request.resume,
@@ -108,10 +110,10 @@ def _start(request: RunRequest, launch: Launch, settings: dict[str, Any], option
 def _run_as_rank(request: RunRequest) -> int:
     """Under a launcher that starts every rank itself, this process is one of them."""
     from evenly.train.loop import run_job_file, run_script
-    from evenly.train.options import RunOptions
+    from evenly.train.options import RunOptions, asked_plan
 
-    plan = None if request.plan == "auto" else parse_plan(request.plan)
-    options = RunOptions(plan=plan, out=request.out, steps=request.steps, resume=request.resume)
+    plan, sought = asked_plan(request.plan)
+    options = RunOptions(plan=plan, search=sought, out=request.out, steps=request.steps, resume=request.resume)
     if owns_loop(request.job):
         run_script(request.job, request.arguments, request.json_only)
         return 0

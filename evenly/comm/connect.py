@@ -1,12 +1,14 @@
 """From a place in the environment to a connected `World`, and back.
 
-Order: `connect` is called once per rank, before the model is built; `disconnect` last. A world of one rank
-joins no process group, unless torch's own sharding is to run in it.
+Order: `connect` is called once per rank, before the model is built; `disconnect` last. Ranks that agree on their axes
+only once they can talk call its halves, `join` and `lay_out`. A world of one rank joins no process group, unless
+torch's own sharding is to run in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -43,6 +45,11 @@ def connect(place: Place, *, axes: Mapping[str, int] | None = None, even_alone: 
     groups: a `Group` for each axis, "world" of all ranks, and "files" of all ranks over gloo, for checkpoints that are
     written while training goes on: two streams of collectives must never share a group.
     """
+    return lay_out(join(place, even_alone=even_alone), axes or {"data": place.size})
+
+
+def join(place: Place, *, even_alone: bool = False) -> World:
+    """The world of `connect` with the groups "world" and "files", and no axes yet."""
     if dist.is_initialized():
         raise RunError(
             f"rank {place.rank} of {place.size} joining the others",
@@ -61,9 +68,7 @@ def connect(place: Place, *, axes: Mapping[str, int] | None = None, even_alone: 
         recorder = None if record is None else Recorder(record, place.rank)
     if place.size > 1 or even_alone:
         _join(place, backend, device)
-    sizes = dict(axes or {"data": place.size})
-    every = Group.world("world" if len(sizes) > 1 else "data", device, recorder, checked=checking())
-    groups = every.mesh(sizes) if len(sizes) > 1 else {"data": every}
+    every = Group.world("world", device, recorder, checked=checking())
     return World(
         rank=place.rank,
         local_rank=place.local_rank,
@@ -73,8 +78,18 @@ def connect(place: Place, *, axes: Mapping[str, int] | None = None, even_alone: 
         nodes=place.nodes,
         device=device,
         backend=backend,
-        groups={**groups, "world": every, "files": every.open("files", range(every.size), backend="gloo")},
+        groups={"world": every, "files": every.open("files", range(every.size), backend="gloo")},
     )
+
+
+def lay_out(world: World, axes: Mapping[str, int]) -> World:
+    """`world` with the group of each axis, sizes as `connect` has them; an axis alone has the group of all ranks."""
+    every: Group = world.group("world")
+    if len(axes) > 1:
+        return replace(world, groups={**every.mesh(axes), **world.groups})
+    [axis] = axes
+    every.rename(axis)
+    return replace(world, groups={axis: every, **world.groups})
 
 
 def disconnect(world: World) -> None:

@@ -113,6 +113,10 @@ class Group:
         if not 0 <= position < self.size:
             raise self._refusal(f"{word} {position} is not one of its positions 0 to {self.size - 1}")
 
+    def rename(self, name: str) -> None:
+        """How messages call it from now on. All its ranks call it, before any of them talks in it."""
+        self.name, self.label = name, f"{name} [{number_ranges(self.ranks)}]"
+
     # --------------------------------------------------------------------------------- groups inside groups
     def open(self, name: str, positions: Sequence[int], *, backend: str | None = None) -> Group:
         """The group of the ranks at `positions` of this one, in ascending order. Every rank of the world calls it.

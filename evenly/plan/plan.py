@@ -24,12 +24,6 @@ Offload = Literal["none", "optimizer", "parameters"]
 Sequence = Literal["whole", "split"]
 
 SYNONYMS = {"dp": "data", "tp": "tensor", "pp": "pipeline"}
-# Words of the plan language whose strategies do not exist yet: refused by name rather than as misspelt.
-PLANNED_KEYS = frozenset(
-    [
-        "microbatch",
-    ]
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +47,7 @@ class Plan:
     replicas:  devices of one process, each with a replica of the model (DataParallel); "auto" takes all given.
     gather:    number of the replica, from 0, whose device takes the outputs of all and computes their losses; None
                leaves each its own (balanced DataParallel).
+    microbatch: samples that one forward runs, for a job that leaves it open (`with_microbatch`); None takes the job's.
     recompute: which activations of the model's blocks are computed anew for the backward pass; None and "none" none,
                "selective" all but those of matrix products and attention, "full" all.
     compile:   "blocks" runs the model's blocks as kernels of torch.compile; None and "off" as they are written.
@@ -79,6 +74,7 @@ class Plan:
     shard: int | Literal["auto"] | None = None
     replicas: int | Literal["auto"] | None = None
     gather: int | None = None
+    microbatch: int | None = None
     recompute: Recompute | None = None
     compile: Compile | None = None
     offload: Offload | None = None
@@ -340,6 +336,7 @@ READERS: dict[str, Callable[[str], Any]] = {
     "shard": lambda value: value if value == "auto" else _count(value),
     "replicas": lambda value: value if value == "auto" else _count(value),
     "gather": _number,
+    "microbatch": _count,
     "recompute": _one_of(get_args(Recompute)),
     "compile": _one_of(get_args(Compile)),
     "offload": _one_of(get_args(Offload)),
@@ -399,11 +396,11 @@ def _read_word(word: str, values: dict[str, Any]) -> Iterable[str]:
         if word in NAMED:
             yield from _add(NAMED[word].stated, values)
         else:
-            yield _unknown(word, NAMED, PLANNED_KEYS, "name")
+            yield _unknown(word, NAMED, "name")
         return
     key = SYNONYMS.get(key, key)
     if key not in READERS:
-        yield _unknown(key, READERS, PLANNED_KEYS, "key")
+        yield _unknown(key, READERS, "key")
         return
     read, problem = _read(key, value)
     yield from _add({key: read}, values) if problem is None else [f"{key}={value}: {problem}"]
@@ -417,9 +414,7 @@ def _add(new: dict[str, Any], values: dict[str, Any]) -> Iterable[str]:
             yield f"{key} is set to both {values[key]} and {value}"
 
 
-def _unknown(word: str, known: Iterable[str], planned: frozenset[str], kind: str) -> str:
-    if word in planned:
-        return f"{word} is not supported by this version"
+def _unknown(word: str, known: Iterable[str], kind: str) -> str:
     near = get_close_matches(word, [*known], n=1)
     return f"unknown {kind} {word!r}" + (f" (did you mean {near[0]!r}?)" if near else "")
 

@@ -12,10 +12,10 @@ STYLE = (
 )
 
 
-def document(title: str, *parts: str) -> str:
-    """The page; `title` is text, `parts` are HTML."""
+def document(title: str, *parts: str, style: str = "") -> str:
+    """The page; `title` is text, `parts` are HTML, `style` is CSS besides."""
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>evenly: {escape(title)}</title>"
-    return f"{head}<style>{STYLE}</style><h1>{escape(title)}</h1>{''.join(parts)}</html>\n"
+    return f"{head}<style>{STYLE}{style}</style><h1>{escape(title)}</h1>{''.join(parts)}</html>\n"
 
 
 def heading(text: str) -> str:

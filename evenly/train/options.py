@@ -15,12 +15,14 @@ from evenly.plan import Plan, parse_plan
 class RunOptions:
     """What a run is told beside its job.
 
+    plan:    None where nobody has named one. search: whether the best plan is sought that states what `plan` does.
     steps:   of the whole run; None takes the job's.
     resume:  whether to go on from the newest checkpoint in `out`.
     devices: of this one process, for a plan with replicas; None takes all GPUs.
     """
 
     plan: Plan | None = None
+    search: bool = False
     out: Path | None = None
     steps: int | None = None
     resume: bool = False
@@ -30,7 +32,7 @@ class RunOptions:
         """JSON for the ranks' environment; `from_text` is its inverse."""
         plan, out = self.plan and str(self.plan), self.out and str(self.out)
         others = {"steps": self.steps, "resume": self.resume, "devices": self.devices}
-        return json.dumps({"plan": plan, "out": out, **others})
+        return json.dumps({"plan": plan, "search": self.search, "out": out, **others})
 
     @classmethod
     def from_text(cls, text: str) -> RunOptions:
@@ -38,7 +40,14 @@ class RunOptions:
         values = json.loads(text)
         plan, out = values["plan"], values["out"]
         others = values["steps"], values["resume"], values["devices"]
-        return cls(plan and parse_plan(plan), out and Path(out), *others)
+        return cls(plan and parse_plan(plan), values["search"], out and Path(out), *others)
+
+
+def asked_plan(text: str) -> tuple[Plan | None, bool]:
+    """What `text` states, None for nothing, and whether the word `auto` in it asks for the best such plan."""
+    words = text.replace(",", " ").split()
+    rest = [word for word in words if word != "auto"]
+    return (parse_plan(" ".join(rest)) if rest or not words else None), "auto" in words
 
 
 def merge_options(given: RunOptions) -> RunOptions:

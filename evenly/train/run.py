@@ -11,7 +11,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,15 +24,15 @@ import torch
 
 from evenly.checkpoint.config import MODEL_CONFIG, write_model_config
 from evenly.cluster.allocator import hand_back_freed_memory, keep_freed_memory
-from evenly.cluster.environment import Place, available_cores, chosen_threads, find_here
+from evenly.cluster.environment import available_cores, chosen_threads, find_here
 from evenly.cluster.world import World
-from evenly.comm.connect import connect, disconnect
+from evenly.comm.connect import disconnect
 from evenly.comm.groups import Group
 from evenly.comm.operations import all_reduce, gather_values
 from evenly.data.generators import undisturbed
 from evenly.data.loader import Loader, Microbatch, Reading, Share, share_of_evaluation, share_of_step, worker_count
 from evenly.data.stream import stream_key
-from evenly.errors import PlanError, RunError, UserError
+from evenly.errors import RunError, UserError
 from evenly.job import Job, Loss
 from evenly.observe.memory import peak_bytes
 from evenly.observe.records import Records
@@ -40,12 +40,13 @@ from evenly.parallel.compose import Composed, compose, devices_of
 from evenly.parallel.memory import HOST, Category, MemoryCounter, local, on, state_tensors
 from evenly.parallel.parking import Parking
 from evenly.parallel.replicas import Replica
-from evenly.plan import Plan, parse_plan
+from evenly.plan import Plan
 from evenly.plan.schedule import runnable
 from evenly.train.build import build_model, build_optimizer, build_schedule, check_same_start
+from evenly.train.decide import Decision, meet
 from evenly.train.interrupt import Interrupt
 from evenly.train.ledger import Account, Ledger, as_loss
-from evenly.train.options import RunOptions, merge_options
+from evenly.train.options import RunOptions, asked_plan, merge_options
 from evenly.train.precision import LossScale, autocast, first_scale, place_batch
 from evenly.train.splitting import find_splits
 from evenly.train.stagework import StageWork, filled_up
@@ -134,11 +135,12 @@ class Batch:
 class Run:
     """A job in progress on this rank. Made by `start`; a context manager.
 
-    Public attributes: `job`, `plan` (fitted and resolved), `world`, `devices` (of this rank), `model`, `optimizer`,
-    `steps_done`, `out` (folder).
+    Public attributes: `job` (with the microbatch that it has here), `plan` (fitted and resolved), `world`, `devices`
+    (of this rank), `model`, `optimizer`, `steps_done`, `out` (folder).
     """
 
-    def __init__(self, job: Job, plan: Plan, world: World, options: RunOptions) -> None:
+    def __init__(self, job: Job, decision: Decision, world: World, options: RunOptions) -> None:
+        plan, job = decision.plan, decision.settled(job)
         assert plan.precision is not None  # the plan is resolved
         self.job, self.plan, self.world, self.out = job, plan, world, options.out
         self.steps, self.steps_done = options.steps or job.steps, 0
@@ -179,7 +181,7 @@ class Run:
         self._events = Records(self.out and self.out / "events" / f"rank{world.rank}.jsonl")
         self._events.event("started", rank=world.rank, size=world.size, step=self.steps_done, pid=os.getpid())
         if main is not None:
-            write_plan(self, main / "plan.json")
+            write_plan(self, main / "plan.json", predicted=decision.predicted)
             pipeline = self.composed.pipeline
             write_model_config(self.model, main / MODEL_CONFIG, pipeline.tensors if pipeline is not None else ())
 
@@ -640,50 +642,36 @@ def start(
 ) -> Run:
     """The run of `job` here, on the world it was started in (`evenly run`, torchrun, srun, mpirun, or one process).
 
-    plan:   how to split; by default all ranks share each batch.
+    plan:   how to split; with "auto" the plan that is predicted to be fastest, of those that state what else is said
+            (`auto precision=bfloat16`); with None all ranks share each batch.
     out:    folder for metrics, events and checkpoints; without one nothing is written.
     steps:  length of the whole run; by default the job's.
-    resume: go on from the newest checkpoint in `out`.
+    resume: go on from the newest checkpoint in `out`, with the microbatch that it was made with if the job states none.
 
     What `evenly run` was told on its command line stands in for what is left out here.
     Raises `UserError` (with `PlanError`) where the job, the plan and the world do not fit together.
     """
-    parsed = parse_plan(plan) if isinstance(plan, str) else plan
-    return start_as_told(job, RunOptions(parsed, Path(out) if out else None, steps, resume))
+    named, sought = asked_plan(plan) if isinstance(plan, str) else (plan, False)
+    return start_as_told(job, RunOptions(named, sought, Path(out) if out else None, steps, resume))
 
 
 def start_as_told(job: Job, options: RunOptions) -> Run:
     """`start` with its arguments as data."""
     options = merge_options(options)
-    place = find_here()
-    fitted = fit_here(options.plan or Plan(), place, options.devices).resolve(job.precision)
-    world = connect(place, axes=fitted.axes, even_alone=fitted.stage > 0)
-    if world.device == "cpu" and fitted.exact == "bitwise" and chosen_threads() is None:
+    decision, world = meet(job, options, find_here())
+    if world.device == "cpu" and decision.plan.exact == "bitwise" and chosen_threads() is None:
         torch.set_num_threads(1)  # how a sum is cut among threads shows in its bits
     try:
-        return Run(job, fitted, world, options)
+        return Run(job, decision, world, options)
     except UserError:  # raised by all ranks alike, which may go on to something else
         disconnect(world)
         raise
 
 
-def fit_here(plan: Plan, place: Place, devices: int | None = None) -> Plan:
-    """`plan` fitted to the ranks of `place`; where it has replicas, to the `devices` of this one process."""
-    if plan.replicas is None:
-        return plan.fit(place.size)
-    if place.size > 1:
-        raise PlanError(
-            f"plan {plan} in {place.size} ranks",
-            "replicas share one process",
-            "start one process, or use evenly run, or the plan ddp",
-        )
-    return plan.fit(devices or plan.devices or torch.cuda.device_count() or 1)
-
-
-def write_plan(run: Run, path: Path) -> None:
-    """What decides the run's numbers and how they were split, as JSON."""
+def write_plan(run: Run, path: Path, *, predicted: Mapping[str, Any] | None = None) -> None:
+    """What decides the run's numbers, how they were split and what was predicted of that, as JSON."""
     job = run.job
-    decisions = {
+    decisions: dict[str, Any] = {
         "job": job.name,
         "plan": str(run.plan),
         "world": run.world.size,
@@ -696,4 +684,6 @@ def write_plan(run: Run, path: Path) -> None:
     }
     if run.composed.pipeline is not None:
         decisions["cut"] = run.composed.pipeline.model.staging.cut
+    if predicted is not None:
+        decisions["predicted"] = predicted
     path.write_text(json.dumps(decisions, indent=1) + "\n")

@@ -18,7 +18,7 @@ from evenly.model.choice import Choice, choose
 from evenly.model.kept import kept, key_of
 from evenly.model.splits import Derivation, ParameterSplit, SplitGroup, derive
 from evenly.model.trace import trace
-from evenly.plan import Plan
+from evenly.plan import Plan, with_microbatch
 from evenly.train.build import build_model
 
 
@@ -107,7 +107,8 @@ class Explanation:
 def explain_splits(job: Job, plan: Plan) -> Explanation:
     """What the tensor axis of `plan` splits of the job's model; in this process alone, and nothing is computed.
 
-    Raises `PlanError` where the plan has no tensor axis, or one without its size, or where the model cannot be traced.
+    Raises `PlanError` where the plan has no tensor axis, or one without its size, or another microbatch than the job,
+    or where the model cannot be traced.
     """
     if plan.tensor in (None, 1):
         raise PlanError(
@@ -123,7 +124,7 @@ def explain_splits(job: Job, plan: Plan) -> Explanation:
         )
     precision = plan.resolve(job.precision).precision
     assert precision is not None  # the plan is resolved
-    derivation = _derivation_without_numbers(job, precision)
+    derivation = _derivation_without_numbers(with_microbatch(job, plan), precision)
     choice = _choice(plan, derivation)
     reasons = dict(choice.left)
     return Explanation(

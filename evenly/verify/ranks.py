@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from evenly.errors import PlanError
 from evenly.job import Job, Precision
 from evenly.jobfile import load_job
-from evenly.plan import Plan
+from evenly.plan import Plan, with_microbatch
 from evenly.train import Run, start
 from evenly.verify.compare import Trace
 from evenly.verify.narrowing import Narrowing
@@ -19,10 +20,20 @@ from evenly.verify.reference import named_tensors, reference_steps
 from evenly.verify.trajectory import Trajectory
 
 
-def write_reference(path: Path, settings: dict[str, Any], dtype: Precision, steps: int, folder: Path) -> None:
-    """Trains the job of file `path` in the plain loop and keeps its trajectory in `folder`; one process."""
+def write_reference(
+    path: Path, settings: dict[str, Any], dtype: Precision, plan: Plan, steps: int, folder: Path
+) -> PlanError | None:
+    """Trains the job of file `path` in the plain loop and keeps its trajectory in `folder`; one process.
+
+    Of `plan`, only the microbatch counts. Returns why it does not go with the job, and trains nothing then.
+    """
     torch.set_num_threads(1)
-    keep_reference(replace(load_job(path, settings), precision=dtype), steps, folder)
+    try:
+        job = with_microbatch(replace(load_job(path, settings), precision=dtype), plan)
+    except PlanError as problem:
+        return problem
+    keep_reference(job, steps, folder)
+    return None
 
 
 def keep_reference(job: Job, steps: int, folder: Path) -> None:

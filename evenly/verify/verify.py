@@ -43,26 +43,51 @@ class Question:
 
 
 def verify(question: Question, plans: list[str], *, devices: int | None, say: Callable[[str], None]) -> Verification:
-    """Runs the reference and each of `plans`; `say` is told what is under way. Raises what the reference raises.
+    """Runs each of `plans`, and what it is held against; `say` is told what is under way.
 
     devices: number of devices of plans that state none; by default the smallest that shows the plan.
+
+    A plan is held against one device that runs the same microbatches. Raises what the first such run raises.
     """
-    rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="evenly-verify-") as name:
-        folder = Path(name)
-        say("reference: a plain loop on one device")
-        arguments = (question.path, question.settings, question.dtype, question.steps, folder / "reference")
-        start_ranks(write_reference, arguments, Launch(devices=1))
-        if question.dtype != "float64" and plans[0] != "single":
-            say("single: for the bits of the others")
-            _run_plan(question, parse_plan("single"), folder)
-        for text in plans:
-            rows.append(_verify_plan(question, text, devices=devices, folder=folder, say=say))
+        references = _References(question, Path(name), say)
+        rows = [_verify_plan(question, text, references, devices=devices, say=say) for text in plans]
     return Verification(str(question.path), question.steps, question.dtype, rows)
 
 
+class _References:
+    """What one device computes, for each microbatch that plans name (None: the job's own), made when first needed.
+
+    made: the folders that hold it.
+    """
+
+    def __init__(self, question: Question, folder: Path, say: Callable[[str], None]) -> None:
+        self._question, self._folder, self._say = question, folder, say
+        self.made: set[Path] = set()
+
+    def of(self, plan: Plan) -> Path:
+        """The folder that `plan` is held against. Raises `PlanError` where its microbatch does not go with the job."""
+        folder = self._folder / f"microbatch-{plan.microbatch}"
+        if folder not in self.made:
+            self._make(plan, folder)
+            self.made.add(folder)
+        return folder
+
+    def _make(self, plan: Plan, folder: Path) -> None:
+        question, alone = self._question, Plan(data=1, microbatch=plan.microbatch)
+        named = "" if plan.microbatch is None else f", microbatch={plan.microbatch}"
+        self._say(f"reference: a plain loop on one device{named}")
+        where = (question.path, question.settings, question.dtype)
+        refusal = start_ranks(write_reference, (*where, plan, question.steps, folder / "reference"), Launch(devices=1))
+        if refusal[0] is not None:
+            raise refusal[0]
+        if question.dtype != "float64" and plan != alone:
+            self._say(f"single: for the bits of the others{named}")
+            _run_plan(question, alone, folder)
+
+
 def _verify_plan(
-    question: Question, text: str, *, devices: int | None, folder: Path, say: Callable[[str], None]
+    question: Question, text: str, references: _References, *, devices: int | None, say: Callable[[str], None]
 ) -> Row:
     world = 0
     try:
@@ -72,12 +97,14 @@ def _verify_plan(
             raise PlanError(f"plan {text}", f"verification in {question.dtype}", f"give --dtype {plan.precision}")
         fitted = plan.fit(world)
         fitted.resolve(question.dtype)
+        folder = references.of(fitted)
+        say(f"{text}: {world} device{'s' * (world != 1)}")
+        return replace(judge(text, _run_plan(question, fitted, folder)), world=world)
     except PlanError as problem:
         return Row(text, world, "unsupported", reason=f"{problem.asked}: {problem.found}")
-    say(f"{text}: {world} device{'s' * (world != 1)}")
-    try:
-        return replace(judge(text, _run_plan(question, fitted, folder)), world=world)
     except EvenlyError as problem:
+        if not references.made:  # one device does not run the job either
+            raise
         return Row(text, world, "error", reason=" | ".join(filter(None, (problem.asked, problem.found))))
 
 

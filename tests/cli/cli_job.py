@@ -27,7 +27,9 @@ class Points(torch.utils.data.Dataset):
         return self.x[index][: 4 if self.fault == "ragged" and index == 23 else 5]
 
 
-def job(fault: str = "", steps: int = 8, save_every: int = 2, layers: int = 1) -> evenly.Job:
+def job(
+    fault: str = "", steps: int = 8, save_every: int = 2, layers: int = 1, microbatch: int | None = 3
+) -> evenly.Job:
     def model() -> nn.Module:
         start = nn.Sequential(nn.Linear(5, 7), nn.Dropout(0.2), nn.Tanh(), nn.Linear(7, 1))
         if fault == "start" and os.environ.get("RANK") == "1":
@@ -47,7 +49,7 @@ def job(fault: str = "", steps: int = 8, save_every: int = 2, layers: int = 1) -
         eval_data=Points(""),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
         global_batch=10,
-        microbatch=3,
+        microbatch=microbatch,
         steps=steps,
         save_every=save_every,
         name="cli",

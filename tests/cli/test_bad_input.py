@@ -11,7 +11,7 @@ FAULTS = {
     "no file": (["no_such_job.py"], 2, "no such file"),
     "unknown setting": ([JOB, "--set", "layer=2"], 2, "did you mean layers?"),
     "unknown plan": ([JOB, "--plan", "ddpp"], 2, "did you mean 'ddp'?"),
-    "planned key": ([JOB, "--plan", "pipeline=2 microbatch=4"], 2, "microbatch is not supported by this version"),
+    "other microbatch": ([JOB, "--devices", "2", "--plan", "microbatch=4"], 2, "the job states microbatch=3"),
     "plan and devices": ([JOB, "--plan", "data=2", "--devices", "3"], 2, "need 2"),
     "nan": ([JOB, "--devices", "2", "--set", "fault=nan"], 1, "microbatch 0 has total nan"),
     "sample": ([JOB, "--devices", "2", "--set", "fault=sample"], 1, "sample 17"),

@@ -1,13 +1,21 @@
-"""`evenly plan --explain`: what the tensor axis splits of a job, as tables and as JSON, and what it refuses."""
+"""`evenly plan`: which plans fit and why, and with --explain what is split of a job; tables, JSON, and refusals."""
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command import JOB, Done, evenly
+from command import JOB, Done, environment, evenly
+
+from evenly.cli.plan import assumed_batch, parse_memory
+from evenly.cluster.text import parse_cluster
+from evenly.errors import UserError
+from evenly.plan import parse_plan
 
 ROOT = Path(__file__).parents[2]
 GPT2, TENSOR_JOBS, RECURRENT = (
@@ -108,8 +116,25 @@ def test_a_model_that_prints_and_wants_numbers(tmp_path: Path) -> None:
     assert [group["split"] for group in found["groups"] if group["sums"] == ["2"]] == [True]
 
 
+EIGHT = ("--cluster", "8xA100-80")
 REFUSALS = {
-    "no explanation": ([JOB], "prediction of memory and time is not part of this version yet"),
+    "no cluster": (["gpt2"], "add --cluster 8xH100"),
+    "unknown model": (["gtp2", *EIGHT], "near are gpt2"),
+    "unknown device": (["gpt2", "--cluster", "8xA10O-80"], "did you mean A100-80"),
+    "impossible cluster": (["gpt2", "--cluster", "2x2x8xH100"], "nodes x devices x kind"),
+    "no size of memory": (["gpt2", *EIGHT, "--memory=-3GB"], "give bytes, or a number with a unit: 80GB, 40GiB"),
+    "memory without unit": (["gpt2", *EIGHT, "--memory", "80"], "add a unit: 80GiB"),
+    "no split of the batch": (["gpt2", *EIGHT, "--global-batch", "3", "--only", "data=8"], "a batch of 3 on 8 devices"),
+    "no prediction of offload": (["gpt2", *EIGHT, "--only", "offload=optimizer"], "what offload=optimizer does to"),
+    "no names in a shape": (["gpt2", *EIGHT, "--only", "tensor=2 whole=lm_head.*"], "whole names parameters"),
+    "no time at all": (["gpt2", *EIGHT, "--step-time", "0"], "no step takes so long"),
+    "settings of a model": (["gpt2", *EIGHT, "--set", "layers=2"], "for example gpt2:layers=4"),
+    "impossible sequence": (["gpt2", *EIGHT, "--sequence", "1000000001"], "is not between 1 and 1000000000"),
+    "job without its ending": ([GPT2.with_suffix(""), *EIGHT], f"name {GPT2}"),
+    "batch of a job": ([JOB, "--global-batch", "8"], "a job states its batch"),
+    "explained cluster": ([JOB, "--explain", "--only", "tensor=2", *EIGHT], "--cluster is for predictions"),
+    "no file to plan": (["no_such_job.py"], "no such file"),
+    "no model to read": ([RECURRENT], "needs numbers"),
     "no plan": ([JOB, "--explain"], "add its size: --only tensor=2"),
     "no tensor axis": ([JOB, "--explain", "--only", "zero3"], "explain plan zero=3"),
     "no size": ([JOB, "--explain", "--only", "tp"], "takes all devices that a run is given"),
@@ -155,3 +180,127 @@ def test_the_stages_of_gpt2_as_json(tmp_path: Path) -> None:
     assert [stage["in_flight"] for stage in found["stages"]] == [4, 3, 2, 1]
     assert found["shared"] == {"transformer.wte.weight": [0, 3]}
     assert found["ranks"] == 2 and found["groups"]  # and what the tensor axis splits
+
+
+# --- predictions ---------------------------------------------------------------------------------------
+
+
+def planned(*arguments: str, folder: Path, code: int = 0) -> Any:
+    done = evenly("plan", *arguments, "--json", folder=folder)
+    assert done.returncode == code, done.stderr
+    assert done.stdout.count("\n") == 1
+    return json.loads(done.stdout)
+
+
+def test_plans_of_a_model_as_json(tmp_path: Path) -> None:
+    found = planned("gpt2", *EIGHT, "--top", "3", folder=tmp_path)
+    assert (found["model"], found["cluster"], found["assumed"]) == ("gpt2", "8xA100-80", ["global_batch"])
+    assert len(found["plans"]) == 3
+    for one in found["plans"]:
+        sizes = one["memory_bytes"]
+        assert one["fits"] and sizes["peak"] <= one["limit_bytes"] < parse_cluster("8xA100-80").device.memory_bytes
+        assert sizes["peak"] == pytest.approx(sum(size for cause, size in sizes.items() if cause != "peak"))
+        assert sizes == one["ranks"][one["worst_rank"]]
+        assert one["samples_per_s"] * one["step_s"] == pytest.approx(1024) and one["global_batch"] == 1024
+        assert one["tokens_per_s_per_device"] == pytest.approx(one["samples_per_s"] * 1024 / 8)
+        assert 0 < one["mfu"] < 1 and 0 <= one["bubble"] < 1 and one["devices"] == parse_plan(one["plan"]).ranks == 8
+    times = [one["step_s"] for one in found["plans"]]
+    assert times == sorted(times)
+
+
+def test_a_table_with_reasons_that_fits_100_columns(tmp_path: Path) -> None:
+    done = evenly("plan", "gpt2", *EIGHT, "--global-batch", "64", "--top", "3", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert lines[0].startswith("gpt2 on 8xA100-80, 76 GiB per device")
+    assert lines[1].strip() == "a step of 64 samples (65,536 tokens)"
+    assert [line[:3] for line in lines if re.match(r" [1-9] ", line)] == [" 1 ", " 2 ", " 3 "]
+    assert [line[:2] for line in lines if re.match(r"[1-9]\.", line)] == ["1.", "2.", "3."]
+    in_full = done.stdout.partition("in full:")[2].partition("\n2. ")[0]
+    assert parse_plan(in_full).ranks == 8
+
+
+def test_the_options_of_the_question_arrive(tmp_path: Path) -> None:
+    arguments = ("--only", "tensor=2 precision=float16", "--sequence", "512", "--memory", "40GB", "--max-devices", "4")
+    (one,) = planned("gpt2", *EIGHT, *arguments, "--top", "1", folder=tmp_path)["plans"]
+    plan = parse_plan(one["plan"])
+    assert (plan.tensor, plan.precision, plan.ranks) == (2, "float16", 4)
+    assert one["global_batch"] == 2048 and one["limit_bytes"] == 40e9
+
+
+def test_the_fewest_devices_for_a_step_time(tmp_path: Path) -> None:
+    arguments = ("gpt2", "--cluster", "4x8xA100-80", "--global-batch", "1024", "--top", "1")
+    whole = planned(*arguments, "--max-devices", "8", folder=tmp_path)["plans"][0]
+    fewer = planned(*arguments, "--step-time", str(whole["step_s"] * 1.01), folder=tmp_path)["plans"][0]
+    assert fewer["devices"] == 8 and fewer["step_s"] <= whole["step_s"] * 1.01
+    done = evenly("plan", *arguments, "--step-time", "0.001", folder=tmp_path)
+    assert done.returncode == 1 and "nothing is that fast" in done.stderr
+    allowed = re.findall(r"allow --step-time ([\d.]+)", done.stderr)[0]
+    assert evenly("plan", *arguments, "--step-time", allowed, folder=tmp_path).returncode == 0
+
+
+def test_nothing_that_fits_tells_what_lacks_and_what_would_do(tmp_path: Path) -> None:
+    arguments = ("llama-3.1-70b", "--cluster", "1xH100", "--only", "microbatch=1 recompute=full")
+    found = planned(*arguments, "--global-batch", "8", folder=tmp_path, code=1)
+    (nearest,) = found["plans"]
+    assert not nearest["fits"] and nearest["memory_bytes"]["peak"] > nearest["limit_bytes"] and found["change"]
+    done = evenly("plan", *arguments, "--global-batch", "8", folder=tmp_path)
+    assert done.returncode == 1 and "nothing fits; nearest is data=1" in done.stderr
+    assert f"to do: {found['change']}" in done.stderr and "optimizer" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "only", ["single", "pipeline=4 schedule=1f1b", "pipeline=4 schedule=zbv", "pipeline=4 schedule=interleaved"]
+)
+def test_the_page_of_pictures(only: str, tmp_path: Path) -> None:
+    count = "1" if only == "single" else "4"
+    arguments = ("gpt2", "--cluster", "8xA100-80", "--max-devices", count, "--only", only, "--global-batch", "16")
+    done = evenly("plan", *arguments, "--top", "2", "--html", "plans.html", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "pictures in plans.html" in done.stderr
+    text = (tmp_path / "plans.html").read_text()
+    assert text.count("<svg") == 3 and "<script" not in text
+    assert (">rank 3<" in text) == (count == "4")
+    assert re.search(r"<title>F0\.0: [\d.e-]+ s</title>", text)
+
+
+def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
+    done = evenly("plan", "gpt2", *EIGHT, "--top", "1", "--html", "no/such/folder.html", folder=tmp_path)
+    assert done.returncode == 2 and "name a file that can be written" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"), [("80GB", 80e9), ("40GiB", 40 * 2**30), ("1.5g", 1.5 * 2**30), (" 5000000 ", 5e6)]
+)
+def test_sizes_of_memory(text: str, size_bytes: float) -> None:
+    assert parse_memory(text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "1e3GB", "nan", "80 GBit", "1..5GB", "0GB", "999KiB"])
+def test_no_sizes_of_memory(text: str) -> None:
+    with pytest.raises(UserError, match="--memory"):
+        parse_memory(text)
+
+
+@pytest.mark.parametrize(
+    ("sequence", "devices", "samples"),
+    [(8192, 8, 128), (1024, 3, 1026), (8192, 1024, 1024), (2**21, 4, 4), (None, 8, 1024)],
+)
+def test_a_batch_that_nobody_stated_comes_out_even(sequence: int | None, devices: int, samples: int) -> None:
+    assert assumed_batch(sequence, devices) == samples
+
+
+def test_a_model_is_planned_without_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.argv = ['evenly', 'plan', 'llama-3.1-8b', '--cluster', '8xH100', '--json']\n"
+        "from evenly.cli.main import app\n"
+        "try: app()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "heavy = {'torch', 'numpy', 'rich', 'plotly', 'psutil'} & {*sys.modules}; assert not heavy, heavy"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, timeout=300, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["model"] == "llama-3.1-8b"

@@ -75,6 +75,61 @@ def test_records_of_another_form_are_left_out(tmp_path: Path) -> None:
     assert "many" in evenly("report", tmp_path, folder=tmp_path).stdout
 
 
+PREDICTED = {
+    "step_s": 0.2,
+    "samples_per_s": 50.0,
+    "time_s": {"matmul": 0.05, "bubble": 0.15, "tensor": 0.0},
+    "memory_bytes": [
+        {"parameters": 2 << 20, "gathered": 2 << 20, "optimizer": 8 << 20, "context": 1 << 20, "peak": 13 << 20},
+        {"parameters": 1 << 20, "buffers": 3 << 20, "peak": 4 << 20},
+    ],
+}
+
+
+def test_what_was_predicted_is_told_beside_what_was_measured(tmp_path: Path) -> None:
+    devices = [{"parameters": 5 << 20}, {"sums": 1 << 20, "gradients": 1 << 20}, {}, {"temporaries": 2 << 20}]
+    write(tmp_path, record(1), record(2, memory=devices))
+    (tmp_path / "plan.json").write_text(json.dumps({**PLAN, "world": 4, "predicted": PREDICTED}))
+    done = evenly("report", tmp_path, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    for line in (
+        "seconds per step 0.2 0.25 1.250",
+        "samples per second 50.0 40.0 0.800",
+        "largest peak of a rank, MiB 12 100 8.333",
+        "0 predicted 4.00 0.00 8.00 0.00 0.00 12.00",
+        "measured 5.00 0.00 0.00 0.00 0.00 5.00",
+        "measured 0.00 2.00 0.00 0.00 0.00 2.00",
+        "1 predicted 4.00 0.00 8.00 0.00 0.00 12.00",  # the first of two ranks of the pipeline has two devices
+        "2 predicted 1.00 0.00 0.00 0.00 3.00 4.00",
+        "measured 0.00 0.00 0.00 0.00 2.00 2.00",
+    ):
+        assert line.split() in lines, line
+    assert lines.index(["bubble", "0.15"]) + 1 == lines.index(["matmul", "0.05"]) and ["tensor", "0"] not in lines
+    page = (tmp_path / "report.html").read_text()
+    assert "<td>predicted</td><td>4.00</td>" in page and "<td>50.0</td><td>40.0</td><td>0.800</td>" in page
+    document = json.loads(evenly("report", tmp_path, "--json", folder=tmp_path).stdout)
+    assert document["plan"]["predicted"] == PREDICTED
+
+
+def test_a_prediction_stands_alone_where_nothing_is_measured(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "plan.json").write_text(json.dumps({**PLAN, "predicted": PREDICTED}))
+    done = evenly("report", tmp_path, folder=tmp_path)
+    assert ["seconds", "per", "step", "0.2"] in [line.split() for line in done.stdout.splitlines()]
+    assert "MiB: predicted" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    "changes", [{"step_s": "fast"}, {"time_s": [1]}, {"memory_bytes": []}, {"memory_bytes": [{"peak": None}]}]
+)
+def test_a_prediction_of_another_form_is_left_out(changes: dict[str, object], tmp_path: Path) -> None:
+    write(tmp_path, record(1, memory=MEMORY))
+    (tmp_path / "plan.json").write_text(json.dumps({**PLAN, "predicted": {**PREDICTED, **changes}}))
+    done = evenly("report", tmp_path, folder=tmp_path)
+    assert done.returncode == 0 and "predicted" not in done.stdout
+
+
 def test_a_pipeline_is_drawn_and_written_as_a_trace(tmp_path: Path) -> None:
     plan = {"job": "j", "plan": "pipeline=2 schedule=1f1b", "world": 2, "steps": 1, "parameters": 1}
     (tmp_path / "plan.json").write_text(json.dumps(plan))

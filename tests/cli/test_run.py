@@ -134,3 +134,13 @@ def test_verify_prints_a_row_per_plan(tmp_path: Path) -> None:
     assert done.returncode == 1  # a plan that cannot be shown to be equal is not
     assert [row["world"] for row in verdict["plans"][:2]] == [2, 2] and verdict["plans"][0]["param_diff"] < 1e-9
     assert verdict["dtype"] == "float64" and verdict["steps"] == 2
+
+
+def test_verify_holds_a_plan_against_one_device_of_its_microbatch(tmp_path: Path) -> None:
+    plans = ("--plans", "ddp;ddp microbatch=4", "--devices", 2, "--steps", 2, "--json")
+    done = evenly("verify", JOB, *plans, "--set", "microbatch=None", folder=tmp_path)
+    assert [row["status"] for row in json.loads(done.stdout)["plans"]] == ["equal", "equal"]
+    done = evenly("verify", JOB, *plans, folder=tmp_path)
+    same, other = json.loads(done.stdout)["plans"]
+    assert (same["status"], other["status"]) == ("equal", "unsupported") and done.returncode == 1
+    assert "the job states microbatch=3" in other["reason"]

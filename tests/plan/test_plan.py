@@ -35,6 +35,7 @@ from evenly.plan.schedule import Schedule
             Plan(pipeline=2, schedule="interleaved", stages_per_rank=3),
         ),
         ("pipeline=3 cut=2|5", Plan(pipeline=3, cut="2|5")),
+        ("ddp microbatch=4", Plan(microbatch=4)),
         ("mp", Plan(pipeline="auto", schedule="naive")),
         ("pp schedule=zbv zero=3", Plan(pipeline="auto", schedule="zbv", zero=3)),
         ("2d zero=1", Plan(pipeline=2, zero=1)),
@@ -51,6 +52,7 @@ def test_text_becomes_a_plan(text: str, plan: Plan) -> None:
         *NAMED.values(),
         Plan(data=4, precision="float16", exact="bitwise"),
         Plan(precision="float32"),
+        Plan(data=2, microbatch=3, recompute="full"),
         Plan(pipeline=2, schedule="looped-bfs", stages_per_rank=2, cut="1|3|6", data=2),
     ],
 )
@@ -60,12 +62,13 @@ def test_printing_and_parsing_are_inverse(plan: Plan) -> None:
 
 def test_all_problems_are_told_at_once() -> None:
     with pytest.raises(PlanError) as caught:
-        parse_plan("data=0 exact=perfect ddpp microbatch=2 schedule=gpip cut=4|2 zero=4")
+        parse_plan("data=0 exact=perfect ddpp microbatch=0 micro=2 schedule=gpip cut=4|2 zero=4")
     message = str(caught.value)
     assert "data=0: must be a whole number of at least 1" in message
     assert "exact=perfect: must be one of bitwise, rounding" in message
     assert "unknown name 'ddpp' (did you mean 'ddp'?)" in message
-    assert "microbatch is not supported by this version" in message
+    assert "microbatch=0: must be a whole number of at least 1" in message
+    assert "unknown key 'micro' (did you mean 'microbatch'?)" in message
     assert "schedule=gpip: must be one of naive, gpipe, 1f1b, interleaved" in message
     assert "cut=4|2: must be ascending numbers of blocks, of which 0 is not one" in message
     assert "zero=4: must be 0, 1, 2 or 3" in message

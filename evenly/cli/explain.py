@@ -1,0 +1,56 @@
+"""`evenly plan --explain`: how a plan splits and cuts a job's model, as tables or as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from evenly.cli.tables import print_table
+from evenly.jobfile import load_job, parse_settings
+from evenly.plan import Plan, parse_plan
+
+
+def explain(job: Path, only: str, settings: list[str], *, json_only: bool) -> int:
+    """Explains; returns the exit code."""
+    parsed, values = parse_plan(only), parse_settings(settings)
+    with redirect_stdout(sys.stderr):  # what the job prints is no part of the answer
+        documents = _explained(job, parsed, values)
+    if json_only:
+        print(json.dumps({key: value for document in documents for key, value in document.items()}))
+    for document in () if json_only else documents:
+        (_print_stages if "stages" in document else _print_tables)(document)
+    return 0
+
+
+def _explained(job: Path, plan: Plan, values: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the axes of `plan` do to the job's model."""
+    found: list[dict[str, Any]] = []
+    if plan.splits_tensors or not plan.splits_blocks:
+        from evenly.train.splitting import explain_splits
+
+        found.append({"job": str(job), **asdict(explain_splits(load_job(job, values), plan))})
+    if plan.splits_blocks:
+        from evenly.train.staging import explain_stages
+
+        found.append({"job": str(job), **asdict(explain_stages(load_job(job, values), plan))})
+    return found
+
+
+def _print_stages(document: Mapping[str, Any]) -> None:
+    from evenly.report.stages import STAGE_HEADS, stage_rows, stage_title, stages_in_a_line
+
+    print_table(stage_title(document), STAGE_HEADS, stage_rows(document))
+    print(stages_in_a_line(document))
+
+
+def _print_tables(document: Mapping[str, Any]) -> None:
+    from evenly.report.splits import GROUP_HEADS, WHOLE_HEADS, group_rows, group_title, in_a_line, whole_rows
+
+    print_table(group_title(document), GROUP_HEADS, group_rows(document))
+    print_table("in no group, and so whole", WHOLE_HEADS, whole_rows(document))
+    print(in_a_line(document))

@@ -1,0 +1,254 @@
+"""Predictions of plans as the rows of a table, as sentences and as one JSON document. Pure.
+
+What is drawn of them is in `planpage.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from evenly.plan import Plan
+from evenly.predict.prediction import MemoryByCause, Prediction, TimeByCause
+from evenly.report.comm import size_in_words, time_in_words
+
+# Causes that follow from the model and the device, which nobody asks to take less.
+GIVEN = ("matmul", "attention")
+# What a plan is without being told; a row leaves it out.
+DEFAULTS: Mapping[str, Any] = {
+    "tensor": 1,
+    "pipeline": 1,
+    "zero": 0,
+    "sequence": "whole",
+    "recompute": "none",
+    "compile": "off",
+    "offload": "none",
+}
+# Said once above the table where all plans have it in common.
+COMMON = ("precision", "exact", "compile", "offload")
+LEAST_SHARE = 0.005  # of a whole, for a part of it to be named
+MOST_LESS = 0.75  # of a cause, for it to be worth saying that so much less of it would change the order
+
+
+# --- numbers in words ----------------------------------------------------------------------------------
+
+
+def size(size_bytes: float) -> str:
+    """As `size_in_words`, without a power of ten where there are thousands of GiB."""
+    return f"{size_bytes / 2**30:,.0f} GiB" if size_bytes >= 999.5 * 2**30 else size_in_words(size_bytes)
+
+
+def duration(seconds: float) -> str:
+    """As `time_in_words`, without a power of ten where there are thousands of seconds."""
+    return f"{seconds:,.0f} s" if seconds >= 999.5 else time_in_words(seconds)
+
+
+def by_cause(parts: MemoryByCause | TimeByCause) -> dict[str, float]:
+    """Cause -> how much of it, largest first."""
+    return dict(sorted(asdict(parts).items(), key=lambda cause: -cause[1]))
+
+
+def _shown(amounts: Mapping[str, float], most: int | None = None) -> list[str]:
+    """The largest causes that are worth a word."""
+    whole = sum(amounts.values())
+    return [cause for cause, amount in amounts.items() if amount >= LEAST_SHARE * whole and amount > 0][:most]
+
+
+def devices_of(one: Prediction) -> int:
+    """How many devices its plan uses."""
+    return one.plan.devices or 1
+
+
+def rate_per_device(one: Prediction) -> float:
+    """Tokens per second of a device; samples where these are no sequences."""
+    return (one.tokens or one.samples) / one.step_s / devices_of(one)
+
+
+# --- the table -----------------------------------------------------------------------------------------
+
+
+def common(plans: Sequence[Prediction]) -> dict[str, Any]:
+    """What all plans have in common of what is said above the table."""
+    first = plans[0].plan.stated if plans else {}
+    return {
+        key: first[key]
+        for key in COMMON
+        if key in first and all(getattr(one.plan, key) == first[key] for one in plans) and key not in _defaults(first)
+    }
+
+
+def _defaults(stated: Mapping[str, Any]) -> list[str]:
+    return [key for key, value in stated.items() if DEFAULTS.get(key) == value]
+
+
+def short(plan: Plan, said: Mapping[str, Any]) -> str:
+    """The plan's text without what it is by default, and without what is `said` elsewhere."""
+    stated = plan.stated
+    left_out = {*_defaults(stated), *said}
+    return " ".join(f"{key}={value}" for key, value in stated.items() if key not in left_out) or str(plan)
+
+
+def title(model: str, devices: str, plans: Sequence[Prediction], *, assumed: bool) -> str:
+    """What is asked, and what all plans have in common; `assumed`: nobody stated the batch."""
+    one = plans[0]
+    batch = f"{one.samples:,} sample{'s' * (one.samples != 1)}" + (f" ({one.tokens:,} tokens)" if one.tokens else "")
+    said = "".join(f", {key}={value}" for key, value in common(plans).items())
+    return (
+        f"{model} on {devices}, {size(one.limit_bytes)} per device{said};\n"
+        f"a step of {batch}{', assumed: --global-batch sets it' if assumed else ''}"
+    )
+
+
+def heads(plans: Sequence[Prediction]) -> tuple[str, ...]:
+    """Of the columns. `rank` is the one of the pipeline axis that needs most memory, `full` of what a device has."""
+    rate = "tokens" if plans[0].tokens else "samples"
+    return ("#", "plan", "peak", "full", "rank", "step", f"{rate}/s\n/device", "MFU", "bubble", "most of it")
+
+
+def plan_rows(plans: Sequence[Prediction]) -> list[tuple[str, ...]]:
+    """A row per plan, in the order of `heads`."""
+    said = common(plans)
+    return [
+        (
+            str(number),
+            short(one.plan, said),
+            size(one.peak_bytes),
+            f"{one.peak_bytes / one.limit_bytes:.0%}",
+            _worst(one),
+            duration(one.step_s),
+            _rate(rate_per_device(one)),
+            f"{one.mfu:.1%}",
+            f"{one.bubble:.1%}",
+            _largest(one.time),
+        )
+        for number, one in enumerate(plans, 1)
+    ]
+
+
+def _worst(one: Prediction) -> str:
+    """The rank whose memory is meant; where there are several of them that hold the same, all."""
+    return "all" if len({rank.peak for rank in one.memory}) == 1 else str(one.worst)
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def _largest(time: TimeByCause) -> str:
+    """What takes most of a step."""
+    amounts = by_cause(time)
+    return "\n".join(f"{cause} {amounts[cause] / time.step_s:.0%}" for cause in _shown(amounts, 2))
+
+
+# --- why -----------------------------------------------------------------------------------------------
+
+
+def reasons(plans: Sequence[Prediction]) -> list[str]:
+    """Where the first plan's time and memory go, and of every other one which terms it loses by."""
+    return [*_of_the_best(plans[0]), *(_against(plans[0], one, number) for number, one in enumerate(plans[1:], 2))]
+
+
+def _of_the_best(best: Prediction) -> list[str]:
+    time, memory = by_cause(best.time), by_cause(best.memory[best.worst])
+    where = "every rank" if _worst(best) == "all" else f"rank {best.worst} of the pipeline"
+    return [
+        f"1. time: {', '.join(f'{cause} {duration(time[cause])}' for cause in _shown(time))}",
+        f"   memory of {where}: {', '.join(f'{cause} {size(memory[cause])}' for cause in _shown(memory))}",
+        f"   in full: {best.plan}",
+    ]
+
+
+def _against(best: Prediction, other: Prediction, number: int) -> str:
+    """How another plan compares with the first, and what would have to change for it to win."""
+    more = other.step_s - best.step_s
+    lost = differences(best, other)
+    words = [f"{cause} {'+' if seconds > 0 else '-'}{duration(abs(seconds))}" for cause, seconds in lost.items()]
+    line = f"{number}. {_compared(best, other)}{': ' * bool(words)}{', '.join(words[:4])}"
+    return line + (_to_win(lost, other, more) if more > 0 else "")
+
+
+def differences(best: Prediction, other: Prediction) -> dict[str, float]:
+    """Cause -> by how many seconds of a step `other` needs more, the largest differences first, small ones left out."""
+    ours, theirs = asdict(best.time), asdict(other.time)
+    found = {cause: theirs[cause] - ours[cause] for cause in ours}
+    return {
+        cause: seconds
+        for cause, seconds in sorted(found.items(), key=lambda one: -abs(one[1]))
+        if abs(seconds) >= LEAST_SHARE * best.step_s
+    }
+
+
+def _compared(best: Prediction, other: Prediction) -> str:
+    share, room = other.step_s / best.step_s - 1, other.peak_bytes - best.peak_bytes
+    if abs(share) < 0.0005:
+        return f"as fast, with {size(abs(room))} {'more' if room > 0 else 'less'} memory"
+    return f"{abs(share):.1%} {'slower' if share > 0 else 'faster'}"
+
+
+def _to_win(lost: Mapping[str, float], other: Prediction, more: float) -> str:
+    """The term by which `other` loses most and that alone could make it win, and how much less it would have to be."""
+    for cause, seconds in lost.items():
+        taken = getattr(other.time, cause)
+        if seconds > 0 and more <= MOST_LESS * taken and cause not in GIVEN:
+            return f"; would win with {more / taken:.0%} less {cause}"
+    return ""
+
+
+# --- where nothing fits --------------------------------------------------------------------------------
+
+
+def shortage(nearest: Prediction) -> str:
+    """Of a plan that does not fit, where it needs how much more than there is, and what takes it."""
+    amounts = by_cause(nearest.memory[nearest.worst])
+    where = "a rank" if _worst(nearest) == "all" else f"rank {nearest.worst} of its pipeline"
+    causes = ", ".join(f"{cause} {size(amounts[cause])}" for cause in _shown(amounts, 4))
+    return (
+        f"nearest is {short(nearest.plan, common([nearest]))}: {where} needs {size(nearest.peak_bytes)} of "
+        f"{size(nearest.limit_bytes)} ({causes})"
+    )
+
+
+# --- JSON ----------------------------------------------------------------------------------------------
+
+
+def document(
+    model: str, cluster: str, plans: Sequence[Prediction], *, assumed: bool = False, change: str = ""
+) -> dict[str, Any]:
+    """The answer as `evenly plan --json` prints it: sizes in bytes, times in seconds, shares 0 to 1, best first.
+
+    change: the smallest one with which a plan would fit, where none does.
+    """
+    return {
+        "model": model,
+        "cluster": cluster,
+        "assumed": ["global_batch"] if assumed else [],
+        "plans": [_as_json(one) for one in plans],
+        **({"change": change} if change else {}),
+    }
+
+
+def _as_json(one: Prediction) -> dict[str, Any]:
+    worst = one.memory[one.worst]
+    return {
+        "plan": str(one.plan),
+        "devices": devices_of(one),
+        "fits": one.fits,
+        "memory_bytes": _memory_as_json(worst),
+        "limit_bytes": one.limit_bytes,
+        "worst_rank": one.worst,
+        "ranks": [_memory_as_json(rank) for rank in one.memory],
+        "global_batch": one.samples,
+        "step_s": one.step_s,
+        "time_s": asdict(one.time),
+        "samples_per_s": one.samples_per_s,
+        "tokens_per_s_per_device": rate_per_device(one) if one.tokens else None,
+        "mfu": one.mfu,
+        "bubble": one.bubble,
+        "comm_bytes": one.comm_bytes,
+        "why": one.why,
+    }
+
+
+def _memory_as_json(memory: MemoryByCause) -> dict[str, float]:
+    return {**asdict(memory), "peak": memory.peak}

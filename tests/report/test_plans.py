@@ -1,0 +1,212 @@
+"""Predictions in words and as drawings: what is told of them is what they hold."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, replace
+from typing import Any
+from xml.dom import minidom
+
+import pytest
+
+from evenly.plan.orders import compute_orders
+from evenly.plan.plan import parse_plan
+from evenly.predict.prediction import MemoryByCause, Prediction, TimeByCause
+from evenly.predict.timeline import Costs, simulate
+from evenly.report.bars import Bar, stacked
+from evenly.report.planpage import page
+from evenly.report.plans import (
+    common,
+    differences,
+    document,
+    duration,
+    heads,
+    plan_rows,
+    reasons,
+    short,
+    shortage,
+    size,
+    title,
+)
+
+GIB = 2**30
+PIPELINE = "data=2 pipeline=2 schedule=1f1b zero=0 microbatch=1 recompute=none precision=bfloat16 exact=rounding"
+TENSOR = "data=2 tensor=2 zero=1 microbatch=1 recompute=full precision=bfloat16 exact=rounding"
+
+
+def memory(**gib: float) -> MemoryByCause:
+    return MemoryByCause(**{cause: size * GIB for cause, size in gib.items()})
+
+
+def prediction(plan: str = PIPELINE, **changes: Any) -> Prediction:
+    first = Prediction(
+        plan=parse_plan(plan),
+        memory=[memory(parameters=4, activations=20), memory(parameters=5, activations=21)],
+        limit_bytes=40 * GIB,
+        time=TimeByCause(matmul=1.5, data=0.25, bubble=0.25),
+        samples=8,
+        tokens=8000,
+        flops=4e12,
+        peak_flops=4e12,
+        comm_bytes=1e9,
+        bubble=0.125,
+    )
+    return replace(first, **changes)
+
+
+SLOWER = prediction(TENSOR, time=TimeByCause(matmul=1.4, data=0.25, tensor=0.85), memory=[memory(parameters=30)])
+
+
+def test_a_row_tells_the_worst_rank_and_the_rates() -> None:
+    row = dict(zip(heads([prediction()]), plan_rows([prediction(), SLOWER])[0], strict=True))
+    assert row == {
+        "#": "1",
+        "plan": "data=2 pipeline=2 schedule=1f1b microbatch=1",
+        "peak": "26 GiB",
+        "full": "65%",
+        "rank": "1",
+        "step": "2 s",
+        "tokens/s\n/device": "1,000",
+        "MFU": "50.0%",
+        "bubble": "12.5%",
+        "most of it": "matmul 75%\ndata 12%",
+    }
+
+
+def test_ranks_that_hold_the_same_are_not_told_apart() -> None:
+    assert plan_rows([SLOWER])[0][4] == "all"
+
+
+def test_samples_where_there_are_no_tokens() -> None:
+    one = prediction(tokens=None)
+    assert heads([one])[6] == "samples/s\n/device" and plan_rows([one])[0][6] == "1"
+    assert "tokens" not in title("vit", "4xH100-80", [one], assumed=False)
+
+
+def test_what_plans_have_in_common_is_said_above_them() -> None:
+    assert common([prediction(), SLOWER]) == {"precision": "bfloat16", "exact": "rounding"}
+    other = prediction(PIPELINE.replace("bfloat16", "float32"))
+    assert common([prediction(), other]) == {"exact": "rounding"}
+    assert "precision=float32" in plan_rows([prediction(), other])[1][1]
+    words = title("gpt2", "4xH100-80", [prediction(), SLOWER], assumed=True)
+    assert "40 GiB per device, precision=bfloat16, exact=rounding" in words
+    assert "8 samples (8,000 tokens), assumed: --global-batch sets it" in words
+
+
+@pytest.mark.parametrize(("text", "shown"), [(TENSOR, "data=2 tensor=2 zero=1 recompute=full"), ("zero=0", "zero=0")])
+def test_a_short_plan_leaves_out_what_goes_without_saying(text: str, shown: str) -> None:
+    plan = parse_plan(text)
+    assert short(plan, {"precision": "bfloat16", "exact": "rounding", "microbatch": 1}) == shown
+
+
+def test_reasons_tell_where_the_best_goes_and_by_what_others_lose() -> None:
+    lines = reasons([prediction(), SLOWER])
+    assert lines == [
+        "1. time: matmul 1.5 s, data 250 ms, bubble 250 ms",
+        "   memory of rank 1 of the pipeline: activations 21 GiB, parameters 5 GiB",
+        f"   in full: {PIPELINE}",
+        "2. 25.0% slower: tensor +850 ms, bubble -250 ms, matmul -100 ms; would win with 59% less tensor",
+    ]
+
+
+def test_no_term_alone_makes_a_plan_win_that_loses_by_more_than_it_takes() -> None:
+    slow = prediction(TENSOR, time=TimeByCause(matmul=1.5, data=0.3, tensor=0.3, recompute=0.3, bubble=0.3))
+    assert reasons([prediction(), slow])[-1].startswith("2. 35.0% slower: ")
+    assert "would win" not in reasons([prediction(), slow])[-1]
+
+
+def test_equal_times_are_compared_by_memory() -> None:
+    other = prediction(TENSOR, memory=[memory(parameters=30)])
+    assert reasons([prediction(), other])[-1] == "2. as fast, with 4 GiB more memory"
+
+
+def test_differences_are_of_the_same_causes() -> None:
+    found = differences(prediction(), SLOWER)
+    assert found == pytest.approx({"tensor": 0.85, "bubble": -0.25, "matmul": -0.1})
+    whole = SLOWER.step_s - prediction().step_s
+    assert sum(found.values()) == pytest.approx(whole)
+
+
+def test_what_lacks_for_the_nearest() -> None:
+    words = shortage(prediction(limit_bytes=20 * GIB))
+    assert "rank 1 of its pipeline needs 26 GiB of 20 GiB (activations 21 GiB, parameters 5 GiB)" in words
+
+
+def test_large_numbers_have_no_powers_of_ten() -> None:
+    assert (size(5000 * GIB), size(2 * GIB)) == ("5,000 GiB", "2 GiB")
+    assert (duration(4321.0), duration(2.5)) == ("4,321 s", "2.5 s")
+
+
+def test_the_document_has_the_keys_of_the_outer_contract() -> None:
+    found = document("gpt2", "4xH100-80", [prediction(), SLOWER])
+    assert [*found] == ["model", "cluster", "assumed", "plans"]
+    first = found["plans"][0]
+    assert {"plan", "fits", "memory_bytes", "step_s", "samples_per_s", "mfu", "bubble", "comm_bytes", "why"} <= {*first}
+    sizes = first["memory_bytes"]
+    assert {"parameters", "gradients", "optimizer", "activations", "buffers", "peak"} <= {*sizes}
+    assert sizes["peak"] == 26 * GIB == sum(value for cause, value in sizes.items() if cause != "peak")
+    assert first["tokens_per_s_per_device"] == 1000 and first["samples_per_s"] == 4 and first["devices"] == 4
+    assert sum(first["time_s"].values()) == first["step_s"] == 2
+    assert parse_plan(first["plan"]) == prediction().plan
+    assert document("vit", "1xcpu", [prediction(tokens=None)])["plans"][0]["tokens_per_s_per_device"] is None
+
+
+def test_nothing_that_fits_is_said_with_the_change() -> None:
+    found = document("gpt2", "cpu", [prediction(limit_bytes=GIB)], change="more devices")
+    assert found["change"] == "more devices" and not found["plans"][0]["fits"]
+
+
+# --- pictures ------------------------------------------------------------------------------------------
+
+
+def boxes(svg: str) -> list[tuple[float, float, str]]:
+    """Of every box with a title: where it begins, how wide it is, its title."""
+    found: list[tuple[float, float, str]] = []
+    for rect in minidom.parseString(svg).getElementsByTagName("rect"):
+        titles = rect.getElementsByTagName("title")
+        if titles:
+            at, width = (float(rect.getAttribute(name)) for name in ("x", "width"))
+            found.append((at, width, titles[0].firstChild.data))  # type: ignore[union-attr]
+    return found
+
+
+def test_bars_are_as_long_as_their_parts_and_follow_each_other() -> None:
+    bars = [Bar("one", {"a": 1.0, "b": 3.0}), Bar("two", {"a": 0.0, "b": 2.0})]
+    found = boxes(stacked(bars, lambda amount: f"{amount:g} s", words="bars"))
+    assert [words for *_, words in found] == ["a: 1 s", "b: 3 s", "b: 2 s"]
+    (x0, w0, _), (x1, w1, _), (x2, w2, _) = found
+    assert (x0, x2) == (0, 0) and x1 == pytest.approx(w0, abs=0.01)
+    assert w1 == pytest.approx(3 * w0, rel=0.01) and w2 == pytest.approx(2 * w0, rel=0.01)
+
+
+def test_the_limit_lies_where_a_bar_of_its_length_ends() -> None:
+    svg = stacked([Bar("one", {"a": 2.0}), Bar("two", {"a": 1.0})], str, words="bars", limit=2.0)
+    line = minidom.parseString(svg).getElementsByTagName("line")[0]
+    assert float(line.getAttribute("x1")) == pytest.approx(boxes(svg)[0][1])
+
+
+def test_the_page_is_whole_and_asks_no_network() -> None:
+    timeline = simulate(compute_orders("1f1b", 2, 1, 4), Costs(forward=[1.0, 1.0], backward=[2.0, 2.0]))
+    text = page("gpt2 <x>", "4xH100-80", [prediction(), SLOWER], timeline, assumed=False)
+    assert "gpt2 &lt;x&gt;" in text and "<script" not in text
+    assert not re.findall(r"(?:src|href|url)\s*[=(]", text) and "color-scheme:light dark" in text
+    pictures = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    assert len(pictures) == 3
+    titles = [words for picture in pictures for *_, words in boxes(picture)]
+    assert "activations: 21 GiB" in titles and "tensor: 850 ms" in titles
+    assert sum(words.startswith(("F", "B")) for words in titles) == 16
+    assert "rank 0: 24 GiB" in text and "40 GiB per device" in pictures[0]
+
+
+def test_ranks_that_hold_the_same_are_one_bar() -> None:
+    timeline = simulate(compute_orders("1f1b", 2, 1, 4), Costs(forward=[1.0, 1.0], backward=[2.0, 2.0]))
+    alike = prediction(memory=[memory(parameters=4), memory(parameters=4), memory(parameters=3)])
+    text = page("gpt2", "cpu", [alike], timeline, assumed=False)
+    assert "ranks 0 to 1: 4 GiB" in text and "rank 2: 3 GiB" in text
+
+
+def test_every_cause_is_drawn() -> None:
+    """No cause of memory or time is left out of the bars: they are as long as the whole."""
+    time = TimeByCause(**dict.fromkeys(asdict(TimeByCause()), 1.0))
+    svg = stacked([Bar("all", asdict(time))], duration, words="time")
+    assert len(boxes(svg)) == 10 and len(set(re.findall(r'fill="(#\w+)"', svg))) == 10

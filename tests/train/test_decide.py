@@ -1,0 +1,119 @@
+"""What is settled before a run is built: the first rank decides, and a run that goes on keeps its microbatch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import classifier_job
+from kept_ranks import KeptRanks
+
+import evenly
+from evenly.checkpoint.folder import Folder
+from evenly.cluster.environment import find_here
+from evenly.cluster.world import World
+from evenly.comm.connect import connect, disconnect
+from evenly.comm.operations import gather_values
+from evenly.errors import PlanError
+from evenly.plan import Plan, parse_plan
+from evenly.train.decide import Decision, meet, recorded_microbatch
+from evenly.train.options import RunOptions, asked_plan
+from evenly.train.run import Run
+
+
+def open_job(**changes: Any) -> evenly.Job:
+    return classifier_job(**{"microbatch": None, **changes})
+
+
+def decided(plans: list[str | None]) -> tuple[Decision, list[int]]:
+    """With another plan on every rank."""
+    plan = plans[find_here().rank]
+    decision, world = meet(open_job(), RunOptions(plan and parse_plan(plan)), find_here())
+    sizes = [world.group("data").size, world.group("world").size]
+    leave(world)
+    return decision, sizes
+
+
+def leave(world: World) -> None:
+    gather_values(None, world.group("files"))  # a rank that leaves while others still come disturbs them
+    disconnect(world)
+
+
+def test_all_ranks_take_what_the_first_has_decided(ranks: KeptRanks) -> None:
+    decision = Decision(Plan(data=2, zero=1, microbatch=4, precision="float32", exact="bitwise"), 4)
+    assert ranks.run(decided, ["zero1 microbatch=4", None]) == [(decision, [2, 2])] * 2
+    other = Decision(Plan(data=1, tensor=2, precision="float32", exact="rounding"))
+    assert ranks.run(decided, ["tp", "zero3"]) == [(other, [1, 2])] * 2
+
+
+def refused(plan: str) -> str:
+    with pytest.raises(PlanError) as caught:
+        meet(classifier_job(), RunOptions(parse_plan(plan)), find_here())
+    leave(connect(find_here()))  # the ranks may go on to something else
+    return caught.value.found
+
+
+def test_all_ranks_are_refused_what_the_first_is(ranks: KeptRanks) -> None:
+    assert ranks.run(refused, "data=3") == ["its axes (data=3) need 3"] * 2
+    assert ranks.run(refused, "ddp microbatch=4") == ["the job states microbatch=3, and the numbers follow it"] * 2
+
+
+def train(
+    changes: dict[str, Any], plan: str | None, steps: int, out: Path, resume: bool = False
+) -> tuple[str, dict[str, torch.Tensor]]:
+    """What plan.json has, and the model in the end; or why it was refused."""
+    try:
+        with evenly.start(open_job(precision="float64", **changes), plan=plan, out=out, resume=resume) as run:
+            for batch in run.batches():
+                run.step(batch)
+                if run.steps_done == steps:
+                    break
+            run.save()
+            model = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+        return (out / "plan.json").read_text(), model
+    except PlanError as problem:
+        return str(problem), {}
+
+
+def test_a_run_goes_on_with_the_microbatch_that_it_had(ranks: KeptRanks, tmp_path: Path) -> None:
+    [(_, expected)] = ranks.run(train, {"microbatch": 4}, None, 6, tmp_path / "stated", size=1)
+    [_, (plan, _)] = ranks.run(train, {}, "zero1 microbatch=4", 3, tmp_path / "out")
+    assert json.loads(plan)["microbatch"] == 4 and "microbatch=4" in json.loads(plan)["plan"]
+    assert recorded_microbatch(tmp_path / "out") == 4
+    for message, _ in ranks.run(train, {}, "ddp microbatch=5", 6, tmp_path / "out", True):
+        assert "the run that goes on has microbatch=4" in message
+    for plan, model in ranks.run(train, {}, None, 6, tmp_path / "out", True):
+        assert json.loads(plan)["microbatch"] == 4 and "microbatch" not in json.loads(plan)["plan"]
+        for name, tensor in model.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-11, atol=1e-12)
+
+
+def test_what_cannot_be_read_records_nothing(tmp_path: Path) -> None:
+    assert recorded_microbatch(tmp_path) is None
+    torn = Folder(tmp_path).path(3)
+    torn.mkdir(parents=True)
+    assert recorded_microbatch(tmp_path) is None
+    (torn / "manifest.json").write_text("{")
+    assert recorded_microbatch(tmp_path) is None
+
+
+def test_auto_asks_for_the_best_plan_that_does_what_else_is_said() -> None:
+    assert asked_plan("auto") == (None, True)
+    assert asked_plan("ddp") == (Plan(), False)
+    assert asked_plan("tensor=2 auto recompute=full") == (Plan(tensor=2, recompute="full"), True)
+    with pytest.raises(PlanError, match="tensr"):
+        asked_plan("auto tensr=2")
+    options = RunOptions(Plan(tensor=2), search=True, steps=3)
+    assert RunOptions.from_text(options.to_text()) == options
+    assert RunOptions.from_text(RunOptions(Plan()).to_text()).plan == Plan()
+
+
+def test_what_is_predicted_of_a_plan_is_written_beside_it(tmp_path: Path) -> None:
+    plan, predicted = Plan(data=1).resolve("float32"), {"step_s": 0.5, "memory_bytes": [{"peak": 1.0}]}
+    with Run(open_job(), Decision(plan, 5, predicted), connect(find_here()), RunOptions(out=tmp_path)) as run:
+        assert run.job.microbatch == 5
+    document = json.loads((tmp_path / "plan.json").read_text())
+    assert document["predicted"] == predicted and document["microbatch"] == 5
