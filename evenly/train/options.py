@@ -15,32 +15,33 @@ from evenly.plan import Plan, parse_plan
 class RunOptions:
     """What a run is told beside its job.
 
-    plan:    None where nobody has named one. search: whether the best plan is sought that states what `plan` does.
+    plan:    None where nobody has named one.
     steps:   of the whole run; None takes the job's.
     resume:  whether to go on from the newest checkpoint in `out`.
     devices: of this one process, for a plan with replicas; None takes all GPUs.
+    search:  whether the best plan is sought that states what `plan` does.
     """
 
     plan: Plan | None = None
-    search: bool = False
     out: Path | None = None
     steps: int | None = None
     resume: bool = False
     devices: int | None = None
+    search: bool = False
 
     def to_text(self) -> str:
         """JSON for the ranks' environment; `from_text` is its inverse."""
         plan, out = self.plan and str(self.plan), self.out and str(self.out)
-        others = {"steps": self.steps, "resume": self.resume, "devices": self.devices}
-        return json.dumps({"plan": plan, "search": self.search, "out": out, **others})
+        others = {"steps": self.steps, "resume": self.resume, "devices": self.devices, "search": self.search}
+        return json.dumps({"plan": plan, "out": out, **others})
 
     @classmethod
     def from_text(cls, text: str) -> RunOptions:
         """The options that `to_text` wrote."""
         values = json.loads(text)
         plan, out = values["plan"], values["out"]
-        others = values["steps"], values["resume"], values["devices"]
-        return cls(plan and parse_plan(plan), values["search"], out and Path(out), *others)
+        others = values["steps"], values["resume"], values["devices"], values["search"]
+        return cls(plan and parse_plan(plan), out and Path(out), *others)
 
 
 def asked_plan(text: str) -> tuple[Plan | None, bool]:

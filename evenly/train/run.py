@@ -652,7 +652,7 @@ def start(
     Raises `UserError` (with `PlanError`) where the job, the plan and the world do not fit together.
     """
     named, sought = asked_plan(plan) if isinstance(plan, str) else (plan, False)
-    return start_as_told(job, RunOptions(named, sought, Path(out) if out else None, steps, resume))
+    return start_as_told(job, RunOptions(named, Path(out) if out else None, steps, resume, search=sought))
 
 
 def start_as_told(job: Job, options: RunOptions) -> Run:
