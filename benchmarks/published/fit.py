@@ -36,7 +36,14 @@ FIXED = {"weight_bytes", "gradient_bytes", "messages_hidden"}
 # How far a number may be from its prior: standard deviation of its logarithm, by its name or its table's.
 LOOSE = {"matmul": 0.1, "attention": 0.15, "bandwidth_share": 0.1, "traffic": 0.4, "start_s": 0.5, "narrow": 0.7}
 LOOSE |= {"passes": 0.3, "host_s": 0.5, "tensor_host_s": 0.5, "tensor_s": 0.7, "message_s": 0.7, "uneven": 0.7}
-LOOSE |= {"unaligned": 0.5, "contention": 0.5, "jitter": 0.7, "optimizer_bytes": 0.3, "message_bytes_per_s": 0.5}
+LOOSE |= {
+    "idle": 0.4,
+    "unaligned": 0.5,
+    "contention": 0.5,
+    "jitter": 0.7,
+    "optimizer_bytes": 0.3,
+    "message_bytes_per_s": 0.5,
+}
 LOOSE |= {"tensor_hidden": 0.3, "data_hidden": 0.5, "gather_share": 0.5, "gather_copy_bytes": 0.5, "shares": 0.2}
 
 Path_ = tuple[str, ...]
@@ -232,7 +239,7 @@ def _table(name: str, entries: Mapping[str, Any]) -> list[str]:
 def _literal(value: Any) -> str:
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{key} = {_literal(one)}" for key, one in value.items()) + " }"
-    if isinstance(value, bool):
+    if isinstance(value, int):  # and truth
         return str(value).lower()
     if isinstance(value, float):
         short = f"{value:.4g}"

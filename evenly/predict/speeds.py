@@ -6,6 +6,7 @@ and its communication cost. Where both come from stands in `speeds.toml`.
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +20,8 @@ from evenly.model.parts import Work
 from evenly.model.transformer import Kernels
 from evenly.predict.footprint import Holdings
 
+# Rows and columns of a result that one multiprocessor computes, and how much slower it is with smaller ones.
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.1), (64, 64, 1.4))
 FILE = Path(__file__).with_name("speeds.toml")
 
 
@@ -32,6 +35,8 @@ class Speeds:
     narrow:    a product whose smallest size is n takes (1 + narrow / n) times as long.
     traffic:   share of a product's bytes that is not hidden by its multiplying.
     uneven:    by which it takes longer for every factor of 2 that its sizes lack to be multiples of 64.
+    processors: multiprocessors that share the tiles of a product; 0 where that is not known.
+    idle:      share of the time that those without a tile in the last round cost, less what libraries split further.
     """
 
     matmul: Mapping[str, float]
@@ -41,13 +46,15 @@ class Speeds:
     narrow: float
     traffic: float
     uneven: float
+    processors: int
+    idle: float
 
     def seconds(self, work: Work, library: Library) -> float:
         """Of one operation of `library`, as often as it is done."""
         if work.kind == "matmul":
             smallest = min(work.rows, work.inner, work.columns) or 1024
             once = work.flops * (1 + self.narrow / smallest) / self.matmul[work.dtype]
-            once *= self.misaligned(work, library)
+            once *= self.misaligned(work, library) * self.waves(work)
             once += self.traffic * work.moved_bytes / self.bandwidth
         elif work.kind == "attention":
             # Without tensor cores, kernels of attention are slower as products are.
@@ -67,6 +74,20 @@ class Speeds:
         widths |= 64
         power = widths & -widths  # the lowest bit that is set: the largest power of 2 in all
         return library.unaligned if power < 8 else 1 + self.uneven * (7 - power.bit_length())
+
+    def waves(self, work: Work) -> float:
+        """How many times as long a product takes because its last tiles do not occupy all multiprocessors."""
+        if (
+            not self.processors
+            or not work.rows * work.columns
+            or work.flops > 3.0 * work.rows * work.inner * work.columns
+        ):
+            return 1.0  # many products at once fill each other's gaps
+        best = math.inf
+        for high, wide, slower in TILES:
+            rounds = math.ceil(math.ceil(work.rows / high) * math.ceil(work.columns / wide) / self.processors)
+            best = min(best, slower * rounds * self.processors * high * wide / result)
+        return 1 + self.idle * (best - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +172,8 @@ def speeds_of_device(device: Device) -> Speeds:
         matmul=_matmul(device),
         attention=_attention(device),
         bandwidth=device.bandwidth * operations["bandwidth_share"],
-        **{name: operations[name] for name in ("start_s", "narrow", "traffic", "uneven")},
+        **{name: operations[name] for name in ("start_s", "narrow", "traffic", "uneven", "idle")},
+        processors=_facts(device).get("processors", 0),
     )
 
 

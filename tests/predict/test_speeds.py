@@ -105,3 +105,21 @@ def test_attention_without_tensor_cores_is_slower() -> None:
         return speeds.seconds(Work(kind="attention", flops=1e15, dtype=dtype), library)
 
     assert seconds("float64") > seconds("float32") > seconds("bfloat16") == seconds("float16") == seconds("")
+
+
+def test_tiles_that_leave_multiprocessors_idle_cost_time() -> None:
+    speeds = replace(speeds_of_device(find_device("A100-80")), idle=0.5)
+    assert speeds.processors == 108
+
+    def product(rows: int, columns: int) -> Work:
+        return replace(PRODUCT, rows=rows, columns=columns, flops=2.0 * rows * columns * PRODUCT.inner)
+
+    # 108 tiles of 256 x 128 fill one round; one more row of tiles needs a second round, mostly idle.
+    full, over = product(12 * 256, 9 * 128), product(13 * 256, 9 * 128)
+    assert speeds.waves(full) == 1.0
+    assert speeds.waves(over) == pytest.approx(
+        1 + 0.5 * (1.4 * 9 * 108 * 64 * 64 / (3328 * 1152) - 1)
+    )  # small tiles waste less
+    assert 1 <= speeds.waves(product(64 * 256, 64 * 128)) < 1.02
+    assert speeds.waves(replace(over, flops=8 * over.flops)) == 1.0  # eight heads at once fill each other's gaps
+    assert replace(speeds, processors=0).waves(over) == 1.0
