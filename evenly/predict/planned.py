@@ -59,11 +59,12 @@ def setup_of(question: Question, plan: Plan) -> Setup:
     microbatch = plan.microbatch or question.subject.microbatch
     assert plan.precision is not None and microbatch is not None
     axes = plan.axes
+    tensor = axes.get("tensor", 1)
     return Setup(
         data=axes["data"],
-        tensor=axes.get("tensor", 1),
+        tensor=tensor,
         pipeline=axes.get("pipeline", 1),
-        split_sequence=plan.sequence == "split",
+        split_sequence=plan.sequence == "split" or (tensor > 1 and library_named(question.library).splits_sequence),
         schedule=plan.order,
         stages_per_rank=plan.stages_of_each_rank if plan.splits_blocks else 1,
         zero=plan.stage,

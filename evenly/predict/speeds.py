@@ -77,11 +77,8 @@ class Speeds:
 
     def waves(self, work: Work) -> float:
         """How many times as long a product takes because its last tiles do not occupy all multiprocessors."""
-        if (
-            not self.processors
-            or not work.rows * work.columns
-            or work.flops > 3.0 * work.rows * work.inner * work.columns
-        ):
+        result = work.rows * work.columns
+        if not self.processors or not result or work.flops > 3.0 * result * work.inner:
             return 1.0  # many products at once fill each other's gaps
         best = math.inf
         for high, wide, slower in TILES:
@@ -98,6 +95,7 @@ class Library:
                     ones would. unaligned: how many times as long a product takes whose sizes are no multiples of 8.
     host_s:         that the host takes to start a block's forward pass; half as much again for its backward pass.
     tensor_host_s:  more, where a tensor axis communicates within the block.
+    splits_sequence: whether its tensor axis shares the tokens too, in every plan.
     tensor_s:       of each collective of the tensor axis besides its bytes. tensor_hidden: share hidden by products.
     data_hidden:    share of the data axis' collectives that the last backward pass hides.
     message_s:      of each message of a pipeline. messages_hidden: share of it that computing hides.
@@ -120,6 +118,7 @@ class Library:
     unaligned: float
     host_s: float
     tensor_host_s: float
+    splits_sequence: bool
     tensor_s: float
     tensor_hidden: float
     data_hidden: float
