@@ -5,8 +5,8 @@
 The stages of a tower of eight equal blocks cost the same. A run records the spans of five steps; schedules take turns,
 in rounds, until each has enough steps in which no other process had the ranks' cores. As run is the median over these
 steps, of the mean bubble of both ranks. Simulated is the same order with the mean seconds of each kind of pass, over
-both ranks and all stages of a step, and messages that take none; *by stage* with those of each stage, which tells
-uneven stages from the rest. `start` is the share of the step before the first pass. Kept in
+both ranks and all stages of a step, and messages that take none; *by stage* with those of each stage as they were: the
+cores of a machine are not equally fast at every moment. `start` is the share of the step before the first pass. Kept in
 benchmarks/results/pipeline.json, schedule by schedule.
 """
 
@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from tower import DISTURBED, bind, keep, kept, load, tower_job, waited_s
+from tower import BLOCKS, DISTURBED, WIDTH, bind, keep, kept, load, tower_job, waited_s
 
 import evenly
 from evenly.cluster.launch import Launch, start_ranks
@@ -37,7 +37,9 @@ def train(cases: Sequence[Case], folder: str) -> None:
     """A run of each case, in a rank."""
     bind()
     for schedule, microbatches in cases:
-        job, plan = tower_job(microbatches, steps=STEPS), f"pipeline={RANKS} schedule={schedule}"
+        # Passes that take long beside a message of 512 KiB.
+        job = tower_job(microbatches, steps=STEPS, samples=256, inners=(16 * WIDTH,) * BLOCKS)
+        plan = f"pipeline={RANKS} schedule={schedule}"
         out = Path(folder) / f"{schedule}-{microbatches}"
         waited: list[float] = []
         with evenly.start(job, plan=plan, out=out) as run:
@@ -107,6 +109,7 @@ def row(steps: Sequence[Timeline], schedule: Schedule, microbatches: int) -> dic
     found["theory"] = ideal_bubble(schedule, RANKS, stages_per_rank(schedule, None), microbatches)
     found["spread"] = statistics.quantiles([one["measured"] for one in each], n=4)[::2]
     found["measured_over_simulated"] = found["measured"] / found["simulated"]
+    found["measured_over_simulated_by_stage"] = found["measured"] / found["simulated_by_stage"]
     found["measured_over_theory"] = found["measured"] / found["theory"] if found["theory"] else None
     return {**found, "steps": len(each)}
 
@@ -115,12 +118,14 @@ def show(schedule: str, microbatches: int, found: dict[str, Any]) -> None:
     theory = (
         "     -      -" if found["theory"] is None else f"{found['theory']:6.2%} {found['measured_over_theory']:6.3f}"
     )
+    simulated = "  ".join(
+        f"{name} {found[key]:6.2%} {found[f'measured_over_{key}']:6.3f}"
+        for name, key in (("simulated", "simulated"), ("by stage", "simulated_by_stage"))
+    )
     print(
         f"{schedule:12} m={microbatches}  {found['measured']:6.2%} [{found['spread'][0]:.2%}..{found['spread'][1]:.2%}]"
-        f"  theory {theory}  simulated {found['simulated']:6.2%} {found['measured_over_simulated']:6.3f}"
-        f"  by stage {found['simulated_by_stage']:6.2%}  forward {found['forward_s'] * 1e3:5.1f} ms"
-        f"  uneven {found['uneven']:.2%}  start {found['start']:.2%}"
-        f"  {found['steps']} steps",
+        f"  theory {theory}  {simulated}  forward {found['forward_s'] * 1e3:5.1f} ms  uneven {found['uneven']:.2%}"
+        f"  start {found['start']:.2%}  {found['steps']} steps",
         flush=True,
     )
 
