@@ -14,7 +14,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING
 
 from evenly.errors import EvenlyError, UserError
-from evenly.plan import Plan, parse_plan
+from evenly.plan import parse_plan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from evenly.predict.question import Answer, Question, Subject
 
 WIDTH_OF_FILES = 100  # columns, where the output is read by no terminal
-# Of what the prediction knows nothing, with what it takes for granted.
-UNKNOWN = {"replicas": None, "gather": None, "compile": "off", "offload": "none"}
 TOKENS_ASSUMED = 2**20  # of a step, where nobody states a batch
 LEAST_MEMORY = 2**20
 UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12} | {
@@ -100,7 +98,7 @@ def _question(request: Request) -> tuple[Question, bool]:
 
     if request.step_s is not None and not 0 < request.step_s < math.inf:
         raise UserError(f"--step-time {request.step_s:g}", "no step takes so long", "give seconds: --step-time 2.5")
-    only = _predictable(parse_plan(request.only))
+    only = parse_plan(request.only)
     memory = None if request.memory is None else parse_memory(request.memory)
     cluster = _cluster(request)
     subject, batch = _subject(request)
@@ -118,17 +116,6 @@ def _question(request: Request) -> tuple[Question, bool]:
         top=request.top or 5,
     )
     return question, batch is None
-
-
-def _predictable(only: Plan) -> Plan:
-    """The plan, if it states nothing of which the prediction knows nothing. Raises `UserError`."""
-    if stated := [f"{key}={value}" for key, value in only.stated.items() if key in UNKNOWN and value != UNKNOWN[key]]:
-        raise UserError(
-            f"evenly plan --only {str(only)!r}",
-            f"what {', '.join(stated)} does to memory and time is not predicted",
-            "leave it out; evenly run takes it all the same",
-        )
-    return only
 
 
 def _is_job(request: Request) -> bool:

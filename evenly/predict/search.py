@@ -34,6 +34,8 @@ SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zbv")
 CHUNKS = (2, 3, 4, 5, 6, 8)  # stages per rank of interleaved, as far as there are blocks for them
 MICROBATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 UNEVEN = 1.1  # places of stages for each block
+# Of what the prediction knows nothing, with what it takes for granted.
+UNKNOWN = {"replicas": None, "gather": None, "compile": "off", "offload": "none"}
 SLACK = 1 - 1e-9  # of bounds, for rounding
 GIB = 2**30
 
@@ -62,9 +64,20 @@ class Choice(NamedTuple):
 
 def search(question: Question) -> Answer:
     """The best plans for a question. Raises `UserError` where no plan can split the batch or the model at all."""
+    _refuse_unknown(question.only)
     if question.step_s is not None:
         return _fewest(question, question.step_s)
     return _on(question, question.max_devices or question.cluster.size)
+
+
+def _refuse_unknown(only: Plan) -> None:
+    """Raises `UserError` where it states what the prediction knows nothing of."""
+    if stated := [f"{key}={value}" for key, value in only.stated.items() if key in UNKNOWN and value != UNKNOWN[key]]:
+        raise UserError(
+            f"find a plan that is {only}",
+            f"what {', '.join(stated)} does to memory and time is not predicted",
+            "leave it out of what is sought; evenly run takes it in a plan that is named",
+        )
 
 
 def _on(question: Question, devices: int) -> Answer:

@@ -166,3 +166,13 @@ def test_a_choice_is_a_plan_that_can_be_written() -> None:
         except PlanError:
             continue
         assert plan.ranks == 8 and parse_plan(str(plan)) == plan
+
+
+@pytest.mark.parametrize("only", ["offload=optimizer", "compile=blocks", "replicas=2"])
+def test_what_is_not_predicted_is_not_sought(only: str) -> None:
+    with pytest.raises(UserError, match="not predicted"):
+        search(question(SMALL, "4xA100", 16, only=parse_plan(only)))
+
+
+def test_what_is_taken_for_granted_may_be_said() -> None:
+    assert search(question(SMALL, "4xA100", 16, only=parse_plan("offload=none compile=off"))).plans

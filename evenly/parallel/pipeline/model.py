@@ -84,6 +84,11 @@ class StageRun:
         self._shown: dict[str, Absent] = {}
         self._places: dict[int, tuple[nn.Module, str, Known]] = {}  # of absent parameters, by id
 
+    def forget(self) -> None:
+        """Lets go of what was received and met: the run and the absent tensors that it made hold each other."""
+        for held in (self._inbox, self._met, self._shown, self._places):
+            held.clear()
+
     # ------------------------------------------------------------------------------- as an absent tensor's owner
     @property
     def watching(self) -> AbstractContextManager[object] | None:
@@ -332,9 +337,14 @@ class StagedModel:
         self, stage: int, inbox: Payload, compute: Callable[[], Any], *, training: bool
     ) -> tuple[Payload | None, Any]:
         """Runs `stage`; `compute` runs the job's loss. What it sends on, or (None, the result) of the last stage."""
-        last = stage == self.staging.stages - 1
-        run = self.running = StageRun(self, stage, inbox, training=training)
-        watching = self.staging.takes_between(training=training)
+        run = StageRun(self, stage, inbox, training=training)
+        try:
+            return self._forward(run, compute, watching=self.staging.takes_between(training=training))
+        finally:
+            run.forget()
+
+    def _forward(self, run: StageRun, compute: Callable[[], Any], *, watching: bool) -> tuple[Payload | None, Any]:
+        self.running = run
         try:
             with Between(run) if watching else nullcontext():
                 result = compute()
@@ -354,9 +364,9 @@ class StagedModel:
             ) from problem
         finally:
             self.running = None
-        if not last:
+        if run.stage < self.staging.stages - 1:
             raise RunError(
-                f"running stage {stage} of the model",
+                f"running stage {run.stage} of the model",
                 "the model's code came to its end before the next stage began",
                 f"let it run all blocks, and not catch every exception, or {OTHER_AXIS}",
             )
