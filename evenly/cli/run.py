@@ -8,15 +8,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from evenly.cluster.environment import CHECK_VARIABLE, OPTIONS_VARIABLE, available_cores, find_here
+from evenly.cluster.environment import CHECK_VARIABLE, OPTIONS_VARIABLE, find_here
 from evenly.cluster.launch import Launch, start_ranks, warm_up
+from evenly.cluster.text import local_devices
 from evenly.errors import PlanError, UserError
 from evenly.jobfile import owns_loop, parse_settings
 from evenly.plan import Plan, parse_plan
 
 # What every rank needs; torch._dynamo and the distributed checkpoint are imported by the first optimizer and save.
 PRELOAD = ["evenly.train.loop", "evenly.train.resume", "torch._dynamo"]
-MOST_CPU_RANKS = 8  # beyond, processes cost more than they bring; --devices overrules it
 EXIT_INTERRUPTED = 130
 
 
@@ -144,9 +144,7 @@ def devices_here(planned: int | None, nodes: int) -> int:
     """Ranks to start on this machine: what the plan says, else all GPUs, else CPU processes."""
     if planned is not None:
         return max(1, planned // nodes)
-    import torch
-
-    return torch.cuda.device_count() or min(available_cores(), MOST_CPU_RANKS)
+    return local_devices()
 
 
 def _one_process(plan: Plan, nodes: int) -> int:

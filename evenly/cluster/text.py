@@ -19,7 +19,7 @@ from evenly.cluster.fabric import network_names
 from evenly.errors import UserError
 
 LOCAL = "local"
-MOST_CPU_RANKS = 8  # as `evenly run` starts
+MOST_CPU_RANKS = 8  # beyond, processes cost more than they bring; --devices overrules it
 ACCEPTED = (
     "write 8xH100, 4x8xH100 (nodes x devices x kind), 4x8xH100@400 (Gb/s per device to other nodes), local or FILE.toml"
 )
