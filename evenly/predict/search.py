@@ -31,6 +31,7 @@ from evenly.predict.question import Answer, Question
 from evenly.predict.time import message_seconds, tail_seconds
 
 SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zbv")
+SPLITTING = ("zero-bubble", "zbv")
 CHUNKS = (2, 3, 4, 5, 6, 8)  # stages per rank of interleaved, as far as there are blocks for them
 MICROBATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 UNEVEN = 1.1  # places of stages for each block
@@ -281,7 +282,9 @@ def choices_of(question: Question, devices: int) -> Iterator[Choice]:
                 [*_microbatches(question, data)],
                 [*_orders(question, pipeline)],
             ):
-                yield Choice(data, tensor, pipeline, zero, shard, recompute, sequence, microbatch, schedule, chunks)
+                # What is computed anew comes with a whole backward pass: nothing is left to split.
+                if recompute == "none" or schedule not in SPLITTING or only.schedule is not None:
+                    yield Choice(data, tensor, pipeline, zero, shard, recompute, sequence, microbatch, schedule, chunks)
 
 
 def _stated(value: Any, open_choices: Sequence[Any]) -> Sequence[Any]:
