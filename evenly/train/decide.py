@@ -23,7 +23,6 @@ from evenly.comm.operations import gather_values
 from evenly.errors import EvenlyError, PlanError, UserError
 from evenly.job import Job
 from evenly.plan import Plan, with_microbatch
-from evenly.train.choose import as_recorded, choose
 from evenly.train.options import RunOptions
 
 
@@ -64,6 +63,8 @@ def decide(job: Job, options: RunOptions, place: Place) -> Decision:
     """How `job` runs on the ranks of `place`; called on one rank, before a model is built anywhere."""
     recorded = recorded_microbatch(options.out) if options.resume and options.out else None
     if options.search:
+        from evenly.train.choose import as_recorded, choose  # takes half as long to import as all else of a run
+
         # A microbatch that is neither stated nor recorded is the search's to choose.
         asked = job if recorded is None else with_microbatch(job, Plan(), recorded=recorded)
         found = choose(asked, options.plan or Plan(), place)
