@@ -17,11 +17,12 @@ from evenly.cluster.device import find_device
 from evenly.errors import UserError
 from evenly.model.parts import Recompute
 from evenly.model.shape import Activation, Shape
-from evenly.model.transformer import Split, transformer_parts
+from evenly.model.transformer import transformer_parts
 from evenly.predict.footprint import footprints
 from evenly.predict.setup import Setup
+from evenly.predict.shapes import split_of
 from evenly.predict.speeds import Library, library_named, speeds_of
-from evenly.predict.time import Machine, spread, step_time
+from evenly.predict.time import Machine, stage_layers, step_time
 
 MOST_MICROBATCHES = 100_000  # of a step
 Cells = Mapping[str, str]  # of a row, by column; empty where the file says nothing
@@ -44,7 +45,7 @@ def predict_row(row: Cells) -> Predicted:
     library = library_named(case.library)
     parts = parts_of(case, library)
     machine = Machine(case.cluster, speeds_of(case.cluster), library)
-    layers = case.setup.layers or spread(len(parts.blocks), case.setup.pipeline * case.setup.stages_per_rank)
+    layers = stage_layers(parts, case.setup)
     return Predicted(
         step_s=step_time(parts, case.setup, machine)[0].step_s,
         peak_bytes=max(one.peak for one in footprints(parts, layers, case.setup, library.holdings)),
@@ -65,15 +66,7 @@ def parts_of(case: Case, library: Library):
     setup = case.setup
     # GPT-3 is the only model of these sources that NeMo trains with dropout.
     dropout = library.kernels.dropout or (case.library == "nemo" and "GPT3" in case.row["model"])
-    split = Split(
-        samples=setup.microbatch,
-        sequence=setup.sequence,
-        tensor=setup.tensor,
-        split_sequence=setup.split_sequence,
-        context=setup.context,
-        dtype=setup.dtype,
-    )
-    return transformer_parts(case.shape, split, replace(library.kernels, dropout=dropout))
+    return transformer_parts(case.shape, split_of(setup), replace(library.kernels, dropout=dropout))
 
 
 # ------------------------------------------------------------------------------------------------------- reading cells

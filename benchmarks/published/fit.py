@@ -32,7 +32,7 @@ PRIORS = HERE / "priors.toml"
 TOLERANCE = 0.05
 ROUNDS = 12
 # Facts rather than fits.
-FIXED = {"weight_bytes", "gradient_bytes", "messages_hidden"}
+FIXED = {"weight_bytes", "gradient_bytes"}
 # How far a number may be from its prior: standard deviation of its logarithm, by its name or its table's.
 LOOSE = {"matmul": 0.1, "attention": 0.15, "bandwidth_share": 0.1, "traffic": 0.4, "start_s": 0.5, "narrow": 0.7}
 LOOSE |= {"passes": 0.3, "host_s": 0.5, "tensor_host_s": 0.5, "tensor_s": 0.7, "message_s": 0.7, "uneven": 0.7}

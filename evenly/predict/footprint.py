@@ -158,8 +158,3 @@ def _gathered(blocks: Sequence[Part], outside: Sequence[Part], setup: Setup, hol
 def _loss_bytes(after: Part, holdings: Holdings) -> float:
     """Of the logits of one microbatch with what the loss makes of them, and of what the head keeps."""
     return after.logits * holdings.logit + after.kept_bytes["none"]
-
-
-def worst(found: Sequence[MemoryByCause]) -> int:
-    """The rank that holds most."""
-    return max(range(len(found)), key=lambda rank: found[rank].peak)

@@ -62,6 +62,11 @@ CAUSES_OF_MEMORY = tuple(one.name for one in fields(MemoryByCause))
 CAUSES_OF_TIME = tuple(one.name for one in fields(TimeByCause))
 
 
+def worst(ranks: Sequence[MemoryByCause]) -> int:
+    """The rank that holds most."""
+    return max(range(len(ranks)), key=lambda rank: ranks[rank].peak)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
     """A plan with what is predicted of it.
@@ -91,7 +96,7 @@ class Prediction:
     @property
     def worst(self) -> int:
         """The rank of the pipeline axis that needs most memory."""
-        return max(range(len(self.memory)), key=lambda rank: self.memory[rank].peak)
+        return worst(self.memory)
 
     @property
     def peak_bytes(self) -> float:

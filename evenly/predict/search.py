@@ -21,7 +21,6 @@ from evenly.predict.planned import (
     Candidate,
     candidate_of,
     layers_of,
-    predict_plan,
     predicted,
     seconds_of_parts,
     time_of,
@@ -39,8 +38,6 @@ UNEVEN = 1.1  # places of stages for each block
 UNKNOWN = {"replicas": None, "gather": None, "compile": "off", "offload": "none"}
 SLACK = 1 - 1e-9  # of bounds, for rounding
 GIB = 2**30
-
-__all__ = ["predict_plan", "search"]
 
 
 class Choice(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from evenly.job import Precision
@@ -63,22 +63,28 @@ class ShapeSubject:
 
     def parts(self, plan: Plan, setup: Setup) -> Parts:
         """Its parts; equal asks are answered once."""
-        split = Split(
-            samples=setup.microbatch,
-            sequence=setup.sequence if self.shape.vocab else self.shape.sequence,
-            tensor=setup.tensor,
-            split_sequence=setup.split_sequence,
-            context=setup.context,
-            dtype=setup.dtype,
-            element_bytes=4 if setup.dtype == "float32" else 8 if setup.dtype == "float64" else 2,
-        )
-        return _parts(self.shape, split, self.kernels)
+        # Patches of an image are as many as its shape says, whatever counts as tokens.
+        asked = setup if self.shape.vocab else replace(setup, sequence=self.shape.sequence)
+        return _parts(self.shape, split_of(asked), self.kernels)
 
     def memory(
         self, plan: Plan, setup: Setup, layers: Sequence[int], library: Library, ranks: Sequence[int] | None = None
     ) -> list[MemoryByCause]:
         """By what the library holds."""
         return footprints(self.parts(plan, setup), layers, setup, library.holdings, ranks)
+
+
+def split_of(setup: Setup) -> Split:
+    """What one rank has of a microbatch."""
+    return Split(
+        samples=setup.microbatch,
+        sequence=setup.sequence,
+        tensor=setup.tensor,
+        split_sequence=setup.split_sequence,
+        context=setup.context,
+        dtype=setup.dtype,
+        element_bytes=4 if setup.dtype == "float32" else 8 if setup.dtype == "float64" else 2,
+    )
 
 
 @lru_cache(maxsize=512)

@@ -98,7 +98,7 @@ class Library:
     splits_sequence: whether its tensor axis shares the tokens too, in every plan.
     tensor_s:       of each collective of the tensor axis besides its bytes. tensor_hidden: share hidden by products.
     data_hidden:    share of the data axis' collectives that the last backward pass hides.
-    message_s:      of each message of a pipeline. messages_hidden: share of it that computing hides.
+    message_s:      of each message of a pipeline.
     messages_split: whether each rank of the tensor axis sends its part of an activation only.
     message_bytes_per_s: of all devices of a node together, where messages go through the host; 0 where they do not.
     gather:         "overlapped" or "serial": whether zero=3 communicates while it computes. gather_share: of the
@@ -123,7 +123,6 @@ class Library:
     tensor_hidden: float
     data_hidden: float
     message_s: float
-    messages_hidden: float
     messages_split: bool
     message_bytes_per_s: float
     gather: Literal["overlapped", "serial"]

@@ -185,11 +185,14 @@ def spread(blocks: int, stages: int) -> tuple[int, ...]:
     return tuple(max(0, min(each, blocks - each * stage)) for stage in range(stages))
 
 
+def stage_layers(parts: Parts, setup: Setup) -> tuple[int, ...]:
+    """Blocks of each stage: as the setup says, else spread."""
+    return setup.layers or spread(len(parts.blocks), setup.pipeline * setup.stages_per_rank)
+
+
 def step_time(parts: Parts, setup: Setup, machine: Machine) -> tuple[TimeByCause, float]:
     """The time of a step by cause, and the mean bubble over the ranks of the pipeline."""
-    stages_in_all = setup.pipeline * setup.stages_per_rank
-    layers = setup.layers or spread(len(parts.blocks), stages_in_all)
-    stages = stage_times(parts, layers, setup, machine)
+    stages = stage_times(parts, stage_layers(parts, setup), setup, machine)
     message = message_seconds(parts, setup, machine)
     makespan, busy = _simulated(stages, message, setup)
     slowest = max(range(len(busy)), key=busy.__getitem__)
@@ -238,7 +241,7 @@ def message_seconds(parts: Parts, setup: Setup, machine: Machine) -> float:
     taken = seconds("send", size, group, machine.cluster) + library.message_s
     if library.message_bytes_per_s:
         taken += size * min(stride, domain) / library.message_bytes_per_s
-    return taken * (1 - library.messages_hidden)
+    return taken
 
 
 def _reduction_tail(stages: Sequence[StageTime], setup: Setup, machine: Machine) -> float:

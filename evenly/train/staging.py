@@ -16,13 +16,13 @@ from evenly.data.loader import Loader, share_of_evaluation, share_of_step
 from evenly.errors import EvenlyError, PlanError
 from evenly.job import Job
 from evenly.parallel.pipeline.model import StagedModel
-from evenly.parallel.pipeline.orders import orders
 from evenly.parallel.pipeline.stages import Segment, Staging
 from evenly.parallel.pipeline.survey import find_segments, find_staging
 from evenly.parallel.recompute import CachesOff
 from evenly.plan import Plan, with_microbatch
 from evenly.plan.cut import Memory, cut
-from evenly.plan.schedule import in_flight, rank_of_stage, runnable
+from evenly.plan.orders import in_flight_of
+from evenly.plan.schedule import rank_of_stage, runnable
 from evenly.train.build import build_model
 from evenly.train.precision import autocast, place_batch
 
@@ -148,7 +148,7 @@ def _held_at_once(plan: Plan, microbatches: int) -> list[int]:
     assert isinstance(plan.pipeline, int)
     per_rank = plan.stages_of_each_rank
     runs = runnable(plan.order, plan.pipeline, per_rank, max(1, microbatches))
-    of_ranks = [iter(held) for held in in_flight(orders(plan.order, plan.pipeline, per_rank, runs))]
+    of_ranks = [iter(held) for held in in_flight_of(plan.order, plan.pipeline, per_rank, runs)]
     return [next(of_ranks[rank]) for rank in rank_of_stage(plan.order, plan.pipeline, per_rank)]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -289,6 +291,25 @@ def test_what_other_stages_hold_takes_no_memory_here() -> None:
     assert held[0] & held[1] == {"embed.weight"}
     assert staging.shared == {"embed.weight": (0, 1)}
     assert "blocks.0.up.weight" in held[0] and "blocks.7.up.weight" in held[1] and "norm.weight" in held[1]
+
+
+def test_a_stage_lets_go_of_what_it_received() -> None:
+    """At once, not when Python's collector comes by."""
+    job = PIPELINE_JOBS["several"](precision="float64", eval_data=None)
+    by_hand, batch = ByHand(job, "pipeline=2"), batches_of(job)[0]
+    payload, _ = by_hand.forward(0, [], batch, 0)
+    given = [None if one is None else one.detach().clone() for one in payload]
+    watched = [weakref.ref(one) for one in given if one is not None]
+    del payload
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.no_grad():
+            by_hand.forward(1, given, batch, 0)
+        del given
+        assert watched and not any(one() is not None for one in watched)
+    finally:
+        gc.enable()
 
 
 def test_a_tied_weight_stays_tied() -> None:

@@ -11,8 +11,8 @@ import pytest
 from evenly.model.known import find_shape
 from evenly.model.parts import Parts
 from evenly.model.transformer import Kernels, Split, transformer_parts
-from evenly.predict.footprint import Holdings, footprints, kept_of_stages, worst
-from evenly.predict.prediction import MemoryByCause
+from evenly.predict.footprint import Holdings, footprints, kept_of_stages
+from evenly.predict.prediction import MemoryByCause, worst
 from evenly.predict.setup import Setup
 
 ADAM = Holdings(weights=2.0, gradients=2.0, optimizer=12.0, gathered=0.0, reduced=0.0, logit=0.0)

@@ -40,7 +40,7 @@ def test_fitted_kinds_are_known_and_stand_once() -> None:
 def test_every_library_loads(name: str) -> None:
     library = library_named(name)
     assert library.holdings.weights > 0 and library.passes > 0
-    assert 0 <= library.tensor_hidden <= 1 and 0 <= library.data_hidden <= 1 and 0 <= library.messages_hidden <= 1
+    assert 0 <= library.tensor_hidden <= 1 and 0 <= library.data_hidden <= 1
     assert library.kernel in _tables()["shares"]["attention"]
 
 

@@ -16,6 +16,7 @@ from evenly.model.parts import Recompute
 from evenly.model.transformer import Split, transformer_parts
 from evenly.predict.prediction import TimeByCause
 from evenly.predict.setup import Setup
+from evenly.predict.shapes import split_of
 from evenly.predict.speeds import library_named, library_names, speeds_of
 from evenly.predict.time import Machine, beside, message_seconds, spread, stage_times, step_time
 
@@ -34,15 +35,7 @@ def step(setup: Setup, on: Machine | None = None, model: str = "llama-3.1-8b") -
 
 def both(setup: Setup, on: Machine | None = None, model: str = "llama-3.1-8b") -> tuple[TimeByCause, float]:
     on, setup = on or machine(), replace(setup, sequence=2048)
-    split = Split(
-        samples=setup.microbatch,
-        sequence=setup.sequence,
-        tensor=setup.tensor,
-        split_sequence=setup.split_sequence,
-        context=setup.context,
-        dtype=setup.dtype,
-    )
-    return step_time(transformer_parts(find_shape(model), split, on.library.kernels), setup, on)
+    return step_time(transformer_parts(find_shape(model), split_of(setup), on.library.kernels), setup, on)
 
 
 def computing(one: TimeByCause) -> float:
@@ -180,7 +173,6 @@ def test_messages_of_a_pipeline_take_time_between_nodes() -> None:
     assert 0 < step(setup, near).pipeline < step(setup, far).pipeline
     parts = transformer_parts(LLAMA, Split(samples=1, sequence=2048), near.library.kernels)
     assert message_seconds(parts, replace(setup, pipeline=1), near) == 0
-    assert step(setup, machine(messages_hidden=1.0)).pipeline == 0
 
 
 def test_a_host_that_is_slower_than_the_device_is_waited_for() -> None:
