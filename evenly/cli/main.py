@@ -35,8 +35,11 @@ def run_command(
     context: typer.Context,
     job: JobFile,
     plan: Annotated[
-        str, typer.Option(help="How to split, for example ddp or tensor=2; auto seeks the fastest plan that fits.")
-    ] = "ddp",
+        str | None,
+        typer.Option(
+            help="How to split, for example zero3 or tensor=2; auto seeks the fastest that fits (default: ddp)."
+        ),
+    ] = None,
     devices: Devices = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run (default: runs/NAME-N).")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of the whole run (default: the job's).")] = None,

@@ -26,7 +26,7 @@ class RunRequest:
 
     job: Path
     arguments: list[str]
-    plan: str
+    plan: str | None
     devices: int | None
     out: Path | None
     steps: int | None
@@ -42,7 +42,7 @@ class RunRequest:
 
 def run(request: RunRequest) -> int:
     """Trains; returns the exit code."""
-    plan = parse_plan(request.plan)
+    plan = parse_plan(request.plan or "ddp")
     script = owns_loop(request.job)
     if request.arguments and not script:
         raise UserError(

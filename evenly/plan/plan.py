@@ -278,7 +278,7 @@ class Plan:
         return replace(self, precision=precision, exact=self.exact or ("rounding" if problem else "bitwise"))
 
     def __str__(self) -> str:
-        return " ".join(f"{key}={value}" for key, value in self.stated.items()) or "auto"
+        return " ".join(f"{key}={value}" for key, value in self.stated.items()) or "ddp"
 
     @property
     def stated(self) -> dict[str, Any]:

@@ -44,8 +44,10 @@ class RunOptions:
         return cls(plan and parse_plan(plan), out and Path(out), *others)
 
 
-def asked_plan(text: str) -> tuple[Plan | None, bool]:
+def asked_plan(text: str | None) -> tuple[Plan | None, bool]:
     """What `text` states, None for nothing, and whether the word `auto` in it asks for the best such plan."""
+    if text is None:
+        return None, False
     words = text.replace(",", " ").split()
     rest = [word for word in words if word != "auto"]
     return (parse_plan(" ".join(rest)) if rest or not words else None), "auto" in words

@@ -651,7 +651,7 @@ def start(
     What `evenly run` was told on its command line stands in for what is left out here.
     Raises `UserError` (with `PlanError`) where the job, the plan and the world do not fit together.
     """
-    named, sought = asked_plan(plan) if isinstance(plan, str) else (plan, False)
+    named, sought = (plan, False) if isinstance(plan, Plan) else asked_plan(plan)
     return start_as_told(job, RunOptions(named, Path(out) if out else None, steps, resume, search=sought))
 
 

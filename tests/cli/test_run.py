@@ -57,6 +57,22 @@ def test_a_run_writes_its_folder_and_one_json_document(alone: Path, tmp_path: Pa
         assert torch.equal(tensor, weights(out, 12)[name]), name
 
 
+def test_a_script_names_its_own_plan(tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(JOB.parent)!r})\nimport evenly\nfrom cli_job import job\n"
+        "if __name__ == '__main__':\n"
+        f"    with evenly.start(job(steps=2), plan='zero2', out={str(tmp_path / 'out')!r}) as run:\n"
+        "        for batch in run.batches():\n"
+        "            run.step(batch)\n"
+    )
+    done = evenly("run", script, "--devices", 2, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out" / "plan.json").read_text())["plan"].startswith("data=2 zero=2")
+    done = evenly("run", script, "--devices", 2, "--plan", "ddp", folder=tmp_path)
+    assert done.returncode == 2 and "the script itself asks for zero=2" in done.stderr
+
+
 def start(*arguments: object, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*COMMAND, "run", str(JOB), *map(str, arguments)], cwd=folder, env=environment(), text=True,
