@@ -112,7 +112,10 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
 def _serve(connection: Connection) -> None:
     import torch
 
+    from evenly.parallel import shards
+
     torch.set_num_threads(1)
+    shards.SMALL_BYTES = 0  # the blocks of small models are units, as those of large ones are
     while True:
         try:
             function, args, environment, path = connection.recv()

@@ -84,9 +84,8 @@ GROUPS = [
     ["single1", "single2", "ddp", "fsdp2"],
     ["ddp", "accelerate", "fabric", "lightning", "lightning_bare"],
     ["ddp", "hf", "accelerate_exact"],
-    ["ddp", "zero0", "zero1", "zero2", "zero3"],
+    ["ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2", "evenly_zero2", "evenly_zero3"],
     ["ddp", "evenly", "evenly_rounding", "hf_rebalance"],
-    ["ddp", "fsdp2", "evenly_zero2", "evenly_zero3"],
 ]
 
 

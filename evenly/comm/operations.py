@@ -28,6 +28,7 @@ from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from evenly.comm.added import add
 from evenly.comm.agreement import check_call
 from evenly.comm.backend import all_gather_single, reduce_scatter_single
 from evenly.comm.groups import Group
@@ -54,7 +55,6 @@ _TORCH = {
     "product": dist.ReduceOp.PRODUCT,
 }
 _LOCAL: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sum": torch.add,
     "min": torch.minimum,
     "max": torch.maximum,
     "product": torch.mul,
@@ -312,42 +312,59 @@ def reduce_scatter(
     *,
     dim: int = 0,
     sizes: Sequence[int] | None = None,
+    added_in: torch.dtype | None = None,
     label: str = "",
 ) -> Pending[torch.Tensor]:
     """A new tensor: this rank's piece of the reduction of the ranks' tensors, which all have one shape.
 
+    added_in: the type of the result, in which the ranks' numbers are added up; by default that of `tensor`.
     label: what it is, for messages.
     """
-    carried = _carried(tensor, reduction)
-    serial = _enter(group, "reduce_scatter", tensor, detail=_detail(f"{reduction} along {dim}", sizes), label=label)
+    carried, into = _carried(tensor, reduction), tensor.dtype if added_in is None else added_in
+    detail = _detail(f"{reduction} along {dim}", sizes)
+    serial = _enter(group, "reduce_scatter", tensor, detail=detail, label=label)
     lengths = _sizes_of_cut(tensor, dim, sizes, group)
     dim %= tensor.ndim  # complex numbers are carried with one more dim
     shape = _with(tensor.shape, dim, lengths[group.position])
     if group.size == 1:
-        return _Begun(group, serial, (), tensor.detach().clone)
+        return _Begun(group, serial, (), lambda: tensor.detach().to(into, copy=True))
     if not tensor.numel():
-        return _Begun(group, serial, (), lambda: tensor.new_empty(shape))
-    carried = carried.movedim(dim, 0)
-    landing = carried.new_empty(lengths[group.position], *carried.shape[1:])
-    result = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-    if len(set(lengths)) == 1:
+        return _Begun(group, serial, (), lambda: tensor.new_empty(shape, dtype=into))
+    carried = carried.movedim(dim, 0).contiguous()
+    added = carried.dtype if added_in is None else added_in
+
+    def finish(reduced: torch.Tensor) -> torch.Tensor:
+        if reduction == "mean":
+            reduced.div_(group.size)
+        whole = torch.view_as_complex(reduced) if tensor.is_complex() else reduced
+        return whole.movedim(0, dim).to(into).contiguous()
+
+    if len(set(lengths)) == 1 and not adds_here(group):
+        landing = carried.new_empty(lengths[group.position], *carried.shape[1:], dtype=added)
         work = reduce_scatter_single(
-            landing, carried.contiguous(), _torch_reduction(reduction), group=group.handle, async_op=True
+            landing, carried.to(added), _torch_reduction(reduction), group=group.handle, async_op=True
         )
-        return _Begun(
-            group, serial, _works(work), lambda: _reduced_back(landing.movedim(0, dim), result, group.size, reduction)
-        )
-    pieces = list(carried.split(lengths))
-    exchange = _exchange(pieces, [landing.shape] * group.size, group)
+        return _Begun(group, serial, _works(work), lambda: finish(landing))
+    row = carried[0].numel()
+    exchange = _exchange_packed(
+        carried.view(-1), [row * n for n in lengths], [row * lengths[group.position]] * group.size, group
+    )
+    piece = (lengths[group.position], *carried.shape[1:])
 
-    def finish() -> torch.Tensor:
-        received = exchange.wait()
-        total = received[0]
-        for piece in received[1:]:  # in the order of positions, whatever came first
-            total = _LOCAL["sum" if reduction == "mean" else reduction](total, piece)
-        return _reduced_back(total.movedim(0, dim), result, group.size, reduction)
+    def add_up() -> torch.Tensor:
+        received = exchange.wait().split(row * lengths[group.position])
+        return finish(_reduced_here(received, added, reduction).view(piece))
 
-    return _Begun(group, serial, (), finish)
+    return _Begun(group, serial, (), add_up)
+
+
+def adds_here(group: Group) -> bool:
+    """Whether what `reduce_scatter` reduces are the pieces as they came, exchanged as they are.
+
+    gloo has no other way than to reduce whole tensors on every rank, which moves twice the bytes, in the type that they
+    are added in.
+    """
+    return group.device.type == "cpu"
 
 
 @Operation
@@ -507,6 +524,17 @@ def _reduced_back(carried: torch.Tensor, tensor: torch.Tensor, ranks: int, reduc
     return _put_back(carried, tensor)
 
 
+def _reduced_here(pieces: Sequence[torch.Tensor], dtype: torch.dtype, reduction: Reduction) -> torch.Tensor:
+    """In the order of positions, whatever came first; in memory of its own."""
+    total = pieces[0].to(dtype, copy=True)
+    for piece in pieces[1:]:
+        if reduction in ("sum", "mean"):
+            add(total, piece)
+        else:
+            total = _LOCAL[reduction](total, piece)
+    return total
+
+
 # ----------------------------------------------------------------------------------------------------- pieces
 def _with(shape: Sequence[int], dim: int, length: int) -> list[int]:
     lengths = list(shape)
@@ -560,18 +588,25 @@ def _exchange(
     pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], group: Group
 ) -> _Begun[list[torch.Tensor]]:
     """Piece i goes to position i; the pieces that come have `shapes` and the same dtype."""
-    dtype, device, width = pieces[0].dtype, pieces[0].device, pieces[0].element_size()
-    sent = torch.cat([_bytes(_contiguous(piece)) for piece in pieces])
-    counts = [width * piece.numel() for piece in pieces]
-    expected = [width * torch.Size(shape).numel() for shape in shapes]
-    landing = torch.empty(sum(expected), dtype=torch.uint8, device=device)
-    work = dist.all_to_all_single(landing, sent, expected, counts, group=group.handle, async_op=True)
+    sent = torch.cat([_contiguous(piece).view(-1) for piece in pieces])
+    expected = [torch.Size(shape).numel() for shape in shapes]
+    exchange = _exchange_packed(sent, [piece.numel() for piece in pieces], expected, group)
 
     def finish() -> list[torch.Tensor]:
-        parts = landing.split(expected)
-        return [part.view(dtype).view(list(shape)) for part, shape in zip(parts, shapes, strict=True)]
+        parts = exchange.wait().split(expected)
+        return [part.view(list(shape)) for part, shape in zip(parts, shapes, strict=True)]
 
-    return _Begun(group, 0, _works(work), finish)
+    return _Begun(group, 0, (), finish)
+
+
+def _exchange_packed(
+    sent: torch.Tensor, counts: Sequence[int], expected: Sequence[int], group: Group
+) -> _Begun[torch.Tensor]:
+    """`_exchange` of pieces that lie one behind the other in `sent`, 1D; so do those that come. Lengths in elements."""
+    width, landing = sent.element_size(), sent.new_empty(sum(expected))
+    there, back = ([width * count for count in one] for one in (counts, expected))
+    work = dist.all_to_all_single(_bytes(landing), _bytes(sent), back, there, group=group.handle, async_op=True)
+    return _Begun(group, 0, _works(work), lambda: landing)
 
 
 _ANNOUNCED_DIMS = 16

@@ -74,12 +74,17 @@ def _reduce_scatter(
     *_: Any,
     dim: int = 0,
     sizes: Sequence[int] | None = None,
+    added_in: torch.dtype | None = None,
     label: str = "",
 ) -> _Done:
     lengths = operations.even_sizes(tensor.shape[dim], group.size) if sizes is None else sizes
-    moved = tensor.movedim(dim, 0)
-    landing = moved.new_empty(lengths[group.position], *moved.shape[1:])
-    result = torch.empty_like(landing.movedim(0, dim))
-    reduced = moved.contiguous().clone()  # gloo reduces a copy
-    del reduced
-    return _Done(lambda: result)
+    sent = tensor.movedim(dim, 0).contiguous()
+    received = [torch.empty_like(sent)]  # the ranks' pieces
+
+    def wait() -> torch.Tensor:
+        shape = (lengths[group.position], *sent.shape[1:])
+        total = sent.new_empty(shape, dtype=added_in or sent.dtype)
+        received.clear()
+        return total.movedim(0, dim).contiguous()
+
+    return _Done(wait)

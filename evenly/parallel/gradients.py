@@ -22,10 +22,10 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-import numpy as np
 import torch
 from torch import nn
 
+from evenly.comm.added import add
 from evenly.comm.groups import Group
 from evenly.comm.operations import Pending, all_reduce
 from evenly.errors import RunError, UserError
@@ -414,15 +414,6 @@ def check_gradient(name: str, gradient: torch.Tensor, *, sent: bool) -> None:
             "it arrived a second time within one backward",
             "checkpoint with use_reentrant=False, and leave calling backward to evenly",
         )
-
-
-def add(total: torch.Tensor, gradient: torch.Tensor) -> None:
-    """total += gradient. torch first makes a copy of the gradient in the wider type, numpy converts as it goes."""
-    if gradient.dtype is torch.float32 and total.dtype is torch.float64 and not gradient.is_cuda:
-        with np.errstate(invalid="ignore"):  # a gradient that overflowed is found by its norm
-            np.add(total.numpy(), gradient.numpy(), out=total.numpy())
-    else:
-        total.add_(gradient)
 
 
 def in_backward_order(named: Iterable[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:

@@ -31,11 +31,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from evenly.cluster.world import World
-from evenly.comm.operations import Pending, all_gather, all_reduce, reduce_scatter
+from evenly.comm.added import add
+from evenly.comm.operations import Pending, adds_here, all_gather, all_reduce, reduce_scatter
 from evenly.parallel.gradients import (
     Gradients,
     Parts,
-    add,
     begin_numbers,
     check_gradient,
     in_backward_order,
@@ -139,13 +139,15 @@ class Bucket:
     sums:      1D, what all ranks' gradients of this rank's pieces add up to, of the dtype that they are added in; from
                the first round of a step on.
     gradients: 1D, the same divided by the weight, of the parameters' dtype; until the next step.
+    sent_in:   the dtype of what a rank sends in a round.
     waiting:   parts whose gradient of this round is still to come.
     """
 
-    def __init__(self, parts: list[Part], *, wide: bool) -> None:
+    def __init__(self, parts: list[Part], *, wide: bool, narrow: bool) -> None:
         first, last = parts[0], parts[-1]
         self.parts, self.dtype, self.device = parts, first.parameter.dtype, first.parameter.device
         self.added_in = torch.float64 if wide else self.dtype
+        self.sent_in = self.dtype if narrow else self.added_in
         self.length = last.place.offset + last.place.length  # of a rank's row
         self.sums = self.gradients = NOTHING
         self.waiting = 0
@@ -157,7 +159,7 @@ class Bucket:
 
     def pack(self, ranks: int) -> torch.Tensor:
         """What this rank adds in this round, as rows; forgets the totals."""
-        packed = torch.empty((ranks, self.length), dtype=self.added_in, device=self.device)
+        packed = torch.empty((ranks, self.length), dtype=self.sent_in, device=self.device)
         for part in self.parts:
             part.place.pack(part.total, packed)
             part.total = None
@@ -189,7 +191,8 @@ class PartitionedGradients(Gradients):
         self._position = self._group.position
         self._scalars = [Scalar(name, p) for name, p in named if p.dim() == 0]
         cut = in_backward_order((name, p) for name, p in named if p.dim() > 0)
-        self.buckets = [Bucket(_parts(group, self._group.size), wide=wide) for group in cut]
+        narrow = zero == 2 and adds_here(self._group)  # one microbatch in a round: nothing is lost
+        self.buckets = [Bucket(_parts(group, self._group.size), wide=wide, narrow=narrow) for group in cut]
         self._parts = [part for bucket in self.buckets for part in bucket.parts]
         self.cuts = [_cut(part, part.place.own(self._position), mesh) for part in self._parts]
         split = sum(part.parameter.numel() for part in self._parts if part.place.length < part.parameter.numel())
@@ -350,7 +353,7 @@ class PartitionedGradients(Gradients):
             if len(self._flying) == IN_FLIGHT:
                 self._land()
             packed = bucket.pack(self._group.size)
-            pending = reduce_scatter.begin(packed.view(-1), self._group, label=bucket.label)
+            pending = reduce_scatter.begin(packed.view(-1), self._group, added_in=bucket.added_in, label=bucket.label)
             self._flying.append((bucket, pending))
         self._sent = max(self._sent, end)
 

@@ -17,8 +17,8 @@ Order. Ranks meet inside the forward and the backward of every unit, so each run
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
-from itertools import chain
-from typing import Any
+from itertools import chain, pairwise
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -26,8 +26,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from evenly.cluster.world import World
+from evenly.comm.backend import all_gather_single
 from evenly.comm.groups import Group
-from evenly.comm.operations import Pending
+from evenly.comm.operations import Pending, adds_here, reduce_scatter
 from evenly.errors import PlanError, RunError
 from evenly.model.blocks import Block, find_blocks
 from evenly.parallel.gradients import Gradients, Parts, begin_numbers, norm_of_parts, refuse_thawed, trainable
@@ -37,11 +38,21 @@ from evenly.parallel.optimizer import Cut
 from evenly.parallel.partition import Place
 from evenly.parallel.shown import held_parameters
 
+SMALL_BYTES = 4 << 20  # so much is gathered with the root: cut apart it saves less than it costs to begin gathering
 ORDERS = 65_521  # so many orders of units are told apart; a prime, whose square is exact in float64 times any world
 
 
+def large_ones(sizes: Sequence[int]) -> list[bool]:
+    """Which blocks of these bytes are worth a unit each: the smallest, as many as are small together, are not."""
+    room, large = SMALL_BYTES, [True] * len(sizes)
+    for number in sorted(range(len(sizes)), key=lambda at: sizes[at]):
+        room -= sizes[number]
+        large[number] = room < 0
+    return large
+
+
 def units_of(model: nn.Module, blocks: Sequence[Block]) -> list[Block]:
-    """Those of its `blocks` that share no parameter with anything outside them; the rest is the root's."""
+    """Those of its `blocks` that are large and share no parameter with anything outside; the rest is the root's."""
     owners: dict[int, int] = {}
     for parameter in chain.from_iterable(module.parameters(recurse=False) for module in model.modules()):
         owners[id(parameter)] = owners.get(id(parameter), 0) + 1
@@ -52,7 +63,9 @@ def units_of(model: nn.Module, blocks: Sequence[Block]) -> list[Block]:
             inside[id(parameter)] = inside.get(id(parameter), 0) + 1
         return bool(inside) and all(owners[key] == count for key, count in inside.items())
 
-    return [block for block in blocks if own(block)]
+    units = [block for block in blocks if own(block)]
+    sizes = [sum(local(p).nbytes for p in block.module.parameters()) for block in units]
+    return [block for block, large in zip(units, large_ones(sizes), strict=True) if large]
 
 
 class ShardedGradients(Gradients):
@@ -98,8 +111,15 @@ class ShardedGradients(Gradients):
         _check_dtypes("", model)
         self._shards = self._cut(model, [unit.module for unit in units], shard=shard, wide=wide)
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        # In parts, gradients of several microbatches are added up before they are reduced.
+        sent_in = None if in_parts else next((p.dtype for p in model.parameters() if p.requires_grad), None)
         for unit in self._units:
             _add_as_sums(unit)
+            if adds_here(self._shards) and self._shards.size > 1:
+                unit.set_custom_reduce_scatter(cast(Any, _AddedHere(self._shards, sent_in)))
+                unit.set_custom_all_gather(cast(Any, _GatheredAhead()))
+        for unit, following in pairwise(self._units):
+            unit.set_modules_to_forward_prefetch([following])
         self._named = list(model.named_parameters())
         self._frozen = [(name, p) for name, p in self._named if not p.requires_grad]
         self._numbers = {name: number for number, (name, _) in enumerate(self._named)}
@@ -257,6 +277,43 @@ class ShardedGradients(Gradients):
             self._used[number] = True
 
         return note
+
+
+class _InNewMemory:
+    """Collectives of `fully_shard`."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+
+class _GatheredAhead(_InNewMemory):
+    """Its all_gather, which waits on the CPU where the result is needed, and not before."""
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        return all_gather_single(output_tensor, input_tensor, group=group, async_op=True)
+
+
+class _AddedHere(_InNewMemory):
+    """Its reduce_scatter, where ours moves less.
+
+    sent_in: the type of gradients, in which they are sent; None where they come in the type that they are added in.
+    """
+
+    def __init__(self, group: Group, sent_in: torch.dtype | None) -> None:
+        self._group, self._sent_in = group, sent_in
+        self._given = False  # whether memory for what is sent has been asked for; then comes that for the result
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        given, self._given = self._given, True
+        return super().allocate(size, dtype=dtype if given or self._sent_in is None else self._sent_in, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        self._given = False
+        output_tensor.copy_(reduce_scatter(input_tensor, self._group, added_in=output_tensor.dtype))
 
 
 def _add_as_sums(unit: FSDPModule) -> None:

@@ -189,6 +189,10 @@ class CutSums(Sums):
         self._lengths = [sum(_piece(one, ranks) for one in bucket) for bucket in self._buckets]
         self._sizes = [bucket[0].dtype.itemsize if bucket else WIDE for bucket in self._buckets]
         self._added_in = [WIDE if wide else size for size in self._sizes]
+        self._messages = [
+            ranks * length * (size if zero == 2 else added_in)
+            for length, size, added_in in zip(self._lengths, self._sizes, self._added_in, strict=True)
+        ]
         self._waiting: list[int] = []
         self._totals: dict[str, int] = {}
         self._sending, self._sent = False, 0
@@ -249,23 +253,21 @@ class CutSums(Sums):
         for number in range(self._sent, end):
             if len(self._flying) == IN_FLIGHT:
                 self._land()
-            packed = self._ranks * self._lengths[number] * self._added_in[number]
-            self.meter.add("buffers", packed)
+            self.meter.add("buffers", self._messages[number])
             for one in self._buckets[number]:
                 self.meter.add("sums", -self._totals.pop(one.names[0], 0))
-            # What comes back, and where to; what was sent is freed by whoever sends it, and soon.
-            self.meter.add("buffers", 2 * self._lengths[number] * self._added_in[number])
-            self.meter.add("buffers", -packed)
+            self.meter.add("buffers", self._messages[number])  # what the others send
             self._flying.append(number)
         self._sent = max(self._sent, end)
 
     def _land(self) -> None:
         number = self._flying.popleft()
         row = self._lengths[number] * self._added_in[number]
-        self.meter.add("buffers", -2 * row)
-        if number not in self._summed:
-            self._summed.add(number)
-            self.meter.add("sums", row)
+        self.meter.add("sums", row)
+        self.meter.add("buffers", -2 * self._messages[number])
+        if number in self._summed:
+            self.meter.add("sums", -row)
+        self._summed.add(number)
 
     def finish_backward(self) -> None:
         if self._sending:
@@ -338,7 +340,6 @@ class ShardSums(Sums):
         self._bytes = {one.names[0]: one.bytes for unit in units for one in unit.parameters}
         self._gathered: set[int] = set()
         self._sent_for: set[int] = set()  # all-gathers begun
-        self._deferred = 0  # of the last all-gather of the forward pass
         self._grads: dict[int, int] = {}
         self._used: list[int] = []  # units by their forward passes
         self._partial: set[int] = set()
@@ -360,18 +361,17 @@ class ShardSums(Sums):
         unit = self._unit_of.get(call, 0)
         if call < 0:
             self._used.clear()
-        if (call >= 0 and unit == 0) or unit in self._gathered or not self._padded[unit]:
+        if call >= 0 and unit == 0:
             return
-        self._send_for(unit)
-        self.meter.add("buffers", -self._deferred)
-        self._whole(unit)
-        self._deferred = self._message(unit)
+        if unit not in self._gathered and self._padded[unit]:
+            self._send_for(unit)
+            self._whole(unit)
+        if unit + 1 < len(self._units) and unit + 1 not in self._gathered:
+            self._send_for(unit + 1)
 
     def left(self, call: int) -> None:
         unit = self._unit_of.get(call, 0)
         if call < 0:
-            self.meter.add("buffers", -self._deferred)
-            self._deferred = 0
             self._used.append(0)
         elif unit and not self._in_parts:
             self._used.append(unit)
@@ -384,7 +384,6 @@ class ShardSums(Sums):
         if unit not in self._gathered and self._padded[unit]:
             self._send_for(unit)
             self._whole(unit)
-            self.meter.add("buffers", -self._message(unit))
         if self._used and self._used[-1] == unit:
             self._used.pop()
             if self._used and self._used[-1] not in self._gathered:
@@ -400,9 +399,14 @@ class ShardSums(Sums):
         return self._ranks * self._padded[unit] if self._ranks > 1 else 0
 
     def _whole(self, unit: int) -> None:
-        self._sent_for.discard(unit)
         self._gathered.add(unit)
         self.meter.add("gathered", self._ranks * self._padded[unit])
+        self._forget(unit)
+
+    def _forget(self, unit: int) -> None:
+        if unit in self._sent_for:
+            self._sent_for.discard(unit)
+            self.meter.add("buffers", -self._message(unit))
 
     def _reshard(self, unit: int) -> None:
         if unit in self._gathered:
@@ -434,6 +438,9 @@ class ShardSums(Sums):
             return
         self._reshard(unit)
         self._reduce(unit)
+        if call < 0:
+            for ahead in [*self._sent_for]:  # and not run
+                self._forget(ahead)
         if call < 0 and self._last:
             self.meter.add("sums", -self._reduced)
             self.meter.add("buffers", -self._reducing)
@@ -445,11 +452,13 @@ class ShardSums(Sums):
         self.meter.add("buffers", -self._reducing)
         added_in = WIDE if self._wide else self._sizes[unit]
         row = self._trained[unit] * added_in
-        self._reducing = self._ranks * row
+        sent_in = added_in if self._in_parts or self._ranks == 1 else self._sizes[unit]
+        self._reducing = self._ranks * self._trained[unit] * sent_in
         self.meter.add("buffers", self._reducing)
         self.meter.add("gradients", -self._grads.pop(unit, 0))
         self.meter.add("sums", row)
-        self.meter.for_a_while("buffers", self._reducing)  # gloo reduces a copy; of one rank it is a quotient
+        # What the others send, and what it adds up to; of one rank a quotient.
+        self.meter.for_a_while("buffers", self._reducing + (row if self._ranks > 1 else 0))
         if not self._last:
             if unit in self._partial:
                 self.meter.add("sums", -row)

@@ -9,6 +9,7 @@ from evenly.errors import PlanError
 from evenly.model.read import MODEL, Held, Mark, Parameter, Pass, Reading, Stretch, stage_of_reading
 from evenly.model.state import OptimizerCosts
 from evenly.parallel.pipeline.orders import orders, taken_by
+from evenly.parallel.shards import large_ones
 from evenly.plan import Plan
 from evenly.plan.schedule import Action, rank_of_stage, runnable, splits_backward
 from evenly.predict.memory import (
@@ -146,14 +147,14 @@ class _DataRank:
         for number, call in enumerate(self.first.calls):
             calls.setdefault(call.block, set()).add(number)
         units: list[Unit] = []
-        rest = {one.names: one for one in self.parameters}
         for block in self.reader.blocks(self.plan):
             inside = [one for one in self.parameters if all(_within(name, block.name) for name in one.names)]
             if inside:
                 units.append(Unit(inside, frozenset(calls.get(block.name, ()))))
-                for one in inside:
-                    rest.pop(one.names, None)
-        return [Unit([*rest.values()]), *units]
+        large = large_ones([sum(one.bytes for one in unit.parameters) for unit in units])
+        units = [unit for unit, is_large in zip(units, large, strict=True) if is_large]
+        apart = {one.names for unit in units for one in unit.parameters}
+        return [Unit([one for one in self.parameters if one.names not in apart]), *units]
 
     def stepped(self) -> Mapping[str, Sequence[int]]:
         """Shapes of what this rank steps."""

@@ -221,6 +221,12 @@ def _reduce_scattered(
             found = reduce_scatter(given, group, reduction, dim=dim, sizes=sizes)  # pyright: ignore
             findings.same(f"reduce_scatter {what} dim {dim} sizes {sizes}", found, piece)
             findings.same(f"reduce_scatter input {what}", given, all_of_them[own])
+    if reduction == "sum" and expected.dtype in (torch.float32, torch.bfloat16):
+        thirds = [tensor / 3 for tensor in all_of_them]
+        finer = reduced([tensor.double() for tensor in thirds], "sum")
+        found = reduce_scatter(form(thirds[own]), group, added_in=torch.float64)
+        piece = finer.split(even_sizes(expected.shape[0], group.size))[own]
+        findings.same(f"reduce_scatter added up in float64 {what}", found, piece)
     even = torch.cat([expected] * group.size)
     found = reduce_scatter(torch.cat([all_of_them[own]] * group.size), group, reduction)  # pyright: ignore
     findings.same(f"reduce_scatter even {what}", found, even.split(expected.shape[0] or 1)[0])

@@ -15,7 +15,8 @@ from torch import nn
 import evenly
 from evenly.errors import PlanError
 from evenly.model.blocks import find_blocks
-from evenly.parallel.shards import units_of
+from evenly.parallel import shards
+from evenly.parallel.shards import SMALL_BYTES, large_ones, units_of
 
 
 def test_a_block_that_shares_parameters_with_others_is_no_unit() -> None:
@@ -26,6 +27,17 @@ def test_a_block_that_shares_parameters_with_others_is_no_unit() -> None:
     model.blocks[2].gate = nn.Parameter(torch.zeros(11, 6))
     model.embed.weight = model.blocks[2].gate
     assert units_of(model, find_blocks(model)) == []
+
+
+def test_blocks_that_are_small_together_are_no_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evenly.parallel.shards.SMALL_BYTES", 10)
+    assert large_ones([5, 9, 3, 11, 3]) == [True, True, False, True, False]  # the 5 would be too much
+    assert large_ones([5, 5, 5]) == [False, False, True]
+    assert large_ones([11]) == [True] and large_ones([10]) == [False] and large_ones([]) == []
+    monkeypatch.undo()
+    model = Tower()
+    assert units_of(model, find_blocks(model)) == []
+    assert model.blocks[0].feed[0].weight.nbytes < SMALL_BYTES
 
 
 def test_parameters_shared_inside_a_block_leave_it_a_unit() -> None:
@@ -89,6 +101,37 @@ def test_a_run_goes_on_under_another_plan_with_the_same_bits(
     ranks.run(train, first[0], 3, tmp_path, False, size=first[1])
     for found in ranks.run(train, then[0], 6, tmp_path, True, size=then[1]):
         assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def talk_of_a_step() -> tuple[list[str], set[tuple[torch.dtype, torch.dtype]]]:
+    """The order in which a forward enters blocks and gathers are begun; what is sent and what it is added in."""
+    order: list[str] = []
+    types: set[tuple[torch.dtype, torch.dtype]] = set()
+    gather, reduce = shards.all_gather_single, shards.reduce_scatter.begin
+    with evenly.start(tower_job(steps=1, precision="float32"), plan="zero3 exact=bitwise") as run:
+        for name, block in run.model.blocks.named_children():  # pyright: ignore
+            block.register_forward_pre_hook(lambda *_, name=name: order.append(name))
+
+        def gathered(*arguments: Any, **named: Any) -> Any:
+            order.append("gather")
+            return gather(*arguments, **named)
+
+        def reduced(tensor: torch.Tensor, *arguments: Any, added_in: torch.dtype, **named: Any) -> Any:
+            types.add((tensor.dtype, added_in))
+            return reduce(tensor, *arguments, added_in=added_in, **named)
+
+        shards.all_gather_single, shards.reduce_scatter.begin = gathered, reduced  # pyright: ignore
+        try:
+            run.step(next(run.batches()))
+        finally:
+            shards.all_gather_single, shards.reduce_scatter.begin = gather, reduce
+    return order[: order.index("2") + 1], types
+
+
+def test_blocks_are_gathered_ahead_and_gradients_sent_as_narrow_as_they_are(ranks: KeptRanks) -> None:
+    for order, types in ranks.run(talk_of_a_step):
+        assert order == ["gather", "gather", "gather", "0", "gather", "1", "2"]  # the root's, then one ahead
+        assert types == {(torch.float32, torch.float64)}
 
 
 class OneLeftOut(Chain):
