@@ -4,10 +4,10 @@
 
 The stages of a tower of eight equal blocks cost the same. A run records the spans of five steps; schedules take turns,
 in rounds, until each has enough steps in which no other process had the ranks' cores. As run is the median over these
-steps, of the mean bubble of both ranks. Simulated is the same order with the mean seconds of each kind of pass, over
-both ranks and all stages of a step, and messages that take none; *by stage* with those of each stage as they were: the
-cores of a machine are not equally fast at every moment. `start` is the share of the step before the first pass. Kept in
-benchmarks/results/pipeline.json, schedule by schedule.
+steps, of the mean bubble of both ranks. Simulated is the same order, step by step, with the mean seconds of each kind
+of pass of each stage and of the messages of that step; *free* with one mean per kind of pass over all stages, and
+messages that take none: what the schedule itself leaves idle. Kept in benchmarks/results/pipeline.json, schedule by
+schedule.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,8 +26,8 @@ from tower import BLOCKS, DISTURBED, WIDTH, bind, keep, kept, load, tower_job, w
 import evenly
 from evenly.cluster.launch import Launch, start_ranks
 from evenly.parallel.pipeline.orders import orders
-from evenly.plan.schedule import COMPUTE, Kind, Schedule, stages_per_rank
-from evenly.predict.timeline import Costs, Span, Timeline, ideal_bubble, simulate
+from evenly.plan.schedule import Schedule, stages_per_rank
+from evenly.predict.timeline import Costs, Timeline, costs_of, ideal_bubble, simulate
 from evenly.report.spans import read_recorded
 
 Case = tuple[Schedule, int]
@@ -66,35 +67,29 @@ def _steps_in(folder: Path) -> list[Timeline]:
     return [run for step, run in runs.items() if max(w[step - 1] for w in waited) < DISTURBED * run.makespan_s]
 
 
-def mean_costs(spans: Iterable[Span], stages: int, *, by_stage: bool) -> Costs:
-    """Mean seconds of each kind of pass, of each stage or over all of them."""
-    found: dict[tuple[Kind, int], list[float]] = {}
-    for span in spans:
-        if span.kind in COMPUTE:
-            for stage in [span.stage] if by_stage else range(stages):
-                found.setdefault((span.kind, stage), []).append(span.seconds)
-    means = {kind: [statistics.fmean(found.get((kind, s), [0.0])) for s in range(stages)] for kind in COMPUTE}
-    return Costs(**{str(kind): of_stage for kind, of_stage in means.items()})  # pyright: ignore
+def equal_costs(costs: Costs) -> Costs:
+    """With one mean per kind of pass, and messages that take no time."""
+    names = ("forward", "backward", "backward_input", "backward_weight")
+    stages = len(costs.forward)
+    return replace(
+        costs, **{name: [statistics.fmean(getattr(costs, name))] * stages for name in names}, transfer_s=0.0, send_s=0.0
+    )
 
 
 def figures(step: Timeline, schedule: Schedule, microbatches: int) -> dict[str, float]:
     """Of one step, bubbles as mean over the ranks."""
-    per_rank = stages_per_rank(schedule, None)
-    planned = orders(schedule, RANKS, per_rank, microbatches)
-    bubbles = {
-        name: statistics.fmean(simulate(planned, mean_costs(step.spans, RANKS * per_rank, by_stage=by)).bubble)
-        for name, by in (("simulated", False), ("simulated_by_stage", True))
-    }
-    first_s = min(span.begin_s for span in step.spans if span.kind in COMPUTE)
+    planned = orders(schedule, RANKS, stages_per_rank(schedule, None), microbatches)
+    costs = costs_of(step)
     forwards = [span.seconds for span in step.spans if span.kind == "forward"]
-    busy, whole = sum(step.busy_s), step.makespan_s
     return {
         "measured": statistics.fmean(step.bubble),
-        **bubbles,
-        "step_s": whole,
+        "simulated": statistics.fmean(simulate(planned, costs).bubble),
+        "simulated_free": statistics.fmean(simulate(planned, equal_costs(costs)).bubble),
+        "step_s": step.makespan_s,
         "forward_s": statistics.fmean(forwards),
-        "start": (first_s - step.begin_s) / whole,
-        "uneven": max(step.busy_s) / (busy / RANKS) - 1,
+        "transfer_s": costs.transfer_s,
+        "send_s": costs.send_s,
+        "uneven": max(step.busy_s) / (sum(step.busy_s) / RANKS) - 1,
     }
 
 
@@ -109,7 +104,7 @@ def row(steps: Sequence[Timeline], schedule: Schedule, microbatches: int) -> dic
     found["theory"] = ideal_bubble(schedule, RANKS, stages_per_rank(schedule, None), microbatches)
     found["spread"] = statistics.quantiles([one["measured"] for one in each], n=4)[::2]
     found["measured_over_simulated"] = found["measured"] / found["simulated"]
-    found["measured_over_simulated_by_stage"] = found["measured"] / found["simulated_by_stage"]
+    found["measured_over_simulated_free"] = found["measured"] / found["simulated_free"]
     found["measured_over_theory"] = found["measured"] / found["theory"] if found["theory"] else None
     return {**found, "steps": len(each)}
 
@@ -120,12 +115,12 @@ def show(schedule: str, microbatches: int, found: dict[str, Any]) -> None:
     )
     simulated = "  ".join(
         f"{name} {found[key]:6.2%} {found[f'measured_over_{key}']:6.3f}"
-        for name, key in (("simulated", "simulated"), ("by stage", "simulated_by_stage"))
+        for name, key in (("simulated", "simulated"), ("free", "simulated_free"))
     )
     print(
         f"{schedule:12} m={microbatches}  {found['measured']:6.2%} [{found['spread'][0]:.2%}..{found['spread'][1]:.2%}]"
-        f"  theory {theory}  {simulated}  forward {found['forward_s'] * 1e3:5.1f} ms  uneven {found['uneven']:.2%}"
-        f"  start {found['start']:.2%}  {found['steps']} steps",
+        f"  theory {theory}  {simulated}  forward {found['forward_s'] * 1e3:5.1f} ms"
+        f"  message {found['transfer_s'] * 1e3:.2f} ms  uneven {found['uneven']:.2%}  {found['steps']} steps",
         flush=True,
     )
 

@@ -13,7 +13,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 from operator import mul
+from statistics import fmean
 
 from evenly.errors import UserError
 from evenly.plan.orders import passes
@@ -21,13 +23,17 @@ from evenly.plan.schedule import COMPUTE, Action, Kind, Schedule, rank_of_stage,
 from evenly.predict.recurrence import KINDS, duration, message_to
 
 Orders = Sequence[Sequence[Action]]
+BACKWARD: Sequence[Kind] = ("backward", "backward_input")
+SENDS: Sequence[Kind] = ("send_forward", "send_backward")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
     """Seconds (or any other unit of time) of every stage's actions on one microbatch, and of a message.
 
-    A schedule that does not split the backward pass needs no `backward_input` and `backward_weight`.
+    A schedule that does not split the backward pass needs no `backward_input` and `backward_weight`. `transfer_s` is
+    from the end of a pass until another rank has what it made, `send_s` how long sending keeps a rank from its next
+    action.
     """
 
     forward: Sequence[float]
@@ -35,9 +41,12 @@ class Costs:
     backward_input: Sequence[float] = ()
     backward_weight: Sequence[float] = ()
     transfer_s: float = 0.0
+    send_s: float = 0.0
 
     def of(self, action: Action) -> float:
-        """Of one action; sends and receives take no time of their own."""
+        """Of one action; receives take no time of their own."""
+        if action.kind in SENDS:
+            return self.send_s
         seconds: Mapping[Kind, Sequence[float]] = {
             "forward": self.forward,
             "backward": self.backward,
@@ -96,13 +105,54 @@ class Timeline:
         return [1 - busy / whole if whole else 0.0 for busy in self.busy_s]
 
 
+def costs_of(run: Timeline) -> Costs:
+    """The costs of a step as run: means of each stage's passes of each kind, and of its messages.
+
+    How long a message is under way is told by the receives that were waiting when it set out; others came later than
+    it did. Ranks whose clocks differ tell it wrong by as much.
+    """
+    passes_s: dict[tuple[Kind, int], list[float]] = {}
+    for span in run.spans:
+        passes_s.setdefault((span.kind, span.stage), []).append(span.seconds)
+    stages = 1 + max((stage for _, stage in passes_s), default=-1)
+    mean = {kind: [fmean(passes_s.get((kind, stage), [0.0])) for stage in range(stages)] for kind in COMPUTE}
+    sends = [span.seconds for span in run.spans if span.kind in SENDS]
+    return Costs(
+        forward=mean["forward"],
+        backward=mean["backward"],
+        backward_input=mean["backward_input"],
+        backward_weight=mean["backward_weight"],
+        transfer_s=max(0.0, fmean(_under_way(run) or [0.0])),
+        send_s=fmean(sends or [0.0]),
+    )
+
+
+def _under_way(run: Timeline) -> list[float]:
+    """Seconds from the end of a pass to that of the receive which was waiting for what it made."""
+    ended = {Action(span.kind, span.stage, span.microbatch): span.end_s for span in run.spans if span.kind in COMPUTE}
+    found: list[float] = []
+    for span in run.spans:
+        for kind, step in _SENDERS.get(span.kind, ()):
+            made_s = ended.get(Action(kind, span.stage + step, span.microbatch), -inf)
+            found += [span.end_s - made_s] if made_s > span.begin_s else []
+    return found
+
+
+# Of a receive, which pass of how many stages further on made what it waits for.
+_SENDERS: Mapping[Kind, Sequence[tuple[Kind, int]]] = {
+    "recv_forward": [("forward", -1)],
+    "recv_backward": [("backward", 1), ("backward_input", 1)],
+}
+
+
 def simulate(orders: Orders, costs: Costs) -> Timeline:
     """The step in which every rank does its actions in order, each as soon as it can.
 
     An action waits for the one before it on its rank, and for what it needs: a forward pass for that of the stage
     before, a backward pass for its own forward pass and the backward pass (of inputs) of the next stage, that of
     weights for that of inputs; with `costs.transfer_s` on top where that stage is another rank's. Receives wait so
-    too; sends hold up nobody. Orders without sends and receives mean the same ones just where they are needed.
+    too; sends take `costs.send_s` and hold up nobody else. Orders without sends and receives mean the same ones just
+    where they are needed.
 
     Raises `UserError` where ranks wait for each other, or for what nobody does.
     """
@@ -151,9 +201,6 @@ class _Simulation:
         transfer = self.costs.transfer_s if self.rank_of.get(stage) != self.rank_of[action.stage] else 0.0
         ended = (self.ended.get(Action(kind, stage, action.microbatch)) for kind in kinds)
         return next((time + transfer for time in ended if time is not None), None)
-
-
-BACKWARD: Sequence[Kind] = ("backward", "backward_input")
 
 
 def _needs(action: Action, last_stage: int) -> list[tuple[Sequence[Kind], int]]:

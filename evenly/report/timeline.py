@@ -1,19 +1,19 @@
 """A pipeline's steps as run: held against their simulation, drawn, and as a trace.
 
 Ranks with the stages of one replica of the model are a *group*; each is simulated with the mean times of its own
-stages. What is shown is the step of median length.
+stages and messages. What is shown is the step of median length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from statistics import mean, median_low
+from statistics import median_low
 from typing import Any, get_args
 
 from evenly.plan.schedule import COMPUTE, Action, Kind, Schedule
-from evenly.predict.timeline import Costs, Span, Timeline, ideal_bubble, simulate
+from evenly.predict.timeline import Timeline, costs_of, ideal_bubble, simulate
 from evenly.report.comm import time_in_words
 from evenly.report.gantt import ROW, legend, rows, svg
 from evenly.report.page import heading, table
@@ -87,27 +87,13 @@ def _is_whole(run: Timeline) -> bool:
 
 
 def _group(ranks: tuple[int, ...], run: Timeline, schedule: Schedule | None) -> Group:
-    computing = [span for span in run.spans if span.kind in COMPUTE]
     orders = [
-        [Action(span.kind, span.stage, span.microbatch) for span in computing if span.rank == at]
+        [Action(span.kind, span.stage, span.microbatch) for span in run.spans if span.rank == at]
         for at in range(run.ranks)
     ]
-    stages, microbatches = 1 + max(span.stage for span in computing), len({span.microbatch for span in computing})
+    stages, microbatches = 1 + max(span.stage for span in run.spans), len({span.microbatch for span in run.spans})
     ideal = ideal_bubble(schedule, run.ranks, stages // run.ranks, microbatches) if schedule else None
-    return Group(ranks, run, simulate(orders, _mean_costs(computing, stages)), ideal)
-
-
-def _mean_costs(spans: Iterable[Span], stages: int) -> Costs:
-    seconds: dict[tuple[Kind, int], list[float]] = {}
-    for span in spans:
-        seconds.setdefault((span.kind, span.stage), []).append(span.seconds)
-    of_kind = {kind: [mean(seconds.get((kind, stage), [0.0])) for stage in range(stages)] for kind in COMPUTE}
-    return Costs(
-        forward=of_kind["forward"],
-        backward=of_kind["backward"],
-        backward_input=of_kind["backward_input"],
-        backward_weight=of_kind["backward_weight"],
-    )
+    return Group(ranks, run, simulate(orders, costs_of(run)), ideal)
 
 
 # --- showing -------------------------------------------------------------------------------------------
@@ -176,7 +162,7 @@ def section(pipeline: Pipeline) -> str:
             heading(title(pipeline)),
             "<p>As run: a row per rank, the number of the microbatch in its box</p>",
             _drawn([(group.ranks, group.run) for group in pipeline.groups], pixels_per_s),
-            "<p>The same order with the mean times of every stage, and messages that take none</p>",
+            "<p>The same order with the mean times of every stage and message</p>",
             _drawn([(group.ranks, group.simulated) for group in pipeline.groups], pixels_per_s),
             table(HEADS, pipeline_rows(pipeline)),
         ]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import get_args
 
 import pytest
 
 from evenly.errors import UserError
 from evenly.parallel.pipeline.orders import orders
 from evenly.plan.schedule import COMPUTE, Action, Schedule, in_flight, runnable, stages_per_rank
-from evenly.predict.timeline import Costs, Span, Timeline, ideal_bubble, simulate
+from evenly.predict.timeline import Costs, Span, Timeline, costs_of, ideal_bubble, simulate
 
 
 def equal(stages: int, transfer_s: float = 0.0) -> Costs:
@@ -63,6 +64,35 @@ def test_orders_without_messages_take_the_same_time() -> None:
         costs = equal(8, transfer_s=0.25)
         spans = [span for span in simulate(whole, costs).spans if span.kind in COMPUTE]
         assert [*simulate(computing, costs).spans] == spans
+
+
+@pytest.mark.parametrize("schedule", get_args(Schedule))
+def test_costs_are_found_again_in_a_step_that_they_make(schedule: Schedule) -> None:
+    number = stages_per_rank(schedule, None)
+    varied = [1 + stage / 8 for stage in range(4 * number)]
+    costs = Costs(forward=varied, backward=[2 * one for one in varied], backward_input=varied, backward_weight=varied,
+                  transfer_s=0.25, send_s=0.125)  # fmt: skip
+    found = costs_of(simulate(orders(schedule, 4, number, 8), costs))
+    assert found.transfer_s == pytest.approx(0.25) and found.send_s == pytest.approx(0.125)
+    for name in ("forward", "backward", "backward_input", "backward_weight"):
+        done = [(one, known) for one, known in zip(getattr(found, name), getattr(costs, name), strict=True) if one]
+        assert [one for one, _ in done] == pytest.approx([known for _, known in done])
+        assert done or name.startswith("backward")
+
+
+def test_a_receive_that_comes_late_does_not_tell_how_long_a_message_takes() -> None:
+    spans = [Span(0, "forward", 0, 0, 0, 1), Span(0, "send_forward", 0, 0, 1, 1.25), Span(0, "forward", 0, 1, 1.25, 2),
+             Span(0, "send_forward", 0, 1, 2, 2.25), Span(1, "recv_forward", 1, 0, 0, 1.5),
+             Span(1, "forward", 1, 0, 1.5, 9), Span(1, "recv_forward", 1, 1, 9, 9)]  # fmt: skip
+    found = costs_of(Timeline(2, spans))
+    assert found.transfer_s == 0.5 and found.send_s == 0.25 and found.forward == [0.875, 7.5]
+    assert costs_of(Timeline(1, ())).forward == []
+
+
+def test_sending_keeps_a_rank_from_its_next_action() -> None:
+    costs = Costs(forward=[1, 1], backward=[1, 1], transfer_s=2, send_s=0.5)
+    first = [span for span in simulate(orders("gpipe", 2, 1, 2), costs).spans if span.kind == "forward"]
+    assert [(span.begin_s, span.end_s) for span in first] == [(0, 1), (1.5, 2.5), (3, 4), (4.5, 5.5)]
 
 
 def test_a_pass_through_neighbours_on_one_rank_takes_no_transfer() -> None:
