@@ -185,6 +185,8 @@ def test_the_cluster_follows_from_device_and_network() -> None:
     cluster = case_of(run(interconnect=jean_zay, gpu="A100-80 (whatever)")).cluster
     assert (cluster.nodes, cluster.devices, cluster.kind) == (2, 8, "A100-80")
     assert (cluster.network, cluster.network_bytes_per_s) == ("omnipath", 4 * 100e9 / 8 / 8)
+    early = case_of(run(interconnect=jean_zay, notes="Before the 02-25 PCIe/NUMA fix (1-5% slower).")).cluster
+    assert early.network == "omnipath-misbound" and early.network_bytes_per_s == cluster.network_bytes_per_s
     assert case_of(run(interconnect="1600 Gb/s RoCE per node")).cluster.network_bytes_per_s == 1600e9 / 8 / 8
     aws = case_of(run(interconnect="AWS p5: NVLink4; 32x100 Gb/s EFA per node")).cluster
     assert (aws.network, aws.network_bytes_per_s) == ("efa", 32 * 100e9 / 8 / 8)
