@@ -223,8 +223,7 @@ class Plan:
             others = math.prod(size for size in (self.tensor, self.pipeline) if isinstance(size, int))
             return replace(self, data=max(1, devices // others)).fit(devices)
         if self.shard == "auto":
-            proper = [size for size in range(2, self.data) if self.data % size == 0]
-            return replace(self, shard=max(proper, default=self.data)).fit(devices)
+            return replace(self, shard=largest_shard(self.data)).fit(devices)
         if self.shard is not None and self.data % self.shard:
             raise PlanError(
                 f"plan {self} on {devices} device{'s' * (devices != 1)}",
@@ -370,6 +369,11 @@ NAMED = {
     "3d": Plan(tensor=2, pipeline=2),
     "auto": Plan(),
 }
+
+
+def largest_shard(ranks: int) -> int:
+    """The largest groups of like size, several of them, of so many ranks; all ranks where there are none."""
+    return max((size for size in range(2, ranks) if ranks % size == 0), default=ranks)
 
 
 def parse_plan(text: str) -> Plan:

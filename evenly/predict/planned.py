@@ -57,7 +57,7 @@ def library_of(precision: Precision, *, bitwise: bool, name: str = "evenly", on_
 def setup_of(question: Question, plan: Plan) -> Setup:
     """The setup of a complete plan."""
     microbatch = plan.microbatch or question.subject.microbatch
-    assert plan.precision is not None and microbatch is not None
+    assert plan.precision is not None and microbatch is not None and plan.shard != "auto"  # it is complete
     axes = plan.axes
     tensor = axes.get("tensor", 1)
     return Setup(
@@ -68,7 +68,7 @@ def setup_of(question: Question, plan: Plan) -> Setup:
         schedule=plan.order,
         stages_per_rank=plan.stages_of_each_rank if plan.splits_blocks else 1,
         zero=plan.stage,
-        shard=plan.shard if isinstance(plan.shard, int) else None,
+        shard=plan.shard,
         microbatch=microbatch,
         batch=question.batch,
         sequence=question.subject.sequence or 1,

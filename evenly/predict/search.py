@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from evenly.errors import PlanError, UserError
 from evenly.plan import Plan
+from evenly.plan.plan import largest_shard
 from evenly.predict.planned import (
     Candidate,
     candidate_of,
@@ -285,8 +286,10 @@ def choices_of(question: Question, devices: int) -> Iterator[Choice]:
 
 
 def _stated(value: Any, open_choices: Sequence[Any]) -> Sequence[Any]:
-    """What was stated, alone; else all choices."""
-    return open_choices if value is None or value == "auto" else [value]
+    """What was stated, alone; else all choices. An axis of any size ("auto") is one of more than one rank."""
+    if value == "auto":
+        return [size for size in open_choices if size > 1]
+    return open_choices if value is None else [value]
 
 
 def _divisors(number: int) -> list[int]:
@@ -298,7 +301,8 @@ def _zeros(question: Question, data: int) -> Iterator[tuple[int, Any]]:
     node = question.cluster.devices
     for zero in _stated(question.only.zero, (0, 1, 2, 3) if data > 1 else (0,)):
         if question.only.shard is not None:
-            yield zero, question.only.shard if zero else None
+            shard = largest_shard(data) if question.only.shard == "auto" else question.only.shard
+            yield zero, shard if zero else None
             continue
         yield zero, None
         if zero == 3 and data > node and data % node == 0:

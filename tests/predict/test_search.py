@@ -71,6 +71,21 @@ def test_what_is_stated_is_in_every_answer() -> None:
         assert found.plan.ranks == 8
 
 
+@pytest.mark.parametrize(("only", "axis"), [("tp", "tensor"), ("pp", "pipeline"), ("mp", "pipeline")])
+def test_an_axis_that_is_asked_for_has_several_ranks(only: str, axis: str) -> None:
+    answer = search(question(SMALL, "8xA100", 32, only=parse_plan(only)))
+    assert answer.plans and all(getattr(found.plan, axis) > 1 for found in answer.plans)
+    with pytest.raises(UserError, match="no plan splits"):
+        search(question(SMALL, "1xA100", 32, only=parse_plan(only)))
+
+
+def test_groups_that_are_asked_for_are_those_that_would_run() -> None:
+    answer = search(question(SMALL, "8xA100", 32, only=parse_plan("hsdp")))
+    assert {found.plan.shard for found in answer.plans if found.plan.data == 8} == {4}
+    for found in answer.plans:
+        assert found.plan.shard == parse_plan(f"hsdp data={found.plan.data}").fit(found.plan.data or 1).shard
+
+
 def test_answers_are_complete_plans_best_first_and_of_different_families() -> None:
     answer = search(question("gpt2-xl", "8xA100", 64))
     times = [found.step_s for found in answer.plans]
