@@ -156,3 +156,30 @@ def test_ranks_that_run_other_blocks_are_found(ranks: KeptRanks) -> None:
     assert ranks.run(train_one_left_out, "ddp", limit_s=100) == [2, 2]
     with pytest.raises(AssertionError, match="ranks have run other blocks than each other"):
         ranks.run(train_one_left_out, "zero3", limit_s=100)
+
+
+class EverySecondTime(Chain):
+    """Runs its last block in every second forward only, which is gathered ahead in all."""
+
+    forwards = 0
+
+    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        for block in [*self.blocks][: len(self.blocks) - (self.forwards + 1) % 2]:
+            x = block(x)
+        return x
+
+
+def train_every_second_time(plan: str) -> dict[str, torch.Tensor]:
+    job = text_job(model=EverySecondTime, eval_data=None, steps=4, global_batch=8, microbatch=2, precision="float64")
+    with evenly.start(job, plan=plan) as run:
+        for batch in run.batches():
+            run.step(batch)
+        return {name: run.composed.whole(name, p.detach()).clone() for name, p in run.model.named_parameters()}
+
+
+def test_what_is_gathered_ahead_and_not_run_is_not_used_later(ranks: KeptRanks) -> None:
+    """Of two microbatches per rank and step the first runs the block, which so is updated, and the second does not."""
+    expected = ranks.run(train_every_second_time, "ddp")[0]
+    for found in ranks.run(train_every_second_time, "zero3"):
+        assert all((found[name] - expected[name]).abs().max() < 1e-12 for name in expected)
