@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from evenly.cluster.allocator import cgroup_limit_bytes
 from evenly.cluster.environment import (
     LOOPBACK,
     LOOPBACK_INTERFACE,
@@ -167,7 +168,7 @@ def _memory() -> Iterable[Finding]:
     import psutil
 
     memory = psutil.virtual_memory()
-    limit_bytes = _cgroup_limit_bytes()
+    limit_bytes = cgroup_limit_bytes()
     free_bytes, total_bytes = int(memory.available), int(memory.total)
     value = f"{_gib(free_bytes)} free of {_gib(total_bytes)}"
     if limit_bytes is not None and limit_bytes < total_bytes:
@@ -176,17 +177,6 @@ def _memory() -> Iterable[Finding]:
     small = free_bytes < SMALL_MEMORY_BYTES
     advice = "each rank needs about 0.5 GiB before its model; the kernel kills what exceeds the rest" if small else ""
     yield Finding(name="memory", value=value, verdict="note" if small else "ok", advice=advice)
-
-
-def _cgroup_limit_bytes(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """The memory limit of this process's control group (version 2, then 1), None without one."""
-    for path in (root / "memory.max", root / "memory/memory.limit_in_bytes"):
-        try:
-            text = path.read_text().strip()
-        except OSError:
-            continue
-        return int(text) if text.isdigit() else None
-    return None
 
 
 def _shared_memory() -> Iterable[Finding]:

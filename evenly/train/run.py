@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from evenly.checkpoint.config import MODEL_CONFIG, write_model_config
-from evenly.cluster.allocator import hand_back_freed_memory, keep_freed_memory
+from evenly.cluster.allocator import LargeBlocks, free_memory_bytes, hand_back_freed_memory, keep_freed_memory
 from evenly.cluster.environment import available_cores, chosen_threads, find_here
 from evenly.cluster.world import World
 from evenly.comm.connect import disconnect
@@ -165,6 +165,7 @@ class Run:
         self.stopped = False  # all ranks agreed to stop early
         self._clock = time.perf_counter()
         self._counter: MemoryCounter | None = None
+        self._large_blocks = LargeBlocks(ranks=world.local_size) if world.device == "cpu" else None
         self._store = None
         if self.out is not None:
             self._open(resume=options.resume)
@@ -220,6 +221,8 @@ class Run:
             raise
         lr = float(self._learning_rate)
         self._end_step(account)
+        if self._large_blocks is not None:
+            self._large_blocks.after_step(max(account.memory_bytes), free_memory_bytes)
         memory = None if counter is None else self._memory_of_all(counter)
         return self._report(batch, account, grad_norm=grad_norm, lr=lr, skipped=skipped, memory=memory)
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+from math import inf
 
 import pytest
+
+from evenly.cluster.allocator import cgroup_limit_bytes, free_memory_bytes
 
 PROGRAM = """
 import resource, torch
@@ -25,6 +28,23 @@ given_back = faults()
 assert keep_freed_memory()
 print(given_back, faults())
 """
+LARGE = """
+import resource, sys, torch
+from evenly.cluster.allocator import LargeBlocks, keep_freed_memory
+def faults():
+    for _ in range(20):
+        torch.ones(20_000_000)  # 80 MB
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(5):
+        torch.ones(20_000_000)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+assert keep_freed_memory()
+print(faults())
+blocks = LargeBlocks(ranks=2)
+for peak in (10, 50, 100, 101):
+    blocks.after_step(peak, lambda: int(sys.argv[1]))
+    print(int(blocks.kept), faults())
+"""
 HALF = """
 import resource, torch
 from evenly.cluster.allocator import hand_back_freed_memory
@@ -39,8 +59,10 @@ print((resident() - before) / 40e6)
 """
 
 
-def printed(program: str) -> list[float]:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=600)
+def printed(program: str, *arguments: str) -> list[float]:
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True, timeout=600
+    )
     return [float(word) for word in done.stdout.split()]
 
 
@@ -48,6 +70,24 @@ def printed(program: str) -> list[float]:
 def test_a_step_that_needs_what_the_one_before_freed_takes_no_page_faults() -> None:
     given_back, kept = printed(PROGRAM)
     assert kept < given_back / 10
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
+def test_large_blocks_are_kept_from_the_second_step_on_until_a_rank_holds_twice_as_much() -> None:
+    before, *after = printed(LARGE, "200")
+    assert after[::2] == [0, 1, 1, 0]
+    assert max(after[3], after[5]) < min(before, after[1]) / 2
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
+def test_large_blocks_are_not_kept_where_memory_is_scarce() -> None:
+    before, *after = printed(LARGE, "199")
+    assert after[::2] == [0] * 4
+    assert after[1::2] == pytest.approx([before] * 4, rel=0.2)
+
+
+def test_free_memory_is_that_of_the_control_group_where_it_has_less() -> None:
+    assert 0 < free_memory_bytes() <= (cgroup_limit_bytes() or inf)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from evenly.cluster.allocator import cgroup_limit_bytes
 from evenly.cluster.launch import FailedRank
 from evenly.comm import doctor
 from evenly.comm.doctor import Finding, Outcome, examine, torch_version
@@ -82,11 +83,11 @@ def test_a_host_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_memory_limit_of_the_control_group(tmp_path: Path) -> None:
-    assert doctor._cgroup_limit_bytes(tmp_path) is None
+    assert cgroup_limit_bytes(tmp_path) is None
     (tmp_path / "memory.max").write_text("max\n")
-    assert doctor._cgroup_limit_bytes(tmp_path) is None
+    assert cgroup_limit_bytes(tmp_path) is None
     (tmp_path / "memory.max").write_text("1048576\n")
-    assert doctor._cgroup_limit_bytes(tmp_path) == 1048576
+    assert cgroup_limit_bytes(tmp_path) == 1048576
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
