@@ -115,7 +115,7 @@ def _serve(connection: Connection) -> None:
     from evenly.parallel import shards
 
     torch.set_num_threads(1)
-    shards.SMALL_BYTES = 0  # the blocks of small models are units, as those of large ones are
+    shards.SMALL_BYTES = shards.WHOLE_BYTES = 0  # the blocks of small models are units, cut as those of large ones are
     while True:
         try:
             function, args, environment, path = connection.recv()

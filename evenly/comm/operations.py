@@ -313,23 +313,26 @@ def reduce_scatter(
     dim: int = 0,
     sizes: Sequence[int] | None = None,
     added_in: torch.dtype | None = None,
+    into: torch.Tensor | None = None,
     label: str = "",
 ) -> Pending[torch.Tensor]:
     """A new tensor: this rank's piece of the reduction of the ranks' tensors, which all have one shape.
 
     added_in: the type of the result, in which the ranks' numbers are added up; by default that of `tensor`.
+    into: takes the result in place of a new tensor; contiguous, and its type is the one that numbers are added up in.
     label: what it is, for messages.
     """
-    carried, into = _carried(tensor, reduction), tensor.dtype if added_in is None else added_in
+    added_in = added_in if into is None else into.dtype
+    carried, becomes = _carried(tensor, reduction), tensor.dtype if added_in is None else added_in
     detail = _detail(f"{reduction} along {dim}", sizes)
     serial = _enter(group, "reduce_scatter", tensor, detail=detail, label=label)
     lengths = _sizes_of_cut(tensor, dim, sizes, group)
     dim %= tensor.ndim  # complex numbers are carried with one more dim
     shape = _with(tensor.shape, dim, lengths[group.position])
     if group.size == 1:
-        return _Begun(group, serial, (), lambda: tensor.detach().to(into, copy=True))
+        return _Begun(group, serial, (), lambda: _delivered(tensor.detach().to(becomes, copy=into is None), into))
     if not tensor.numel():
-        return _Begun(group, serial, (), lambda: tensor.new_empty(shape, dtype=into))
+        return _Begun(group, serial, (), lambda: _delivered(tensor.new_empty(shape, dtype=becomes), into))
     carried = carried.movedim(dim, 0).contiguous()
     added = carried.dtype if added_in is None else added_in
 
@@ -337,7 +340,7 @@ def reduce_scatter(
         if reduction == "mean":
             reduced.div_(group.size)
         whole = torch.view_as_complex(reduced) if tensor.is_complex() else reduced
-        return whole.movedim(0, dim).to(into).contiguous()
+        return _delivered(whole.movedim(0, dim).to(becomes).contiguous(), into)
 
     if len(set(lengths)) == 1 and not adds_here(group):
         landing = carried.new_empty(lengths[group.position], *carried.shape[1:], dtype=added)
@@ -353,7 +356,7 @@ def reduce_scatter(
 
     def add_up() -> torch.Tensor:
         received = exchange.wait().split(row * lengths[group.position])
-        return finish(_reduced_here(received, added, reduction).view(piece))
+        return finish(_reduced_here(received, added, reduction, into).view(piece))
 
     return _Begun(group, serial, (), add_up)
 
@@ -473,6 +476,10 @@ def _put_back(landing: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def _delivered(result: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+    return result if into is None else _put_back(result, into)
+
+
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor, 1D."""
     return tensor.view(-1).view(torch.uint8)
@@ -524,9 +531,14 @@ def _reduced_back(carried: torch.Tensor, tensor: torch.Tensor, ranks: int, reduc
     return _put_back(carried, tensor)
 
 
-def _reduced_here(pieces: Sequence[torch.Tensor], dtype: torch.dtype, reduction: Reduction) -> torch.Tensor:
-    """In the order of positions, whatever came first; in memory of its own."""
-    total = pieces[0].to(dtype, copy=True)
+def _reduced_here(
+    pieces: Sequence[torch.Tensor], dtype: torch.dtype, reduction: Reduction, into: torch.Tensor | None
+) -> torch.Tensor:
+    """In the order of positions, whatever came first; in `into` or in memory of its own."""
+    if into is None or into.dtype is not dtype:
+        total = pieces[0].to(dtype, copy=True)
+    else:
+        total = into.view(-1).copy_(pieces[0])
     for piece in pieces[1:]:
         if reduction in ("sum", "mean"):
             add(total, piece)

@@ -75,6 +75,7 @@ def _reduce_scatter(
     dim: int = 0,
     sizes: Sequence[int] | None = None,
     added_in: torch.dtype | None = None,
+    into: torch.Tensor | None = None,
     label: str = "",
 ) -> _Done:
     lengths = operations.even_sizes(tensor.shape[dim], group.size) if sizes is None else sizes
@@ -83,7 +84,7 @@ def _reduce_scatter(
 
     def wait() -> torch.Tensor:
         shape = (lengths[group.position], *sent.shape[1:])
-        total = sent.new_empty(shape, dtype=added_in or sent.dtype)
+        total = sent.new_empty(shape, dtype=added_in or sent.dtype) if into is None else into
         received.clear()
         return total.movedim(0, dim).contiguous()
 

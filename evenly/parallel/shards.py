@@ -2,7 +2,8 @@
 
 Every parameter is cut along dim 0 into one *shard* per rank of a *shard group*, and so are its gradient and what the
 optimizer keeps for it. A *unit* is what is gathered together, whole only while it computes: a block of the model, or
-all that is in no block (the root). The gradients of every microbatch are reduced and cut as soon as they are there.
+all that is in no block (the root). The root, and the last blocks if they are small, stay whole until their backward.
+The gradients of every microbatch are reduced and cut as soon as they are there.
 
 With shard groups smaller than the data axis (hybrid sharding) the groups hold the same shards, and add up the shards of
 their gradients in the last backward of a step.
@@ -39,6 +40,7 @@ from evenly.parallel.partition import Place
 from evenly.parallel.shown import held_parameters
 
 SMALL_BYTES = 4 << 20  # so much is gathered with the root: cut apart it saves less than it costs to begin gathering
+WHOLE_BYTES = 16 << 20  # so much stays whole between forward and backward: to gather it again costs more than it holds
 ORDERS = 65_521  # so many orders of units are told apart; a prime, whose square is exact in float64 times any world
 
 
@@ -49,6 +51,15 @@ def large_ones(sizes: Sequence[int]) -> list[bool]:
         room -= sizes[number]
         large[number] = room < 0
     return large
+
+
+def whole_ones(sizes: Sequence[int]) -> list[bool]:
+    """Which units of these bytes, in their order, stay whole from the forward on: what the backward begins with."""
+    room, whole = WHOLE_BYTES, [False] * len(sizes)
+    for number in reversed(range(len(sizes))):
+        room -= sizes[number]
+        whole[number] = room >= 0
+    return whole
 
 
 def units_of(model: nn.Module, blocks: Sequence[Block]) -> list[Block]:
@@ -64,8 +75,12 @@ def units_of(model: nn.Module, blocks: Sequence[Block]) -> list[Block]:
         return bool(inside) and all(owners[key] == count for key, count in inside.items())
 
     units = [block for block in blocks if own(block)]
-    sizes = [sum(local(p).nbytes for p in block.module.parameters()) for block in units]
-    return [block for block, large in zip(units, large_ones(sizes), strict=True) if large]
+    large = large_ones([_whole_bytes(block.module) for block in units])
+    return [block for block, is_large in zip(units, large, strict=True) if is_large]
+
+
+def _whole_bytes(module: nn.Module) -> int:
+    return sum(local(p).nbytes for p in module.parameters())
 
 
 class ShardedGradients(Gradients):
@@ -145,9 +160,9 @@ class ShardedGradients(Gradients):
         how: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
         if self._offload:
             how["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
-        for unit in units:
-            # The gradients of parameters are found by the parameters that the forward computed with.
-            fully_shard(unit, reshard_after_forward=not self._in_parts, **how)
+        for unit, whole in zip(units, whole_ones([_whole_bytes(unit) for unit in units]), strict=True):
+            # In parts, the gradients of parameters are found by the parameters that the forward computed with.
+            fully_shard(unit, reshard_after_forward=not (whole or self._in_parts), **how)
         fully_shard(model, reshard_after_forward=False, **how)
         return groups_of(mesh, self._group)[0]
 
@@ -313,7 +328,7 @@ class _AddedHere(_InNewMemory):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         self._given = False
-        output_tensor.copy_(reduce_scatter(input_tensor, self._group, added_in=output_tensor.dtype))
+        reduce_scatter(input_tensor, self._group, into=output_tensor)
 
 
 def _add_as_sums(unit: FSDPModule) -> None:

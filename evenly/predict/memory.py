@@ -313,10 +313,14 @@ def own_elements(parameter: Parameter, ranks: int, position: int) -> int:
 
 @dataclass(frozen=True)
 class Unit:
-    """What is gathered together (`parallel.shards`); the calls are those of its block, none of the root."""
+    """What is gathered together (`parallel.shards`); the calls are those of its block, none of the root.
+
+    whole: whether it stays so from its forward to its backward.
+    """
 
     parameters: Sequence[Parameter]
     calls: frozenset[int] = frozenset()
+    whole: bool = False
 
 
 class ShardSums(Sums):
@@ -375,7 +379,8 @@ class ShardSums(Sums):
             self._used.append(0)
         elif unit and not self._in_parts:
             self._used.append(unit)
-            self._reshard(unit)
+            if not self._units[unit].whole:
+                self._reshard(unit)
 
     def turned(self, call: int) -> None:
         unit = self._unit_of.get(call, 0)
@@ -457,8 +462,7 @@ class ShardSums(Sums):
         self.meter.add("buffers", self._reducing)
         self.meter.add("gradients", -self._grads.pop(unit, 0))
         self.meter.add("sums", row)
-        # What the others send, and what it adds up to; of one rank a quotient.
-        self.meter.for_a_while("buffers", self._reducing + (row if self._ranks > 1 else 0))
+        self.meter.for_a_while("buffers", self._reducing)  # what the others send; of one rank a quotient
         if not self._last:
             if unit in self._partial:
                 self.meter.add("sums", -row)

@@ -9,7 +9,7 @@ from evenly.errors import PlanError
 from evenly.model.read import MODEL, Held, Mark, Parameter, Pass, Reading, Stretch, stage_of_reading
 from evenly.model.state import OptimizerCosts
 from evenly.parallel.pipeline.orders import orders, taken_by
-from evenly.parallel.shards import large_ones
+from evenly.parallel.shards import large_ones, whole_ones
 from evenly.plan import Plan
 from evenly.plan.schedule import Action, rank_of_stage, runnable, splits_backward
 from evenly.predict.memory import (
@@ -154,6 +154,8 @@ class _DataRank:
         large = large_ones([sum(one.bytes for one in unit.parameters) for unit in units])
         units = [unit for unit, is_large in zip(units, large, strict=True) if is_large]
         apart = {one.names for unit in units for one in unit.parameters}
+        whole = whole_ones([sum(one.bytes for one in unit.parameters) for unit in units])
+        units = [replace(unit, whole=stays) for unit, stays in zip(units, whole, strict=True)]
         return [Unit([one for one in self.parameters if one.names not in apart]), *units]
 
     def stepped(self) -> Mapping[str, Sequence[int]]:

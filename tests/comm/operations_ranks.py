@@ -227,6 +227,10 @@ def _reduce_scattered(
         found = reduce_scatter(form(thirds[own]), group, added_in=torch.float64)
         piece = finer.split(even_sizes(expected.shape[0], group.size))[own]
         findings.same(f"reduce_scatter added up in float64 {what}", found, piece)
+        into = torch.full_like(piece, torch.nan)
+        found = reduce_scatter(form(thirds[own]), group, into=into)
+        findings.same(f"reduce_scatter into float64 {what}", found, piece)
+        findings.same(f"what reduce_scatter was to fill {what}", into, piece)
     even = torch.cat([expected] * group.size)
     found = reduce_scatter(torch.cat([all_of_them[own]] * group.size), group, reduction)  # pyright: ignore
     findings.same(f"reduce_scatter even {what}", found, even.split(expected.shape[0] or 1)[0])

@@ -16,7 +16,7 @@ import evenly
 from evenly.errors import PlanError
 from evenly.model.blocks import find_blocks
 from evenly.parallel import shards
-from evenly.parallel.shards import SMALL_BYTES, large_ones, units_of
+from evenly.parallel.shards import SMALL_BYTES, large_ones, units_of, whole_ones
 
 
 def test_a_block_that_shares_parameters_with_others_is_no_unit() -> None:
@@ -38,6 +38,12 @@ def test_blocks_that_are_small_together_are_no_units(monkeypatch: pytest.MonkeyP
     model = Tower()
     assert units_of(model, find_blocks(model)) == []
     assert model.blocks[0].feed[0].weight.nbytes < SMALL_BYTES
+
+
+def test_what_the_backward_begins_with_stays_whole_as_far_as_it_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evenly.parallel.shards.WHOLE_BYTES", 10)
+    assert whole_ones([1, 7, 4, 6]) == [False, False, True, True]  # the 1 is asked for after the 7
+    assert whole_ones([11]) == [False] and whole_ones([]) == []
 
 
 def test_parameters_shared_inside_a_block_leave_it_a_unit() -> None:
@@ -103,8 +109,9 @@ def test_a_run_goes_on_under_another_plan_with_the_same_bits(
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def talk_of_a_step() -> tuple[list[str], set[tuple[torch.dtype, torch.dtype]]]:
-    """The order in which a forward enters blocks and gathers are begun; what is sent and what it is added in."""
+def talk_of_a_step(whole_bytes: int = 0) -> tuple[list[str], set[tuple[torch.dtype, torch.dtype]]]:
+    """The order in which forwards enter blocks and gathers are begun; what is sent and what it is added in."""
+    shards.WHOLE_BYTES = whole_bytes
     order: list[str] = []
     types: set[tuple[torch.dtype, torch.dtype]] = set()
     gather, reduce = shards.all_gather_single, shards.reduce_scatter.begin
@@ -116,22 +123,31 @@ def talk_of_a_step() -> tuple[list[str], set[tuple[torch.dtype, torch.dtype]]]:
             order.append("gather")
             return gather(*arguments, **named)
 
-        def reduced(tensor: torch.Tensor, *arguments: Any, added_in: torch.dtype, **named: Any) -> Any:
-            types.add((tensor.dtype, added_in))
-            return reduce(tensor, *arguments, added_in=added_in, **named)
+        def reduced(tensor: torch.Tensor, *arguments: Any, into: torch.Tensor, **named: Any) -> Any:
+            types.add((tensor.dtype, into.dtype))
+            return reduce(tensor, *arguments, into=into, **named)
 
         shards.all_gather_single, shards.reduce_scatter.begin = gathered, reduced  # pyright: ignore
         try:
             run.step(next(run.batches()))
         finally:
             shards.all_gather_single, shards.reduce_scatter.begin = gather, reduce
-    return order[: order.index("2") + 1], types
+            shards.WHOLE_BYTES = 0
+    return order, types
 
 
 def test_blocks_are_gathered_ahead_and_gradients_sent_as_narrow_as_they_are(ranks: KeptRanks) -> None:
     for order, types in ranks.run(talk_of_a_step):
-        assert order == ["gather", "gather", "gather", "0", "gather", "1", "2"]  # the root's, then one ahead
+        # The root's, then one ahead.
+        assert order[: order.index("2") + 1] == ["gather", "gather", "gather", "0", "gather", "1", "2"]
         assert types == {(torch.float32, torch.float64)}
+
+
+def test_a_block_that_stays_whole_is_not_gathered_for_its_backward(ranks: KeptRanks) -> None:
+    (anew, _), *_ = ranks.run(talk_of_a_step)
+    (kept, _), *_ = ranks.run(talk_of_a_step, 1 << 20)
+    forwards = anew.count("2")
+    assert (anew.count("gather"), kept.count("gather")) == (7 * forwards, 4 * forwards)
 
 
 class OneLeftOut(Chain):
