@@ -312,35 +312,43 @@ def reduce_scatter(
     *,
     dim: int = 0,
     sizes: Sequence[int] | None = None,
-    added_in: torch.dtype | None = None,
     into: torch.Tensor | None = None,
+    adding: bool = False,
     label: str = "",
 ) -> Pending[torch.Tensor]:
     """A new tensor: this rank's piece of the reduction of the ranks' tensors, which all have one shape.
 
-    added_in: the type of the result, in which the ranks' numbers are added up; by default that of `tensor`.
-    into: takes the result in place of a new tensor; contiguous, and its type is the one that numbers are added up in.
+    into: takes the result in place of a new tensor; contiguous, and numbers are added up in its type.
+    adding: whether the result is added to what `into` holds.
     label: what it is, for messages.
     """
-    added_in = added_in if into is None else into.dtype
-    carried, becomes = _carried(tensor, reduction), tensor.dtype if added_in is None else added_in
+    carried, becomes = _carried(tensor, reduction), tensor.dtype if into is None else into.dtype
     detail = _detail(f"{reduction} along {dim}", sizes)
     serial = _enter(group, "reduce_scatter", tensor, detail=detail, label=label)
     lengths = _sizes_of_cut(tensor, dim, sizes, group)
     dim %= tensor.ndim  # complex numbers are carried with one more dim
     shape = _with(tensor.shape, dim, lengths[group.position])
+    if into is not None and (list(into.shape) != list(shape) or not into.is_contiguous()):
+        raise UserError(
+            f"reduce_scatter into a tensor of shape {list(into.shape)}",
+            f"this rank's piece has shape {list(shape)}, one element behind the other",
+            "give a contiguous tensor of that shape",
+        )
     if group.size == 1:
-        return _Begun(group, serial, (), lambda: _delivered(tensor.detach().to(becomes, copy=into is None), into))
+        return _Begun(
+            group, serial, (), lambda: _delivered(tensor.detach().to(becomes, copy=into is None), into, adding)
+        )
     if not tensor.numel():
-        return _Begun(group, serial, (), lambda: _delivered(tensor.new_empty(shape, dtype=becomes), into))
+        return _Begun(group, serial, (), lambda: _delivered(tensor.new_empty(shape, dtype=becomes), into, adding))
     carried = carried.movedim(dim, 0).contiguous()
-    added = carried.dtype if added_in is None else added_in
+    plain = into is not None and not tensor.is_complex()
+    added = becomes if plain else carried.dtype
 
     def finish(reduced: torch.Tensor) -> torch.Tensor:
         if reduction == "mean":
             reduced.div_(group.size)
         whole = torch.view_as_complex(reduced) if tensor.is_complex() else reduced
-        return _delivered(whole.movedim(0, dim).to(becomes).contiguous(), into)
+        return _delivered(whole.movedim(0, dim).to(becomes).contiguous(), into, adding)
 
     if len(set(lengths)) == 1 and not adds_here(group):
         landing = carried.new_empty(lengths[group.position], *carried.shape[1:], dtype=added)
@@ -356,7 +364,9 @@ def reduce_scatter(
 
     def add_up() -> torch.Tensor:
         received = exchange.wait().split(row * lengths[group.position])
-        return finish(_reduced_here(received, added, reduction, into).view(piece))
+        if into is not None and plain and reduction == "sum" and dim == 0:
+            return _added_up(received, into, adding)
+        return finish(_reduced_here(received, added, reduction).view(piece))
 
     return _Begun(group, serial, (), add_up)
 
@@ -476,8 +486,10 @@ def _put_back(landing: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _delivered(result: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
-    return result if into is None else _put_back(result, into)
+def _delivered(result: torch.Tensor, into: torch.Tensor | None, adding: bool) -> torch.Tensor:
+    if into is None:
+        return result
+    return into.add_(result) if adding else _put_back(result, into)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -531,14 +543,19 @@ def _reduced_back(carried: torch.Tensor, tensor: torch.Tensor, ranks: int, reduc
     return _put_back(carried, tensor)
 
 
-def _reduced_here(
-    pieces: Sequence[torch.Tensor], dtype: torch.dtype, reduction: Reduction, into: torch.Tensor | None
-) -> torch.Tensor:
-    """In the order of positions, whatever came first; in `into` or in memory of its own."""
-    if into is None or into.dtype is not dtype:
-        total = pieces[0].to(dtype, copy=True)
-    else:
-        total = into.view(-1).copy_(pieces[0])
+def _added_up(pieces: Sequence[torch.Tensor], into: torch.Tensor, adding: bool) -> torch.Tensor:
+    """In the order of positions, whatever came first."""
+    flat = into.view(-1)
+    if not adding:
+        flat.copy_(pieces[0])
+    for piece in pieces if adding else pieces[1:]:
+        add(flat, piece)
+    return into
+
+
+def _reduced_here(pieces: Sequence[torch.Tensor], dtype: torch.dtype, reduction: Reduction) -> torch.Tensor:
+    """In the order of positions, whatever came first; in memory of its own."""
+    total = pieces[0].to(dtype, copy=True)
     for piece in pieces[1:]:
         if reduction in ("sum", "mean"):
             add(total, piece)

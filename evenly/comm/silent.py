@@ -74,8 +74,8 @@ def _reduce_scatter(
     *_: Any,
     dim: int = 0,
     sizes: Sequence[int] | None = None,
-    added_in: torch.dtype | None = None,
     into: torch.Tensor | None = None,
+    adding: bool = False,
     label: str = "",
 ) -> _Done:
     lengths = operations.even_sizes(tensor.shape[dim], group.size) if sizes is None else sizes
@@ -84,7 +84,7 @@ def _reduce_scatter(
 
     def wait() -> torch.Tensor:
         shape = (lengths[group.position], *sent.shape[1:])
-        total = sent.new_empty(shape, dtype=added_in or sent.dtype) if into is None else into
+        total = sent.new_empty(shape, dtype=sent.dtype) if into is None else into
         received.clear()
         return total.movedim(0, dim).contiguous()
 

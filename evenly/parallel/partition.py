@@ -165,10 +165,6 @@ class Bucket:
             part.total = None
         return packed
 
-    def take(self, summed: torch.Tensor) -> None:
-        """Adds this rank's row of a round, which it keeps."""
-        self.sums = summed if self.sums is NOTHING else self.sums.add_(summed)
-
     def divide(self, divisor: float) -> None:
         """Makes gradients of the sums."""
         self.gradients, self.sums = self.sums.to(self.dtype).div_(divisor), NOTHING
@@ -198,7 +194,7 @@ class PartitionedGradients(Gradients):
         split = sum(part.parameter.numel() for part in self._parts if part.place.length < part.parameter.numel())
         self.share = split / max(1, sum(p.numel() for _, p in named))
         self._sending, self._sent, self._rounds = False, 0, 0
-        self._flying: deque[tuple[Bucket, Pending[torch.Tensor]]] = deque()
+        self._flying: deque[Pending[torch.Tensor]] = deque()  # in the order in which they are added up
         self._tail: Pending[torch.Tensor] | None = None
         self._handles = [
             part.parameter.register_post_accumulate_grad_hook(self._hook(index, bucket, part))
@@ -352,14 +348,15 @@ class PartitionedGradients(Gradients):
         for bucket in self.buckets[self._sent : end]:
             if len(self._flying) == IN_FLIGHT:
                 self._land()
-            packed = bucket.pack(self._group.size)
-            pending = reduce_scatter.begin(packed.view(-1), self._group, added_in=bucket.added_in, label=bucket.label)
-            self._flying.append((bucket, pending))
+            packed, adding = bucket.pack(self._group.size).view(-1), bucket.sums is not NOTHING
+            if not adding:
+                bucket.sums = torch.empty(bucket.length, dtype=bucket.added_in, device=bucket.device)
+            pending = reduce_scatter.begin(packed, self._group, into=bucket.sums, adding=adding, label=bucket.label)
+            self._flying.append(pending)
         self._sent = max(self._sent, end)
 
     def _land(self) -> None:
-        bucket, pending = self._flying.popleft()
-        bucket.take(pending.wait())
+        self._flying.popleft().wait()
 
     # ------------------------------------------------------------------------------------------- helpers
     def _gather(self, bucket: Bucket) -> Pending[torch.Tensor]:

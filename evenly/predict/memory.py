@@ -256,18 +256,15 @@ class CutSums(Sums):
             self.meter.add("buffers", self._messages[number])
             for one in self._buckets[number]:
                 self.meter.add("sums", -self._totals.pop(one.names[0], 0))
+            if number not in self._summed:
+                self._summed.add(number)
+                self.meter.add("sums", self._lengths[number] * self._added_in[number])
             self.meter.add("buffers", self._messages[number])  # what the others send
             self._flying.append(number)
         self._sent = max(self._sent, end)
 
     def _land(self) -> None:
-        number = self._flying.popleft()
-        row = self._lengths[number] * self._added_in[number]
-        self.meter.add("sums", row)
-        self.meter.add("buffers", -2 * self._messages[number])
-        if number in self._summed:
-            self.meter.add("sums", -row)
-        self._summed.add(number)
+        self.meter.add("buffers", -2 * self._messages[self._flying.popleft()])
 
     def finish_backward(self) -> None:
         if self._sending:

@@ -224,13 +224,13 @@ def _reduce_scattered(
     if reduction == "sum" and expected.dtype in (torch.float32, torch.bfloat16):
         thirds = [tensor / 3 for tensor in all_of_them]
         finer = reduced([tensor.double() for tensor in thirds], "sum")
-        found = reduce_scatter(form(thirds[own]), group, added_in=torch.float64)
         piece = finer.split(even_sizes(expected.shape[0], group.size))[own]
-        findings.same(f"reduce_scatter added up in float64 {what}", found, piece)
         into = torch.full_like(piece, torch.nan)
         found = reduce_scatter(form(thirds[own]), group, into=into)
         findings.same(f"reduce_scatter into float64 {what}", found, piece)
         findings.same(f"what reduce_scatter was to fill {what}", into, piece)
+        reduce_scatter(form(thirds[own]), group, into=into, adding=True)
+        findings.same(f"what reduce_scatter was to add to {what}", into, 2 * piece)
     even = torch.cat([expected] * group.size)
     found = reduce_scatter(torch.cat([all_of_them[own]] * group.size), group, reduction)  # pyright: ignore
     findings.same(f"reduce_scatter even {what}", found, even.split(expected.shape[0] or 1)[0])
@@ -293,6 +293,7 @@ def refusals(group: Group) -> Findings:
     findings.refused("a sparse tensor", lambda: all_reduce(one.to_sparse(), group), "sparse")
     findings.refused("a source outside", lambda: broadcast(one, group.size, group), "not one of its positions")
     findings.refused("no such dim", lambda: all_gather(one, group, dim=1, sizes=[2] * group.size), "give a dim")
+    findings.refused("a piece into another shape", lambda: reduce_scatter(one, group, into=torch.ones(5)), "has shape")
     findings.refused("sizes that do not add up", lambda: reduce_scatter(one, group, sizes=[5] * group.size), "add up")
     findings.refused("another length", lambda: all_gather(one, group, sizes=[1] * group.size), "every rank's piece")
     wrong = None if group.position == 0 else one
