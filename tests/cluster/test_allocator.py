@@ -8,8 +8,10 @@ import sys
 from math import inf
 
 import pytest
+from jobs import tower_job
 
-from evenly.cluster.allocator import cgroup_limit_bytes, free_memory_bytes
+import evenly
+from evenly.cluster.allocator import LargeBlocks, cgroup_limit_bytes, free_memory_bytes
 
 PROGRAM = """
 import resource, torch
@@ -94,3 +96,13 @@ def test_free_memory_is_that_of_the_control_group_where_it_has_less() -> None:
 def test_what_is_freed_between_others_goes_back_to_the_system() -> None:
     (taken,) = printed(HALF)
     assert 0.9 < taken < 1.2  # of what the pieces that are left hold
+
+
+def test_a_run_tells_after_every_step_what_a_rank_has_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(LargeBlocks, "after_step", lambda self, peak_bytes, free_bytes: told.append(peak_bytes))
+    with evenly.start(tower_job(steps=3), plan="single") as run:
+        for batch in run.batches():
+            run.step(batch)
+    assert len(told) == 3
+    assert min(told) > 10_000_000  # an interpreter with torch in it
