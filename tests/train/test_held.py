@@ -11,6 +11,7 @@ from torch import nn
 
 import evenly
 from evenly.errors import PlanError
+from evenly.parallel import shards
 from evenly.parallel.pipeline.orders import orders
 from evenly.plan import parse_plan
 from evenly.plan.schedule import in_flight
@@ -123,6 +124,23 @@ def test_on_two_ranks(ranks: Any) -> None:
     for number, (plan, bound) in enumerate(ON_TWO.items()):
         found = [one for rank in of_ranks for one in rank[number]]
         assert predicted(plan, 2) == pytest.approx(found, rel=bound), plan
+
+
+def peaks_with_whole_blocks(plans: list[str], whole_bytes: int) -> list[list[int]]:
+    """As `peaks`, where blocks of so many bytes stay whole between forward and backward."""
+    shards.WHOLE_BYTES = whole_bytes
+    try:
+        return peaks(plans)
+    finally:
+        shards.WHOLE_BYTES = 0
+
+
+def test_blocks_that_stay_whole_are_counted(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cut = predicted("zero3", 2)
+    monkeypatch.setattr(shards, "WHOLE_BYTES", 160_000)  # three of the four
+    found = [one for rank in ranks.run(peaks_with_whole_blocks, ["zero3"], 160_000) for one in rank[0]]
+    assert predicted("zero3", 2) == pytest.approx(found, rel=0.01)
+    assert min(found) > 1.02 * max(cut)
 
 
 def test_a_pipeline_holds_as_many_microbatches_as_its_schedule_has_in_flight() -> None:
