@@ -86,7 +86,38 @@ def build_optimizer(job: Job, parameters: Sequence[nn.Parameter], plan: Plan) ->
             "give it the `params` passed in",
         )
     _leave_out(optimizer, [p for p in parameters if p.is_meta])
+    choose_kernels(optimizer, plan)
     return optimizer
+
+
+# torch has their step as one fused kernel too, which computes the same up to rounding. It has SGD's as well, but that
+# one fails where the momentum of some parameters begins later than that of others.
+FUSED = (torch.optim.Adam, torch.optim.AdamW)
+
+
+def choose_kernels(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """Has fused kernels step `optimizer` where the job leaves that open and the numbers stay right, and only there.
+
+    They go through each parameter once, where separate operations go through it a dozen times. But they take memory in
+    the order in which it lies: where a gradient lies otherwise than its parameter they compute nonsense, on the CPU
+    without an error. And the last elements of a tensor come out with other bits than the same in the middle of another.
+    """
+    for group in optimizer.param_groups:
+        right = plan.exact != "bitwise" and all(map(_lies_in_order, group["params"]))
+        if group.get("fused") and not right:
+            group["fused"] = None
+        is_open = group.get("fused") is None and group.get("foreach") is None and not group.get("differentiable")
+        if right and is_open and type(optimizer) in FUSED and all(map(_is_wide, group["params"])):
+            group["fused"] = True
+
+
+def _lies_in_order(parameter: torch.Tensor) -> bool:
+    return parameter.stride() == torch.empty(parameter.shape, device="meta").stride()
+
+
+def _is_wide(parameter: torch.Tensor) -> bool:
+    """Whether single operations round no more than a fused kernel, which computes in at least float32."""
+    return parameter.dtype in (torch.float32, torch.float64)
 
 
 def _leave_out(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:

@@ -25,7 +25,7 @@ from evenly.parallel.recompute import CachesOff, recomputing
 from evenly.parallel.statistics import keeps_statistics
 from evenly.parallel.tensor.layout import Layout
 from evenly.plan import Plan
-from evenly.train.build import build_model, call_job
+from evenly.train.build import build_model, call_job, choose_kernels
 from evenly.train.ledger import as_loss
 from evenly.train.precision import autocast, place_batch
 from evenly.train.splitting import choose_splits, derivation_of
@@ -145,10 +145,11 @@ class JobReader:
         return Stages(counts, owners_of(names, segments, stage_of))
 
     def optimizer_costs(self, plan: Plan) -> OptimizerCosts:
-        """What the job's optimizer keeps of each parameter."""
+        """What the job's optimizer keeps of each parameter, and needs for its step."""
         assert plan.precision is not None  # the plan is resolved
         model = self.model(plan.precision)
         optimizer = call_job("optimizer", lambda: self.job.optimizer(iter([*model.parameters()])))
+        choose_kernels(optimizer, plan)
         return optimizer_costs(optimizer, {id(p): name for name, p in model.named_parameters()})
 
     def blocks(self, plan: Plan) -> list[Block]:

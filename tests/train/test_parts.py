@@ -16,10 +16,10 @@ from torch import nn
 from evenly.cluster.world import World
 from evenly.comm.groups import Group
 from evenly.errors import RunError, UserError
-from evenly.job import Loss
+from evenly.job import Job, Loss
 from evenly.plan import Plan
 from evenly.train import start
-from evenly.train.build import build_model, build_optimizer, build_schedule
+from evenly.train.build import build_model, build_optimizer, build_schedule, choose_kernels
 from evenly.train.interrupt import Interrupt
 from evenly.train.ledger import Account, Ledger, as_loss
 from evenly.train.options import RunOptions
@@ -151,6 +151,65 @@ def test_an_eps_that_is_0_in_the_type_of_the_weights_is_refused() -> None:
     build_optimizer(classifier_job(optimizer=lambda p: torch.optim.AdamW(p, eps=1e-4)), [*model.parameters()], SINGLE)
     with pytest.raises(UserError, match=r"AdamW with eps=1e-08\n.*that is 0 in float16"):
         build_optimizer(classifier_job(), [*model.parameters()], SINGLE)
+
+
+ROUNDING, BITWISE = Plan(data=1, exact="rounding"), Plan(data=1, exact="bitwise")
+IN_ORDER, TURNED = torch.zeros(5, 3), torch.zeros(3, 5).t()
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "parameter", "plan", "fused"),
+    [
+        (torch.optim.AdamW, {}, IN_ORDER, ROUNDING, True),
+        (torch.optim.Adam, {"fused": True}, IN_ORDER, ROUNDING, True),
+        (torch.optim.SGD, {"fused": True}, IN_ORDER, ROUNDING, True),
+        # The job has chosen.
+        (torch.optim.AdamW, {"fused": False}, IN_ORDER, ROUNDING, False),
+        (torch.optim.AdamW, {"foreach": True}, IN_ORDER, ROUNDING, None),
+        (torch.optim.AdamW, {"differentiable": True}, IN_ORDER, ROUNDING, None),
+        # Other numbers, other bits, and what torch cannot do.
+        (torch.optim.AdamW, {"fused": True}, TURNED, ROUNDING, None),
+        (torch.optim.AdamW, {"fused": True}, IN_ORDER, BITWISE, None),
+        (torch.optim.AdamW, {}, IN_ORDER.bfloat16(), ROUNDING, None),
+        (torch.optim.SGD, {}, IN_ORDER, ROUNDING, None),
+    ],
+)
+def test_fused_kernels_step_where_the_numbers_stay_right(
+    kind: Any, settings: dict[str, Any], parameter: torch.Tensor, plan: Plan, fused: bool | None
+) -> None:
+    optimizer = kind([nn.Parameter(parameter)], lr=0.1, **settings)
+    choose_kernels(optimizer, plan)
+    assert optimizer.param_groups[0]["fused"] is fused
+
+
+class Turned(nn.Module):
+    """A linear layer whose weight lies column by column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 3).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.t()
+
+
+def square_loss(model: nn.Module, batch: torch.Tensor) -> Loss:
+    return Loss(model(batch).square().sum(), len(batch))
+
+
+def stepped(**settings: Any) -> torch.Tensor:
+    """The weight after three steps."""
+    data = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
+    adam = lambda p: torch.optim.AdamW(p, lr=0.1, **settings)  # noqa: E731
+    job = Job(model=Turned, loss=square_loss, data=data, optimizer=adam, global_batch=4, steps=3)  # pyright: ignore
+    with start(job, plan="single exact=rounding") as run:
+        for batch in run.batches():
+            run.step(batch)
+        return run.model.weight.detach().clone()
+
+
+def test_a_fused_kernel_does_not_step_a_gradient_that_lies_otherwise_than_its_parameter() -> None:
+    assert torch.equal(stepped(fused=True), stepped(fused=False))
 
 
 def test_batches_become_float64_where_the_run_is() -> None:
