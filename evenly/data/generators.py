@@ -30,16 +30,17 @@ def undisturbed(*devices: str) -> Generator[None]:
 
 def reseed(key: int, device: str = "cpu") -> None:
     """From here on what torch draws on the CPU and on `device` comes from the stream `key`; wants `undisturbed`."""
-    for generator in _generators(device):
-        generator.manual_seed(key)
+    torch.default_generator.manual_seed(key)
+    if device.startswith("cuda"):
+        _gpu_generator(device).manual_seed(key)
 
 
 def seed(key: int, device: str = "cpu") -> None:
     """As `reseed`, and for what Python and numpy draw too."""
     reseed(key, device)
     random.seed(key)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(key & 0xFFFFFFFF)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(key & 0xFFFFFFFF)
 
 
 def drawn_past_torch() -> bool:

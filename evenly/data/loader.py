@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ def share_of_step(job: Job, step: int, *, rank: int, ranks: int) -> Share:
     """
     microbatches = microbatches_of_step(job, step)
     if job.cost is None:
-        return _share(step, microbatches, deal([float(len(indices)) for indices in microbatches], ranks), rank)
+        return _share(step, microbatches, _dealt_by_samples(tuple(map(len, microbatches)), ranks), rank)
     lengths = [[job.cost(i) for i in indices] for indices in microbatches]
     costs = [padded_cost(group) for group in lengths]
     squares = [cost * max(group) for cost, group in zip(costs, lengths, strict=True)]
@@ -93,7 +94,12 @@ def share_of_step(job: Job, step: int, *, rank: int, ranks: int) -> Share:
 def share_of_evaluation(job: Job, *, rank: int, ranks: int) -> Share:
     """What `rank` of `ranks` runs of an evaluation."""
     microbatches = microbatches_of_evaluation(job)
-    return _share(0, microbatches, deal([float(len(m)) for m in microbatches], ranks), rank)
+    return _share(0, microbatches, _dealt_by_samples(tuple(map(len, microbatches)), ranks), rank)
+
+
+@lru_cache(maxsize=64)  # hardly a batch differs from the one before
+def _dealt_by_samples(counts: tuple[int, ...], ranks: int) -> list[list[int]]:
+    return deal([float(count) for count in counts], ranks)
 
 
 def _share(step: int, microbatches: list[list[int]], shares: list[list[int]], rank: int) -> Share:

@@ -18,6 +18,11 @@ class Records:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", encoding="utf-8", buffering=1)
 
+    @property
+    def kept(self) -> bool:
+        """Whether there is a file."""
+        return self._file is not None
+
     def add(self, record: dict[str, Any]) -> None:
         """Writes `record` as one line; a number that is not finite, which JSON does not know, as null."""
         if self._file is not None:

@@ -55,7 +55,7 @@ class BlockCalls:
     """
 
     def __init__(self, blocks: Sequence[Block], device: str, handler: Callable[[BlockCall], Any] | None = None) -> None:
-        self._device, self._handler = device, handler or _run
+        self._device, self._handler = device, handler
         self._key: int | None = None
         self._calls: dict[str, int] = {}
         self._taken = [(block.module, take_over(block.module, partial(self._call, block))) for block in blocks]
@@ -81,15 +81,16 @@ class BlockCalls:
             return run(*args, **kwargs)
         number = self._calls.get(block.name, 0)
         self._calls[block.name] = number + 1
-        return self._handler(BlockCall(block, number, args, kwargs, run, self._reseed))
+        if self._handler is not None:
+            return self._handler(BlockCall(block, number, args, kwargs, run, self._reseed))
+        self._reseed(block.name, number, "begin")
+        result = run(*args, **kwargs)
+        self._reseed(block.name, number, "end")
+        return result
 
     def _reseed(self, name: str, number: int, edge: Literal["begin", "end"]) -> None:
         assert self._key is not None  # a call is under way
         reseed(block_key(self._key, name, number, edge), self._device)
-
-
-def _run(call: BlockCall) -> Any:
-    return call.run(*call.args, **call.kwargs)
 
 
 # torch's private names for what a call of a module runs: what `module.compile()` has put there, else all of it.

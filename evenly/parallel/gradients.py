@@ -20,7 +20,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 
 import torch
 from torch import nn
@@ -128,7 +128,8 @@ class Slot:
 class Bucket:
     """Neighbouring parameters of one dtype and device, added up and sent together.
 
-    sums:      1D, of the dtype that gradients are added in; the tail, if any, behind the slots.
+    sums:      1D, of the dtype that gradients are added in.
+    tail:      what numbers lie behind the sums, 1D; `sent` is both.
     gradients: 1D, of the parameters' dtype; the same memory as the begin of `sums` where the dtypes are the same.
     waiting:   slots whose last gradient of this step is still to come.
     """
@@ -143,16 +144,19 @@ class Bucket:
         self._allocate(tail=0)
 
     def make_room(self, tail: int) -> None:
-        """Sees to it that `tail` numbers fit behind the slots; forgets what was added up."""
-        if self.length + tail > self.sums.numel():
+        """Sees to it that `tail` numbers lie behind the slots; forgets what was added up."""
+        if self.length + tail > self._room.numel():
             self._allocate(tail=2 * tail)
+        if self.tail.numel() != tail:
+            self.sent = self._room[: self.length + tail]
+            self.tail = self.sent[self.length :]
 
     def _allocate(self, *, tail: int) -> None:
-        self.sums = torch.zeros(self.length + tail, dtype=self.added_in, device=self.device)
+        self._room = torch.zeros(self.length + tail, dtype=self.added_in, device=self.device)
+        self.sums = self.sent = self._room[: self.length]
+        self.tail = self._room[self.length : self.length]
         same = self.added_in is self.dtype
-        self.gradients = (
-            self.sums[: self.length] if same else torch.zeros(self.length, dtype=self.dtype, device=self.device)
-        )
+        self.gradients = self.sums if same else torch.zeros(self.length, dtype=self.dtype, device=self.device)
         start = 0
         for slot in self.slots:
             end = start + slot.parameter.numel()
@@ -172,7 +176,6 @@ class GradientSum(Gradients):
         self._slots = [slot for bucket in self.buckets for slot in bucket.slots]  # by number
         self._last = False
         self._sent = 0
-        self._tail = 0  # length of this step's
         self._used = [False] * len(self._slots)  # in this step, on any rank; by number
         self._handles = [
             slot.parameter.register_post_accumulate_grad_hook(self._hook(bucket, slot))
@@ -186,8 +189,7 @@ class GradientSum(Gradients):
             bucket.pending = None
         for slot in self._slots:
             slot.used, slot.parameter.grad = False, None
-        self._tail = len(self._slots) + numbers
-        self.buckets[-1].make_room(self._tail)
+        self.buckets[-1].make_room(len(self._slots) + numbers)
 
     def expect_last(self) -> None:
         """From now on full buckets are sent."""
@@ -200,7 +202,7 @@ class GradientSum(Gradients):
         if not self._last:  # a rank without microbatches
             self.expect_last()
         self._send_until(len(self.buckets) - 1)
-        tail = self._tail_of_sums()
+        tail = self.buckets[-1].tail
         flags = [float(slot.used) for slot in self._slots]
         if isinstance(numbers, torch.Tensor):
             tail[: len(flags)].copy_(torch.tensor(flags))
@@ -225,7 +227,7 @@ class GradientSum(Gradients):
         for bucket in self.buckets:
             assert bucket.pending is not None
             bucket.pending.wait()
-        values: list[float] = self._tail_of_sums().tolist()
+        values: list[float] = self.buckets[-1].tail.tolist()
         self._used = [flag > 0 for flag in values[: len(self._slots)]]
         return values[len(self._slots) :]
 
@@ -248,7 +250,7 @@ class GradientSum(Gradients):
         """Leaves the gradient in the `grad` of every parameter that any rank used, the same on all ranks."""
         for bucket in self.buckets:
             if bucket.added_in is not bucket.dtype:
-                bucket.gradients.copy_(bucket.sums[: bucket.length])
+                bucket.gradients.copy_(bucket.sums)
             bucket.gradients.div_(divisor)
             for slot in bucket.slots:
                 slot.parameter.grad = slot.gradient if self._used[slot.number] else None
@@ -296,10 +298,6 @@ class GradientSum(Gradients):
             if bucket.waiting == 0:
                 self._send_full()
 
-    def _tail_of_sums(self) -> torch.Tensor:
-        last = self.buckets[-1]
-        return last.sums[last.length : last.length + self._tail]
-
     def _send_full(self) -> None:
         """Sends buckets while the next in order is full; the last waits for `send`, which knows its tail."""
         ready = self._sent
@@ -312,8 +310,7 @@ class GradientSum(Gradients):
             for slot in bucket.slots:
                 if not slot.used:
                     slot.sum.zero_()
-            tail = self._tail if bucket is self.buckets[-1] else 0
-            bucket.pending = all_reduce.begin(bucket.sums[: bucket.length + tail], self._group, label=bucket.label)
+            bucket.pending = all_reduce.begin(bucket.sent, self._group, label=bucket.label)
         self._sent = end
 
 
@@ -393,15 +390,20 @@ class Parts:
 
 def sum_of_squares(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Of all elements together; a scalar in float64."""
-    total = torch.zeros((), dtype=torch.float64)
-    for tensor in tensors:
-        if tensor.is_cuda:
-            total = total.to(tensor.device) + torch.linalg.vector_norm(tensor, dtype=torch.float64) ** 2
-            continue
-        for part in tensor.flatten().split(SQUARED_AT_ONCE):
+    total: torch.Tensor | None = None
+    for part in chain.from_iterable(map(_parts_to_square, tensors)):
+        if part.is_cuda:
+            square = torch.linalg.vector_norm(part, dtype=torch.float64) ** 2
+        else:
             wide = part.double()  # torch.linalg.vector_norm widens one element after the other, four times as slow
-            total += torch.dot(wide, wide)
-    return total
+            square = torch.dot(wide, wide)
+        total = square if total is None else total.to(square.device).add_(square)
+    return torch.zeros((), dtype=torch.float64) if total is None else total
+
+
+def _parts_to_square(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    flat = tensor.flatten()
+    return (flat,) if flat.is_cuda or flat.numel() <= SQUARED_AT_ONCE else flat.split(SQUARED_AT_ONCE)
 
 
 def check_gradient(name: str, gradient: torch.Tensor, *, sent: bool) -> None:

@@ -11,7 +11,7 @@ To record s, a call runs with running statistics of its own and momentum 1: what
 from __future__ import annotations
 
 from collections.abc import Container, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,9 +84,12 @@ class RunningStatistics:
         """How many layers keep running statistics, here or on other ranks."""
         return len(self._all)
 
-    @contextmanager
-    def recording(self, microbatch: int) -> Generator[None]:
+    def recording(self, microbatch: int) -> AbstractContextManager[None]:
         """Around the forward of `microbatch`; calls outside (recomputation) leave no trace."""
+        return self._recording(microbatch) if self._layers or self._buffers else nullcontext()
+
+    @contextmanager
+    def _recording(self, microbatch: int) -> Generator[None]:
         versions = None if self._alone else [(b, b._version) for _, b in self._buffers]
         self._microbatch = microbatch
         try:

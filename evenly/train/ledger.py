@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,12 +30,12 @@ class Account:
     memory_bytes: list[int]
     stop: bool
 
-    @property
+    @cached_property
     def weight(self) -> float:
         """Sum of the weights."""
         return math.fsum(self.weights)
 
-    @property
+    @cached_property
     def loss(self) -> float:
         """sum(totals) / sum(weights); the order of the sum is the microbatches', whoever ran them."""
         return math.fsum(self.totals) / self.weight

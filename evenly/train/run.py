@@ -211,7 +211,7 @@ class Run:
                 "use each batch once",
             )
         try:
-            with self._counting_once() as counter:
+            with self.counting_memory() if self._counts_now else nullcontext() as counter:
                 with undisturbed(*self.devices):
                     account = self._forward_and_backward(batch)
                 account.check(self.steps_done + 1)
@@ -454,8 +454,9 @@ class Run:
             memory=memory,
             skipped=skipped,
         )
-        record = {**vars(report), "samples_per_s": report.samples_per_s, "tokens_per_s": report.tokens_per_s}
-        self._metrics.add({name: value for name, value in record.items() if value is not None})
+        if self._metrics.kept:
+            record = {**vars(report), "samples_per_s": report.samples_per_s, "tokens_per_s": report.tokens_per_s}
+            self._metrics.add({name: value for name, value in record.items() if value is not None})
         return report
 
     # -------------------------------------------------------------------------------------------- memory
@@ -475,14 +476,10 @@ class Run:
             finally:
                 self._counter = None
 
-    @contextmanager
-    def _counting_once(self) -> Generator[MemoryCounter | None]:
-        """Counts in one step of a run that has a folder, for metrics and reports."""
-        if self.steps_done != self._counted or self._counter is not None:
-            yield None
-        else:
-            with self.counting_memory() as counter:
-                yield counter
+    @property
+    def _counts_now(self) -> bool:
+        """Whether this is the step of a run with a folder that is counted for metrics and reports."""
+        return self.steps_done == self._counted and self._counter is None
 
     def _memory_of_all(self, counter: MemoryCounter) -> list[dict[Category, int]]:
         mine = [counter.peaks.get(replica.number, {}) for replica in self.composed.replicas]

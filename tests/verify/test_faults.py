@@ -83,7 +83,7 @@ def clipped_by_local_norm(patch: pytest.MonkeyPatch) -> None:
 def lost_microbatch(patch: pytest.MonkeyPatch) -> None:
     """The last rank drops what does not divide evenly."""
     plain = loader.deal
-    patch.setattr(loader, "deal", lambda costs, ranks: [*plain(costs, ranks)[:-1], plain(costs, ranks)[-1][:-1]])
+    patch.setattr(loader, "_dealt_by_samples", lambda n, ranks: [*plain(n, ranks)[:-1], plain(n, ranks)[-1][:-1]])
 
 
 def schedule_by_rank_steps(patch: pytest.MonkeyPatch) -> None:
@@ -128,8 +128,7 @@ def forgotten_unused_share(patch: pytest.MonkeyPatch) -> None:
 
     def send(self: Any, end: int) -> None:
         for bucket in self.buckets[self._sent : end]:
-            tail = self._tail if bucket is self.buckets[-1] else 0
-            bucket.pending = gradients.all_reduce.begin(bucket.sums[: bucket.length + tail], self._group)
+            bucket.pending = gradients.all_reduce.begin(bucket.sent, self._group)
         self._sent = end
 
     patch.setattr(gradients.GradientSum, "_send_until", send)
