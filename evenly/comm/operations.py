@@ -131,6 +131,19 @@ def _stay_awake(work: _Work) -> None:
         _give_way()
 
 
+class AwakeWork(dist.Work):
+    """A work of torch's on the CPU, for others to wait for: who does stays awake for a moment."""
+
+    def __init__(self, work: dist.Work) -> None:
+        super().__init__()
+        self._work = work
+
+    def wait(self, *args: Any, **kwargs: Any) -> bool:
+        """Returns once the work is done."""
+        _stay_awake(self._work)
+        return self._work.wait(*args, **kwargs)
+
+
 class Operation(Generic[P, T]):
     """A function over ranks: call it to have the result, `begin` it to go on meanwhile."""
 

@@ -42,7 +42,7 @@ class Gradients(ABC):
     """Adds the gradients of a model over the microbatches of a step and over ranks.
 
     One step is: `begin`; for each microbatch its backward and `finish_backward`, with `expect_last` before the last;
-    `send`; `receive`; `divide`; `norm` and `scale`; the optimizer's step over `named_gradients`; `spread`.
+    `send`; `receive`; `norm`; `divide` and `scale`; the optimizer's step over `named_gradients`; `spread`.
     """
 
     @abstractmethod
@@ -65,7 +65,10 @@ class Gradients(ABC):
 
     @abstractmethod
     def receive(self) -> list[float]:
-        """Waits until the gradients of all ranks are added up, and their numbers; returns the numbers' sums."""
+        """Waits until the gradients of all ranks are added up, and their numbers; returns the numbers' sums.
+
+        Leaves the sum as the gradient of every parameter that any rank used; no other has one.
+        """
 
     @abstractmethod
     def used(self) -> set[str]:
@@ -80,15 +83,15 @@ class Gradients(ABC):
         """Takes up what a backward has left in `grad` past autograd's hooks."""
 
     @abstractmethod
-    def divide(self, divisor: float) -> None:
-        """Leaves sum / `divisor` as the gradient of every parameter that any rank used; no other has one."""
-
-    @abstractmethod
     def norm(self) -> torch.Tensor:
-        """Norm of all gradients together, a scalar in float64, the same on all ranks.
+        """Norm of all that `receive` left together, a scalar in float64, the same on all ranks; before `divide`.
 
         Added up in float64, so that parts of it, added up elsewhere, come to the same when rounded to float32.
         """
+
+    @abstractmethod
+    def divide(self, divisor: float) -> None:
+        """Divides every gradient by `divisor`."""
 
     @abstractmethod
     def scale(self, factor: float) -> None:
@@ -176,7 +179,6 @@ class GradientSum(Gradients):
         self._slots = [slot for bucket in self.buckets for slot in bucket.slots]  # by number
         self._last = False
         self._sent = 0
-        self._used = [False] * len(self._slots)  # in this step, on any rank; by number
         self._handles = [
             slot.parameter.register_post_accumulate_grad_hook(self._hook(bucket, slot))
             for bucket in self.buckets
@@ -228,7 +230,11 @@ class GradientSum(Gradients):
             assert bucket.pending is not None
             bucket.pending.wait()
         values: list[float] = self.buckets[-1].tail.tolist()
-        self._used = [flag > 0 for flag in values[: len(self._slots)]]
+        for bucket in self.buckets:
+            if bucket.added_in is not bucket.dtype:
+                bucket.gradients.copy_(bucket.sums)
+        for slot in self._slots:
+            slot.parameter.grad = slot.gradient if values[slot.number] > 0 else None
         return values[len(self._slots) :]
 
     def used(self) -> set[str]:
@@ -246,19 +252,14 @@ class GradientSum(Gradients):
                 if slot.parameter.grad is not None:
                     self._hook(bucket, slot)(slot.parameter)
 
-    def divide(self, divisor: float) -> None:
-        """Leaves the gradient in the `grad` of every parameter that any rank used, the same on all ranks."""
-        for bucket in self.buckets:
-            if bucket.added_in is not bucket.dtype:
-                bucket.gradients.copy_(bucket.sums)
-            bucket.gradients.div_(divisor)
-            for slot in bucket.slots:
-                slot.parameter.grad = slot.gradient if self._used[slot.number] else None
-
     def norm(self) -> torch.Tensor:
         if self._parts is not None:
             return self._parts.norm(self.named_gradients())
         return sum_of_squares(bucket.gradients for bucket in self.buckets).sqrt()
+
+    def divide(self, divisor: float) -> None:
+        for bucket in self.buckets:
+            bucket.gradients.div_(divisor)
 
     def scale(self, factor: float) -> None:
         for bucket in self.buckets:
@@ -339,11 +340,15 @@ def refuse_thawed(frozen: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 def begin_numbers(
-    mine: Iterable[float], numbers: Sequence[float] | torch.Tensor, group: Group
+    mine: Iterable[float], numbers: Sequence[float] | torch.Tensor, group: Group, last: torch.Tensor | None = None
 ) -> Pending[torch.Tensor]:
-    """Begins to sum `mine`, such as flags, and then the caller's `numbers` over `group`; 1D, in float64."""
-    first, then = torch.tensor(list(mine), dtype=torch.float64), torch.as_tensor(numbers, dtype=torch.float64)
-    values = torch.cat([first.to(then.device), then]).to(group.device)
+    """Begins to sum `mine`, such as flags, then the caller's `numbers`, and a scalar over `group`; 1D, in float64."""
+    if last is None and not isinstance(numbers, torch.Tensor):
+        values = torch.tensor([*mine, *numbers], dtype=torch.float64, device=group.device)
+    else:
+        first, then = (torch.as_tensor(one, dtype=torch.float64) for one in ([*mine], numbers))
+        parts = (first, then) if last is None else (first, then, last.reshape(1))
+        values = torch.cat([part.to(group.device) for part in parts])
     return all_reduce.begin(values, group, label="losses and weights")
 
 

@@ -138,7 +138,7 @@ class Bucket:
 
     sums:      1D, what all ranks' gradients of this rank's pieces add up to, of the dtype that they are added in; from
                the first round of a step on.
-    gradients: 1D, the same divided by the weight, of the parameters' dtype; until the next step.
+    gradients: 1D, the same in the parameters' dtype, then divided by the weight; until the next step.
     sent_in:   the dtype of what a rank sends in a round.
     waiting:   parts whose gradient of this round is still to come.
     """
@@ -165,9 +165,9 @@ class Bucket:
             part.total = None
         return packed
 
-    def divide(self, divisor: float) -> None:
+    def settle(self) -> None:
         """Makes gradients of the sums."""
-        self.gradients, self.sums = self.sums.to(self.dtype).div_(divisor), NOTHING
+        self.gradients, self.sums = self.sums.to(self.dtype), NOTHING
 
 
 class PartitionedGradients(Gradients):
@@ -243,6 +243,8 @@ class PartitionedGradients(Gradients):
         for scalar in self._scalars:
             total = next(values)
             scalar.parameter.grad = torch.full_like(scalar.parameter, total) if scalar.used else None
+        for bucket in self.buckets:
+            bucket.settle()
         return list(values)
 
     def used(self) -> set[str]:
@@ -261,18 +263,16 @@ class PartitionedGradients(Gradients):
             if scalar.parameter.grad is not None:
                 _add_to(scalar)(scalar.parameter)
 
-    def divide(self, divisor: float) -> None:
-        for bucket in self.buckets:
-            bucket.divide(divisor)
-        for gradient in self._scalar_gradients():
-            gradient.div_(divisor)
-
     def norm(self) -> torch.Tensor:
         if self._parts_of is not None:
             named = self.named_gradients() if self._position == 0 else self._named_pieces()
             return self._parts_of.norm(named, self._group)
         scalars = self._scalar_gradients() if self._position == 0 else ()  # all ranks have the same
         return norm_of_parts((*(bucket.gradients for bucket in self.buckets), *scalars), self._group)
+
+    def divide(self, divisor: float) -> None:
+        for gradient in (*(bucket.gradients for bucket in self.buckets), *self._scalar_gradients()):
+            gradient.div_(divisor)
 
     def scale(self, factor: float) -> None:
         for gradient in (*(bucket.gradients for bucket in self.buckets), *self._scalar_gradients()):

@@ -120,11 +120,11 @@ class ReplicaGradients(Gradients):
     def collect(self) -> None:
         self._sum.collect()
 
-    def divide(self, divisor: float) -> None:
-        self._sum.divide(divisor)
-
     def norm(self) -> torch.Tensor:
         return self._sum.norm()
+
+    def divide(self, divisor: float) -> None:
+        self._sum.divide(divisor)
 
     def scale(self, factor: float) -> None:
         self._sum.scale(factor)

@@ -29,10 +29,10 @@ from torch.distributed.tensor import DTensor
 from evenly.cluster.world import World
 from evenly.comm.backend import all_gather_single
 from evenly.comm.groups import Group
-from evenly.comm.operations import Pending, adds_here, reduce_scatter
+from evenly.comm.operations import AwakeWork, Pending, adds_here, reduce_scatter
 from evenly.errors import PlanError, RunError
 from evenly.model.blocks import Block, find_blocks
-from evenly.parallel.gradients import Gradients, Parts, begin_numbers, norm_of_parts, refuse_thawed, trainable
+from evenly.parallel.gradients import Gradients, Parts, begin_numbers, refuse_thawed, sum_of_squares, trainable
 from evenly.parallel.memory import HOST, MemoryCounter, local
 from evenly.parallel.mesh import groups_of, shard_mesh
 from evenly.parallel.optimizer import Cut
@@ -124,7 +124,8 @@ class ShardedGradients(Gradients):
         for unit in units:
             _check_dtypes(unit.name, unit.module)
         _check_dtypes("", model)
-        self._shards = self._cut(model, [unit.module for unit in units], shard=shard, wide=wide)
+        self._shards, across = self._cut(model, [unit.module for unit in units], shard=shard, wide=wide)
+        self._counts_squares = across is None or across.position == 0  # the other groups have the same shards
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         # In parts, gradients of several microbatches are added up before they are reduced.
         sent_in = None if in_parts else next((p.dtype for p in model.parameters() if p.requires_grad), None)
@@ -143,17 +144,21 @@ class ShardedGradients(Gradients):
         self._gathered = 0  # which units this rank has run in the step, and in which order, as one number
         prefixes = {id(module): name for name, module in model.named_modules()}
         self._handles: list[Any] = [
-            unit.register_forward_pre_hook(self._watch(prefixes[id(unit)], number))
+            unit.register_forward_pre_hook(self._watch(_own_modules(unit, prefixes[id(unit)]), number))
             for number, unit in enumerate(self._units)
         ]
         self._pending: Pending[torch.Tensor] | None = None
+        self._mine: dict[str, torch.Tensor] = {}  # what this rank has of the gradients, once they are added up
+        self._squares = 0.0  # of all gradients of the step; where parts are parts of larger ones `norm` asks for it
         cut = sum(p.numel() for _, p in self._named if local(p).numel() < p.numel())
         self.share = cut / max(1, sum(p.numel() for _, p in self._named))
         position, ranks = self._shards.position, self._shards.size
         self.cuts = [Cut(name, p, p, Place.of(p.shape, ranks).own(position)) for name, p in self._named]
 
-    def _cut(self, model: nn.Module, units: Sequence[nn.Module], *, shard: int, wide: bool) -> Group:
-        """Cuts every unit, innermost first; returns the shard group."""
+    def _cut(
+        self, model: nn.Module, units: Sequence[nn.Module], *, shard: int, wide: bool
+    ) -> tuple[Group, Group | None]:
+        """Cuts every unit, innermost first; returns the shard group, and that of the ranks with the same shards."""
         mesh = shard_mesh(self._world, shard)
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float64 if wide else None)
         on_gpu = self._world.device.startswith("cuda")
@@ -164,12 +169,13 @@ class ShardedGradients(Gradients):
             # In parts, the gradients of parameters are found by the parameters that the forward computed with.
             fully_shard(unit, reshard_after_forward=not (whole or self._in_parts), **how)
         fully_shard(model, reshard_after_forward=False, **how)
-        return groups_of(mesh, self._group)[0]
+        return groups_of(mesh, self._group)
 
     # ------------------------------------------------------------------------------------------- a step
     def begin(self, *, numbers: int = 0, rounds: int = 1) -> None:
         self._used = [False] * len(self._named)
         self._gathered = 0
+        self._mine.clear()
         for _, parameter in self._named:
             parameter.grad = None
         self._expect(last=False)
@@ -203,22 +209,27 @@ class ShardedGradients(Gradients):
         refuse_thawed(self._frozen)
         flags = (float(used) for used in self._used)
         order = (float(self._gathered), float(self._gathered**2))
-        self._pending = begin_numbers((*order, *flags), numbers, self._group)
+        self._mine = self._reduced()
+        squares = sum_of_squares(self._mine.values() if self._counts_squares else ()) if self._parts is None else None
+        self._pending = begin_numbers((*order, *flags), numbers, self._group, squares)
 
     def receive(self) -> list[float]:
         assert self._pending is not None
-        total, squares, *values = self._pending.wait().tolist()
+        order, squared, *values = self._pending.wait().tolist()
         # Of equal numbers, and of no others, the squares add up to the square of the sum over how many they are.
-        if int(squares) * self._group.size != int(total) ** 2:
+        if int(squared) * self._group.size != int(order) ** 2:
             raise RunError(
                 "a step with zero=3",
                 "ranks have run other blocks than each other, or in another order, and gathered one's parameters for "
                 "another's",
                 "let the model run the same blocks for every microbatch (no layerdrop), or use plan zero2 or ddp",
             )
-        for (_, parameter), flag in zip(self._named, values, strict=False):
+        for (name, parameter), flag in zip(self._named, values, strict=False):
             if flag == 0:
                 parameter.grad = None
+                self._mine.pop(name, None)
+        if self._parts is None:
+            self._squares = values.pop()
         return values[len(self._named) :]
 
     def used(self) -> set[str]:
@@ -231,7 +242,7 @@ class ShardedGradients(Gradients):
     def collect(self) -> None:
         """Notes which parameters have a gradient; `fully_shard` takes them up by itself, or in `send`."""
         if self._in_parts:
-            for name, parameter in held_parameters(self._model):
+            for name, parameter in held_parameters(self._model.named_modules()):
                 if name in self._numbers and parameter.grad is not None and not isinstance(parameter, DTensor):
                     self._used[self._numbers[name]] = True
 
@@ -244,44 +255,45 @@ class ShardedGradients(Gradients):
                 group.post_backward()
         state._root_post_backward_final_callback()
 
-    def divide(self, divisor: float) -> None:
-        for gradient in self._gradients():
-            gradient.div_(divisor)
-
     def norm(self) -> torch.Tensor:
         if self._parts is not None:
             return self._parts.norm(self.named_gradients(), self._shards)
-        return norm_of_parts(self._gradients(), self._shards)
+        return torch.tensor(self._squares, dtype=torch.float64).sqrt()
+
+    def divide(self, divisor: float) -> None:
+        for gradient in self._mine.values():
+            gradient.div_(divisor)
 
     def scale(self, factor: float) -> None:
-        for gradient in self._gradients():
+        for gradient in self._mine.values():
             gradient.mul_(factor)
 
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        return ((name, None if p.grad is None else local(p.grad)) for name, p in self._named)
+        return ((name, self._mine.get(name)) for name, _ in self._named)
 
     def rest(self) -> None:
         for unit in self._units:
             unit.reshard()
 
     def claim(self, counter: MemoryCounter, number: int = 0) -> None:
-        counter.claim(self._gradients(), "gradients", HOST if self._offload else number)
+        counter.claim(self._reduced().values(), "gradients", HOST if self._offload else number)
 
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _gradients(self) -> list[torch.Tensor]:
-        return [gradient for _, gradient in self.named_gradients() if gradient is not None]
+    def _reduced(self) -> dict[str, torch.Tensor]:
+        """By name of the parameter, what `fully_shard` has left of its gradient so far."""
+        return {name: local(p.grad) for name, p in self._named if p.grad is not None}
 
     # ------------------------------------------------------------------------------- which parameters are used
-    def _watch(self, prefix: str, number: int) -> Callable[[nn.Module, Any], None]:
+    def _watch(self, modules: Sequence[tuple[str, nn.Module]], number: int) -> Callable[[nn.Module, Any], None]:
         """Before a unit's forward, when its parameters are whole: hooks that note which get a gradient."""
 
-        def watch(unit: nn.Module, _: Any) -> None:
+        def watch(*_: Any) -> None:
             self._gathered = (self._gathered * 31 + number + 1) % ORDERS
-            for name, parameter in held_parameters(unit, prefix):
-                if parameter.requires_grad and not isinstance(parameter, DTensor) and id(parameter) not in self._hooked:
+            for name, parameter in held_parameters(modules):
+                if id(parameter) not in self._hooked and parameter.requires_grad and not isinstance(parameter, DTensor):
                     self._hooked.add(id(parameter))
                     parameter.register_post_accumulate_grad_hook(self._note(self._numbers[name]))
 
@@ -307,7 +319,8 @@ class _GatheredAhead(_InNewMemory):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> Any:
-        return all_gather_single(output_tensor, input_tensor, group=group, async_op=True)
+        work = all_gather_single(output_tensor, input_tensor, group=group, async_op=True)
+        return None if work is None else AwakeWork(work)
 
 
 class _AddedHere(_InNewMemory):
@@ -329,6 +342,13 @@ class _AddedHere(_InNewMemory):
     ) -> None:
         self._given = False
         reduce_scatter(input_tensor, self._group, into=output_tensor)
+
+
+def _own_modules(unit: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
+    """What is in `unit` and in no unit within it, with names; prefix: the unit's own."""
+    within = [one for one in unit.modules() if one is not unit and isinstance(one, FSDPModule)]
+    inner = {id(module) for one in within for module in one.modules()}
+    return [(name, module) for name, module in unit.named_modules(prefix=prefix) if id(module) not in inner]
 
 
 def _add_as_sums(unit: FSDPModule) -> None:

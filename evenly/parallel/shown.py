@@ -6,7 +6,7 @@ code something else while the job computes. What is *hidden* is not held on this
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
 from typing import Any
 
 import torch
@@ -80,9 +80,9 @@ def shown_parameters(module: nn.Module) -> Shown:
     return held
 
 
-def held_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter]]:
-    """Those of `module` and all in it by name, as the engine finds them, even while the job computes."""
-    for name, one in module.named_modules(prefix=prefix):
+def held_parameters(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Those of `modules`, which have names, by name as the engine finds them, even while the job computes."""
+    for name, one in modules:
         for own, parameter in dict.items(one._parameters):  # pyright: ignore[reportPrivateUsage]
             if parameter is not None:
                 yield f"{name}.{own}" if name else own, parameter

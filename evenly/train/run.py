@@ -391,12 +391,13 @@ class Run:
     def _update(self, account: Account) -> tuple[float, bool]:
         """Applies the batch's gradient; returns its norm and whether the update was skipped."""
         gradients = self.composed.gradients
-        gradients.divide(account.weight * self.loss_scale.factor)
         if self._counter is not None:
             gradients.claim(self._counter)
         if self.composed.pipeline is not None:
             self.composed.pipeline.ties.sum(gradients.named_gradients())
-        norm = gradients.norm()
+        divisor = account.weight * self.loss_scale.factor
+        norm = gradients.norm() / divisor
+        gradients.divide(divisor)
         # Added up by other ranks in another order it differs in the last bits of float64, and so would the clipping.
         grad_norm = float(norm.float() if self.plan.exact == "bitwise" else norm)
         finite = math.isfinite(grad_norm)

@@ -6,10 +6,11 @@ import operations_ranks
 import pairs_ranks
 import pytest
 import torch
+import torch.distributed as dist
 from kept_ranks import KeptRanks
 
 from evenly.comm.groups import Group, mesh_lines
-from evenly.comm.operations import all_gather, all_reduce, even_sizes, gather_values
+from evenly.comm.operations import AwakeWork, all_gather, all_reduce, even_sizes, gather_values
 
 SIZES = [2, 3, 4, 8]
 
@@ -50,6 +51,27 @@ def test_a_group_of_one_is_the_identity() -> None:
     assert operations_ranks.moving(alone) + operations_ranks.reducing(alone) + operations_ranks.pieces(alone) == []
     assert operations_ranks.refusals(alone) == []
     assert gather_values("x", alone) == ["x"]
+
+
+class Slow(dist.Work):
+    """Done at the third time of asking."""
+
+    asked = waited = 0
+
+    def is_completed(self) -> bool:
+        self.asked += 1
+        return self.asked == 3
+
+    def wait(self, *_: object, **__: object) -> bool:
+        self.waited += 1
+        return True
+
+
+def test_who_waits_for_torchs_work_stays_awake_until_it_is_done() -> None:
+    slow = Slow()
+    awake = AwakeWork(slow)
+    assert isinstance(awake, dist.Work) and awake.wait()
+    assert (slow.asked, slow.waited) == (3, 1)
 
 
 def test_even_sizes() -> None:

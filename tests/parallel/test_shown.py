@@ -50,7 +50,7 @@ def test_a_view_shows_something_else_to_the_modules_code() -> None:
     assert made.weight is views["weight"] and made.bias is shown.held("bias")
     assert [tensor for name, tensor in made.named_parameters() if name == "weight"] == [views["weight"]]
     assert shown.held("weight") is held
-    assert dict(held_parameters(made, "norm"))["norm.weight"] is held
+    assert dict(held_parameters(made.named_modules(prefix="norm")))["norm.weight"] is held
     views.clear()
     assert made.weight is held
 
@@ -68,7 +68,7 @@ def test_of_several_views_the_first_that_shows_something_counts() -> None:
 def test_what_is_hidden_is_not_there_for_the_engine() -> None:
     made, shown = hidden("weight")
     assert names(made) == ["bias"] and next(iter(made.state_dict())) == "bias" and "weight" not in made.state_dict()
-    assert shown.held("weight") is None and [name for name, _ in held_parameters(made)] == ["bias"]
+    assert shown.held("weight") is None and [name for name, _ in held_parameters(made.named_modules())] == ["bias"]
     assert sum(parameter.numel() for parameter in made.parameters()) == 3
     assert made.weight.is_meta and "weight" in made._parameters and made._parameters.get("weight") is made.weight
     assert made._parameters.get("none", "default") == "default"
@@ -96,7 +96,7 @@ def test_a_missing_parameter_stays_missing() -> None:
     shown = shown_parameters(linear)
     shown.add_view(lambda name, held: None)
     assert linear.bias is None and shown["bias"] is None and shown.held("bias") is None
-    assert [name for name, _ in held_parameters(linear)] == ["weight"]
+    assert [name for name, _ in held_parameters(linear.named_modules())] == ["weight"]
 
 
 def test_a_parameter_that_comes_later_is_shown_behind_the_others() -> None:

@@ -45,7 +45,7 @@ def double_reduction(patch: pytest.MonkeyPatch) -> None:
     def receive(self: Any) -> list[float]:
         values = plain(self)
         for bucket in self.buckets:
-            gradients.all_reduce(bucket.sums[: bucket.length], self._group)
+            gradients.all_reduce(bucket.gradients, self._group)
         return values
 
     patch.setattr(gradients.GradientSum, "receive", receive)
@@ -53,8 +53,15 @@ def double_reduction(patch: pytest.MonkeyPatch) -> None:
 
 def averaged_gradients(patch: pytest.MonkeyPatch) -> None:
     """Gradients are divided by the number of ranks on top of the weight."""
-    plain = gradients.GradientSum.divide
-    patch.setattr(gradients.GradientSum, "divide", lambda self, divisor: plain(self, 2 * divisor))
+    plain = gradients.GradientSum.receive
+
+    def receive(self: Any) -> list[float]:
+        values = plain(self)
+        for bucket in self.buckets:
+            bucket.gradients.div_(2)
+        return values
+
+    patch.setattr(gradients.GradientSum, "receive", receive)
 
 
 def dropout_by_rank(patch: pytest.MonkeyPatch) -> None:
