@@ -24,6 +24,8 @@ LOSS_TOLERANCE = {
 }
 # Of a model that computes in a narrower type itself, where a plan adds up in another order before it does.
 NARROWED_TOLERANCE = 1e-5
+# A parameter that rounding has pushed elsewhere moves the norm of all gradients little; a wrong sum moves it far.
+NORM_TOLERANCE = dict.fromkeys(LOSS_TOLERANCE, 1e-1) | {"float64": 1e-9, "float32": 1e-2}
 PARAM_TOLERANCE: dict[str, float | None] = dict.fromkeys(LOSS_TOLERANCE) | {"float64": 1e-9}
 
 
@@ -80,7 +82,7 @@ class Trace:
         both_overflow = not math.isfinite(found) and not math.isfinite(expected)  # a step that float16 skips
         diff = 0.0 if both_overflow else difference(found, expected)
         self.grad_norm_diff = max(self.grad_norm_diff, diff)
-        self._judge(step, 1, "grad_norm", diff, self._tolerance(PARAM_TOLERANCE))
+        self._judge(step, 1, "grad_norm", diff, self._tolerance(NORM_TOLERANCE))
 
     def add_tensors(self, step: int, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
         """Compares parameters and buffers by name; a name on one side only is infinitely far."""

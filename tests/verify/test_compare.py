@@ -54,3 +54,18 @@ def test_it_is_held_to_less_and_named() -> None:
         assert ("computes in float32: held to 1e-05" in row.reason) == bool(narrowed)
     trace.add_grad_norm(2, 1.0 + 1e-4, 1.0)
     assert judge("tensor=2", [trace]).status == "different"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "norm", "status"),
+    [
+        ("float32", 1.001, "equal"),
+        ("float32", 1.1, "different"),
+        ("bfloat16", 1.05, "equal"),
+        ("float16", 1.5, "different"),
+    ],
+)
+def test_a_norm_that_rounding_does_not_explain_is_a_difference(dtype: str, norm: float, status: str) -> None:
+    trace = Trace(dtype, rank=0)
+    trace.add_grad_norm(1, norm, 1.0)
+    assert judge("ddp", [trace]).status == status
