@@ -367,7 +367,8 @@ class _Reader:
         self.stage: Pass = "forward"
         self.place = -1  # where the model is
         self.used: dict[int, set[str]] = {}
-        self.ended: set[int] = set()  # calls whose backward has
+        self.begun: set[int] = set()  # calls whose backward has
+        self.ended: set[int] = set()
         self.turned = False  # whether that of the model has begun
         self.returned: tuple[int, list[weakref.ref[torch.Tensor]]] = (MODEL, [])  # by the last call
         self.next: dict[int, int] = {}  # call -> the one that is given what it returned
@@ -503,7 +504,8 @@ class _Reader:
         """The gradient of what the call returned is there, and so the backward of who was given that has ended."""
         if number in self.next:
             self._ended(self.next[number])
-        if self.place != number and number not in self.ended:
+        if number not in self.begun and number not in self.ended:
+            self.begun.add(number)
             self.mark(Mark("begin", "backward", number))
             self.place = number
 

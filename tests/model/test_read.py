@@ -114,6 +114,12 @@ def test_products_are_known_by_their_sizes() -> None:
     assert sum(work.flops * work.times for work in block.backward) == 2 * product.flops
 
 
+def test_the_backward_of_every_call_begins_and_ends_in_its_turn() -> None:
+    marks = [one.mark for one in read(Tower()).stretches if one.mark.stage == "backward" and one.mark.call >= 0]
+    edges = [(mark.what, mark.call) for mark in marks if mark.what in ("begin", "end")]
+    assert edges == [("begin", 2), ("end", 2), ("begin", 1), ("end", 1), ("begin", 0), ("end", 0)]
+
+
 def test_tied_weights_and_buffers_count_once() -> None:
     reading = read(TwoTowers())
     assert reading.parameters["left.enter.weight"].names == ("left.enter.weight", "right.enter.weight")

@@ -111,7 +111,7 @@ ON_TWO = {
     "zero1": 0.002,
     "zero2 exact=rounding": 0.05,
     "zero3": 0.01,
-    "zero3 recompute=full": 0.04,
+    "zero3 recompute=full": 0.01,
     "tp": 0.01,
     "pp": 0.08,
     "pp schedule=gpipe": 0.05,
