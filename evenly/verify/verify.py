@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from evenly.cluster.launch import Launch, start_ranks
-from evenly.errors import EvenlyError, PlanError
+from evenly.errors import EvenlyError, PlanError, UserError
 from evenly.job import Precision
 from evenly.plan import Plan, parse_plan
 from evenly.verify.compare import Row, Trace, judge
 from evenly.verify.ranks import compare_file, write_reference
+
+SIGNALLED = 128  # of an exit code: the number of the signal that ended a process is added to it
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,11 @@ def _verify_plan(
     except PlanError as problem:
         return Row(text, world, "unsupported", reason=f"{problem.asked}: {problem.found}")
     except EvenlyError as problem:
-        if not references.made:  # one device does not run the job either
+        # One device does not run the job either, or verification was stopped.
+        if not references.made or problem.exit_code > SIGNALLED:
             raise
-        return Row(text, world, "error", reason=" | ".join(filter(None, (problem.asked, problem.found))))
+        status = "unsupported" if problem.exit_code == UserError.exit_code else "error"
+        return Row(text, world, status, reason=" | ".join(filter(None, (problem.asked, problem.found))))
 
 
 def _run_plan(question: Question, plan: Plan, folder: Path) -> list[Trace]:

@@ -1,0 +1,55 @@
+"""How a plan's row comes about when its ranks fail, and what a signal does."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import classifier_job
+
+from evenly.cluster.launch import FailedRank
+from evenly.train import Run
+from evenly.verify import verify as module
+from evenly.verify.ranks import compare_job, keep_reference
+from evenly.verify.verify import Question, verify
+
+
+def failing(exit_code: int) -> Any:
+    """In place of starting ranks: the reference comes through, those of a plan fail."""
+
+    def start_ranks(task: Any, *_: Any) -> dict[int, Any]:
+        if task is module.write_reference:
+            return {0: None}
+        raise FailedRank("rank 1 failed", "it was so", "", rank=1, exit_code=exit_code)
+
+    return start_ranks
+
+
+@pytest.mark.parametrize(("exit_code", "status"), [(2, "unsupported"), (1, "error")])
+def test_a_refusal_by_the_ranks_is_no_failure(
+    exit_code: int, status: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "start_ranks", failing(exit_code))
+    question = Question(tmp_path / "job.py", {}, 1, "float64")
+    rows = verify(question, ["ddp", "zero1"], devices=2, say=lambda _: None).plans
+    assert [(row.status, row.reason) for row in rows] == [(status, "rank 1 failed | it was so")] * 2
+
+
+def test_a_signal_ends_all_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(module, "start_ranks", failing(128 + signal.SIGTERM))
+    with pytest.raises(FailedRank):
+        verify(Question(tmp_path / "job.py", {}, 1, "float64"), ["ddp", "zero1"], devices=2, say=lambda _: None)
+
+
+def test_a_rank_that_is_compared_does_not_wait_for_the_end_of_its_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    job, found, step = classifier_job(precision="float64"), [], Run.step
+    monkeypatch.setattr(
+        Run, "step", lambda run, batch: (found.append(signal.getsignal(signal.SIGTERM)), step(run, batch))[1]
+    )
+    keep_reference(job, 1, tmp_path / "reference")
+    compare_job(job, "single", 1, tmp_path)
+    assert found == [signal.getsignal(signal.SIGTERM)]
