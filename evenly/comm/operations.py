@@ -647,8 +647,9 @@ def _exchange_packed(
     """`_exchange` of pieces that lie one behind the other in `sent`, 1D; so do those that come. Lengths in elements."""
     width, landing = sent.element_size(), sent.new_empty(sum(expected))
     there, back = ([width * count for count in one] for one in (counts, expected))
-    work = dist.all_to_all_single(_bytes(landing), _bytes(sent), back, there, group=group.handle, async_op=True)
-    return _Begun(group, 0, _works(work), lambda: landing)
+    # The group's own method, as in `all_reduce`.
+    work = group.handle.alltoall_base(_bytes(landing), _bytes(sent), back, there)
+    return _Begun(group, 0, [work], lambda: landing)
 
 
 _ANNOUNCED_DIMS = 16

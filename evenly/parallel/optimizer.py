@@ -55,6 +55,14 @@ class Cut:
             return local(self.parameter).detach()  # to detach a DTensor costs more
         return self.parameter.detach()[self.rows]
 
+    @property
+    def address(self) -> int:
+        """Where `own` begins in memory."""
+        whole = local(self.parameter)
+        if self.piece is self.parameter or not whole.numel():
+            return whole.data_ptr()
+        return whole.data_ptr() + self.rows.start * whole.stride(0) * whole.element_size()
+
 
 class CutOptimizer:
     """Lets `optimizer`, built over the parameters of `model` and not yet used, step the pieces of `cuts`.
@@ -77,6 +85,7 @@ class CutOptimizer:
         self._cuts = {cut.name: cut for cut in cuts}
         with torch.no_grad(), self._at_work():
             self._held = {cut.name: self._hold(cut) for cut in cuts}
+            self._addresses = {cut.name: cut.address for cut in cuts}
             # Beside a GPU pinned once: pinning takes longer than the copy.
             self._gradients = {cut.name: _on_host(cut.own) for cut in cuts} if self._offload else {}
         self._replace((cut.parameter, self._held[cut.name], self._to_rows(cut)) for cut in cuts)
@@ -137,7 +146,7 @@ class CutOptimizer:
         if self._offload:
             held.copy_(self._cuts[name].own, non_blocking=True)
             return None if gradient is None else self._gradients[name].copy_(gradient, non_blocking=True)
-        if local(held).data_ptr() != self._cuts[name].own.data_ptr():
+        if self._cuts[name].address != self._addresses[name]:
             raise RunError(
                 f"stepping {name}", "its memory is another than when the run began", "leave the model where it is"
             )
