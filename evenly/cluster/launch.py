@@ -481,7 +481,7 @@ def _first_failure(folder: Folder, exit_codes: Mapping[int, int], stop: _Stop) -
     told = {ending.rank for ending in endings}
     endings += [describe_exit(rank, code) for rank, code in exit_codes.items() if rank not in told]
     first = min(endings, key=lambda ending: ending.order, default=None)
-    if stop.signum and (stop.hard or first is None or first.kind in ("peer", "interrupted", "killed")):
+    if stop.signum and (stop.hard or first is None or first.kind in ("peer", "interrupted")):
         return _stopped(stop)
     if first is None:
         return FailedRank("the run failed", "no rank left an error", f"the logs: {folder.logs}", rank=None)

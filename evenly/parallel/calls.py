@@ -83,7 +83,7 @@ class BlockCalls:
         self._calls[block.name] = number + 1
         if self._handler is not None:
             return self._handler(BlockCall(block, number, args, kwargs, run, self._reseed))
-        self._reseed(block.name, number, "begin")
+        self._reseed(block.name, number, "begin")  # as `BlockCall.run`, without making one: a small step feels it
         result = run(*args, **kwargs)
         self._reseed(block.name, number, "end")
         return result

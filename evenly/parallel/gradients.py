@@ -133,7 +133,7 @@ class Bucket:
 
     sums:      1D, of the dtype that gradients are added in.
     tail:      what numbers lie behind the sums, 1D; `sent` is both.
-    gradients: 1D, of the parameters' dtype; the same memory as the begin of `sums` where the dtypes are the same.
+    gradients: 1D, of the parameters' dtype; the same memory as `sums` where the dtypes are the same.
     waiting:   slots whose last gradient of this step is still to come.
     """
 

@@ -67,7 +67,8 @@ class Slow(dist.Work):
         return True
 
 
-def test_who_waits_for_torchs_work_stays_awake_until_it_is_done() -> None:
+def test_who_waits_for_torchs_work_stays_awake_until_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evenly.comm.operations.AWAKE_S", 60)
     slow = Slow()
     awake = AwakeWork(slow)
     assert isinstance(awake, dist.Work) and awake.wait()
