@@ -40,7 +40,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 ALONE = (
     "single",
-    "single exact=rounding",
+    "single exact=bitwise",
     "single precision=bfloat16",
     "single precision=float64",
     "single recompute=selective",
@@ -53,15 +53,15 @@ ALONE = (
 )
 DATA = (
     "ddp",
-    "ddp exact=rounding",
+    "ddp exact=bitwise",
     "ddp recompute=full",
     "zero1",
-    "zero1 exact=rounding",
+    "zero1 exact=bitwise",
     "zero2",
-    "zero2 exact=rounding",
+    "zero2 exact=bitwise",
     "zero2 precision=bfloat16",
     "zero3",
-    "zero3 exact=rounding",
+    "zero3 exact=bitwise",
     "zero3 recompute=selective",
     "zero3 recompute=full",
     "zero3 offload=parameters",

@@ -53,7 +53,6 @@ CONTENDERS = {
     "single2": Contender(PYTHON, "single.py", ranks=1, threads=2),
     "ddp": Contender(TORCHRUN, "ddp.py"),
     "evenly": Contender(EVENLY, "evenly_.py"),
-    "evenly_rounding": Contender(EVENLY, "evenly_.py", env={"EVENLY_EXACT": "rounding"}),
     # Gradients summed in a wider type: float64 has none.
     "evenly_bitwise": Contender(EVENLY, "evenly_.py", float64=False, env={"EVENLY_EXACT": "bitwise"}),
     "evenly_zero2": Contender(EVENLY, "evenly_.py", env={"EVENLY_PLAN": "zero2"}),
@@ -85,7 +84,7 @@ GROUPS = [
     ["ddp", "accelerate", "fabric", "lightning", "lightning_bare"],
     ["ddp", "hf", "accelerate_exact"],
     ["ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2", "evenly_zero2", "evenly_zero3"],
-    ["ddp", "evenly", "evenly_rounding", "hf_rebalance"],
+    ["ddp", "evenly", "evenly_bitwise", "hf_rebalance"],
 ]
 
 

@@ -102,8 +102,6 @@ def _question(request: Request) -> tuple[Question, bool]:
     memory = None if request.memory is None else parse_memory(request.memory)
     cluster = _cluster(request)
     subject, batch = _subject(request)
-    if not _is_job(request) and only.exact is None:
-        only = replace(only, exact="rounding")  # as everybody trains such models; a job's plan keeps its bits if it can
     devices = only.ranks or min(cluster.size, request.max_devices or cluster.size)
     question = Question(
         subject=subject,

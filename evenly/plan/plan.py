@@ -55,9 +55,9 @@ class Plan:
                "parameters" those too, a block of them on the GPU at a time (zero=3). None and "none" nothing.
     precision: of the forward and backward pass; None takes the job's.
     exact:     "bitwise" adds gradients in a wider type, so that float32, bfloat16 and float16 training has the
-               same bits on any number of ranks; "rounding" adds them as they are. float64 has no wider type:
-               there plans agree up to rounding, and so they do where zero cuts 16-bit weights and where blocks are
-               compiled. None takes bitwise where it is possible.
+               same bits on any number of ranks. It is refused in float64, which has no wider type, where zero cuts
+               16-bit weights and where blocks are compiled. None and "rounding" add them as they are: plans agree up
+               to rounding.
 
     Raises `PlanError` for values that do not exist or do not go together.
     """
@@ -274,7 +274,7 @@ class Plan:
             remedy = "use exact=rounding, or leave out compile=blocks"
         if problem and self.exact == "bitwise":
             raise PlanError(f"plan {self} with precision {precision}", problem, remedy)
-        return replace(self, precision=precision, exact=self.exact or ("rounding" if problem else "bitwise"))
+        return replace(self, precision=precision, exact=self.exact or "rounding")
 
     def __str__(self) -> str:
         return " ".join(f"{key}={value}" for key, value in self.stated.items()) or "ddp"

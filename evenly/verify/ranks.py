@@ -60,8 +60,8 @@ def compare_file(path: Path, settings: dict[str, Any], dtype: Precision, plan: P
 def compare_job(job: Job, plan: str | Plan, steps: int, folder: Path) -> Trace:
     """Runs `job` under `plan` on this rank and holds every step against the trajectory `folder`/reference.
 
-    In float32 and narrower types the engine's own run on one device is kept beside it, as `folder`/single, and
-    later plans are held against its bits.
+    With exact=bitwise the engine's own run on one device is kept beside it, as `folder`/single, and later plans are
+    held against its bits.
     """
     expected, single = Trajectory(folder / "reference"), Trajectory(folder / "single")
     losses, norms, eval_loss, narrowed = expected.scalars()

@@ -60,12 +60,14 @@ def verify(question: Question, plans: list[str], *, devices: int | None, say: Ca
 class _References:
     """What one device computes, for each microbatch that plans name (None: the job's own), made when first needed.
 
-    made: the folders that hold it.
+    made:      the folders that hold it.
+    with_bits: those of them that hold the engine's own run on one device too, whose bits others are to have.
     """
 
     def __init__(self, question: Question, folder: Path, say: Callable[[str], None]) -> None:
         self._question, self._folder, self._say = question, folder, say
         self.made: set[Path] = set()
+        self.with_bits: set[Path] = set()
 
     def of(self, plan: Plan) -> Path:
         """The folder that `plan` is held against. Raises `PlanError` where its microbatch does not go with the job."""
@@ -73,19 +75,25 @@ class _References:
         if folder not in self.made:
             self._make(plan, folder)
             self.made.add(folder)
+        if plan.exact == "bitwise" and folder not in self.with_bits:
+            alone = Plan(data=1, microbatch=plan.microbatch, exact="bitwise")
+            if plan != alone:
+                self._say(f"single: for the bits of the others{_of_microbatch(plan)}")
+                _run_plan(self._question, alone, folder)
+            self.with_bits.add(folder)
         return folder
 
     def _make(self, plan: Plan, folder: Path) -> None:
-        question, alone = self._question, Plan(data=1, microbatch=plan.microbatch)
-        named = "" if plan.microbatch is None else f", microbatch={plan.microbatch}"
-        self._say(f"reference: a plain loop on one device{named}")
+        question = self._question
+        self._say(f"reference: a plain loop on one device{_of_microbatch(plan)}")
         where = (question.path, question.settings, question.dtype)
         refusal = start_ranks(write_reference, (*where, plan, question.steps, folder / "reference"), Launch(devices=1))
         if refusal[0] is not None:
             raise refusal[0]
-        if question.dtype != "float64" and plan != alone:
-            self._say(f"single: for the bits of the others{named}")
-            _run_plan(question, alone, folder)
+
+
+def _of_microbatch(plan: Plan) -> str:
+    return "" if plan.microbatch is None else f", microbatch={plan.microbatch}"
 
 
 def _verify_plan(

@@ -51,7 +51,7 @@ def test_a_run_writes_its_folder_and_one_json_document(alone: Path, tmp_path: Pa
     assert len(lines[0]["memory_bytes"]) == 2 and min(lines[0]["memory_bytes"]) > 2**20
     ((first, second),) = (line["memory"] for line in lines if "memory" in line)
     assert first["parameters"] == second["parameters"] > 0 and first["optimizer"] > 0
-    assert json.loads((out / "plan.json").read_text())["plan"] == "data=2 precision=float32 exact=bitwise"
+    assert json.loads((out / "plan.json").read_text())["plan"] == "data=2 precision=float32 exact=rounding"
     assert {path.name for path in (out / "events").iterdir()} == {"rank0.jsonl", "rank1.jsonl"}
     for name, tensor in weights(alone, 12).items():
         assert torch.equal(tensor, weights(out, 12)[name]), name

@@ -46,7 +46,7 @@ def test_replicas_have_the_bits_of_one_device(precision: str, tmp_path: Path) ->
     for job in (factory(precision=precision) for factory in ALL_JOBS.values()):
         keep_reference(job, STEPS, tmp_path / "reference")
         for plan in ("single", *PLANS):
-            row = judge(plan, [compare_job(job, plan, STEPS, tmp_path)])
+            row = judge(plan, [compare_job(job, f"{plan} exact=bitwise", STEPS, tmp_path)])
             assert (row.status, row.bits_differ) == ("equal", 0), row
 
 
@@ -136,7 +136,7 @@ class Cut(nn.Module):
 def test_a_replica_keeps_what_hangs_together(tmp_path: Path) -> None:
     job = classifier_job(model=Cut, precision="float32")  # another would be cast, and torch does not cast the view
     keep_reference(job, 3, tmp_path / "reference")
-    for plan in ("single", "balanced-dp replicas=3"):
+    for plan in ("single exact=bitwise", "balanced-dp replicas=3 exact=bitwise"):
         assert judge(plan, [compare_job(job, plan, 3, tmp_path)]).bits_differ == 0
 
 

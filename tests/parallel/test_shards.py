@@ -81,7 +81,7 @@ def test_what_cannot_be_cut_is_refused(model: type[nn.Module], message: str, ran
 
 
 def train(plan: str, steps: int, out: Path | None, resume: bool) -> dict[str, Any]:
-    with evenly.start(tower_job(), plan=plan, out=out, steps=steps, resume=resume) as run:
+    with evenly.start(tower_job(), plan=f"{plan} exact=bitwise", out=out, steps=steps, resume=resume) as run:
         for batch in run.batches():
             run.step(batch)
         if out is not None:

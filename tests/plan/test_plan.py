@@ -102,7 +102,6 @@ def test_the_tensor_axis_runs_inside_the_data_axis() -> None:
     assert parse_plan("hsdp tensor=2").fit(8) == Plan(data=4, tensor=2, zero=3, shard=2)
     with pytest.raises(PlanError, match=r"its axes \(data=1 x tensor=2\) need 2"):
         Plan(tensor=2).fit(3)
-    assert Plan(tensor=2, data=1).resolve("float32").exact == "rounding"
     with pytest.raises(PlanError, match="as many parts as there are ranks on the tensor axis"):
         Plan(tensor=2, exact="bitwise").resolve("float32")
     for text in ("tensor=2 dp", "tensor=2 compile=blocks", "ddp whole=head.*", "tensor=1 whole=head.*"):
@@ -192,8 +191,7 @@ def test_an_open_pipeline_checks_its_cut_when_it_is_fitted() -> None:
 
 
 def test_stages_promise_no_bits() -> None:
-    assert Plan(pipeline=2, data=1).resolve("float32").exact == "rounding"
-    assert Plan(pipeline=1, data=2).resolve("float32").exact == "bitwise"
+    assert Plan(pipeline=1, data=2, exact="bitwise").resolve("float32").exact == "bitwise"
     with pytest.raises(PlanError, match="added up in the order of the stages"):
         Plan(pipeline=2, exact="bitwise").resolve("float32")
 
@@ -235,17 +233,16 @@ def test_a_plan_built_in_python_is_checked_too() -> None:
             Plan(**{key: value})
 
 
-def test_exactness_follows_the_precision() -> None:
-    assert Plan().resolve("float32") == Plan(precision="float32", exact="bitwise")
-    assert Plan().resolve("float64") == Plan(precision="float64", exact="rounding")
+def test_bits_are_promised_where_asked_for_and_possible() -> None:
+    assert Plan().resolve("float32") == Plan(precision="float32", exact="rounding")
+    assert Plan(exact="bitwise").resolve("float32") == Plan(precision="float32", exact="bitwise")
     assert Plan(precision="bfloat16").resolve("float32").precision == "bfloat16"
     with pytest.raises(PlanError, match="float64 has none"):
         Plan(exact="bitwise").resolve("float64")
 
 
 def test_16_bit_weights_in_shards_have_no_bits_to_promise() -> None:
-    assert Plan(zero=3, data=2).resolve("pure-bfloat16").exact == "rounding"
-    assert Plan(zero=3, data=1).resolve("pure-bfloat16").exact == "bitwise"
-    assert Plan(data=2).resolve("pure-float16").exact == "bitwise"
+    assert Plan(zero=3, data=1, exact="bitwise").resolve("pure-bfloat16").exact == "bitwise"
+    assert Plan(data=2, exact="bitwise").resolve("pure-float16").exact == "bitwise"
     with pytest.raises(PlanError, match="shards end elsewhere"):
         Plan(zero=1, data=2, exact="bitwise").resolve("pure-float16")

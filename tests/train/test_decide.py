@@ -43,7 +43,7 @@ def leave(world: World) -> None:
 
 
 def test_all_ranks_take_what_the_first_has_decided(ranks: KeptRanks) -> None:
-    decision = Decision(Plan(data=2, zero=1, microbatch=4, precision="float32", exact="bitwise"), 4)
+    decision = Decision(Plan(data=2, zero=1, microbatch=4, precision="float32", exact="rounding"), 4)
     assert ranks.run(decided, ["zero1 microbatch=4", None]) == [(decision, [2, 2])] * 2
     other = Decision(Plan(data=1, tensor=2, precision="float32", exact="rounding"))
     assert ranks.run(decided, ["tp", "zero3"]) == [(other, [1, 2])] * 2

@@ -93,6 +93,7 @@ def predicted(plan: str, ranks: int) -> list[int]:
 
 ALONE = [
     "single",
+    "single exact=bitwise",
     "single recompute=full",
     "single recompute=selective",
     "single precision=bfloat16",
@@ -108,10 +109,14 @@ def test_on_one_device() -> None:
 # plan -> how far off the worst rank may be
 ON_TWO = {
     "ddp": 0.002,
+    "ddp exact=bitwise": 0.002,
     "zero1": 0.002,
-    "zero2 exact=rounding": 0.05,
+    "zero1 exact=bitwise": 0.002,
+    "zero2": 0.05,
     "zero3": 0.01,
+    "zero3 exact=bitwise": 0.01,
     "zero3 recompute=full": 0.01,
+    "zero3 recompute=full exact=bitwise": 0.01,
     "tp": 0.01,
     "pp": 0.08,
     "pp schedule=gpipe": 0.05,

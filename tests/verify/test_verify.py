@@ -12,6 +12,7 @@ from jobs import classifier_job
 from evenly.cluster.launch import FailedRank
 from evenly.train import Run
 from evenly.verify import verify as module
+from evenly.verify.compare import Trace
 from evenly.verify.ranks import compare_job, keep_reference
 from evenly.verify.verify import Question, verify
 
@@ -35,6 +36,30 @@ def test_a_refusal_by_the_ranks_is_no_failure(
     question = Question(tmp_path / "job.py", {}, 1, "float64")
     rows = verify(question, ["ddp", "zero1"], devices=2, say=lambda _: None).plans
     assert [(row.status, row.reason) for row in rows] == [(status, "rank 1 failed | it was so")] * 2
+
+
+@pytest.mark.parametrize(
+    ("plans", "runs"),
+    [
+        (["ddp", "zero1"], ["data=2", "data=2 zero=1"]),
+        (["ddp", "ddp exact=bitwise"], ["data=2", "data=1 exact=bitwise", "data=2 exact=bitwise"]),
+        (["single exact=bitwise", "zero1 exact=bitwise"], ["data=1 exact=bitwise", "data=2 zero=1 exact=bitwise"]),
+    ],
+)
+def test_one_device_runs_first_where_bits_are_compared(
+    plans: list[str], runs: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    begun: list[str] = []
+
+    def start_ranks(task: Any, arguments: tuple[Any, ...], _: Any) -> dict[int, Any]:
+        if task is module.write_reference:
+            return {0: None}
+        begun.append(str(arguments[3]))
+        return {0: Trace("float32", 0)}
+
+    monkeypatch.setattr(module, "start_ranks", start_ranks)
+    verify(Question(tmp_path / "job.py", {}, 1, "float32"), plans, devices=None, say=lambda _: None)
+    assert begun == runs
 
 
 def test_a_signal_ends_all_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
