@@ -9,7 +9,9 @@ parameter, 4 per gradient, 8 of AdamW's moments, P parameters, N ranks):
     zero 0   16 P          zero 1   8 P + 8 P / N          zero 2   4 P + 12 P / N          zero 3   16 P / N
 
 With exact=rounding, as the formulas have it; exact=bitwise adds gradients in float64, 8 bytes more each.
-`step` is what is held when the optimizer steps, `peak` the most of these three kinds together at the rank's own peak.
+`held` is the most of these three kinds together at the moments that the formulas speak of: when a microbatch begins,
+with the gradients of those before it, and when the optimizer steps. `step` is the latter alone, `peak` what they take
+at the rank's own peak, activations and all.
 Kept in benchmarks/results/zero.json.
 """
 
@@ -61,8 +63,8 @@ def loss(model: nn.Module, batch: Any) -> evenly.Loss:
     return evenly.Loss(F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), labels, reduction="sum"), len(labels))
 
 
-def held(zero: int, ranks: int) -> tuple[int, dict[str, int], dict[str, int]]:
-    """Number of parameters; bytes by category at the end of a step, before gradients are forgotten; and at the peak."""
+def held(zero: int, ranks: int) -> tuple[int, list[dict[str, int]], dict[str, int]]:
+    """Number of parameters; bytes by category when each microbatch begins and when the optimizer steps; at the peak."""
     job = evenly.Job(
         model=Model,
         loss=loss,
@@ -76,15 +78,27 @@ def held(zero: int, ranks: int) -> tuple[int, dict[str, int], dict[str, int]]:
         count = sum(p.numel() for p in run.model.parameters())
         batches = run.batches()
         run.step(next(batches))  # from now on the optimizer has its state
+        moments: list[dict[str, int]] = []
         with run.counting_memory() as counter:
+
+            def look(*_: Any) -> None:
+                moments.append({category: size for (_, category), size in counter.now.items()})
+
+            run.model.register_forward_pre_hook(look, prepend=True)
+            run.optimizer.register_step_pre_hook(look)
             run.step(next(batches))
-            now = {category: size for (_, category), size in counter.now.items()}
-    return count, now, dict(counter.peaks[0])
+    assert len(moments) == 3  # two microbatches and the step
+    return count, moments, dict(counter.peaks[0])
 
 
-def every_stage(ranks: int) -> list[tuple[int, dict[str, int], dict[str, int]]]:
+def every_stage(ranks: int) -> list[tuple[int, list[dict[str, int]], dict[str, int]]]:
     """`held` for zero 0 to 3."""
     return [held(zero, ranks) for zero in range(4)]
+
+
+def of_state(categories: dict[str, int]) -> int:
+    """Bytes of the three kinds together."""
+    return sum(categories.get(kind, 0) for kind in KINDS)
 
 
 def formula(zero: int, count: int, ranks: int) -> float:
@@ -100,13 +114,15 @@ def main() -> None:
         for zero, results in enumerate(stages):  # of all ranks
             count = results[0][0]
             expected = formula(zero, count, ranks)
-            step, peak = ([sum(result[part].get(kind, 0) for kind in KINDS) for result in results] for part in (1, 2))
+            most = [max(map(of_state, moments)) for _, moments, _ in results]
+            step = [of_state(moments[-1]) for _, moments, _ in results]
+            peak = [of_state(at_peak) for _, _, at_peak in results]
             rows.append({
-                "ranks": ranks, "zero": zero, "formula_bytes": expected, "step_bytes": step, "peak_bytes": peak,
-                "rank_0_at_peak": results[0][2],
+                "ranks": ranks, "zero": zero, "formula_bytes": expected, "held_bytes": most, "step_bytes": step,
+                "peak_bytes": peak, "rank_0_at_peak": results[0][2],
             })  # fmt: skip
             print(
-                f"{ranks} ranks  zero {zero}  formula {expected / 2**20:7.2f} MiB  "
+                f"{ranks} ranks  zero {zero}  formula {expected / 2**20:7.2f} MiB  held {max(most) / expected:.3f}  "
                 f"step {max(step) / expected:.3f}  peak {max(peak) / expected:.3f}",
                 flush=True,
             )
