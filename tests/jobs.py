@@ -102,6 +102,33 @@ class Block(nn.Module):
         return x + (h * self.gate.sum(0) if x.shape[1] % 2 == 0 else h)
 
 
+class Unlike(nn.Module):
+    """Nothing in it repeats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.3))
+        self.read = nn.LSTM(8, 4, bidirectional=True)
+        self.quiet = nn.ReLU()
+        self.decide = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        states, _ = self.read(self.first(x)[None])
+        return self.decide(self.quiet(states[0]))
+
+
+class InPlace(nn.Module):
+    """Its blocks change results of matrix products in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.ReLU(inplace=True)) for _ in range(3)))
+        self.decide = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decide(self.layers(x))
+
+
 class Tower(nn.Module):
     """Blocks between a tied embedding and head."""
 

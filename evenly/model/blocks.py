@@ -40,6 +40,12 @@ def find_blocks(model: nn.Module) -> list[Block]:
     return []
 
 
+def find_recomputed(model: nn.Module, blocks: Sequence[Block]) -> Sequence[Block]:
+    """What is recomputed one by one: `blocks`, or where nothing repeats the model's children that hold parameters."""
+    children = (Block(name, child) for name, child in model.named_children())
+    return blocks or [child for child in children if any(True for _ in child.module.parameters())]
+
+
 def _lists(name: str, module: nn.Module, may_repeat: Callable[[nn.Module, nn.Module], bool]) -> Iterable[list[Block]]:
     """The lists of blocks in `module`, of several towers each its own."""
     chosen: set[int] = set()

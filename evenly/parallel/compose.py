@@ -18,7 +18,7 @@ from torch import nn
 from evenly.cluster.world import World
 from evenly.comm.groups import Group
 from evenly.errors import PlanError
-from evenly.model.blocks import Block, find_blocks
+from evenly.model.blocks import Block, find_blocks, find_recomputed
 from evenly.parallel.calls import BlockCalls
 from evenly.parallel.forwards import BlockForwards, Forward
 from evenly.parallel.gradients import Gradients, GradientSum, Parts, trainable
@@ -245,6 +245,8 @@ def _change_blocks(
         for replica in replicas:
             check_compilable(replica.module, replica.device)
         changes["compile=blocks"] = compiling
+    elif not plan.splits_blocks:
+        blocks = [find_recomputed(r.module, mine) for r, mine in zip(replicas, blocks, strict=True)]
     caches = plan.recompute in ("selective", "full") or plan.splits_blocks
     off = [CachesOff(replica.module) for replica in replicas] if caches else []
     if not changes:

@@ -1,8 +1,9 @@
 """Recomputation: activations of a block are not kept for the backward but computed anew there.
 
 `full` keeps what goes into a block; `selective` also what its matrix products and its attention give, which cost most
-to compute. The second forward draws the same random numbers as the first, and leaves no trace in running statistics: it
-runs outside of `RunningStatistics.recording`.
+to compute. A recurrent layer changes its products in place: a block that has one keeps none of them. The second forward
+draws the same random numbers as the first, and leaves no trace in running statistics: it runs outside of
+`RunningStatistics.recording`.
 
 Order: before parameters are cut over ranks, whose hooks must lie around the block.
 """
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from evenly.errors import RunError
+from evenly.errors import PlanError, RunError
 from evenly.parallel.forwards import Forward
 
 _aten = torch.ops.aten
@@ -36,16 +37,29 @@ KEPT = {
 
 def recomputing(*, selective: bool) -> Callable[[Forward], Forward]:
     """What makes a forward recompute."""
-    how: dict[str, Any] = {"use_reentrant": False}
-    if selective:
-        how["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
 
     def change(forward: Forward) -> Forward:
+        how: dict[str, Any] = {"use_reentrant": False}
+        if selective and not _is_recurrent(getattr(forward, "__self__", None)):
+            how["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+
+        def computed(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return forward(*args, **kwargs)
+            except RuntimeError as problem:
+                if "selective activation checkpoint has been mutated" not in str(problem):
+                    raise
+                raise PlanError(
+                    "recompute=selective",
+                    "a block changes the result of a matrix product in place, which was kept",
+                    "leave out its inplace=True (or relu_, +=), or use recompute=full",
+                ) from problem
+
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             _refuse_caches((*args, *kwargs.values()))
-            return checkpoint(forward, *args, **how, **kwargs)
+            return checkpoint(computed, *args, **how, **kwargs)
 
         return run
 
@@ -78,6 +92,10 @@ def _refuse_caches(arguments: Iterable[Any]) -> None:
                 f"it is given a {type(argument).__name__}, which a second forward would fill twice",
                 "call the model with use_cache=False",
             )
+
+
+def _is_recurrent(block: Any) -> bool:
+    return isinstance(block, nn.Module) and any(isinstance(module, nn.RNNBase) for module in block.modules())
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -269,7 +269,7 @@ def choices_of(question: Question, devices: int) -> Iterator[Choice]:
     only, subject = question.only, question.subject
     for tensor in _stated(only.tensor, subject.tensor_sizes(min(devices, 2 * question.cluster.domain))):
         rest = devices // tensor
-        for pipeline in _stated(only.pipeline, [size for size in _divisors(rest) if size <= subject.blocks]):
+        for pipeline in _stated(only.pipeline, [size for size in _divisors(rest) if size <= max(1, subject.blocks)]):
             data = rest // pipeline
             if data * pipeline * tensor != devices or only.data not in (None, data) or data > question.batch:
                 continue

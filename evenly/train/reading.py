@@ -16,7 +16,7 @@ from evenly.data.loader import Loader, Microbatch, Share, share_of_step
 from evenly.data.nest import tensors_in
 from evenly.errors import UserError
 from evenly.job import Job
-from evenly.model.blocks import Block, find_blocks
+from evenly.model.blocks import Block, find_blocks, find_recomputed
 from evenly.model.read import Reading, between, read_module
 from evenly.model.splits import Derivation
 from evenly.model.state import OptimizerCosts, optimizer_costs
@@ -186,7 +186,8 @@ class _Changes:
                 stack.callback(CachesOff(model).close)
             if plan.recompute in ("selective", "full"):
                 change = recomputing(selective=plan.recompute == "selective")
-                stack.callback(BlockForwards(blocks, [change], asked=f"recompute={plan.recompute}").close)
+                recomputed = find_recomputed(model, blocks)
+                stack.callback(BlockForwards(recomputed, [change], asked=f"recompute={plan.recompute}").close)
             if plan.splits_tensors:
                 stack.enter_context(silence(self.said.append))
                 self._axis = self._split(model, stack).axis

@@ -79,6 +79,8 @@ class JobSubject:
         """What the model says once it is read so."""
         try:
             self._as_run(plan).reading(replace(plan, recompute="none"))
+            if plan.recompute not in (None, "none"):  # whatever the microbatch; this reading serves for all choices
+                self.reader.reading(Plan(data=1, recompute=plan.recompute).resolve(self.job.precision))
             if plan.splits_blocks:
                 self._as_run(plan).stages(plan)
         except PlanError as problem:

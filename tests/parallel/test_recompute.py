@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import Tower, classifier_job
+from jobs import InPlace, Tower, Unlike, classifier_job
+from kept_ranks import KeptRanks
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import evenly
 from evenly.errors import PlanError, RunError
-from evenly.model.blocks import find_blocks
+from evenly.model.blocks import find_blocks, find_recomputed
 from evenly.parallel.forwards import BlockForwards
 from evenly.parallel.recompute import recomputing
-from evenly.verify.compare import judge
+from evenly.verify.compare import Trace, judge
 from evenly.verify.ranks import compare_job, keep_reference
 
 
@@ -28,6 +29,50 @@ def test_recomputation_needs_blocks_and_is_undone() -> None:
     assert all("forward" in vars(block) for block in model.blocks)
     forwards.close()
     assert not any("forward" in vars(block) for block in model.blocks)
+
+
+@pytest.mark.parametrize("plan", ["zero3 recompute=full", "ddp recompute=selective"])
+def test_where_nothing_repeats_children_are_computed_anew(plan: str, ranks: KeptRanks, tmp_path: Path) -> None:
+    model = Unlike()
+    assert [part.name for part in find_recomputed(model, find_blocks(model))] == ["first", "read", "decide"]
+    keep_reference(unlike_job(), 3, tmp_path / "reference")
+    times, rows = zip(*ranks.run(compare_unlike, plan, tmp_path, size=2), strict=True)
+    row = judge(plan, rows)
+    assert (row.status, row.reason) == ("equal", "")
+    assert row.param_diff is not None and row.param_diff < 1e-11
+    assert all(count > 0 for count in times)
+
+
+def unlike_job() -> evenly.Job:
+    return classifier_job(model=Unlike, precision="float64")
+
+
+def compare_unlike(plan: str, folder: Path) -> tuple[int, Trace]:
+    """The trace, and how often `read` ran within a backward."""
+    times, forward = 0, nn.LSTM.forward
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal times
+        times += torch._C._current_graph_task_id() != -1
+        return forward(*arguments)
+
+    nn.LSTM.forward = counted
+    try:
+        trace = compare_job(unlike_job(), plan, 3, folder)
+    finally:
+        nn.LSTM.forward = forward
+    return times, trace
+
+
+def test_a_product_that_is_changed_in_place_cannot_be_kept() -> None:
+    job = classifier_job(model=InPlace)
+    with (
+        evenly.start(job, plan="single recompute=selective") as run,
+        pytest.raises(PlanError, match="changes the result of a matrix product in place"),
+    ):
+        run.step(next(run.batches()))
+    with evenly.start(job, plan="single recompute=full") as run:
+        run.step(next(run.batches()))
 
 
 def gpt2() -> GPT2LMHeadModel:

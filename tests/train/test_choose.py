@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import Sentences, classifier_job, tower_job
+from jobs import InPlace, Sentences, Unlike, classifier_job, tower_job
 
 import evenly
 from evenly.cluster.cluster import Cluster
@@ -83,6 +83,21 @@ def test_memory_is_that_of_the_ranks() -> None:
 def test_a_plan_that_the_model_refuses_is_not_answered() -> None:
     with pytest.raises(PlanError):
         predict_plan(asked(tower_job()), Plan(data=1, pipeline=64).resolve("float32"))
+
+
+def test_a_model_in_which_nothing_repeats_is_planned_without_stages() -> None:
+    job = classifier_job(model=Unlike)
+    assert JobSubject(job).blocks == 0
+    assert {choice.pipeline for choice in choices_of(asked(job), 4)} == {1}
+    assert search(asked(job)).plans
+    assert search(asked(job, only=Plan(recompute="full"))).plans
+
+
+def test_products_that_are_changed_in_place_are_not_kept() -> None:
+    job = classifier_job(model=InPlace)
+    assert {found.plan.recompute for found in search(asked(job)).plans} <= {"none", "full"}
+    with pytest.raises(UserError, match="changes the result of a matrix product in place"):
+        search(asked(job, only=Plan(recompute="selective")))
 
 
 def test_a_model_that_needs_numbers_is_refused_with_the_place() -> None:
