@@ -93,10 +93,12 @@ class Trace:
                 self.param_diff, self.worst_param = max(diff, self.param_diff), name
             self._judge(step, 2 + order, name, diff, self._tolerance(PARAM_TOLERANCE))
 
-    def add_bits(self, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-        """Counts the elements whose bits differ."""
-        counts = [differing_elements(found[name], expected[name]) for name in expected]
-        self.bits_differ = (self.bits_differ or 0) + sum(counts)
+    def add_bits(self, step: int, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+        """Counts the elements whose bits differ, of which there must be none."""
+        for order, name in enumerate(sorted(expected)):
+            count = differing_elements(found[name], expected[name])
+            self.bits_differ = (self.bits_differ or 0) + count
+            self._judge(step, 2 + order, f"elements of {name} with other bits", count, 0)
 
     def _tolerance(self, known: Mapping[str, float | None]) -> float | None:
         tolerance = known[self.dtype]

@@ -95,4 +95,4 @@ def _compare_bits(run: Run, trace: Trace, tensors: dict[str, torch.Tensor], sing
         return
     if run.plan.devices == 1:
         single.add_tensors(step, tensors)
-    trace.add_bits(tensors, single.tensors(step))
+    trace.add_bits(step, tensors, single.tensors(step))

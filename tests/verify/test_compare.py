@@ -69,3 +69,15 @@ def test_a_norm_that_rounding_does_not_explain_is_a_difference(dtype: str, norm:
     trace = Trace(dtype, rank=0)
     trace.add_grad_norm(1, norm, 1.0)
     assert judge("ddp", [trace]).status == status
+
+
+def test_other_bits_are_a_difference_where_they_are_compared() -> None:
+    one = {"a": torch.ones(3), "b": torch.zeros(5)}
+    same, other = Trace("float32", rank=0), Trace("float32", rank=1)
+    same.add_bits(1, one, one)
+    other.add_bits(1, one, one)
+    other.add_bits(2, one, {**one, "b": torch.tensor([0.0, -0.0, 0.0, -0.0, 0.0])})
+    row = judge("ddp exact=bitwise", [same, other])
+    assert (row.status, row.bits_differ) == ("different", 2)
+    assert row.reason == "first difference: elements of b with other bits at step 2 on rank 1, 2"
+    assert judge("ddp exact=bitwise", [same]).status == "equal"
