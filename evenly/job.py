@@ -58,7 +58,7 @@ class Job:
                      pure-bfloat16 and pure-float16 have that type too, and so have the gradients and the optimizer's
                      state.
     seed:            of the order of samples and of every random stream.
-    name:            of the run's folder and its reports.
+    name:            in reports and in plan.json.
 
     Raises `UserError`, naming every field that is out of range.
     """

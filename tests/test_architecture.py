@@ -268,6 +268,11 @@ def test_the_command_line_imports_without_torch_and_numpy() -> None:
     import_without(("torch", "numpy"), ["evenly.cli.main"])
 
 
+def test_a_folder_called_evenly_does_not_hide_the_package(tmp_path: Path) -> None:
+    (tmp_path / "evenly").mkdir()  # a clone, say
+    subprocess.run([sys.executable, "-c", "import evenly; evenly.Job"], cwd=tmp_path, check=True, timeout=60)
+
+
 def test_help_starts_at_once() -> None:
     """In processor time, the best of several starts; the limit grows only where a bare interpreter is slow too."""
     least, least_bare = inf, inf

@@ -163,7 +163,7 @@ def _check_gpus(devices: int) -> None:
 
 
 def choose_folder(request: RunRequest) -> Path:
-    """The run's folder: the one named, or the next (with --resume: the newest) of runs/NAME-N.
+    """The run's folder: the one named, or the next of runs/NAME-N (with --resume: the newest that has a checkpoint).
 
     Raises `UserError` if a new run would write into the folder of another, or there is none to resume.
     """
@@ -180,12 +180,14 @@ def choose_folder(request: RunRequest) -> Path:
                 f"resuming the run in {request.out}", "it holds no run", "check --out, or leave out --resume"
             )
         return request.out
-    numbers = _numbers(Path("runs"), request.job.stem)
-    if request.resume:
-        if not numbers:
-            raise UserError(f"resuming a run of {request.job}", f"no runs/{request.job.stem}-N here", "give --out DIR")
-        return Path("runs") / f"{request.job.stem}-{numbers[-1]}"
-    return Path("runs") / f"{request.job.stem}-{numbers[-1] + 1 if numbers else 1}"
+    stem = request.job.stem
+    numbers = _numbers(Path("runs"), stem)
+    if not request.resume:
+        return Path("runs") / f"{stem}-{numbers[-1] + 1 if numbers else 1}"
+    for number in reversed(numbers):
+        if any((Path("runs") / f"{stem}-{number}" / "checkpoints").glob("step-*")):
+            return Path("runs") / f"{stem}-{number}"
+    raise UserError(f"resuming a run of {request.job}", f"no runs/{stem}-N here has a checkpoint", "give --out DIR")
 
 
 def _numbers(folder: Path, stem: str) -> list[int]:

@@ -255,7 +255,9 @@ class Plan:
         problem, remedy = "", ""
         if precision == "float64":
             problem = "bitwise equality adds gradients in a wider type, and float64 has none"
-            remedy = "use exact=rounding (plans then agree to about 1e-12), or another precision"
+            remedy = (
+                "use exact=rounding (plans then agree to about 1e-12), or precision=float32 (verify: --dtype float32)"
+            )
         elif precision.startswith("pure-") and self.stage:
             problem = (
                 "torch's kernels round the last elements of a 16-bit tensor in another way, and shards end elsewhere"

@@ -113,10 +113,12 @@ def as_loss(result: Any, samples: int) -> Loss:
     loss = result if isinstance(result, Loss) else Loss(result, samples)
     if not isinstance(loss.total, torch.Tensor) or loss.total.numel() != 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         found = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else f"{result!r:.80}"
+        if isinstance(result, Loss):
+            found += ", whose total is no tensor of one element"
         raise RunError(
             "the job's loss must return evenly.Loss(total, weight) or a scalar tensor",
             f"it returned {found}",
-            "sum the losses into `total` and count what they cover in `weight`",
+            "sum the losses into `total`, a tensor (no .item()), and count what they cover in `weight`",
         )
     total = loss.total.reshape(())
     return Loss(total, loss.weight) if isinstance(result, Loss) else Loss(total * samples, samples)

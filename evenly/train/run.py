@@ -182,7 +182,8 @@ class Run:
         self._events = Records(self.out and self.out / "events" / f"rank{world.rank}.jsonl")
         self._events.event("started", rank=world.rank, size=world.size, step=self.steps_done, pid=os.getpid())
         if main is not None:
-            write_plan(self, main / "plan.json", predicted=decision.predicted)
+            if self.steps_done < self.steps or not (main / "plan.json").exists():  # else what is done tells of its own
+                write_plan(self, main / "plan.json", predicted=decision.predicted)
             pipeline = self.composed.pipeline
             write_model_config(self.model, main / MODEL_CONFIG, pipeline.tensors if pipeline is not None else ())
 

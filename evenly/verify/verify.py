@@ -111,7 +111,7 @@ def _verify_plan(
         say(f"{text}: {world} device{'s' * (world != 1)}")
         return replace(judge(text, _run_plan(question, fitted, folder)), world=world)
     except PlanError as problem:
-        return Row(text, world, "unsupported", reason=f"{problem.asked}: {problem.found}")
+        return Row(text, world, "unsupported", reason=f"{problem.asked}: {problem.found}; {problem.do}")
     except EvenlyError as problem:
         # One device does not run the job either, or verification was stopped.
         if not references.made or problem.exit_code > SIGNALLED:

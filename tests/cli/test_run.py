@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,10 @@ from command import COMMAND, JOB, LIMIT_S, environment, evenly
 from safetensors.torch import load_file
 
 import evenly as package
+from evenly.cli.run import RunRequest, choose_folder
+from evenly.errors import UserError
+
+BITS = ("--plan", "exact=bitwise")
 
 # Two tests start a launcher of their own, which imports torch twice.
 
@@ -32,7 +37,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The uninterrupted run on one rank, in this process."""
     out = tmp_path_factory.mktemp("alone")
     threads = torch.get_num_threads()
-    with package.start(job(steps=12), plan="single", out=out) as run:
+    with package.start(job(steps=12), plan="single exact=bitwise", out=out) as run:
         for batch in run.batches():
             run.step(batch)
         run.save()
@@ -41,7 +46,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_writes_its_folder_and_one_json_document(alone: Path, tmp_path: Path) -> None:
-    done = evenly("run", JOB, "--devices", 2, "--set", "steps=12", "--json", folder=tmp_path)
+    done = evenly("run", JOB, "--devices", 2, *BITS, "--set", "steps=12", "--json", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
     assert (summary["steps"], summary["world"], summary["stopped"]) == (12, 2, False)
@@ -51,7 +56,7 @@ def test_a_run_writes_its_folder_and_one_json_document(alone: Path, tmp_path: Pa
     assert len(lines[0]["memory_bytes"]) == 2 and min(lines[0]["memory_bytes"]) > 2**20
     ((first, second),) = (line["memory"] for line in lines if "memory" in line)
     assert first["parameters"] == second["parameters"] > 0 and first["optimizer"] > 0
-    assert json.loads((out / "plan.json").read_text())["plan"] == "data=2 precision=float32 exact=rounding"
+    assert json.loads((out / "plan.json").read_text())["plan"] == "data=2 precision=float32 exact=bitwise"
     assert {path.name for path in (out / "events").iterdir()} == {"rank0.jsonl", "rank1.jsonl"}
     for name, tensor in weights(alone, 12).items():
         assert torch.equal(tensor, weights(out, 12)[name]), name
@@ -89,7 +94,7 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
 
 def test_a_killed_rank_ends_the_run_and_another_number_of_ranks_goes_on(alone: Path, tmp_path: Path) -> None:
     slow = ("--set", "fault=slow", "--set", "steps=12")
-    process = start("--devices", 2, "--out", "out", *slow, folder=tmp_path)
+    process = start("--devices", 2, "--out", "out", *BITS, *slow, folder=tmp_path)
     wait_for(tmp_path / "out" / "checkpoints" / "step-00000004", process)
     pids = [json.loads(path.read_text().splitlines()[0])["pid"] for path in (tmp_path / "out" / "events").iterdir()]
     os.kill(pids[-1], signal.SIGKILL)
@@ -97,7 +102,7 @@ def test_a_killed_rank_ends_the_run_and_another_number_of_ranks_goes_on(alone: P
     assert process.returncode == 1
     assert "SIGKILL" in errors and "Traceback" not in errors and errors.count("tensors at the peak: ") == 1
     assert not any(psutil.pid_exists(pid) for pid in pids)
-    done = evenly("run", JOB, "--devices", 3, "--out", "out", "--resume", "--set", "steps=12", folder=tmp_path)
+    done = evenly("run", JOB, "--devices", 3, "--out", "out", "--resume", *BITS, "--set", "steps=12", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     for name, tensor in weights(alone, 12).items():
         assert torch.equal(tensor, weights(tmp_path / "out", 12)[name]), name
@@ -105,7 +110,7 @@ def test_a_killed_rank_ends_the_run_and_another_number_of_ranks_goes_on(alone: P
 
 def test_an_interrupted_run_saves_and_goes_on(alone: Path, tmp_path: Path) -> None:
     slow = ("--set", "fault=slow", "--set", "steps=12", "--set", "save_every=1000")
-    process = start("--devices", 2, "--out", "out", *slow, folder=tmp_path)
+    process = start("--devices", 2, "--out", "out", *BITS, *slow, folder=tmp_path)
     wait_for(tmp_path / "out" / "metrics.jsonl", process)
     while not (tmp_path / "out" / "metrics.jsonl").read_text():
         time.sleep(0.05)
@@ -113,12 +118,32 @@ def test_an_interrupted_run_saves_and_goes_on(alone: Path, tmp_path: Path) -> No
     output, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors and "--resume --out out" in output
-    done = evenly("run", JOB, "--devices", 1, "--out", "out", "--resume", "--set", "steps=12", folder=tmp_path)
+    done = evenly("run", JOB, "--devices", 1, "--out", "out", "--resume", *BITS, "--set", "steps=12", folder=tmp_path)
     assert done.returncode == 0, done.stderr
+    plan = (tmp_path / "out" / "plan.json").read_text()
+    done = evenly("run", JOB, "--out", "out", "--resume", "--set", "steps=5", folder=tmp_path)
+    assert "nothing left to do: step 12 is already done" in done.stdout
+    assert (tmp_path / "out" / "plan.json").read_text() == plan
     steps = [json.loads(line).get("step") for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert sorted(set(steps)) == list(range(1, 13))
     for name, tensor in weights(alone, 12).items():
         assert torch.equal(tensor, weights(tmp_path / "out", 12)[name]), name
+
+
+def test_the_newest_run_that_has_a_checkpoint_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    fresh = RunRequest(
+        Path("job.py"), [], None, None, None, None, False, False, 0.0, [], nodes=1, node_rank=0, rendezvous="",
+        json_only=False,
+    )  # fmt: skip
+    assert choose_folder(fresh) == Path("runs/job-1")
+    again = replace(fresh, resume=True)
+    with pytest.raises(UserError, match="no runs/job-N here has a checkpoint"):
+        choose_folder(again)
+    for number, step in ((2, "step-00000004"), (9, "step-00000002"), (10, "")):  # the last failed at its start
+        (tmp_path / "runs" / f"job-{number}" / "checkpoints" / step).mkdir(parents=True)
+    assert choose_folder(again) == Path("runs/job-9")
+    assert choose_folder(fresh) == Path("runs/job-11")
 
 
 def test_a_script_with_its_own_loop_runs_on_every_rank(tmp_path: Path) -> None:

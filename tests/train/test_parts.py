@@ -88,10 +88,11 @@ def test_a_plain_scalar_is_a_mean_over_samples() -> None:
     assert loss.total == 10.0 and loss.total.shape == () and loss.weight == 5
 
 
-@pytest.mark.parametrize("result", [torch.ones(2), 1.0, None, Loss(torch.ones(2), 1)])  # type: ignore[arg-type]
+@pytest.mark.parametrize("result", [torch.ones(2), 1.0, None, Loss(torch.ones(2), 1), Loss(2.5, 1)])  # type: ignore[arg-type]
 def test_anything_else_is_no_loss(result: Any) -> None:
-    with pytest.raises(RunError, match=r"must return evenly\.Loss"):
+    with pytest.raises(RunError, match=r"must return evenly\.Loss") as caught:
         as_loss(result, 5)
+    assert ("whose total is no tensor of one element" in str(caught.value)) == isinstance(result, Loss)
 
 
 def test_a_signal_asks_and_the_handler_is_given_back() -> None:
