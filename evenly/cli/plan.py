@@ -102,6 +102,12 @@ def _question(request: Request) -> tuple[Question, bool]:
     memory = None if request.memory is None else parse_memory(request.memory)
     cluster = _cluster(request)
     subject, batch = _subject(request)
+    if only.ranks and only.ranks > cluster.size:
+        raise UserError(
+            f"--only {request.only!r} on {cluster}",
+            f"such a plan takes {only.ranks} devices, and there are {cluster.size}",
+            "name a larger --cluster, or smaller sizes",
+        )
     devices = only.ranks or min(cluster.size, request.max_devices or cluster.size)
     question = Question(
         subject=subject,

@@ -132,6 +132,7 @@ REFUSALS = {
     "impossible sequence": (["gpt2", *EIGHT, "--sequence", "1000000001"], "is not between 1 and 1000000000"),
     "job without its ending": ([GPT2.with_suffix(""), *EIGHT], f"name {GPT2}"),
     "batch of a job": ([JOB, "--global-batch", "8"], "a job states its batch"),
+    "more devices than there are": (["gpt2", *EIGHT, "--only", "data=16"], "takes 16 devices, and there are 8"),
     "explained cluster": ([JOB, "--explain", "--only", "tensor=2", *EIGHT], "--cluster is for predictions"),
     "no file to plan": (["no_such_job.py"], "no such file"),
     "no model to read": ([RECURRENT], "needs numbers"),
