@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from evenly.checkpoint.folder import Folder
 from evenly.cluster.environment import CHECK_VARIABLE, OPTIONS_VARIABLE, find_here
 from evenly.cluster.launch import Launch, start_ranks, warm_up
 from evenly.cluster.text import local_devices
@@ -185,7 +186,7 @@ def choose_folder(request: RunRequest) -> Path:
     if not request.resume:
         return Path("runs") / f"{stem}-{numbers[-1] + 1 if numbers else 1}"
     for number in reversed(numbers):
-        if any((Path("runs") / f"{stem}-{number}" / "checkpoints").glob("step-*")):
+        if Folder(Path("runs") / f"{stem}-{number}").steps():
             return Path("runs") / f"{stem}-{number}"
     raise UserError(f"resuming a run of {request.job}", f"no runs/{stem}-N here has a checkpoint", "give --out DIR")
 

@@ -239,14 +239,14 @@ def _change_blocks(
     changes: dict[str, Callable[[Forward], Forward]] = {}
     if plan.recompute in ("selective", "full"):
         changes[f"recompute={plan.recompute}"] = recomputing(selective=plan.recompute == "selective")
+        if plan.compile != "blocks" and not plan.splits_blocks:
+            blocks = [find_recomputed(r.module, mine) for r, mine in zip(replicas, blocks, strict=True)]
     if plan.compile == "blocks":
         from evenly.parallel.compiled import check_compilable, compiling
 
         for replica in replicas:
             check_compilable(replica.module, replica.device)
         changes["compile=blocks"] = compiling
-    elif not plan.splits_blocks:
-        blocks = [find_recomputed(r.module, mine) for r, mine in zip(replicas, blocks, strict=True)]
     caches = plan.recompute in ("selective", "full") or plan.splits_blocks
     off = [CachesOff(replica.module) for replica in replicas] if caches else []
     if not changes:

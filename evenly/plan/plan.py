@@ -55,9 +55,9 @@ class Plan:
                "parameters" those too, a block of them on the GPU at a time (zero=3). None and "none" nothing.
     precision: of the forward and backward pass; None takes the job's.
     exact:     "bitwise" adds gradients in a wider type, so that float32, bfloat16 and float16 training has the
-               same bits on any number of ranks. It is refused in float64, which has no wider type, where zero cuts
-               16-bit weights and where blocks are compiled. None and "rounding" add them as they are: plans agree up
-               to rounding.
+               same bits on any number of ranks. It is refused in float64, which has no wider type, with the tensor axis
+               or a pipeline, where zero cuts 16-bit weights and where blocks are compiled. None and "rounding" add
+               them as they are: plans agree up to rounding.
 
     Raises `PlanError` for values that do not exist or do not go together.
     """
