@@ -22,7 +22,7 @@ from evenly.comm.groups import Group
 from evenly.comm.operations import gather_values
 from evenly.errors import EvenlyError, PlanError, UserError
 from evenly.job import Job
-from evenly.plan import Plan, with_microbatch
+from evenly.plan import Exact, Plan, parse_plan, with_microbatch
 from evenly.train.options import RunOptions
 
 
@@ -45,6 +45,17 @@ class Decision:
         return job if self.microbatch is None else replace(job, microbatch=self.microbatch)
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """What a run that goes on keeps of the one before, where nothing else is said.
+
+    microbatch: samples of one forward. exact: how gradients are added over ranks. None of a run that begins.
+    """
+
+    microbatch: int | None = None
+    exact: Exact | None = None
+
+
 def meet(job: Job, options: RunOptions, place: Place) -> tuple[Decision, World]:
     """Connects the ranks of `place`, and decides; what the first rank raises, all raise."""
     if place.size == 1:
@@ -61,18 +72,19 @@ def meet(job: Job, options: RunOptions, place: Place) -> tuple[Decision, World]:
 
 def decide(job: Job, options: RunOptions, place: Place) -> Decision:
     """How `job` runs on the ranks of `place`; called on one rank, before a model is built anywhere."""
-    recorded = recorded_microbatch(options.out) if options.resume and options.out else None
+    recorded = recorded_in(options.out) if options.resume and options.out else Recorded()
+    plan = options.plan or Plan()  # where nobody has named one, all ranks share each batch
+    plan = replace(plan, exact=plan.exact or recorded.exact)
     if options.search:
         from evenly.train.choose import as_recorded, choose  # takes half as long to import as all else of a run
 
         # A microbatch that is neither stated nor recorded is the search's to choose.
-        asked = job if recorded is None else with_microbatch(job, Plan(), recorded=recorded)
-        found = choose(asked, options.plan or Plan(), place)
-        microbatch = with_microbatch(job, found.plan, recorded=recorded).microbatch
+        asked = job if recorded.microbatch is None else with_microbatch(job, Plan(), recorded=recorded.microbatch)
+        found = choose(asked, plan, place)
+        microbatch = with_microbatch(job, found.plan, recorded=recorded.microbatch).microbatch
         return Decision(found.plan, microbatch, as_recorded(found))
-    # Where nobody has named a plan, all ranks share each batch.
-    plan = fit_here(options.plan or Plan(), place, options.devices).resolve(job.precision)
-    return Decision(plan, with_microbatch(job, plan, recorded=recorded).microbatch)
+    plan = fit_here(plan, place, options.devices).resolve(job.precision)
+    return Decision(plan, with_microbatch(job, plan, recorded=recorded.microbatch).microbatch)
 
 
 def of_first(act: Callable[[], Decision], group: Group) -> Decision:
@@ -90,14 +102,17 @@ def of_first(act: Callable[[], Decision], group: Group) -> Decision:
     return first
 
 
-def recorded_microbatch(out: Path) -> int | None:
-    """Of the run in `out`, by its newest checkpoint; None where that cannot be read, which resuming will tell."""
+def recorded_in(out: Path) -> Recorded:
+    """Of the run in `out`, by its newest checkpoint; nothing where that cannot be read, which resuming will tell.
+
+    Raises `PlanError` for a plan that this version does not know.
+    """
     folder = Folder(out)
     try:
-        rules = decode(folder.manifest(folder.steps()[-1]).values)["rules"]
-        return rules["microbatch"]
-    except (IndexError, KeyError, TypeError, ValueError, Unsound):
-        return None
+        values = decode(folder.manifest(folder.steps()[-1]).values)
+        return Recorded(values["rules"]["microbatch"], parse_plan(values["plan"]).exact)
+    except (IndexError, KeyError, TypeError, ValueError, AttributeError, Unsound):
+        return Recorded()
 
 
 def fit_here(plan: Plan, place: Place, devices: int | None = None) -> Plan:

@@ -101,8 +101,9 @@ def test_a_killed_rank_ends_the_run_and_another_number_of_ranks_goes_on(alone: P
     _, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1
     assert "SIGKILL" in errors and "Traceback" not in errors and errors.count("tensors at the peak: ") == 1
+    assert "to do: go on from step " in errors and "--resume --out out; " in errors
     assert not any(psutil.pid_exists(pid) for pid in pids)
-    done = evenly("run", JOB, "--devices", 3, "--out", "out", "--resume", *BITS, "--set", "steps=12", folder=tmp_path)
+    done = evenly("run", JOB, "--devices", 3, "--out", "out", "--resume", "--set", "steps=12", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     for name, tensor in weights(alone, 12).items():
         assert torch.equal(tensor, weights(tmp_path / "out", 12)[name]), name
@@ -118,7 +119,7 @@ def test_an_interrupted_run_saves_and_goes_on(alone: Path, tmp_path: Path) -> No
     output, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors and "--resume --out out" in output
-    done = evenly("run", JOB, "--devices", 1, "--out", "out", "--resume", *BITS, "--set", "steps=12", folder=tmp_path)
+    done = evenly("run", JOB, "--devices", 1, "--out", "out", "--resume", "--set", "steps=12", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     plan = (tmp_path / "out" / "plan.json").read_text()
     done = evenly("run", JOB, "--out", "out", "--resume", "--set", "steps=5", folder=tmp_path)

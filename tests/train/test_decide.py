@@ -19,7 +19,7 @@ from evenly.comm.connect import connect, disconnect
 from evenly.comm.operations import gather_values
 from evenly.errors import PlanError
 from evenly.plan import Plan, parse_plan
-from evenly.train.decide import Decision, meet, recorded_microbatch
+from evenly.train.decide import Decision, Recorded, meet, recorded_in
 from evenly.train.options import RunOptions, asked_plan
 from evenly.train.run import Run
 
@@ -66,7 +66,7 @@ def train(
 ) -> tuple[str, dict[str, torch.Tensor]]:
     """What plan.json has, and the model in the end; or why it was refused."""
     try:
-        with evenly.start(open_job(precision="float64", **changes), plan=plan, out=out, resume=resume) as run:
+        with evenly.start(open_job(**{"precision": "float64", **changes}), plan=plan, out=out, resume=resume) as run:
             for batch in run.batches():
                 run.step(batch)
                 if run.steps_done == steps:
@@ -82,7 +82,7 @@ def test_a_run_goes_on_with_the_microbatch_that_it_had(ranks: KeptRanks, tmp_pat
     [(_, expected)] = ranks.run(train, {"microbatch": 4}, None, 6, tmp_path / "stated", size=1)
     [_, (plan, _)] = ranks.run(train, {}, "zero1 microbatch=4", 3, tmp_path / "out")
     assert json.loads(plan)["microbatch"] == 4 and "microbatch=4" in json.loads(plan)["plan"]
-    assert recorded_microbatch(tmp_path / "out") == 4
+    assert recorded_in(tmp_path / "out") == Recorded(4, "rounding")
     for message, _ in ranks.run(train, {}, "ddp microbatch=5", 6, tmp_path / "out", True):
         assert "the run that goes on has microbatch=4" in message
     for plan, model in ranks.run(train, {}, None, 6, tmp_path / "out", True):
@@ -91,13 +91,25 @@ def test_a_run_goes_on_with_the_microbatch_that_it_had(ranks: KeptRanks, tmp_pat
             torch.testing.assert_close(tensor, expected[name], rtol=1e-11, atol=1e-12)
 
 
+def test_a_run_goes_on_to_add_gradients_as_it_did(ranks: KeptRanks, tmp_path: Path) -> None:
+    changes = {"precision": "float32", "microbatch": 3}
+    ranks.run(train, changes, "exact=bitwise", 3, tmp_path, size=1)
+    assert recorded_in(tmp_path).exact == "bitwise"
+    for plan, _ in ranks.run(train, changes, "zero2", 4, tmp_path, True):
+        assert "exact=bitwise" in json.loads(plan)["plan"]
+    for message, _ in ranks.run(train, changes, "tp", 5, tmp_path, True):
+        assert "use exact=rounding" in message
+    for plan, _ in ranks.run(train, changes, "ddp exact=rounding", 5, tmp_path, True):
+        assert "exact=rounding" in json.loads(plan)["plan"]
+
+
 def test_what_cannot_be_read_records_nothing(tmp_path: Path) -> None:
-    assert recorded_microbatch(tmp_path) is None
+    assert recorded_in(tmp_path) == Recorded()
     torn = Folder(tmp_path).path(3)
     torn.mkdir(parents=True)
-    assert recorded_microbatch(tmp_path) is None
+    assert recorded_in(tmp_path) == Recorded()
     (torn / "manifest.json").write_text("{")
-    assert recorded_microbatch(tmp_path) is None
+    assert recorded_in(tmp_path) == Recorded()
 
 
 def test_auto_asks_for_the_best_plan_that_does_what_else_is_said() -> None:
