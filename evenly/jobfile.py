@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import inspect
+import re
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,14 @@ def load_job(path: Path, settings: dict[str, Any]) -> Job:
     Raises `UserError` if there is no such file, it cannot be run, defines no `job`, does not know a setting, or
     returns something else.
     """
+    check_settings(path, settings)
     function = _find_function(path)
-    check_settings(path, function, settings)
     try:
         job = function(**settings)
     except EvenlyError:
         raise
     except Exception as problem:
-        raise UserError(f"job() of {path}", f"it raised {describe(problem)}", "mend the file") from problem
+        raise UserError(f"job() of {path}", f"it raised {describe(problem)}", _remedy(problem)) from problem
     if not isinstance(job, Job):
         raise UserError(
             f"job() of {path} must return an evenly.Job",
@@ -36,6 +37,13 @@ def load_job(path: Path, settings: dict[str, Any]) -> Job:
             "return the Job",
         )
     return job
+
+
+def _remedy(problem: Exception) -> str:
+    """What to do about an exception of job(): the field of `Job` that was meant, where one is misspelled."""
+    misspelled = re.search(r"Job\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(problem))
+    near = misspelled and get_close_matches(misspelled[1], [field.name for field in fields(Job)], n=1)
+    return f"did you mean {near[0]}?" if near else "mend the file"
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
@@ -59,18 +67,21 @@ def owns_loop(path: Path) -> bool:
     return any(ast.unparse(function) in ("evenly.start", "start") for function in called)
 
 
-def check_settings(path: Path, function: Callable[..., Any], settings: dict[str, Any]) -> None:
-    """Raises `UserError` for a setting that `function` does not take."""
-    parameters = inspect.signature(function).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+def check_settings(path: Path, settings: dict[str, Any]) -> None:
+    """Raises `UserError` for a setting that `job` does not take, where the text of the file at `path` tells that."""
+    function = next(
+        (node for node in _parse(path).body if isinstance(node, ast.FunctionDef) and node.name == "job"), None
+    )
+    if function is None or function.decorator_list or function.args.kwarg is not None:
         return
+    taken = function.args
+    names = [argument.arg for argument in (*taken.posonlyargs, *taken.args, *taken.kwonlyargs)]
     for key in settings:
-        if key not in parameters:
-            near = get_close_matches(key, [*parameters], n=1)
-            known = ", ".join(f"{p}" for p in parameters.values()) or "none"
+        if key not in names:
+            near = get_close_matches(key, names, n=1)
             raise UserError(
                 f"--set {key}=... for {path}",
-                f"its job() takes: {known}",
+                f"its job() takes: {ast.unparse(taken) or 'none'}",
                 f"did you mean {near[0]}?" if near else "",
             )
 
@@ -95,7 +106,6 @@ def _parse(path: Path) -> ast.Module:
 
 
 def _find_function(path: Path) -> Callable[..., Any]:
-    _parse(path)
     path = path.resolve()
     name = f"evenly_job_{path.stem}"  # never the name of a library, however the file is called
     spec = importlib.util.spec_from_file_location(name, path)

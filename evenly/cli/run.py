@@ -10,10 +10,10 @@ from typing import Any
 
 from evenly.checkpoint.folder import Folder
 from evenly.cluster.environment import CHECK_VARIABLE, OPTIONS_VARIABLE, find_here
-from evenly.cluster.launch import Launch, start_ranks, warm_up
+from evenly.cluster.launch import FailedRank, Launch, start_ranks, warm_up
 from evenly.cluster.text import local_devices
 from evenly.errors import PlanError, UserError
-from evenly.jobfile import owns_loop, parse_settings
+from evenly.jobfile import check_settings, owns_loop, parse_settings
 from evenly.plan import Plan, parse_plan
 
 # What every rank needs; torch._dynamo and the distributed checkpoint are imported by the first optimizer and save.
@@ -51,7 +51,15 @@ def run(request: RunRequest) -> int:
             f"{request.job} defines a job and owns no loop",
             "pass settings with --set KEY=VALUE",
         )
+    if request.settings and script:
+        raise UserError(
+            f"--set {request.settings[0]}",
+            f"{request.job} calls evenly.start: it runs as a script, and nobody calls its job()",
+            "pass arguments to the script, after --",
+        )
     settings = parse_settings(request.settings)
+    if not script:
+        check_settings(request.job, settings)
     warm_up(PRELOAD)  # imports torch in the fork server while this process imports it too
 
     from evenly.train.options import RunOptions, asked_plan
@@ -98,14 +106,26 @@ def run(request: RunRequest) -> int:
 def _start(request: RunRequest, launch: Launch, settings: dict[str, Any], options: Any, *, script: bool) -> int:
     from evenly.train.loop import run_job_file, run_script
 
-    if script:
-        start_ranks(run_script, (request.job, request.arguments, request.json_only), launch)
-        return 0
-    results = start_ranks(run_job_file, (request.job, settings, options, request.json_only), launch)
+    try:
+        if script:
+            start_ranks(run_script, (request.job, request.arguments, request.json_only), launch)
+            return 0
+        results = start_ranks(run_job_file, (request.job, settings, options, request.json_only), launch)
+    except FailedRank as failed:
+        failed.do = _with_way_on(failed, options.out)
+        raise
     summary = results[min(results)]
     if launch.node_rank == 0:
         _tell(summary, json_only=request.json_only)
     return EXIT_INTERRUPTED if summary.stopped else 0
+
+
+def _with_way_on(failed: FailedRank, out: Path | None) -> str:
+    """What to do about the failure, and from which checkpoint the run can go on; none makes up for a mistake."""
+    mistaken = failed.exit_code == UserError.exit_code
+    steps = [] if out is None or mistaken else Folder(out).steps()
+    way_on = f"go on from step {steps[-1]} with --resume --out {out}" if steps else ""
+    return "; ".join(filter(None, (way_on, failed.do)))
 
 
 def _run_as_rank(request: RunRequest) -> int:

@@ -489,10 +489,14 @@ def _first_failure(folder: Folder, exit_codes: Mapping[int, int], stop: _Stop) -
     if trouble is not None and first.kind in ("peer", "aborted"):  # then it is not the rank's own failure
         return _stalled(folder, trouble)
     log = folder.log(first.rank)
-    where = f"its log: {log}" if log.exists() else f"the logs: {folder.logs}"
+    whose = "its" if not first.is_mistake else f"rank {first.rank}'s"
+    where = f"{whose} log: {log}" if log.exists() else f"the logs: {folder.logs}"
+    asked, found = f"rank {first.rank} failed" + ("" if first.step is None else f" at step {first.step}"), first.text
+    if first.is_mistake:
+        asked, found = first.asked, first.found
     return FailedRank(
-        f"rank {first.rank} failed" + ("" if first.step is None else f" at step {first.step}"),
-        first.found + (f"; {trouble.text}" if trouble else ""),
+        asked,
+        found + (f"; {trouble.text}" if trouble else ""),
         f"{first.do}; {where}" if first.do else where,
         rank=first.rank,
         exit_code=first.exit_code,
@@ -514,7 +518,7 @@ def _stopped(stop: _Stop) -> FailedRank:
     return FailedRank(
         f"the run was stopped by {signal.Signals(stop.signum).name}",
         "its ranks were killed" if stop.hard else "a rank ended in the middle of its work",
-        "continue from the last checkpoint",
+        "",
         rank=None,
         exit_code=128 + stop.signum,
     )

@@ -52,6 +52,7 @@ Kind = Literal["killed", "error", "aborted", "peer", "interrupted"]
 class Ending:
     """How a rank failed, in its own words or, where it could not speak, in those of its exit code.
 
+    asked, found, do: of an error of evenly's; of any other `asked` is ''.
     step: optimizer step of the failure, from the exception's `evenly_step`, None if it has none.
     """
 
@@ -59,17 +60,28 @@ class Ending:
     time_s: float
     kind: Kind
     found: str
+    asked: str = ""
     do: str = ""
     step: int | None = None
     exit_code: int = 1
     traceback: str = ""
 
     @property
+    def text(self) -> str:
+        """What was asked and found, in one line."""
+        return ": ".join(part for part in (self.asked, self.found) if part)
+
+    @property
+    def is_mistake(self) -> bool:
+        """Whether it says what is wrong with the job or the plan: then it does not matter on which rank, nor when."""
+        return bool(self.asked) and self.exit_code == UserError.exit_code and self.step is None
+
+    @property
     def fate(self) -> str:
         """What became of the rank, in words that follow its name; '' where it only lost another."""
         if self.kind in ("peer", "interrupted"):
             return ""
-        return self.found.removeprefix("it ").partition(";")[0] if self.kind != "error" else f"raised {self.found}"
+        return self.found.removeprefix("it ").partition(";")[0] if self.kind != "error" else f"raised {self.text}"
 
     @property
     def order(self) -> tuple[int, float]:
@@ -276,12 +288,13 @@ def _fail(folder: Folder, rank: int, error: BaseException) -> NoReturn:
 
 def describe(rank: int, error: BaseException) -> Ending:
     """The ending of a rank whose function raised `error`."""
-    found, do = _words(error)
+    asked, found, do = _words(error)
     step = getattr(error, "evenly_step", None)
     return Ending(
         rank=rank,
         time_s=time.time(),
         kind=_kind(error),
+        asked=asked,
         found=found[:LONGEST_MESSAGE],
         do=do,
         step=step if isinstance(step, int) else None,
@@ -323,18 +336,18 @@ def _kind(error: BaseException) -> Kind:
     return "peer" if lost else "error"
 
 
-def _words(error: BaseException) -> tuple[str, str]:
-    """What was found and what to do."""
+def _words(error: BaseException) -> tuple[str, str, str]:
+    """What was asked, found, and what to do."""
     if isinstance(error, EvenlyError):
-        return ": ".join(part for part in (error.asked, error.found) if part), error.do
+        return error.asked, error.found, error.do
     if isinstance(error, KeyboardInterrupt):
-        return "it was interrupted in the middle of its work", ""
+        return "", "it was interrupted in the middle of its work", ""
     text = str(error).strip()
     found = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if _kind(error) == "peer":
-        return f"it lost another rank ({found})", "look at the ranks of the other nodes"
+        return "", f"it lost another rank ({found})", "look at the ranks of the other nodes"
     place = _place(error)
-    return (f"{found} ({place})" if place else found), ""
+    return "", (f"{found} ({place})" if place else found), ""
 
 
 def _place(error: BaseException) -> str:

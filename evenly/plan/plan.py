@@ -387,11 +387,9 @@ def parse_plan(text: str) -> Plan:
     if not text.split():
         problems.append("the text is empty")
     if problems:
-        raise PlanError(
-            f"plan {text!r}",
-            "; ".join(problems),
-            f"name one of {', '.join(NAMED)}, or set {', '.join(f.name for f in fields(Plan))}",
-        )
+        known = f"name one of {', '.join(NAMED)}, or set {', '.join(f.name for f in fields(Plan))}"
+        strange = not text.split() or any(problem.startswith("unknown") for problem in problems)
+        raise PlanError(f"plan {text!r}", "; ".join(problems), known if strange else "mend it, or leave it out")
     return Plan(**values)
 
 

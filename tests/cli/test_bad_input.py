@@ -31,6 +31,22 @@ def test_a_run_ends_in_one_clear_message(name: str, tmp_path: Path) -> None:
     assert done.stdout == ""
 
 
+def test_what_no_rank_is_needed_for_is_told_before_there_is_a_folder(tmp_path: Path) -> None:
+    done = evenly("run", JOB, "--set", "layer=2", folder=tmp_path)
+    assert done.stderr.startswith("evenly: --set layer=") and not (tmp_path / "runs").exists()
+    (tmp_path / "own_loop.py").write_text("import evenly\nevenly.start(job())\n")
+    done = evenly("run", "own_loop.py", "--set", "layers=2", folder=tmp_path)
+    assert done.returncode == 2 and "pass arguments to the script, after --" in done.stderr
+
+
+def test_a_mistake_in_a_job_is_told_in_its_own_words(tmp_path: Path) -> None:
+    (tmp_path / "misspelled.py").write_text("import evenly\ndef job():\n    return evenly.Job(modle=1)\n")
+    done = evenly("run", "misspelled.py", "--devices", "2", folder=tmp_path)
+    assert done.returncode == 2
+    told = done.stderr.splitlines()
+    assert "evenly: job() of misspelled.py" in told and "did you mean model?; rank " in told[-1]
+
+
 def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "out" / "checkpoints").mkdir(parents=True)
     done = evenly("run", JOB, "--out", "out", folder=tmp_path)

@@ -149,8 +149,8 @@ def test_a_users_mistake_keeps_its_exit_code_and_advice() -> None:
     with pytest.raises(FailedRank) as caught:
         launch(raise_in_rank_1, "user", devices=2)
     assert caught.value.exit_code == 2
-    assert caught.value.found == "train on nothing: 0 samples"
-    assert caught.value.do.startswith("give samples; its log: ")
+    assert (caught.value.asked, caught.value.found) == ("train on nothing", "0 samples")
+    assert caught.value.do.startswith("give samples; rank 1's log: ")
 
 
 def test_a_killed_rank_is_reported_and_not_the_one_that_waited_for_it(tmp_path: Path) -> None:
@@ -218,6 +218,14 @@ def test_the_cause_comes_first(tmp_path: Path, endings: Any, exit_codes: dict[in
     assert _first_failure(folder, exit_codes, _Stop()).rank == first
 
 
+def test_a_mistake_within_a_step_is_told_with_the_step(tmp_path: Path) -> None:
+    folder, error = Folder(tmp_path, tmp_path, False), UserError("sum the loss", "no weight", "give one")
+    error.evenly_step = 7
+    folder.put_ending(_ending(1, error, 1.0))
+    told = _first_failure(folder, {}, _Stop())
+    assert (told.asked, told.found) == ("rank 1 failed at step 7", "sum the loss: no weight")
+
+
 def test_a_real_error_while_stopping_is_shown_and_a_loss_is_not(tmp_path: Path) -> None:
     folder = Folder(tmp_path, tmp_path, False)
     stop = _Stop()
@@ -229,7 +237,7 @@ def test_a_real_error_while_stopping_is_shown_and_a_loss_is_not(tmp_path: Path) 
 
 
 def test_words_of_errors() -> None:
-    assert describe(0, SampleError("read sample 3", "truncated", "remove it")).found == "read sample 3: truncated"
+    assert describe(0, SampleError("read sample 3", "truncated", "remove it")).text == "read sample 3: truncated"
     assert describe(0, SampleError("read sample 3")).exit_code == 1
     assert describe(0, ValueError()).found == "ValueError"
     assert describe(0, LOST).kind == "peer"
