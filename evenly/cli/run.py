@@ -125,7 +125,7 @@ def _with_way_on(failed: FailedRank, out: Path | None) -> str:
     mistaken = failed.exit_code == UserError.exit_code
     steps = [] if out is None or mistaken else Folder(out).steps()
     way_on = f"go on from step {steps[-1]} with --resume --out {out}" if steps else ""
-    return "; ".join(filter(None, (way_on, failed.do)))
+    return "; ".join(filter(None, (failed.do, way_on)))
 
 
 def _run_as_rank(request: RunRequest) -> int:
@@ -151,9 +151,11 @@ def _tell(summary: Any, *, json_only: bool) -> None:
     if summary.loss is None:
         print(f"nothing left to do: step {summary.steps} is already done", flush=True)
         return
+    done = f"steps {summary.first_step} to {summary.steps}" if summary.first_step != 1 else f"{summary.steps} steps"
     evaluation = "" if summary.eval_loss is None else f", evaluation loss {summary.eval_loss:.4f}"
     print(
-        f"{summary.steps} steps on {summary.world} ranks ({summary.plan}) in {summary.seconds:.1f} s: "
+        f"{done} on {summary.world} {'rank' if summary.world == 1 else 'ranks'} ({summary.plan}) "
+        f"in {summary.seconds:.1f} s: "
         f"loss {summary.first_loss:.4f} -> {summary.loss:.4f}{evaluation}"
     )
     if summary.out:

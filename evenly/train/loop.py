@@ -19,6 +19,8 @@ from evenly.train.run import Evaluation, Run, StepReport, start_as_told
 class Summary:
     """What a run came to.
 
+    steps:   done so far, those of former runs included; the losses and `seconds` are of this one.
+    first_step: the first step of this run; None where nothing was left to do.
     stopped: whether it was asked to end before its last step.
     """
 
@@ -26,6 +28,7 @@ class Summary:
     plan: str
     world: int
     steps: int
+    first_step: int | None
     first_loss: float | None
     loss: float | None
     eval_loss: float | None
@@ -107,6 +110,7 @@ class _Progress:
             plan=str(run.plan),
             world=run.world.size,
             steps=run.steps_done,
+            first_step=self.first and self.first.step,
             first_loss=self.first and self.first.loss,
             loss=self.last and self.last.loss,
             eval_loss=self.evaluation and self.evaluation.loss,

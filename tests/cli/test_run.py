@@ -18,6 +18,7 @@ from command import COMMAND, JOB, LIMIT_S, environment, evenly
 from safetensors.torch import load_file
 
 import evenly as package
+from evenly.checkpoint.folder import Folder
 from evenly.cli.run import RunRequest, choose_folder
 from evenly.errors import UserError
 
@@ -101,7 +102,7 @@ def test_a_killed_rank_ends_the_run_and_another_number_of_ranks_goes_on(alone: P
     _, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1
     assert "SIGKILL" in errors and "Traceback" not in errors and errors.count("tensors at the peak: ") == 1
-    assert "to do: go on from step " in errors and "--resume --out out; " in errors
+    assert "; go on from step " in errors and errors.endswith("--resume --out out\n")
     assert not any(psutil.pid_exists(pid) for pid in pids)
     done = evenly("run", JOB, "--devices", 3, "--out", "out", "--resume", "--set", "steps=12", folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -119,8 +120,10 @@ def test_an_interrupted_run_saves_and_goes_on(alone: Path, tmp_path: Path) -> No
     output, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors and "--resume --out out" in output
+    [saved] = Folder(tmp_path / "out").steps()
     done = evenly("run", JOB, "--devices", 1, "--out", "out", "--resume", "--set", "steps=12", folder=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert f"steps {saved + 1} to 12 on 1 rank (" in done.stdout
     plan = (tmp_path / "out" / "plan.json").read_text()
     done = evenly("run", JOB, "--out", "out", "--resume", "--set", "steps=5", folder=tmp_path)
     assert "nothing left to do: step 12 is already done" in done.stdout
