@@ -16,10 +16,26 @@ _aten = torch.ops.aten
 _ATTENTION_ON_CPU = _aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
+# What makes a tensor and neither reads nor writes one, beside views.
+_MAKES_ONLY = {
+    _aten._unsafe_view,
+    _aten.empty,
+    _aten.empty_like,
+    _aten.empty_strided,
+    _aten.new_empty,
+    _aten.new_empty_strided,
+}
+
+
+def moves_bytes(func: Any) -> bool:
+    """Whether an operation reads or writes memory: not a view, nor a question such as on which device a tensor is."""
+    return not func.is_view and func.namespace != "prim" and func.overloadpacket not in _MAKES_ONLY
+
+
 class CostCounter(TorchDispatchMode):
     """Counts the operations that run within it.
 
-    flops: of matrix products, convolutions and attention. moved_bytes: read and written by all operations but views.
+    flops: of matrix products, convolutions and attention. moved_bytes: read and written by all operations.
     """
 
     def __init__(self) -> None:
@@ -30,7 +46,7 @@ class CostCounter(TorchDispatchMode):
         """Counts one operation."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func.is_view:
+        if not moves_bytes(func):
             return result
         self.moved_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors_in((args, kwargs, result)))
         if func is _ATTENTION_ON_CPU:

@@ -30,6 +30,7 @@ from torch.utils.flop_counter import flop_registry
 from evenly.data.nest import map_tensors, tensors_in
 from evenly.errors import EvenlyError, UserError, describe
 from evenly.model.blocks import Block, find_blocks
+from evenly.model.costs import moves_bytes
 from evenly.model.hollow import Hollow, as_held
 from evenly.model.numberless import fake_mode, model_without_numbers, running_without_numbers, tensor_without_numbers
 from evenly.model.parts import Kind, Part, Parts, Recompute, Work
@@ -565,7 +566,7 @@ class _Memory(TorchDispatchMode):
             results = func(*args, **(kwargs or {}))
             for tensor in tensors_in(results):
                 self._follow(tensor)
-            if not func.is_view and (work := _work(func, args, kwargs or {}, results)) is not None:
+            if moves_bytes(func) and (work := _work(func, args, kwargs or {}, results)) is not None:
                 key = (self._reader.stage, self._reader.place)
                 self._works.setdefault(key, Counter())[work] += 1
                 if self._reader.stage == "forward":

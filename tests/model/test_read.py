@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -112,6 +113,18 @@ def test_products_are_known_by_their_sizes() -> None:
     assert (product.rows, product.inner, product.columns) == (SAMPLES, WIDTH, WIDTH)
     assert product.flops == 2 * SAMPLES * WIDTH * WIDTH
     assert sum(work.flops * work.times for work in block.backward) == 2 * product.flops
+
+
+def test_only_what_reads_or_writes_memory_counts_as_moving_bytes() -> None:
+    """Whatever asks a tensor where it is, reshapes it or makes room for one moves nothing and starts no kernel."""
+    layer = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.GELU())
+    tower = nn.Sequential(nn.Linear(5, WIDTH), nn.Sequential(layer, *(deepcopy(layer) for _ in range(2))))
+    reading = read_module(tower, loss, torch.empty(SAMPLES, 3, 5))
+    block = parts_of({"none": reading}).blocks[1]
+    activation = SAMPLES * 3 * WIDTH * 4
+    moved = [(work.times, work.moved_bytes) for work in block.forward if work.kind == "memory"]
+    assert moved == [(1, 2 * activation)]  # GELU
+    assert [(work.times, work.moved_bytes) for work in block.backward if work.kind == "memory"] == [(1, 3 * activation)]
 
 
 def test_the_backward_of_every_call_begins_and_ends_in_its_turn() -> None:
