@@ -124,7 +124,7 @@ def _with_way_on(failed: FailedRank, out: Path | None) -> str:
     """What to do about the failure, and from which checkpoint the run can go on; none makes up for a mistake."""
     mistaken = failed.exit_code == UserError.exit_code
     steps = [] if out is None or mistaken else Folder(out).steps()
-    way_on = f"go on from step {steps[-1]} with --resume --out {out}" if steps else ""
+    way_on = f"go on from step {steps[-1]} by the same command with --resume --out {out}" if steps else ""
     return "; ".join(filter(None, (failed.do, way_on)))
 
 
