@@ -50,6 +50,12 @@ class CheckpointError(RunError):
     """A checkpoint that is torn, foreign or tampered with, or that could not be written."""
 
 
+class WrongJobError(CheckpointError):
+    """A sound checkpoint, but of another job than the one that was to go on from it: a mistake of the command."""
+
+    exit_code = UserError.exit_code
+
+
 class RankError(RunError):
     """A rank failed; carries the first failing rank, its step if known, and its log."""
 

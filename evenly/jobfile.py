@@ -68,7 +68,11 @@ def owns_loop(path: Path) -> bool:
 
 
 def check_settings(path: Path, settings: dict[str, Any]) -> None:
-    """Raises `UserError` for a setting that `job` does not take, where the text of the file at `path` tells that."""
+    """Raises `UserError` for a setting that `job` does not take, where the text of the file at `path` tells that.
+
+    Also for a text where the default is a number, and for all but True and False where it is one of these:
+    `--set flag=false` would be the text 'false', which counts as true.
+    """
     function = next(
         (node for node in _parse(path).body if isinstance(node, ast.FunctionDef) and node.name == "job"), None
     )
@@ -76,7 +80,8 @@ def check_settings(path: Path, settings: dict[str, Any]) -> None:
         return
     taken = function.args
     names = [argument.arg for argument in (*taken.posonlyargs, *taken.args, *taken.kwonlyargs)]
-    for key in settings:
+    defaults = _defaults(taken)
+    for key, value in settings.items():
         if key not in names:
             near = get_close_matches(key, names, n=1)
             raise UserError(
@@ -84,6 +89,23 @@ def check_settings(path: Path, settings: dict[str, Any]) -> None:
                 f"its job() takes: {ast.unparse(taken) or 'none'}",
                 f"did you mean {near[0]}?" if near else "",
             )
+        if do := _instead(value, defaults.get(key)):
+            raise UserError(f"--set {key}={value} for {path}", f"its job() has {key}={defaults[key]}", do)
+
+
+def _instead(value: object, default: object) -> str:
+    """What to give in place of `value`; '' where it can stand for `default`."""
+    if isinstance(default, bool):
+        return "" if isinstance(value, bool) else "give True or False"
+    return "give a number" if isinstance(default, int | float) and isinstance(value, str) else ""
+
+
+def _defaults(taken: ast.arguments) -> dict[str, Any]:
+    """The defaults that stand there as constants."""
+    places = [*taken.posonlyargs, *taken.args]
+    pairs = [*zip(reversed(places), reversed(taken.defaults), strict=False)]
+    pairs += [pair for pair in zip(taken.kwonlyargs, taken.kw_defaults, strict=True) if pair[1] is not None]
+    return {place.arg: default.value for place, default in pairs if isinstance(default, ast.Constant)}
 
 
 def _parse(path: Path) -> ast.Module:

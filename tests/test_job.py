@@ -9,7 +9,7 @@ import pytest
 from jobs import Points, classifier_job
 
 from evenly.errors import UserError
-from evenly.jobfile import load_job, owns_loop, parse_settings
+from evenly.jobfile import check_settings, load_job, owns_loop, parse_settings
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,35 @@ def test_settings_are_literals_where_they_can_be() -> None:
     }  # fmt: skip
     with pytest.raises(UserError, match="key=value"):
         parse_settings(["lr"])
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("wide=3", "did you mean width?"),
+        ("width=abc", "width=16\n  to do: give a number"),
+        ("rate=fast", "rate=0.1\n  to do: give a number"),
+        ("width=3", ""),
+        ("rate=1", ""),
+        ("width=None", ""),
+        ("tied=false", "tied=True\n  to do: give True or False"),
+        ("tied=1", "give True or False"),
+        ("tied=False", ""),
+        ("name=abc", ""),
+        ("free=abc", ""),
+        ("first=abc", ""),
+        ("known=abc", ""),
+    ],
+)
+def test_a_setting_that_the_job_cannot_take(setting: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "case.py"
+    path.write_text("def job(first, width=16, known=max(1, 2), *, free, tied=True, rate=0.1, name='a'): ...")
+    if not message:
+        check_settings(path, parse_settings([setting]))
+        return
+    with pytest.raises(UserError) as caught:
+        check_settings(path, parse_settings([setting]))
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from evenly.checkpoint.plain import decode, encode, merge
 from evenly.checkpoint.ranks import Ranks
 from evenly.checkpoint.tensors import check_contents, form_of, own_files, read_tensors, save_tensors
 from evenly.comm.groups import Group
-from evenly.errors import CheckpointError, EvenlyError, UserError
+from evenly.errors import CheckpointError, EvenlyError, UserError, WrongJobError
 
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ class Checkpoint:
     def read(self, into: Mapping[str, Tensor]) -> None:
         """Fill those tensors in place; a collective. The ranks may hold other names and other shards.
 
-        Raises `CheckpointError` on all ranks, before anything is filled, if the tensors of all ranks
+        Raises `WrongJobError` on all ranks, before anything is filled, if the tensors of all ranks
         together are not those of the checkpoint by name, type and shape.
         """
         asked = f"load {self.path}"
@@ -79,7 +79,7 @@ class Checkpoint:
         found += [f"{n} is in the checkpoint only" for n in self.forms if not any(n in part for part in parts)]
         if found:
             found = list(dict.fromkeys(found))
-            raise CheckpointError(asked, first_of(found), "use the job that it was saved by, or another folder")
+            raise WrongJobError(asked, first_of(found), "use the job that it was saved by, or another folder")
         tensors = {name: tensor.detach() for name, tensor in into.items()}
         self._ranks.together(asked, lambda: read_tensors(tensors, self.path, self._ranks.handle))
 

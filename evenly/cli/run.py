@@ -149,7 +149,11 @@ def _tell(summary: Any, *, json_only: bool) -> None:
         print(json.dumps(asdict(summary)))
         return
     if summary.loss is None:
-        print(f"nothing left to do: step {summary.steps} is already done", flush=True)
+        print(
+            f"nothing left to do: step {summary.steps} is already done, and {summary.steps_asked} were asked for; "
+            "for more, repeat the run's settings or give --steps",
+            flush=True,
+        )
         return
     done = f"steps {summary.first_step} to {summary.steps}" if summary.first_step != 1 else f"{summary.steps} steps"
     evaluation = "" if summary.eval_loss is None else f", evaluation loss {summary.eval_loss:.4f}"

@@ -20,6 +20,7 @@ class Summary:
     """What a run came to.
 
     steps:   done so far, those of former runs included; the losses and `seconds` are of this one.
+    steps_asked: what the run was to come to.
     first_step: the first step of this run; None where nothing was left to do.
     stopped: whether it was asked to end before its last step.
     """
@@ -28,6 +29,7 @@ class Summary:
     plan: str
     world: int
     steps: int
+    steps_asked: int
     first_step: int | None
     first_loss: float | None
     loss: float | None
@@ -110,6 +112,7 @@ class _Progress:
             plan=str(run.plan),
             world=run.world.size,
             steps=run.steps_done,
+            steps_asked=run.steps,
             first_step=self.first and self.first.step,
             first_loss=self.first and self.first.loss,
             loss=self.last and self.last.loss,

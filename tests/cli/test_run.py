@@ -126,7 +126,7 @@ def test_an_interrupted_run_saves_and_goes_on(alone: Path, tmp_path: Path) -> No
     assert f"steps {saved + 1} to 12 on 1 rank (" in done.stdout
     plan = (tmp_path / "out" / "plan.json").read_text()
     done = evenly("run", JOB, "--out", "out", "--resume", "--set", "steps=5", folder=tmp_path)
-    assert "nothing left to do: step 12 is already done" in done.stdout
+    assert "nothing left to do: step 12 is already done, and 5 were asked for" in done.stdout
     assert (tmp_path / "out" / "plan.json").read_text() == plan
     steps = [json.loads(line).get("step") for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert sorted(set(steps)) == list(range(1, 13))

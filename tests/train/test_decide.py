@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import classifier_job
+from jobs import Classifier, classifier_job
 from kept_ranks import KeptRanks
 
 import evenly
@@ -17,7 +17,7 @@ from evenly.cluster.environment import find_here
 from evenly.cluster.world import World
 from evenly.comm.connect import connect, disconnect
 from evenly.comm.operations import gather_values
-from evenly.errors import PlanError
+from evenly.errors import PlanError, WrongJobError
 from evenly.plan import Plan, parse_plan
 from evenly.train.decide import Decision, Recorded, meet, recorded_in
 from evenly.train.options import RunOptions, asked_plan
@@ -101,6 +101,42 @@ def test_a_run_goes_on_to_add_gradients_as_it_did(ranks: KeptRanks, tmp_path: Pa
         assert "use exact=rounding" in message
     for plan, _ in ranks.run(train, changes, "ddp exact=rounding", 5, tmp_path, True):
         assert "exact=rounding" in json.loads(plan)["plan"]
+
+
+def nested() -> torch.nn.Module:
+    return torch.nn.Sequential(Classifier())
+
+
+def wider() -> torch.nn.Module:
+    model = Classifier()
+    model.last = torch.nn.Linear(7, 4)
+    return model
+
+
+def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def misfit(changes: dict[str, Any], out: Path) -> WrongJobError:
+    with pytest.raises(WrongJobError) as caught, evenly.start(open_job(**changes), out=out, resume=True):
+        pass
+    return caught.value
+
+
+def test_a_job_that_is_not_the_saved_one_does_not_go_on(ranks: KeptRanks, tmp_path: Path) -> None:
+    same = {"microbatch": 3, "precision": "float64"}
+    ranks.run(train, same, None, 2, tmp_path)
+    for changes, found in [
+        ({"seed": 5, "global_batch": 9}, "seed was 0, is now 5; global_batch was 10, is now 9"),
+        ({"precision": "float32"}, "precision was float64, is now float32"),
+        ({"model": nested}, "no optimizer saved 0.sometimes"),
+        ({"model": wider}, "model.last.weight is float64[3, 7] in the checkpoint, float64[4, 7] here"),
+        ({"optimizer": plain_sgd}, "the job's optimizer is SGD"),
+    ]:
+        [error] = ranks.run(misfit, {**same, **changes}, tmp_path, size=1)
+        assert found in error.found
+        assert error.exit_code == 2
+    assert Folder(tmp_path).steps() == [2]
 
 
 def test_what_cannot_be_read_records_nothing(tmp_path: Path) -> None:
