@@ -10,10 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from evenly.data.nest import tensors_in
+from evenly.model import lstm
 
 _aten = torch.ops.aten
-# Of torch's flop counter, on a GPU: it does not know the CPU's kernel.
-_ATTENTION_ON_CPU = _aten._scaled_dot_product_flash_attention_for_cpu.default
+# Of torch's flop counter, on a GPU: it does not know the CPU's kernels. By (query, key) among the arguments.
+_ATTENTION_ON_CPU = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: (4.0, 0),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (10.0, 1),
+}
 
 
 # What makes a tensor and neither reads nor writes one, beside views.
@@ -32,10 +36,23 @@ def moves_bytes(func: Any) -> bool:
     return not func.is_view and func.namespace != "prim" and func.overloadpacket not in _MAKES_ONLY
 
 
+def flops_of(func: Any, args: Any, kwargs: Any, results: Any) -> float:
+    """Of matrix products, convolutions, attention and LSTM layers; of all else 0."""
+    packet = func.overloadpacket
+    if packet in _ATTENTION_ON_CPU:
+        factor, first = _ATTENTION_ON_CPU[packet]
+        query, key = args[first : first + 2]
+        return factor * math.prod(query.shape[:-1]) * key.shape[-2] * query.shape[-1]
+    if packet in (lstm.FORWARD, lstm.BACKWARD):
+        return sum(work.flops * work.times for work in lstm.products(packet, args))
+    formula = flop_registry.get(packet)
+    return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=results))
+
+
 class CostCounter(TorchDispatchMode):
     """Counts the operations that run within it.
 
-    flops: of matrix products, convolutions and attention. moved_bytes: read and written by all operations.
+    flops: as of `flops_of`. moved_bytes: read and written by all operations.
     """
 
     def __init__(self) -> None:
@@ -49,9 +66,5 @@ class CostCounter(TorchDispatchMode):
         if not moves_bytes(func):
             return result
         self.moved_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors_in((args, kwargs, result)))
-        if func is _ATTENTION_ON_CPU:
-            query, key = args[0], args[1]
-            self.flops += 4.0 * math.prod(query.shape[:-1]) * key.shape[-2] * query.shape[-1]
-        elif (formula := flop_registry.get(func.overloadpacket)) is not None:
-            self.flops += formula(*args, **kwargs, out_val=result)
+        self.flops += flops_of(func, args, kwargs, result)
         return result

@@ -25,12 +25,12 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from evenly.data.nest import map_tensors, tensors_in
 from evenly.errors import EvenlyError, UserError, describe
+from evenly.model import lstm
 from evenly.model.blocks import Block, find_blocks
-from evenly.model.costs import moves_bytes
+from evenly.model.costs import flops_of, moves_bytes
 from evenly.model.hollow import Hollow, as_held
 from evenly.model.numberless import fake_mode, model_without_numbers, running_without_numbers, tensor_without_numbers
 from evenly.model.parts import Kind, Part, Parts, Recompute, Work
@@ -48,11 +48,6 @@ ATTENTION = {
     _aten._scaled_dot_product_flash_attention_backward,
     _aten._scaled_dot_product_efficient_attention_backward,
     _aten._scaled_dot_product_cudnn_attention_backward,
-}
-# Of torch's flop counter, on a GPU: it does not know the CPU's kernels.
-ON_CPU = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: 4.0,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: 10.0,
 }
 
 T = TypeVar("T")
@@ -558,17 +553,19 @@ class _Memory(TorchDispatchMode):
     def works(self) -> dict[tuple[Pass, int], list[Work]]:
         """What was computed, equal operations as one."""
         return {
-            key: [replace(work, times=times) for work, times in found.items()] for key, found in self._works.items()
+            key: [replace(work, times=work.times * times) for work, times in found.items()]
+            for key, found in self._works.items()
         }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with as_held():
             results = func(*args, **(kwargs or {}))
+            if func.overloadpacket is lstm.FORWARD:
+                results = lstm.with_workspace(results, args)
             for tensor in tensors_in(results):
                 self._follow(tensor)
-            if moves_bytes(func) and (work := _work(func, args, kwargs or {}, results)) is not None:
-                key = (self._reader.stage, self._reader.place)
-                self._works.setdefault(key, Counter())[work] += 1
+            if moves_bytes(func) and (works := _works_of(func, args, kwargs or {}, results)):
+                self._works.setdefault((self._reader.stage, self._reader.place), Counter()).update(works)
                 if self._reader.stage == "forward":
                     self._meet_weights(func, (args, kwargs or {}), results)
         return results
@@ -601,21 +598,18 @@ class _Memory(TorchDispatchMode):
         self._now[made_in] -= size
 
 
-def _work(func: Any, args: Any, kwargs: Any, results: Any) -> Work | None:
-    """What an operation costs; None where it touches nothing."""
+def _works_of(func: Any, args: Any, kwargs: Any, results: Any) -> list[Work]:
+    """What an operation costs; nothing where it touches nothing."""
     packet = func.overloadpacket
     moved = float(sum(map(_bytes, tensors_in((args, kwargs, results)))))
-    if packet in ON_CPU:
-        query, key = (args[1], args[2]) if "backward" in str(packet) else (args[0], args[1])
-        flops = ON_CPU[packet] * math.prod(query.shape[:-1]) * key.shape[-2] * query.shape[-1]
-        return Work(kind="attention", flops=flops, moved_bytes=moved)
-    formula = flop_registry.get(packet)
-    flops = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=results))
-    kind: Kind = "attention" if packet in ATTENTION else "matmul" if flops else "memory"
+    if packet in (lstm.FORWARD, lstm.BACKWARD):
+        return [*lstm.products(packet, args), Work(kind="memory", moved_bytes=moved)]
+    flops = flops_of(func, args, kwargs, results)
     if not moved and not flops:
-        return None
+        return []
+    kind: Kind = "attention" if packet in ATTENTION else "matmul" if flops else "memory"
     rows, inner, columns = _sizes(packet, args) if kind == "matmul" else (0, 0, 0)
-    return Work(
+    work = Work(
         kind=kind,
         flops=flops,
         moved_bytes=moved,
@@ -624,6 +618,7 @@ def _work(func: Any, args: Any, kwargs: Any, results: Any) -> Work | None:
         columns=columns,
         recomputed=kind == "memory",
     )
+    return [work]
 
 
 def _sizes(packet: Any, args: Any) -> tuple[int, int, int]:

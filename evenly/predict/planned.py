@@ -49,8 +49,8 @@ def library_of(precision: Precision, *, bitwise: bool, name: str = "evenly", on_
             casts=2.0 if precision in CASTING else 0.0,
         )
         found = replace(found, weight_bytes=weight, gradient_bytes=reduced, holdings=holdings)
-    if on_cpu:  # no driver keeps anything of a process's memory
-        found = replace(found, holdings=replace(found.holdings, rest=0.0))
+    if on_cpu:  # no driver keeps anything of a process's memory, and nothing is started ahead of what computes
+        found = replace(found, host_s=0.0, holdings=replace(found.holdings, rest=0.0))
     return found
 
 

@@ -165,7 +165,7 @@ def _by_device() -> dict[str, str]:
 
 def speeds_of_device(device: Device) -> Speeds:
     """Of a kind of device: as fitted, or by the shares that kinds like it reach where none was."""
-    operations = _tables()["operations"]
+    operations = {name: _facts(device).get(name, value) for name, value in _tables()["operations"].items()}
     return Speeds(
         matmul=_matmul(device),
         attention=_attention(device),

@@ -10,6 +10,7 @@ import pytest
 from evenly.cluster.cluster import Cluster, Rates
 from evenly.cluster.device import device_names, find_device
 from evenly.model.parts import Work
+from evenly.predict.planned import library_of
 from evenly.predict.speeds import _tables, library_named, library_names, speeds_of, speeds_of_device
 
 PRECISIONS = ("float64", "float32", "bfloat16", "float16", "float8", "mxfp8", "nvfp4")
@@ -86,6 +87,13 @@ def test_narrow_and_uneven_products_take_longer() -> None:
     # How many tokens there are is no width of a matrix.
     assert per_flop(rows=4097) == pytest.approx(per_flop(), rel=1e-3)
     assert speeds.misaligned(replace(PRODUCT, inner=4097, of_weights=True), library) == 1
+
+
+def test_a_cpu_starts_its_operations_itself_and_minds_narrow_products_less() -> None:
+    cpu, others = speeds_of_device(find_device("cpu")), speeds_of(H100)
+    assert cpu.narrow < others.narrow and cpu.start_s > others.start_s
+    assert cpu.traffic == others.traffic
+    assert library_of("float32", bitwise=False, on_cpu=True).host_s == 0 < library_of("float32", bitwise=False).host_s
 
 
 def test_more_takes_longer_and_as_often_as_it_is_done() -> None:
