@@ -1,6 +1,6 @@
 """The time of a step as it is predicted for this machine, beside that of a run.
 
-    python benchmarks/time/predicted.py        1 and 2 ranks on the CPU; a quarter of an hour on two cores that do nothing else
+    python benchmarks/time/predicted.py        1 and 2 ranks on the CPU; a quarter of an hour on two quiet cores
 
 First `evenly bench device` and `evenly bench comm` measure the machine. Every job of examples/ that can be read then
 runs under every plan, as a user would start it, the plans of a job in turns; of a run counts the median step after
