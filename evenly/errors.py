@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import sysconfig
 import traceback
 from pathlib import Path
 
@@ -50,8 +51,8 @@ class CheckpointError(RunError):
     """A checkpoint that is torn, foreign or tampered with, or that could not be written."""
 
 
-class WrongJobError(CheckpointError):
-    """A sound checkpoint, but of another job than the one that was to go on from it: a mistake of the command."""
+class ResumeError(CheckpointError):
+    """There is no such checkpoint, or it is sound but another job's: a mistake of the command that asked for it."""
 
     exit_code = UserError.exit_code
 
@@ -61,9 +62,16 @@ class RankError(RunError):
 
 
 def describe(problem: BaseException) -> str:
-    """`ValueError: message (file.py:33)`: an exception in one line, with the place that raised it."""
+    """`ValueError: message (file.py:33)`: an exception in one line, with the last place in code that no library has."""
     if isinstance(problem, EvenlyError):
         return str(problem)
     text = f"{type(problem).__name__}: {problem}".rstrip(": ").strip()
     frames = traceback.extract_tb(problem.__traceback__)
-    return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text
+    own = [frame for frame in frames if not _is_library(frame.filename)] or frames
+    return f"{text} ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else text
+
+
+def _is_library(file: str) -> bool:
+    """Whether a source file is of Python, an installed package or evenly; `<string>` and the like have no file."""
+    homes = (sysconfig.get_path("stdlib"), str(Path(__file__).parent))
+    return file.startswith(("<", *homes)) or "site-packages" in file

@@ -107,6 +107,9 @@ def _problems(job: Job) -> Iterable[str]:
     for field in ("model", "loss", "optimizer"):
         if not callable(getattr(job, field)):
             yield f"{field} is a {type(getattr(job, field)).__name__}, not a callable"
+    if hasattr(job.model, "state_dict") and not isinstance(job.model, type):
+        kind = type(job.model).__name__
+        yield f"model is a {kind}, not what builds one (model=lambda: {kind}(...))"
     for field in ("collate", "cost", "schedule"):
         if getattr(job, field) is not None and not callable(getattr(job, field)):
             yield f"{field} is a {type(getattr(job, field)).__name__}, not a callable"

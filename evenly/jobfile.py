@@ -15,6 +15,25 @@ from typing import Any
 from evenly.errors import EvenlyError, UserError, describe
 from evenly.job import Job
 
+# What others call the fields of a `Job`.
+ELSEWHERE = {
+    "batch_size": "global_batch",
+    "epochs": "steps (epochs times the batches of one)",
+    "num_epochs": "steps (epochs times the batches of one)",
+    "max_steps": "steps",
+    "dataset": "data",
+    "train_data": "data",
+    "train_dataset": "data",
+    "eval_dataset": "eval_data",
+    "collate_fn": "collate",
+    "criterion": "loss",
+    "loss_fn": "loss",
+    "scheduler": "schedule",
+    "lr_scheduler": "schedule",
+    "max_grad_norm": "clip_norm",
+    "dtype": "precision",
+}
+
 
 def load_job(path: Path, settings: dict[str, Any]) -> Job:
     """The job that the file at `path` defines, with `settings` passed to its `job` function.
@@ -41,9 +60,12 @@ def load_job(path: Path, settings: dict[str, Any]) -> Job:
 
 def _remedy(problem: Exception) -> str:
     """What to do about an exception of job(): the field of `Job` that was meant, where one is misspelled."""
-    misspelled = re.search(r"Job\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(problem))
-    near = misspelled and get_close_matches(misspelled[1], [field.name for field in fields(Job)], n=1)
-    return f"did you mean {near[0]}?" if near else "mend the file"
+    names = [field.name for field in fields(Job)]
+    unknown = re.search(r"Job\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(problem))
+    if unknown is None:
+        return "mend the file"
+    known = ELSEWHERE.get(unknown[1]) or next(iter(get_close_matches(unknown[1], names, n=1)), None)
+    return f"did you mean {known}?" if known else f"a Job has {', '.join(names)}"
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:

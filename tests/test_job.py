@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from jobs import Points, classifier_job
 
 from evenly.errors import UserError
@@ -113,3 +114,24 @@ def test_a_file_that_calls_start_owns_its_loop(tmp_path: Path) -> None:
     plain.write_text("import evenly\n\ndef job():\n    return None\n")
     assert owns_loop(script)
     assert not owns_loop(plain)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("evenly.Job(batch_size=4)", "did you mean global_batch?"),
+        ("evenly.Job(epochs=4)", r"did you mean steps \(epochs times the batches of one\)\?"),
+        ("evenly.Job(stepz=4)", "did you mean steps?"),
+        ("evenly.Job(quite_another=4)", "a Job has model, loss, data, "),
+        ("torch.zeros(2) @ torch.zeros(3)", r"\(case.py:3\)"),
+    ],
+)
+def test_what_to_do_about_a_mistaken_job(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "case.py").write_text(f"import evenly, torch\ndef job():\n    {text}\n")
+    with pytest.raises(UserError, match=message):
+        load_job(tmp_path / "case.py", {})
+
+
+def test_a_model_is_built_by_the_job() -> None:
+    with pytest.raises(UserError, match=r"model is a Linear, not what builds one \(model=lambda: Linear\(...\)\)"):
+        classifier_job(model=torch.nn.Linear(2, 3))

@@ -34,7 +34,7 @@ def restore(
     """Continue from `checkpoint`: its tensors into the model in place, its state into the optimizer.
 
     A collective. A schedule is to be built before and loaded after, since building one sets options.
-    Raises `WrongJobError`, with nothing changed, if it is of another model or optimizer.
+    Raises `ResumeError`, with nothing changed, if it is of another model or optimizer.
     """
     check_values(model, optimizer, checkpoint.values)
     forms = checkpoint.forms

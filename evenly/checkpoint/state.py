@@ -22,7 +22,7 @@ from evenly.checkpoint.manifest import TensorForm, differences, first_of
 from evenly.checkpoint.names import MODEL, OPTIMIZER, plain_name
 from evenly.checkpoint.plain import encode
 from evenly.checkpoint.tensors import form_of
-from evenly.errors import CheckpointError, UserError, WrongJobError
+from evenly.errors import CheckpointError, ResumeError, UserError
 
 # Options of a group that say how it is computed, not what: they belong to the run, not to its state.
 EXECUTION = ("foreach", "fused", "capturable", "differentiable")
@@ -56,14 +56,14 @@ def write_state(
 ) -> None:
     """The inverse of `read_state`: into the model in place, into the optimizer as copies.
 
-    Raises `WrongJobError` if they are not of this model or this optimizer; then nothing was written.
+    Raises `ResumeError` if they are not of this model or this optimizer; then nothing was written.
     """
     check_values(model, optimizer, values)
     forms = {name: form_of(tensor) for name, tensor in tensors.items()}
     mine = targets(model, optimizer, forms)
     found = differences(forms, {name: form_of(tensor) for name, tensor in mine.items()})
     if found:
-        raise WrongJobError(ASKED, first_of(found), "use the job that it was saved by")
+        raise ResumeError(ASKED, first_of(found), "use the job that it was saved by")
     with torch.no_grad():
         for name, tensor in mine.items():
             tensor.copy_(tensors[name])
@@ -107,13 +107,13 @@ def install(
 
 
 def check_values(model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> None:
-    """Raises `WrongJobError` if the values were saved by another optimizer or with other parameters."""
+    """Raises `ResumeError` if the values were saved by another optimizer or with other parameters."""
     saved = values.get("optimizer")
     if not isinstance(saved, dict) or not {"class", "options", "state"} <= saved.keys():
         raise CheckpointError(ASKED, "it holds no optimizer", "resume from a checkpoint of a run")
     if saved["class"] != type(optimizer).__name__:
         found = f"it was saved by {saved['class']}, the job's optimizer is {type(optimizer).__name__}"
-        raise WrongJobError(ASKED, found, "use the optimizer that it was saved by")
+        raise ResumeError(ASKED, found, "use the optimizer that it was saved by")
     list(_wanted_options(model, optimizer, values))
 
 
@@ -237,11 +237,11 @@ def _wanted_options(
         members = [names[id(parameter)] for parameter in group["params"]]
         unknown = [name for name in members if name not in saved]
         if unknown:
-            raise WrongJobError(ASKED, f"no optimizer saved {first_of(unknown)}", "use the job that it was saved by")
+            raise ResumeError(ASKED, f"no optimizer saved {first_of(unknown)}", "use the job that it was saved by")
         apart = [name for name in members if saved[name] != saved[members[0]]]
         if apart:
             found = f"{members[0]} and {apart[0]} of group {number} were saved with different options"
-            raise WrongJobError(ASKED, found, "use the groups that it was saved with")
+            raise ResumeError(ASKED, found, "use the groups that it was saved with")
         if members:
             yield group, saved[members[0]]
 

@@ -36,7 +36,7 @@ from evenly.checkpoint.plain import decode, encode, merge
 from evenly.checkpoint.ranks import Ranks
 from evenly.checkpoint.tensors import check_contents, form_of, own_files, read_tensors, save_tensors
 from evenly.comm.groups import Group
-from evenly.errors import CheckpointError, EvenlyError, UserError, WrongJobError
+from evenly.errors import CheckpointError, EvenlyError, ResumeError, UserError
 
 T = TypeVar("T")
 
@@ -70,7 +70,7 @@ class Checkpoint:
     def read(self, into: Mapping[str, Tensor]) -> None:
         """Fill those tensors in place; a collective. The ranks may hold other names and other shards.
 
-        Raises `WrongJobError` on all ranks, before anything is filled, if the tensors of all ranks
+        Raises `ResumeError` on all ranks, before anything is filled, if the tensors of all ranks
         together are not those of the checkpoint by name, type and shape.
         """
         asked = f"load {self.path}"
@@ -79,7 +79,7 @@ class Checkpoint:
         found += [f"{n} is in the checkpoint only" for n in self.forms if not any(n in part for part in parts)]
         if found:
             found = list(dict.fromkeys(found))
-            raise WrongJobError(asked, first_of(found), "use the job that it was saved by, or another folder")
+            raise ResumeError(asked, first_of(found), "use the job that it was saved by, or another folder")
         tensors = {name: tensor.detach() for name, tensor in into.items()}
         self._ranks.together(asked, lambda: read_tensors(tensors, self.path, self._ranks.handle))
 
@@ -185,9 +185,9 @@ class CheckpointStore:
     def _choose(self, asked: str, step: int | None) -> int:
         steps = self.steps()
         if not steps:
-            raise CheckpointError(asked, "there is none", "start the run anew, or give the folder of another run")
+            raise ResumeError(asked, "there is none", "start the run anew, or give the folder of another run")
         if step is not None and step not in steps:
-            raise CheckpointError(asked, f"there are those of {', '.join(map(str, steps))}", "choose one of them")
+            raise ResumeError(asked, f"there are those of {', '.join(map(str, steps))}", "choose one of them")
         return steps[-1] if step is None else step
 
     def _check(self, manifest: Manifest) -> None:

@@ -108,24 +108,31 @@ def _start(request: RunRequest, launch: Launch, settings: dict[str, Any], option
 
     try:
         if script:
-            start_ranks(run_script, (request.job, request.arguments, request.json_only), launch)
-            return 0
+            stopped = start_ranks(run_script, (request.job, request.arguments, request.json_only), launch)
+            return EXIT_INTERRUPTED if any(stopped.values()) else 0
         results = start_ranks(run_job_file, (request.job, settings, options, request.json_only), launch)
     except FailedRank as failed:
-        failed.do = _with_way_on(failed, options.out)
+        failed.do = _with_way_on(failed, request, options.out)
         raise
     summary = results[min(results)]
     if launch.node_rank == 0:
-        _tell(summary, json_only=request.json_only)
+        _tell(summary, request)
     return EXIT_INTERRUPTED if summary.stopped else 0
 
 
-def _with_way_on(failed: FailedRank, out: Path | None) -> str:
+def _with_way_on(failed: FailedRank, request: RunRequest, out: Path | None) -> str:
     """What to do about the failure, and from which checkpoint the run can go on; none makes up for a mistake."""
     mistaken = failed.exit_code == UserError.exit_code
     steps = [] if out is None or mistaken else Folder(out).steps()
-    way_on = f"go on from step {steps[-1]} by the same command with --resume --out {out}" if steps else ""
+    way_on = f"go on from step {steps[-1]} with: {_way_on(request, out)}" if steps and out is not None else ""
     return "; ".join(filter(None, (failed.do, way_on)))
+
+
+def _way_on(request: RunRequest, out: Path | str) -> str:
+    """The command by which a run goes on; the plan is free, and its number of devices."""
+    settings = [f"--set {setting}" for setting in request.settings]
+    steps = [] if request.steps is None else [f"--steps {request.steps}"]
+    return " ".join(["evenly run", str(request.job), *settings, *steps, "--resume --out", str(out)])
 
 
 def _run_as_rank(request: RunRequest) -> int:
@@ -136,16 +143,16 @@ def _run_as_rank(request: RunRequest) -> int:
     plan, sought = asked_plan(request.plan)
     options = RunOptions(plan=plan, search=sought, out=request.out, steps=request.steps, resume=request.resume)
     if owns_loop(request.job):
-        run_script(request.job, request.arguments, request.json_only)
-        return 0
+        stopped = run_script(request.job, request.arguments, request.json_only)
+        return EXIT_INTERRUPTED if stopped else 0
     summary = run_job_file(request.job, parse_settings(request.settings), options, request.json_only)
     if find_here().rank == 0:
-        _tell(summary, json_only=request.json_only)
+        _tell(summary, request)
     return EXIT_INTERRUPTED if summary.stopped else 0
 
 
-def _tell(summary: Any, *, json_only: bool) -> None:
-    if json_only:
+def _tell(summary: Any, request: RunRequest) -> None:
+    if request.json_only:
         print(json.dumps(asdict(summary)))
         return
     if summary.loss is None:
@@ -163,7 +170,7 @@ def _tell(summary: Any, *, json_only: bool) -> None:
         f"loss {summary.first_loss:.4f} -> {summary.loss:.4f}{evaluation}"
     )
     if summary.out:
-        again = f"; go on with --resume --out {summary.out}" if summary.stopped else ""
+        again = f"; go on with: {_way_on(request, summary.out)}" if summary.stopped else ""
         print(f"metrics, logs and checkpoints in {summary.out}{again}")
 
 

@@ -484,13 +484,13 @@ def _first_failure(folder: Folder, exit_codes: Mapping[int, int], stop: _Stop) -
     if stop.signum and (stop.hard or first is None or first.kind in ("peer", "interrupted")):
         return _stopped(stop)
     if first is None:
-        return FailedRank("the run failed", "no rank left an error", f"the logs: {folder.logs}", rank=None)
+        return FailedRank("the run failed", "no rank left an error", f"see the logs: {folder.logs}", rank=None)
     trouble = explain(folder.records(), now_s=first.time_s, fates={e.rank: e.fate for e in endings if e.fate})
     if trouble is not None and first.kind in ("peer", "aborted"):  # then it is not the rank's own failure
         return _stalled(folder, trouble)
     log = folder.log(first.rank)
     whose = "its" if not first.is_mistake else f"rank {first.rank}'s"
-    where = f"{whose} log: {log}" if log.exists() else f"the logs: {folder.logs}"
+    where = f"see {whose} log: {log}" if log.exists() else f"see the logs: {folder.logs}"
     asked, found = f"rank {first.rank} failed" + ("" if first.step is None else f" at step {first.step}"), first.text
     if first.is_mistake:
         asked, found = first.asked, first.found

@@ -172,7 +172,7 @@ class _Reader(Dataset["Microbatch | SampleError"]):
                 f"collating samples {item.indices}"
                 + ("" if index is None else f" (sample {index} does not fit the others)"),
                 describe(problem),
-                "give the job a collate that puts such samples together (padding, say)",
+                "mend the job's collate, or give it one that puts such samples together (padding, say)",
             ) from problem
 
     def _first_odd(self, indices: list[int], samples: list[Any]) -> int | None:

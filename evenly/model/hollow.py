@@ -29,6 +29,10 @@ SAME_MEMORY = {
 }  # fmt: skip
 
 
+# Of the numbers of what follows the first argument, not of its own, the shape of what these return is made.
+SHAPED_BY_OTHERS = {_aten.index, _aten.masked_select, _aten._pack_padded_sequence}
+
+
 class Hollow(TorchDispatchMode):
     """Within, operations allocate what they return and compute nothing."""
 
@@ -53,8 +57,12 @@ class Hollow(TorchDispatchMode):
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func.is_view or func.overloadpacket in SAME_MEMORY:
             return func(*args, **kwargs)
-        if all(id(tensor.untyped_storage()) not in self._hollow for tensor in tensors_in((args, kwargs))):
+        if not self._any_hollow((args, kwargs)):
             return func(*args, **kwargs)
+        if func.overloadpacket in SHAPED_BY_OTHERS and not self._any_hollow((args[1:], kwargs)):
+            results = func(*args, **kwargs)
+            self.know([next(iter(tensors_in(results)))])
+            return results
         given: dict[int, torch.Tensor] = {}
         fakes: dict[int, torch.Tensor] = {}
 
@@ -78,6 +86,9 @@ class Hollow(TorchDispatchMode):
             return made
 
         return map_tensors(real, results)
+
+    def _any_hollow(self, nest: Any) -> bool:
+        return any(id(tensor.untyped_storage()) in self._hollow for tensor in tensors_in(nest))
 
 
 def _storage(tensor: torch.Tensor) -> int:

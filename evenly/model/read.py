@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evenly.data.nest import map_tensors, tensors_in
@@ -36,7 +37,9 @@ from evenly.model.numberless import fake_mode, model_without_numbers, running_wi
 from evenly.model.parts import Kind, Part, Parts, Recompute, Work
 
 ASKED = "reading the model (it is run once without numbers)"
-REMEDY = "let the shapes within the model follow from those of the batch, without .item() or masks as indices"
+REMEDY = (
+    "let shapes follow from the batch, not from what the model computes: no .item() of that, no mask of it as index"
+)
 
 _aten = torch.ops.aten
 ATTENTION = {
@@ -175,29 +178,51 @@ def read_module(
 ) -> Reading:
     """What `loss(model, batch)`, a scalar, and its backward do. Neither the model nor a random state is changed.
 
-    model: on any device, meta among them. batch: any nest of tensors, of which only shapes and types are used.
+    model: on any device, meta among them. batch: any nest of tensors; its numbers count only where shapes within the
+    model follow from them.
     change: what a plan does to the model and its blocks, in place; around: within what forward and backward run.
     hollow: for a change that gives tensors another class, which those without numbers have already (`model.hollow`).
     said: a list to which `change` appends bytes of what the tensor axis adds up over ranks, as it happens.
 
     Raises `UserError`, naming the operation, where the code needs numbers or does not run without them.
     """
-    mode = Hollow() if hollow else fake_mode()
-    fakes = nullcontext() if hollow else mode
+    read = partial(_read_as, model, loss, batch, change=change, around=around, said=said)
     with running_without_numbers():
         try:
-            faked = model_without_numbers(model, fakes, _unnoted).train()
-            blocks = find_blocks(faked)
-            if isinstance(mode, Hollow):
-                mode.know((*faked.parameters(), *faked.buffers()))
-            nest = batch if hollow else map_tensors(lambda tensor: tensor_without_numbers(tensor, fakes), batch)
-            changed = nullcontext() if change is None else change(faked, blocks)
-            with mode, changed, torch.enable_grad():
-                return _Reader(faked, blocks, said).read(partial(loss, faked, nest), nest, around)
+            return read(hollow=hollow)
         except EvenlyError:
             raise
         except Exception as problem:
-            raise _refusal(problem) from problem
+            if hollow:
+                raise _refusal(problem) from problem
+            first = problem
+        try:  # so the batch has its numbers
+            return read(hollow=True)
+        except Exception as problem:
+            said_more = getattr(problem, "func", None) is not None
+            raise _refusal(problem if said_more else first) from problem
+
+
+def _read_as(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], torch.Tensor],
+    batch: Any,
+    *,
+    change: Callable[[nn.Module, Sequence[Block]], AbstractContextManager[Any]] | None,
+    around: Callable[[], AbstractContextManager[Any]],
+    hollow: bool,
+    said: Sequence[int],
+) -> Reading:
+    mode = Hollow() if hollow else fake_mode()
+    fakes = nullcontext() if hollow else mode
+    faked = model_without_numbers(model, fakes, _unnoted).train()
+    blocks = find_blocks(faked)
+    if isinstance(mode, Hollow):
+        mode.know((*faked.parameters(), *faked.buffers()))
+    nest = map_tensors(torch.clone if hollow else lambda tensor: tensor_without_numbers(tensor, fakes), batch)
+    changed = nullcontext() if change is None else change(faked, blocks)
+    with mode, changed, torch.enable_grad():
+        return _Reader(faked, blocks, said).read(partial(loss, faked, nest), nest, around)
 
 
 def _unnoted(*_: object) -> None:
@@ -389,7 +414,7 @@ class _Reader:
         buffers = {id(b.untyped_storage()): b.untyped_storage().nbytes() for b in self.model.buffers()}
         handles = self._hook()
         try:
-            with self.memory:
+            with self.memory, _Calls(self.memory):
                 with around():
                     total = compute()
                 self.mark(Mark("", "forward"))
@@ -523,12 +548,25 @@ class _Reader:
         self.mark(Mark("freed", "backward", self.place, name))
 
 
+class _Calls(TorchFunctionMode):
+    """Tells `memory` of every call of torch from Python, not of those that it makes within."""
+
+    def __init__(self, memory: _Memory) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._memory.called = True
+        return func(*args, **(kwargs or {}))
+
+
 class _Memory(TorchDispatchMode):
     """Follows every storage that is made within, and counts what operations cost."""
 
     def __init__(self, reader: _Reader) -> None:
         super().__init__()
         self._reader = reader
+        self.called = False  # from Python, and no operation since
         self._known: dict[int, Any] = {}
         self._now = [0, 0]  # since the last mark: what the forward has made, what the backward
         self._peak = (0, 0)
@@ -565,6 +603,9 @@ class _Memory(TorchDispatchMode):
             for tensor in tensors_in(results):
                 self._follow(tensor)
             if moves_bytes(func) and (works := _works_of(func, args, kwargs or {}, results)):
+                if self.called:
+                    works.append(Work(kind="host"))
+                    self.called = False
                 self._works.setdefault((self._reader.stage, self._reader.place), Counter()).update(works)
                 if self._reader.stage == "forward":
                     self._meet_weights(func, (args, kwargs or {}), results)

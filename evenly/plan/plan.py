@@ -384,6 +384,8 @@ def parse_plan(text: str) -> Plan:
     problems: list[str] = []
     for word in text.replace(",", " ").split():
         problems += _read_word(word, values)
+    if len(named := [part.strip() for part in text.split(",") if NAMED.keys() & part.split()]) > 1:
+        problems.append(f"{', '.join(named)} are plans of their own (`evenly verify` takes several, with ';' between)")
     if not text.split():
         problems.append("the text is empty")
     if problems:

@@ -31,7 +31,7 @@ class Speeds:
 
     matmul:    by what is multiplied, FLOP/s of large products. attention: by kernel, FLOP/s of its forward pass.
     bandwidth: bytes/s that operations without products reach.
-    start_s:   of an operation, from the end of the one before it.
+    start_s:   of an operation, from the end of the one before it. call_s: of a call from Python besides.
     narrow:    a product whose smallest size is n takes (1 + narrow / n) times as long.
     traffic:   share of a product's bytes that is not hidden by its multiplying.
     uneven:    by which it takes longer for every factor of 2 that its sizes lack to be multiples of 64.
@@ -43,6 +43,7 @@ class Speeds:
     attention: Mapping[str, float]
     bandwidth: float
     start_s: float
+    call_s: float
     narrow: float
     traffic: float
     uneven: float
@@ -51,6 +52,8 @@ class Speeds:
 
     def seconds(self, work: Work, library: Library) -> float:
         """Of one operation of `library`, as often as it is done."""
+        if work.kind == "host":
+            return work.times * self.call_s
         if work.kind == "matmul":
             smallest = min(work.rows, work.inner, work.columns) or 1024
             once = work.flops * (1 + self.narrow / smallest) / self.matmul[work.dtype]
@@ -170,7 +173,7 @@ def speeds_of_device(device: Device) -> Speeds:
         matmul=_matmul(device),
         attention=_attention(device),
         bandwidth=device.bandwidth * operations["bandwidth_share"],
-        **{name: operations[name] for name in ("start_s", "narrow", "traffic", "uneven", "idle")},
+        **{name: operations[name] for name in ("start_s", "call_s", "narrow", "traffic", "uneven", "idle")},
         processors=_facts(device).get("processors", 0),
     )
 

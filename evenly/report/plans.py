@@ -182,7 +182,8 @@ def differences(best: Prediction, other: Prediction) -> dict[str, float]:
 def _compared(best: Prediction, other: Prediction) -> str:
     share, room = other.step_s / best.step_s - 1, other.peak_bytes - best.peak_bytes
     if abs(share) < 0.0005:
-        return f"as fast, with {size(abs(room))} {'more' if room > 0 else 'less'} memory"
+        same = abs(room) < 0.0005 * best.peak_bytes
+        return "as fast" if same else f"as fast, with {size(abs(room))} {'more' if room > 0 else 'less'} memory"
     return f"{abs(share):.1%} {'slower' if share > 0 else 'faster'}"
 
 
@@ -191,7 +192,7 @@ def _to_win(lost: Mapping[str, float], other: Prediction, more: float) -> str:
     for cause, seconds in lost.items():
         taken = getattr(other.time, cause)
         if seconds > 0 and more <= MOST_LESS * taken and cause not in GIVEN:
-            return f"; would win with {more / taken:.0%} less {cause}"
+            return f"; would win with {more / taken:.0%} less time of {cause}"
     return ""
 
 

@@ -15,7 +15,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt:
-    """Listens from its creation until `close`; asking again after a second stops at once."""
+    """Listens from its creation until `close`; asking again after a second stops at once.
+
+    was_asked: whether any was, in this process.
+    """
+
+    was_asked = False
 
     def __init__(self) -> None:
         self._asked_at: float | None = None
@@ -39,3 +44,4 @@ class Interrupt:
         if self._asked_at is not None and time.monotonic() - self._asked_at > 1:
             raise KeyboardInterrupt
         self._asked_at = self._asked_at or time.monotonic()
+        Interrupt.was_asked = True

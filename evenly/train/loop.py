@@ -11,6 +11,7 @@ from typing import Any
 
 from evenly.jobfile import load_job
 from evenly.observe.console import Watcher, make_watcher
+from evenly.train.interrupt import Interrupt
 from evenly.train.options import RunOptions
 from evenly.train.run import Evaluation, Run, StepReport, start_as_told
 
@@ -48,13 +49,14 @@ def run_job_file(path: Path, settings: dict[str, Any], options: RunOptions, json
         return train(run)
 
 
-def run_script(path: Path, arguments: list[str], json_only: bool) -> None:
-    """Runs a script that owns its loop, as `python PATH ARGUMENTS...` would, on this rank."""
+def run_script(path: Path, arguments: list[str], json_only: bool) -> bool:
+    """Runs a script that owns its loop, as `python PATH ARGUMENTS...` would, on this rank; whether it was to stop."""
     if json_only:
         _send_stdout_to_stderr()
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.resolve().parent))
     runpy.run_path(str(path), run_name="__main__")
+    return Interrupt.was_asked
 
 
 def train(run: Run) -> Summary:
@@ -101,7 +103,7 @@ class _Progress:
     def end(self) -> None:
         if self.run.stopped:
             self.watcher.on_text(f"stopped after step {self.run.steps_done} as asked")
-        elif self.run.job.eval_data is not None:
+        elif self.run.job.eval_data is not None and self.last is not None:
             self._evaluate()
         self._save()
 

@@ -13,7 +13,7 @@ from evenly.checkpoint import resume
 from evenly.checkpoint.state import group_options, parameter_of, read_state, set_empty_groups
 from evenly.checkpoint.store import CheckpointStore, Snapshot
 from evenly.comm.operations import gather_values
-from evenly.errors import WrongJobError
+from evenly.errors import ResumeError
 from evenly.train.precision import LossScale
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def snapshot(run: Run) -> Snapshot:
 
 
 def restore(run: Run, store: CheckpointStore) -> None:
-    """Puts `run` where the newest checkpoint left off; raises `WrongJobError` where it is not of this job."""
+    """Puts `run` where the newest checkpoint left off; raises `ResumeError` where it is not of this job."""
     checkpoint = store.load()
     _check_rules(run, checkpoint.values)
     with run.state_as_saved():
@@ -98,7 +98,7 @@ def _check_rules(run: Run, values: dict[str, Any]) -> None:
     saved, mine = values.get("rules", {}), _rules(run)
     different = [f"{key} was {saved.get(key)}, is now {mine[key]}" for key in mine if saved.get(key) != mine[key]]
     if different:
-        raise WrongJobError(
+        raise ResumeError(
             f"resuming {run.job.name!r}",
             "; ".join(different),
             "resume with the settings of the run that saved it",

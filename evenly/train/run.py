@@ -572,7 +572,7 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
-        if kind is None and self.stopped and self._store is not None:
+        if kind is None and self.steps_done and self.saved_at != self.steps_done and self._store is not None:
             self.save()
         self.close(failed=kind is not None)
 

@@ -117,6 +117,21 @@ def test_a_model_that_prints_and_wants_numbers(tmp_path: Path) -> None:
 
 
 EIGHT = ("--cluster", "8xA100-80")
+# A job whose model decides by what it has computed.
+LOOKS = """
+import evenly, torch
+
+class Looks(torch.nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return y * 2 if y.sum() > 0 else y
+
+def job():
+    return evenly.Job(
+        model=lambda: Looks(3, 1), loss=lambda model, x: model(x).mean(), data=torch.ones(8, 3), global_batch=4,
+        steps=2, optimizer=torch.optim.Adam,
+    )
+"""
 REFUSALS = {
     "no cluster": (["gpt2"], "add --cluster 8xH100"),
     "unknown model": (["gtp2", *EIGHT], "near are gpt2"),
@@ -135,7 +150,7 @@ REFUSALS = {
     "more devices than there are": (["gpt2", *EIGHT, "--only", "data=16"], "takes 16 devices, and there are 8"),
     "explained cluster": ([JOB, "--explain", "--only", "tensor=2", *EIGHT], "--cluster is for predictions"),
     "no file to plan": (["no_such_job.py"], "no such file"),
-    "no model to read": ([RECURRENT], "needs numbers"),
+    "no model to read": (["looks.py"], "needs numbers"),
     "no plan": ([JOB, "--explain"], "add its size: --only tensor=2"),
     "no tensor axis": ([JOB, "--explain", "--only", "zero3"], "explain plan zero=3"),
     "no size": ([JOB, "--explain", "--only", "tp"], "takes all devices that a run is given"),
@@ -151,10 +166,17 @@ REFUSALS = {
 @pytest.mark.parametrize("name", REFUSALS)
 def test_a_refusal_is_one_clear_message(name: str, tmp_path: Path) -> None:
     arguments, message = REFUSALS[name]
+    (tmp_path / "looks.py").write_text(LOOKS)
     done = evenly("plan", *arguments, folder=tmp_path)
     assert done.returncode == 2 and message in done.stderr
     assert done.stdout == "" and "Traceback" not in done.stderr
     assert done.stderr.count("evenly: ") == 1 and done.stderr.rstrip().splitlines()[-1].startswith("  to do: ")
+
+
+def test_a_job_whose_shapes_follow_from_numbers_of_the_batch_is_planned(tmp_path: Path) -> None:
+    done = evenly("plan", RECURRENT, "--only", "data=1 zero=0", "--json", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["plans"][0]["memory_bytes"]["activations"] > 0
 
 
 def test_help_names_the_command(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def test_a_users_mistake_keeps_its_exit_code_and_advice() -> None:
         launch(raise_in_rank_1, "user", devices=2)
     assert caught.value.exit_code == 2
     assert (caught.value.asked, caught.value.found) == ("train on nothing", "0 samples")
-    assert caught.value.do.startswith("give samples; rank 1's log: ")
+    assert caught.value.do.startswith("give samples; see rank 1's log: ")
 
 
 def test_a_killed_rank_is_reported_and_not_the_one_that_waited_for_it(tmp_path: Path) -> None:

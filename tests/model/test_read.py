@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from evenly.data.nest import tensors_in
 from evenly.errors import UserError
 from evenly.model.read import Reading, between, parts_of, read_module
 from evenly.model.state import optimizer_costs
@@ -56,6 +58,23 @@ class Looks(nn.Module):
         return y * 2 if y.sum() > 0 else y
 
 
+class OfLengths(nn.Module):
+    """Its shapes follow from numbers of the batch: packed sequences, a mask as index, one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states = nn.GRU(5, WIDTH, bidirectional=True)
+        self.leave = nn.Linear(2 * WIDTH, 3)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed, _ = self.states(pack_padded_sequence(x, lengths, enforce_sorted=False))
+        states, _ = pad_packed_sequence(packed)
+        there = torch.arange(int(lengths.max()))[:, None] < lengths
+        return torch.cat(
+            [self.leave(states[there]), self.leave(states.masked_select(there[..., None]).view(-1, 2 * WIDTH))]
+        )
+
+
 def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch).square().sum()
 
@@ -72,15 +91,15 @@ def most(reading: Reading) -> int:
     return peak
 
 
-def counted(model: nn.Module) -> int:
+def counted(model: nn.Module, loss: Callable[..., torch.Tensor] = loss, batch: Any = None) -> int:
     """The most that forward and backward really hold beside parameters, each gradient freed when it is there."""
-    x = torch.randn(SAMPLES, 5)
+    batch = torch.randn(SAMPLES, 5) if batch is None else batch
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
     with MemoryCounter() as counter:
-        counter.claim((*model.parameters(), *model.buffers(), x), "parameters")
+        counter.claim((*model.parameters(), *model.buffers(), *tensors_in(batch)), "parameters")
         held = counter.now[0, "parameters"]
-        loss(model, x).backward()
+        loss(model, batch).backward()
     return counter.peak_bytes(0) - held
 
 
@@ -89,6 +108,21 @@ def test_a_reading_holds_what_a_run_holds(build: Callable[[], nn.Module]) -> Non
     reading = read(build())
     assert most(reading) == counted(build())
     assert most(read(build(), hollow=True)) == most(reading)
+
+
+def test_shapes_may_follow_from_numbers_of_the_batch() -> None:
+    lengths = torch.tensor([2, 5, 3, 0])
+    x = torch.randn(int(lengths.max()), len(lengths), 5)
+
+    def summed(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model(batch["x"], batch["lengths"].clamp_(min=1)).square().sum()
+
+    batch = {"x": x, "lengths": lengths.clone()}
+    reading = read_module(OfLengths(), summed, batch)
+    products = [one for works in reading.works.values() for one in works if one.inner == 2 * WIDTH]
+    assert {one.rows for one in products} == {int(lengths.sum()) + 1}
+    assert torch.equal(batch["lengths"], lengths)
+    assert most(reading) == counted(OfLengths(), summed, batch)
 
 
 def test_a_model_on_the_meta_device_is_read_alike() -> None:

@@ -85,6 +85,13 @@ def test_parameters_on_the_host_are_gathered_by_zero_3() -> None:
         parse_plan("zero2 offload=parameters")
 
 
+def test_a_comma_does_not_join_two_plans() -> None:
+    assert parse_plan("ddp, microbatch=3,precision=float64") == Plan(microbatch=3, precision="float64")
+    for text in ("single,ddp", "ddp precision=float64, zero3"):
+        with pytest.raises(PlanError, match=r"are plans of their own .*';' between"):
+            parse_plan(text)
+
+
 def test_open_axes_take_the_devices_given() -> None:
     assert Plan().fit(6) == Plan(data=6)
     assert Plan().devices is None

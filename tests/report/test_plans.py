@@ -105,7 +105,7 @@ def test_reasons_tell_where_the_best_goes_and_by_what_others_lose() -> None:
         "1. time: matmul 1.5 s, data 250 ms, bubble 250 ms",
         "   memory of rank 1 of the pipeline: activations 21 GiB, parameters 5 GiB",
         f"   in full: {PIPELINE}",
-        "2. 25.0% slower: tensor +850 ms, bubble -250 ms, matmul -100 ms; would win with 59% less tensor",
+        "2. 25.0% slower: tensor +850 ms, bubble -250 ms, matmul -100 ms; would win with 59% less time of tensor",
     ]
 
 

@@ -17,7 +17,7 @@ from evenly.cluster.environment import find_here
 from evenly.cluster.world import World
 from evenly.comm.connect import connect, disconnect
 from evenly.comm.operations import gather_values
-from evenly.errors import PlanError, WrongJobError
+from evenly.errors import PlanError, ResumeError
 from evenly.plan import Plan, parse_plan
 from evenly.train.decide import Decision, Recorded, meet, recorded_in
 from evenly.train.options import RunOptions, asked_plan
@@ -117,8 +117,8 @@ def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def misfit(changes: dict[str, Any], out: Path) -> WrongJobError:
-    with pytest.raises(WrongJobError) as caught, evenly.start(open_job(**changes), out=out, resume=True):
+def misfit(changes: dict[str, Any], out: Path) -> ResumeError:
+    with pytest.raises(ResumeError) as caught, evenly.start(open_job(**changes), out=out, resume=True):
         pass
     return caught.value
 
