@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import atexit
 import errno
+import fcntl
 import logging
 import multiprocessing
 import os
 import pickle
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -124,13 +124,12 @@ def start_ranks(fn: Callable[..., Any], args: Sequence[Any], launch: Launch) -> 
         stack.enter_context(changed_environment(rank_environment(process_environment(), nodes=launch.nodes)))
         stack.enter_context(_quiet_agent())
         stack.enter_context(_main_module(needed=task.needs_main))
-        folder = _folder(launch)
-        stack.callback(folder.remove, logs=False)
+        folder = _folder(launch, stack)
+        stack.callback(folder.remove)
         stop = stack.enter_context(_forwarded_signals(folder))
         environment = {**process_environment(), CONTROL_VARIABLE: str(folder.control), **launch.environment}
         results = _run(Orders(task, folder, environment), launch, stop)
-    # Only now does nothing read the folder any more: until then signals are forwarded to the ranks it names.
-    folder.remove(logs=True)
+    folder.remove_logs()
     return {rank: pickle.loads(results[rank]) for rank in sorted(results)}
 
 
@@ -255,15 +254,35 @@ def _unsendable(name: str, start: Start, why: str) -> UserError:
     )
 
 
-def _folder(launch: Launch) -> Folder:
+def _folder(launch: Launch, stack: ExitStack) -> Folder:
+    """The folder of this launch, whose lock `stack` gives up."""
     logs = launch.log_dir or Path(tempfile.mkdtemp(prefix="evenly-"))
     control = logs / f".node{launch.node_rank}"
+    asked = f"keep the ranks' logs in {logs}"
     try:
-        shutil.rmtree(control, ignore_errors=True)
-        control.mkdir(parents=True)
+        control.mkdir(parents=True, exist_ok=True)
+        stack.callback(os.close, _lock(control))
+        for path in control.iterdir():  # of a launcher that was killed
+            path.unlink()
+    except BlockingIOError:
+        do = "wait for it or end it, or give this run a folder of its own (--out)"
+        raise UserError(asked, "another run writes there", do) from None
     except OSError as error:
-        raise UserError(f"keep the ranks' logs in {logs}", str(error), "name a folder that can be written") from None
+        raise UserError(asked, str(error), "name a folder that can be written") from None
     return Folder(logs.absolute(), control.absolute(), launch.log_dir is None)
+
+
+def _lock(folder: Path) -> int:
+    """A descriptor that holds the lock of `folder` until closed; `BlockingIOError` where another process holds it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    except OSError:
+        pass  # the file system has no locks
+    return descriptor
 
 
 # --- signals --------------------------------------------------------------------------------------------
@@ -364,7 +383,8 @@ def _tell(folder: Folder, stop: _Stop, told: set[int]) -> None:
         told.add(rank)
     if not told and (stop.hard or stop.waited_s > START_TIMEOUT_S):
         # The nodes have not met, and nothing but its end ends that wait.
-        folder.remove(logs=True)
+        folder.remove()
+        folder.remove_logs()
         name = signal.Signals(stop.signum).name
         os.write(2, f"the run was stopped by {name} before any rank had started\n".encode())
         os._exit(128 + stop.signum)

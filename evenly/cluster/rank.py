@@ -139,10 +139,13 @@ class Folder:
         path = self.stack_file(rank)
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def remove(self, *, logs: bool) -> None:
-        """Remove the control folder, and the logs too if asked and if nobody else named their folder."""
+    def remove(self) -> None:
+        """Remove the control folder: nothing reads it any more, and its lock is still held."""
         shutil.rmtree(self.control, ignore_errors=True)
-        if logs and self.temporary:
+
+    def remove_logs(self) -> None:
+        """Remove the logs, if nobody named their folder."""
+        if self.temporary:
             shutil.rmtree(self.logs, ignore_errors=True)
 
 

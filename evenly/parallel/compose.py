@@ -147,8 +147,10 @@ def compose(
         pipeline.engine.computing = tensor.axis  # recomputation computes the model again
     replicas = Replicas(modules, devices_of(plan, world), gather=plan.gather)
     elsewhere = pipeline.elsewhere if pipeline is not None else ()
+    whole = plan.stage < 3 and tensor is None and pipeline is None
     statistics = [
-        RunningStatistics(r.module, group=group, alone=plan.devices == 1, elsewhere=elsewhere) for r in replicas
+        RunningStatistics(r.module, group=group, alone=plan.devices == 1, whole=whole, elsewhere=elsewhere)
+        for r in replicas
     ]
     parts: dict[str, Any] = {
         "replicas": replicas,

@@ -43,7 +43,11 @@ class Gradients(ABC):
 
     One step is: `begin`; for each microbatch its backward and `finish_backward`, with `expect_last` before the last;
     `send`; `receive`; `norm`; `divide` and `scale`; the optimizer's step over `named_gradients`; `spread`.
+
+    counting: whether the next backward is of a microbatch that counts, and not of a filler.
     """
+
+    counting = True
 
     @abstractmethod
     def begin(self, *, numbers: int = 0, rounds: int = 1) -> None:

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from evenly.comm.groups import Group
 from evenly.comm.operations import broadcast, even_sizes
 from evenly.data.nest import tensors_in
+from evenly.parallel.fingerprint import fingerprint_of_bytes
 from evenly.parallel.memory import of_subclasses
 
 LEAST_BYTES = 1 << 20  # smaller storages stay where they are
@@ -151,7 +152,7 @@ class Parking(TorchDispatchMode):
             return
         content = _bytes_of(storage)
         if not self._settled:
-            large.fingerprint = _sum_of_bytes(content)
+            large.fingerprint = fingerprint_of_bytes(content)
         large.slice = content.split(even_sizes(large.size, self._group.size))[self._group.position].clone()
         storage.resize_(0)
 
@@ -169,11 +170,6 @@ class Parking(TorchDispatchMode):
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)  # pyright: ignore[reportCallIssue, reportArgumentType]
-
-
-def _sum_of_bytes(content: torch.Tensor) -> int:
-    words = content.numel() // 8 * 8
-    return int(content[:words].view(torch.int64).sum()) + int(content[words:].sum(dtype=torch.int64))
 
 
 class _Reader(TorchFunctionMode):

@@ -300,8 +300,12 @@ class ShardedGradients(Gradients):
         return watch
 
     def _note(self, number: int) -> Callable[[torch.Tensor], None]:
-        def note(_: torch.Tensor) -> None:
-            self._used[number] = True
+        def note(parameter: torch.Tensor) -> None:
+            if self.counting or self._in_parts:
+                self._used[number] = True
+            elif parameter.grad is not None:
+                # Of a loss times zero it need not be: not where the model's own code divides in its backward, or draws.
+                parameter.grad.zero_()
 
         return note
 

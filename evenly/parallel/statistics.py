@@ -20,10 +20,12 @@ from torch import nn
 
 from evenly.comm.groups import Group
 from evenly.comm.operations import all_reduce
-from evenly.errors import RunError, UserError
+from evenly.errors import UserError
+from evenly.parallel.unchanged import Unchanged
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+FORWARDS = {nn.BatchNorm1d.forward, nn.InstanceNorm1d.forward}  # the others have the same
 
 
 @dataclass(eq=False)
@@ -55,11 +57,18 @@ class RunningStatistics:
     """Keeps the running statistics of `model` those of one device, over the ranks of `group`."""
 
     def __init__(
-        self, model: nn.Module, *, group: Group, alone: bool | None = None, elsewhere: Container[str] = ()
+        self,
+        model: nn.Module,
+        *,
+        group: Group,
+        alone: bool | None = None,
+        whole: bool = True,
+        elsewhere: Container[str] = (),
     ) -> None:
         """alone: whether no other copy of `model` shares a step; by default, whether `group` is of one rank.
 
-        elsewhere: names of layers' buffers that other ranks hold; their layers are counted and not kept.
+        whole: whether the rank holds all parameters as they are. elsewhere: names of layers' buffers that other ranks
+        hold; their layers are counted and not kept.
         """
         for name, module in model.named_modules():
             if isinstance(module, nn.SyncBatchNorm):
@@ -68,11 +77,18 @@ class RunningStatistics:
                     "its statistics depend on how many ranks there are",
                     "use BatchNorm: its statistics are those of a microbatch, on any number of ranks",
                 )
+            if keeps_statistics(module) and type(module).forward not in FORWARDS:
+                raise UserError(
+                    f"layer {name} is a {type(module).__name__} with a forward of its own",
+                    "its running statistics are known from torch's only",
+                    "derive it from nn.Module, or leave the forward as torch has it",
+                )
         self._group = group
         self._all = [_Layer(name, module) for name, module in model.named_modules() if keeps_statistics(module)]
         self._layers = [layer for layer in self._all if f"{layer.name}.running_mean".lstrip(".") not in elsewhere]
-        self._buffers = _other_buffers(model, self._layers)
-        self._alone = group.size == 1 if alone is None else alone
+        own = {id(b) for layer in self._layers for b in layer.module.buffers()}
+        shared = group.size > 1 if alone is None else not alone
+        self._others = Unchanged(model, but=own, parameters=whole) if shared else None
         self._microbatch = -1
         self._handles: list[Any] = []
         for layer in self._layers:
@@ -86,22 +102,16 @@ class RunningStatistics:
 
     def recording(self, microbatch: int) -> AbstractContextManager[None]:
         """Around the forward of `microbatch`; calls outside (recomputation) leave no trace."""
-        return self._recording(microbatch) if self._layers or self._buffers else nullcontext()
+        return self._recording(microbatch) if self._layers or self._others else nullcontext()
 
     @contextmanager
     def _recording(self, microbatch: int) -> Generator[None]:
-        versions = None if self._alone else [(b, b._version) for _, b in self._buffers]
         self._microbatch = microbatch
         try:
-            yield
-        except Exception as problem:
-            if versions is not None and getattr(problem, "ends_stage", False):
-                self._refuse_changed(versions)
-            raise
+            with nullcontext() if self._others is None else self._others.watching():
+                yield
         finally:
             self._microbatch = -1
-        if versions is not None:
-            self._refuse_changed(versions)
 
     def calls(self, microbatch: int) -> list[int]:
         """How often each layer was called in the forward of `microbatch`; of those elsewhere, never."""
@@ -170,28 +180,10 @@ class RunningStatistics:
 
         return leave
 
-    def _refuse_changed(self, versions: list[tuple[torch.Tensor, int]]) -> None:
-        for (name, _), (buffer, version) in zip(self._buffers, versions, strict=True):
-            if buffer._version != version:
-                raise RunError(
-                    f"buffer {name} changes in the forward pass",
-                    "each rank would change it by its own microbatches only",
-                    "keep it out of the state (persistent=False), make it a parameter, or run on one device",
-                )
-
 
 def keeps_statistics(module: nn.Module) -> bool:
     """Whether `module` is a layer whose running statistics follow what it sees."""
     return isinstance(module, BATCH_NORMS + INSTANCE_NORMS) and module.running_mean is not None
-
-
-def _other_buffers(model: nn.Module, layers: list[_Layer]) -> list[tuple[str, torch.Tensor]]:
-    """Persistent buffers that belong to no layer of `layers`: nobody knows how to add their changes up."""
-    state = model.state_dict(keep_vars=True)
-    parameters = {id(p) for p in model.parameters()}
-    own = {id(b) for layer in layers for b in layer.module.buffers()}
-    buffers = ((name, b) for name, b in state.items() if isinstance(b, torch.Tensor))
-    return [(name, b) for name, b in buffers if id(b) not in parameters and id(b) not in own]
 
 
 def _coefficient(momentum: float | None, position: int, total: int) -> float:

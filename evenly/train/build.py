@@ -13,8 +13,10 @@ from evenly.cluster.world import World
 from evenly.comm.operations import gather_values
 from evenly.data.generators import seeded
 from evenly.data.stream import stream_key
-from evenly.errors import EvenlyError, RunError, UserError, describe
+from evenly.errors import EvenlyError, PlanError, RunError, UserError, describe
 from evenly.job import Job
+from evenly.parallel.fingerprint import fingerprint
+from evenly.parallel.hooks import accumulated_hooks, gradient_hooks
 from evenly.parallel.parking import Parking
 from evenly.plan import Plan
 from evenly.train.precision import place_model
@@ -31,6 +33,7 @@ def build_model(job: Job, *, precision: str, device: str | None) -> nn.Module:
     with seeded(stream_key(job.seed, "model")):
         model = call_job("model", job.model)
     _expect("model", model, nn.Module)
+    _refuse_odd(model)
     return place_model(model, precision, device).train()
 
 
@@ -166,11 +169,37 @@ def build_schedule(job: Job, optimizer: torch.optim.Optimizer) -> torch.optim.lr
     return schedule
 
 
+def _refuse_odd(model: nn.Module) -> None:
+    """Raises `UserError` for parameters that cannot be trained as they are."""
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            found, do = "it has no shape yet", "call the model once where it is built, or give its layers their sizes"
+        elif parameter.is_complex():
+            found, do = f"it is of {parameter.dtype}", "hold its parts as real numbers (torch.view_as_real)"
+        elif accumulated_hooks(parameter):
+            found = "it has a hook for its accumulated gradient, which would see one microbatch's"
+            do = "change the loss instead, or clip by the job's clip_norm"
+        else:
+            continue
+        raise UserError(f"training parameter {name}", found, do)
+
+
+def refuse_gradient_hooks(model: nn.Module, plan: Plan) -> None:
+    """Raises `PlanError` where a plan that holds parts of parameters would leave out what hooks do to gradients."""
+    for name, parameter in model.named_parameters():
+        if gradient_hooks(parameter):
+            raise PlanError(
+                f"plan {plan}",
+                f"parameter {name} has a hook for its gradient, which no rank has whole",
+                "change the loss instead, or use ddp, zero1 or zero2",
+            )
+
+
 def check_same_start(model: nn.Module, world: World, parking: Parking | None = None) -> None:
     """Raises `RunError`, on all ranks alike, if a parameter or buffer differs between ranks."""
     state = {name: t for name, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
     parked = {name: None if parking is None else parking.fingerprint(t) for name, t in state.items()}
-    mine = {name: _fingerprint(t) if (known := parked[name]) is None else known for name, t in state.items()}
+    mine = {name: fingerprint(t) if (known := parked[name]) is None else known for name, t in state.items()}
     prints = gather_values(mine, world.group("files"))
     for rank, theirs in enumerate(prints):
         for name in prints[0]:
@@ -180,14 +209,6 @@ def check_same_start(model: nn.Module, world: World, parking: Parking | None = N
                     f"{name} on rank {rank} differs from rank 0's",
                     "let the job's model draw from torch, random and numpy only, which are seeded",
                 )
-
-
-def _fingerprint(tensor: torch.Tensor) -> int:
-    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size())
-    if whole is None:  # complex128
-        tensor, whole = torch.view_as_real(tensor), torch.int64
-    bits = tensor.detach().contiguous().flatten().view(whole)
-    return int(bits.sum(dtype=torch.int64)) ^ (tensor.numel() << 1)
 
 
 def call_job(field: str, function: Callable[[], T]) -> T:

@@ -120,5 +120,11 @@ def as_loss(result: Any, samples: int) -> Loss:
             f"it returned {found}",
             "sum the losses into `total`, a tensor (no .item()), and count what they cover in `weight`",
         )
+    if isinstance(loss.weight, torch.Tensor) and loss.weight.requires_grad:
+        raise RunError(
+            "the weight of a loss says how much counts",
+            "it has a gradient: it depends on the model's parameters",
+            "detach it, or make what it stands for a part of `total`",
+        )
     total = loss.total.reshape(())
     return Loss(total, loss.weight) if isinstance(result, Loss) else Loss(total * samples, samples)

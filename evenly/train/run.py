@@ -42,7 +42,7 @@ from evenly.parallel.parking import Parking
 from evenly.parallel.replicas import Replica
 from evenly.plan import Plan
 from evenly.plan.schedule import runnable
-from evenly.train.build import build_model, build_optimizer, build_schedule, check_same_start
+from evenly.train.build import build_model, build_optimizer, build_schedule, check_same_start, refuse_gradient_hooks
 from evenly.train.decide import Decision, meet
 from evenly.train.interrupt import Interrupt
 from evenly.train.ledger import Account, Ledger, as_loss
@@ -248,7 +248,8 @@ class Run:
             if batch.left == 0:
                 gradients.expect_last()
             self._allocating("temporaries")
-            for loss in losses:
+            for microbatch, loss in zip(microbatches, losses, strict=False):
+                gradients.counting = microbatch.counts
                 self._backward(loss)
                 gradients.finish_backward()
                 if self._counter is not None:
@@ -617,6 +618,7 @@ def build_and_compose(job: Job, plan: Plan, world: World) -> Composed:
         modules = [build_model(job, precision=plan.precision, device=device) for device in devices]
         if parking is not None:
             parking.settle()
+            refuse_gradient_hooks(modules[0], plan)
         check_same_start(modules[0], world, parking)
         splits = find_splits(job, modules[0], plan, world)
         stages = _find_stages(job, modules[0], plan, world)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -129,6 +130,20 @@ def test_a_successful_run_leaves_no_files(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 # --- failures -------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_another_launch_writes_to_is_refused(tmp_path: Path) -> None:
+    control = tmp_path / ".node0"
+    control.mkdir()
+    (control / "0.pid").write_text("1")
+    other = os.open(control, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    with pytest.raises(UserError, match=r"another run writes there[^$]*--out"):
+        start_ranks(rank_threads, (), Launch(devices=1, log_dir=tmp_path))
+    assert [*control.iterdir()] == [control / "0.pid"]
+    os.close(other)
+    start_ranks(rank_threads, (), Launch(devices=1, log_dir=tmp_path))
+    assert not control.exists()
 
 
 def test_the_raising_rank_is_reported_with_its_step(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -84,6 +84,22 @@ def test_synchronised_statistics_are_refused() -> None:
         RunningStatistics(nn.Sequential(nn.SyncBatchNorm(3)), group=Group.alone())
 
 
+class OwnForward(nn.BatchNorm1d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) - self.running_mean
+
+
+class OwnName(nn.BatchNorm1d):
+    pass
+
+
+def test_layers_with_a_forward_of_their_own_are_refused() -> None:
+    RunningStatistics(nn.Sequential(OwnName(3), nn.InstanceNorm2d(3, track_running_stats=True)), group=Group.alone())
+    RunningStatistics(nn.Sequential(OwnForward(3, track_running_stats=False)), group=Group.alone())
+    with pytest.raises(UserError, match="layer 0 is a OwnForward with a forward of its own"):
+        RunningStatistics(nn.Sequential(OwnForward(3)), group=Group.alone())
+
+
 class Counter(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -15,11 +15,11 @@ from torch import nn
 
 from evenly.cluster.world import World
 from evenly.comm.groups import Group
-from evenly.errors import RunError, UserError
+from evenly.errors import PlanError, RunError, UserError
 from evenly.job import Job, Loss
 from evenly.plan import Plan
 from evenly.train import start
-from evenly.train.build import build_model, build_optimizer, build_schedule, choose_kernels
+from evenly.train.build import build_model, build_optimizer, build_schedule, choose_kernels, refuse_gradient_hooks
 from evenly.train.interrupt import Interrupt
 from evenly.train.ledger import Account, Ledger, as_loss
 from evenly.train.options import RunOptions
@@ -88,6 +88,13 @@ def test_a_plain_scalar_is_a_mean_over_samples() -> None:
     assert loss.total == 10.0 and loss.total.shape == () and loss.weight == 5
 
 
+def test_a_weight_has_no_gradient() -> None:
+    scale = torch.ones((), requires_grad=True)
+    with pytest.raises(RunError, match="it depends on the model's parameters"):
+        as_loss(Loss(scale * 2, scale * 3), 5)
+    assert as_loss(Loss(scale * 2, (scale * 3).detach()), 5).weight == 3
+
+
 @pytest.mark.parametrize("result", [torch.ones(2), 1.0, None, Loss(torch.ones(2), 1), Loss(2.5, 1)])  # type: ignore[arg-type]
 def test_anything_else_is_no_loss(result: Any) -> None:
     with pytest.raises(RunError, match=r"must return evenly\.Loss") as caught:
@@ -129,10 +136,36 @@ def broken() -> nn.Module:
     raise ValueError("boom")
 
 
+def hooked() -> nn.Module:
+    model = nn.Linear(3, 3)
+    model.weight.register_post_accumulate_grad_hook(lambda p: None)
+    return model
+
+
+def clamped() -> nn.Module:
+    model = nn.Linear(3, 3)
+    model.weight.register_hook(lambda g: g.clamp(-1, 1))
+    return model
+
+
+def test_hooks_of_gradients_and_plans_that_hold_parts_do_not_go_together() -> None:
+    refuse_gradient_hooks(nn.Linear(3, 3), Plan(zero=3))
+    with pytest.raises(PlanError, match=r"parameter weight has a hook[^$]*use ddp, zero1 or zero2"):
+        refuse_gradient_hooks(clamped(), Plan(zero=3))
+    with (
+        pytest.raises(PlanError, match="parameter weight has a hook"),
+        start(classifier_job(model=clamped), plan="single zero3 offload=parameters"),
+    ):
+        pass
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"model": broken}, "boom"),
+        ({"model": lambda: nn.LazyLinear(3)}, "it has no shape yet"),
+        ({"model": lambda: nn.Linear(3, 3, dtype=torch.complex64)}, "it is of torch.complex64"),
+        ({"model": hooked}, "a hook for its accumulated gradient"),
         ({"model": lambda: 3}, r"must return a torch\.nn\.modules\.module\.Module"),
         ({"optimizer": lambda p: torch.optim.LBFGS(p)}, "evaluates the loss several times"),
         ({"optimizer": lambda p: torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1)}, "not the model's"),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from jobs import ALL_JOBS, JOBS
+from jobs import ALL_JOBS, JOBS, Tower, language_job
 from jobs_tensor import TENSOR_JOBS
 from kept_ranks import KeptRanks
 
@@ -75,6 +76,41 @@ def test_float64_agrees_where_state_is_cut_over_ranks(
     assert (row.status, row.reason) == ("equal", "")
     assert row.param_diff is not None and row.param_diff < 1e-11
     assert row.sharded == (0.0 if plan.startswith("ddp") else 1.0)
+
+
+class Normalized(torch.autograd.Function):
+    """Whose backward of nothing is not nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] / gradients[0].norm()
+
+
+class NormalizedTower(Tower):
+    def forward(self, *given: Any) -> torch.Tensor:
+        return Normalized.apply(super().forward(*given))  # type: ignore[no-any-return]
+
+
+def odd_backward() -> evenly.Job:
+    return language_job(model=NormalizedTower, precision="float64")
+
+
+def odd_reference(folder: Path) -> None:
+    keep_reference(odd_backward(), STEPS, folder / "reference")
+
+
+def odd_trace(plan: str, folder: Path) -> Trace:
+    return compare_job(odd_backward(), plan, STEPS, folder)
+
+
+def test_what_fills_up_a_step_counts_for_nothing(ranks: KeptRanks, tmp_path: Path) -> None:
+    ranks.run(odd_reference, tmp_path, size=1)
+    row = judge("zero3", ranks.run(odd_trace, "zero3", tmp_path, size=3))
+    assert (row.status, row.reason) == ("equal", "")
 
 
 @pytest.mark.parametrize(
