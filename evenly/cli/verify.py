@@ -71,8 +71,10 @@ def _print_table(verdict: object) -> None:
         bits = "" if row.bits_differ is None else str(row.bits_differ)
         table.add_row(row.plan, str(row.world), row.status, *differences, bits)
     Console().print(table)
+    if verdict.note:
+        print(f"note: {verdict.note}")
     for row in verdict.plans:
-        if row.worst_param and row.param_diff:
+        if row.worst_param and row.param_diff and row.status != "equal":
             print(f"{row.plan}: the parameter that is farthest off is {row.worst_param}")
         if row.reason:
             print(f"{row.plan}: {row.reason}")

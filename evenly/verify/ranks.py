@@ -16,16 +16,17 @@ from evenly.plan import Plan, with_microbatch
 from evenly.train import Run, start
 from evenly.verify.compare import Trace
 from evenly.verify.narrowing import Narrowing
-from evenly.verify.reference import named_tensors, reference_steps
+from evenly.verify.reference import named_tensors, not_a_sum, reference_steps
 from evenly.verify.trajectory import Trajectory
 
 
 def write_reference(
     path: Path, settings: dict[str, Any], dtype: Precision, plan: Plan, steps: int, folder: Path
-) -> PlanError | None:
+) -> PlanError | str:
     """Trains the job of file `path` in the plain loop and keeps its trajectory in `folder`; one process.
 
-    Of `plan`, only the microbatch counts. Returns why it does not go with the job, and trains nothing then.
+    Of `plan`, only the microbatch counts. Returns why it does not go with the job, and trains nothing then; else what
+    speaks against the job's loss, which the plain loop takes as it is.
     """
     torch.set_num_threads(1)
     try:
@@ -33,7 +34,10 @@ def write_reference(
     except PlanError as problem:
         return problem
     keep_reference(job, steps, folder)
-    return None
+    try:
+        return not_a_sum(job)
+    except Exception:  # a loss that wants whole microbatches, say
+        return ""
 
 
 def keep_reference(job: Job, steps: int, folder: Path) -> None:

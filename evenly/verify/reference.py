@@ -83,6 +83,35 @@ def reference_evaluation(job: Job, model: torch.nn.Module) -> float:
     return total / weight
 
 
+def not_a_sum(job: Job) -> str:
+    """What tells that the job's loss is no sum over samples, '' where nothing does.
+
+    Without dropout the first microbatch has to have the total and the weight of its two halves together. Raises what
+    the job raises.
+    """
+    indices = next(iter(microbatches_of_step(job, 0)))
+    if len(indices) < 2:
+        return ""
+    model = _build(job)[0].eval()
+    found: list[tuple[float, float]] = []
+    with seeded(key := stream_key(job.seed, "data", 0, 0)):
+        samples = [job.data[i] for i in indices]
+    for part in (samples, samples[: len(samples) // 2], samples[len(samples) // 2 :]):
+        with seeded(key):
+            batch = _collated(job, part)
+        with torch.no_grad(), _drawing(model, stream_key(job.seed, "microbatch", 0, 0)):
+            loss = _loss(job, model, batch, len(part))
+        found.append((float(loss.total.double()), float(loss.weight)))
+    for what, whole, *halves in zip(("total", "weight"), *found, strict=True):
+        if abs(whole - sum(halves)) > 1e-3 * max(abs(whole), *map(abs, halves)):
+            both = " + ".join(f"{half:.4g}" for half in halves)
+            return (
+                f"the loss of {len(indices)} samples has the {what} {whole:.4g}, that of its halves {both}: is it a "
+                "mean where a sum is wanted, or does a sample's loss depend on the others, or on chance?"
+            )
+    return ""
+
+
 def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Copies of all parameters and buffers, tied ones once, by name."""
     named = [*model.named_parameters(), *model.named_buffers()]
@@ -104,7 +133,11 @@ def _build(job: Job) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any, torch
 
 def _read(job: Job, data: Any, indices: list[int], key: int) -> Any:
     with seeded(key):
-        batch = (job.collate or default_collate)([data[i] for i in indices])
+        return _collated(job, [data[i] for i in indices])
+
+
+def _collated(job: Job, samples: list[Any]) -> Any:
+    batch = (job.collate or default_collate)(samples)
     if (dtype := WEIGHTS.get(job.precision)) is not None:
         batch = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
     return batch

@@ -21,12 +21,16 @@ SIGNALLED = 128  # of an exit code: the number of the signal that ended a proces
 
 @dataclass(frozen=True)
 class Verification:
-    """What is verified, and the verdict on each plan."""
+    """What is verified, and the verdict on each plan.
+
+    note: what speaks against the job's loss, which every plan takes as it is; '' where nothing does.
+    """
 
     job: str
     steps: int
     dtype: str
     plans: list[Row]
+    note: str = ""
 
     @property
     def equal(self) -> bool:
@@ -54,7 +58,7 @@ def verify(question: Question, plans: list[str], *, devices: int | None, say: Ca
     with tempfile.TemporaryDirectory(prefix="evenly-verify-") as name:
         references = _References(question, Path(name), say)
         rows = [_verify_plan(question, text, references, devices=devices, say=say) for text in plans]
-    return Verification(str(question.path), question.steps, question.dtype, rows)
+    return Verification(str(question.path), question.steps, question.dtype, rows, references.note)
 
 
 class _References:
@@ -62,12 +66,14 @@ class _References:
 
     made:      the folders that hold it.
     with_bits: those of them that hold the engine's own run on one device too, whose bits others are to have.
+    note:      what speaks against the job's loss.
     """
 
     def __init__(self, question: Question, folder: Path, say: Callable[[str], None]) -> None:
         self._question, self._folder, self._say = question, folder, say
         self.made: set[Path] = set()
         self.with_bits: set[Path] = set()
+        self.note = ""
 
     def of(self, plan: Plan) -> Path:
         """The folder that `plan` is held against. Raises `PlanError` where its microbatch does not go with the job."""
@@ -87,9 +93,10 @@ class _References:
         question = self._question
         self._say(f"reference: a plain loop on one device{_of_microbatch(plan)}")
         where = (question.path, question.settings, question.dtype)
-        refusal = start_ranks(write_reference, (*where, plan, question.steps, folder / "reference"), Launch(devices=1))
-        if refusal[0] is not None:
-            raise refusal[0]
+        found = start_ranks(write_reference, (*where, plan, question.steps, folder / "reference"), Launch(devices=1))[0]
+        if isinstance(found, PlanError):
+            raise found
+        self.note = self.note or found
 
 
 def _of_microbatch(plan: Plan) -> str:

@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import classifier_job
+import torch
+from jobs import class_loss, classifier_job, language_job
 
 from evenly.cluster.launch import FailedRank
+from evenly.job import Loss
 from evenly.train import Run
 from evenly.verify import verify as module
 from evenly.verify.compare import Trace
 from evenly.verify.ranks import compare_job, keep_reference
+from evenly.verify.reference import not_a_sum
 from evenly.verify.verify import Question, verify
 
 
@@ -22,7 +25,7 @@ def failing(exit_code: int) -> Any:
 
     def start_ranks(task: Any, *_: Any) -> dict[int, Any]:
         if task is module.write_reference:
-            return {0: None}
+            return {0: ""}
         raise FailedRank("rank 1 failed", "it was so", "", rank=1, exit_code=exit_code)
 
     return start_ranks
@@ -78,3 +81,40 @@ def test_a_rank_that_is_compared_does_not_wait_for_the_end_of_its_step(
     keep_reference(job, 1, tmp_path / "reference")
     compare_job(job, "single", 1, tmp_path)
     assert found == [signal.getsignal(signal.SIGTERM)]
+
+
+def of_mean(model: Any, batch: Any) -> Loss:
+    loss = class_loss(model, batch)
+    return Loss(loss.total / loss.weight, loss.weight)
+
+
+def of_weight_one(model: Any, batch: Any) -> Loss:
+    return Loss(class_loss(model, batch).total, 1)
+
+
+def of_scalar_sum(model: Any, batch: Any) -> torch.Tensor:
+    return class_loss(model, batch).total
+
+
+def of_scalar_mean(model: Any, batch: Any) -> torch.Tensor:
+    loss = class_loss(model, batch)
+    return loss.total / loss.weight
+
+
+@pytest.mark.parametrize(
+    ("loss", "wrong"),
+    [
+        (class_loss, ""),
+        (of_scalar_mean, ""),
+        (of_mean, "has the total"),
+        (of_scalar_sum, "has the total"),
+        (of_weight_one, "has the weight 1, that of its halves 1 + 1"),
+    ],
+)
+def test_a_loss_that_is_no_sum_is_noted(loss: Any, wrong: str) -> None:
+    found = not_a_sum(classifier_job(loss=loss, precision="float64"))
+    assert wrong in found and bool(wrong) == bool(found)
+
+
+def test_ragged_samples_add_up() -> None:
+    assert not_a_sum(language_job(precision="float64")) == ""
