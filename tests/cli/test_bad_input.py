@@ -44,7 +44,7 @@ def test_a_mistake_in_a_job_is_told_in_its_own_words(tmp_path: Path) -> None:
     done = evenly("run", "misspelled.py", "--devices", "2", folder=tmp_path)
     assert done.returncode == 2
     told = done.stderr.splitlines()
-    assert "evenly: job() of misspelled.py" in told and "did you mean model?; rank " in told[-1]
+    assert "evenly: job() of misspelled.py" in told and "did you mean model?; see rank " in told[-1]
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:

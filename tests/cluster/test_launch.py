@@ -120,9 +120,9 @@ def test_a_successful_run_leaves_no_files(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     remove = Folder.remove
 
-    def remove_unread(folder: Folder, *, logs: bool) -> None:
+    def remove_unread(folder: Folder) -> None:
         assert "evenly-signals" not in {thread.name for thread in threading.enumerate()}
-        remove(folder, logs=logs)
+        remove(folder)
 
     monkeypatch.setattr(Folder, "remove", remove_unread)
     launch(who, 0, devices=1)
