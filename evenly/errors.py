@@ -65,10 +65,14 @@ def describe(problem: BaseException) -> str:
     """`ValueError: message (file.py:33)`: an exception in one line, with the last place in code that no library has."""
     if isinstance(problem, EvenlyError):
         return str(problem)
-    text = f"{type(problem).__name__}: {problem}".rstrip(": ").strip()
+    return f"{type(problem).__name__}: {problem}".rstrip(": ").strip() + place_of(problem)
+
+
+def place_of(problem: BaseException) -> str:
+    """` (file.py:33)`: the last place that led to `problem` in code that no library has; '' without any place."""
     frames = traceback.extract_tb(problem.__traceback__)
     own = [frame for frame in frames if not _is_library(frame.filename)] or frames
-    return f"{text} ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else text
+    return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
 
 
 def _is_library(file: str) -> bool:

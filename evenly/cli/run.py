@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -130,9 +131,10 @@ def _with_way_on(failed: FailedRank, request: RunRequest, out: Path | None) -> s
 
 def _way_on(request: RunRequest, out: Path | str) -> str:
     """The command by which a run goes on; the plan is free, and its number of devices."""
-    settings = [f"--set {setting}" for setting in request.settings]
-    steps = [] if request.steps is None else [f"--steps {request.steps}"]
-    return " ".join(["evenly run", str(request.job), *settings, *steps, "--resume --out", str(out)])
+    settings = [word for setting in request.settings for word in ("--set", setting)]
+    steps = [] if request.steps is None else ["--steps", str(request.steps)]
+    ending = ["--", *request.arguments] if request.arguments else []
+    return shlex.join(["evenly", "run", str(request.job), *settings, *steps, "--resume", "--out", str(out), *ending])
 
 
 def _run_as_rank(request: RunRequest) -> int:

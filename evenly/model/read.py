@@ -12,14 +12,12 @@ gradient being there. Of its many allocations it keeps how far memory rose in it
 from __future__ import annotations
 
 import math
-import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -28,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evenly.data.nest import map_tensors, tensors_in
-from evenly.errors import EvenlyError, UserError, describe
+from evenly.errors import EvenlyError, UserError, describe, place_of
 from evenly.model import lstm
 from evenly.model.blocks import Block, find_blocks
 from evenly.model.costs import flops_of, moves_bytes
@@ -687,10 +685,6 @@ def _check(total: torch.Tensor) -> None:
 def _refusal(problem: Exception) -> UserError:
     """What the code did that cannot be done without numbers."""
     operation = getattr(problem, "func", None)  # of torch's errors of tensors without numbers
-    frames = traceback.extract_tb(problem.__traceback__)
-    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-    own = [frame for frame in frames if not frame.filename.startswith(inside)]
-    line = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
     if operation is None:
-        return UserError(ASKED, f"it does not run so: {describe(problem)}{line}", REMEDY)
-    return UserError(ASKED, f"{str(operation).removesuffix('.default')}{line} needs numbers", REMEDY)
+        return UserError(ASKED, f"it does not run so: {describe(problem)}", REMEDY)
+    return UserError(ASKED, f"{str(operation).removesuffix('.default')}{place_of(problem)} needs numbers", REMEDY)

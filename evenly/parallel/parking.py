@@ -74,7 +74,7 @@ class Parking(TorchDispatchMode):
         self._settled = True
 
     def fingerprint(self, tensor: torch.Tensor) -> int | None:
-        """A sum over the bytes of the storage of a parked tensor, None of any other."""
+        """Of the bytes of the storage of a parked tensor, None of any other."""
         large = self._large.get(_key(tensor))
         return None if large is None or large.slice is None else large.fingerprint
 

@@ -26,7 +26,7 @@ class Unchanged:
     def __init__(self, model: nn.Module, *, but: Container[int] = (), parameters: bool = True) -> None:
         """but: ids of buffers that may change."""
         state = {id(value) for value in model.state_dict(keep_vars=True).values()}
-        self._watched: list[tuple[str, nn.Module, str, torch.Tensor]] = []
+        self._watched: list[tuple[str, nn.Module, str]] = []
         for prefix, module in model.named_modules():
             found: list[tuple[str, torch.Tensor]] = [
                 (name, one) for name, one in module.named_buffers(recurse=False) if id(one) in state
@@ -35,7 +35,7 @@ class Unchanged:
                 found += module.named_parameters(recurse=False)
             for name, tensor in found:
                 if id(tensor) not in but:
-                    self._watched.append((f"{prefix}.{name}".lstrip("."), module, name, tensor))
+                    self._watched.append((f"{prefix}.{name}".lstrip("."), module, name))
         self._first = parameters
 
     def __bool__(self) -> bool:
@@ -44,21 +44,20 @@ class Unchanged:
     @contextmanager
     def watching(self) -> Generator[None]:
         """Around a forward. Raises `RunError` that names what has changed."""
-        now = [(getattr(module, name), name) for _, module, name, _ in self._watched]
-        before = [(tensor, tensor._version) for tensor, _ in now]
+        now: list[torch.Tensor] = [getattr(module, name) for _, module, name in self._watched]
+        before = [(tensor, tensor._version) for tensor in now]
         first, self._first = self._first, False
-        held = [tensor for tensor, _ in now if first and not tensor.requires_grad]
-        prints = [fingerprint(tensor) for tensor in held]
+        prints = {id(tensor): fingerprint(tensor) for tensor in now if first and not tensor.requires_grad}
         try:
             yield
         except Exception as problem:
             if getattr(problem, "ends_stage", False):
                 self._compare(before, {})
             raise
-        self._compare(before, {id(one): known for one, known in zip(held, prints, strict=True)})
+        self._compare(before, prints)
 
     def _compare(self, before: list[tuple[torch.Tensor, int]], prints: dict[int, int]) -> None:
-        for (full, module, name, _), (tensor, version) in zip(self._watched, before, strict=True):
+        for (full, module, name), (tensor, version) in zip(self._watched, before, strict=True):
             now: Any = getattr(module, name)
             written = id(tensor) in prints and now is tensor and fingerprint(tensor) != prints[id(tensor)]
             if now is not tensor or tensor._version != version or written:

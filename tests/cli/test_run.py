@@ -75,6 +75,7 @@ def test_a_script_names_its_own_plan(tmp_path: Path) -> None:
     done = evenly("run", script, "--devices", 2, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "out" / "plan.json").read_text())["plan"].startswith("data=2 zero=2")
+    assert Folder(tmp_path / "out").steps() == [2]  # saved at its end, without being asked
     done = evenly("run", script, "--devices", 2, "--plan", "ddp", folder=tmp_path)
     assert done.returncode == 2 and "the script itself asks for zero=2" in done.stderr
 
@@ -165,6 +166,21 @@ def test_a_script_with_its_own_loop_runs_on_every_rank(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         assert (tmp_path / f"rank{rank}").read_text() == f"2 3 ['--flag', '{tmp_path / 'rank'}']\n"
+
+
+def test_a_script_that_is_stopped_saves_and_says_so_by_its_exit_code(tmp_path: Path) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(
+        f"import os, signal, sys; sys.path.insert(0, {str(JOB.parent)!r})\n"
+        "import evenly\nfrom cli_job import job\n"
+        "with evenly.start(job(steps=9), out='out') as run:\n"
+        "    for batch in run.batches():\n"
+        "        if run.step(batch).step == 2 and run.world.is_main:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    done = evenly("run", script, "--devices", 2, folder=tmp_path)
+    assert done.returncode == 130, done.stderr
+    assert Folder(tmp_path / "out").steps() == [3]
 
 
 def test_verify_prints_a_row_per_plan(tmp_path: Path) -> None:
