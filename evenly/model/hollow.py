@@ -78,6 +78,7 @@ class Hollow(TorchDispatchMode):
 
         def real(fake: torch.Tensor) -> torch.Tensor:
             if id(fake) in given:
+                self.know([given[id(fake)]])  # what was written into it has no numbers
                 return given[id(fake)]
             if (base := storages.get(_storage(fake))) is not None:
                 return base.as_strided(fake.shape, fake.stride(), fake.storage_offset())

@@ -187,6 +187,18 @@ def test_code_that_looks_at_numbers_is_refused() -> None:
         read(Looks(), hollow=True)
 
 
+def test_what_is_written_by_the_model_has_no_numbers_either() -> None:
+    class Writes(Looks):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.layer(x)
+            kept = torch.zeros(3)
+            kept.copy_(y[0].detach())
+            return y * 2 if kept.sum() > 0 else y
+
+    with pytest.raises(UserError, match=r"needs numbers"):
+        read(Writes())
+
+
 def test_a_loss_apart_from_the_model_is_refused() -> None:
     with pytest.raises(UserError, match=r"does not depend"):
         read_module(Tower(), lambda model, batch: batch.sum(), torch.empty(2, 5))
