@@ -9,13 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from evenly.cluster.launch import launch as launch
-    from evenly.cluster.world import World as World
+    from evenly.comm.world import World as World
     from evenly.errors import EvenlyError as EvenlyError
     from evenly.errors import RunError as RunError
     from evenly.errors import UserError as UserError
     from evenly.job import Job as Job
     from evenly.job import Loss as Loss
+    from evenly.launch.agent import launch as launch
     from evenly.plan import Plan as Plan
     from evenly.train import Run as Run
     from evenly.train import start as start
@@ -28,8 +28,8 @@ _HOMES = {
     "Run": "evenly.train",
     "RunError": "evenly.errors",
     "UserError": "evenly.errors",
-    "World": "evenly.cluster.world",
-    "launch": "evenly.cluster.launch",
+    "World": "evenly.comm.world",
+    "launch": "evenly.launch.agent",
     "start": "evenly.train",
 }
 

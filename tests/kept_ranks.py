@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from evenly.cluster.environment import find_here
 from evenly.comm.connect import connect, disconnect
 from evenly.comm.groups import Group
+from evenly.launch.environment import find_here
 
 PRELOAD = [
     "torch",
@@ -28,7 +28,7 @@ PRELOAD = [
     "evenly.train",
     "evenly.verify.ranks",
     "evenly.train.resume",
-    "evenly.parallel.shards",
+    "evenly.parallel.data.shards",
 ]
 
 
@@ -112,7 +112,7 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
 def _serve(connection: Connection) -> None:
     import torch
 
-    from evenly.parallel import shards
+    from evenly.parallel.data import shards
 
     torch.set_num_threads(1)
     shards.SMALL_BYTES = shards.WHOLE_BYTES = 0  # the blocks of small models are units, cut as those of large ones are

@@ -24,13 +24,19 @@ ORDER = (
     "jobfile",
     "plan",
     "observe",
-    "cluster",
+    "launch",
+    "hardware",
     "data",
     "comm",
     "model",
+    "parallel.core",
+    "parallel.tensor",
+    "parallel.data",
+    "parallel.pipeline",
     "parallel",
+    "engine",
     "checkpoint",
-    "predict",
+    "planner",
     "train",
     "verify",
     "report",
@@ -43,10 +49,11 @@ WITHOUT_TORCH = (
     "errors",
     "job",
     "plan",
-    "cluster",
+    "launch",
+    "hardware",
     "observe",
     "parallel.pipeline.orders",
-    "predict.timeline",
+    "planner.timeline",
     "report",
     "cli.main",
 )
@@ -121,8 +128,9 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def part_of(name: str) -> str:
-    """`evenly.data.order` -> `data`; the package itself -> `__init__`."""
-    return [*name.split("."), "__init__"][1]
+    """`evenly.data.order` -> `data`, `evenly.parallel.core.calls` -> `parallel.core`; the package -> `__init__`."""
+    within = ".".join(name.split(".")[1:3])
+    return within if within in ORDER else [*name.split("."), "__init__"][1]
 
 
 def imports_of(path: Path, known: frozenset[str]) -> Iterator[Import]:
@@ -297,7 +305,7 @@ def processor_seconds(program: str, *arguments: str) -> float:
 
 
 def test_one_file_touches_the_environment() -> None:
-    assert uses("os", ENVIRONMENT, outside=("evenly.cluster.environment",)) == []
+    assert uses("os", ENVIRONMENT, outside=("evenly.launch.environment",)) == []
 
 
 def test_only_comm_calls_collectives() -> None:

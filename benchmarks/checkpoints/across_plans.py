@@ -24,8 +24,8 @@ import torch
 
 import evenly
 from evenly.checkpoint.state import parameter_of, read_state
-from evenly.cluster.launch import Launch, start_ranks
 from evenly.jobfile import load_job
+from evenly.launch.agent import Launch, start_ranks
 from evenly.train import Run
 
 ROOT = Path(__file__).parents[2]

@@ -21,11 +21,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from evenly.cluster.environment import find_here
-from evenly.cluster.launch import Launch, start_ranks
 from evenly.comm.connect import connect, disconnect
 from evenly.comm.groups import Group
 from evenly.comm.operations import all_reduce, barrier
+from evenly.launch.agent import Launch, start_ranks
+from evenly.launch.environment import find_here
 from evenly.observe.recorder import Recorder
 
 RESULTS = Path(__file__).parents[1] / "results" / "comm.json"

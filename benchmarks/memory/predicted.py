@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 import evenly
-from evenly.cluster.launch import Launch, start_ranks
 from evenly.errors import UserError
+from evenly.launch.agent import Launch, start_ranks
 from evenly.plan import parse_plan
-from evenly.train.held import memory_of_ranks
-from evenly.train.reading import JobReader
+from evenly.planner.job_memory import memory_of_ranks
+from evenly.planner.job_profile import JobReader
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "memory_predicted.json"

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 import evenly
-from evenly.cluster.launch import Launch, start_ranks
 from evenly.data.generators import seeded
 from evenly.data.stream import stream_key
+from evenly.launch.agent import Launch, start_ranks
 from evenly.observe.memory import peak_bytes
 
 RESULTS = Path(__file__).parents[1] / "results" / "start.json"

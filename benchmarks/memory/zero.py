@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import evenly
-from evenly.cluster.launch import Launch, start_ranks
+from evenly.launch.agent import Launch, start_ranks
 
 RESULTS = Path(__file__).parents[1] / "results" / "zero.json"
 RANKS = (2, 4, 8)

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tower import Tower, keep, tower_job
 
 import evenly
-from evenly.cluster.launch import Launch, start_ranks
-from evenly.parallel.memory import MemoryCounter
+from evenly.launch.agent import Launch, start_ranks
+from evenly.parallel.core.memory import MemoryCounter
 from evenly.parallel.pipeline.orders import orders
 from evenly.plan.schedule import Action, Kind, Schedule, stages_per_rank
 

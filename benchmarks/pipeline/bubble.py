@@ -24,10 +24,10 @@ from typing import Any, get_args
 from tower import BLOCKS, DISTURBED, WIDTH, bind, keep, kept, load, tower_job, waited_s
 
 import evenly
-from evenly.cluster.launch import Launch, start_ranks
+from evenly.launch.agent import Launch, start_ranks
 from evenly.parallel.pipeline.orders import orders
 from evenly.plan.schedule import Schedule, stages_per_rank
-from evenly.predict.timeline import Costs, Timeline, costs_of, ideal_bubble, simulate
+from evenly.planner.timeline import Costs, Timeline, costs_of, ideal_bubble, simulate
 from evenly.report.spans import read_recorded
 
 Case = tuple[Schedule, int]

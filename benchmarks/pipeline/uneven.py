@@ -20,10 +20,10 @@ import torch
 from tower import DISTURBED, SAMPLES, WIDTH, bind, enough, keep, load, tower_job, waited_s
 
 import evenly
-from evenly.cluster.launch import Launch, start_ranks
+from evenly.engine.find_stages import FLOPS_PER_BYTE
+from evenly.launch.agent import Launch, start_ranks
 from evenly.parallel.pipeline.model import StagedModel
-from evenly.parallel.pipeline.survey import find_segments
-from evenly.train.staging import FLOPS_PER_BYTE
+from evenly.parallel.pipeline.stage_discovery import find_segments
 
 RANKS, MICROBATCHES, STEPS = 2, 8, 5  # of a turn; the first is not counted
 JOBS: dict[str, dict[str, Any]] = {

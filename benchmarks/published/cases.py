@@ -12,17 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from benchmarks.published.rows import Incomplete, Predicted
-from evenly.cluster.cluster import Cluster
-from evenly.cluster.device import find_device
 from evenly.errors import UserError
+from evenly.hardware.cluster import Cluster
+from evenly.hardware.devices import find_device
 from evenly.model.parts import Recompute
-from evenly.model.shape import Activation, Shape
-from evenly.model.transformer import transformer_parts
-from evenly.predict.footprint import footprints
-from evenly.predict.setup import Setup
-from evenly.predict.shapes import split_of
-from evenly.predict.speeds import Library, library_named, speeds_of
-from evenly.predict.time import Machine, stage_layers, step_time
+from evenly.planner.footprint import footprints
+from evenly.planner.shape import Activation, Shape
+from evenly.planner.shapes import split_of
+from evenly.planner.speeds import Library, library_named, speeds_of
+from evenly.planner.time import Machine, stage_layers, step_time
+from evenly.planner.training_config import Setup
+from evenly.planner.transformer import transformer_parts
 
 MOST_MICROBATCHES = 100_000  # of a step
 Cells = Mapping[str, str]  # of a row, by column; empty where the file says nothing

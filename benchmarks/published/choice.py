@@ -14,11 +14,11 @@ from benchmarks.published import cases
 from benchmarks.published.rows import TRAINING, Incomplete, Row, measured, read
 from evenly.errors import UserError
 from evenly.plan import Plan
-from evenly.predict.prediction import Prediction
-from evenly.predict.question import Question
-from evenly.predict.search import search
-from evenly.predict.shapes import ShapeSubject
-from evenly.predict.speeds import library_named
+from evenly.planner.prediction import Prediction
+from evenly.planner.request import Question
+from evenly.planner.search import search
+from evenly.planner.shapes import ShapeSubject
+from evenly.planner.speeds import library_named
 
 SOURCES = ("nanotron-ultrascale", "nvidia-dgxc")
 NEAR = 1.05

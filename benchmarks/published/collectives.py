@@ -1,4 +1,4 @@
-"""Published times of collectives held against `evenly.cluster.network`.
+"""Published times of collectives held against `evenly.hardware.network`.
 
     python -m benchmarks.published.collectives [--all]
 
@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median, quantiles
 
-from evenly.cluster.network import Group, seconds
-from evenly.cluster.text import parse_cluster
 from evenly.comm.bench import bus_factor
+from evenly.hardware.cluster_text import parse_cluster
+from evenly.hardware.network import Group, seconds
 
 FILE = Path(__file__).with_name("nccl_measured.csv")
 LEAST_BYTES = 2**20

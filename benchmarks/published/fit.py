@@ -2,7 +2,7 @@
 
 Every number of `priors.toml` is where the fit begins and what pulls it back: a number that no run says anything about
 keeps its prior. Errors are those of log(predicted / measured), of rows of grades A and B, in units of TOLERANCE, and
-large ones count linearly, so that odd rows do not pull. The result is written to evenly/predict/speeds.toml.
+large ones count linearly, so that odd rows do not pull. The result is written to evenly/planner/speeds.toml.
 
 `--folds 5` writes nothing: it fits to four fifths of the rows and predicts the last fifth, five times over, so that
 each row is predicted once by numbers that have not seen it. Rows of a model on a kind of device stay together: they
@@ -24,8 +24,8 @@ import numpy as np
 from benchmarks.published import cases
 from benchmarks.published.accuracy import Pair, accuracy
 from benchmarks.published.rows import Incomplete
-from evenly.predict import speeds
-from evenly.predict.time import Machine, step_time
+from evenly.planner import speeds
+from evenly.planner.time import Machine, step_time
 
 HERE = Path(__file__).parent
 PRIORS = HERE / "priors.toml"

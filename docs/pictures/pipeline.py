@@ -11,7 +11,7 @@ from pathlib import Path
 
 from evenly.parallel.pipeline.orders import orders
 from evenly.plan.schedule import Schedule, stages_per_rank
-from evenly.predict.timeline import Costs, Timeline, simulate
+from evenly.planner.timeline import Costs, Timeline, simulate
 from evenly.report.gantt import ROW, legend, rows, svg, text
 
 RANKS, UNIT = 4, 10

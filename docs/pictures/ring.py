@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from evenly.cluster.environment import find_here
-from evenly.cluster.launch import Launch, start_ranks
 from evenly.comm.connect import connect, disconnect
 from evenly.comm.operations import even_sizes
 from evenly.comm.ring import Ran, ring_all_reduce
+from evenly.launch.agent import Launch, start_ranks
+from evenly.launch.environment import find_here
 
 RANKS, LENGTH = 4, 4096
 COLOURS = ["#4477aa", "#ee6677", "#228833", "#ccbb44"]

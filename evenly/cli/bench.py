@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from evenly.cluster.cluster import Cluster, Link, Rates
-from evenly.cluster.clusterfile import read_cluster, write_cluster
-from evenly.cluster.launch import Launch, start_ranks, warm_up
-from evenly.cluster.text import kind_here, local_cluster, local_devices
 from evenly.errors import UserError
+from evenly.hardware.cluster import Cluster, Link, Rates
+from evenly.hardware.cluster_file import read_cluster, write_cluster
+from evenly.hardware.cluster_text import kind_here, local_cluster, local_devices
+from evenly.launch.agent import Launch, start_ranks, warm_up
 
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
@@ -48,7 +48,7 @@ def bench_comm(
 def bench_device(*, save: Path | None, json_only: bool) -> int:
     """Measures this machine's first device, shows, and saves its rates where asked for; returns the exit code."""
     kept = None if save is None else _saved_before(save, local_devices())
-    from evenly.cluster.probe import probe
+    from evenly.hardware.probe import probe
 
     kind = kind_here()
     rates = probe("cpu" if kind == "cpu" else "cuda")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from evenly.cluster.environment import process_environment
 from evenly.comm.doctor import examine
+from evenly.launch.environment import process_environment
 
 SIGNS = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
 

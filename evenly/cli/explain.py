@@ -31,11 +31,11 @@ def _explained(job: Path, plan: Plan, values: dict[str, Any]) -> list[dict[str, 
     """What the axes of `plan` do to the job's model."""
     found: list[dict[str, Any]] = []
     if plan.splits_tensors or not plan.splits_blocks:
-        from evenly.train.splitting import explain_splits
+        from evenly.engine.find_splits import explain_splits
 
         found.append({"job": str(job), **asdict(explain_splits(load_job(job, values), plan))})
     if plan.splits_blocks:
-        from evenly.train.staging import explain_stages
+        from evenly.engine.find_stages import explain_stages
 
         found.append({"job": str(job), **asdict(explain_stages(load_job(job, values), plan))})
     return found

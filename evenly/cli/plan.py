@@ -19,9 +19,9 @@ from evenly.plan import parse_plan
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from evenly.cluster.cluster import Cluster
-    from evenly.predict.prediction import Prediction
-    from evenly.predict.question import Answer, Question, Subject
+    from evenly.hardware.cluster import Cluster
+    from evenly.planner.prediction import Prediction
+    from evenly.planner.request import Answer, Question, Subject
 
 WIDTH_OF_FILES = 100  # columns, where the output is read by no terminal
 TOKENS_ASSUMED = 2**20  # of a step, where nobody states a batch
@@ -60,7 +60,7 @@ def plan(request: Request) -> int:
     """Answers; returns the exit code. Raises `EvenlyError` (exit code 1) where no plan does."""
     if request.explain:
         return _explain(request)
-    from evenly.predict.search import search
+    from evenly.planner.search import search
 
     with redirect_stdout(sys.stderr):  # what a job prints is no part of the answer
         question, assumed = _question(request)
@@ -94,7 +94,7 @@ def _option(name: str) -> str:
 
 def _question(request: Request) -> tuple[Question, bool]:
     """What is asked of the search, and whether its batch is an assumption."""
-    from evenly.predict.question import Question
+    from evenly.planner.request import Question
 
     if request.step_s is not None and not 0 < request.step_s < math.inf:
         raise UserError(f"--step-time {request.step_s:g}", "no step takes so long", "give seconds: --step-time 2.5")
@@ -127,7 +127,7 @@ def _is_job(request: Request) -> bool:
 
 
 def _cluster(request: Request) -> Cluster:
-    from evenly.cluster.text import parse_cluster
+    from evenly.hardware.cluster_text import parse_cluster
 
     if request.cluster is None and not _is_job(request):
         _subject(request)  # a model that nobody knows is the first thing to be said
@@ -153,16 +153,16 @@ def _job(request: Request) -> tuple[Subject, int]:
             "leave it out, or change the job (with --set, where job() takes it as a setting)",
         )
     from evenly.jobfile import load_job, parse_settings
-    from evenly.train.subject import JobSubject
+    from evenly.planner.job_source import JobSubject
 
     job = load_job(Path(request.subject), parse_settings([*request.settings]))
     return JobSubject(job), job.global_batch
 
 
 def _known(request: Request) -> Subject:
-    from evenly.model.known import find_shape
-    from evenly.predict.shapes import ShapeSubject
-    from evenly.predict.speeds import library_named
+    from evenly.planner.known import find_shape
+    from evenly.planner.shapes import ShapeSubject
+    from evenly.planner.speeds import library_named
 
     asked = f"plan for {request.subject}"
     if Path(f"{request.subject}.py").is_file():
@@ -241,7 +241,7 @@ def _print(question: Question, plans: Sequence[Prediction], *, assumed: bool) ->
 
 
 def _draw(path: Path, question: Question, plans: Sequence[Prediction], *, assumed: bool) -> None:
-    from evenly.predict.preview import preview
+    from evenly.planner.preview import preview
     from evenly.report.planpage import page
 
     timeline = preview(question, plans[0].plan)

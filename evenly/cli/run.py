@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from evenly.checkpoint.folder import Folder
-from evenly.cluster.environment import CHECK_VARIABLE, OPTIONS_VARIABLE, find_here
-from evenly.cluster.launch import FailedRank, Launch, start_ranks, warm_up
-from evenly.cluster.text import local_devices
 from evenly.errors import PlanError, UserError
+from evenly.hardware.cluster_text import local_devices
 from evenly.jobfile import check_settings, owns_loop, parse_settings
+from evenly.launch.agent import FailedRank, Launch, start_ranks, warm_up
+from evenly.launch.environment import CHECK_VARIABLE, OPTIONS_VARIABLE, find_here
 from evenly.plan import Plan, parse_plan
 
 # What every rank needs; torch._dynamo and the distributed checkpoint are imported by the first optimizer and save.

@@ -7,10 +7,10 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from evenly.cluster.launch import warm_up
 from evenly.errors import UserError
 from evenly.job import PRECISIONS
 from evenly.jobfile import owns_loop, parse_settings
+from evenly.launch.agent import warm_up
 
 # What every rank needs; torch._dynamo is imported by the first optimizer.
 PRELOAD = ["evenly.verify.ranks", "torch._dynamo"]

@@ -10,7 +10,7 @@ import torch
 from evenly.comm.backend import all_gather_single
 from evenly.comm.groups import Group
 from evenly.errors import RunError
-from evenly.observe.explain import disagreement
+from evenly.observe.diagnosis import disagreement
 from evenly.observe.recorder import LONGEST_TEXT, Call, call_from, call_text
 
 

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from evenly.cluster.environment import find_here
 from evenly.comm.connect import connect, disconnect
 from evenly.comm.groups import Group
 from evenly.comm.operations import (
@@ -37,6 +36,7 @@ from evenly.comm.operations import (
     send,
 )
 from evenly.comm.ring import ring_all_reduce
+from evenly.launch.environment import find_here
 
 MOST_BYTES = 256 * 2**20
 TIME_PER_SIZE_S = 0.25

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from evenly.cluster.allocator import keep_freed_memory
-from evenly.cluster.environment import Place, checking, record_file
-from evenly.cluster.world import World
 from evenly.comm.groups import Group
+from evenly.comm.world import World
 from evenly.errors import RunError, UserError
+from evenly.launch.allocator import keep_freed_memory
+from evenly.launch.environment import Place, checking, record_file
 from evenly.observe.recorder import Recorder
 
 

@@ -18,16 +18,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from evenly.cluster.allocator import cgroup_limit_bytes
-from evenly.cluster.environment import (
+from evenly.errors import EvenlyError, UserError
+from evenly.launch.agent import Launch, start_ranks
+from evenly.launch.allocator import cgroup_limit_bytes
+from evenly.launch.environment import (
     LOOPBACK,
     LOOPBACK_INTERFACE,
     available_cores,
     find_place,
     process_environment,
 )
-from evenly.cluster.launch import Launch, start_ranks
-from evenly.errors import EvenlyError, UserError
 
 Verdict = Literal["ok", "note", "problem"]
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from evenly.errors import UserError
-from evenly.observe.explain import number_ranges
+from evenly.observe.diagnosis import number_ranges
 from evenly.observe.recorder import Recorder
 
 

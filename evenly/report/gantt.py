@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from html import escape
 
 from evenly.plan.schedule import COMPUTE, LETTERS, Kind
-from evenly.predict.timeline import Span, Timeline
+from evenly.planner.timeline import Span, Timeline
 
 COLOURS: dict[Kind, str] = {
     "forward": "#77aadd",

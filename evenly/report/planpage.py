@@ -7,8 +7,8 @@ from dataclasses import asdict
 from html import escape
 from itertools import groupby
 
-from evenly.predict.prediction import Prediction
-from evenly.predict.timeline import Timeline
+from evenly.planner.prediction import Prediction
+from evenly.planner.timeline import Timeline
 from evenly.report.bars import Bar, drawing, stacked
 from evenly.report.gantt import ROW, legend, rows
 from evenly.report.page import document, heading, table

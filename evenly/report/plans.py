@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from evenly.plan import Plan
-from evenly.predict.prediction import MemoryByCause, Prediction, TimeByCause
+from evenly.planner.prediction import MemoryByCause, Prediction, TimeByCause
 from evenly.report.comm import size_in_words, time_in_words
 
 # Causes that follow from the model and the device, which nobody asks to take less.

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from evenly.errors import UserError
-from evenly.observe.console import imbalance
+from evenly.observe.progress import imbalance
 from evenly.report.page import document, heading, picture, table
 
 Row = Mapping[str, Any]

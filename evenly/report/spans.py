@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from evenly.errors import UserError
 from evenly.plan.schedule import Action, Kind
-from evenly.predict.timeline import Span
+from evenly.planner.timeline import Span
 
 Row = Mapping[str, Any]
 

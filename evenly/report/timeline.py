@@ -13,7 +13,7 @@ from statistics import median_low
 from typing import Any, get_args
 
 from evenly.plan.schedule import COMPUTE, Action, Kind, Schedule
-from evenly.predict.timeline import Timeline, costs_of, ideal_bubble, simulate
+from evenly.planner.timeline import Timeline, costs_of, ideal_bubble, simulate
 from evenly.report.comm import time_in_words
 from evenly.report.gantt import ROW, legend, rows, svg
 from evenly.report.page import heading, table

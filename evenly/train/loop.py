@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from evenly.jobfile import load_job
-from evenly.observe.console import Watcher, make_watcher
+from evenly.observe.progress import Watcher, make_watcher
 from evenly.train.interrupt import Interrupt
 from evenly.train.options import RunOptions
 from evenly.train.run import Evaluation, Run, StepReport, start_as_told

@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from evenly.cluster.environment import launcher_options
 from evenly.errors import UserError
+from evenly.launch.environment import launcher_options
 from evenly.plan import Plan, parse_plan
 
 

@@ -13,8 +13,8 @@ from evenly.checkpoint import resume
 from evenly.checkpoint.state import group_options, parameter_of, read_state, set_empty_groups
 from evenly.checkpoint.store import CheckpointStore, Snapshot
 from evenly.comm.operations import gather_values
+from evenly.engine.precision import LossScale
 from evenly.errors import ResumeError
-from evenly.train.precision import LossScale
 
 if TYPE_CHECKING:
     from evenly.parallel.tensor.saving import WholeTensors

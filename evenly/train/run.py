@@ -23,36 +23,36 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from evenly.checkpoint.config import MODEL_CONFIG, write_model_config
-from evenly.cluster.allocator import LargeBlocks, free_memory_bytes, hand_back_freed_memory, keep_freed_memory
-from evenly.cluster.environment import available_cores, chosen_threads, find_here
-from evenly.cluster.world import World
 from evenly.comm.connect import disconnect
 from evenly.comm.groups import Group
 from evenly.comm.operations import all_reduce, gather_values
+from evenly.comm.world import World
 from evenly.data.generators import undisturbed
 from evenly.data.loader import Loader, Microbatch, Reading, Share, share_of_evaluation, share_of_step, worker_count
 from evenly.data.stream import stream_key
+from evenly.engine.build import build_model, build_optimizer, build_schedule, check_same_start, refuse_gradient_hooks
+from evenly.engine.compose import Composed, compose, devices_of
+from evenly.engine.find_splits import find_splits
+from evenly.engine.precision import LossScale, autocast, first_scale, place_batch
+from evenly.engine.stage_work import StageWork, filled_up
+from evenly.engine.step_totals import Account, Ledger, as_loss
 from evenly.errors import RunError, UserError
 from evenly.job import Job, Loss
+from evenly.launch.allocator import LargeBlocks, free_memory_bytes, hand_back_freed_memory, keep_freed_memory
+from evenly.launch.environment import available_cores, chosen_threads, find_here
 from evenly.observe.memory import peak_bytes
 from evenly.observe.records import Records
-from evenly.parallel.compose import Composed, compose, devices_of
-from evenly.parallel.memory import HOST, Category, MemoryCounter, local, on, state_tensors
-from evenly.parallel.parking import Parking
-from evenly.parallel.replicas import Replica
+from evenly.parallel.core.memory import HOST, Category, MemoryCounter, local, on, state_tensors
+from evenly.parallel.core.sharded_init import Parking
+from evenly.parallel.data.replicas import Replica
 from evenly.plan import Plan
 from evenly.plan.schedule import runnable
-from evenly.train.build import build_model, build_optimizer, build_schedule, check_same_start, refuse_gradient_hooks
-from evenly.train.decide import Decision, meet
 from evenly.train.interrupt import Interrupt
-from evenly.train.ledger import Account, Ledger, as_loss
 from evenly.train.options import RunOptions, asked_plan, merge_options
-from evenly.train.precision import LossScale, autocast, first_scale, place_batch
-from evenly.train.splitting import find_splits
-from evenly.train.stagework import StageWork, filled_up
+from evenly.train.resolve_run import Decision, meet
 
 if TYPE_CHECKING:
-    from evenly.parallel.optimizer import CutOptimizer
+    from evenly.parallel.data.optimizer import CutOptimizer
     from evenly.parallel.pipeline.model import StagedModel
     from evenly.parallel.pipeline.pipeline import Pipeline
     from evenly.parallel.pipeline.stages import Staging
@@ -153,7 +153,7 @@ class Run:
         self.optimizer = build_optimizer(job, self.composed.parameters(), plan)
         self._cut_optimizer: CutOptimizer | None = None
         if self.composed.cuts:
-            from evenly.parallel.optimizer import CutOptimizer  # takes seconds to import
+            from evenly.parallel.data.optimizer import CutOptimizer  # takes seconds to import
 
             self._cut_optimizer = CutOptimizer(
                 self.model, self.optimizer, self.composed.cuts, offload=plan.offload or "none"
@@ -631,7 +631,7 @@ def build_and_compose(job: Job, plan: Plan, world: World) -> Composed:
 def _find_stages(job: Job, model: torch.nn.Module, plan: Plan, world: World) -> tuple[StagedModel, Staging] | None:
     if not plan.splits_blocks:
         return None
-    from evenly.train.staging import find_stages  # torch's parts behind it take a while to import
+    from evenly.engine.find_stages import find_stages  # torch's parts behind it take a while to import
 
     return find_stages(job, model, plan, world)
 

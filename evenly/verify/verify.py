@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from evenly.cluster.launch import Launch, start_ranks
 from evenly.errors import EvenlyError, PlanError, UserError
 from evenly.job import Precision
+from evenly.launch.agent import Launch, start_ranks
 from evenly.plan import Plan, parse_plan
 from evenly.verify.compare import Row, Trace, judge
 from evenly.verify.ranks import compare_file, write_reference

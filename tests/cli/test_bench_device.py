@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from evenly.cli.bench import bench_device, with_links
-from evenly.cluster import probe
-from evenly.cluster.cluster import Cluster, Link, Rates
-from evenly.cluster.clusterfile import read_cluster, write_cluster
 from evenly.errors import UserError
+from evenly.hardware import probe
+from evenly.hardware.cluster import Cluster, Link, Rates
+from evenly.hardware.cluster_file import read_cluster, write_cluster
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ import pytest
 from command import JOB, Done, environment, evenly
 
 from evenly.cli.plan import assumed_batch, parse_memory
-from evenly.cluster.text import parse_cluster
 from evenly.errors import UserError
+from evenly.hardware.cluster_text import parse_cluster
 from evenly.plan import parse_plan
 
 ROOT = Path(__file__).parents[2]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from evenly.cli.bench import bench_comm, parse_size
-from evenly.cluster.clusterfile import read_cluster
 from evenly.comm.bench import OPERATIONS, bus_factor, fit, sizes_up_to
 from evenly.errors import UserError
+from evenly.hardware.cluster_file import read_cluster
 
 
 def test_a_fit_finds_what_made_the_times() -> None:

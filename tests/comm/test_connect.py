@@ -9,11 +9,11 @@ import pytest
 import torch
 from kept_ranks import KeptRanks
 
-from evenly.cluster.environment import Place, find_here
-from evenly.cluster.launch import Launch, start_ranks
 from evenly.comm.connect import connect, disconnect, find_device
 from evenly.comm.operations import all_reduce, barrier, gather_values
 from evenly.errors import RunError, UserError
+from evenly.launch.agent import Launch, start_ranks
+from evenly.launch.environment import Place, find_here
 
 
 def place(*, rank: int = 0, size: int = 1, port: int = 1) -> Place:

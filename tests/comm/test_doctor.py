@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from evenly.cluster.allocator import cgroup_limit_bytes
-from evenly.cluster.launch import FailedRank
 from evenly.comm import doctor
 from evenly.comm.doctor import Finding, Outcome, examine, torch_version
+from evenly.launch.agent import FailedRank
+from evenly.launch.allocator import cgroup_limit_bytes
 
 
 def named(findings: list[Finding], name: str) -> Finding:

@@ -8,8 +8,8 @@ from torch import nn
 
 from evenly.model.costs import CostCounter
 from evenly.model.lstm import workspace_bytes
-from evenly.model.read import Reading, read_module
-from evenly.parallel.memory import MemoryCounter
+from evenly.parallel.core.memory import MemoryCounter
+from evenly.planner.profile import Reading, read_module
 
 STEPS, SAMPLES, WIDTH, HIDDEN = 9, 4, 5, 11
 

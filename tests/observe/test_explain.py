@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from evenly.observe.explain import (
+from evenly.observe.diagnosis import (
     explain,
     number_ranges,
     numbers_of,

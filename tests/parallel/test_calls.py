@@ -9,7 +9,7 @@ from torch import nn
 
 from evenly.data.generators import undisturbed
 from evenly.model.blocks import find_blocks
-from evenly.parallel.calls import BlockCalls
+from evenly.parallel.core.calls import BlockCalls
 
 
 class Noisy(nn.Module):

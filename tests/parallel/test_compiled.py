@@ -11,9 +11,9 @@ from kept_ranks import KeptRanks
 from torch import nn
 
 import evenly
-from evenly.cluster.environment import cpp_compiler
 from evenly.errors import PlanError, RunError
-from evenly.parallel import compiled
+from evenly.launch.environment import cpp_compiler
+from evenly.parallel.core import compiled
 from evenly.verify.compare import Trace, judge
 from evenly.verify.ranks import compare_job, keep_reference
 

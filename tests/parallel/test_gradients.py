@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-import evenly.parallel.gradients as gradients
+import evenly.parallel.data.gradients as gradients
 from evenly.comm.groups import Group
 from evenly.errors import RunError, UserError
-from evenly.parallel.gradients import GradientSum, fill_buckets
+from evenly.parallel.data.gradients import GradientSum, fill_buckets
 
 
 class Two(nn.Module):

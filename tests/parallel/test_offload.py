@@ -13,7 +13,7 @@ from torch import nn
 
 import evenly
 from evenly.errors import UserError
-from evenly.parallel.memory import HOST
+from evenly.parallel.core.memory import HOST
 from evenly.verify.compare import Trace, judge
 from evenly.verify.ranks import compare_job, keep_reference
 

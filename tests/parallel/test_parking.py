@@ -15,14 +15,14 @@ from kept_ranks import KeptRanks
 from torch import nn
 
 import evenly
-from evenly.cluster.environment import find_here
 from evenly.comm.connect import connect, disconnect
 from evenly.comm.groups import Group
+from evenly.engine.build import check_same_start
 from evenly.errors import RunError
-from evenly.parallel import parking
-from evenly.parallel.fingerprint import fingerprint
-from evenly.parallel.parking import Parking
-from evenly.train.build import check_same_start
+from evenly.launch.environment import find_here
+from evenly.parallel.core import sharded_init as parking
+from evenly.parallel.core.fingerprint import fingerprint
+from evenly.parallel.core.sharded_init import Parking
 from evenly.verify.compare import Trace, judge
 from evenly.verify.ranks import compare_job, keep_reference
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import evenly
 from evenly.errors import RunError
-from evenly.parallel.partition import Place
+from evenly.parallel.data.partition import Place
 from evenly.verify.compare import Trace, judge
 from evenly.verify.ranks import compare_job, keep_reference
 

@@ -22,8 +22,8 @@ from torch import nn
 import evenly
 from evenly.data.loader import microbatches_of_step
 from evenly.errors import EvenlyError
-from evenly.parallel.pipeline.engine import Span
 from evenly.parallel.pipeline.orders import orders
+from evenly.parallel.pipeline.schedule_runner import Span
 from evenly.plan import parse_plan
 from evenly.plan.schedule import COMPUTE
 from evenly.verify.compare import Trace, judge

@@ -15,8 +15,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import evenly
 from evenly.errors import PlanError, RunError
 from evenly.model.blocks import find_blocks, find_recomputed
-from evenly.parallel.forwards import BlockForwards
-from evenly.parallel.recompute import recomputing
+from evenly.parallel.core.forwards import BlockForwards
+from evenly.parallel.core.recompute import recomputing
 from evenly.verify.compare import Trace, judge
 from evenly.verify.ranks import compare_job, keep_reference
 

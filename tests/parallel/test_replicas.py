@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import evenly
 from evenly.errors import PlanError
-from evenly.parallel.memory import HOST, MemoryCounter, on
-from evenly.parallel.replicas import Gathered, Replicas
+from evenly.parallel.core.memory import HOST, MemoryCounter, on
+from evenly.parallel.data.replicas import Gathered, Replicas
 from evenly.verify.compare import judge
 from evenly.verify.ranks import compare_job, keep_reference
 

@@ -15,8 +15,8 @@ from torch import nn
 import evenly
 from evenly.errors import PlanError
 from evenly.model.blocks import find_blocks
-from evenly.parallel import shards
-from evenly.parallel.shards import SMALL_BYTES, large_ones, units_of, whole_ones
+from evenly.parallel.data import shards
+from evenly.parallel.data.shards import SMALL_BYTES, large_ones, units_of, whole_ones
 
 
 def test_a_block_that_shares_parameters_with_others_is_no_unit() -> None:
@@ -30,7 +30,7 @@ def test_a_block_that_shares_parameters_with_others_is_no_unit() -> None:
 
 
 def test_blocks_that_are_small_together_are_no_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evenly.parallel.shards.SMALL_BYTES", 10)
+    monkeypatch.setattr("evenly.parallel.data.shards.SMALL_BYTES", 10)
     assert large_ones([5, 9, 3, 11, 3]) == [True, True, False, True, False]  # the 5 would be too much
     assert large_ones([5, 5, 5]) == [False, False, True]
     assert large_ones([11]) == [True] and large_ones([10]) == [False] and large_ones([]) == []
@@ -41,7 +41,7 @@ def test_blocks_that_are_small_together_are_no_units(monkeypatch: pytest.MonkeyP
 
 
 def test_what_the_backward_begins_with_stays_whole_as_far_as_it_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evenly.parallel.shards.WHOLE_BYTES", 10)
+    monkeypatch.setattr("evenly.parallel.data.shards.WHOLE_BYTES", 10)
     assert whole_ones([1, 7, 4, 6]) == [False, False, True, True]  # the 1 is asked for after the 7
     assert whole_ones([11]) == [False] and whole_ones([]) == []
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from evenly.parallel.shown import Shown, held_parameters, shown_buffers, shown_parameters
+from evenly.parallel.core.parameter_views import Shown, held_parameters, shown_buffers, shown_parameters
 
 
 def module() -> nn.BatchNorm1d:

@@ -18,10 +18,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import evenly.parallel.tensor.rules  # noqa: F401  # registers them
-from evenly.cluster.environment import find_here
 from evenly.comm.connect import connect, disconnect
 from evenly.errors import RunError
-from evenly.parallel.memory import as_held, as_shown
+from evenly.launch.environment import find_here
+from evenly.parallel.core.memory import as_held, as_shown
 from evenly.parallel.tensor import axis as tensors
 from evenly.parallel.tensor.axis import Axis, SplitTensor, is_split
 from evenly.parallel.tensor.layout import Layout

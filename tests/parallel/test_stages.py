@@ -16,20 +16,20 @@ import evenly
 from evenly.comm.groups import Group
 from evenly.data.generators import undisturbed
 from evenly.data.loader import microbatches_of_step
+from evenly.engine.build import build_model
+from evenly.engine.find_stages import staging_of
+from evenly.engine.precision import autocast, place_batch
+from evenly.engine.step_totals import as_loss
 from evenly.errors import EvenlyError, PlanError, RunError
 from evenly.model.blocks import find_blocks
-from evenly.parallel.calls import BlockCalls
-from evenly.parallel.pipeline.absent import Absent, absent, form_of, is_absent, present
+from evenly.parallel.core.calls import BlockCalls
 from evenly.parallel.pipeline.backward import apart, backward
 from evenly.parallel.pipeline.model import StagedModel
 from evenly.parallel.pipeline.pipeline import Pipeline
+from evenly.parallel.pipeline.remote_tensor import Absent, absent, form_of, is_absent, present
+from evenly.parallel.pipeline.stage_discovery import find_segments
 from evenly.parallel.pipeline.stages import Place, Segment, Staging
-from evenly.parallel.pipeline.survey import find_segments
 from evenly.plan import Plan, parse_plan
-from evenly.train.build import build_model
-from evenly.train.ledger import as_loss
-from evenly.train.precision import autocast, place_batch
-from evenly.train.staging import staging_of
 
 Gradients = dict[str, torch.Tensor | None]
 
@@ -425,7 +425,7 @@ class Met:
 
 
 def missing(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> Absent:
-    from evenly.model.numberless import shared_fake_mode
+    from evenly.model.fake import shared_fake_mode
 
     with shared_fake_mode():
         form = torch.empty(shape, dtype=dtype)

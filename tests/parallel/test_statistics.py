@@ -10,7 +10,7 @@ from torch import nn
 
 from evenly.comm.groups import Group
 from evenly.errors import RunError, UserError
-from evenly.parallel.statistics import RunningStatistics
+from evenly.parallel.core.statistics import RunningStatistics
 
 
 class Net(nn.Module):

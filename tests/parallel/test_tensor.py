@@ -17,7 +17,7 @@ from torch import nn
 import evenly
 from evenly.comm import operations
 from evenly.errors import EvenlyError
-from evenly.parallel.gradients import Parts
+from evenly.parallel.data.gradients import Parts
 from evenly.verify.compare import Trace, judge
 from evenly.verify.ranks import compare_job, keep_reference
 

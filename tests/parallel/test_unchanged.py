@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from evenly.errors import RunError
-from evenly.parallel.unchanged import Unchanged
+from evenly.parallel.core.mutation_guard import Unchanged
 
 
 class Changes(nn.Module):

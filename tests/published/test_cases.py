@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks is no installed
 
 from benchmarks.published.cases import LIBRARIES, case_of, library_of, parts_of, predict_row
 from benchmarks.published.rows import COLUMNS, TRAINING, Incomplete
-from evenly.predict.speeds import library_named, library_names
+from evenly.planner.speeds import library_named, library_names
 
 RUN = {
     "source": "somebody",

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks is no installed
 from benchmarks.published.cases import Cells
 from benchmarks.published.fit import PRIORS, Fit, _coordinate, _value, folds_of, measured_seconds, written
 from benchmarks.published.rows import TRAINING, read
-from evenly.predict import speeds
+from evenly.planner import speeds
 
 PRODUCTS, PASSES = ("devices", "A100", "matmul", "bfloat16"), ("libraries", "llm-foundry", "passes")
 

@@ -13,7 +13,7 @@ import pytest
 from evenly.errors import UserError
 from evenly.parallel.pipeline.orders import orders
 from evenly.plan.schedule import Schedule
-from evenly.predict.timeline import Costs, Span, simulate
+from evenly.planner.timeline import Costs, Span, simulate
 from evenly.report.spans import read_recorded
 from evenly.report.timeline import figures, pipeline_of, pipeline_rows, section, title, trace
 

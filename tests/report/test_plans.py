@@ -11,8 +11,8 @@ import pytest
 
 from evenly.plan.orders import compute_orders
 from evenly.plan.plan import parse_plan
-from evenly.predict.prediction import MemoryByCause, Prediction, TimeByCause
-from evenly.predict.timeline import Costs, simulate
+from evenly.planner.prediction import MemoryByCause, Prediction, TimeByCause
+from evenly.planner.timeline import Costs, simulate
 from evenly.report.bars import Bar, stacked
 from evenly.report.planpage import page
 from evenly.report.plans import (

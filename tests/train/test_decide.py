@@ -13,14 +13,14 @@ from kept_ranks import KeptRanks
 
 import evenly
 from evenly.checkpoint.folder import Folder
-from evenly.cluster.environment import find_here
-from evenly.cluster.world import World
 from evenly.comm.connect import connect, disconnect
 from evenly.comm.operations import gather_values
+from evenly.comm.world import World
 from evenly.errors import PlanError, ResumeError
+from evenly.launch.environment import find_here
 from evenly.plan import Plan, parse_plan
-from evenly.train.decide import Decision, Recorded, meet, recorded_in
 from evenly.train.options import RunOptions, asked_plan
+from evenly.train.resolve_run import Decision, Recorded, meet, recorded_in
 from evenly.train.run import Run
 
 

@@ -12,8 +12,8 @@ from jobs import classifier_job
 from kept_ranks import KeptRanks
 
 import evenly.data.loader as loader
-import evenly.parallel.gradients as gradients
-import evenly.parallel.statistics as statistics
+import evenly.parallel.core.statistics as statistics
+import evenly.parallel.data.gradients as gradients
 import evenly.train.run as run
 from evenly.job import Loss
 from evenly.verify.compare import Trace, judge

@@ -10,8 +10,8 @@ import pytest
 import torch
 from jobs import class_loss, classifier_job, language_job
 
-from evenly.cluster.launch import FailedRank
 from evenly.job import Loss
+from evenly.launch.agent import FailedRank
 from evenly.train import Run
 from evenly.verify import verify as module
 from evenly.verify.compare import Trace

@@ -22,13 +22,13 @@ from torch.overrides import TorchFunctionMode
 from evenly.data.nest import map_tensors, tensors_by_path
 from evenly.errors import RunError
 from evenly.model.blocks import find_blocks
-from evenly.model.numberless import shared_fake_mode
-from evenly.parallel.calls import BlockCall
-from evenly.parallel.pipeline.absent import OTHER_AXIS, Absent, absent, is_absent, key_of, present
+from evenly.model.fake import shared_fake_mode
+from evenly.parallel.core.calls import BlockCall
+from evenly.parallel.core.parameter_views import Shown, shown_buffers, shown_parameters
+from evenly.parallel.core.statistics import keeps_statistics
 from evenly.parallel.pipeline.messages import Payload
+from evenly.parallel.pipeline.remote_tensor import OTHER_AXIS, Absent, absent, is_absent, key_of, present
 from evenly.parallel.pipeline.stages import BEGIN, CallOf, Place, Staging
-from evenly.parallel.shown import Shown, shown_buffers, shown_parameters
-from evenly.parallel.statistics import keeps_statistics
 
 
 class Running(Protocol):

@@ -11,9 +11,9 @@ from torch import nn
 
 from evenly.comm.groups import Group
 from evenly.model.blocks import Block
-from evenly.parallel.pipeline.engine import Engine
 from evenly.parallel.pipeline.messages import Payload
 from evenly.parallel.pipeline.model import StagedModel
+from evenly.parallel.pipeline.schedule_runner import Engine
 from evenly.parallel.pipeline.stages import Staging
 from evenly.parallel.pipeline.ties import Ties
 from evenly.plan import Plan

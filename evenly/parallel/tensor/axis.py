@@ -36,7 +36,7 @@ from evenly.comm import pairs
 from evenly.comm.groups import Group
 from evenly.data.nest import map_tensors
 from evenly.errors import RunError
-from evenly.parallel.memory import as_held
+from evenly.parallel.core.memory import as_held
 from evenly.parallel.tensor.layout import Layout
 
 

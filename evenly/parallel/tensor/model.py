@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import evenly.parallel.tensor.rules  # noqa: F401  # pyright: ignore  # what its tensors compute with
 from evenly.comm.groups import Group
-from evenly.parallel.shown import View, shown_parameters
+from evenly.parallel.core.parameter_views import View, shown_parameters
 from evenly.parallel.tensor.axis import Axis, SplitTensor, is_split, own_part
 from evenly.parallel.tensor.layout import Layout
 from evenly.parallel.tensor.padding import PaddingZeroed

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 
 from evenly.comm.operations import all_reduce
 from evenly.errors import RunError
-from evenly.model.attention import multi_head_attention
-from evenly.parallel.memory import as_held, as_shown
+from evenly.parallel.core.memory import as_held, as_shown
+from evenly.parallel.tensor.attention import multi_head_attention
 from evenly.parallel.tensor.axis import RULES, Axis, SplitTensor, is_split, memory_order, own_part
 from evenly.parallel.tensor.layout import Layout
 

@@ -1,1 +1,0 @@
-"""Who am I, and how ranks are started: environment, world, launcher, doctor. Imports no torch."""

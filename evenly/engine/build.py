@@ -1,0 +1,230 @@
+"""From a job to its model, optimizer and schedule on one rank, with the checks that need them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from evenly.comm.operations import gather_values
+from evenly.comm.world import World
+from evenly.data.generators import seeded
+from evenly.data.stream import stream_key
+from evenly.engine.precision import place_model
+from evenly.errors import EvenlyError, PlanError, RunError, UserError, describe
+from evenly.job import Job
+from evenly.parallel.core.fingerprint import fingerprint
+from evenly.parallel.core.hooks import accumulated_hooks, gradient_hooks
+from evenly.parallel.core.sharded_init import Parking
+from evenly.plan import Plan
+
+T = TypeVar("T")
+
+
+def build_model(job: Job, *, precision: str, device: str | None) -> nn.Module:
+    """The job's model with its initial values, which follow from the seed alone, on `device`, in training mode.
+
+    It is built on the CPU, whose random numbers are the same on every machine with the same torch, and stays where it
+    was built if no `device` is given.
+    """
+    with seeded(stream_key(job.seed, "model")):
+        model = call_job("model", job.model)
+    _expect("model", model, nn.Module)
+    _refuse_odd(model)
+    return place_model(model, precision, device).train()
+
+
+# What these do with a part of a parameter is not what they do with it in the whole.
+NEEDS_WHOLE_PARAMETERS = {
+    "Adafactor": "it takes means over whole rows and columns",
+    "Muon": "it makes whole matrices orthogonal",
+    "Rprop": "torch's does not run on shards",
+}
+
+
+def build_optimizer(job: Job, parameters: Sequence[nn.Parameter], plan: Plan) -> torch.optim.Optimizer:
+    """The job's optimizer over all `parameters` of the model; raises `UserError` if it cannot step them as `plan` says.
+
+    Those that other ranks hold, which are on the meta device, are for it to sort the others by, and are left out then.
+    """
+    optimizer = call_job("optimizer", lambda: job.optimizer(iter(parameters)))
+    _expect("optimizer", optimizer, torch.optim.Optimizer)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UserError(
+            "optimizer LBFGS",
+            "it evaluates the loss several times per step",
+            "use an optimizer with one gradient per step",
+        )
+    reasons = (NEEDS_WHOLE_PARAMETERS.get(kind.__name__) for kind in type(optimizer).__mro__)
+    if plan.stage and (reason := next(filter(None, reasons), None)):
+        raise UserError(
+            f"optimizer {type(optimizer).__name__} under zero={plan.stage}",
+            f"{reason}, and each rank holds a part",
+            "use plan ddp, or an optimizer that treats every element by itself (AdamW, SGD)",
+        )
+    if plan.splits_tensors:
+        from evenly.parallel.data.optimizer import ELEMENTWISE  # takes seconds to import
+
+        if type(optimizer) not in ELEMENTWISE:
+            raise UserError(
+                f"optimizer {type(optimizer).__name__} under tensor={plan.tensor}",
+                "it may need whole parameters, and each rank has a part of them",
+                "use an optimizer of torch.optim that treats every element by itself (AdamW, SGD), or plan ddp",
+            )
+    if plan.splits_blocks and type(optimizer).__module__.partition(".")[0] != "torch":
+        raise UserError(
+            f"optimizer {type(optimizer).__name__} under pipeline={plan.pipeline}",
+            "it may look at all parameters together, and each rank has those of its stages",
+            "use an optimizer of torch.optim, or a plan without pipeline",
+        )
+    _check_eps(optimizer)
+    known = {id(p) for p in parameters}
+    if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
+        raise UserError(
+            "the job's optimizer",
+            "it holds parameters that are not the model's",
+            "give it the `params` passed in",
+        )
+    _leave_out(optimizer, [p for p in parameters if p.is_meta])
+    choose_kernels(optimizer, plan)
+    return optimizer
+
+
+# torch has their step as one fused kernel too, which computes the same up to rounding. It has SGD's as well, but that
+# one fails where the momentum of some parameters begins later than that of others.
+FUSED = (torch.optim.Adam, torch.optim.AdamW)
+
+
+def choose_kernels(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """Has fused kernels step `optimizer` where the job leaves that open and the numbers stay right, and only there.
+
+    They go through each parameter once, where separate operations go through it a dozen times. But they take memory in
+    the order in which it lies: where a gradient lies otherwise than its parameter they compute nonsense, on the CPU
+    without an error. And the last elements of a tensor come out with other bits than the same in the middle of another.
+    """
+    for group in optimizer.param_groups:
+        right = plan.exact != "bitwise" and all(map(_lies_in_order, group["params"]))
+        if group.get("fused") and not right:
+            group["fused"] = None
+        is_open = group.get("fused") is None and group.get("foreach") is None and not group.get("differentiable")
+        if right and is_open and type(optimizer) in FUSED and all(map(_is_wide, group["params"])):
+            group["fused"] = True
+
+
+def _lies_in_order(parameter: torch.Tensor) -> bool:
+    return parameter.stride() == torch.empty(parameter.shape, device="meta").stride()
+
+
+def _is_wide(parameter: torch.Tensor) -> bool:
+    """Whether single operations round no more than a fused kernel, which computes in at least float32."""
+    return parameter.dtype in (torch.float32, torch.float64)
+
+
+def _leave_out(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Has `optimizer` forget these."""
+    elsewhere = {id(parameter) for parameter in parameters}
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in elsewhere]
+    for parameter in parameters:
+        optimizer.state.pop(parameter, None)
+
+
+def _check_eps(optimizer: torch.optim.Optimizer) -> None:
+    """Adam and its like divide by a root plus `eps`: where that is 0 in the type of the weights, by nothing."""
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        for dtype in {p.dtype for p in group["params"]} if isinstance(eps, float) and eps > 0 else ():
+            if torch.tensor(eps, dtype=dtype) == 0:
+                raise UserError(
+                    f"optimizer {type(optimizer).__name__} with eps={eps:g}",
+                    f"that is 0 in {str(dtype).removeprefix('torch.')}, the type of its weights",
+                    "give it a larger eps, 1e-4 say, or use precision=float16 or pure-bfloat16",
+                )
+
+
+def build_schedule(job: Job, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
+    """The job's learning-rate schedule, if it has one; its state must be plain values, so that it can be saved."""
+    if job.schedule is None:
+        return None
+    schedule = call_job("schedule", lambda: job.schedule and job.schedule(optimizer))
+    _expect("schedule", schedule, torch.optim.lr_scheduler.LRScheduler)
+    assert schedule is not None
+    if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise UserError(
+            "schedule ReduceLROnPlateau",
+            "it follows a measured loss, not the step",
+            "use one that counts steps",
+        )
+    try:
+        json.dumps(schedule.state_dict())
+    except TypeError as problem:
+        raise UserError(
+            f"schedule {type(schedule).__name__}",
+            f"its state cannot be saved: {problem}",
+            "use functions, not callable objects",
+        ) from problem
+    return schedule
+
+
+def _refuse_odd(model: nn.Module) -> None:
+    """Raises `UserError` for parameters that cannot be trained as they are."""
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            found, do = "it has no shape yet", "call the model once where it is built, or give its layers their sizes"
+        elif parameter.is_complex():
+            found, do = f"it is of {parameter.dtype}", "hold its parts as real numbers (torch.view_as_real)"
+        elif accumulated_hooks(parameter):
+            found = "it has a hook for its accumulated gradient, which would see one microbatch's"
+            do = "change the loss instead, or clip by the job's clip_norm"
+        else:
+            continue
+        raise UserError(f"training parameter {name}", found, do)
+
+
+def refuse_gradient_hooks(model: nn.Module, plan: Plan) -> None:
+    """Raises `PlanError` where a plan that holds parts of parameters would leave out what hooks do to gradients."""
+    for name, parameter in model.named_parameters():
+        if gradient_hooks(parameter):
+            raise PlanError(
+                f"plan {plan}",
+                f"parameter {name} has a hook for its gradient, which no rank has whole",
+                "change the loss instead, or use ddp, zero1 or zero2",
+            )
+
+
+def check_same_start(model: nn.Module, world: World, parking: Parking | None = None) -> None:
+    """Raises `RunError`, on all ranks alike, if a parameter or buffer differs between ranks."""
+    state = {name: t for name, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
+    parked = {name: None if parking is None else parking.fingerprint(t) for name, t in state.items()}
+    mine = {name: fingerprint(t) if (known := parked[name]) is None else known for name, t in state.items()}
+    prints = gather_values(mine, world.group("files"))
+    for rank, theirs in enumerate(prints):
+        for name in prints[0]:
+            if theirs.get(name) != prints[0][name]:
+                raise RunError(
+                    "every rank must start from the same model",
+                    f"{name} on rank {rank} differs from rank 0's",
+                    "let the job's model draw from torch, random and numpy only, which are seeded",
+                )
+
+
+def call_job(field: str, function: Callable[[], T]) -> T:
+    """What a function of the job returns; whatever it raises becomes a `UserError` that names the field."""
+    try:
+        return function()
+    except EvenlyError:
+        raise
+    except Exception as problem:
+        raise UserError(f"calling the job's {field}", describe(problem), "run it by itself to find out") from problem
+
+
+def _expect(field: str, value: Any, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise UserError(
+            f"the job's {field} must return a {kind.__module__}.{kind.__qualname__}",
+            f"it returned a {type(value).__name__}",
+            "return the object itself",
+        )

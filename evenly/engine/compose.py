@@ -1,0 +1,268 @@
+"""The one place that applies a plan to a model: which strategies, in which order.
+
+Order: the model stands on the rank's device with its final parameters before anything is split, because the
+strategies hold on to the parameters that they find.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from evenly.comm.groups import Group
+from evenly.comm.world import World
+from evenly.errors import PlanError
+from evenly.model.blocks import Block, find_blocks, find_recomputed
+from evenly.parallel.core.calls import BlockCalls
+from evenly.parallel.core.forwards import BlockForwards, Forward
+from evenly.parallel.core.memory import on
+from evenly.parallel.core.recompute import CachesOff, recomputing
+from evenly.parallel.core.statistics import RunningStatistics
+from evenly.parallel.data.gradients import Gradients, GradientSum, Parts, trainable
+from evenly.parallel.data.replicas import ReplicaGradients, Replicas
+from evenly.plan import Plan
+from evenly.plan.schedule import splits_backward
+
+if TYPE_CHECKING:
+    from evenly.parallel.data.optimizer import Cut
+    from evenly.parallel.pipeline.model import StagedModel
+    from evenly.parallel.pipeline.pipeline import Pipeline
+    from evenly.parallel.pipeline.stages import Staging
+    from evenly.parallel.tensor.model import SplitModel
+    from evenly.parallel.tensor.splits import ParameterSplit
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A model as its plan runs it.
+
+    model:      the parameters and buffers of this rank.
+    replicas:   the model on each device of this rank, which run side by side; only one but for `replicas` in the plan.
+    gradients:  adds gradients over microbatches, replicas and ranks.
+    statistics: of each replica, keeps the running statistics of normalisation layers.
+    forwards:   of each replica, what its blocks run instead of their own forward.
+    calls:      of each replica, the calls of its blocks, which draw random numbers of their own.
+    cuts:       parameters that this rank does not step as they stand, but its part of them or a copy on the host.
+    sharded:    share of the parameters' elements that this plan really splits, 0 to 1.
+    tensor:     the model's parameters as parts of larger ones, where the tensor axis splits them.
+    pipeline:   the model in stages, where the pipeline axis cuts it.
+    in_step:    whether ranks meet inside the model, so that each must run as many microbatches as the others.
+    """
+
+    model: nn.Module
+    replicas: Replicas
+    gradients: Gradients
+    statistics: list[RunningStatistics]
+    forwards: list[BlockForwards | CachesOff]
+    calls: list[BlockCalls]
+    cuts: Sequence[Cut] = ()
+    sharded: float = 0.0
+    tensor: SplitModel | None = None
+    pipeline: Pipeline | None = None
+    in_step: bool = False
+
+    @property
+    def layers(self) -> int:
+        """How many layers keep running statistics."""
+        return self.statistics[0].layers
+
+    @property
+    def computing(self) -> AbstractContextManager[None]:
+        """Around everything that the job computes with the model."""
+        return nullcontext() if self.tensor is None else self.tensor.axis
+
+    def parameters(self) -> list[nn.Parameter]:
+        """All of the model's, in its order; of those that this rank has not, what stands for them."""
+        return [*self.model.parameters()] if self.pipeline is None else self.pipeline.parameters()
+
+    @property
+    def elements(self) -> int:
+        """Of all of the model's parameters together, whichever ranks hold them."""
+        layouts = {} if self.tensor is None else self.tensor.layouts
+        split = [(p, layouts[name]) for name, p in self.model.named_parameters() if name in layouts]
+        elsewhere = sum(math.prod(layout.whole(p.shape)) - p.numel() for p, layout in split)
+        return sum(p.numel() for p in self.parameters()) + elsewhere
+
+    def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """All of what the ranks hold of a parameter or buffer, or of its gradient; a collective where it is cut."""
+        full_tensor = getattr(tensor, "full_tensor", None)
+        mine = tensor if full_tensor is None else full_tensor()
+        return mine if self.tensor is None else self.tensor.whole(name, mine)
+
+    def fold_statistics(self, calls: Sequence[Sequence[int]]) -> None:
+        """Ends a step; `calls` as of `RunningStatistics.fold`."""
+        first, *others = self.statistics
+        with on(0, carrying=True):
+            for other in others:
+                first.take(other)
+        first.fold(calls)
+
+    def train(self, mode: bool) -> None:
+        """Every replica in training mode, or in evaluation mode with the values of now."""
+        for replica in self.replicas:
+            replica.called.train(mode)
+        if mode:
+            self.gradients.rest()
+        else:
+            self.replicas.refresh()
+
+    def close(self) -> None:
+        """Leaves the model as it would be without a plan."""
+        for part in (self.gradients, *self.statistics, *self.forwards, *self.calls, *filter(None, [self.tensor])):
+            part.close()
+
+
+def compose(
+    modules: Sequence[nn.Module],
+    plan: Plan,
+    world: World,
+    splits: Mapping[str, ParameterSplit] | None = None,
+    stages: tuple[StagedModel, Staging] | None = None,
+) -> Composed:
+    """Applies `plan` (fitted to the world and resolved) to `modules`, one on each of `devices_of` this rank.
+
+    They are changed in place; the first is the model. splits: of its parameters, where the plan has a tensor axis.
+    stages: of the model, where it has a pipeline.
+
+    Order: what other stages hold goes first, then what is left is split over the tensor axis, then over data.
+    """
+    model, group, wide = modules[0], world.group("data"), plan.exact == "bitwise"
+    pipeline = _pipeline(*stages, plan, world) if stages is not None else None
+    blocks = [find_blocks(module) for module in modules] if pipeline is None else [pipeline.blocks]
+    tensor = None
+    if splits is not None:
+        held = {name for name, _ in model.named_parameters()}
+        tensor = _split(model, {name: s for name, s in splits.items() if name in held}, world.group("tensor"), plan)
+    if plan.stage < 3 and (pipeline or tensor):
+        model.to(world.device)
+    parts_of = _parts_of(pipeline, tensor, world)
+    if pipeline is not None and tensor is not None:
+        pipeline.leaving(tensor.gathered)
+        pipeline.engine.computing = tensor.axis  # recomputation computes the model again
+    replicas = Replicas(modules, devices_of(plan, world), gather=plan.gather)
+    elsewhere = pipeline.elsewhere if pipeline is not None else ()
+    whole = plan.stage < 3 and tensor is None and pipeline is None
+    statistics = [
+        RunningStatistics(r.module, group=group, alone=plan.devices == 1, whole=whole, elsewhere=elsewhere)
+        for r in replicas
+    ]
+    parts: dict[str, Any] = {
+        "replicas": replicas,
+        "statistics": statistics,
+        "forwards": _change_blocks(replicas, blocks, plan),
+        "calls": _take_over_calls(replicas, blocks, pipeline),
+    }
+    if tensor is not None:
+        parts |= {"tensor": tensor, "sharded": tensor.share}
+    if pipeline is not None:
+        parts |= {"pipeline": pipeline, "sharded": max(pipeline.share, tensor.share if tensor else 0.0)}
+    if plan.stage:
+        assert plan.shard != "auto"  # the plan is fitted
+        settings: dict[str, Any] = {"world": world, "shard": plan.shard or group.size, "wide": wide, "parts": parts_of}
+        if plan.stage == 3:
+            from evenly.parallel.data.shards import ShardedGradients  # takes seconds to import
+
+            sharded = ShardedGradients(
+                model,
+                offload=plan.offload == "parameters",
+                blocks=blocks[0],
+                in_parts=pipeline is not None and splits_backward(plan.order) and pipeline.engine.in_parts,
+                **settings,
+            )
+            if pipeline is not None:
+                pipeline.leaving(sharded.left)
+                pipeline.engine.prepare = sharded.prepare
+        else:
+            from evenly.parallel.data.partition import PartitionedGradients
+
+            sharded = PartitionedGradients(model, zero=plan.stage, **settings)
+        parts |= {"cuts": sharded.cuts, "sharded": max(sharded.share, parts.get("sharded", 0.0))}
+        return Composed(model, gradients=sharded, in_step=plan.stage == 3, **parts)
+    if plan.offload == "optimizer":
+        from evenly.parallel.data.optimizer import Cut
+
+        parts["cuts"] = [Cut(name, p, p, slice(None)) for name, p in trainable(model, some=pipeline is None)[0]]
+    if len(replicas) > 1:
+        return Composed(model, gradients=ReplicaGradients(replicas, group=group, wide=wide), **parts)
+    return Composed(model, gradients=GradientSum(model, group=group, wide=wide, parts=parts_of), **parts)
+
+
+def _split(model: nn.Module, splits: Mapping[str, ParameterSplit], group: Group, plan: Plan) -> SplitModel:
+    """Splits the parameters of `model` over the tensor axis."""
+    from evenly.parallel.tensor.layout import Layout
+    from evenly.parallel.tensor.model import SplitModel
+
+    layouts = {name: Layout.of(s.dim, s.outer, s.units, s.inner, group.size) for name, s in splits.items()}
+    keeping = plan.recompute == "selective"
+    return SplitModel(model, layouts, group, sequence=plan.sequence == "split", recomputed=keeping)
+
+
+def _pipeline(model: StagedModel, staging: Staging, plan: Plan, world: World) -> Pipeline:
+    """Leaves of `model` what this rank runs."""
+    from evenly.parallel.pipeline.pipeline import Pipeline
+
+    model.move(world.device)
+    pipeline = Pipeline.of(model, staging, plan, world.group("pipeline"))
+    # A second part of a backward would compute all activations a second time.
+    pipeline.engine.in_parts = plan.recompute in (None, "none")
+    return pipeline
+
+
+def _parts_of(pipeline: Pipeline | None, tensor: SplitModel | None, world: World) -> Parts | None:
+    """What of the model's parameters this rank has; None for all."""
+    if pipeline is None and tensor is None:
+        return None
+    return Parts(
+        names=tensor.layouts if tensor is not None else (),
+        group=world.group("tensor") if tensor is not None else None,
+        stages=pipeline.group if pipeline is not None else None,
+        elsewhere=pipeline.ties.counted_elsewhere if pipeline is not None else (),
+    )
+
+
+def _take_over_calls(
+    replicas: Replicas, blocks: Sequence[Sequence[Block]], pipeline: Pipeline | None
+) -> list[BlockCalls]:
+    if pipeline is not None:
+        return [BlockCalls(pipeline.model.blocks, replicas[0].device, pipeline.model.call)]
+    return [BlockCalls(mine, replica.device) for mine, replica in zip(blocks, replicas, strict=True)]
+
+
+def _change_blocks(
+    replicas: Replicas, blocks: Sequence[Sequence[Block]], plan: Plan
+) -> list[BlockForwards | CachesOff]:
+    """Recomputation inside, compilation around it. A stage has no caches of keys and values but its own."""
+    changes: dict[str, Callable[[Forward], Forward]] = {}
+    if plan.recompute in ("selective", "full"):
+        changes[f"recompute={plan.recompute}"] = recomputing(selective=plan.recompute == "selective")
+        if plan.compile != "blocks" and not plan.splits_blocks:
+            blocks = [find_recomputed(r.module, mine) for r, mine in zip(replicas, blocks, strict=True)]
+    if plan.compile == "blocks":
+        from evenly.parallel.core.compiled import check_compilable, compiling
+
+        for replica in replicas:
+            check_compilable(replica.module, replica.device)
+        changes["compile=blocks"] = compiling
+    caches = plan.recompute in ("selective", "full") or plan.splits_blocks
+    off = [CachesOff(replica.module) for replica in replicas] if caches else []
+    if not changes:
+        return [*off]
+    return [*(BlockForwards(mine, [*changes.values()], asked=" ".join(changes)) for mine in blocks), *off]
+
+
+def devices_of(plan: Plan, world: World) -> list[str]:
+    """The devices of this rank: its own, or as many as the plan has replicas. `PlanError` beyond this machine's."""
+    assert plan.replicas != "auto"  # the plan is fitted
+    count = plan.replicas or 1
+    if world.device == "cpu" or count == 1:
+        return [world.device] * count
+    found = torch.cuda.device_count()
+    if count > found:
+        raise PlanError(f"plan {plan}", f"this machine has {found} GPUs", f"give replicas={found}")
+    return [f"cuda:{number}" for number in range(count)]

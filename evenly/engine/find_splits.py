@@ -1,0 +1,159 @@
+"""What the tensor axis splits of a job's model: derived on one rank, the same on all; and explained without ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from evenly.comm.operations import gather_values
+from evenly.comm.world import World
+from evenly.data.loader import Loader, share_of_step
+from evenly.engine.build import build_model
+from evenly.errors import EvenlyError, PlanError, UserError
+from evenly.job import Job
+from evenly.launch.environment import cache_folder
+from evenly.parallel.tensor.derivation_cache import kept, key_of
+from evenly.parallel.tensor.select_splits import Choice, choose
+from evenly.parallel.tensor.splits import Derivation, ParameterSplit, SplitGroup, derive
+from evenly.parallel.tensor.trace import trace
+from evenly.plan import Plan, with_microbatch
+
+
+def find_splits(job: Job, model: nn.Module, plan: Plan, world: World) -> Mapping[str, ParameterSplit] | None:
+    """How to split each parameter of `model`, by name, that can be; None without a tensor axis. A collective.
+
+    Raises `PlanError`, on all ranks, where nothing can be split or the model cannot be traced.
+    """
+    if not plan.splits_tensors:
+        return None
+    found: Choice | EvenlyError | None = None
+    if world.is_main:
+        try:
+            found = choose_splits(plan, derivation_of(job, model))
+        except EvenlyError as problem:
+            found = problem
+    found = gather_values(found, world.group("world"))[0]
+    if isinstance(found, EvenlyError):
+        raise found
+    assert found is not None
+    return found.splits
+
+
+def derivation_of(job: Job, model: nn.Module) -> Derivation:
+    """What can be split in `model` as the job's loss calls it with its first microbatch."""
+    share = replace(share_of_step(job, 0, rank=0, ranks=1), own=[0])
+    batch = next(Loader(job).read(iter([share]))).batch
+    key = key_of(model, job.loss, batch)
+    return kept(cache_folder() / "splits", key, lambda: derive(trace(model, job.loss, batch)))
+
+
+def choose_splits(plan: Plan, derivation: Derivation) -> Choice:
+    """What `plan` splits; raises `PlanError` where that is nothing."""
+    choice = _choice(plan, derivation)
+    if not choice.splits:
+        reasons = dict.fromkeys(reason for _, reason in choice.left)
+        reasons |= dict.fromkeys(why for barred in derivation.barred.values() for why in barred if why)
+        raise PlanError(
+            f"plan {plan}",
+            f"no parameter of the model can be split over {choice.ranks} ranks: {'; '.join([*reasons][:3])}",
+            "use another axis (ddp, zero3), or another number of ranks",
+        )
+    return choice
+
+
+def _choice(plan: Plan, derivation: Derivation) -> Choice:
+    assert isinstance(plan.tensor, int)
+    return choose(derivation, plan.tensor, plan.whole.split("|") if plan.whole else ())
+
+
+@dataclass(frozen=True)
+class ExplainedGroup:
+    """A group of parameters that are split together or not at all; fields as of `SplitGroup`.
+
+    split:  whether they are.
+    reason: why they are not; empty where they are.
+    """
+
+    parameters: tuple[ParameterSplit, ...]
+    elements: int
+    forward_bytes: int
+    backward_bytes: int
+    sums: tuple[str, ...]
+    split: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a plan's tensor axis splits of a job's model, and why nothing else.
+
+    ranks:    of the tensor axis.
+    share:    of the model's `elements`, those that are split.
+    groups:   all that could be split over some number of ranks.
+    whole:    parameters that are in no group -> for each dim the reason.
+    """
+
+    plan: str
+    ranks: int
+    share: float
+    elements: int
+    groups: tuple[ExplainedGroup, ...]
+    whole: dict[str, tuple[str, ...]]
+
+
+def explain_splits(job: Job, plan: Plan) -> Explanation:
+    """What the tensor axis of `plan` splits of the job's model; in this process alone, and nothing is computed.
+
+    Raises `PlanError` where the plan has no tensor axis, or one without its size, or another microbatch than the job,
+    or where the model cannot be traced.
+    """
+    if plan.tensor in (None, 1):
+        raise PlanError(
+            f"explain plan {plan}",
+            "it has no tensor axis, which splits a model's tensors, and no pipeline, which cuts it into stages",
+            "add its size: --only tensor=2, or --only pipeline=2",
+        )
+    if plan.tensor == "auto":
+        raise PlanError(
+            f"explain plan {plan}",
+            "the tensor axis takes all devices that a run is given, and here none are",
+            "give its size: --only tensor=2",
+        )
+    precision = plan.resolve(job.precision).precision
+    assert precision is not None  # the plan is resolved
+    derivation = _derivation_without_numbers(with_microbatch(job, plan), precision)
+    choice = _choice(plan, derivation)
+    reasons = dict(choice.left)
+    return Explanation(
+        plan=str(plan),
+        ranks=choice.ranks,
+        share=choice.share,
+        elements=sum(derivation.elements.values()),
+        groups=tuple(_explained(group, reasons.get(group, "")) for group in derivation.groups),
+        whole={name: why for name, why in derivation.barred.items() if all(why)},
+    )
+
+
+def _explained(group: SplitGroup, reason: str) -> ExplainedGroup:
+    return ExplainedGroup(
+        parameters=group.parameters,
+        elements=group.elements,
+        forward_bytes=group.forward_bytes,
+        backward_bytes=group.backward_bytes,
+        sums=group.sums,
+        split=not reason,
+        reason=reason,
+    )
+
+
+def _derivation_without_numbers(job: Job, precision: str) -> Derivation:
+    """Of a model that takes no memory, so of any size; where its code wants numbers, of the model as it is."""
+    try:
+        with torch.device("meta"):
+            model = build_model(job, precision=precision, device=None)
+        return derivation_of(job, model)
+    except UserError:
+        return derivation_of(job, build_model(job, precision=precision, device=None))

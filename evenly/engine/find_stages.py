@@ -1,0 +1,237 @@
+"""How the pipeline axis cuts a job's model into stages: found on one rank, the same on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from evenly.comm.operations import gather_values
+from evenly.comm.world import World
+from evenly.data.loader import Loader, share_of_evaluation, share_of_step
+from evenly.engine.build import build_model
+from evenly.engine.precision import autocast, place_batch
+from evenly.errors import EvenlyError, PlanError
+from evenly.job import Job
+from evenly.parallel.core.recompute import CachesOff
+from evenly.parallel.pipeline.model import StagedModel
+from evenly.parallel.pipeline.stage_discovery import find_segments, find_staging
+from evenly.parallel.pipeline.stages import Segment, Staging
+from evenly.plan import Plan, with_microbatch
+from evenly.plan.cut import Memory, cut
+from evenly.plan.orders import in_flight_of
+from evenly.plan.schedule import rank_of_stage, runnable
+
+# How many floating-point operations a device does while it moves a byte: where a block does fewer, moving counts.
+FLOPS_PER_BYTE = {"cpu": 5.0, "cuda": 100.0}
+
+
+def find_stages(job: Job, model: nn.Module, plan: Plan, world: World) -> tuple[StagedModel, Staging]:
+    """The model as stages run it, and what they are. A collective: every rank finds them, the first's are taken.
+
+    Raises `PlanError`, on all ranks, where a stage cannot run by itself.
+    """
+    staged = StagedModel(model, "cpu")
+    found: Staging | EvenlyError
+    try:
+        found, _ = staging_of(job, staged, plan, device=torch.device(world.device).type)
+    except EvenlyError as problem:
+        found = problem
+    found = gather_values(found, world.group("world"))[0]
+    if isinstance(found, EvenlyError):
+        raise found
+    return staged, found
+
+
+def staging_of(job: Job, model: StagedModel, plan: Plan, *, device: str) -> tuple[Staging, list[Segment]]:
+    """The stages of `model` under `plan`, on devices of that type, as the job's first microbatches run it."""
+    assert plan.precision is not None and isinstance(plan.pipeline, int)  # the plan is resolved
+    caches = CachesOff(model.model)
+    try:
+        compute = _compute(job, model.model, plan.precision, evaluation=False)
+        segments = find_segments(model, compute)
+        microbatches = len(share_of_step(job, 0, rank=0, ranks=plan.axes["data"]).own)
+        counts = counts_of(segments, plan, device=device, microbatches=microbatches, limit_bytes=_device_bytes(device))
+        if job.eval_data is None:
+            return find_staging(model, segments, counts, compute, None), segments
+        evaluate = _compute(job, model.model, plan.precision, evaluation=True)
+
+        def evaluated() -> Any:
+            model.model.eval()
+            try:
+                return evaluate()
+            finally:
+                model.model.train()
+
+        return find_staging(model, segments, counts, compute, evaluated), segments
+    finally:
+        caches.close()
+
+
+def segments_of(job: Job, model: StagedModel, plan: Plan) -> list[Segment]:
+    """The segments of `model` as the job's first microbatch calls them; nothing is computed."""
+    assert plan.precision is not None  # the plan is resolved
+    caches = CachesOff(model.model)
+    try:
+        return find_segments(model, _compute(job, model.model, plan.precision, evaluation=False))
+    finally:
+        caches.close()
+
+
+def _compute(job: Job, model: nn.Module, precision: str, *, evaluation: bool) -> Callable[[], Any]:
+    """What runs the job's loss on the first microbatch."""
+    share = share_of_evaluation(job, rank=0, ranks=1) if evaluation else share_of_step(job, 0, rank=0, ranks=1)
+    microbatch = next(Loader(job, evaluation=evaluation).read(iter([replace(share, own=[0])])))
+    batch = place_batch(microbatch.batch, precision, "cpu")
+
+    def compute() -> Any:
+        with autocast(precision, "cpu"):
+            return job.loss(model, batch)
+
+    return compute
+
+
+def counts_of(
+    segments: Sequence[Segment], plan: Plan, *, device: str, microbatches: int, limit_bytes: int | None
+) -> tuple[int, ...]:
+    """How many segments each stage of `plan` (fitted) gets.
+
+    device: type of the ranks' devices. microbatches: of a rank's share of a step. limit_bytes: what a device has, or
+    None where that is no matter. Raises `PlanError` where there are too few segments, or nothing fits.
+    """
+    assert isinstance(plan.pipeline, int)
+    stages = plan.pipeline * plan.stages_of_each_rank
+    if len(segments) < stages:
+        raise PlanError(
+            f"plan {plan}",
+            f"it has {stages} stages, and the model calls {len(segments)} blocks",
+            f"use at most {len(segments)} stages (pipeline x stages_per_rank)",
+        )
+    if plan.cut is None:
+        costs = [_cost(segment, device) for segment in segments]
+        return cut(costs, stages, memory=_memory(segments, plan, microbatches, limit_bytes))
+    begins = [0, *map(int, plan.cut.split("|")), len(segments)]
+    if begins[-2] >= len(segments):
+        raise PlanError(
+            f"plan {plan}",
+            f"a stage is to begin at block {begins[-2]}, and the model calls {len(segments)}",
+            f"name blocks from 1 to {len(segments) - 1}",
+        )
+    return tuple(end - begin for begin, end in pairwise(begins))
+
+
+def _memory(segments: Sequence[Segment], plan: Plan, microbatches: int, limit_bytes: int | None) -> Memory | None:
+    """What bounds the cut: parameters with gradients and two numbers of Adam for each, and kept activations.
+
+    zero cuts the parts that its stage names over the data axis, as in arXiv 1910.02054.
+    """
+    if limit_bytes is None:
+        return None
+    assert isinstance(plan.pipeline, int)
+    cut_over, held = plan.axes["data"], _held_at_once(plan, microbatches)
+    kept = 0 if plan.recompute == "full" else 1
+    copies = sum(1 / cut_over if plan.stage >= stage else 1 for stage in (3, 2, 1, 1))
+    return Memory(
+        weight_bytes=[round(segment.weight_bytes * copies) for segment in segments],
+        activation_bytes=[segment.kept_bytes * kept for segment in segments],
+        in_flight=held,
+        limit_bytes=[limit_bytes // plan.stages_of_each_rank] * len(held),
+    )
+
+
+def _held_at_once(plan: Plan, microbatches: int) -> list[int]:
+    """Per stage, the most microbatches that it holds the activations of."""
+    assert isinstance(plan.pipeline, int)
+    per_rank = plan.stages_of_each_rank
+    runs = runnable(plan.order, plan.pipeline, per_rank, max(1, microbatches))
+    of_ranks = [iter(held) for held in in_flight_of(plan.order, plan.pipeline, per_rank, runs)]
+    return [next(of_ranks[rank]) for rank in rank_of_stage(plan.order, plan.pipeline, per_rank)]
+
+
+def _cost(segment: Segment, device: str) -> float:
+    """Of its forward, in floating-point operations of a device of that type."""
+    return segment.flops + segment.moved_bytes * FLOPS_PER_BYTE[device]
+
+
+def _device_bytes(device: str) -> int | None:
+    """What a device's memory holds; the host's is not a rank's alone."""
+    return torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None
+
+
+@dataclass(frozen=True)
+class ExplainedStage:
+    """One stage.
+
+    rank:     on the pipeline axis. blocks: names of those that it calls, in their order.
+    cost:     its share of what a forward costs.
+    elements, weight_bytes: of its parameters. kept_bytes: what a microbatch leaves in it for the backward.
+    in_flight: the most microbatches that it holds at once.
+    receives: what it is sent for each microbatch.
+    """
+
+    stage: int
+    rank: int
+    blocks: tuple[str, ...]
+    cost: float
+    elements: int
+    weight_bytes: int
+    kept_bytes: int
+    in_flight: int
+    receives: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StagesExplained:
+    """Where a plan cuts a job's model; `shared`: parameters that several stages hold -> these."""
+
+    plan: str
+    schedule: str
+    microbatches: int
+    cut: str
+    stages: tuple[ExplainedStage, ...]
+    shared: dict[str, tuple[int, ...]]
+
+
+def explain_stages(job: Job, plan: Plan) -> StagesExplained:
+    """Where `plan` cuts the job's model, in this process alone; nothing is computed.
+
+    Raises `PlanError` where the plan does not say how many ranks its pipeline has or has another microbatch than the
+    job, or where a stage cannot run by itself.
+    """
+    if not isinstance(plan.pipeline, int):
+        raise PlanError(
+            f"explain plan {plan}",
+            "the pipeline takes all devices that a run is given, and here none are",
+            "give its size: --only pipeline=4",
+        )
+    plan = replace(plan, data=plan.data or 1).resolve(job.precision)
+    job = with_microbatch(job, plan)
+    assert plan.precision is not None and isinstance(plan.pipeline, int)
+    model = StagedModel(build_model(job, precision=plan.precision, device=None), "cpu")
+    staging, segments = staging_of(job, model, plan, device="cpu")
+    microbatches = len(share_of_step(job, 0, rank=0, ranks=plan.axes["data"]).own)
+    held = _held_at_once(plan, microbatches)
+    costs = [_cost(segment, "cpu") for segment in segments]
+    ranks = rank_of_stage(plan.order, plan.pipeline, plan.stages_of_each_rank)
+    stages: list[ExplainedStage] = []
+    for stage, rank in enumerate(ranks):
+        own = [n for n, segment in enumerate(segments) if staging.stage_of[segment.call] == stage]
+        forms = [model.known[name].form for name, owners in staging.owners.items() if stage in owners]
+        stages.append(
+            ExplainedStage(
+                stage=stage,
+                rank=rank,
+                blocks=tuple(segments[n].call[0] for n in own),
+                cost=sum(costs[n] for n in own) / sum(costs),
+                elements=sum(form.numel() for form in forms),
+                weight_bytes=sum(form.nbytes for form in forms),
+                kept_bytes=sum(segments[n].kept_bytes for n in own),
+                in_flight=held[stage],
+                receives=tuple(map(str, staging.needs[True][stage])),
+            )
+        )
+    return StagesExplained(str(plan), plan.order, microbatches, staging.cut, tuple(stages), staging.shared)

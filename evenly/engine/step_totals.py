@@ -1,0 +1,130 @@
+"""What all ranks must know of a step before its update, in one sum over ranks.
+
+One vector of float64 numbers, each filled by one rank only and zero on all others, so that the sum is exact and the
+same on every rank: per microbatch its total, its weight and the calls of each normalisation layer; per rank its
+devices' memory; and whether anybody asks to stop. In training it travels with the gradients (`Gradients.send`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from evenly.comm.world import World
+from evenly.errors import RunError
+from evenly.job import Loss
+
+
+@dataclass(frozen=True)
+class Account:
+    """The step as all ranks know it; lists are by microbatch, `memory_bytes` by device, rank by rank."""
+
+    totals: list[float]
+    weights: list[float]
+    calls: list[list[int]]
+    memory_bytes: list[int]
+    stop: bool
+
+    @cached_property
+    def weight(self) -> float:
+        """Sum of the weights."""
+        return math.fsum(self.weights)
+
+    @cached_property
+    def loss(self) -> float:
+        """sum(totals) / sum(weights); the order of the sum is the microbatches', whoever ran them."""
+        return math.fsum(self.totals) / self.weight
+
+    def check(self, step: int) -> None:
+        """Raises `RunError`, on all ranks alike, if the loss of `step` is not a finite number."""
+        for number, (total, weight) in enumerate(zip(self.totals, self.weights, strict=True)):
+            if not math.isfinite(total) or not math.isfinite(weight) or weight < 0:
+                raise RunError(
+                    f"step {step}: the loss must be finite and its weight finite and not negative",
+                    f"microbatch {number} has total {total} and weight {weight:g}",
+                    "look for a division by zero, a log of zero, or too high a learning rate",
+                )
+        if self.weight == 0:
+            raise RunError(
+                f"step {step}: a loss needs something that counts",
+                "the weight is 0 in every microbatch of the batch",
+                "leave out samples that do not count, or take a larger global_batch",
+            )
+
+
+class Ledger:
+    """Fills the vector on one rank, and reads the sum over all ranks; used once per step."""
+
+    def __init__(self, world: World, *, microbatches: int, layers: int = 0, devices: int = 1) -> None:
+        """devices: of each rank."""
+        self._world, self._width, self._devices = world, 2 + layers, devices
+        self._cells = microbatches * self._width
+        self._values = [0.0] * self.size
+        self._on_device: dict[int, torch.Tensor] = {}  # numbers on a GPU: to read one would wait for it
+
+    @property
+    def size(self) -> int:
+        """Length of the vector."""
+        return self._cells + self._world.size * self._devices + 1
+
+    def add(self, number: int, loss: Loss | None, calls: list[int]) -> None:
+        """Enters microbatch `number`, run by this rank, or the part of it that has no loss."""
+        row: list[Any] = [] if loss is None else [loss.total.detach(), loss.weight]
+        for place, value in enumerate([*row, *calls], number * self._width + 2 - len(row)):
+            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                self._on_device[place] = value
+            else:
+                self._values[place] = float(value)
+
+    def numbers(self, *, memory_bytes: Sequence[int] = (), stop: bool = False) -> list[float] | torch.Tensor:
+        """What this rank knows; a tensor of float64 on its GPU if any of it is on one.
+
+        memory_bytes: peak of each of this rank's devices, or nothing.
+        """
+        for place, peak in enumerate(memory_bytes, self._cells + self._world.rank * self._devices):
+            self._values[place] = peak
+        self._values[-1] = float(stop)
+        if not self._on_device:
+            return self._values
+        vector = torch.tensor(self._values, dtype=torch.float64).to(self._world.device)
+        places = torch.tensor([*self._on_device], device=self._world.device)
+        vector[places] = torch.stack([value.double().to(vector.device) for value in self._on_device.values()])
+        return vector
+
+    def read(self, values: list[float]) -> Account:
+        """The account that the sum of all ranks' vectors stands for."""
+        rows = [values[start : start + self._width] for start in range(0, self._cells, self._width)]
+        return Account(
+            totals=[row[0] for row in rows],
+            weights=[row[1] for row in rows],
+            calls=[[round(n) for n in row[2:]] for row in rows],
+            memory_bytes=[round(n) for n in values[self._cells : -1]],
+            stop=values[-1] > 0,
+        )
+
+
+def as_loss(result: Any, samples: int) -> Loss:
+    """What a job's loss returned, as a `Loss`; a plain scalar is a mean over the microbatch's `samples`."""
+    loss = result if isinstance(result, Loss) else Loss(result, samples)
+    if not isinstance(loss.total, torch.Tensor) or loss.total.numel() != 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        found = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else f"{result!r:.80}"
+        if isinstance(result, Loss):
+            found += ", whose total is no tensor of one element"
+        raise RunError(
+            "the job's loss must return evenly.Loss(total, weight) or a scalar tensor",
+            f"it returned {found}",
+            "sum the losses into `total`, a tensor (no .item()), and count what they cover in `weight`",
+        )
+    if isinstance(loss.weight, torch.Tensor) and loss.weight.requires_grad:
+        raise RunError(
+            "the weight of a loss says how much counts",
+            "it has a gradient: it depends on the model's parameters",
+            "detach it, or make what it stands for a part of `total`",
+        )
+    total = loss.total.reshape(())
+    return Loss(total, loss.weight) if isinstance(result, Loss) else Loss(total * samples, samples)

@@ -1,0 +1,1 @@
+"""Devices and links as data. No torch at import."""

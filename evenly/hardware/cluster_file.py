@@ -1,0 +1,165 @@
+"""A cluster as a TOML file: its devices, and how fast they compute and talk as measured.
+
+nodes = 1
+devices = 2                 # of one node
+kind = "cpu"                # as in devices.toml
+backend = "gloo"            # that the links were measured with
+
+network_gbit_per_s = 400    # all four may be missing: one way per device to other nodes
+network = "rdma"            # one of links.toml
+cards = 8                   # network cards of a node
+in_network = false          # switches within a node do not reduce (NVLS), though they could
+
+[device]                    # may be missing: facts that replace those of the kind, or describe one that is not known
+memory_gib = 79.6
+
+[links.all_reduce.2]        # an operation over 2 ranks takes alpha_s + beta_s_per_byte x size
+alpha_s = 8.1e-05
+beta_s_per_byte = 4.2e-10
+
+[rates]                     # of one device
+memory = 1.1e10             # bytes/s of a copy, read and written
+
+[rates.matmul.float32]      # FLOP/s of n x n x n
+1024 = 7.9e10
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from evenly.errors import UserError
+from evenly.hardware.cluster import Cluster, Link, Rates
+from evenly.hardware.links import far_link
+
+HEAD = "see the head of evenly/hardware/cluster_file.py"
+
+
+def write_cluster(path: Path, cluster: Cluster) -> None:
+    """Writes what `read_cluster` reads; replaces the file. Raises `UserError` where it cannot be written."""
+    try:
+        path.write_text("\n".join(_lines(cluster)) + "\n", encoding="utf-8")
+    except OSError as problem:
+        raise UserError(f"save the cluster as {path}", str(problem), "name a file that can be written") from None
+
+
+def _lines(cluster: Cluster) -> Iterator[str]:
+    yield "# Measured by `evenly bench`."
+    yield from _entries({"nodes": cluster.nodes, "devices": cluster.devices, "kind": cluster.kind})
+    network = cluster.network_bytes_per_s
+    chosen = {
+        "backend": cluster.backend or None,
+        "network_gbit_per_s": None if network is None else network * 8 / 1e9,
+        "network": cluster.network,
+        "cards": cluster.cards,
+        "in_network": None if cluster.in_network else False,
+    }
+    yield from _entries(chosen)
+    tables = {"device": {k: v for k, v in cluster.own.items() if k != "tflops"}}
+    tables["device.tflops"] = cluster.own.get("tflops", {})
+    for (operation, ranks), link in sorted(cluster.links.items()):
+        numbers = {"alpha_s": float(link.alpha_s), "beta_s_per_byte": float(link.beta_s_per_byte)}
+        tables[f"links.{operation}.{ranks}"] = numbers
+    tables["rates"] = {} if cluster.rates.memory is None else {"memory": float(cluster.rates.memory)}
+    for precision, by_size in cluster.rates.matmul.items():
+        tables[f"rates.matmul.{precision}"] = {str(n): float(rate) for n, rate in sorted(by_size.items())}
+    for name, entries in tables.items():
+        if entries:
+            yield from ("", f"[{name}]", *_entries(entries))
+
+
+def _entries(values: Mapping[str, Any]) -> Iterator[str]:
+    """Numbers, words and truth values, which JSON writes as TOML does."""
+    return (f"{name} = {json.dumps(value)}" for name, value in values.items() if value is not None)
+
+
+def read_cluster(path: Path) -> Cluster:
+    """The cluster of a file. Raises `UserError`, naming the field, for what is not one."""
+    asked = f"read the cluster {path}"
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise UserError(asked, str(problem), "make one with `evenly bench comm --save FILE`") from None
+    rate = content.get("network_gbit_per_s")
+    cluster = Cluster(
+        nodes=_count(content, "nodes", asked),
+        devices=_count(content, "devices", asked),
+        kind=_text(content, "kind", asked),
+        backend=_text(content, "backend", asked) if "backend" in content else "",
+        links=_links(content, asked),
+        rates=_rates(content, asked),
+        own=_table(content, "device", asked),
+        network_bytes_per_s=None if rate is None else _number(content, "network_gbit_per_s", asked) * 1e9 / 8,
+        network=_text(content, "network", asked) if "network" in content else None,
+        cards=_count(content, "cards", asked) if "cards" in content else None,
+        in_network=_truth(content, "in_network", asked) if "in_network" in content else True,
+    )
+    if cluster.network is not None:
+        far_link(cluster.network)
+    return cluster
+
+
+def _links(content: Mapping[str, Any], asked: str) -> dict[tuple[str, int], Link]:
+    links: dict[tuple[str, int], Link] = {}
+    for operation, by_ranks in _table(content, "links", asked).items():
+        for ranks, numbers in _table({operation: by_ranks}, operation, asked).items():
+            where = f"links.{operation}.{ranks}"
+            if not ranks.isdecimal():
+                raise UserError(asked, f"{where} does not end in a number of ranks", "write it as links.all_reduce.2")
+            table = _table({where: numbers}, where, asked)
+            alpha_s, beta = (_number(table, name, asked, f"{where}.") for name in ("alpha_s", "beta_s_per_byte"))
+            links[operation, int(ranks)] = Link(alpha_s, beta)
+    return links
+
+
+def _rates(content: Mapping[str, Any], asked: str) -> Rates:
+    table = _table(content, "rates", asked)
+    memory = _number(table, "memory", asked, "rates.") if "memory" in table else None
+    matmul: dict[str, dict[int, float]] = {}
+    for precision, by_size in _table(table, "matmul", asked).items():
+        where = f"rates.matmul.{precision}"
+        sizes = _table({where: by_size}, where, asked)
+        if wrong := [size for size in sizes if not size.isdecimal()]:
+            raise UserError(asked, f"{where} has {', '.join(wrong)}", "name each rate by its n, a whole number")
+        matmul[precision] = {int(size): _number(sizes, size, asked, f"{where}.") for size in sizes}
+    return Rates(matmul=matmul, memory=memory)
+
+
+def _table(content: Mapping[str, Any], name: str, asked: str) -> dict[str, Any]:
+    value = content.get(name, {})
+    if not isinstance(value, dict):
+        raise UserError(asked, f"{name} is {value!r}, not a table", HEAD)
+    return value
+
+
+def _number(content: Mapping[str, Any], name: str, asked: str, where: str = "") -> float:
+    value = content.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (isfinite(value) and value >= 0):
+        raise UserError(asked, f"{where}{name} is {value!r}", "give a number that is not negative")
+    return float(value)
+
+
+def _count(content: Mapping[str, Any], name: str, asked: str) -> int:
+    value = content.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(asked, f"{name} is {value!r}", "give a whole number of at least 1")
+    return value
+
+
+def _truth(content: Mapping[str, Any], name: str, asked: str) -> bool:
+    value = content.get(name)
+    if not isinstance(value, bool):
+        raise UserError(asked, f"{name} is {value!r}", "give true or false")
+    return value
+
+
+def _text(content: Mapping[str, Any], name: str, asked: str) -> str:
+    value = content.get(name)
+    if not isinstance(value, str) or '"' in value:
+        raise UserError(asked, f"{name} is {value!r}", "give a word")
+    return value

@@ -1,0 +1,153 @@
+"""Kinds of devices: what each can do and hold, from `devices.toml`. No torch."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cache
+from math import inf
+from pathlib import Path
+from typing import Any, cast
+
+from evenly.errors import UserError
+
+FILE = Path(__file__).with_name("devices.toml")
+MAKERS = ("nvidia", "tesla", "geforce", "amd", "instinct", "quadro")
+NEAREST = 3
+NEEDED = ("memory_gib", "memory_gb_per_s", "tflops", "node", "link", "link_gb_per_s", "network_gbit_per_s")
+TEXTS = ("link", "network", "source")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A kind of device.
+
+    name:         of the kind. memory_bytes: that a program can allocate from.
+    bandwidth:    of its memory, bytes per second.
+    flops:        dense peak by precision (float64, float32, tf32, float16, bfloat16, float8, float4), per second.
+    node:         devices of a node as sold. domain: devices joined by the fast link, where these are several nodes.
+    link:         the fast link's name in links.toml; link_bytes_per_s: its peak, one way, of one device.
+    network:      the network's name there; network_bytes_per_s: its peak, one way, per device, as is typical.
+    source:       where these facts are from.
+    """
+
+    name: str
+    memory_bytes: int
+    bandwidth: float
+    flops: Mapping[str, float] = field(hash=False)
+    node: int
+    domain: int
+    link: str
+    link_bytes_per_s: float
+    network: str
+    network_bytes_per_s: float
+    source: str = ""
+
+    def peak(self, precision: str) -> float:
+        """FLOP/s at `precision`; those of float32 where it has no units for it."""
+        return self.flops.get(precision, self.flops["float32"])
+
+
+def find_device(text: str) -> Device:
+    """The kind called `text`, in any case, with or without its maker. Raises `UserError` with the nearest names."""
+    found = known_device(text)
+    if found is None:
+        raise UserError(f"the device {text!r}", "no such kind is known", _advice(text))
+    return found
+
+
+def known_device(text: str) -> Device | None:
+    """The kind called `text`, None where there is none."""
+    return _by_key().get(_key(text))
+
+
+def device_with(kind: str, own: Mapping[str, Any]) -> Device:
+    """The kind, with facts of its own in the words of devices.toml; these may also describe a kind that is not known.
+
+    Raises `UserError`, naming the fact, for what is missing or no such fact.
+    """
+    known = known_device(kind)
+    if known is None and not own:
+        return find_device(kind)
+    facts: dict[str, Any] = {**(_facts()[known.name] if known else {}), **own}
+    asked = f"the device {kind!r} with facts of its own"
+    if missing := [name for name in NEEDED if name not in facts]:
+        found = f"no such kind is known, and {', '.join(missing)} missing"
+        raise UserError(asked, found, f"give them as evenly/hardware/devices.toml does; or {_advice(kind)}")
+    if problems := list(_problems(own)):
+        raise UserError(asked, "; ".join(problems), "see the head of evenly/hardware/devices.toml")
+    return _device(known.name if known else kind, {"source": "its own", **facts})
+
+
+def device_names() -> list[str]:
+    """Of all kinds."""
+    return list(_kinds())
+
+
+@cache
+def _facts() -> dict[str, dict[str, Any]]:
+    return tomllib.loads(FILE.read_text(encoding="utf-8"))
+
+
+@cache
+def _kinds() -> dict[str, Device]:
+    return {name: _device(name, facts) for name, facts in _facts().items()}
+
+
+@cache
+def _by_key() -> dict[str, Device]:
+    return {_key(word): _kinds()[name] for name, word in all_names()}
+
+
+def all_names() -> list[tuple[str, str]]:
+    """Every name of every kind: (kind, name)."""
+    return [(name, word) for name, facts in _facts().items() for word in (name, *facts["names"])]
+
+
+def _key(text: str) -> str:
+    """'NVIDIA A100-SXM4-80GB' -> 'a100sxm480gb'."""
+    words = re.split(r"[\s_/-]+", text.strip().lower())
+    return "".join(word for word in words if word not in MAKERS)
+
+
+def _advice(text: str) -> str:
+    near = get_close_matches(_key(text), list(_by_key()), n=3 * NEAREST, cutoff=0.5)
+    kinds = list(dict.fromkeys(_by_key()[key].name for key in near))[:NEAREST]
+    if kinds:
+        return f"did you mean {' or '.join(kinds)}? All kinds: {', '.join(device_names())}"
+    return f"take one of {', '.join(device_names())}"
+
+
+def _problems(own: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in own.items():
+        if name == "tflops":
+            rates = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+            if "float32" not in rates or not all(_positive(rate) for rate in rates.values()):
+                yield f"tflops is {value!r}, not positive numbers by precision, float32 among them"
+        elif name not in (*NEEDED, "domain", *TEXTS):
+            yield f"{name} is no fact of a device"
+        elif not (isinstance(value, str) if name in TEXTS else _positive(value)):
+            yield f"{name} is {value!r}"
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < inf
+
+
+def _device(name: str, facts: Mapping[str, Any]) -> Device:
+    return Device(
+        name=name,
+        memory_bytes=round(facts["memory_gib"] * 2**30),
+        bandwidth=facts["memory_gb_per_s"] * 1e9,
+        flops={precision: rate * 1e12 for precision, rate in facts["tflops"].items()},
+        node=facts["node"],
+        domain=facts.get("domain", facts["node"]),
+        link=facts["link"],
+        link_bytes_per_s=facts["link_gb_per_s"] * 1e9,
+        network=facts.get("network", "rdma"),
+        network_bytes_per_s=facts["network_gbit_per_s"] * 1e9 / 8,
+        source=facts["source"],
+    )

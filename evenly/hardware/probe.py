@@ -1,0 +1,95 @@
+"""What a device reaches: FLOP/s of square matmuls by precision, and bytes/s of its memory. Imports torch when called.
+
+A CPU is measured with one thread, as a rank runs. Times are medians over rounds, after a warm one.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from evenly.hardware.cluster import Rates
+
+if TYPE_CHECKING:
+    import torch
+
+PRECISIONS = {"cpu": ("float32", "float64", "bfloat16"), "cuda": ("float32", "tf32", "float16", "bfloat16")}
+SIZES = {"cpu": (128, 256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}
+COPIED_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}
+TIME_PER_SIZE_S = 0.2
+LEAST_ROUNDS, MOST_ROUNDS = 3, 200
+LONGEST_ROUND_S = 1.0  # a size that would take longer is left out
+
+
+def probe(kind: str) -> Rates:
+    """The rates of this machine's first device; `kind` is "cpu" or "cuda". Takes some seconds."""
+    with _as_a_rank_runs():
+        matmul = {precision: _matmul_rates(kind, precision) for precision in PRECISIONS[kind]}
+        return Rates(matmul=matmul, memory=_copy_rate(kind))
+
+
+def _matmul_rates(kind: str, precision: str) -> dict[int, float]:
+    """FLOP/s by n, from small to large; a size follows only where the one before says that it takes no longer than a
+    second.
+    """
+    rates: dict[int, float] = {}
+    for n in SIZES[kind]:
+        flops = 2 * n**3
+        if rates and flops / rates[max(rates)] > LONGEST_ROUND_S:
+            break
+        rates[n] = flops / _matmul_s(kind, precision, n)
+    return rates
+
+
+def _matmul_s(kind: str, precision: str, n: int) -> float:
+    import torch
+
+    dtype = torch.float32 if precision == "tf32" else getattr(torch, precision)
+    left, right = (torch.randn(n, n, device=kind).to(dtype) for _ in range(2))
+    out = torch.empty(n, n, device=kind, dtype=dtype)
+    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    return _median_s(lambda: torch.mm(left, right, out=out), kind)
+
+
+def _copy_rate(kind: str) -> float:
+    import torch
+
+    source = torch.zeros(COPIED_BYTES[kind] // 4, device=kind)
+    target: torch.Tensor = torch.ones_like(source)
+    return 2 * COPIED_BYTES[kind] / _median_s(lambda: target.copy_(source), kind)
+
+
+def _median_s(act: Callable[[], object], kind: str) -> float:
+    _timed(act, kind)
+    times_s: list[float] = []
+    until_s = time.perf_counter() + TIME_PER_SIZE_S
+    while len(times_s) < LEAST_ROUNDS or (len(times_s) < MOST_ROUNDS and time.perf_counter() < until_s):
+        times_s.append(_timed(act, kind))
+    return statistics.median(times_s)
+
+
+def _timed(act: Callable[[], object], kind: str) -> float:
+    began_s = time.perf_counter()
+    act()
+    if kind == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
+    return time.perf_counter() - began_s
+
+
+@contextmanager
+def _as_a_rank_runs() -> Generator[None]:
+    """One thread, and afterwards the settings that were there."""
+    import torch
+
+    threads, tf32 = torch.get_num_threads(), torch.backends.cuda.matmul.allow_tf32
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.backends.cuda.matmul.allow_tf32 = tf32

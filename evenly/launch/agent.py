@@ -1,0 +1,544 @@
+"""Starting ranks: torch's elastic agent, a warm forkserver, and one clear error where a rank fails.
+
+    warm_up -> start_ranks -> the agent -> one process per rank: `rank_main` -> the function
+
+Each rank leads a process group of its own, so that a terminal's Ctrl-C reaches the launcher alone, which
+forwards it once, and so that a rank can be ended together with the processes it started.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import fcntl
+import logging
+import multiprocessing
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+from uuid import uuid4
+
+from evenly.errors import RankError, UserError
+from evenly.launch.environment import (
+    CONTROL_VARIABLE,
+    LOOPBACK,
+    changed_environment,
+    process_environment,
+    rank_environment,
+)
+from evenly.launch.rank import STOP_SIGNALS, Folder, Orders, Task, describe_exit, end_rank, rank_main
+from evenly.launch.watch import Watch
+from evenly.observe.diagnosis import Trouble, explain
+
+Start = Literal["forkserver", "spawn", "fork"]
+
+# What every rank needs before its function can run.
+PRELOAD = ("torch", "torch.distributed", "torch.distributed.elastic.multiprocessing", "evenly.launch.rank")
+
+# How long ranks may take to finish their step, and a launcher to start any rank, after a stop signal.
+STOP_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 3.0
+
+# Each look of the agent takes milliseconds from the ranks' cores: at torch's 0.1 s, 10 % of a slow one.
+LOOK_EVERY_S = 0.5
+
+# How long a rank may wait for another before the run is ended: NCCL's own limit.
+STALL_LIMIT_S = 600.0
+
+
+class FailedRank(RankError):
+    """The first failing rank.
+
+    rank:      its global rank, None where the run as a whole was stopped.
+    exit_code: 2 where the rank raised a `UserError`, 128 + signal where the run was stopped, else 1.
+    traceback: the rank's own, '' where it left none.
+    """
+
+    def __init__(
+        self, asked: str, found: str, do: str, *, rank: int | None, exit_code: int = 1, traceback: str = ""
+    ) -> None:
+        super().__init__(asked, found, do)
+        self.rank, self.exit_code, self.traceback = rank, exit_code, traceback
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How to start the ranks of this node.
+
+    devices:     ranks on this node.
+    nodes, node_rank: how many nodes there are, and which this is.
+    rendezvous:  host:port of node 0, where the nodes meet; needed with several nodes.
+    start:       how processes are made. 'forkserver' is the fastest after `warm_up`; 'fork' runs functions
+                 that cannot be imported, such as a notebook's.
+    log_dir:     folder of rank{N}.log; by default a temporary one that only a failed run leaves.
+    preload:     modules that the forkserver imports for the ranks.
+    environment: variables to set in the ranks.
+    stall_limit_s: how long a rank may wait for another before all are ended, with the reason.
+    """
+
+    devices: int
+    nodes: int = 1
+    node_rank: int = 0
+    rendezvous: str = ""
+    start: Start = "forkserver"
+    log_dir: Path | None = None
+    preload: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    stall_limit_s: float = STALL_LIMIT_S
+
+
+def launch(fn: Callable[..., Any], *args: Any, devices: int, start: Start = "forkserver") -> list[Any]:
+    """Run `fn(*args)` in `devices` ranks on this machine; their results in the order of ranks.
+
+    Each rank has torchrun's variables in its environment. Raises `UserError` where the function cannot be
+    started that way, `FailedRank` with the error of the first rank that failed.
+    """
+    results = start_ranks(fn, args, Launch(devices=devices, start=start))
+    return [results[rank] for rank in sorted(results)]
+
+
+def start_ranks(fn: Callable[..., Any], args: Sequence[Any], launch: Launch) -> dict[int, Any]:
+    """Run `fn(*args)` in the ranks of this node; their results by global rank.
+
+    Rank 0 has the terminal, every other rank its log file. Ctrl-C or SIGTERM is forwarded to the ranks once,
+    as SIGINT; they are expected to finish their step and return. A second one, or 30 s, ends them hard.
+    Raises as `launch` does.
+    """
+    _check(launch)
+    task = _task(fn, tuple(args), launch.start)
+    if launch.start == "forkserver":
+        warm_up(launch.preload)
+    with ExitStack() as stack:
+        stack.enter_context(changed_environment(rank_environment(process_environment(), nodes=launch.nodes)))
+        stack.enter_context(_quiet_agent())
+        stack.enter_context(_main_module(needed=task.needs_main))
+        folder = _folder(launch, stack)
+        stack.callback(folder.remove)
+        stop = stack.enter_context(_forwarded_signals(folder))
+        environment = {**process_environment(), CONTROL_VARIABLE: str(folder.control), **launch.environment}
+        results = _run(Orders(task, folder, environment), launch, stop)
+    folder.remove_logs()
+    return {rank: pickle.loads(results[rank]) for rank in sorted(results)}
+
+
+# --- the forkserver -------------------------------------------------------------------------------------
+
+
+def warm_up(preload: Sequence[str] = ()) -> None:
+    """Start the forkserver, which imports torch and `preload` while the caller goes on with its own imports.
+
+    Call it before importing torch. A server that runs already is kept as it is.
+    """
+    from multiprocessing import forkserver
+
+    # Stop signals are the launcher's to handle, also while the server imports.
+    with changed_environment(rank_environment(process_environment())), _held():
+        forkserver.set_forkserver_preload([*PRELOAD, *preload])
+        forkserver.ensure_running()
+    atexit.register(_stop_forkserver)
+
+
+def _stop_forkserver() -> None:
+    """End the forkserver at once. It would end by itself, but not before its imports are done."""
+    from multiprocessing import forkserver
+
+    pid = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
+    if pid is not None and multiprocessing.parent_process() is None:
+        _signal(pid, signal.SIGKILL)
+
+
+@contextmanager
+def _main_module(*, needed: bool) -> Generator[None]:
+    """Spare the ranks the import of this process's main module where nothing they run lives in it."""
+    main = vars(sys.modules["__main__"])
+    hidden = {} if needed else {name: main[name] for name in ("__file__", "__spec__") if name in main}
+    # The file's name is taken away and not set to None: `inspect`, which the agent uses, expects one or none.
+    main.pop("__file__" if hidden else "", None)
+    main.update({"__spec__": None} if hidden else {})
+    try:
+        yield
+    finally:
+        main.update(hidden)
+
+
+# --- what can be seen before ranks start ----------------------------------------------------------------
+
+
+def _check(launch: Launch) -> None:
+    asked = f"start {launch.devices} ranks on node {launch.node_rank} of {launch.nodes}"
+    if launch.devices < 1 or launch.nodes < 1:
+        raise UserError(asked, "both numbers must be at least 1", "ask for at least one rank")
+    if not 0 <= launch.node_rank < launch.nodes:
+        raise UserError(asked, "nodes are counted from 0", f"give a node rank from 0 to {launch.nodes - 1}")
+    if launch.start not in ("forkserver", "spawn", "fork"):
+        raise UserError(asked, f"start={launch.start!r}", "use forkserver, spawn or fork")
+    if launch.nodes > 1:
+        _check_rendezvous(asked, launch)
+    if launch.start == "fork" and _cuda_is_initialised():
+        raise UserError(
+            "start ranks by fork",
+            "this process has used CUDA already, and a forked process cannot use it again",
+            "use start='forkserver', or call launch before anything touches a GPU",
+        )
+
+
+def _check_rendezvous(asked: str, launch: Launch) -> None:
+    host, _, port = launch.rendezvous.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 2**16:
+        found = f"the rendezvous {launch.rendezvous!r} is not host:port"
+        raise UserError(asked, found, "give node 0's host and a free port, the same on every node")
+    if launch.node_rank == 0 and not port_is_free(int(port)):
+        raise _port_taken(launch)
+
+
+def port_is_free(port: int) -> bool:
+    """Whether a server can listen on TCP `port` of this machine; 0 asks for any port."""
+    with socket.socket() as probe:
+        # As torch's store does: a port that is only waiting out its last connection counts as free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            return error.errno != errno.EADDRINUSE
+    return True
+
+
+def _port_taken(launch: Launch) -> UserError:
+    return UserError(
+        f"meet the other nodes at {launch.rendezvous}",
+        f"port {launch.rendezvous.rpartition(':')[2]} is taken on this machine",
+        "give another port on every node, or end what uses this one",
+    )
+
+
+def _cuda_is_initialised() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())
+
+
+def _task(fn: Callable[..., Any], args: tuple[Any, ...], start: Start) -> Task:
+    if start == "fork":
+        return Task((fn, args), b"")
+    name = getattr(fn, "__qualname__", repr(fn))
+    try:
+        task = Task(None, pickle.dumps((fn, args)))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise _unsendable(name, start, str(error)) from None
+    if task.needs_main and not _main_is_a_file():
+        raise _unsendable(name, start, "it is defined in a notebook or an interactive session")
+    return task
+
+
+def _main_is_a_file() -> bool:
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    return path is not None and Path(path).is_file()
+
+
+def _unsendable(name: str, start: Start, why: str) -> UserError:
+    return UserError(
+        f"run {name} in ranks started by {start}",
+        f"it cannot be sent to another process: {why}",
+        "use start='fork', or put the function at the top of a module that the ranks can import",
+    )
+
+
+def _folder(launch: Launch, stack: ExitStack) -> Folder:
+    """The folder of this launch, whose lock `stack` gives up."""
+    logs = launch.log_dir or Path(tempfile.mkdtemp(prefix="evenly-"))
+    control = logs / f".node{launch.node_rank}"
+    asked = f"keep the ranks' logs in {logs}"
+    try:
+        control.mkdir(parents=True, exist_ok=True)
+        stack.callback(os.close, _lock(control))
+        for path in control.iterdir():  # of a launcher that was killed
+            path.unlink()
+    except BlockingIOError:
+        do = "wait for it or end it, or give this run a folder of its own (--out)"
+        raise UserError(asked, "another run writes there", do) from None
+    except OSError as error:
+        raise UserError(asked, str(error), "name a folder that can be written") from None
+    return Folder(logs.absolute(), control.absolute(), launch.log_dir is None)
+
+
+def _lock(folder: Path) -> int:
+    """A descriptor that holds the lock of `folder` until closed; `BlockingIOError` where another process holds it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise
+    except OSError:
+        pass  # the file system has no locks
+    return descriptor
+
+
+# --- signals --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Stop:
+    """What signals have asked of this launch so far."""
+
+    signum: int = 0
+    since_s: float = 0.0
+    hard: bool = False
+
+    def ask(self, signum: int) -> None:
+        self.hard = self.hard or self.signum != 0
+        if not self.signum:
+            self.signum, self.since_s = signum, time.monotonic()
+
+    @property
+    def waited_s(self) -> float:
+        return time.monotonic() - self.since_s if self.signum else 0.0
+
+
+@contextmanager
+def _held() -> Generator[None]:
+    """Processes started inside are born with the stop signals blocked; a rank unblocks them once settled."""
+    from multiprocessing import resource_tracker
+
+    # Starting it would unblock signals of this thread.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _forwarded_signals(folder: Folder) -> Generator[_Stop]:
+    """Forward stop signals to the ranks. A thread does it: the main thread may be waiting inside torch."""
+    stop = _Stop()
+    with ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            stack.enter_context(_forwarding(folder, stop))
+        stack.enter_context(_held())
+        yield stop
+
+
+@contextmanager
+def _forwarding(folder: Folder, stop: _Stop) -> Generator[None]:
+    """Signals of this process go through a pipe to a thread. Only a main thread can ask for that."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    # Started before the signals are held: this thread is the one that gets them.
+    thread = threading.Thread(target=_forward, args=(reader, folder, stop), name="evenly-signals", daemon=True)
+    thread.start()
+    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    # The agent takes SIGQUIT for itself and does not give it back.
+    handlers = {number: signal.signal(number, _noted) for number in (*STOP_SIGNALS, signal.SIGQUIT)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        signal.set_wakeup_fd(wakeup)
+        os.close(writer)
+        thread.join()
+        os.close(reader)
+
+
+def _noted(signum: int, frame: FrameType | None) -> None:
+    """The wake-up pipe has told the forwarding thread already."""
+
+
+def _forward(reader: int, folder: Folder, stop: _Stop) -> None:
+    """Read signal numbers until the pipe closes; tell every rank, also those that start later."""
+    told: set[int] = set()
+    while True:
+        readable, _, _ = select.select([reader], [], [], 0.05 if stop.signum else None)
+        numbers = os.read(reader, 64) if readable else None
+        if numbers == b"":
+            return
+        for number in numbers or b"":
+            if number in STOP_SIGNALS:
+                stop.ask(number)
+        if stop.signum:
+            stop.hard = stop.hard or stop.waited_s > STOP_TIMEOUT_S
+            _tell(folder, stop, told)
+
+
+def _tell(folder: Folder, stop: _Stop, told: set[int]) -> None:
+    """Send SIGINT once to each rank that has started, or kill them all."""
+    for rank, pid in folder.pids().items():
+        if stop.hard:
+            end_rank(pid)
+        elif rank not in told:
+            _signal(pid, signal.SIGINT)
+        told.add(rank)
+    if not told and (stop.hard or stop.waited_s > START_TIMEOUT_S):
+        # The nodes have not met, and nothing but its end ends that wait.
+        folder.remove()
+        folder.remove_logs()
+        name = signal.Signals(stop.signum).name
+        os.write(2, f"the run was stopped by {name} before any rank had started\n".encode())
+        os._exit(128 + stop.signum)
+
+
+def _signal(pid: int, signum: int) -> None:
+    try:
+        os.kill(pid, signum)
+    except ProcessLookupError:
+        pass
+
+
+# --- the agent ------------------------------------------------------------------------------------------
+
+
+def _run(orders: Orders, launch: Launch, stop: _Stop) -> dict[int, bytes]:
+    """Run the agent until all ranks have returned; raises the first failure."""
+    from torch.distributed import DistNetworkError, DistStoreError
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher.api import elastic_launch
+
+    watch = Watch(orders.folder, launch.stall_limit_s)
+    try:
+        with watch:
+            return elastic_launch(_agent_config(launch), rank_main)(orders)
+    except ChildFailedError as failed:
+        exit_codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+    except SignalException as quit_signal:
+        stop.signum, stop.hard, exit_codes = int(quit_signal.sigval), True, {}
+    except (DistNetworkError, DistStoreError, RendezvousError) as error:
+        raise _no_rendezvous(launch, error) from None
+    finally:
+        for pid in orders.folder.pids().values():
+            end_rank(pid)
+    if watch.trouble is not None:
+        raise _stalled(orders.folder, watch.trouble)
+    raise _first_failure(orders.folder, exit_codes, stop)
+
+
+def _agent_config(launch: Launch) -> Any:
+    from torch.distributed.launcher.api import LaunchConfig
+
+    alone = launch.nodes == 1
+    return LaunchConfig(
+        min_nodes=launch.nodes,
+        max_nodes=launch.nodes,
+        nproc_per_node=launch.devices,
+        # The nodes of a static rendezvous know each other by the same id.
+        run_id=uuid4().hex if alone else "evenly",
+        role="rank",
+        rdzv_backend="c10d" if alone else "static",
+        rdzv_endpoint=f"{LOOPBACK}:0" if alone else launch.rendezvous,
+        rdzv_configs={"is_host": True} if alone else {"rank": launch.node_rank},
+        local_addr=LOOPBACK if alone else None,
+        max_restarts=0,
+        start_method=launch.start,
+        monitor_interval=LOOK_EVERY_S,
+        logs_specs=_no_logs(),
+        # Where the agent handles a signal it kills the ranks at once; the others are forwarded.
+        signals_to_handle="SIGQUIT",
+    )
+
+
+def _no_logs() -> Any:
+    """The agent's own log files, switched off: a rank redirects its output itself, to its very end."""
+    from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+
+    class NoLogs(LogsSpecs):
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            nowhere = dict.fromkeys(envs, "")
+            return LogsDest(stdouts=nowhere, stderrs=nowhere, error_files=nowhere)
+
+        @property
+        def root_log_dir(self) -> str:
+            return ""
+
+    return NoLogs()
+
+
+@contextmanager
+def _quiet_agent() -> Generator[None]:
+    """Keep torch's own lines about starting and ending processes off the terminal."""
+    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")]
+    before = [logger.propagate for logger in loggers]
+    silent = logging.NullHandler()
+    for logger in loggers:
+        logger.addHandler(silent)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger, propagate in zip(loggers, before, strict=True):
+            logger.removeHandler(silent)
+            logger.propagate = propagate
+
+
+# --- what went wrong ------------------------------------------------------------------------------------
+
+
+def _no_rendezvous(launch: Launch, error: Exception) -> UserError:
+    if "EADDRINUSE" in str(error) or "address already in use" in str(error):
+        return _port_taken(launch)
+    return UserError(
+        f"meet the other nodes at {launch.rendezvous or LOOPBACK}",
+        str(error).splitlines()[0],
+        "start every node with the same rendezvous; node 0 must run on that host, its port open to all",
+    )
+
+
+def _first_failure(folder: Folder, exit_codes: Mapping[int, int], stop: _Stop) -> FailedRank:
+    endings = folder.endings()
+    told = {ending.rank for ending in endings}
+    endings += [describe_exit(rank, code) for rank, code in exit_codes.items() if rank not in told]
+    first = min(endings, key=lambda ending: ending.order, default=None)
+    if stop.signum and (stop.hard or first is None or first.kind in ("peer", "interrupted")):
+        return _stopped(stop)
+    if first is None:
+        return FailedRank("the run failed", "no rank left an error", f"see the logs: {folder.logs}", rank=None)
+    trouble = explain(folder.records(), now_s=first.time_s, fates={e.rank: e.fate for e in endings if e.fate})
+    if trouble is not None and first.kind in ("peer", "aborted"):  # then it is not the rank's own failure
+        return _stalled(folder, trouble)
+    log = folder.log(first.rank)
+    whose = "its" if not first.is_mistake else f"rank {first.rank}'s"
+    where = f"see {whose} log: {log}" if log.exists() else f"see the logs: {folder.logs}"
+    asked, found = f"rank {first.rank} failed" + ("" if first.step is None else f" at step {first.step}"), first.text
+    if first.is_mistake:
+        asked, found = first.asked, first.found
+    return FailedRank(
+        asked,
+        found + (f"; {trouble.text}" if trouble else ""),
+        f"{first.do}; {where}" if first.do else where,
+        rank=first.rank,
+        exit_code=first.exit_code,
+        traceback=first.traceback,
+    )
+
+
+def _stalled(folder: Folder, trouble: Trouble) -> FailedRank:
+    stacks = ", with the stacks of all ranks" if [*folder.logs.glob("*.stacks")] else ""
+    return FailedRank(
+        "the ranks did not come together",
+        trouble.text,
+        f"let every rank do the same operations in the same order; the logs{stacks}: {folder.logs}",
+        rank=trouble.ranks[0],
+    )
+
+
+def _stopped(stop: _Stop) -> FailedRank:
+    return FailedRank(
+        f"the run was stopped by {signal.Signals(stop.signum).name}",
+        "its ranks were killed" if stop.hard else "a rank ended in the middle of its work",
+        "",
+        rank=None,
+        exit_code=128 + stop.signum,
+    )

@@ -1,0 +1,362 @@
+"""One rank's side of a launch: what runs in each process that the agent starts, and what it leaves behind.
+
+A rank tells its launcher two things through files in a control folder: its process id, so that signals
+find it, and its error, with the time, so that of several failing ranks the first is known.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from evenly.errors import EvenlyError, UserError
+from evenly.launch.environment import become_environment, process_environment
+from evenly.observe.recorder import RankRecord, read, waits_since_s
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+# A failing rank waits before it exits, so that the agent has seen a peer's end that came before its own:
+# a moment, and longer where its error says that a peer is gone.
+SETTLE_S = 0.25
+LINGER_S = 2.0
+
+LONGEST_MESSAGE = 2000
+
+PEER_LOSS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "ncclRemoteError",
+    "NCCL communicator was aborted",
+    "remote process exited or there was a network error",
+)
+
+Kind = Literal["killed", "error", "aborted", "peer", "interrupted"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a rank failed, in its own words or, where it could not speak, in those of its exit code.
+
+    asked, found, do: of an error of evenly's; of any other `asked` is ''.
+    step: optimizer step of the failure, from the exception's `evenly_step`, None if it has none.
+    """
+
+    rank: int
+    time_s: float
+    kind: Kind
+    found: str
+    asked: str = ""
+    do: str = ""
+    step: int | None = None
+    exit_code: int = 1
+    traceback: str = ""
+
+    @property
+    def text(self) -> str:
+        """What was asked and found, in one line."""
+        return ": ".join(part for part in (self.asked, self.found) if part)
+
+    @property
+    def is_mistake(self) -> bool:
+        """Whether it says what is wrong with the job or the plan: then it does not matter on which rank, nor when."""
+        return bool(self.asked) and self.exit_code == UserError.exit_code and self.step is None
+
+    @property
+    def fate(self) -> str:
+        """What became of the rank, in words that follow its name; '' where it only lost another."""
+        if self.kind in ("peer", "interrupted"):
+            return ""
+        return self.found.removeprefix("it ").partition(";")[0] if self.kind != "error" else f"raised {self.text}"
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """Least for the cause. A kill is never caused by another rank's error; an abort may be."""
+        causes: dict[Kind, int] = {"killed": 0, "error": 1, "aborted": 2, "peer": 3, "interrupted": 4}
+        return causes[self.kind], self.time_s
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Owns every file of a launch: logs, process ids, endings."""
+
+    logs: Path
+    control: Path
+    temporary: bool
+
+    def log(self, rank: int) -> Path:
+        return self.logs / f"rank{rank}.log"
+
+    def put_pid(self, rank: int) -> None:
+        _write(self.control / f"{rank}.pid", str(os.getpid()))
+
+    def pids(self) -> dict[int, int]:
+        """Process id by global rank, of the ranks that have started."""
+        return {int(path.stem): int(path.read_text()) for path in self.control.glob("*.pid")}
+
+    def put_ending(self, ending: Ending) -> None:
+        _write(self.control / f"{ending.rank}.json", json.dumps(asdict(ending)))
+
+    def endings(self) -> list[Ending]:
+        return [Ending(**json.loads(path.read_text())) for path in self.control.glob("*.json")]
+
+    def note_failing(self, rank: int) -> None:
+        """Says that the rank has failed and is about to put its ending: it is not to be waited for."""
+        (self.control / f"{rank}.failing").touch()
+
+    def failing(self) -> bool:
+        """Whether any rank has failed."""
+        return any(True for _ in self.control.glob("*.failing"))
+
+    def records(self) -> list[RankRecord]:
+        """What the ranks of this node have recorded."""
+        return [record for path in sorted(self.control.glob("*.record")) if (record := read(path)) is not None]
+
+    def longest_wait_s(self) -> float:
+        """For how long the rank that waits longest has been inside an operation, s; 0 where none is."""
+        since = (waits_since_s(path) for path in self.control.glob("*.record"))
+        return max((time.time() - moment for moment in since if moment is not None), default=0.0)
+
+    def stack_file(self, rank: int) -> Path:
+        return self.control / f"{rank}.stacks"
+
+    def stacks(self, rank: int) -> str:
+        """The stacks that a rank was asked for, '' while there are none."""
+        path = self.stack_file(rank)
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def remove(self) -> None:
+        """Remove the control folder: nothing reads it any more, and its lock is still held."""
+        shutil.rmtree(self.control, ignore_errors=True)
+
+    def remove_logs(self) -> None:
+        """Remove the logs, if nobody named their folder."""
+        if self.temporary:
+            shutil.rmtree(self.logs, ignore_errors=True)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write so that a reader finds the whole file or none."""
+    part = path.with_suffix(".part")
+    part.write_text(text)
+    part.replace(path)
+
+
+@dataclass(frozen=True)
+class Task:
+    """The function and its arguments: pickled, or as they are for ranks forked from this process."""
+
+    direct: tuple[Callable[..., Any], tuple[Any, ...]] | None
+    pickled: bytes
+
+    @property
+    def needs_main(self) -> bool:
+        """Whether something in it is defined in the launcher's main module."""
+        return b"__main__" in self.pickled
+
+    def __call__(self) -> Any:
+        fn, args = self.direct or pickle.loads(self.pickled)
+        return fn(*args)
+
+
+@dataclass(frozen=True)
+class Orders:
+    """All that a rank is told by its launcher."""
+
+    task: Task
+    folder: Folder
+    environment: Mapping[str, str]
+
+
+def rank_main(orders: Orders) -> bytes:
+    """What the agent runs in each rank; the function's result, pickled."""
+    become_environment(orders.environment)
+    rank = int(process_environment()["RANK"])
+    try:
+        _settle(orders.folder, rank)
+        result = _dumped(_outcome(orders.task))
+    except BaseException as error:
+        _fail(orders.folder, rank, error)
+    # The run is over for this rank; a late Ctrl-C has nothing to stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return result
+
+
+def _settle(folder: Folder, rank: int) -> None:
+    """Make this process a rank: its own process group, log, signals, and a watch on its launcher."""
+    os.setpgid(0, 0)
+    # Data workers are started as in a plain script, not as this process was.
+    multiprocessing.set_start_method(None, force=True)
+    # Its group is not the terminal's, which must not stop it for writing there.
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    threading.Thread(target=_end_with_launcher, name="launcher watch", daemon=True).start()
+    if rank:
+        _redirect(folder.log(rank))
+    _use_threads()
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Written by a handler in C, so that a rank stuck in a library can still be asked.
+    stacks = folder.stack_file(rank).open("w")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    folder.put_pid(rank)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def _end_with_launcher() -> None:
+    """Kill this rank and all that it started as soon as its launcher is gone, however it went."""
+    launcher = multiprocessing.parent_process()
+    if launcher is not None:
+        launcher.join()
+        os.killpg(0, signal.SIGKILL)
+
+
+def end_rank(pid: int) -> None:
+    """Kill a rank and all that it started."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def _redirect(log: Path) -> None:
+    """Send this process's output, and that of all it starts, to `log`."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with log.open("ab") as target:
+        os.dup2(target.fileno(), 1)
+        os.dup2(target.fileno(), 2)
+    # In a forked rank these may be a notebook's, which do not end in a file descriptor.
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+
+
+def _use_threads() -> None:
+    """Ask for the number again: the process that forked this one may have read another."""
+    import torch
+
+    threads = process_environment().get("OMP_NUM_THREADS", "")
+    if threads.isdigit() and int(threads) > 0 and int(threads) != torch.get_num_threads():
+        torch.set_num_threads(int(threads))
+
+
+def _outcome(task: Task) -> Any:
+    try:
+        return task()
+    except SystemExit as ended:
+        if ended.code in (None, 0):
+            return None
+        raise
+
+
+def _dumped(result: Any) -> bytes:
+    try:
+        return pickle.dumps(result)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"return a {type(result).__name__} from a rank",
+            f"it cannot be sent to the launcher: {error}",
+            "return numbers, text, tensors or what is made of them",
+        ) from None
+
+
+def _fail(folder: Folder, rank: int, error: BaseException) -> NoReturn:
+    """Tell the launcher, then end this process without waiting for threads that may hang."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    folder.note_failing(rank)
+    ending = describe(rank, error)
+    with folder.log(rank).open("a") as log:
+        log.write(ending.traceback)
+    folder.put_ending(ending)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    time.sleep(LINGER_S if ending.kind == "peer" else SETTLE_S)
+    os._exit(ending.exit_code)
+
+
+def describe(rank: int, error: BaseException) -> Ending:
+    """The ending of a rank whose function raised `error`."""
+    asked, found, do = _words(error)
+    step = getattr(error, "evenly_step", None)
+    return Ending(
+        rank=rank,
+        time_s=time.time(),
+        kind=_kind(error),
+        asked=asked,
+        found=found[:LONGEST_MESSAGE],
+        do=do,
+        step=step if isinstance(step, int) else None,
+        exit_code=error.exit_code if isinstance(error, EvenlyError) else 1,
+        traceback="".join(traceback.format_exception(error)),
+    )
+
+
+def describe_exit(rank: int, exit_code: int) -> Ending:
+    """The ending of a rank that left no words; a negative `exit_code` is a signal."""
+    if exit_code >= 0:
+        return Ending(
+            rank=rank,
+            time_s=time.time(),
+            kind="error",
+            found=f"it ended with exit code {exit_code} and no error",
+            do="where a script calls evenly.launch, put the call under: if __name__ == '__main__'",
+        )
+    name = _signal_name(-exit_code)
+    found, do = f"it was killed by {name}", ""
+    if name == "SIGKILL":
+        found += "; the usual sender is the kernel's out-of-memory killer"
+        do = "ask for less memory (microbatch, sharding, number of ranks), or see the kernel's log"
+    kind: Kind = "aborted" if name == "SIGABRT" else "killed"
+    return Ending(rank=rank, time_s=time.time(), kind=kind, found=found, do=do)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _kind(error: BaseException) -> Kind:
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    lost = isinstance(error, (RuntimeError, ConnectionError)) and any(text in str(error) for text in PEER_LOSS)
+    return "peer" if lost else "error"
+
+
+def _words(error: BaseException) -> tuple[str, str, str]:
+    """What was asked, found, and what to do."""
+    if isinstance(error, EvenlyError):
+        return error.asked, error.found, error.do
+    if isinstance(error, KeyboardInterrupt):
+        return "", "it was interrupted in the middle of its work", ""
+    text = str(error).strip()
+    found = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if _kind(error) == "peer":
+        return "", f"it lost another rank ({found})", "look at the ranks of the other nodes"
+    place = _place(error)
+    return "", (f"{found} ({place})" if place else found), ""
+
+
+def _place(error: BaseException) -> str:
+    """file:line of the innermost frame of the user's own code, of the innermost of all if there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = Path(__file__).parents[1]
+    own = [f for f in frames if "site-packages" not in f.filename and not Path(f.filename).is_relative_to(ours)]
+    frame = (own or frames)[-1] if frames else None
+    return f"{Path(frame.filename).name}:{frame.lineno}" if frame else ""

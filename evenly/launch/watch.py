@@ -1,0 +1,148 @@
+"""Watching the ranks of a launch: who waits, for whom, and for how long.
+
+A thread of the launcher reads what the ranks record. When one has been inside an operation for longer than the limit
+and the records show who keeps it waiting, the stacks of all ranks are written to the logs, the cause is kept as
+`trouble`, and all ranks are ended. Waiting that the records do not explain is left to the time limit of the backend:
+ranks of other nodes cannot be seen from here.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+from evenly.launch.rank import Folder, end_rank
+from evenly.observe.diagnosis import Trouble, explain
+from evenly.observe.recorder import RankRecord, is_users
+
+MOST_BETWEEN_LOOKS_S = 5.0  # a tenth of the limit where that is less
+STACKS_TIMEOUT_S = 1.0  # of one process
+AGENT_TIMEOUT_S = 60.0  # for the agent to see that a rank has died, which ends the launch
+
+_BLOCK = re.compile(r"^(?:Current thread|Thread) .*\n((?:  .*\n?)*)", re.MULTILINE)
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+
+
+class Watch:
+    """Runs beside the ranks while the `with` block lasts.
+
+    limit_s: how long a rank may wait for another.
+    """
+
+    def __init__(self, folder: Folder, limit_s: float) -> None:
+        self._folder, self._limit_s = folder, limit_s
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="evenly watch", daemon=True)
+        self.trouble: Trouble | None = None
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        pause_s = min(MOST_BETWEEN_LOOKS_S, self._limit_s / 10)
+        while self.trouble is None and not self._over.wait(pause_s):
+            if self._folder.longest_wait_s() > self._limit_s:
+                self._act()
+
+    def _act(self) -> None:
+        if self._trouble(self._folder.records()) is None:
+            return
+        if self._any_died() and self._over.wait(AGENT_TIMEOUT_S):
+            return
+        save_stacks(self._folder)
+        # Records once more: on a busy machine the ranks may have met meanwhile, or been late to say where they are.
+        records = self._folder.records()
+        trouble = self._trouble(records)
+        if trouble is None:
+            return
+        seen = {record.rank: record.where for record in records}
+        elsewhere = [
+            f"; rank {rank} also has a thread or data worker in {', '.join(places)}"
+            for rank in trouble.ranks
+            if (places := users_places(self._folder.stacks(rank), besides=seen.get(rank, "")))
+        ]
+        self.trouble = Trouble(trouble.ranks, trouble.text + "".join(elsewhere))
+        for pid in self._folder.pids().values():
+            end_rank(pid)
+
+    def _trouble(self, records: list[RankRecord]) -> Trouble | None:
+        """None also where a rank has failed: the launcher ends the others, and that rank has the word."""
+        return None if self._folder.failing() else explain(records, now_s=time.time())
+
+    def _any_died(self) -> bool:
+        """Whether a rank's process is gone though it never said that it came to its end: how it died is the cause."""
+        ended = {record.rank for record in self._folder.records() if record.state == "ended"}
+        return any(rank not in ended and not _lives(pid) for rank, pid in self._folder.pids().items())
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def save_stacks(folder: Folder) -> None:
+    """Asks every rank, with its data workers, for the stacks of its threads, and puts them beside the logs."""
+    for rank, pid in folder.pids().items():
+        try:
+            processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+            for process in processes:  # one after the other: they write into one file
+                if process.pid == pid or _listens(process.pid):
+                    before = folder.stacks(rank)
+                    process.send_signal(signal.SIGUSR1)
+                    _wait_for_more(folder, rank, before)
+        except psutil.NoSuchProcess:
+            continue
+        if folder.stacks(rank):
+            shutil.copy(folder.stack_file(rank), folder.logs / f"rank{rank}.stacks")
+
+
+def _wait_for_more(folder: Folder, rank: int, before: str) -> None:
+    """Until a dump has been added and has come to its end."""
+    deadline, last = time.monotonic() + STACKS_TIMEOUT_S, before
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        stacks = folder.stacks(rank)
+        if stacks == last and stacks != before:
+            return
+        last = stacks
+
+
+def _listens(pid: int) -> bool:
+    """Whether a process handles SIGUSR1, which would end it otherwise; known on Linux alone."""
+    try:
+        caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except OSError:
+        return False
+    return caught is not None and bool(int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+
+
+def users_places(stacks: str, *, besides: str) -> list[str]:
+    """The innermost place in the user's code of every thread in a dump by faulthandler, but for `besides`."""
+    places: dict[str, None] = {}
+    for block in _BLOCK.findall(stacks):
+        frames = [(name, line, function) for name, line, function in _FRAME.findall(block) if is_users(name)]
+        if frames:
+            name, line, function = frames[0]
+            places[f"{function} ({Path(name).name}:{line})"] = None
+    return [place for place in places if _function(place) != _function(besides)]
+
+
+def _function(place: str) -> tuple[str, str]:
+    """Function and file of `Lines.__getitem__ (data.py:31)`; the line moves between two looks."""
+    function, _, rest = place.partition(" (")
+    return function.rpartition(".")[2], rest.partition(":")[0]

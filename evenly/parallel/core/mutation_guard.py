@@ -1,0 +1,70 @@
+"""Refusing what a forward pass must not do where ranks share a batch: change the model.
+
+Each rank would change its copy by its own microbatches only. Running statistics are the exception (`statistics`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from evenly.errors import RunError
+from evenly.parallel.core.fingerprint import fingerprint
+
+
+class Unchanged:
+    """Watches the buffers of a model's state and, where they are all here as they are, its parameters.
+
+    That a tensor is changed or replaced is seen in every forward. That its numbers are written past autograd (`.data`)
+    is seen in the first alone, of what is not trained, where parameters are watched.
+    """
+
+    def __init__(self, model: nn.Module, *, but: Container[int] = (), parameters: bool = True) -> None:
+        """but: ids of buffers that may change."""
+        state = {id(value) for value in model.state_dict(keep_vars=True).values()}
+        self._watched: list[tuple[str, nn.Module, str]] = []
+        for prefix, module in model.named_modules():
+            found: list[tuple[str, torch.Tensor]] = [
+                (name, one) for name, one in module.named_buffers(recurse=False) if id(one) in state
+            ]
+            if parameters:
+                found += module.named_parameters(recurse=False)
+            for name, tensor in found:
+                if id(tensor) not in but:
+                    self._watched.append((f"{prefix}.{name}".lstrip("."), module, name))
+        self._first = parameters
+
+    def __bool__(self) -> bool:
+        return bool(self._watched)
+
+    @contextmanager
+    def watching(self) -> Generator[None]:
+        """Around a forward. Raises `RunError` that names what has changed."""
+        now: list[torch.Tensor] = [getattr(module, name) for _, module, name in self._watched]
+        before = [(tensor, tensor._version) for tensor in now]
+        first, self._first = self._first, False
+        prints = {id(tensor): fingerprint(tensor) for tensor in now if first and not tensor.requires_grad}
+        try:
+            yield
+        except Exception as problem:
+            if getattr(problem, "ends_stage", False):
+                self._compare(before, {})
+            raise
+        self._compare(before, prints)
+
+    def _compare(self, before: list[tuple[torch.Tensor, int]], prints: dict[int, int]) -> None:
+        for (full, module, name), (tensor, version) in zip(self._watched, before, strict=True):
+            now: Any = getattr(module, name)
+            written = id(tensor) in prints and now is tensor and fingerprint(tensor) != prints[id(tensor)]
+            if now is not tensor or tensor._version != version or written:
+                kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+                raise RunError(
+                    f"{kind} {full} changes in the forward pass",
+                    "each rank would change it by its own microbatches only",
+                    "let the gradient change it, or run on one device; a buffer that only caches something may be kept "
+                    "out of the state (persistent=False)",
+                )

@@ -1,0 +1,102 @@
+"""Recomputation: activations of a block are not kept for the backward but computed anew there.
+
+`full` keeps what goes into a block; `selective` also what its matrix products and its attention give, which cost most
+to compute. A recurrent layer changes its products in place: a block that has one keeps none of them. The second forward
+draws the same random numbers as the first, and leaves no trace in running statistics: it runs outside of
+`RunningStatistics.recording`.
+
+Order: before parameters are cut over ranks, whose hooks must lie around the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from evenly.errors import PlanError, RunError
+from evenly.parallel.core.forwards import Forward
+
+_aten = torch.ops.aten
+KEPT = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.baddbmm.default,
+    _aten.convolution.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+def recomputing(*, selective: bool) -> Callable[[Forward], Forward]:
+    """What makes a forward recompute."""
+
+    def change(forward: Forward) -> Forward:
+        how: dict[str, Any] = {"use_reentrant": False}
+        if selective and not _is_recurrent(getattr(forward, "__self__", None)):
+            how["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+
+        def computed(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return forward(*args, **kwargs)
+            except RuntimeError as problem:
+                if "selective activation checkpoint has been mutated" not in str(problem):
+                    raise
+                raise PlanError(
+                    "recompute=selective",
+                    "a block changes the result of a matrix product in place, which was kept",
+                    "leave out its inplace=True (or relu_, +=), or use recompute=full",
+                ) from problem
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            _refuse_caches((*args, *kwargs.values()))
+            return checkpoint(computed, *args, **how, **kwargs)
+
+        return run
+
+    return change
+
+
+class CachesOff:
+    """Has transformers models in `model` hand no cache of keys and values to their blocks; `close` undoes it.
+
+    A second forward of a block would enter its keys a second time.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        configs = {id(found): found for module in model.modules() if (found := getattr(module, "config", None))}
+        self._configs = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+        for config in self._configs:
+            config.use_cache = False
+
+    def close(self) -> None:
+        """Caches are used again."""
+        for config in self._configs:
+            config.use_cache = True
+
+
+def _refuse_caches(arguments: Iterable[Any]) -> None:
+    for argument in arguments:
+        if hasattr(argument, "get_seq_length"):  # what the caches of transformers have in common
+            raise RunError(
+                "computing a block anew",
+                f"it is given a {type(argument).__name__}, which a second forward would fill twice",
+                "call the model with use_cache=False",
+            )
+
+
+def _is_recurrent(block: Any) -> bool:
+    return isinstance(block, nn.Module) and any(isinstance(module, nn.RNNBase) for module in block.modules())
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,1 @@
+"""The data axis: gradients, ZeRO, replicas."""

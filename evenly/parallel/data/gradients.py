@@ -1,0 +1,463 @@
+"""The data axis with whole gradients on every rank: microbatch gradients are added up in buckets, and the buckets
+are summed over the ranks once per step, while the last backward is still running.
+
+Vocabulary. A *slot* is a parameter's place in a *bucket*, one flat tensor. A gradient is *folded* into its slot as
+soon as autograd has finished it, and freed. Buckets are filled roughly in the order in which a backward finishes
+parameters (the reverse of their definition) and are *sent* strictly by index, so that all ranks agree on the order
+of collectives whatever their own order of events. The last bucket is always one of float64 and ends in the *tail*:
+first one *flag* per parameter, which says how many ranks used it in this step, since a parameter that no rank used
+keeps `grad=None` (an optimizer does more with a gradient of zeros than with none: weight decay, momentum); then
+numbers of the caller's, which so need no collective of their own.
+
+Exactness. With `wide` buckets float32 gradients are added in float64. A sum of float32 numbers whose magnitudes
+lie within a factor of 2**28 of each other has no rounding at all in float64, in any order, and what rounding is
+left beyond that is 2**29 times finer than the float32 number it is rounded to: the result has the same bits
+whoever added what.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, count
+
+import torch
+from torch import nn
+
+from evenly.comm.added import add
+from evenly.comm.groups import Group
+from evenly.comm.operations import Pending, all_reduce
+from evenly.errors import RunError, UserError
+from evenly.parallel.core.memory import MemoryCounter
+
+# Small enough that the first is sent early in the last backward, large enough that latency does not count: the
+# sizes that torch's DistributedDataParallel arrived at.
+FIRST_BUCKET_BYTES = 1 << 20
+BUCKET_BYTES = 25 << 20
+SQUARED_AT_ONCE = 1 << 16  # elements whose squares are added up; as many stay in a core's cache
+
+
+class Gradients(ABC):
+    """Adds the gradients of a model over the microbatches of a step and over ranks.
+
+    One step is: `begin`; for each microbatch its backward and `finish_backward`, with `expect_last` before the last;
+    `send`; `receive`; `norm`; `divide` and `scale`; the optimizer's step over `named_gradients`; `spread`.
+
+    counting: whether the next backward is of a microbatch that counts, and not of a filler.
+    """
+
+    counting = True
+
+    @abstractmethod
+    def begin(self, *, numbers: int = 0, rounds: int = 1) -> None:
+        """Forgets the gradients of the step before; `send` will be given `numbers` numbers, on every rank.
+
+        rounds: the most microbatches that any rank runs.
+        """
+
+    @abstractmethod
+    def expect_last(self) -> None:
+        """The next backward is this rank's last of the step."""
+
+    def finish_backward(self) -> None:  # noqa: B027
+        """A microbatch's backward has ended, or it had none."""
+
+    @abstractmethod
+    def send(self, numbers: Sequence[float] | torch.Tensor = ()) -> None:
+        """Sends what is left after the last backward, with `numbers` (float64), to be summed too."""
+
+    @abstractmethod
+    def receive(self) -> list[float]:
+        """Waits until the gradients of all ranks are added up, and their numbers; returns the numbers' sums.
+
+        Leaves the sum as the gradient of every parameter that any rank used; no other has one.
+        """
+
+    @abstractmethod
+    def used(self) -> set[str]:
+        """The parameters that this rank's backwards have given a gradient in this step."""
+
+    @abstractmethod
+    def mark_used(self, names: Container[str]) -> None:
+        """Counts these as used, with a gradient of zeros here, since other ranks that hold them have used them."""
+
+    @abstractmethod
+    def collect(self) -> None:
+        """Takes up what a backward has left in `grad` past autograd's hooks."""
+
+    @abstractmethod
+    def norm(self) -> torch.Tensor:
+        """Norm of all that `receive` left together, a scalar in float64, the same on all ranks; before `divide`.
+
+        Added up in float64, so that parts of it, added up elsewhere, come to the same when rounded to float32.
+        """
+
+    @abstractmethod
+    def divide(self, divisor: float) -> None:
+        """Divides every gradient by `divisor`."""
+
+    @abstractmethod
+    def scale(self, factor: float) -> None:
+        """Multiplies every gradient by `factor`."""
+
+    @abstractmethod
+    def named_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """By name of the parameter, what this rank holds of its gradient."""
+
+    def spread(self) -> None:  # noqa: B027
+        """After an update: what this rank has stepped reaches the ranks that need it."""
+
+    def rest(self) -> None:  # noqa: B027
+        """After an evaluation: everything as a step wants to find it."""
+
+    @abstractmethod
+    def claim(self, counter: MemoryCounter, number: int = 0) -> None:
+        """Has `counter` count what gradients are added up in, as of device `number`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Takes the hooks off the parameters."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """One parameter's place in a bucket."""
+
+    name: str
+    parameter: nn.Parameter
+    number: int  # of its flag
+    sum: torch.Tensor = field(init=False)  # view of the bucket's `sums`, shaped as the parameter
+    gradient: torch.Tensor = field(init=False)  # view of the bucket's `gradients`, shaped as the parameter
+    used: bool = False  # in this step, on this rank
+
+
+class Bucket:
+    """Neighbouring parameters of one dtype and device, added up and sent together.
+
+    sums:      1D, of the dtype that gradients are added in.
+    tail:      what numbers lie behind the sums, 1D; `sent` is both.
+    gradients: 1D, of the parameters' dtype; the same memory as `sums` where the dtypes are the same.
+    waiting:   slots whose last gradient of this step is still to come.
+    """
+
+    def __init__(self, slots: list[Slot], *, dtype: torch.dtype, added_in: torch.dtype, device: torch.device) -> None:
+        self.slots, self.device = slots, device
+        self.dtype, self.added_in = dtype, added_in
+        self.waiting = 0
+        self.pending: Pending[torch.Tensor] | None = None
+        self.label = f"gradient of {slots[0].name} to {slots[-1].name}" if slots else ""
+        self.length = sum(slot.parameter.numel() for slot in slots)
+        self._allocate(tail=0)
+
+    def make_room(self, tail: int) -> None:
+        """Sees to it that `tail` numbers lie behind the slots; forgets what was added up."""
+        if self.length + tail > self._room.numel():
+            self._allocate(tail=2 * tail)
+        if self.tail.numel() != tail:
+            self.sent = self._room[: self.length + tail]
+            self.tail = self.sent[self.length :]
+
+    def _allocate(self, *, tail: int) -> None:
+        self._room = torch.zeros(self.length + tail, dtype=self.added_in, device=self.device)
+        self.sums = self.sent = self._room[: self.length]
+        self.tail = self._room[self.length : self.length]
+        same = self.added_in is self.dtype
+        self.gradients = self.sums if same else torch.zeros(self.length, dtype=self.dtype, device=self.device)
+        start = 0
+        for slot in self.slots:
+            end = start + slot.parameter.numel()
+            slot.sum = self.sums[start:end].view(slot.parameter.shape)
+            slot.gradient = self.gradients[start:end].view(slot.parameter.shape)
+            start = end
+
+
+class GradientSum(Gradients):
+    """Adds the gradients of `model` over the microbatches of a step and over the ranks of `group`."""
+
+    def __init__(self, model: nn.Module, *, group: Group, wide: bool, parts: Parts | None = None) -> None:
+        """parts: which of the model's parameters are parts of larger ones."""
+        self._group, self._parts = group, parts
+        named, self._frozen = trainable(model, some=parts is None or parts.stages is None)
+        self.buckets = fill_buckets(named, wide=wide) if named else [_bucket([], wide=wide, device=group.device)]
+        self._slots = [slot for bucket in self.buckets for slot in bucket.slots]  # by number
+        self._last = False
+        self._sent = 0
+        self._handles = [
+            slot.parameter.register_post_accumulate_grad_hook(self._hook(bucket, slot))
+            for bucket in self.buckets
+            for slot in bucket.slots
+        ]
+
+    def begin(self, *, numbers: int = 0, rounds: int = 1) -> None:
+        self._last, self._sent = False, 0
+        for bucket in self.buckets:
+            bucket.pending = None
+        for slot in self._slots:
+            slot.used, slot.parameter.grad = False, None
+        self.buckets[-1].make_room(len(self._slots) + numbers)
+
+    def expect_last(self) -> None:
+        """From now on full buckets are sent."""
+        self._last = True
+        for bucket in self.buckets:
+            bucket.waiting = len(bucket.slots)
+
+    def send(self, numbers: Sequence[float] | torch.Tensor = ()) -> None:
+        refuse_thawed(self._frozen)
+        if not self._last:  # a rank without microbatches
+            self.expect_last()
+        self._send_until(len(self.buckets) - 1)
+        tail = self.buckets[-1].tail
+        flags = [float(slot.used) for slot in self._slots]
+        if isinstance(numbers, torch.Tensor):
+            tail[: len(flags)].copy_(torch.tensor(flags))
+            tail[len(flags) :].copy_(numbers)
+        else:
+            tail.copy_(torch.tensor([*flags, *numbers], dtype=torch.float64))
+        self._send_until(len(self.buckets))
+
+    def take(self, other: GradientSum) -> None:
+        """Adds what `other`, of a copy of the model, has added up in this step; before `send`."""
+        for mine, theirs in zip(self._slots, other._slots, strict=True):
+            if not theirs.used:
+                continue
+            added = theirs.sum.to(mine.sum.device, copy=True)
+            if mine.used:
+                mine.sum.add_(added)
+            else:
+                mine.sum.copy_(added)
+                mine.used = True
+
+    def receive(self) -> list[float]:
+        for bucket in self.buckets:
+            assert bucket.pending is not None
+            bucket.pending.wait()
+        values: list[float] = self.buckets[-1].tail.tolist()
+        for bucket in self.buckets:
+            if bucket.added_in is not bucket.dtype:
+                bucket.gradients.copy_(bucket.sums)
+        for slot in self._slots:
+            slot.parameter.grad = slot.gradient if values[slot.number] > 0 else None
+        return values[len(self._slots) :]
+
+    def used(self) -> set[str]:
+        return {slot.name for slot in self._slots if slot.used}
+
+    def mark_used(self, names: Container[str]) -> None:
+        for slot in self._slots:
+            if slot.name in names and not slot.used:
+                slot.sum.zero_()
+                slot.used = True
+
+    def collect(self) -> None:
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                if slot.parameter.grad is not None:
+                    self._hook(bucket, slot)(slot.parameter)
+
+    def norm(self) -> torch.Tensor:
+        if self._parts is not None:
+            return self._parts.norm(self.named_gradients())
+        return sum_of_squares(bucket.gradients for bucket in self.buckets).sqrt()
+
+    def divide(self, divisor: float) -> None:
+        for bucket in self.buckets:
+            bucket.gradients.div_(divisor)
+
+    def scale(self, factor: float) -> None:
+        for bucket in self.buckets:
+            bucket.gradients.mul_(factor)
+
+    def named_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        return ((slot.name, slot.parameter.grad) for slot in self._slots)
+
+    def claim(self, counter: MemoryCounter, number: int = 0) -> None:
+        for bucket in self.buckets:
+            counter.claim([bucket.gradients], "gradients", number)
+            if bucket.added_in is not bucket.dtype:
+                counter.claim([bucket.sums], "sums", number)
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, bucket: Bucket, slot: Slot) -> Callable[[torch.Tensor], None]:
+        def fold(parameter: torch.Tensor) -> None:
+            gradient = parameter.grad
+            assert gradient is not None  # autograd calls the hook with the gradient in place
+            self._fold(bucket, slot, gradient)
+            parameter.grad = None
+
+        return fold
+
+    def _fold(self, bucket: Bucket, slot: Slot, gradient: torch.Tensor) -> None:
+        check_gradient(slot.name, gradient, sent=bucket.pending is not None)
+        if slot.used:
+            add(slot.sum, gradient)
+        else:
+            slot.sum.copy_(gradient)
+            slot.used = True
+        if self._last:
+            bucket.waiting -= 1
+            if bucket.waiting == 0:
+                self._send_full()
+
+    def _send_full(self) -> None:
+        """Sends buckets while the next in order is full; the last waits for `send`, which knows its tail."""
+        ready = self._sent
+        while ready < len(self.buckets) - 1 and self.buckets[ready].waiting <= 0:
+            ready += 1
+        self._send_until(ready)
+
+    def _send_until(self, end: int) -> None:
+        for bucket in self.buckets[self._sent : end]:
+            for slot in bucket.slots:
+                if not slot.used:
+                    slot.sum.zero_()
+            bucket.pending = all_reduce.begin(bucket.sent, self._group, label=bucket.label)
+        self._sent = end
+
+
+def trainable(
+    model: nn.Module, *, some: bool = True
+) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:
+    """The parameters of `model` by name: those that require gradients, and the others.
+
+    some: whether there must be any of the first.
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not named and some:
+        raise UserError("training this model", "none of its parameters requires a gradient", "unfreeze some")
+    return named, [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+
+
+def refuse_thawed(frozen: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raises `RunError` where one of these requires a gradient by now."""
+    for name, parameter in frozen:
+        if parameter.requires_grad or parameter.grad is not None:
+            raise RunError(
+                f"parameter {name} was frozen when the run started",
+                "it now requires a gradient",
+                "unfreeze it in the job's model; to change it midway, start a second run from a checkpoint",
+            )
+
+
+def begin_numbers(
+    mine: Iterable[float], numbers: Sequence[float] | torch.Tensor, group: Group, last: torch.Tensor | None = None
+) -> Pending[torch.Tensor]:
+    """Begins to sum `mine`, such as flags, then the caller's `numbers`, and a scalar over `group`; 1D, in float64."""
+    if last is None and not isinstance(numbers, torch.Tensor):
+        values = torch.tensor([*mine, *numbers], dtype=torch.float64, device=group.device)
+    else:
+        first, then = (torch.as_tensor(one, dtype=torch.float64) for one in ([*mine], numbers))
+        parts = (first, then) if last is None else (first, then, last.reshape(1))
+        values = torch.cat([part.to(group.device) for part in parts])
+    return all_reduce.begin(values, group, label="losses and weights")
+
+
+def norm_of_parts(gradients: Iterable[torch.Tensor], group: Group) -> torch.Tensor:
+    """Norm of what the ranks of `group` hold together, each its own `gradients`; a scalar in float64."""
+    squares = sum_of_squares(gradients).to(group.device)
+    return all_reduce(squares, group, label="norm of the gradient").sqrt()
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What of a model's parameters this rank has, where it is not all of them.
+
+    names, group: parameters of which the ranks of `group` hold parts; all others they hold alike.
+    stages:       the ranks that hold other parameters, or None where each holds all.
+    elsewhere:    parameters that another of `stages` holds too, and counts.
+    """
+
+    names: Container[str] = ()
+    group: Group | None = None
+    stages: Group | None = None
+    elsewhere: Container[str] = ()
+
+    def norm(self, gradients: Iterable[tuple[str, torch.Tensor | None]], among: Group | None = None) -> torch.Tensor:
+        """Norm of `gradients`, by name, of the whole parameters; a scalar in float64.
+
+        among: ranks which hold pieces, each its own `gradients`, of what this rank of `group` has.
+        """
+        found = [(name, g) for name, g in gradients if g is not None and name not in self.elsewhere]
+        sums = [sum_of_squares(g for name, g in found if (name in self.names) is part) for part in (True, False)]
+        squares = torch.stack([one.to(sums[0].device) for one in sums])
+        if among is not None:
+            squares = all_reduce(squares.to(among.device), among, label="norm of the gradient")
+        if self.group is not None:
+            squares = squares.to(self.group.device, copy=True)
+            if self.group.position > 0:  # what all hold alike counts once; elsewhere in memory it adds up otherwise
+                squares[1] = 0.0
+            squares = all_reduce(squares, self.group, label="norm of the gradient")
+        total = squares.sum()
+        if self.stages is not None:
+            total = all_reduce(total.to(self.stages.device, copy=True), self.stages, label="norm of the gradient")
+        return total.sqrt()
+
+
+def sum_of_squares(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Of all elements together; a scalar in float64."""
+    total: torch.Tensor | None = None
+    for part in chain.from_iterable(map(_parts_to_square, tensors)):
+        if part.is_cuda:
+            square = torch.linalg.vector_norm(part, dtype=torch.float64) ** 2
+        else:
+            wide = part.double()  # torch.linalg.vector_norm widens one element after the other, four times as slow
+            square = torch.dot(wide, wide)
+        total = square if total is None else total.to(square.device).add_(square)
+    return torch.zeros((), dtype=torch.float64) if total is None else total
+
+
+def _parts_to_square(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    flat = tensor.flatten()
+    return (flat,) if flat.is_cuda or flat.numel() <= SQUARED_AT_ONCE else flat.split(SQUARED_AT_ONCE)
+
+
+def check_gradient(name: str, gradient: torch.Tensor, *, sent: bool) -> None:
+    """Raises `RunError` for what cannot be added up; `sent` if the sum it belongs to is on its way."""
+    if gradient.layout is not torch.strided:
+        raise RunError(f"gradient of {name}", f"its layout is {gradient.layout}", "use dense gradients")
+    if sent:
+        raise RunError(
+            f"gradient of {name}",
+            "it arrived a second time within one backward",
+            "checkpoint with use_reentrant=False, and leave calling backward to evenly",
+        )
+
+
+def in_backward_order(named: Iterable[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
+    """What goes into each bucket, of one dtype and device, in the order in which a backward finishes parameters."""
+    groups: list[list[tuple[str, nn.Parameter]]] = []
+    room, kind = 0, None
+    for name, parameter in reversed(list(named)):
+        size = parameter.numel() * parameter.element_size()
+        if kind != (parameter.dtype, parameter.device) or (room < size and groups[-1]):
+            room = BUCKET_BYTES if groups else FIRST_BUCKET_BYTES
+            kind = (parameter.dtype, parameter.device)
+            groups.append([])
+        groups[-1].append((name, parameter))
+        room -= size
+    return groups
+
+
+def fill_buckets(named: Iterable[tuple[str, nn.Parameter]], *, wide: bool) -> list[Bucket]:
+    """Buckets for `named` parameters in the order in which a backward finishes them; the last is of float64."""
+    numbers = count()
+    groups = [[Slot(name, p, next(numbers)) for name, p in group] for group in in_backward_order(named)]
+    last = groups[-1]
+    if not wide and last[0].parameter.dtype is not torch.float64 and _bytes(last) > FIRST_BUCKET_BYTES:
+        groups.append([])  # for the tail alone; a small bucket is rather widened than followed by another
+    device = last[0].parameter.device
+    return [_bucket(slots, wide=wide or slots is groups[-1], device=device) for slots in groups]
+
+
+def _bucket(slots: list[Slot], *, wide: bool, device: torch.device) -> Bucket:
+    """A bucket of `slots`, which share their dtype and device; an empty one stands on `device`."""
+    dtype, device = (slots[0].parameter.dtype, slots[0].parameter.device) if slots else (torch.float64, device)
+    return Bucket(slots, dtype=dtype, added_in=torch.float64 if wide else dtype, device=device)
+
+
+def _bytes(slots: list[Slot]) -> int:
+    return sum(slot.parameter.numel() * slot.parameter.element_size() for slot in slots)

@@ -1,0 +1,404 @@
+"""The data axis with whole parameters on every rank, and the rest of training's state cut over ranks (ZeRO 1 and 2).
+
+Every parameter is cut along dim 0 into one *piece* per rank of a *shard group*, by the same rule as torch's DTensor:
+pieces of as many rows, the last ones shorter or empty. A rank keeps the gradient and the optimizer's state of its own
+pieces and steps them, and the ranks gather the pieces into whole parameters again. A parameter without dims is whole
+everywhere.
+
+    zero=1   gradients are added up whole over the microbatches of a step, then reduced and cut
+    zero=2   the gradients of every microbatch are reduced and cut as soon as they are there
+
+With shard groups smaller than the data axis (hybrid sharding) the groups hold the same pieces, and add up theirs once
+per step.
+
+Vocabulary. A *bucket* is some neighbouring parameters, reduced together. It is *packed* for that as one row per rank:
+all pieces of rank 0, then those of rank 1, and so on, each filled up with zeros to the same length. A *round* is one
+reduction of all buckets, strictly in their order, so that all ranks agree; a rank that runs fewer microbatches than
+others sends zeros in the rounds that it has nothing for. Nothing else of a step depends on what other ranks run.
+
+Exactness is as in `gradients`: with `wide` sums are made in float64, rounded once, and divided by the weight.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from evenly.comm.added import add
+from evenly.comm.operations import Pending, adds_here, all_gather, all_reduce, reduce_scatter
+from evenly.comm.world import World
+from evenly.parallel.core.memory import MemoryCounter
+from evenly.parallel.data.gradients import (
+    Gradients,
+    Parts,
+    begin_numbers,
+    check_gradient,
+    in_backward_order,
+    norm_of_parts,
+    refuse_thawed,
+    trainable,
+)
+from evenly.parallel.data.mesh import groups_of, shard_mesh
+from evenly.parallel.data.optimizer import Cut
+
+IN_FLIGHT = 3  # buckets: bounds the memory of what was sent and has not come back
+NOTHING = torch.empty(0)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the pieces of a parameter lie in its bucket's rows.
+
+    rows:  of the parameter. each: rows per piece. rest: shape of a row. offset: of its pieces, in elements.
+    """
+
+    rows: int
+    each: int
+    rest: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, shape: Sequence[int], ranks: int, offset: int = 0) -> Place:
+        """For a parameter of `shape`, with at least one dim."""
+        rows, *rest = shape
+        return cls(rows, max(1, -(-rows // ranks)), tuple(rest), offset)
+
+    @property
+    def length(self) -> int:
+        """Elements of a piece."""
+        return self.each * torch.Size(self.rest).numel()
+
+    def own(self, position: int) -> slice:
+        """The rows of the piece at `position`."""
+        return slice(min(position * self.each, self.rows), min((position + 1) * self.each, self.rows))
+
+    def pack(self, tensor: torch.Tensor | None, packed: torch.Tensor) -> None:
+        """Puts the pieces of `tensor`, or zeros, into `packed` (ranks x elements)."""
+        region = packed[:, self.offset : self.offset + self.length]
+        if tensor is None or region.shape[0] * self.each > self.rows:
+            region.zero_()
+        if tensor is not None:
+            self._join(tensor, packed, lambda piece, place: place.copy_(piece))
+
+    def unpack(self, packed: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Fills `tensor` from its pieces."""
+        self._join(tensor, packed, lambda piece, place: piece.copy_(place))
+
+    def piece(self, row: torch.Tensor, position: int) -> torch.Tensor:
+        """The piece at `position`, a view of its rank's `row`; as long as it really is."""
+        rows = self.own(position)
+        region = row[self.offset : self.offset + self.length]
+        return region.unflatten(0, (self.each, *self.rest))[: rows.stop - rows.start]
+
+    def _join(
+        self, tensor: torch.Tensor, packed: torch.Tensor, copy: Callable[[torch.Tensor, torch.Tensor], object]
+    ) -> None:
+        """Calls `copy` with rows of `tensor` and their places in `packed`: whole pieces at once, then a shorter one."""
+        region = packed[:, self.offset : self.offset + self.length].unflatten(1, (self.each, *self.rest))
+        whole, left = divmod(self.rows, self.each)
+        if whole:
+            copy(tensor[: whole * self.each].unflatten(0, (whole, self.each)), region[:whole])
+        if left:
+            copy(tensor[whole * self.each :], region[whole, :left])
+
+
+@dataclass(eq=False)
+class Part:
+    """One parameter.
+
+    place: of its pieces. total: what this rank's backwards have added up and not yet sent.
+    used:  in this step; on this rank, and once received on any.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    place: Place
+    total: torch.Tensor | None = None
+    used: bool = False
+
+
+@dataclass(eq=False)
+class Scalar:
+    """A parameter without dims; its gradient is added up in float64 and travels with the numbers."""
+
+    name: str
+    parameter: nn.Parameter
+    total: torch.Tensor | None = None
+    used: bool = False
+
+
+class Bucket:
+    """Neighbouring parameters of one dtype and device.
+
+    sums:      1D, what all ranks' gradients of this rank's pieces add up to, of the dtype that they are added in; from
+               the first round of a step on.
+    gradients: 1D, the same in the parameters' dtype, then divided by the weight; until the next step.
+    sent_in:   the dtype of what a rank sends in a round.
+    waiting:   parts whose gradient of this round is still to come.
+    """
+
+    def __init__(self, parts: list[Part], *, wide: bool, narrow: bool) -> None:
+        first, last = parts[0], parts[-1]
+        self.parts, self.dtype, self.device = parts, first.parameter.dtype, first.parameter.device
+        self.added_in = torch.float64 if wide else self.dtype
+        self.sent_in = self.dtype if narrow else self.added_in
+        self.length = last.place.offset + last.place.length  # of a rank's row
+        self.sums = self.gradients = NOTHING
+        self.waiting = 0
+        self.label = f"gradient of {first.name} to {last.name}"
+
+    def begin(self) -> None:
+        """Forgets the step before."""
+        self.sums = self.gradients = NOTHING
+
+    def pack(self, ranks: int) -> torch.Tensor:
+        """What this rank adds in this round, as rows; forgets the totals."""
+        packed = torch.empty((ranks, self.length), dtype=self.sent_in, device=self.device)
+        for part in self.parts:
+            part.place.pack(part.total, packed)
+            part.total = None
+        return packed
+
+    def settle(self) -> None:
+        """Makes gradients of the sums."""
+        self.gradients, self.sums = self.sums.to(self.dtype), NOTHING
+
+
+class PartitionedGradients(Gradients):
+    """Adds the gradients of `model` over the microbatches of a step and over ranks, and keeps this rank's pieces.
+
+    zero: the stage, 1 or 2. shard: size of the shard groups. `share` is the share of the parameters' elements that is
+    cut. parts: which of its parameters are parts of larger ones.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, world: World, zero: int, shard: int, wide: bool, parts: Parts | None = None
+    ) -> None:
+        named, self._frozen = trainable(model, some=parts is None or parts.stages is None)
+        self._all, self._zero, self._parts_of = world.group("data"), zero, parts
+        mesh = shard_mesh(world, shard)
+        self._group, self._across = groups_of(mesh, self._all)
+        self._position = self._group.position
+        self._scalars = [Scalar(name, p) for name, p in named if p.dim() == 0]
+        cut = in_backward_order((name, p) for name, p in named if p.dim() > 0)
+        narrow = zero == 2 and adds_here(self._group)  # one microbatch in a round: nothing is lost
+        self.buckets = [Bucket(_parts(group, self._group.size), wide=wide, narrow=narrow) for group in cut]
+        self._parts = [part for bucket in self.buckets for part in bucket.parts]
+        self.cuts = [_cut(part, part.place.own(self._position), mesh) for part in self._parts]
+        split = sum(part.parameter.numel() for part in self._parts if part.place.length < part.parameter.numel())
+        self.share = split / max(1, sum(p.numel() for _, p in named))
+        self._sending, self._sent, self._rounds = False, 0, 0
+        self._flying: deque[Pending[torch.Tensor]] = deque()  # in the order in which they are added up
+        self._tail: Pending[torch.Tensor] | None = None
+        self._handles = [
+            part.parameter.register_post_accumulate_grad_hook(self._hook(index, bucket, part))
+            for index, bucket in enumerate(self.buckets)
+            for part in bucket.parts
+        ]
+        self._handles += [
+            scalar.parameter.register_post_accumulate_grad_hook(_add_to(scalar)) for scalar in self._scalars
+        ]
+
+    # ------------------------------------------------------------------------------------------- a step
+    def begin(self, *, numbers: int = 0, rounds: int = 1) -> None:
+        self._rounds = rounds if self._zero == 2 else 1
+        for bucket in self.buckets:
+            bucket.begin()
+        for one in (*self._parts, *self._scalars):
+            one.used, one.total, one.parameter.grad = False, None, None
+        self._begin_round(sending=self._zero == 2)
+
+    def expect_last(self) -> None:
+        self._sending = True
+
+    def finish_backward(self) -> None:
+        if self._sending:
+            self._finish_round()
+
+    def send(self, numbers: Sequence[float] | torch.Tensor = ()) -> None:
+        refuse_thawed(self._frozen)
+        while self._rounds:
+            self._finish_round()
+        flags = [float(one.used) for one in (*self._parts, *self._scalars)]
+        totals = [0.0 if scalar.total is None else float(scalar.total) for scalar in self._scalars]
+        self._tail = begin_numbers([*flags, *totals], numbers, self._all)
+
+    def receive(self) -> list[float]:
+        while self._flying:
+            self._land()
+        if self._across is not None:
+            sums = [all_reduce.begin(bucket.sums, self._across, label=bucket.label) for bucket in self.buckets]
+            for pending in sums:
+                pending.wait()
+        assert self._tail is not None
+        values = iter(self._tail.wait().tolist())
+        for one in (*self._parts, *self._scalars):
+            one.used = next(values) > 0
+        for scalar in self._scalars:
+            total = next(values)
+            scalar.parameter.grad = torch.full_like(scalar.parameter, total) if scalar.used else None
+        for bucket in self.buckets:
+            bucket.settle()
+        return list(values)
+
+    def used(self) -> set[str]:
+        return {one.name for one in (*self._parts, *self._scalars) if one.used}
+
+    def mark_used(self, names: Container[str]) -> None:
+        for one in (*self._parts, *self._scalars):
+            one.used = one.used or one.name in names
+
+    def collect(self) -> None:
+        for index, bucket in enumerate(self.buckets):
+            for part in bucket.parts:
+                if part.parameter.grad is not None:
+                    self._hook(index, bucket, part)(part.parameter)
+        for scalar in self._scalars:
+            if scalar.parameter.grad is not None:
+                _add_to(scalar)(scalar.parameter)
+
+    def norm(self) -> torch.Tensor:
+        if self._parts_of is not None:
+            named = self.named_gradients() if self._position == 0 else self._named_pieces()
+            return self._parts_of.norm(named, self._group)
+        scalars = self._scalar_gradients() if self._position == 0 else ()  # all ranks have the same
+        return norm_of_parts((*(bucket.gradients for bucket in self.buckets), *scalars), self._group)
+
+    def divide(self, divisor: float) -> None:
+        for gradient in (*(bucket.gradients for bucket in self.buckets), *self._scalar_gradients()):
+            gradient.div_(divisor)
+
+    def scale(self, factor: float) -> None:
+        for gradient in (*(bucket.gradients for bucket in self.buckets), *self._scalar_gradients()):
+            gradient.mul_(factor)
+
+    def named_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        yield from self._named_pieces()
+        for scalar in self._scalars:
+            yield scalar.name, scalar.parameter.grad
+
+    def _named_pieces(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        for bucket in self.buckets:
+            for part in bucket.parts:
+                yield part.name, part.place.piece(bucket.gradients, self._position) if part.used else None
+
+    @torch.no_grad()
+    def spread(self) -> None:
+        begun = deque[tuple[Bucket, Pending[torch.Tensor]]]()
+        for bucket in self.buckets:
+            begun.append((bucket, self._gather(bucket)))
+            if len(begun) > 1:  # one is on its way while another is unpacked
+                self._unpack(*begun.popleft())
+        for bucket, pending in begun:
+            self._unpack(bucket, pending)
+
+    def claim(self, counter: MemoryCounter, number: int = 0) -> None:
+        for bucket in self.buckets:
+            totals = [part.total for part in bucket.parts if part.total is not None]
+            added = "gradients" if bucket.added_in is bucket.dtype else "sums"
+            counter.claim([bucket.sums, *totals], added, number)
+            counter.claim([bucket.gradients], "gradients", number)
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    # ------------------------------------------------------------------------------------------- rounds
+    def _begin_round(self, *, sending: bool) -> None:
+        self._sending, self._sent = sending, 0
+        for bucket in self.buckets:
+            bucket.waiting = len(bucket.parts)
+
+    def _finish_round(self) -> None:
+        self._send_until(len(self.buckets))
+        self._rounds -= 1
+        self._begin_round(sending=self._rounds > 0)
+
+    def _hook(self, index: int, bucket: Bucket, part: Part) -> Callable[[torch.Tensor], None]:
+        def fold(parameter: torch.Tensor) -> None:
+            gradient = parameter.grad
+            assert gradient is not None  # autograd calls the hook with the gradient in place
+            parameter.grad = None
+            check_gradient(part.name, gradient, sent=index < self._sent)
+            if part.total is not None:
+                add(part.total, gradient)
+            else:  # what is sent at once is widened on its way
+                part.total = gradient if self._zero == 2 else gradient.to(bucket.added_in)
+            part.used = True
+            if self._sending:
+                bucket.waiting -= 1
+                self._send_full()
+
+        return fold
+
+    def _send_full(self) -> None:
+        """Sends buckets while the next in order is full."""
+        ready = self._sent
+        while ready < len(self.buckets) and self.buckets[ready].waiting <= 0:
+            ready += 1
+        self._send_until(ready)
+
+    def _send_until(self, end: int) -> None:
+        for bucket in self.buckets[self._sent : end]:
+            if len(self._flying) == IN_FLIGHT:
+                self._land()
+            packed, adding = bucket.pack(self._group.size).view(-1), bucket.sums is not NOTHING
+            if not adding:
+                bucket.sums = torch.empty(bucket.length, dtype=bucket.added_in, device=bucket.device)
+            pending = reduce_scatter.begin(packed, self._group, into=bucket.sums, adding=adding, label=bucket.label)
+            self._flying.append(pending)
+        self._sent = max(self._sent, end)
+
+    def _land(self) -> None:
+        self._flying.popleft().wait()
+
+    # ------------------------------------------------------------------------------------------- helpers
+    def _gather(self, bucket: Bucket) -> Pending[torch.Tensor]:
+        """Begins to gather the rows of all ranks' own pieces of the parameters."""
+        row = torch.empty(bucket.length, dtype=bucket.dtype, device=bucket.device)
+        for part in bucket.parts:
+            part.place.piece(row, self._position).copy_(part.parameter[part.place.own(self._position)])
+        sizes, label = [bucket.length] * self._group.size, bucket.label.removeprefix("gradient of ")
+        return all_gather.begin(row, self._group, sizes=sizes, label=label)
+
+    def _unpack(self, bucket: Bucket, pending: Pending[torch.Tensor]) -> None:
+        rows = pending.wait().view(self._group.size, bucket.length)
+        for part in bucket.parts:
+            part.place.unpack(rows, part.parameter)
+
+    def _scalar_gradients(self) -> list[torch.Tensor]:
+        return [g for scalar in self._scalars if (g := scalar.parameter.grad) is not None]
+
+
+def _parts(named: Iterable[tuple[str, nn.Parameter]], ranks: int) -> list[Part]:
+    """The parts of a bucket, one behind the other."""
+    parts: list[Part] = []
+    offset = 0
+    for name, parameter in named:
+        parts.append(Part(name, parameter, Place.of(parameter.shape, ranks, offset)))
+        offset += parts[-1].place.length
+    return parts
+
+
+def _cut(part: Part, rows: slice, mesh: DeviceMesh) -> Cut:
+    """The `rows` of a parameter as this rank's shard of it, in its memory."""
+    whole = part.parameter.detach()
+    placements, shape, stride = [Replicate(), Shard(0)], whole.shape, whole.stride()
+    piece = DTensor.from_local(whole[rows], mesh, placements, run_check=False, shape=shape, stride=stride)
+    return Cut(part.name, part.parameter, nn.Parameter(piece), rows)
+
+
+def _add_to(scalar: Scalar) -> Callable[[torch.Tensor], None]:
+    def fold(parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None  # autograd calls the hook with the gradient in place
+        parameter.grad, scalar.used = None, True
+        scalar.total = gradient.double() if scalar.total is None else scalar.total + gradient.double()
+
+    return fold

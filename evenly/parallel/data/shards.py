@@ -1,0 +1,372 @@
+"""The data axis with parameters too cut over ranks (ZeRO 3), by torch's `fully_shard`.
+
+Every parameter is cut along dim 0 into one *shard* per rank of a *shard group*, and so are its gradient and what the
+optimizer keeps for it. A *unit* is what is gathered together, whole only while it computes: a block of the model, or
+all that is in no block (the root). The root, and the last blocks if they are small, stay whole until their backward.
+The gradients of every microbatch are reduced and cut as soon as they are there.
+
+With shard groups smaller than the data axis (hybrid sharding) the groups hold the same shards, and add up the shards of
+their gradients in the last backward of a step.
+
+Exactness. With `wide`, gradients of several microbatches and ranks are added in float64 and rounded once, as in
+`gradients`: the same bits on any number of ranks. Gradients are sums, not means.
+
+Order. Ranks meet inside the forward and the backward of every unit, so each runs as many microbatches as the others;
+`Share.filled` sees to it. After an evaluation, `rest` puts the shards back in place of the root's whole parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Sequence
+from itertools import chain, pairwise
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from evenly.comm.backend import all_gather_single
+from evenly.comm.groups import Group
+from evenly.comm.operations import AwakeWork, Pending, adds_here, reduce_scatter
+from evenly.comm.world import World
+from evenly.errors import PlanError, RunError
+from evenly.model.blocks import Block, find_blocks
+from evenly.parallel.core.memory import HOST, MemoryCounter, local
+from evenly.parallel.core.parameter_views import held_parameters
+from evenly.parallel.data.gradients import Gradients, Parts, begin_numbers, refuse_thawed, sum_of_squares, trainable
+from evenly.parallel.data.mesh import groups_of, shard_mesh
+from evenly.parallel.data.optimizer import Cut
+from evenly.parallel.data.partition import Place
+
+SMALL_BYTES = 4 << 20  # so much is gathered with the root: cut apart it saves less than it costs to begin gathering
+WHOLE_BYTES = 16 << 20  # so much stays whole between forward and backward: to gather it again costs more than it holds
+ORDERS = 65_521  # so many orders of units are told apart; a prime, whose square is exact in float64 times any world
+
+
+def large_ones(sizes: Sequence[int]) -> list[bool]:
+    """Which blocks of these bytes are worth a unit each: the smallest, as many as are small together, are not."""
+    room, large = SMALL_BYTES, [True] * len(sizes)
+    for number in sorted(range(len(sizes)), key=lambda at: sizes[at]):
+        room -= sizes[number]
+        large[number] = room < 0
+    return large
+
+
+def whole_ones(sizes: Sequence[int]) -> list[bool]:
+    """Which units of these bytes, in their order, stay whole from the forward on: what the backward begins with."""
+    room, whole = WHOLE_BYTES, [False] * len(sizes)
+    for number in reversed(range(len(sizes))):
+        room -= sizes[number]
+        whole[number] = room >= 0
+    return whole
+
+
+def units_of(model: nn.Module, blocks: Sequence[Block]) -> list[Block]:
+    """Those of its `blocks` that are large and share no parameter with anything outside; the rest is the root's."""
+    owners: dict[int, int] = {}
+    for parameter in chain.from_iterable(module.parameters(recurse=False) for module in model.modules()):
+        owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+
+    def own(block: Block) -> bool:
+        inside: dict[int, int] = {}
+        for parameter in chain.from_iterable(module.parameters(recurse=False) for module in block.module.modules()):
+            inside[id(parameter)] = inside.get(id(parameter), 0) + 1
+        return bool(inside) and all(owners[key] == count for key, count in inside.items())
+
+    units = [block for block in blocks if own(block)]
+    large = large_ones([_whole_bytes(block.module) for block in units])
+    return [block for block, is_large in zip(units, large, strict=True) if is_large]
+
+
+def _whole_bytes(module: nn.Module) -> int:
+    return sum(local(p).nbytes for p in module.parameters())
+
+
+class ShardedGradients(Gradients):
+    """Cuts `model`, in place, and adds its gradients over the microbatches of a step and over ranks.
+
+    shard: size of the shard groups. offload: whether shards live in the host's memory, gradients too. `share` is the
+    share of the parameters' elements that is really cut. parts: which of its parameters are parts of larger ones.
+    blocks: of the model, if they are known. in_parts: whether a backward computes the gradients of inputs first and
+    those of parameters later: parameters then stay whole from a step's first forward to its end, and so do gradients.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        world: World,
+        shard: int,
+        wide: bool,
+        offload: bool = False,
+        parts: Parts | None = None,
+        blocks: Sequence[Block] | None = None,
+        in_parts: bool = False,
+    ) -> None:
+        trainable(model, some=parts is None or parts.stages is None)
+        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            raise PlanError(
+                f"plan zero=3 with torch {torch.__version__}",
+                "its fully_shard goes wrong where a parameter is used on some ranks only",
+                "use torch 2.13 or newer, or plan zero2",
+            )
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 0:
+                raise PlanError(
+                    "cutting the model over ranks",
+                    f"parameter {name} has no dims, and fully_shard cuts along the first",
+                    "give it shape (1,), or use plan zero2",
+                )
+        self._world, self._group, self._offload, self._parts = world, world.group("data"), offload, parts
+        self._model, self._in_parts = model, in_parts
+        units = units_of(model, find_blocks(model) if blocks is None else blocks)
+        for unit in units:
+            _check_dtypes(unit.name, unit.module)
+        _check_dtypes("", model)
+        self._shards, across = self._cut(model, [unit.module for unit in units], shard=shard, wide=wide)
+        self._counts_squares = across is None or across.position == 0  # the other groups have the same shards
+        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        # In parts, gradients of several microbatches are added up before they are reduced.
+        sent_in = None if in_parts else next((p.dtype for p in model.parameters() if p.requires_grad), None)
+        for unit in self._units:
+            _add_as_sums(unit)
+            if adds_here(self._shards) and self._shards.size > 1:
+                unit.set_custom_reduce_scatter(cast(Any, _AddedHere(self._shards, sent_in)))
+                unit.set_custom_all_gather(cast(Any, _GatheredAhead()))
+        for unit, following in pairwise(self._units):
+            unit.set_modules_to_forward_prefetch([following])
+        self._named = list(model.named_parameters())
+        self._frozen = [(name, p) for name, p in self._named if not p.requires_grad]
+        self._numbers = {name: number for number, (name, _) in enumerate(self._named)}
+        self._used = [False] * len(self._named)
+        self._hooked: set[int] = set()
+        self._gathered = 0  # which units this rank has run in the step, and in which order, as one number
+        prefixes = {id(module): name for name, module in model.named_modules()}
+        self._handles: list[Any] = [
+            unit.register_forward_pre_hook(self._watch(_own_modules(unit, prefixes[id(unit)]), number))
+            for number, unit in enumerate(self._units)
+        ]
+        self._pending: Pending[torch.Tensor] | None = None
+        self._mine: dict[str, torch.Tensor] = {}  # what this rank has of the gradients, once they are added up
+        self._squares = 0.0  # of all gradients of the step; where parts are parts of larger ones `norm` asks for it
+        cut = sum(p.numel() for _, p in self._named if local(p).numel() < p.numel())
+        self.share = cut / max(1, sum(p.numel() for _, p in self._named))
+        position, ranks = self._shards.position, self._shards.size
+        self.cuts = [Cut(name, p, p, Place.of(p.shape, ranks).own(position)) for name, p in self._named]
+
+    def _cut(
+        self, model: nn.Module, units: Sequence[nn.Module], *, shard: int, wide: bool
+    ) -> tuple[Group, Group | None]:
+        """Cuts every unit, innermost first; returns the shard group, and that of the ranks with the same shards."""
+        mesh = shard_mesh(self._world, shard)
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float64 if wide else None)
+        on_gpu = self._world.device.startswith("cuda")
+        how: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+        if self._offload:
+            how["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
+        for unit, whole in zip(units, whole_ones([_whole_bytes(unit) for unit in units]), strict=True):
+            # In parts, the gradients of parameters are found by the parameters that the forward computed with.
+            fully_shard(unit, reshard_after_forward=not (whole or self._in_parts), **how)
+        fully_shard(model, reshard_after_forward=False, **how)
+        return groups_of(mesh, self._group)
+
+    # ------------------------------------------------------------------------------------------- a step
+    def begin(self, *, numbers: int = 0, rounds: int = 1) -> None:
+        self._used = [False] * len(self._named)
+        self._gathered = 0
+        self._mine.clear()
+        for _, parameter in self._named:
+            parameter.grad = None
+        self._expect(last=False)
+
+    def expect_last(self) -> None:
+        """The next backward is the one that reduces over all ranks; in parts, it is no backward that does."""
+        if not self._in_parts:
+            self._expect(last=True)
+
+    def _expect(self, *, last: bool) -> None:
+        root = self._units[0]
+        root.set_is_last_backward(last)
+        root.set_requires_all_reduce(last)
+        if self._in_parts:
+            root.set_requires_gradient_sync(last)
+            root.set_reshard_after_backward(last)
+
+    def prepare(self) -> None:
+        """What the first forward would do, while parameters are shown as they are."""
+        fully_shard.state(self._model)._lazy_init()  # pyright: ignore
+
+    def left(self, outputs: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """What ends the forward of the model, where it ends by an exception with these outputs."""
+        state: Any = fully_shard.state(self._model)  # pyright: ignore[reportFunctionMemberAccess, reportUnknownMemberType]
+        return [*state._post_forward(self._model, (), tuple(outputs))]
+
+    def send(self, numbers: Sequence[float] | torch.Tensor = ()) -> None:
+        """The gradients are on their way since the backward, if it did not compute them in parts."""
+        if self._in_parts:
+            self._reduce()
+        refuse_thawed(self._frozen)
+        flags = (float(used) for used in self._used)
+        order = (float(self._gathered), float(self._gathered**2))
+        self._mine = self._reduced()
+        squares = sum_of_squares(self._mine.values() if self._counts_squares else ()) if self._parts is None else None
+        self._pending = begin_numbers((*order, *flags), numbers, self._group, squares)
+
+    def receive(self) -> list[float]:
+        assert self._pending is not None
+        order, squared, *values = self._pending.wait().tolist()
+        # Of equal numbers, and of no others, the squares add up to the square of the sum over how many they are.
+        if int(squared) * self._group.size != int(order) ** 2:
+            raise RunError(
+                "a step with zero=3",
+                "ranks have run other blocks than each other, or in another order, and gathered one's parameters for "
+                "another's",
+                "let the model run the same blocks for every microbatch (no layerdrop), or use plan zero2 or ddp",
+            )
+        for (name, parameter), flag in zip(self._named, values, strict=False):
+            if flag == 0:
+                parameter.grad = None
+                self._mine.pop(name, None)
+        if self._parts is None:
+            self._squares = values.pop()
+        return values[len(self._named) :]
+
+    def used(self) -> set[str]:
+        return {name for (name, _), used in zip(self._named, self._used, strict=True) if used}
+
+    def mark_used(self, names: Container[str]) -> None:
+        for number, (name, _) in enumerate(self._named):
+            self._used[number] = self._used[number] or name in names
+
+    def collect(self) -> None:
+        """Notes which parameters have a gradient; `fully_shard` takes them up by itself, or in `send`."""
+        if self._in_parts:
+            for name, parameter in held_parameters(self._model.named_modules()):
+                if name in self._numbers and parameter.grad is not None and not isinstance(parameter, DTensor):
+                    self._used[self._numbers[name]] = True
+
+    def _reduce(self) -> None:
+        """Reduces and cuts all gradients, as the end of the last backward would: under torch's private names."""
+        self._expect(last=True)
+        state: Any = fully_shard.state(self._model)  # pyright: ignore[reportFunctionMemberAccess, reportUnknownMemberType]
+        for one in state._state_ctx.all_states:
+            for group in one._fsdp_param_groups:
+                group.post_backward()
+        state._root_post_backward_final_callback()
+
+    def norm(self) -> torch.Tensor:
+        if self._parts is not None:
+            return self._parts.norm(self.named_gradients(), self._shards)
+        return torch.tensor(self._squares, dtype=torch.float64).sqrt()
+
+    def divide(self, divisor: float) -> None:
+        for gradient in self._mine.values():
+            gradient.div_(divisor)
+
+    def scale(self, factor: float) -> None:
+        for gradient in self._mine.values():
+            gradient.mul_(factor)
+
+    def named_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        return ((name, self._mine.get(name)) for name, _ in self._named)
+
+    def rest(self) -> None:
+        for unit in self._units:
+            unit.reshard()
+
+    def claim(self, counter: MemoryCounter, number: int = 0) -> None:
+        counter.claim(self._reduced().values(), "gradients", HOST if self._offload else number)
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _reduced(self) -> dict[str, torch.Tensor]:
+        """By name of the parameter, what `fully_shard` has left of its gradient so far."""
+        return {name: local(p.grad) for name, p in self._named if p.grad is not None}
+
+    # ------------------------------------------------------------------------------- which parameters are used
+    def _watch(self, modules: Sequence[tuple[str, nn.Module]], number: int) -> Callable[[nn.Module, Any], None]:
+        """Before a unit's forward, when its parameters are whole: hooks that note which get a gradient."""
+
+        def watch(*_: Any) -> None:
+            self._gathered = (self._gathered * 31 + number + 1) % ORDERS
+            for name, parameter in held_parameters(modules):
+                if id(parameter) not in self._hooked and parameter.requires_grad and not isinstance(parameter, DTensor):
+                    self._hooked.add(id(parameter))
+                    parameter.register_post_accumulate_grad_hook(self._note(self._numbers[name]))
+
+        return watch
+
+    def _note(self, number: int) -> Callable[[torch.Tensor], None]:
+        def note(parameter: torch.Tensor) -> None:
+            if self.counting or self._in_parts:
+                self._used[number] = True
+            elif parameter.grad is not None:
+                # Of a loss times zero it need not be: not where the model's own code divides in its backward, or draws.
+                parameter.grad.zero_()
+
+        return note
+
+
+class _InNewMemory:
+    """Collectives of `fully_shard`."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+
+class _GatheredAhead(_InNewMemory):
+    """Its all_gather, which waits on the CPU where the result is needed, and not before."""
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        work = all_gather_single(output_tensor, input_tensor, group=group, async_op=True)
+        return None if work is None else AwakeWork(work)
+
+
+class _AddedHere(_InNewMemory):
+    """Its reduce_scatter, where ours moves less.
+
+    sent_in: the type of gradients, in which they are sent; None where they come in the type that they are added in.
+    """
+
+    def __init__(self, group: Group, sent_in: torch.dtype | None) -> None:
+        self._group, self._sent_in = group, sent_in
+        self._given = False  # whether memory for what is sent has been asked for; then comes that for the result
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        given, self._given = self._given, True
+        return super().allocate(size, dtype=dtype if given or self._sent_in is None else self._sent_in, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        self._given = False
+        reduce_scatter(input_tensor, self._group, into=output_tensor)
+
+
+def _own_modules(unit: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
+    """What is in `unit` and in no unit within it, with names; prefix: the unit's own."""
+    within = [one for one in unit.modules() if one is not unit and isinstance(one, FSDPModule)]
+    inner = {id(module) for one in within for module in one.modules()}
+    return [(name, module) for name, module in unit.named_modules(prefix=prefix) if id(module) not in inner]
+
+
+def _add_as_sums(unit: FSDPModule) -> None:
+    """Sums instead of means, and zeros for what this rank did not use: the others may have used it."""
+    unit.set_gradient_divide_factor(1.0)
+    unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    unit.set_reduce_scatter_unused_params(True)
+
+
+def _check_dtypes(name: str, module: nn.Module) -> None:
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in module.parameters() if p.requires_grad}
+    if len(dtypes) > 1:
+        raise PlanError(
+            f"cutting {name or 'the model'} over ranks",
+            f"its parameters have several dtypes: {', '.join(sorted(dtypes))}",
+            "give them one dtype, and state the precision of computing in the plan (precision=bfloat16)",
+        )

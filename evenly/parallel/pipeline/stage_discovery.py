@@ -1,0 +1,296 @@
+"""What is found out of a model, without computing anything of it, before it is put into stages.
+
+First, in one run of the job's loss in which all parameters are absent: which blocks are called, in which order; what is
+computed from each call to the next, and with which parameters. Then, with stages chosen and run by themselves on
+tensors without numbers, from the last to the first: what each has to receive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from evenly.data.nest import map_tensors, tensors_by_path, tensors_in
+from evenly.errors import EvenlyError, PlanError, describe
+from evenly.model.costs import CostCounter
+from evenly.model.fake import running_without_numbers
+from evenly.parallel.core.calls import BlockCall, BlockCalls
+from evenly.parallel.pipeline.model import Between, Known, StagedModel, StageRun
+from evenly.parallel.pipeline.remote_tensor import ASKED, OTHER_AXIS, Absent, absent, is_absent, present
+from evenly.parallel.pipeline.stages import CallOf, Place, Segment, Staging, owners_of, stage_of_calls
+
+
+def find_segments(model: StagedModel, compute: Callable[[], Any]) -> list[Segment]:
+    """The segments of one forward; `compute` runs the job's loss. Raises `PlanError` where it cannot run so."""
+    _refuse_what_runs_past_stages(model)
+    survey = _Survey(model)
+    _run(model, survey, compute)
+    if not survey.segments:
+        raise PlanError(
+            "cutting the model into stages",
+            "it has no repeated blocks that its forward calls",
+            f"put its layers into a ModuleList or Sequential, or {OTHER_AXIS}",
+        )
+    return [draft.segment(model) for draft in survey.segments]
+
+
+def _refuse_what_runs_past_stages(model: StagedModel) -> None:
+    """Raises `PlanError` for what would compute with other stages' parameters, or not run where they are passed by."""
+    held = {_memory(tensor): known.name for tensor, known in model.real()}
+    for name, module in model.model.named_modules():
+        for attribute, value in vars(module).items():
+            found = () if attribute in ("_parameters", "_buffers") else tensors_in(value)
+            if kept := next((held[_memory(tensor)] for tensor in found if _memory(tensor) in held), None):
+                raise PlanError(
+                    ASKED,
+                    f"{name or 'the model'} ({type(module).__name__}) keeps {kept} in {attribute} too, "
+                    "where it would be found on stages that do not hold it",
+                    f"find it by its own name where it is used (LSTM and GRU: build them of cells), or {OTHER_AXIS}",
+                )
+    for block in model.blocks:
+        if block.module._forward_hooks or block.module._forward_pre_hooks:  # pyright: ignore[reportPrivateUsage]
+            raise PlanError(
+                ASKED,
+                f"block {block.name} has a forward hook, which does not run on stages that pass the block by",
+                f"do in the block's forward what the hook does, or {OTHER_AXIS}",
+            )
+
+
+def find_staging(
+    model: StagedModel,
+    segments: Sequence[Segment],
+    counts: Sequence[int],
+    compute: Callable[[], Any],
+    evaluate: Callable[[], Any] | None,
+) -> Staging:
+    """The staging of `counts` segments per stage; compute, evaluate: run the job's loss in training and evaluation.
+
+    Raises `PlanError` where a stage cannot run by itself.
+    """
+    calls = tuple(segment.call for segment in segments)
+    stage_of = stage_of_calls(calls, counts)
+    owners = owners_of([*model.known], segments, stage_of)
+    nothing = tuple(() for _ in counts)
+    staging = Staging(tuple(counts), {True: calls, False: ()}, stage_of, owners, {True: nothing, False: nothing})
+    staging = _with_needs(model, staging, compute, training=True)
+    if evaluate is None:
+        return staging
+    calls = tuple(segment.call for segment in find_segments(model, evaluate))
+    if any(call not in stage_of for call in calls):
+        raise PlanError(
+            ASKED,
+            "an evaluation calls blocks that training does not: the model leaves some out by chance (layerdrop)",
+            OTHER_AXIS,
+        )
+    staging = replace(staging, calls={**staging.calls, False: calls})
+    return _with_needs(model, staging, evaluate, training=False)
+
+
+def _with_needs(model: StagedModel, staging: Staging, compute: Callable[[], Any], *, training: bool) -> Staging:
+    """`staging` with what each stage receives."""
+    for stage in reversed(range(staging.stages)):
+        model.stage_as(staging)
+        run = _Discovery(model, stage, training=training)
+        _run(model, run, compute)
+        needs = [*staging.needs[training]]
+        needs[stage] = tuple(run.needs)
+        staging = replace(staging, needs={**staging.needs, training: tuple(needs)})
+    return staging
+
+
+def _run(model: StagedModel, run: _Survey | _Discovery, compute: Callable[[], Any]) -> None:
+    calls = BlockCalls(model.blocks, model.device, model.call)
+    model.running = run
+    try:
+        between = Between(run) if isinstance(run, StageRun) else nullcontext()
+        with running_without_numbers(), calls.drawing(0), torch.enable_grad(), between:
+            run.end(compute())
+    except _Left:
+        pass
+    except EvenlyError:
+        raise
+    except Exception as problem:
+        raise _refusal(problem) from problem
+    finally:
+        model.running = None
+        calls.close()
+
+
+def _refusal(problem: Exception) -> PlanError:
+    operation = getattr(problem, "func", None)  # of torch's errors of tensors without numbers
+    if operation is None:
+        return PlanError(
+            ASKED, f"the model's code does not run on tensors without numbers: {describe(problem)}", OTHER_AXIS
+        )
+    return PlanError(
+        ASKED, f"{str(operation).removesuffix('.default')} needs numbers that another stage has", OTHER_AXIS
+    )
+
+
+@dataclass(eq=False)
+class _Draft:
+    """A segment as it is found; `kept` are the tensors whose memory it keeps."""
+
+    call: CallOf
+    tensors: set[str] = field(default_factory=set[str])
+    kept: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+    counter: CostCounter = field(default_factory=CostCounter)
+
+    def segment(self, model: StagedModel) -> Segment:
+        forms = [model.known[name].form for name in self.tensors]
+        return Segment(
+            call=self.call,
+            tensors=frozenset(self.tensors),
+            flops=self.counter.flops,
+            moved_bytes=self.counter.moved_bytes,
+            weight_bytes=sum(form.nbytes for form in forms),
+            kept_bytes=sum(tensor.untyped_storage().nbytes() for tensor in self.kept.values()),
+        )
+
+
+class _Survey:
+    """A run in which every parameter is absent."""
+
+    def __init__(self, model: StagedModel) -> None:
+        self._model = model
+        self._shown: dict[str, Absent] = {}
+        self._names = {id(tensor): known.name for tensor, known in model.real()}
+        self._weights = {_memory(known.form) for known in model.known.values()}
+        self._before = _Draft(("", 0))  # the first call
+        self.segments: list[_Draft] = []
+
+    @property
+    def watching(self) -> AbstractContextManager[object]:
+        """Counts, and notes what is kept for the backward."""
+        return _Watching(self._now, self._weights)
+
+    @property
+    def _now(self) -> _Draft:
+        return self.segments[-1] if self.segments else self._before
+
+    def find(self, tensor: Absent) -> None:
+        """Nothing has numbers."""
+
+    def meet(self, tensors: list[torch.Tensor]) -> None:
+        """Notes the parameters among these."""
+        self._now.tensors |= {name for tensor in tensors if (name := self._names.get(id(tensor))) is not None}
+
+    def shown(self, module: nn.Module, name: str, known: Known) -> Absent:
+        """Absent, one of each."""
+        if known.name not in self._shown:
+            made = self._shown[known.name] = absent(known.form, self)
+            self._names[id(made)] = known.name
+        return self._shown[known.name]
+
+    def begin(self) -> None:
+        """Nothing to note."""
+
+    def call(self, call: BlockCall) -> Any:
+        """Begins a segment and runs the block."""
+        self.segments.append(_Draft((call.block.name, call.number)))
+        if len(self.segments) == 1:
+            first, before = self.segments[0], self._before
+            first.tensors, first.kept, first.counter = before.tensors, before.kept, before.counter
+        return call.run(*call.args, **call.kwargs)
+
+    def end(self, result: Any) -> None:
+        """The forward is over."""
+
+
+class _Watching:
+    """Around one function: what it costs, and what it keeps, goes to `draft`."""
+
+    def __init__(self, draft: _Draft, weights: set[int]) -> None:
+        self._draft, self._weights = draft, weights
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def __enter__(self) -> None:
+        self._hooks.__enter__()
+        self._draft.counter.__enter__()
+
+    def __exit__(self, *problem: Any) -> None:
+        self._draft.counter.__exit__(*problem)
+        self._hooks.__exit__(*problem)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = _memory(tensor)
+        if key not in self._weights:
+            self._draft.kept[key] = tensor
+        return tensor
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Which memory a tensor would have."""
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+
+
+class _Left(Exception):
+    """A stage came to its end."""
+
+
+class _Discovery(StageRun):
+    """A run of one stage in which what it lacks is found and made up, without numbers."""
+
+    def __init__(self, model: StagedModel, stage: int, *, training: bool) -> None:
+        super().__init__(model, stage, [None] * len(model.staging.needs[training][stage]), training=training)
+        self.needs: list[Place] = []
+        self._placed: dict[int, tuple[Absent, Place]] = {}
+
+    def find(self, tensor: Absent) -> torch.Tensor | None:
+        """What is asked for once the stage is entered has to be received, if it can be told where it is met."""
+        if not self.entered:
+            return None
+        if (found := super().find(tensor)) is not None:
+            return found
+        place = self._placed.get(id(tensor))
+        if place is None:
+            return None
+        self.needs.append(place[1])
+        return tensor.form.clone()  # no leaf: the code may overwrite it
+
+    def shown(self, module: nn.Module, name: str, known: Known) -> torch.Tensor | None:
+        """The stage's own parameters, without numbers."""
+        found = super().shown(module, name, known)
+        return known.form if found is None else found
+
+    def _note(self, call: CallOf, side: str, nest: Any) -> None:
+        for path, tensor in tensors_by_path(nest):
+            self._note_at(Place(call, side, path), tensor)
+
+    def _note_at(self, place: Place, tensor: torch.Tensor) -> None:
+        super()._note_at(place, tensor)
+        if not self.entered and isinstance(tensor, Absent):
+            self._placed.setdefault(id(tensor), (tensor, place))
+
+    def _enter(self, call: BlockCall) -> None:
+        for path, tensor in tensors_by_path((call.args, call.kwargs)):
+            if isinstance(tensor, Absent):
+                self._placed[id(tensor)] = (tensor, Place(None, "in", path))
+        super()._enter(call)
+        map_tensors(present, (call.args, call.kwargs))  # all of them are asked for
+
+    def call(self, call: BlockCall) -> Any:
+        """As it will be, without what is sent."""
+        stage = self._model.staging.stage_of[call.block.name, call.number]
+        if stage > self.stage:
+            if not self.entered:
+                self._enter(call)
+            self._payload(call)
+            raise _Left
+        return super().call(call)
+
+    def _check(self, nest: Any, call: BlockCall | None) -> None:
+        for path, tensor in tensors_by_path(nest):
+            if is_absent(tensor):
+                where = f"block {call.block.name}" if call is not None else "the loss"
+                raise PlanError(
+                    ASKED,
+                    f"{where} needs (at {path}) what an earlier stage computes inside a block and does not return, "
+                    f"of shape {tuple(tensor.shape)}",
+                    f"return it from the block, or {OTHER_AXIS}",
+                )

@@ -1,0 +1,177 @@
+"""The dims of all tensors of a trace as atoms, after the rule of every call was applied.
+
+A call without a rule, or in a form that its rule does not know (`NoRule`), bars all that it touches. Some calls compute
+with a split dim that their output no longer has: a contraction and a lookup, whose outputs are summed over ranks, and a
+cross entropy of split classes. They are noted as `Meeting`s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from evenly.parallel.tensor.dim_factors import Atoms, Dim
+from evenly.parallel.tensor.trace import Call, Ref, Trace
+
+Dims = list[Dim]
+Rule = Callable[["Graph", Call], None]
+
+
+class NoRule(Exception):
+    """A call that no rule describes."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A call in which `dim` ends: `sum` where its output is summed over ranks, `classes` in a cross entropy."""
+
+    dim: Dim
+    kind: Literal["sum", "classes"]
+
+
+@dataclass(eq=False)
+class Graph:
+    """The dims of all values of a trace.
+
+    dims:       value -> its dims; known once the value was made.
+    meetings:   call -> what ends in it.
+    multiplied: call -> how many products make one element of its output, for contractions.
+    """
+
+    trace: Trace
+    rules: Mapping[str, Rule]
+    atoms: Atoms = field(default_factory=Atoms)
+    dims: dict[int, Dims] = field(default_factory=dict[int, Dims])
+    meetings: dict[int, list[Meeting]] = field(default_factory=dict[int, list[Meeting]])
+    multiplied: dict[int, int] = field(default_factory=dict[int, int])
+    _from_batch: set[int] = field(default_factory=set[int])
+    _from_parameters: set[int] = field(default_factory=set[int])
+    _taken: set[int] = field(default_factory=set[int])
+    _at: int = 0  # the call whose rule runs
+
+    def __post_init__(self) -> None:
+        for index, value in enumerate(self.trace.values):
+            if value.source != "call":
+                self.dims[index] = [self.atoms.new(size) for size in value.shape]
+            if value.source == "batch":
+                self._from_batch.add(index)
+            if value.source == "parameter":
+                self._from_parameters.add(index)
+        self._taken.update(index for call in self.trace.calls for index in call.inputs)
+        for at, call in enumerate(self.trace.calls):
+            self._at = at
+            self._apply(call)
+
+    # ------------------------------------------------------------------------------------ what rules ask and say
+    def shape(self, ref: Ref) -> tuple[int, ...]:
+        return self.trace.values[ref.index].shape
+
+    def of(self, ref: Ref) -> Dims:
+        return self.dims[ref.index]
+
+    def output_shape(self, call: Call, which: int = 0) -> tuple[int, ...]:
+        return self.trace.values[call.outputs[which]].shape
+
+    def new(self, size: int) -> Dim:
+        return self.atoms.new(size)
+
+    def barred(self, size: int, call: Call) -> Dim:
+        return self.atoms.new(size, call.place)
+
+    def bar(self, dim: Iterable[int], call: Call) -> None:
+        self.atoms.bar(dim, call.place)
+
+    def unite(self, first: Dim, second: Dim, call: Call) -> None:
+        self.atoms.unite(first, second, call.place)
+
+    def give(self, call: Call, dims: Sequence[Dim], which: int = 0) -> None:
+        """The output's dims; a value changed in place keeps its own and has them united."""
+        if [self.atoms.length(dim) for dim in dims] != [max(size, 1) for size in self.output_shape(call, which)]:
+            raise NoRule
+        for first, second in zip(self.dims.setdefault(call.outputs[which], [*dims]), dims, strict=True):
+            self.unite(first, second, call)
+
+    def meet(self, dim: Dim, kind: Literal["sum", "classes"]) -> None:
+        self.meetings.setdefault(self._at, []).append(Meeting(dim, kind))
+
+    def multiplies(self, times: int) -> None:
+        self.multiplied[self._at] = self.multiplied.get(self._at, 1) * times
+
+    def is_taken(self, index: int) -> bool:
+        """Whether any call takes the value."""
+        return index in self._taken
+
+    def is_weight(self, ref: Ref) -> bool:
+        """Whether the value is computed of parameters, and of nothing in the batch."""
+        return ref.index in self._from_parameters and ref.index not in self._from_batch
+
+    # ---------------------------------------------------------------------------------------------------- applying
+    def _apply(self, call: Call) -> None:
+        inputs = {*call.inputs}
+        for source in (self._from_batch, self._from_parameters):
+            if inputs & source:
+                source.update(call.outputs)
+        rule = self.rules.get(call.function)
+        try:
+            if rule is None or "out" in call.keywords or self._is_hidden(call):
+                raise NoRule
+            rule(self, call)
+        except NoRule:
+            self._bar_all(call)
+
+    def _is_hidden(self, call: Call) -> bool:
+        """Whether it takes part in gradients that are computed by other means: in a `torch.autograd.Function`."""
+        cut_off = call.gradients or call.function in ("detach", "data")
+        return not cut_off and any(self.trace.values[index].requires_grad for index in call.inputs)
+
+    def _bar_all(self, call: Call) -> None:
+        for index in (*call.inputs, *call.outputs):
+            if index not in self.dims:
+                self.dims[index] = [self.barred(size, call) for size in self.trace.values[index].shape]
+            for dim in self.dims[index]:
+                self.bar(dim, call)
+
+
+# ---------------------------------------------------------------------------------------------------- reading arguments
+
+
+def tensor(call: Call, position: int, *names: str) -> Ref:
+    """The tensor argument at `position` or under one of `names`."""
+    value = argument(call, position, *names)
+    if not isinstance(value, Ref):
+        raise NoRule
+    return value
+
+
+def argument(call: Call, position: int, *names: str, default: Any = None) -> Any:
+    """The argument at `position` or under one of `names`."""
+    if position < len(call.arguments):
+        return call.arguments[position]
+    return next((call.keywords[name] for name in names if name in call.keywords), default)
+
+
+def subject(call: Call) -> Ref:
+    """The first argument, a tensor, which for methods is `self`."""
+    return tensor(call, 0, "input", "self")
+
+
+def dim_of(graph: Graph, call: Call, position: int, default: Any = None) -> int:
+    """The argument `dim` as the number of one of the first tensor's dims, from 0 on."""
+    (dim,) = dims_of(graph, call, position, default)
+    return dim
+
+
+def dims_of(graph: Graph, call: Call, position: int, default: Any = None) -> list[int]:
+    """The argument `dim`, one or several, from 0 on; all dims where none is given."""
+    given = argument(call, position, "dim", "axis", default=default)
+    rank = len(graph.shape(subject(call)))
+    if given is None:
+        return [*range(rank)]
+    return [counted(dim, rank) for dim in (given if isinstance(given, tuple) else (given,))]
+
+
+def counted(dim: Any, rank: int) -> int:
+    if not isinstance(dim, int) or isinstance(dim, bool) or not -rank <= dim < max(rank, 1):
+        raise NoRule
+    return dim % max(rank, 1)

@@ -1,0 +1,562 @@
+"""The rules: what each of torch's functions demands of the dims of its tensors, if they are to be split.
+
+A rule takes a call, unites and bars atoms of its inputs, and gives its outputs their dims. In a form that it does not
+know it raises `NoRule`, and the call bars all that it touches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from evenly.parallel.tensor.dim_factors import Dim
+from evenly.parallel.tensor.graph import Dims, Graph, NoRule, Rule, argument, counted, dim_of, dims_of, subject, tensor
+from evenly.parallel.tensor.trace import Call, Ref, refs_in
+
+# --------------------------------------------------------------------------------------------------- element by element
+
+
+def aligned(graph: Graph, call: Call, refs: Iterable[Ref], shape: Sequence[int]) -> Dims:
+    """Dims of `shape`, to which all `refs` are broadcast: they are united, and new where none has the dim."""
+    dims: list[Dim | None] = [None] * len(shape)
+    for ref in refs:
+        before = len(shape) - len(graph.shape(ref))
+        for place, (size, dim) in enumerate(zip(graph.shape(ref), graph.of(ref), strict=True), before):
+            if place < 0 or size not in (1, shape[place]):
+                raise NoRule
+            if size == shape[place]:
+                dims[place] = joined(graph, call, dims[place], dim)
+    return [graph.new(size) if dim is None else dim for dim, size in zip(dims, shape, strict=True)]
+
+
+def joined(graph: Graph, call: Call, first: Dim | None, second: Dim) -> Dim:
+    if first is not None:
+        graph.unite(first, second, call)
+    return second
+
+
+def pointwise(graph: Graph, call: Call) -> None:
+    """All tensors element by element, broadcast."""
+    refs = [*refs_in((call.arguments, call.keywords))]
+    graph.give(call, aligned(graph, call, refs, graph.output_shape(call)))
+
+
+def pointwise_of_first(graph: Graph, call: Call) -> None:
+    """The first tensor element by element; others tell a type, or are broadcast to."""
+    graph.give(call, aligned(graph, call, [subject(call)], graph.output_shape(call)))
+
+
+def broadcast_each(graph: Graph, call: Call) -> None:
+    for which, ref in enumerate(refs_in(call.arguments)):
+        graph.give(call, aligned(graph, call, [ref], graph.output_shape(call, which)), which)
+
+
+def created(graph: Graph, call: Call) -> None:
+    """A tensor of its own, even if asked of another."""
+    for which in range(len(call.outputs)):
+        graph.give(call, [graph.new(size) for size in graph.output_shape(call, which)], which)
+
+
+# --------------------------------------------------------------------------------------------------------------- shapes
+
+
+def viewed(graph: Graph, call: Call) -> None:
+    """The same elements in the same order under another shape."""
+    ref, shape = subject(call), graph.output_shape(call)
+    if graph.trace.values[ref.index].elements != graph.trace.values[call.outputs[0]].elements:
+        raise NoRule  # as another type
+    graph.give(call, graph.atoms.regroup(graph.of(ref), shape, call.place))
+
+
+def transposed(graph: Graph, call: Call) -> None:
+    dims = [*graph.of(subject(call))]
+    first, second = (counted(argument(call, at, f"dim{at - 1}", f"axis{at - 1}"), len(dims)) for at in (1, 2))
+    dims[first], dims[second] = dims[second], dims[first]
+    graph.give(call, dims)
+
+
+def last_two_transposed(graph: Graph, call: Call) -> None:
+    dims = [*graph.of(subject(call))]
+    graph.give(call, [*dims[:-2], *dims[-2:][::-1]])
+
+
+def permuted(graph: Graph, call: Call) -> None:
+    dims = graph.of(subject(call))
+    order = argument(call, 1, "dims")
+    order = order if isinstance(order, tuple) else call.arguments[1:]
+    graph.give(call, [dims[counted(dim, len(dims))] for dim in order])
+
+
+def moved(graph: Graph, call: Call) -> None:
+    dims = graph.of(subject(call))
+    sources, targets = (
+        [counted(dim, len(dims)) for dim in (given if isinstance(given, tuple) else (given,))]
+        for given in (argument(call, 1, "source"), argument(call, 2, "destination"))
+    )
+    others = iter([dim for dim in range(len(dims)) if dim not in sources])
+    order = [sources[targets.index(place)] if place in targets else next(others) for place in range(len(dims))]
+    graph.give(call, [dims[dim] for dim in order])
+
+
+def repeated(graph: Graph, call: Call) -> None:
+    """Copies one behind the other: copies x what was there."""
+    ref, shape = subject(call), graph.output_shape(call)
+    old = (1,) * (len(shape) - len(graph.shape(ref))) + graph.shape(ref)
+    dims = [()] * (len(shape) - len(graph.shape(ref))) + graph.of(ref)
+    copies = [graph.new(size // max(before, 1)) for size, before in zip(shape, old, strict=True)]
+    graph.give(call, [(*copy, *dim) for copy, dim in zip(copies, dims, strict=True)])
+
+
+def repeated_each(graph: Graph, call: Call) -> None:
+    """Each element several times in a row: what was there x copies."""
+    ref = subject(call)
+    times = argument(call, 1, "repeats")
+    if not isinstance(times, int) or argument(call, 2, "dim") is None:
+        raise NoRule
+    dim, dims = dim_of(graph, call, 2), [*graph.of(ref)]
+    dims[dim] = (*dims[dim], *graph.new(times))
+    graph.give(call, dims)
+
+
+# ------------------------------------------------------------------------------------------------------ along some dims
+
+
+def along(position: int, default: Any = None) -> Rule:
+    """Mixes the elements of some dims, given as argument `position`, and keeps the others apart."""
+
+    def rule(graph: Graph, call: Call) -> None:
+        dims = [*graph.of(subject(call))]
+        for dim in dims_of(graph, call, position, default):
+            graph.bar(dims[dim], call)
+            dims[dim] = ()
+        for which in range(len(call.outputs)):
+            shape = graph.output_shape(call, which)
+            if len(shape) != len(dims):
+                raise NoRule
+            graph.give(call, [dim or graph.barred(size, call) for dim, size in zip(dims, shape, strict=True)], which)
+
+    return rule
+
+
+def reduced(position: int) -> Rule:
+    """One element of all those of some dims."""
+
+    def rule(graph: Graph, call: Call) -> None:
+        dims, gone = graph.of(subject(call)), dims_of(graph, call, position)
+        for dim in gone:
+            graph.bar(dims[dim], call)
+        kept = [dim for place, dim in enumerate(dims) if place not in gone]
+        with_ones = [() if place in gone else dim for place, dim in enumerate(dims)]
+        for which in range(len(call.outputs)):
+            keeps = len(graph.output_shape(call, which)) == len(dims)
+            graph.give(call, with_ones if keeps else kept, which)
+
+    return rule
+
+
+def summed(graph: Graph, call: Call) -> None:
+    """`sum` and `mean`: a tensor that no call takes, and that is not the loss, may be summed of the ranks' parts."""
+    dims, taken = graph.of(subject(call)), graph.is_taken(call.outputs[0])
+    if taken or not graph.output_shape(call):
+        return reduced(1)(graph, call)
+    gone = dims_of(graph, call, 1)
+    for dim in gone:
+        graph.meet(dims[dim], "sum")
+    keeps = len(graph.output_shape(call)) == len(dims)
+    graph.give(call, [() if at in gone else dim for at, dim in enumerate(dims) if keeps or at not in gone])
+    return None
+
+
+def extreme(graph: Graph, call: Call) -> None:
+    """`max` and `min` of elements, along a dim, or of two tensors."""
+    rule = pointwise if isinstance(argument(call, 1, "other"), Ref) else reduced(1)
+    rule(graph, call)
+
+
+def triangle(graph: Graph, call: Call) -> None:
+    dims = graph.of(subject(call))
+    for dim in dims[-2:]:
+        graph.bar(dim, call)
+    graph.give(call, dims)
+
+
+def padded(graph: Graph, call: Call) -> None:
+    ref, widths = subject(call), argument(call, 1, "pad")
+    if not isinstance(widths, tuple):
+        raise NoRule
+    dims, shape = [*graph.of(ref)], graph.output_shape(call)
+    for back in range(len(widths) // 2):
+        place = len(dims) - 1 - back
+        if any(widths[2 * back : 2 * back + 2]):
+            graph.bar(dims[place], call)
+            dims[place] = graph.barred(shape[place], call)
+    graph.give(call, dims)
+
+
+# --------------------------------------------------------------------------------------------------------------- pieces
+
+
+def pieces(position: int) -> Rule:
+    """`split`, `chunk`: equal pieces are read as pieces x rest, of which the rest can be split, alike in all pieces."""
+
+    def rule(graph: Graph, call: Call) -> None:
+        place, dims = dim_of(graph, call, position, 0), [*graph.of(subject(call))]
+        sizes = [graph.output_shape(call, which)[place] for which in range(len(call.outputs))]
+        dim, rest = dims[place], graph.new(sizes[0])
+        if len({*sizes}) == 1:
+            graph.unite(dim, (*graph.barred(len(sizes), call), *rest), call)
+        else:
+            graph.bar(dim, call)
+        for which, size in enumerate(sizes):
+            dims[place] = rest if len({*sizes}) == 1 else graph.barred(size, call)
+            graph.give(call, dims, which)
+
+    return rule
+
+
+def gated(graph: Graph, call: Call) -> None:
+    """`glu`: one half times the sigmoid of the other."""
+    place, dims = dim_of(graph, call, 1, -1), [*graph.of(subject(call))]
+    rest = graph.new(graph.output_shape(call)[place])
+    graph.unite(dims[place], (*graph.barred(2, call), *rest), call)
+    dims[place] = rest
+    graph.give(call, dims)
+
+
+def unbound(graph: Graph, call: Call) -> None:
+    place, dims = dim_of(graph, call, 1, 0), [*graph.of(subject(call))]
+    graph.bar(dims.pop(place), call)
+    for which in range(len(call.outputs)):
+        graph.give(call, dims, which)
+
+
+def cat(graph: Graph, call: Call) -> None:
+    """One behind the other along a dim, which is barred; the others are united."""
+    refs = [ref for ref in refs_in(argument(call, 0, "tensors")) if graph.shape(ref) != (0,)]
+    shape = graph.output_shape(call)
+    place = counted(argument(call, 1, "dim", "axis", default=0), len(shape))
+    for ref in refs:
+        graph.bar(graph.of(ref)[place], call)
+    give_united(graph, call, [[*graph.of(ref)] for ref in refs], place)
+
+
+def stacked(graph: Graph, call: Call) -> None:
+    """One behind the other along a new dim, which is barred."""
+    place = counted(argument(call, 1, "dim", default=0), len(graph.output_shape(call)))
+    parts = [[*graph.of(ref)] for ref in refs_in(argument(call, 0, "tensors"))]
+    for part in parts:
+        part.insert(place, ())
+    give_united(graph, call, parts, place)
+
+
+def give_united(graph: Graph, call: Call, parts: Sequence[Dims], place: int) -> None:
+    """The output of the dims that all parts have, but for the one at `place`."""
+    shape = graph.output_shape(call)
+    dims = [graph.new(size) for size in shape]
+    dims[place] = graph.barred(shape[place], call)
+    for part in parts:
+        for at, (dim, own) in enumerate(zip(dims, part, strict=True)):
+            if at != place:
+                graph.unite(dim, own, call)
+    graph.give(call, dims)
+
+
+def indexed(graph: Graph, call: Call) -> None:
+    """`x[...]` of numbers, slices, None and Ellipsis: whole slices pass, numbers and parts bar their dim."""
+    index = argument(call, 1)
+    items = [*(index if isinstance(index, tuple) else (index,))]
+    if any(
+        isinstance(item, bool) or not (item is None or item is ... or isinstance(item, int | slice)) for item in items
+    ):
+        raise NoRule
+    dims = graph.of(subject(call))
+    taken = sum(item is not None and item is not ... for item in items)
+    at = items.index(...) if ... in items else len(items)
+    items[at : at + 1] = [slice(None)] * (len(dims) - taken)
+    graph.give(call, [*_picked(graph, call, iter(zip(graph.shape(subject(call)), dims, strict=True)), items)])
+
+
+def _picked(graph: Graph, call: Call, dims: Any, items: Sequence[Any]) -> Iterable[Dim]:
+    for item in items:
+        if item is None:
+            yield ()
+            continue
+        size, dim = next(dims)
+        if isinstance(item, int):
+            graph.bar(dim, call)
+        elif any(isinstance(end, Ref) for end in (item.start, item.stop, item.step)):
+            raise NoRule
+        elif item.indices(size) == (0, size, 1):
+            yield dim
+        else:
+            graph.bar(dim, call)
+            yield graph.barred(len(range(*item.indices(size))), call)
+
+
+def selected(graph: Graph, call: Call) -> None:
+    place, dims = dim_of(graph, call, 1), [*graph.of(subject(call))]
+    graph.bar(dims.pop(place), call)
+    graph.give(call, dims)
+
+
+# --------------------------------------------------------------------------------------------------------- contractions
+
+Labels = Sequence[Hashable]
+
+
+def contract(graph: Graph, call: Call, operands: Sequence[tuple[Ref, Labels]], output: Labels) -> Dims:
+    """Products summed over the labels that `output` lacks, as `einsum` does: dims of one label are united.
+
+    What is summed of an activation and a weight may be split, its output is then summed over ranks; of two
+    activations, or within one, it is barred.
+    """
+    by_label: dict[Hashable, Dim] = {}
+    for ref, labels in operands:
+        if len({*labels}) != len(graph.of(ref)):
+            raise NoRule
+        for label, dim, size in zip(labels, graph.of(ref), graph.shape(ref), strict=True):
+            if size != 1:
+                by_label[label] = joined(graph, call, by_label.get(label), dim)
+    for label, dim in by_label.items():
+        if label not in output:
+            carriers = [ref for ref, labels in operands if label in labels]
+            if len(carriers) == 2 and sum(graph.is_weight(ref) for ref in carriers) == 1:
+                graph.meet(dim, "sum")
+            else:
+                graph.bar(dim, call)
+            graph.multiplies(graph.atoms.length(dim))
+    return [by_label.get(label, ()) for label in output]
+
+
+def linear(graph: Graph, call: Call) -> None:
+    x, weight, bias = subject(call), tensor(call, 1, "weight"), argument(call, 2, "bias")
+    batch = [*range(len(graph.shape(x)) - 1)]
+    rows = ["out"] * (len(graph.shape(weight)) - 1)
+    dims = contract(graph, call, [(x, [*batch, "in"]), (weight, [*rows, "in"])], [*batch, *rows])
+    if isinstance(bias, Ref):
+        graph.unite(dims[-1], aligned(graph, call, [bias], graph.output_shape(call)[-1:])[0], call)
+    graph.give(call, dims)
+
+
+def product(graph: Graph, call: Call, first: Ref, second: Ref) -> Dims:
+    """The dims of `first @ second`."""
+    ranks = len(graph.shape(first)), len(graph.shape(second))
+    batches = [[*range(-(rank - 2), 0)] for rank in ranks]  # counted from the right, as they are broadcast
+    rows = ["row"] * (ranks[0] > 1)
+    columns = ["column"] * (ranks[1] > 1)
+    operands = [(first, [*batches[0], *rows, "in"]), (second, [*batches[1], "in", *columns])]
+    return contract(graph, call, operands, [*max(batches, key=len), *rows, *columns])
+
+
+def matmul(graph: Graph, call: Call) -> None:
+    operands = subject(call), tensor(call, 1, "other", "mat2", "tensor2", "vec")
+    graph.give(call, product(graph, call, *(operands if call.function != "__rmatmul__" else operands[::-1])))
+
+
+def matmul_added(graph: Graph, call: Call) -> None:
+    """`addmm`, `baddbmm`: a tensor, and a product added to it."""
+    first, second = tensor(call, 1, "mat1", "batch1"), tensor(call, 2, "mat2", "batch2")
+    dims = product(graph, call, first, second)
+    added = aligned(graph, call, [subject(call)], graph.output_shape(call))
+    graph.give(call, dims)
+    for dim, own in zip(dims, added, strict=True):
+        graph.unite(dim, own, call)
+
+
+def einsum(graph: Graph, call: Call) -> None:
+    equation, refs = argument(call, 0), [*refs_in(call.arguments[1:])]
+    if not isinstance(equation, str) or "->" not in equation:
+        raise NoRule
+    inputs, output = equation.replace(" ", "").split("->")
+    terms = inputs.split(",")
+    if len(terms) != len(refs):
+        raise NoRule
+    spread = [len(graph.shape(ref)) - len(term.replace("...", "")) for ref, term in zip(refs, terms, strict=True)]
+    labels = [_labels(term, count) for term, count in zip(terms, spread, strict=True)]
+    graph.give(call, contract(graph, call, [*zip(refs, labels, strict=True)], _labels(output, max(spread))))
+
+
+def _labels(term: str, spread: int) -> list[Hashable]:
+    """One per dim; those of `...` are numbers from the right."""
+    before, dots, after = term.partition("...")
+    return [*before, *(range(-spread, 0) if dots else ()), *after]
+
+
+def attention(graph: Graph, call: Call) -> None:
+    """`scaled_dot_product_attention`: batch and heads together; heads of keys may serve several of queries."""
+    query, key, value = subject(call), tensor(call, 1, "key"), tensor(call, 2, "value")
+    mask, shape = argument(call, 3, "attn_mask"), graph.output_shape(call)
+    q, k, v = [*graph.of(query)], [*graph.of(key)], [*graph.of(value)]
+    if argument(call, 7, "enable_gqa", default=False) and graph.shape(query)[-3] != graph.shape(key)[-3]:
+        shared = graph.new(graph.shape(query)[-3] // graph.shape(key)[-3])
+        k[-3], v[-3] = (*k[-3], *shared), (*v[-3], *shared)
+    dims = [*_united(graph, call, q, k, v), q[-2], v[-1]]
+    graph.unite(q[-1], k[-1], call)
+    graph.unite(k[-2], v[-2], call)
+    for dim in (q[-1], q[-2], k[-2]):
+        graph.bar(dim, call)
+    graph.give(call, dims)
+    if isinstance(mask, Ref):
+        over = aligned(graph, call, [mask], (*shape[:-1], graph.shape(key)[-2]))
+        for dim, own in zip((*dims[:-1], k[-2]), over, strict=True):
+            graph.unite(dim, own, call)
+
+
+def _united(graph: Graph, call: Call, *tensors: Dims) -> Dims:
+    """What all have before their last two dims, counted from the right."""
+    columns = zip_longest(*(dims[-3::-1] for dims in tensors), fillvalue=())
+    result: Dims = []
+    for column in columns:
+        held = [dim for dim in column if dim]
+        for dim in held[1:]:
+            graph.unite(held[0], dim, call)
+        result.insert(0, held[0] if held else ())
+    return result
+
+
+# ----------------------------------------------------------------------------------------------- lookups, norms, losses
+
+
+def embedding(graph: Graph, call: Call) -> None:
+    """Rows of a table: of split rows each rank finds its own, and the outputs are summed."""
+    ids, table = subject(call), tensor(call, 1, "weight")
+    rows, columns = graph.of(table)
+    if argument(call, 3, "max_norm") is not None or argument(call, 5, "scale_grad_by_freq", default=False):
+        raise NoRule
+    if argument(call, 6, "sparse", default=False):
+        raise NoRule
+    graph.give(call, [*graph.of(ids), columns])
+    if graph.is_weight(table):
+        graph.meet(rows, "sum")
+    else:
+        graph.bar(rows, call)
+
+
+def normalized(graph: Graph, call: Call) -> None:
+    """`layer_norm`, `rms_norm`: over the last dims, which the parameters have too."""
+    x, shape = subject(call), argument(call, 1, "normalized_shape")
+    if not isinstance(shape, tuple):
+        raise NoRule
+    dims = graph.of(x)
+    over = dims[len(dims) - len(shape) :]
+    for parameter in (argument(call, 2, "weight"), argument(call, 3, "bias")):
+        if isinstance(parameter, Ref):
+            for dim, own in zip(over, graph.of(parameter), strict=True):
+                graph.unite(dim, own, call)
+    for dim in over:
+        graph.bar(dim, call)
+    graph.give(call, dims)
+
+
+def cross_entropy(graph: Graph, call: Call) -> None:
+    """Of class numbers: split classes need three numbers per row from every rank."""
+    scores, target = subject(call), tensor(call, 1, "target")
+    dims = graph.of(scores)
+    at = 1 if len(dims) > 1 else 0
+    others = [dim for place, dim in enumerate(dims) if place != at]
+    plain = argument(call, 2, "weight") is None and not argument(call, 7, "label_smoothing", default=0.0)
+    if graph.trace.values[target.index].dtype.is_floating_point or not plain:
+        raise NoRule
+    for dim, own in zip(others, graph.of(target), strict=True):
+        graph.unite(dim, own, call)
+    graph.meet(dims[at], "classes")
+    each = argument(call, 6, "reduction", default="mean") == "none"
+    for dim in others if not each else ():
+        graph.bar(dim, call)
+    graph.give(call, others if each else [])
+
+
+# ------------------------------------------------------------------------------------------------------------ the table
+
+
+def _names(text: str) -> list[str]:
+    return text.split()
+
+
+POINTWISE = _names(
+    """
+    add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow float_power rsub
+    maximum minimum fmax fmin atan2 hypot lerp addcmul addcdiv where masked_fill clamp clip clamp_min clamp_max
+    eq ne lt le gt ge not_equal less less_equal greater greater_equal isclose
+    logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift
+    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ __floordiv__
+    __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__
+    __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __iadd__ __isub__ __imul__ __itruediv__ __iand__ __ior__
+    """
+)
+OF_FIRST = _names(
+    """
+    abs absolute neg negative exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sin cos tan asin acos
+    atan sinh cosh tanh asinh acosh atanh erf erfc erfinv sigmoid logit sign sgn floor ceil round trunc frac
+    relu relu6 gelu silu mish elu selu celu leaky_relu softplus softsign hardtanh hardswish hardsigmoid logsigmoid
+    tanhshrink hardshrink softshrink threshold __neg__ __pos__ __abs__ __invert__ positive bitwise_not logical_not
+    isnan isinf isfinite nan_to_num real data detach clone contiguous alias
+    to type type_as float double half bfloat16 int long short bool byte char cpu cuda requires_grad_
+    dropout zeros_like ones_like empty_like full_like rand_like randn_like bernoulli zero_ fill_ normal_ uniform_
+    zero fill expand expand_as broadcast_to
+    """
+)
+CREATED = _names(
+    """
+    zeros ones empty full eye arange linspace tensor as_tensor scalar_tensor rand randn randint randperm
+    new_zeros new_ones new_empty new_full new_tensor
+    """
+)
+VIEWED = _names(
+    """
+    view reshape flatten unflatten squeeze unsqueeze view_as reshape_as ravel
+    """
+)
+
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(POINTWISE, pointwise),
+    **dict.fromkeys(OF_FIRST, pointwise_of_first),
+    **dict.fromkeys(CREATED, created),
+    **dict.fromkeys(VIEWED, viewed),
+    **dict.fromkeys(_names("transpose swapaxes swapdims"), transposed),
+    **dict.fromkeys(_names("t T mT H mH adjoint"), last_two_transposed),
+    **dict.fromkeys(_names("movedim moveaxis"), moved),
+    **{name: along(1) for name in _names("softmax log_softmax softmin cumsum cumprod logcumsumexp flip narrow")},
+    **{name: along(1, -1) for name in _names("sort argsort")},
+    "topk": along(2, -1),
+    "normalize": along(2, 1),
+    "roll": along(2),
+    **{
+        name: reduced(1)
+        for name in _names(
+            "amax amin argmax argmin prod nansum nanmean any all logsumexp var std var_mean std_mean "
+            "count_nonzero median"
+        )
+    },
+    **dict.fromkeys(_names("sum mean"), summed),
+    "norm": reduced(2),
+    **dict.fromkeys(_names("max min"), extreme),
+    **dict.fromkeys(_names("tril triu"), triangle),
+    **{name: pieces(2) for name in _names("split chunk tensor_split unsafe_split unsafe_chunk split_with_sizes")},
+    **dict.fromkeys(_names("cat concat concatenate"), cat),
+    **dict.fromkeys(_names("matmul mm bmm mv dot __matmul__ __rmatmul__"), matmul),
+    **dict.fromkeys(_names("addmm baddbmm"), matmul_added),
+    **dict.fromkeys(_names("repeat tile"), repeated),
+    **dict.fromkeys(_names("layer_norm rms_norm"), normalized),
+    "permute": permuted,
+    "repeat_interleave": repeated_each,
+    "broadcast_tensors": broadcast_each,
+    "pad": padded,
+    "glu": gated,
+    "unbind": unbound,
+    "stack": stacked,
+    "__getitem__": indexed,
+    "select": selected,
+    "linear": linear,
+    "einsum": einsum,
+    "scaled_dot_product_attention": attention,
+    "embedding": embedding,
+    "cross_entropy": cross_entropy,
+}
+_IN_PLACE = {
+    f"{name}_": _RULES[name]
+    for name in [*POINTWISE, *OF_FIRST, "squeeze", "unsqueeze", "tril", "triu", "softmax", "cumsum", "cumprod"]
+    if not name.startswith("_") and not name.endswith("_")
+}
+RULES = {**_IN_PLACE, **_RULES}

@@ -1,0 +1,233 @@
+"""Which parameters of a model can be split, which of them together, and what each such group communicates.
+
+Read from a trace: the rules unite the atoms (see `atoms`) of all tensors that must be split together. Every atom that
+is left unbarred and stands in a parameter is a *group*: wherever it stands, its *units* can be dealt to ranks. Two
+neighbouring atoms can be one group too: where heads of queries are 2 kv heads x 4, all 8 can be dealt.
+
+A group is checked by following it through the calls: which tensors are split, where their parts are summed over
+ranks, and which whole tensors meet them, whose gradients are summed in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from evenly.parallel.tensor.dim_factors import Dim
+from evenly.parallel.tensor.graph import Graph
+from evenly.parallel.tensor.propagation import RULES
+from evenly.parallel.tensor.trace import Call, Trace
+
+Run = tuple[int, ...]  # one atom, or two neighbours
+
+
+@dataclass(frozen=True)
+class ParameterSplit:
+    """One dim of a parameter as outer x units x inner; the units are dealt to ranks.
+
+    name:  the parameter's first in `model.named_parameters()`.
+    outer: 1 but for packed layouts, such as 3 for queries, keys and values in one matrix.
+    """
+
+    name: str
+    dim: int
+    outer: int
+    units: int
+    inner: int
+
+
+@dataclass(frozen=True)
+class SplitGroup:
+    """Parameters that can be split together; bytes and products are those of one traced forward and its backward.
+
+    units:          what is dealt to ranks; their number should divide it.
+    parameters:     in order of definition.
+    elements:       of these parameters together.
+    forward_bytes:  of tensors summed over ranks in the forward: outputs of contractions and lookups.
+    backward_bytes: of gradients summed over ranks in the backward: of whole tensors that meet split ones, each once.
+    products:       multiplications of the forward that are shared out, of matrices with parameters or one another.
+    sums:           names of the modules whose output is summed, in order.
+    """
+
+    units: int
+    parameters: tuple[ParameterSplit, ...]
+    elements: int
+    forward_bytes: int
+    backward_bytes: int
+    products: int
+    sums: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Derivation:
+    """What can be split, and why the rest cannot.
+
+    groups:   in order of their first parameter; of two neighbouring atoms last.
+    elements: of each parameter, by its first name.
+    aliases:  every name of every parameter -> its first.
+    barred:   parameter -> for each dim the reason why it is in no group, empty where it is in one.
+    """
+
+    groups: tuple[SplitGroup, ...]
+    elements: dict[str, int]
+    aliases: dict[str, str]
+    barred: dict[str, tuple[str, ...]]
+
+
+class NotTogether(Exception):
+    """Atoms that cannot be split as one group after all."""
+
+
+def derive(trace: Trace) -> Derivation:
+    """Everything that can be split in the model of `trace`."""
+    found = _Search(trace)
+    groups = found.groups()
+    parameters = found.parameters
+    split = {(one.name, one.dim) for group in groups for one in group.parameters}
+    return Derivation(
+        groups=tuple(groups),
+        elements={trace.values[index].name: trace.values[index].elements for index in parameters},
+        aliases={name: trace.values[index].name for name, index in trace.parameters.items()},
+        barred={
+            trace.values[index].name: tuple(
+                "" if (trace.values[index].name, at) in split else found.reason(index, dim)
+                for at, dim in enumerate(found.dims[index])
+            )
+            for index in parameters
+        },
+    )
+
+
+class _Search:
+    """Finds the groups of one trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.graph = Graph(trace, RULES)
+        self.atoms = self.graph.atoms
+        self.dims = {index: [self.atoms.now(dim) for dim in dims] for index, dims in self.graph.dims.items()}
+        self.parameters = [*dict.fromkeys(trace.parameters.values())]
+        self.used = {index for call in trace.calls for index in call.inputs}
+        self.ended = {
+            at: [(self.atoms.now(meeting.dim), meeting.kind) for meeting in meetings]
+            for at, meetings in self.graph.meetings.items()
+        }
+        self.calls_of = self._calls_by_atom()
+
+    def groups(self) -> list[SplitGroup]:
+        """Single atoms by their first parameter, then pairs."""
+        found: list[SplitGroup] = []
+        for run in (*self._runs(1), *self._runs(2)):
+            try:
+                found.append(_Following(self, run).group())
+            except NotTogether:
+                continue
+        return found
+
+    def reason(self, parameter: int, dim: Dim) -> str:
+        """Why a dim of a parameter is in no group."""
+        if parameter not in self.used:
+            return "no call takes it"
+        if not dim:
+            return "has one element"
+        return next(filter(None, map(self.atoms.why, dim)), "would stand twice in a tensor")
+
+    def _runs(self, length: int) -> Iterable[Run]:
+        """Neighbouring unbarred atoms of parameters, each run once."""
+        runs = (
+            dim[start : start + length]
+            for index in self.parameters
+            if index in self.used
+            for dim in self.dims[index]
+            for start in range(len(dim) - length + 1)
+        )
+        return (run for run in dict.fromkeys(runs) if not any(map(self.atoms.why, run)) and len({*run}) == length)
+
+    def _calls_by_atom(self) -> dict[int, list[int]]:
+        calls: dict[int, dict[int, None]] = {}
+        for at, call in enumerate(self.trace.calls):
+            for index in (*call.inputs, *call.outputs):
+                for dim in self.dims[index]:
+                    for atom in dim:
+                        calls.setdefault(atom, {})[at] = None
+        return {atom: [*found] for atom, found in calls.items()}
+
+
+@dataclass(eq=False)
+class _Following:
+    """One run of atoms followed through the calls, its parameters split and all else whole at first."""
+
+    search: _Search
+    run: Run
+    split: set[int] = field(default_factory=set[int])
+    entered: set[int] = field(default_factory=set[int])  # whole, and meeting split ones
+    summed: list[int] = field(default_factory=list[int])
+    sums: dict[str, None] = field(default_factory=dict[str, None])
+    products: int = 0
+
+    def group(self) -> SplitGroup:
+        """Raises `NotTogether` where a split tensor would hold the run in no single place."""
+        atoms, values = self.search.atoms, self.search.trace.values
+        used, alone = self.search.used, len(self.run) == 1
+        parameters = [index for index in self.search.parameters if index in used and self._holds(index, strict=alone)]
+        if len(parameters) < len(self.run):  # neighbours in one parameter alone are split as well each by itself
+            raise NotTogether
+        self.split.update(parameters)
+        for at in self.search.calls_of.get(self.run[0], []):
+            self._follow(at, self.search.trace.calls[at])
+        return SplitGroup(
+            units=atoms.length(self.run),
+            parameters=tuple(self._parameter(index) for index in parameters),
+            elements=sum(values[index].elements for index in parameters),
+            forward_bytes=sum(values[index].bytes for index in self.summed),
+            backward_bytes=sum(values[index].bytes for index in self.entered),
+            products=self.products,
+            sums=tuple(self.sums),
+        )
+
+    def _holds(self, index: int, *, strict: bool = True) -> bool:
+        """Whether the value has the run, once. `NotTogether` where it is there twice or in pieces, if `strict`."""
+        dims = self.search.dims[index]
+        whole = sum(len(_starts(dim, self.run)) for dim in dims)
+        single = sum(atom in self.run for dim in dims for atom in dim)
+        if whole == 1 and single == len(self.run):
+            return True
+        if single and strict:
+            raise NotTogether
+        return False
+
+    def _parameter(self, index: int) -> ParameterSplit:
+        atoms, dims = self.search.atoms, self.search.dims[index]
+        ((at, start),) = [(at, start) for at, dim in enumerate(dims) for start in _starts(dim, self.run)]
+        outer, inner = dims[at][:start], dims[at][start + len(self.run) :]
+        name = self.search.trace.values[index].name
+        return ParameterSplit(name, at, atoms.length(outer), atoms.length(self.run), atoms.length(inner))
+
+    def _follow(self, at: int, call: Call) -> None:
+        inputs = {*call.inputs}
+        if not inputs & self.split:
+            return
+        outputs = [index for index in call.outputs if self._holds(index)]
+        self.split.update(outputs)
+        ending = "" if outputs else self._ending(at)
+        if ending == "sum":
+            self.summed.extend(call.outputs)
+            self.sums[call.module] = None
+        values = self.search.trace.values
+        for index in inputs - self.split:
+            # Added to the sum: a bias.
+            if values[index].requires_grad and (not ending or self._holds(index)):
+                self.entered.add(index)
+        self.products += self.search.graph.multiplied.get(at, 0) * values[call.outputs[0]].elements
+
+    def _ending(self, at: int) -> str:
+        """How the run ends in a call whose outputs do not have it."""
+        for dim, kind in self.search.ended.get(at, []):
+            if _starts(dim, self.run):
+                return kind
+        raise NotTogether
+
+
+def _starts(dim: Dim, run: Run) -> list[int]:
+    """Where in `dim` the run begins."""
+    return [start for start in range(len(dim) - len(run) + 1) if dim[start : start + len(run)] == run]

@@ -1,0 +1,345 @@
+"""What a model computes, as plain data: the calls of torch's functions in one forward, with shapes and without numbers.
+
+*value* a tensor that takes part: parameter, buffer, batch, constant or the result of a call · *call* one function of
+torch as the model's code calls it. A function of `torch.nn.functional` is one call, whatever it calls in turn, but for
+`multi_head_attention_forward`: it stands as the calls that it is made of.
+
+The model's own code runs once, in training, on tensors that have a shape and a type but no numbers: no weight is
+copied, and a model on the meta device will do. Code that asks for a number (`.item()`, a mask as index) cannot be
+traced, and neither can code that makes tensors by other means than torch's functions.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from evenly.data.nest import map_tensors, tensors_in
+from evenly.errors import PlanError, describe
+from evenly.model.fake import (
+    Source,
+    fake_mode,
+    model_without_numbers,
+    running_without_numbers,
+    tensor_without_numbers,
+)
+from evenly.parallel.tensor.attention import multi_head_attention
+
+ASKED = "to find what of the model can be split (tensor=N)"
+OTHER_AXIS = "use another axis for this model: plan ddp, zero3"
+
+AnySource = Source | Literal["batch", "call"]
+
+# Of a tensor's attributes those that are tensors.
+TENSOR_ATTRIBUTES = ("T", "mT", "H", "mH", "data", "real", "imag", "grad")
+# Calls that change a tensor and return none.
+SILENT = ("__setitem__", "__set__")
+# `torch.embedding` takes its arguments in another order than `torch.nn.functional.embedding`.
+MISNAMED = (torch.embedding,)
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor; `name` that of a parameter or a buffer, its first where it has several."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    source: AnySource
+    name: str = ""
+
+    @property
+    def elements(self) -> int:
+        """Their number."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def bytes(self) -> int:
+        """Of all elements."""
+        return self.elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor among the arguments of a call: `Trace.values[index]`."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call.
+
+    function:  `linear`, `add_`, `view`, `T`, ...: the plain name of what `torch`, `torch.Tensor` and
+               `torch.nn.functional` hold; qualified (`torch.fft.rfft`) for all others.
+    arguments: as given, every tensor a `Ref`; lists and tuples are tuples.
+    outputs:   indices of the values it returned or changed.
+    module:    name of the innermost module running, empty for the loss.
+    gradients: whether they were recorded: not under `torch.no_grad()`, nor in a `torch.autograd.Function`.
+    """
+
+    function: str
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    outputs: tuple[int, ...]
+    module: str
+    gradients: bool
+
+    @property
+    def inputs(self) -> list[int]:
+        """Indices of all values among the arguments."""
+        return [ref.index for ref in refs_in((self.arguments, self.keywords))]
+
+    @property
+    def place(self) -> str:
+        """`softmax in layers.0.attention`."""
+        return f"{self.function} in {self.module}" if self.module else self.function
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One forward.
+
+    values:     all tensors; the parameters come first, in order of definition.
+    calls:      in the order in which they ran.
+    parameters: every name of every parameter -> index of its value; of tied ones the same index.
+    """
+
+    values: tuple[Value, ...]
+    calls: tuple[Call, ...]
+    parameters: dict[str, int]
+
+
+def refs_in(arguments: Any) -> Iterator[Ref]:
+    """Every tensor among (nested) arguments, in order."""
+    if isinstance(arguments, Ref):
+        yield arguments
+    elif isinstance(arguments, tuple):
+        for one in arguments:
+            yield from refs_in(one)
+    elif isinstance(arguments, dict):
+        yield from refs_in(tuple(arguments.values()))
+    elif isinstance(arguments, slice):
+        yield from refs_in((arguments.start, arguments.stop, arguments.step))
+
+
+def trace(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> Trace:
+    """The calls of `loss(model, batch)` in training. Neither the model nor any random state is changed.
+
+    model: on any device, meta among them. batch: any nest of tensors; only shapes and types of it are used.
+
+    Raises `PlanError`, naming the operation and its place, where the code needs numbers or cannot be followed.
+    """
+    fakes = fake_mode()
+    recorder = _Recorder(fakes)
+    with running_without_numbers():
+        try:
+            faked = model_without_numbers(model, fakes, recorder.stand_in).train()
+            nest = map_tensors(lambda tensor: recorder.know(tensor_without_numbers(tensor, fakes), "batch"), batch)
+            with _names_of_modules(faked, recorder.running), fakes, recorder, torch.enable_grad():
+                loss(faked, nest)
+        except PlanError:
+            raise
+        except Exception as problem:
+            raise _refusal(problem, recorder) from problem
+    return recorder.trace()
+
+
+# ------------------------------------------------------------------------------------------------------------ recording
+
+
+@dataclass(eq=False)
+class _Recorder(TorchFunctionMode):
+    """Notes every call while it is active."""
+
+    fakes: Any
+    calls: list[Call] = field(default_factory=list[Call])
+    parameters: dict[str, int] = field(default_factory=dict[str, int])
+    running: list[str] = field(default_factory=list[str])
+    failed: tuple[Exception, Call] | None = None  # the call that failed last
+    _values: list[tuple[torch.Tensor, Value]] = field(default_factory=list[tuple[torch.Tensor, Value]])
+    _index: dict[int, int] = field(default_factory=dict[int, int])
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs the call, and notes it if it has to do with tensors."""
+        keywords = kwargs or {}
+        if func is nn.functional.multi_head_attention_forward:
+            with self:  # records in turn
+                result = multi_head_attention(*args, **keywords)
+            if result is not NotImplemented:
+                return result
+        call = Call(name_of(func), (), {}, (), self.module, torch.is_grad_enabled())
+        if _matters(func):
+            arguments = _map(partial(self._ref, call), (args, keywords))
+            call = replace(call, arguments=arguments[0], keywords=arguments[1])
+        try:
+            result = func(*args, **keywords)
+        except Exception as problem:
+            self.failed = problem, call
+            raise
+        outputs = [*tensors_in(result)]
+        if not outputs and (call.function in SILENT or re.fullmatch(r"\w*[a-z]_", call.function)):
+            outputs = [*tensors_in(args[:1])]
+        if outputs:
+            self.calls.append(replace(call, outputs=tuple(map(self._made, outputs))))
+        return result
+
+    def know(self, tensor: torch.Tensor, source: AnySource, name: str = "") -> torch.Tensor:
+        """Takes `tensor` among the values, if it is not there."""
+        if self._index.get(id(tensor)) is None:
+            self._index[id(tensor)] = len(self._values)
+            # Its shape now: code may change it in place. The tensor is kept, so that its id stays its own.
+            self._values.append((tensor, Value(tuple(tensor.shape), tensor.dtype, False, source, name)))
+        return tensor
+
+    def stand_in(self, tensor: torch.Tensor, source: Source, name: str) -> None:
+        """Takes the tensor of that name in the model that is run among the values."""
+        self.know(tensor, source, name)
+        if source == "parameter":
+            self.parameters[name] = self.index_of(tensor)
+
+    def index_of(self, tensor: torch.Tensor) -> int:
+        """Of a known tensor."""
+        return self._index[id(tensor)]
+
+    def trace(self) -> Trace:
+        """All that was noted."""
+        values = (
+            Value(value.shape, value.dtype, tensor.requires_grad, value.source, value.name)
+            for tensor, value in self._values
+        )
+        return Trace(tuple(values), tuple(self.calls), self.parameters)
+
+    @property
+    def module(self) -> str:
+        """The innermost that runs."""
+        return self.running[-1] if self.running else ""
+
+    def _ref(self, call: Call, tensor: torch.Tensor) -> Ref:
+        if id(tensor) not in self._index:
+            if _is_fake(tensor, self.fakes):
+                raise _unrecorded(tensor, call)
+            self.know(tensor, "constant")  # with numbers, so from before the forward
+        return Ref(self._index[id(tensor)])
+
+    def _made(self, tensor: torch.Tensor) -> int:
+        known = self._index.get(id(tensor))
+        if known is not None and self._values[known][1].shape != tuple(tensor.shape):
+            del self._index[id(tensor)]
+        return self.index_of(self.know(tensor, "call"))
+
+
+def _matters(func: Any) -> bool:
+    """Whether the arguments have to be known: asking a tensor for its shape or type tells nothing."""
+    return getattr(func, "__name__", "") != "__get__" or getattr(func.__self__, "__name__", "") in TENSOR_ATTRIBUTES
+
+
+def _is_fake(tensor: torch.Tensor, fakes: Any) -> bool:
+    return getattr(tensor, "fake_mode", None) is fakes
+
+
+def _map(change: Callable[[torch.Tensor], Any], nest: Any) -> Any:
+    """Nested arguments with every tensor changed, lists as tuples."""
+    if isinstance(nest, torch.Tensor):
+        return change(nest)
+    if isinstance(nest, list | tuple):
+        return tuple(_map(change, one) for one in nest)
+    if isinstance(nest, dict):
+        return {key: _map(change, one) for key, one in nest.items()}
+    if isinstance(nest, slice):
+        return slice(_map(change, nest.start), _map(change, nest.stop), _map(change, nest.step))
+    return nest
+
+
+# ---------------------------------------------------------------------------------------------------------------- names
+
+
+def name_of(func: Any) -> str:
+    """The plain name of a function that `torch`, `torch.Tensor` or `torch.nn.functional` holds, else the qualified."""
+    name: str = getattr(func, "__name__", "") or str(func)
+    if name in ("__get__", "__set__"):
+        attribute = getattr(func.__self__, "__name__", name)
+        return attribute if name == "__get__" else name
+    return name if _is_torchs(func) else resolve_name(func) or f"{getattr(func, '__module__', None)}.{name}"
+
+
+def _is_torchs(func: Any) -> bool:
+    try:
+        return func in _torchs_functions()
+    except TypeError:  # not hashable
+        return False
+
+
+@cache
+def _torchs_functions() -> frozenset[Any]:
+    homes: Iterable[Any] = (torch, torch.Tensor, nn.functional)
+    held = (getattr(home, name, None) for home in homes for name in dir(home) if not name.startswith("_C"))
+    return frozenset(one for one in held if callable(one) and not isinstance(one, type)) - {*MISNAMED}
+
+
+@contextmanager
+def _names_of_modules(model: nn.Module, running: list[str]) -> Generator[None]:
+    """Within, `running` holds the names of the modules whose forward runs, the innermost last."""
+    handles: list[Any] = []
+    for name, module in model.named_modules():
+
+        def enter(_: nn.Module, __: Any, name: str = name) -> None:
+            running.append(name)
+
+        def leave(*_: Any) -> None:
+            running.pop()
+
+        handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+def _unrecorded(tensor: torch.Tensor, call: Call) -> PlanError:
+    return PlanError(
+        ASKED,
+        f"{call.place}{_line()} takes a tensor of shape {tuple(tensor.shape)} that no function of torch made: "
+        "it comes from compiled or scripted code",
+        f"write it with functions of torch, or {OTHER_AXIS}",
+    )
+
+
+def _refusal(problem: Exception, recorder: _Recorder) -> PlanError:
+    """What the code did that cannot be done without numbers."""
+    failed = recorder.failed[1] if recorder.failed and recorder.failed[0] is problem else None
+    operation = getattr(problem, "func", None)  # of all errors of tensors without numbers
+    if operation is None:
+        what, line = describe(problem), _line(problem)
+        place = f" (in the call of {failed.place}{line})" if failed else "" if what.endswith(line) else line
+        return PlanError(ASKED, f"it does not run on tensors without numbers: {what}{place}", OTHER_AXIS)
+    place = (f" in {failed.module}" if failed and failed.module else "") + _line(problem)
+    return PlanError(ASKED, f"{str(operation).removesuffix('.default')}{place} needs numbers", OTHER_AXIS)
+
+
+def _line(problem: Exception | None = None) -> str:
+    """` (model.py:33)`: the innermost line that runs or failed outside torch and this package."""
+    frames = traceback.extract_tb(problem.__traceback__) if problem else traceback.extract_stack()
+    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    own = [frame for frame in frames if not frame.filename.startswith(inside)]
+    return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""

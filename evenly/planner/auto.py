@@ -1,0 +1,56 @@
+"""The plan of a run that leaves it open: the search's best for the job, on the devices at hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from evenly.errors import PlanError
+from evenly.hardware.cluster import Cluster
+from evenly.hardware.cluster_text import local_cluster
+from evenly.job import Job
+from evenly.launch.environment import Place
+from evenly.plan import Plan
+from evenly.planner.job_source import JobSubject
+from evenly.planner.prediction import CAUSES_OF_MEMORY, CAUSES_OF_TIME, Prediction
+from evenly.planner.request import Question
+from evenly.planner.search import search
+
+
+def cluster_of(place: Place) -> Cluster:
+    """The devices of a run's ranks, all nodes like this one."""
+    here = local_cluster(place.local_size)
+    return Cluster(place.nodes, here.devices, here.kind, own=here.own)
+
+
+def choose(job: Job, only: Plan, place: Place) -> Prediction:
+    """The best plan for `job` on all ranks of `place` that states what `only` does; `job` has its microbatch.
+
+    Raises `PlanError` where none fits into the devices' memory, with the smallest change with which one would.
+    """
+    question = Question(
+        subject=JobSubject(job), cluster=cluster_of(place), batch=job.global_batch, only=only, max_devices=place.size
+    )
+    answer = search(question)
+    if not answer.plans:
+        assert answer.nearest is not None  # a plan was looked at
+        raise PlanError(
+            f"--plan auto for {question.subject.name} on {question.cluster}",
+            f"no plan fits: the smallest, {answer.nearest.plan}, takes {answer.nearest.peak_bytes / 2**30:.2f} GiB of "
+            f"{answer.nearest.limit_bytes / 2**30:.2f}",
+            answer.change,
+        )
+    return answer.plans[0]
+
+
+def as_recorded(found: Prediction) -> dict[str, Any]:
+    """The form in which plan.json keeps a prediction, and `evenly report` reads it."""
+    memory = [
+        {cause: getattr(rank, cause) for cause in CAUSES_OF_MEMORY} | {"peak": rank.peak} for rank in found.memory
+    ]
+    return {
+        "step_s": found.step_s,
+        "samples_per_s": found.samples_per_s,
+        "memory_bytes": memory,
+        "time_s": {cause: getattr(found.time, cause) for cause in CAUSES_OF_TIME},
+        "why": found.why,
+    }

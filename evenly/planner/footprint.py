@@ -1,0 +1,160 @@
+"""Memory of a plan from the parts of a model alone: what every rank of a pipeline holds when it holds most. Pure.
+
+Weights, gradients and the state of the optimizer by bytes per parameter, as far as zero does not cut them; activations
+of as many microbatches as the schedule has in flight; what zero=3 gathers; logits; what a pass needs for itself. How
+many bytes each of these is depends on the library (`Holdings`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from typing import cast
+
+from evenly.model.parts import Part, Parts
+from evenly.plan.orders import Pass, passes
+from evenly.plan.schedule import Schedule, rank_of_stage, runnable
+from evenly.planner.prediction import MemoryByCause
+from evenly.planner.training_config import Setup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holdings:
+    """Bytes that a library holds.
+
+    weights, gradients, optimizer: per parameter, before zero cuts; a copy of the weights in a wider type is the
+              optimizer's.
+    gathered: per parameter, of a unit that is whole for a while under zero=3. units: how many are so at once; the part
+              outside of blocks is besides. reduced: per parameter, of the gradients of one unit before they are cut.
+    logit:    per logit, when the loss is computed.
+    casts:    per parameter of a block, of a copy in a narrower type that is kept from its forward pass to its backward
+              pass, unless it is computed anew.
+    rest:     of a rank, besides: context of the driver, communicators, what the allocator cannot use.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    gathered: float = 2.0
+    units: int = 2
+    reduced: float = 2.0
+    logit: float = 16.0
+    casts: float = 0.0
+    rest: float = 0.0
+
+
+def footprints(
+    parts: Parts, layers: Sequence[int], setup: Setup, holdings: Holdings, ranks: Sequence[int] | None = None
+) -> list[MemoryByCause]:
+    """What every rank of the pipeline holds at most, or some `ranks`; stage i has `layers[i]` blocks."""
+    places = _places(setup)
+    kept = kept_of_stages(parts, layers, setup)
+    found: list[MemoryByCause] = []
+    for rank in range(setup.pipeline) if ranks is None else ranks:
+        stages = [stage for stage, holder in enumerate(places) if holder == rank]
+        found.append(_of_rank(stages, _held(rank, stages, kept, setup), parts, layers, setup, holdings))
+    return found
+
+
+def kept_of_stages(parts: Parts, layers: Sequence[int], setup: Setup) -> list[int]:
+    """Bytes that one microbatch leaves in every stage for its backward pass."""
+    each = iter(block.kept_bytes[setup.recompute] for block in parts.blocks)
+    return [sum(islice(each, count)) for count in layers]
+
+
+def _held(rank: int, stages: Sequence[int], kept: Sequence[int], setup: Setup) -> int:
+    """The most bytes of activations that the rank holds at once, of all its stages and microbatches."""
+    p, v = setup.pipeline, setup.stages_per_rank
+    if p == 1:
+        return kept[0]
+    if setup.schedule == "zb-2p":
+        return kept[rank] * min(setup.microbatches, 2 * p)
+    schedule = _schedule(setup)
+    most = runnable(schedule, p, v, setup.microbatches)
+    if schedule not in ("gpipe", "looped-bfs"):
+        # What is in flight no longer changes once a step has a few rounds.
+        most = min(most, runnable(schedule, p, v, 4 * p))
+    weights = [kept[stage] for stage in stages]
+    in_flight = _in_flight(schedule, p, v, most, rank)
+    return max(sum(count * weight for count, weight in zip(counts, weights, strict=True)) for counts in in_flight)
+
+
+@lru_cache(maxsize=16384)
+def _in_flight(
+    schedule: Schedule, ranks: int, stages_per_rank: int, microbatches: int, rank: int
+) -> tuple[tuple[int, ...], ...]:
+    """Microbatches in flight in each of a rank's stages, at those moments of a step that others do not outdo."""
+    own = {stage: number for number, stage in enumerate(_own_stages(schedule, ranks, stages_per_rank, rank))}
+    held = [0] * len(own)
+    found: dict[tuple[int, ...], None] = {}
+    for kind, stage, _ in _passes(schedule, ranks, stages_per_rank, microbatches)[rank]:
+        change = {"forward": 1, "backward": -1, "backward_weight": -1}.get(kind, 0)
+        held[own[stage]] += change
+        if change > 0:
+            found[tuple(held)] = None
+    most = max(map(sum, found))
+    # Stages of one rank weigh nearly alike: moments with far less in flight hold less.
+    return tuple(counts for counts in found if sum(counts) >= most - len(own))
+
+
+@lru_cache(maxsize=256)
+def _passes(schedule: Schedule, ranks: int, stages_per_rank: int, microbatches: int) -> list[list[Pass]]:
+    return passes(schedule, ranks, stages_per_rank, microbatches)
+
+
+def _own_stages(schedule: Schedule, ranks: int, stages_per_rank: int, rank: int) -> list[int]:
+    places = rank_of_stage(schedule, ranks, stages_per_rank)
+    return [stage for stage, holder in enumerate(places) if holder == rank]
+
+
+def _schedule(setup: Setup) -> Schedule:
+    return cast(Schedule, "zero-bubble" if setup.schedule == "zb-1p" else setup.schedule)
+
+
+def _places(setup: Setup) -> Sequence[int]:
+    if setup.schedule == "zb-2p" or setup.pipeline == 1:
+        return range(setup.pipeline)
+    return rank_of_stage(_schedule(setup), setup.pipeline, setup.stages_per_rank)
+
+
+def _of_rank(
+    stages: Sequence[int],
+    kept: int,
+    parts: Parts,
+    layers: Sequence[int],
+    setup: Setup,
+    holdings: Holdings,
+) -> MemoryByCause:
+    last = len(layers) - 1
+    firsts = [sum(layers[:stage]) for stage in range(len(layers))]
+    every = [block for stage in stages for block in parts.blocks[firsts[stage] : firsts[stage] + layers[stage]]]
+    outside = ([parts.before] if 0 in stages else []) + ([parts.after] if last in stages else [])
+    elements = sum(part.parameters for part in [*every, *outside])
+    elements += parts.tied_parameters if last in stages and 0 not in stages else 0
+    # A block that is computed anew is whole while its backward pass runs.
+    again = max((block.kept_bytes["none"] - block.kept_bytes[setup.recompute] for block in every), default=0)
+    working = max((block.backward_peak_bytes for block in every), default=0)
+    return MemoryByCause(
+        parameters=elements * holdings.weights / (setup.shards if setup.zero >= 3 else 1),
+        gradients=elements * holdings.gradients / (setup.shards if setup.zero >= 2 else 1),
+        optimizer=elements * holdings.optimizer / setup.shards,
+        activations=kept + holdings.casts * (0 if setup.recompute == "full" else sum(one.parameters for one in every)),
+        gathered=_gathered(every, outside, setup, holdings),
+        temporaries=max(again + working, _loss_bytes(parts.after, holdings) if last in stages else 0.0),
+        context=holdings.rest,
+    )
+
+
+def _gathered(blocks: Sequence[Part], outside: Sequence[Part], setup: Setup, holdings: Holdings) -> float:
+    if setup.zero < 3 or setup.shards == 1:
+        return 0.0
+    largest = max((block.parameters for block in blocks), default=0)
+    whole = min(len(blocks), holdings.units) * largest + sum(part.parameters for part in outside)
+    return whole * holdings.gathered + largest * holdings.reduced
+
+
+def _loss_bytes(after: Part, holdings: Holdings) -> float:
+    """Of the logits of one microbatch with what the loss makes of them, and of what the head keeps."""
+    return after.logits * holdings.logit + after.kept_bytes["none"]

@@ -1,0 +1,214 @@
+"""A job's model, read as a plan runs it: with its precision, its recomputation and what the tensor axis splits."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from evenly.comm.fake import silence, silent_group
+from evenly.data.loader import Loader, Microbatch, Share, share_of_step
+from evenly.data.nest import tensors_in
+from evenly.engine.build import build_model, call_job, choose_kernels
+from evenly.engine.find_splits import choose_splits, derivation_of
+from evenly.engine.precision import autocast, place_batch
+from evenly.engine.step_totals import as_loss
+from evenly.errors import UserError
+from evenly.job import Job
+from evenly.model.blocks import Block, find_blocks, find_recomputed
+from evenly.parallel.core.forwards import BlockForwards
+from evenly.parallel.core.recompute import CachesOff, recomputing
+from evenly.parallel.core.statistics import keeps_statistics
+from evenly.parallel.tensor.layout import Layout
+from evenly.parallel.tensor.splits import Derivation
+from evenly.plan import Plan
+from evenly.planner.optimizer_costs import OptimizerCosts, optimizer_costs
+from evenly.planner.profile import Reading, between, read_module
+
+
+@dataclass(frozen=True)
+class Stages:
+    """counts: of calls per stage. owners: name of a parameter or buffer -> the stages that hold it."""
+
+    counts: tuple[int, ...]
+    owners: Mapping[str, tuple[int, ...]]
+
+    def calls(self, stage: int) -> tuple[int, int]:
+        """The first call of `stage`, and the first of the next."""
+        begin = sum(self.counts[:stage])
+        return begin, begin + self.counts[stage]
+
+
+@dataclass(eq=False)
+class JobReader:
+    """Reads the model of `job`, each way at most once; nothing is computed.
+
+    step: of which the microbatches are taken, from 0. Several sizes are read as the smallest and the largest, and what
+    lies between follows from these two.
+    """
+
+    job: Job
+    step: int = 0
+    _models: dict[str, nn.Module] = field(default_factory=dict[str, nn.Module])
+    _derivations: dict[str, Derivation] = field(default_factory=dict[str, Derivation])
+    _segments: dict[str, tuple[list[Any], list[str]]] = field(default_factory=dict[str, Any])
+    _readings: dict[tuple[Any, ...], Reading] = field(default_factory=dict[tuple[Any, ...], Reading])
+
+    def model(self, precision: str) -> nn.Module:
+        """The job's model; without memory where its code can be built so."""
+        if precision not in self._models:
+            self._models[precision] = self._built(precision)
+        return self._models[precision]
+
+    def _built(self, precision: str) -> nn.Module:
+        try:
+            with torch.device("meta"):
+                return build_model(self.job, precision=precision, device=None)
+        except UserError:
+            return build_model(self.job, precision=precision, device=None)
+
+    def share(self, rank: int, ranks: int) -> Share:
+        """What `rank` of `ranks` runs."""
+        return share_of_step(self.job, self.step, rank=rank, ranks=ranks)
+
+    @cached_property
+    def microbatches(self) -> Sequence[Microbatch]:
+        """All of the step, as read."""
+        share = self.share(0, 1)
+        return [*Loader(self.job).read(iter([share]))]
+
+    @cached_property
+    def _by_size(self) -> Sequence[Microbatch]:
+        return sorted(self.microbatches, key=_elements)
+
+    def reading(self, plan: Plan, number: int = 0) -> Reading:
+        """Of microbatch `number` under `plan` (fitted and resolved)."""
+        few, many = (self._read(plan, microbatch) for microbatch in (self._by_size[0], self._by_size[-1]))
+        return between(few, many, _elements(self.microbatches[number]))
+
+    def _read(self, plan: Plan, microbatch: Microbatch) -> Reading:
+        key = (plan.precision, plan.recompute, plan.tensor, plan.whole, plan.sequence, plan.splits_blocks)
+        key = (*key, *(tuple(tensor.shape) for tensor in tensors_in(microbatch.batch)))
+        if key not in self._readings:
+            self._readings[key] = self._read_now(plan, microbatch)
+        return self._readings[key]
+
+    def _read_now(self, plan: Plan, microbatch: Microbatch) -> Reading:
+        assert plan.precision is not None  # the plan is resolved
+        precision = plan.precision
+
+        def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+            with autocast(precision, "cpu"):
+                return as_loss(self.job.loss(model, batch), microbatch.samples).total
+
+        batch = place_batch(microbatch.batch, precision, "cpu")
+        changes = _Changes(self, plan)
+        return read_module(
+            self.model(precision),
+            loss,
+            batch,
+            change=changes.made,
+            around=changes.around,
+            hollow=plan.splits_tensors,
+            said=changes.said,
+        )
+
+    def layouts(self, plan: Plan) -> dict[str, Layout]:
+        """How the tensor axis of `plan` splits parameters, by name."""
+        if not plan.splits_tensors:
+            return {}
+        assert plan.precision is not None and isinstance(plan.tensor, int)  # the plan is fitted and resolved
+        if plan.precision not in self._derivations:
+            self._derivations[plan.precision] = derivation_of(self.job, self.model(plan.precision))
+        splits = choose_splits(plan, self._derivations[plan.precision]).splits
+        return {name: Layout.of(s.dim, s.outer, s.units, s.inner, plan.tensor) for name, s in splits.items()}
+
+    def stages(self, plan: Plan) -> Stages:
+        """What the pipeline of `plan` cuts the model into."""
+        from evenly.engine.find_stages import counts_of, segments_of
+        from evenly.parallel.pipeline.model import StagedModel  # torch's parts behind these take a while to import
+        from evenly.parallel.pipeline.stages import owners_of, stage_of_calls
+
+        assert plan.precision is not None  # the plan is resolved
+        if plan.precision not in self._segments:
+            model = StagedModel(build_model(self.job, precision=plan.precision, device=None), "cpu")
+            self._segments[plan.precision] = segments_of(self.job, model, plan), [*model.known]
+        segments, names = self._segments[plan.precision]
+        microbatches = len(self.share(0, plan.axes["data"]).own)
+        counts = counts_of(segments, plan, device="cpu", microbatches=microbatches, limit_bytes=None)
+        stage_of = stage_of_calls([segment.call for segment in segments], counts)
+        return Stages(counts, owners_of(names, segments, stage_of))
+
+    def optimizer_costs(self, plan: Plan) -> OptimizerCosts:
+        """What the job's optimizer keeps of each parameter, and needs for its step."""
+        assert plan.precision is not None  # the plan is resolved
+        model = self.model(plan.precision)
+        optimizer = call_job("optimizer", lambda: self.job.optimizer(iter([*model.parameters()])))
+        choose_kernels(optimizer, plan)
+        return optimizer_costs(optimizer, {id(p): name for name, p in model.named_parameters()})
+
+    def blocks(self, plan: Plan) -> list[Block]:
+        """Of the model."""
+        assert plan.precision is not None  # the plan is resolved
+        return find_blocks(self.model(plan.precision))
+
+    def statistics_bytes(self, plan: Plan) -> tuple[int, int]:
+        """How many layers keep running statistics, and bytes of those that one microbatch leaves."""
+        assert plan.precision is not None  # the plan is resolved
+        layers: list[Any] = [one for one in self.model(plan.precision).modules() if keeps_statistics(one)]
+        return len(layers), sum(2 * one.running_mean.nbytes for one in layers)
+
+
+@dataclass(eq=False)
+class _Changes:
+    """What a plan does to the model that is read."""
+
+    reader: JobReader
+    plan: Plan
+    said: list[int] = field(default_factory=list[int])
+    _axis: AbstractContextManager[Any] = field(default_factory=nullcontext[Any])
+
+    def around(self) -> AbstractContextManager[Any]:
+        """Within what the forward and the backward run."""
+        return self._axis
+
+    @contextmanager
+    def made(self, model: nn.Module, blocks: Sequence[Block]) -> Generator[None]:
+        """Within, the model is as the plan has it."""
+        plan = self.plan
+        with ExitStack() as stack:
+            if plan.recompute in ("selective", "full") or plan.splits_blocks:
+                stack.callback(CachesOff(model).close)
+            if plan.recompute in ("selective", "full"):
+                change = recomputing(selective=plan.recompute == "selective")
+                recomputed = find_recomputed(model, blocks)
+                stack.callback(BlockForwards(recomputed, [change], asked=f"recompute={plan.recompute}").close)
+            if plan.splits_tensors:
+                stack.enter_context(silence(self.said.append))
+                self._axis = self._split(model, stack).axis
+            yield
+
+    def _split(self, model: nn.Module, stack: ExitStack) -> Any:
+        """Leaves of the model what the first rank of the tensor axis holds."""
+        from evenly.parallel.tensor.model import SplitModel  # takes seconds to import
+
+        plan = self.plan
+        assert isinstance(plan.tensor, int)
+        split = SplitModel(
+            model,
+            self.reader.layouts(plan),
+            silent_group("tensor", plan.tensor),
+            sequence=plan.sequence == "split",
+            recomputed=plan.recompute == "selective",
+        )
+        stack.callback(split.close)
+        return split
+
+
+def _elements(microbatch: Microbatch) -> int:
+    return sum(tensor.numel() for tensor in tensors_in(microbatch.batch))

@@ -1,0 +1,136 @@
+"""A job as a subject of the planner: its model is read as each plan runs it, and nothing is computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from evenly.errors import EvenlyError, PlanError
+from evenly.job import Job, Precision
+from evenly.model.parts import Part, Parts, Work
+from evenly.plan import Plan, with_microbatch
+from evenly.planner.job_memory import memory_of_ranks
+from evenly.planner.job_profile import JobReader
+from evenly.planner.prediction import MemoryByCause
+from evenly.planner.profile import Reading, parts_of
+from evenly.planner.speeds import Library
+from evenly.planner.training_config import Setup
+
+TENSOR_SIZES = (2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class JobSubject:
+    """Implements `Subject`. A job that states no microbatch leaves it to its plans."""
+
+    job: Job
+    _readers: dict[int, JobReader] = field(default_factory=dict[int, JobReader])
+
+    @cached_property
+    def reader(self) -> JobReader:
+        """Of its model."""
+        return JobReader(self.job)
+
+    @property
+    def name(self) -> str:
+        """The job's."""
+        return self.job.name or "the job"
+
+    @property
+    def precision(self) -> Precision:
+        """The job's."""
+        return self.job.precision
+
+    @cached_property
+    def whole(self) -> Reading:
+        """Of its model on one device."""
+        return self.reader.reading(Plan(data=1).resolve(self.job.precision))
+
+    @property
+    def blocks(self) -> int:
+        """Calls of blocks in a forward pass."""
+        return len(self.whole.calls)
+
+    @property
+    def sequence(self) -> int | None:
+        """Nobody says what of a job's samples are tokens."""
+        return None
+
+    @property
+    def microbatch(self) -> int | None:
+        """The job's own; where it is cut by cost, what comes to as many microbatches; None where it states neither."""
+        if self.job.microbatch_cost is None:
+            return self.job.microbatch
+        return math.ceil(self.job.global_batch / max(1, len(self.reader.microbatches)))
+
+    def tensor_sizes(self, most: int) -> Sequence[int]:
+        """Those by which any of its parameters is split."""
+        return [1, *(size for size in TENSOR_SIZES if size <= most and self._splits(size))]
+
+    def _splits(self, size: int) -> bool:
+        try:
+            return bool(self.reader.layouts(Plan(data=1, tensor=size).resolve(self.job.precision)))
+        except EvenlyError:
+            return False
+
+    def refusal(self, plan: Plan) -> str | None:
+        """What the model says once it is read so."""
+        try:
+            self._as_run(plan).reading(replace(plan, recompute="none"))
+            if plan.recompute not in (None, "none"):  # whatever the microbatch; this reading serves for all choices
+                self.reader.reading(Plan(data=1, recompute=plan.recompute).resolve(self.job.precision))
+            if plan.splits_blocks:
+                self._as_run(plan).stages(plan)
+        except PlanError as problem:
+            return problem.found
+        return None
+
+    def parts(self, plan: Plan, setup: Setup) -> Parts:
+        """As it was read; what a plan computes anew is not in the parts. Parts that are alike are one."""
+        found = parts_of({"none": self._as_run(plan).reading(replace(plan, recompute="none"))})
+        made: dict[object, Part] = {}
+        return Parts(
+            before=_computed(found.before, setup, made),
+            blocks=[_computed(replace(block, name="block"), setup, made) for block in found.blocks],
+            after=_computed(found.after, setup, made),
+        )
+
+    def _as_run(self, plan: Plan) -> JobReader:
+        """A reader of the job with the plan's microbatch; all read the same model."""
+        if plan.microbatch is None:
+            return self.reader
+        if plan.microbatch not in self._readers:
+            self._readers[plan.microbatch] = replace(self.reader, job=with_microbatch(self.job, plan))
+        return self._readers[plan.microbatch]
+
+    def memory(
+        self, plan: Plan, setup: Setup, layers: Sequence[int], library: Library, ranks: Sequence[int] | None = None
+    ) -> list[MemoryByCause]:
+        """Of every rank of the pipeline the device that holds most."""
+        meters = memory_of_ranks(self._as_run(plan), replace(plan, cut=plan.cut or _cut(layers)))
+        each = len(meters) // setup.pipeline
+        groups = [meters[rank * each : (rank + 1) * each] for rank in range(setup.pipeline)]
+        worst = [max(group, key=lambda meter: meter.peak).by_cause for group in groups]
+        rest = library.holdings.rest
+        found = [replace(one, context=one.context + rest) for one in worst]
+        return found if ranks is None else [found[rank] for rank in ranks]
+
+
+def _cut(layers: Sequence[int]) -> str | None:
+    """Where stages of so many blocks begin."""
+    starts = [sum(layers[:stage]) for stage in range(1, len(layers))]
+    return "|".join(map(str, starts)) or None
+
+
+def _computed(part: Part, setup: Setup, made: dict[object, Part]) -> Part:
+    """`part` in the type that the setup multiplies, or the one in `made` that is alike."""
+    forward, backward = _works(part.forward, setup), _works(part.backward, setup)
+    key = (part.name, part.parameters, forward, backward, part.tensor_bytes, part.input_bytes)
+    return made.setdefault(key, replace(part, forward=forward, backward=backward))
+
+
+def _works(works: Sequence[Work], setup: Setup) -> tuple[Work, ...]:
+    """Selective recomputation does again what multiplies nothing."""
+    return tuple(replace(work, dtype=setup.dtype, recomputed=work.kind == "memory") for work in works)

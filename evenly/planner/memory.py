@@ -1,0 +1,535 @@
+"""Memory of evenly's own plans: what a rank holds from the begin of a step to its end, and at most.
+
+Nothing is fitted: the stretches of a reading (`planner.profile`) are put one behind the other as the engines run the
+microbatches, and what the engines hold beside them is added and taken away where they do. A *meter* follows the sum.
+
+Causes are those of `MemoryByCause`, with the sums in a wider type apart from the gradients made of them, as the tracker
+counts them.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal
+
+import torch
+
+from evenly.parallel.data.gradients import BUCKET_BYTES, FIRST_BUCKET_BYTES, SQUARED_AT_ONCE
+from evenly.parallel.data.partition import IN_FLIGHT, Place
+from evenly.planner.optimizer_costs import OptimizerCosts
+from evenly.planner.prediction import MemoryByCause
+from evenly.planner.profile import Parameter, Stretch
+
+Cause = Literal[
+    "parameters", "gradients", "sums", "optimizer", "activations", "gathered", "buffers", "temporaries", "context"
+]
+WIDE = 8  # bytes of float64
+
+
+@dataclass(eq=False)
+class Meter:
+    """Bytes by cause, and as they were when they were most."""
+
+    now: dict[Cause, int] = field(default_factory=dict[Cause, int])
+    total: int = 0
+    peak: int = 0
+    at_peak: dict[Cause, int] = field(default_factory=dict[Cause, int])
+
+    def add(self, cause: Cause, size: int) -> None:
+        """Takes `size` more bytes, or gives some back."""
+        self.now[cause] = self.now.get(cause, 0) + size
+        self.total += size
+        if self.total > self.peak:
+            self.peak, self.at_peak = self.total, dict(self.now)
+
+    def clear(self, cause: Cause) -> None:
+        """Gives all of it back."""
+        self.add(cause, -self.now.get(cause, 0))
+
+    def for_a_while(self, cause: Cause, size: int) -> None:
+        """Takes `size` bytes and gives them back."""
+        self.add(cause, size)
+        self.add(cause, -size)
+
+    def stretch(self, stretch: Stretch) -> None:
+        """What a stretch does."""
+        total = self.total + stretch.peak.total
+        if total > self.peak:
+            self.peak, self.at_peak = total, dict(self.now)
+            for cause, size in _both(stretch.peak.activations, stretch.peak.temporaries):
+                self.at_peak[cause] = self.at_peak.get(cause, 0) + size
+        for cause, size in _both(stretch.left.activations, stretch.left.temporaries):
+            self.now[cause] = self.now.get(cause, 0) + size
+        self.total += stretch.left.total
+
+    @property
+    def by_cause(self) -> MemoryByCause:
+        """The peak, with sums among the gradients."""
+        found: dict[str, float] = {cause: float(size) for cause, size in self.at_peak.items()}
+        found["gradients"] = found.get("gradients", 0.0) + found.pop("sums", 0.0)
+        return MemoryByCause(**found)
+
+
+def _both(activations: int, temporaries: int) -> tuple[tuple[Cause, int], tuple[Cause, int]]:
+    return ("activations", activations), ("temporaries", temporaries)
+
+
+# ------------------------------------------------------------------------------------------------- adding gradients
+
+
+class Sums(ABC):
+    """What one way of adding up gradients holds, beside what the passes do; the calls are those of a step."""
+
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
+
+    def begin(self, runs: int) -> None:  # noqa: B027
+        """A step begins, of so many backward passes on this rank."""
+
+    def expect_last(self) -> None:  # noqa: B027
+        """The next backward pass is the last."""
+
+    def entered(self, call: int) -> None:  # noqa: B027
+        """The forward pass of a call begins; -1 stands for the model's."""
+
+    def left(self, call: int) -> None:  # noqa: B027
+        """It ends."""
+
+    def turned(self, call: int) -> None:  # noqa: B027
+        """The backward pass of a call begins."""
+
+    def returned(self, call: int) -> None:  # noqa: B027
+        """It ends; -1 stands for the model's."""
+
+    def there(self, name: str) -> None:  # noqa: B027
+        """A parameter's gradient is there."""
+
+    def freed(self, name: str) -> None:  # noqa: B027
+        """The backward pass has let go of it."""
+
+    def finish_backward(self) -> None:  # noqa: B027
+        """A backward pass is over."""
+
+    @abstractmethod
+    def receive(self) -> None:
+        """Sums over ranks, divided."""
+
+    @abstractmethod
+    def norm_lengths(self, *, apart: bool) -> list[int]:
+        """Elements of each tensor that the norm is taken of, in order; apart: parameter by parameter."""
+
+    def spread(self) -> None:  # noqa: B027
+        """After the update."""
+
+
+def in_buckets(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
+    """What is reduced together, as `parallel.data.gradients` fills its buckets; in the order of the backward pass."""
+    found: list[list[Parameter]] = []
+    room, dtype = 0, None
+    for parameter in reversed([one for one in parameters if one.trained]):
+        if dtype != parameter.dtype or (room < parameter.bytes and found[-1]):
+            room = BUCKET_BYTES if found else FIRST_BUCKET_BYTES
+            dtype = parameter.dtype
+            found.append([])
+        found[-1].append(parameter)
+        room -= parameter.bytes
+    return found
+
+
+class WholeSums(Sums):
+    """Every rank has all gradients (`parallel.data.gradients`)."""
+
+    def __init__(self, meter: Meter, parameters: Sequence[Parameter], *, wide: bool, numbers: int) -> None:
+        """numbers: that are summed with the gradients."""
+        super().__init__(meter)
+        self._lengths: list[int] = []
+        self._elements: list[int] = []
+        buckets = in_buckets(parameters)
+        last = buckets[-1] if buckets else []
+        apart = not wide and last and last[0].dtype is not torch.float64
+        if apart and sum(one.bytes for one in last) > FIRST_BUCKET_BYTES:
+            buckets.append([])
+        for number, bucket in enumerate(buckets):
+            self._hold(bucket, wide=wide or number == len(buckets) - 1)
+            self._elements += [one.elements for one in bucket]
+        tail = sum(len(bucket) for bucket in buckets) + numbers
+        meter.add("sums", 2 * tail * WIDE)
+
+    def _hold(self, bucket: Sequence[Parameter], *, wide: bool) -> None:
+        length = sum(one.elements for one in bucket)
+        self._lengths.append(length)
+        size = bucket[0].dtype.itemsize if bucket else WIDE
+        self.meter.add("gradients", length * size)
+        if wide and size != WIDE:
+            self.meter.add("sums", length * WIDE)
+
+    def receive(self) -> None:
+        pass
+
+    def norm_lengths(self, *, apart: bool) -> list[int]:
+        return self._elements if apart else self._lengths
+
+
+class CutSums(Sums):
+    """Every rank keeps the gradients of its pieces (`parallel.data.partition`)."""
+
+    def __init__(
+        self, meter: Meter, parameters: Sequence[Parameter], *, zero: int, ranks: int, wide: bool, rounds: int
+    ) -> None:
+        super().__init__(meter)
+        self._zero, self._ranks, self._rounds = zero, ranks, rounds
+        self._parameters = {one.names[0]: one for one in parameters}
+        self._buckets = [[one for one in bucket if one.shape] for bucket in in_buckets(parameters)]
+        self._bucket_of = {one.names[0]: n for n, bucket in enumerate(self._buckets) for one in bucket}
+        self._lengths = [sum(_piece(one, ranks) for one in bucket) for bucket in self._buckets]
+        self._sizes = [bucket[0].dtype.itemsize if bucket else WIDE for bucket in self._buckets]
+        self._added_in = [WIDE if wide else size for size in self._sizes]
+        self._messages = [
+            ranks * length * (size if zero == 2 else added_in)
+            for length, size, added_in in zip(self._lengths, self._sizes, self._added_in, strict=True)
+        ]
+        self._waiting: list[int] = []
+        self._totals: dict[str, int] = {}
+        self._sending, self._sent = False, 0
+        self._flying: deque[int] = deque()
+        self._summed: set[int] = set()
+
+    def begin(self, runs: int) -> None:
+        self._left = self._rounds if self._zero == 2 else 1
+        self._begin_round(sending=self._zero == 2)
+
+    def _begin_round(self, *, sending: bool) -> None:
+        self._sending, self._sent = sending, 0
+        self._waiting = [len(bucket) for bucket in self._buckets]
+
+    def expect_last(self) -> None:
+        self._sending = True
+
+    def _total_size(self, name: str) -> int:
+        """What a total takes: at zero=1 widened, at zero=2 as the backward pass has made it."""
+        parameter = self._parameters[name]
+        return parameter.bytes if self._zero == 2 else parameter.elements * self._added_in[self._bucket_of[name]]
+
+    def there(self, name: str) -> None:
+        if name in self._bucket_of and name not in self._totals and self._widens(name):
+            self._totals[name] = self._total_size(name)
+            self.meter.add("sums", self._totals[name])
+
+    def _widens(self, name: str) -> bool:
+        bucket = self._bucket_of[name]
+        return self._zero == 1 and self._added_in[bucket] != self._sizes[bucket]
+
+    def freed(self, name: str) -> None:
+        if name not in self._bucket_of:
+            return
+        if name not in self._totals:
+            self._totals[name] = self._total_size(name)
+            self.meter.add("sums", self._totals[name])
+        if self._sending:
+            self._waiting[self._bucket_of[name]] -= 1
+            ready = self._sent
+            while ready < len(self._buckets) and self._waiting[ready] <= 0:
+                ready += 1
+            self._send_with(name, ready)
+
+    def _send_with(self, name: str, end: int) -> None:
+        """Sends while the gradient that came last is still there, beside its total or as that."""
+        widened = self._widens(name)
+        size = self._parameters[name].bytes if widened or end > self._bucket_of[name] >= self._sent else 0
+        self.meter.add("temporaries", size if widened else 0)
+        if not widened and size:
+            self.meter.add("sums", -self._totals[name])
+            self._totals[name] = 0
+            self.meter.add("temporaries", size)
+        self._send_until(end)
+        self.meter.add("temporaries", -size)
+
+    def _send_until(self, end: int) -> None:
+        for number in range(self._sent, end):
+            if len(self._flying) == IN_FLIGHT:
+                self._land()
+            self.meter.add("buffers", self._messages[number])
+            for one in self._buckets[number]:
+                self.meter.add("sums", -self._totals.pop(one.names[0], 0))
+            if number not in self._summed:
+                self._summed.add(number)
+                self.meter.add("sums", self._lengths[number] * self._added_in[number])
+            self.meter.add("buffers", self._messages[number])  # what the others send
+            self._flying.append(number)
+        self._sent = max(self._sent, end)
+
+    def _land(self) -> None:
+        self.meter.add("buffers", -2 * self._messages[self._flying.popleft()])
+
+    def finish_backward(self) -> None:
+        if self._sending:
+            self._finish_round()
+
+    def _finish_round(self) -> None:
+        self._send_until(len(self._buckets))
+        self._left -= 1
+        self._begin_round(sending=self._left > 0)
+
+    def receive(self) -> None:
+        while self._left > 0:
+            self._finish_round()
+        while self._flying:
+            self._land()
+        for length, size, added_in in zip(self._lengths, self._sizes, self._added_in, strict=True):
+            if size != added_in:
+                self.meter.add("gradients", length * size)
+                self.meter.add("sums", -length * added_in)
+
+    def norm_lengths(self, *, apart: bool) -> list[int]:
+        pieces = [_piece(one, self._ranks) for bucket in self._buckets for one in bucket]
+        return pieces if apart else self._lengths
+
+    def spread(self) -> None:
+        rows = [length * size * (1 + self._ranks) for length, size in zip(self._lengths, self._sizes, strict=True)]
+        for both in pairwise([0, *rows]):
+            self.meter.for_a_while("buffers", sum(both))
+
+
+def _piece(parameter: Parameter, ranks: int) -> int:
+    """Elements of a piece as it is filled up."""
+    return Place.of(parameter.shape, ranks).length if parameter.shape else 0
+
+
+def own_elements(parameter: Parameter, ranks: int, position: int) -> int:
+    """Elements of the piece that the rank at `position` steps."""
+    if not parameter.shape:
+        return parameter.elements
+    rows = Place.of(parameter.shape, ranks).own(position)
+    return (rows.stop - rows.start) * math.prod(parameter.shape[1:])
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is gathered together (`parallel.data.shards`); the calls are those of its block, none of the root.
+
+    whole: whether it stays so from its forward to its backward.
+    """
+
+    parameters: Sequence[Parameter]
+    calls: frozenset[int] = frozenset()
+    whole: bool = False
+
+
+class ShardSums(Sums):
+    """Parameters are cut too (`parallel.data.shards`), and whole while they compute."""
+
+    def __init__(
+        self, meter: Meter, units: Sequence[Unit], *, ranks: int, wide: bool, on_host: bool, in_parts: bool
+    ) -> None:
+        """units: the root first. ranks: of the shard group. on_host: whether shards live there.
+
+        in_parts: whether gradients of parameters come later than those of inputs, and units stay whole until then.
+        """
+        super().__init__(meter)
+        self._units, self._on_host = units, on_host
+        self._padded = [sum(_piece(one, ranks) * one.dtype.itemsize for one in unit.parameters) for unit in units]
+        self._trained = [sum(_piece(one, ranks) for one in unit.parameters if one.trained) for unit in units]
+        self._ranks, self._wide = ranks, wide
+        self._sizes = [unit.parameters[0].dtype.itemsize if unit.parameters else WIDE for unit in units]
+        self._unit_of = {call: n for n, unit in enumerate(units) for call in unit.calls}
+        self._home = {one.names[0]: n for n, unit in enumerate(units) for one in unit.parameters}
+        self._bytes = {one.names[0]: one.bytes for unit in units for one in unit.parameters}
+        self._gathered: set[int] = set()
+        self._sent_for: set[int] = set()  # all-gathers begun
+        self._grads: dict[int, int] = {}
+        self._used: list[int] = []  # units by their forward passes
+        self._partial: set[int] = set()
+        self._reducing = 0
+        self._reduced = 0  # kept until the end of the last backward pass
+        self._last = False
+        self._in_parts = in_parts
+        self._kept: set[str] = set()  # parameters with a whole gradient
+        self._waiting: list[int] = []  # units whose gradients are reduced at the end of the step
+
+    def begin(self, runs: int) -> None:
+        self._last = False
+
+    def expect_last(self) -> None:
+        self._last = True
+
+    # ------------------------------------------------------------------------------------------------ gathering
+    def entered(self, call: int) -> None:
+        unit = self._unit_of.get(call, 0)
+        if call < 0:
+            self._used.clear()
+        if call >= 0 and unit == 0:
+            return
+        if unit not in self._gathered and self._padded[unit]:
+            self._send_for(unit)
+            self._whole(unit)
+        if unit + 1 < len(self._units) and unit + 1 not in self._gathered:
+            self._send_for(unit + 1)
+
+    def left(self, call: int) -> None:
+        unit = self._unit_of.get(call, 0)
+        if call < 0:
+            self._used.append(0)
+        elif unit and not self._in_parts:
+            self._used.append(unit)
+            if not self._units[unit].whole:
+                self._reshard(unit)
+
+    def turned(self, call: int) -> None:
+        unit = self._unit_of.get(call, 0)
+        if call >= 0 and unit == 0:
+            return
+        if unit not in self._gathered and self._padded[unit]:
+            self._send_for(unit)
+            self._whole(unit)
+        if self._used and self._used[-1] == unit:
+            self._used.pop()
+            if self._used and self._used[-1] not in self._gathered:
+                self._send_for(self._used[-1])
+
+    def _send_for(self, unit: int) -> None:
+        if unit not in self._sent_for:
+            self._sent_for.add(unit)
+            self.meter.add("buffers", self._message(unit))
+
+    def _message(self, unit: int) -> int:
+        """What the shards of all ranks are received in; of one rank they are copied."""
+        return self._ranks * self._padded[unit] if self._ranks > 1 else 0
+
+    def _whole(self, unit: int) -> None:
+        self._gathered.add(unit)
+        self.meter.add("gathered", self._ranks * self._padded[unit])
+        self._forget(unit)
+
+    def _forget(self, unit: int) -> None:
+        if unit in self._sent_for:
+            self._sent_for.discard(unit)
+            self.meter.add("buffers", -self._message(unit))
+
+    def _reshard(self, unit: int) -> None:
+        if unit in self._gathered:
+            self._gathered.discard(unit)
+            self.meter.add("gathered", -self._ranks * self._padded[unit])
+
+    # -------------------------------------------------------------------------------------------------- reducing
+    def freed(self, name: str) -> None:
+        unit = self._home[name]
+        if self._in_parts:
+            self._keep(unit, name)
+            return
+        self._grads[unit] = self._grads.get(unit, 0) + self._bytes[name]
+        self.meter.add("gradients", self._bytes[name])
+
+    def _keep(self, unit: int, name: str) -> None:
+        """A whole gradient is added to those of earlier microbatches, in the type that they are reduced in."""
+        if name not in self._kept:
+            self._kept.add(name)
+            size = self._bytes[name] // self._sizes[unit] * (WIDE if self._wide else self._sizes[unit])
+            self._grads[unit] = self._grads.get(unit, 0) + size
+            self.meter.add("gradients", size)
+            if unit not in self._waiting:
+                self._waiting.append(unit)
+
+    def returned(self, call: int) -> None:
+        unit = self._unit_of.get(call, 0)
+        if self._in_parts or (call >= 0 and unit == 0):
+            return
+        self._reshard(unit)
+        self._reduce(unit)
+        if call < 0:
+            for ahead in [*self._sent_for]:  # and not run
+                self._forget(ahead)
+        if call < 0 and self._last:
+            self.meter.add("sums", -self._reduced)
+            self.meter.add("buffers", -self._reducing)
+            self._reduced = self._reducing = 0
+
+    def _reduce(self, unit: int) -> None:
+        if not self._trained[unit]:
+            return
+        self.meter.add("buffers", -self._reducing)
+        added_in = WIDE if self._wide else self._sizes[unit]
+        row = self._trained[unit] * added_in
+        sent_in = added_in if self._in_parts or self._ranks == 1 else self._sizes[unit]
+        self._reducing = self._ranks * self._trained[unit] * sent_in
+        self.meter.add("buffers", self._reducing)
+        self.meter.add("gradients", -self._grads.pop(unit, 0))
+        self.meter.add("sums", row)
+        self.meter.for_a_while("buffers", self._reducing)  # what the others send; of one rank a quotient
+        if not self._last:
+            if unit in self._partial:
+                self.meter.add("sums", -row)
+            self._partial.add(unit)
+            return
+        self._finish(unit, row, added_in)
+
+    def _finish(self, unit: int, row: int, added_in: int) -> None:
+        """The last reduction of a step: the sums become the gradients of this rank's shards."""
+        if added_in != self._sizes[unit] and not self._on_host:
+            self.meter.add("gradients", self._trained[unit] * self._sizes[unit])
+            self._reduced += row
+        elif self._on_host:
+            self._reduced += row
+        else:
+            self.meter.add("sums", -row)
+            self.meter.add("gradients", row)
+        if unit in self._partial:
+            self._partial.discard(unit)
+            self.meter.add("sums", -row)
+
+    def receive(self) -> None:
+        if self._in_parts:
+            for unit in self._waiting:
+                self._reshard(unit)
+                self._last = True
+                self._reduce(unit)
+            self._waiting.clear()
+            self.meter.add("sums", -self._reduced)
+            self.meter.add("buffers", -self._reducing)
+            self._reduced = self._reducing = 0
+
+    def norm_lengths(self, *, apart: bool) -> list[int]:
+        if self._on_host:
+            return []
+        return [_piece(one, self._ranks) for unit in self._units for one in unit.parameters if one.trained]
+
+
+# ------------------------------------------------------------------------------------------------------------ a step
+
+
+def play(meter: Meter, sums: Sums, stretches: Iterable[Stretch]) -> None:
+    """Adds the stretches of a pass, with what the sums of gradients do at their marks."""
+    for one in stretches:
+        meter.stretch(one)
+        mark = one.mark
+        if mark.what == "gradient":
+            sums.there(mark.parameter)
+        elif mark.what == "freed":
+            sums.freed(mark.parameter)
+        elif mark.stage == "forward" and mark.what:
+            (sums.entered if mark.what == "begin" else sums.left)(mark.call)
+        elif mark.what:
+            (sums.turned if mark.what == "begin" else sums.returned)(mark.call)
+
+
+def norm_bytes(lengths: Iterable[int], itemsize: int) -> int:
+    """What squaring gradients takes for a while: two neighbouring parts in float64."""
+    if itemsize == WIDE:
+        return 0
+    parts = [0, *(part for length in lengths for part in _parts(length))]
+    return max((WIDE * (one + other) for one, other in pairwise(parts)), default=0)
+
+
+def _parts(length: int) -> Iterator[int]:
+    while length > 0:
+        yield min(length, SQUARED_AT_ONCE)
+        length -= SQUARED_AT_ONCE
+
+
+def state_bytes(costs: OptimizerCosts, parameters: Mapping[str, Sequence[int]]) -> int:
+    """What the optimizer keeps; parameters: by name the shape of what this rank steps."""
+    return sum(costs.state_bytes(name, shape) for name, shape in parameters.items())

@@ -1,0 +1,690 @@
+"""Reading a model by running it once without numbers: what each part computes, keeps and needs for a while.
+
+The job's own loss runs forward and backward on tensors that have shapes and no numbers. Every storage that an operation
+makes is followed from then until it is freed, and every operation's cost is counted, each with the part of the model to
+which it belongs: what comes *before* the first call of a block, each call of a block, the code *between* one and the
+next, and what comes *after* the last.
+
+A *stretch* is what happens between two *marks*: the begin or end of a call's forward or backward, or a parameter's
+gradient being there. Of its many allocations it keeps how far memory rose in it and what it left.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from evenly.data.nest import map_tensors, tensors_in
+from evenly.errors import EvenlyError, UserError, describe, place_of
+from evenly.model import lstm
+from evenly.model.blocks import Block, find_blocks
+from evenly.model.costs import flops_of, moves_bytes
+from evenly.model.fake import fake_mode, model_without_numbers, running_without_numbers, tensor_without_numbers
+from evenly.model.parts import Kind, Part, Parts, Recompute, Work
+from evenly.planner.hollow import Hollow, as_held
+
+ASKED = "reading the model (it is run once without numbers)"
+REMEDY = (
+    "let shapes follow from the batch, not from what the model computes: no .item() of that, no mask of it as index"
+)
+
+_aten = torch.ops.aten
+ATTENTION = {
+    _aten._scaled_dot_product_flash_attention_for_cpu,
+    _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_efficient_attention,
+    _aten._scaled_dot_product_cudnn_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    _aten._scaled_dot_product_flash_attention_backward,
+    _aten._scaled_dot_product_efficient_attention_backward,
+    _aten._scaled_dot_product_cudnn_attention_backward,
+}
+
+T = TypeVar("T")
+Pass = Literal["forward", "backward"]
+AFTER = 1 << 30  # added to a call's number, the place after it
+MODEL = -1  # in the place of a call's number, that of the model itself
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes that the forward pass has made, and that the backward pass has made."""
+
+    activations: int = 0
+    temporaries: int = 0
+
+    @property
+    def total(self) -> int:
+        """Of both."""
+        return self.activations + self.temporaries
+
+    def __add__(self, other: Held) -> Held:
+        return Held(self.activations + other.activations, self.temporaries + other.temporaries)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What ends a stretch.
+
+    what: "begin" or "end" of the call's pass; "gradient": that of the parameter is there, and "freed" again; "" the
+          end of a pass.
+    call: number of the call of a block, in the order of the forward pass; -1 for the model's own.
+    """
+
+    what: Literal["begin", "end", "gradient", "freed", ""]
+    stage: Pass
+    call: int = -1
+    parameter: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """What happens up to `mark`: `peak` is the highest above the begin of the stretch, `left` what it leaves."""
+
+    peak: Held
+    left: Held
+    mark: Mark
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a block: its name, and bytes of the tensors with a gradient that it is given and that it returns."""
+
+    block: str
+    input_bytes: int = 0
+    output_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter as a rank holds it; `names` are all that it has."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trained: bool
+
+    @property
+    def elements(self) -> int:
+        """Their number."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Of its values."""
+        return self.elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One forward and backward of a microbatch.
+
+    stretches:  in the order of time; both passes end with a mark of their own.
+    calls:      of blocks, in the order of the forward pass.
+    parameters: by first name. buffer_bytes: of all buffers.
+    used:       for each place (a call's number, -1 before the first, number of calls after the last) the parameters
+                that it uses.
+    works:      operations by pass and place.
+    turning_bytes: by place, of the results of operations on parameters: a backward pass that leaves the gradients of
+                parameters for later keeps the gradients of these.
+    summed:     by pass and place, bytes of each tensor that the tensor axis adds up over ranks.
+    output_bytes: of what the model returned to the loss. elements: of the batch's tensors.
+    """
+
+    stretches: tuple[Stretch, ...]
+    calls: tuple[Call, ...]
+    parameters: dict[str, Parameter]
+    buffer_bytes: int
+    used: dict[int, frozenset[str]]
+    works: dict[tuple[Pass, int], tuple[Work, ...]]
+    turning_bytes: dict[int, int]
+    summed: dict[tuple[Pass, int], tuple[int, ...]] = field(default_factory=dict[tuple[Pass, int], tuple[int, ...]])
+    output_bytes: int = 0
+    elements: int = 0
+
+    @property
+    def forward(self) -> tuple[Stretch, ...]:
+        """The stretches of the forward pass."""
+        return tuple(one for one in self.stretches if one.mark.stage == "forward")
+
+    @property
+    def backward(self) -> tuple[Stretch, ...]:
+        """The stretches of the backward pass."""
+        return tuple(one for one in self.stretches if one.mark.stage == "backward")
+
+
+def read_module(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], torch.Tensor],
+    batch: Any,
+    *,
+    change: Callable[[nn.Module, Sequence[Block]], AbstractContextManager[Any]] | None = None,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    hollow: bool = False,
+    said: Sequence[int] = (),
+) -> Reading:
+    """What `loss(model, batch)`, a scalar, and its backward do. Neither the model nor a random state is changed.
+
+    model: on any device, meta among them. batch: any nest of tensors; its numbers count only where shapes within the
+    model follow from them.
+    change: what a plan does to the model and its blocks, in place; around: within what forward and backward run.
+    hollow: for a change that gives tensors another class, which those without numbers have already (`planner.hollow`).
+    said: a list to which `change` appends bytes of what the tensor axis adds up over ranks, as it happens.
+
+    Raises `UserError`, naming the operation, where the code needs numbers or does not run without them.
+    """
+    read = partial(_read_as, model, loss, batch, change=change, around=around, said=said)
+    with running_without_numbers():
+        try:
+            return read(hollow=hollow)
+        except EvenlyError:
+            raise
+        except Exception as problem:
+            if hollow:
+                raise _refusal(problem) from problem
+            first = problem
+        try:  # so the batch has its numbers
+            return read(hollow=True)
+        except Exception as problem:
+            said_more = getattr(problem, "func", None) is not None
+            raise _refusal(problem if said_more else first) from problem
+
+
+def _read_as(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], torch.Tensor],
+    batch: Any,
+    *,
+    change: Callable[[nn.Module, Sequence[Block]], AbstractContextManager[Any]] | None,
+    around: Callable[[], AbstractContextManager[Any]],
+    hollow: bool,
+    said: Sequence[int],
+) -> Reading:
+    mode = Hollow() if hollow else fake_mode()
+    fakes = nullcontext() if hollow else mode
+    faked = model_without_numbers(model, fakes, _unnoted).train()
+    blocks = find_blocks(faked)
+    if isinstance(mode, Hollow):
+        mode.know((*faked.parameters(), *faked.buffers()))
+    nest = map_tensors(torch.clone if hollow else lambda tensor: tensor_without_numbers(tensor, fakes), batch)
+    changed = nullcontext() if change is None else change(faked, blocks)
+    with mode, changed, torch.enable_grad():
+        return _Reader(faked, blocks, said).read(partial(loss, faked, nest), nest, around)
+
+
+def _unnoted(*_: object) -> None:
+    """Nobody asks for the tensors of the copy."""
+
+
+def between(few: Reading, many: Reading, elements: int) -> Reading:
+    """The reading of a batch of `elements`, from those of a smaller and a larger one: costs are linear between them.
+
+    Where these two did not do the same, the larger one's, scaled.
+    """
+    if few.elements == many.elements or elements == many.elements:
+        return many
+    if [one.mark for one in few.stretches] != [one.mark for one in many.stretches]:
+        few = many
+    at = (elements - few.elements) / (many.elements - few.elements) if few is not many else elements / many.elements
+    pairs = zip(few.stretches, many.stretches, strict=True)
+
+    def middle(a: int, b: int) -> int:
+        return round(b * at) if few is many else round(a + (b - a) * at)
+
+    def held(a: Held, b: Held) -> Held:
+        return Held(middle(a.activations, b.activations), middle(a.temporaries, b.temporaries))
+
+    stretches = tuple(Stretch(held(a.peak, b.peak), held(a.left, b.left), b.mark) for a, b in pairs)
+    calls = tuple(
+        Call(b.block, middle(a.input_bytes, b.input_bytes), middle(a.output_bytes, b.output_bytes))
+        for a, b in zip(few.calls, many.calls, strict=True)
+    )
+    turnings = {place: middle(few.turning_bytes.get(place, 0), size) for place, size in many.turning_bytes.items()}
+    works = {key: _between_works(few.works.get(key, ()), many.works[key], at, few is many) for key in many.works}
+    summed = {key: tuple(round(size * elements / many.elements) for size in many.summed[key]) for key in many.summed}
+    return replace(
+        many,
+        stretches=stretches,
+        calls=calls,
+        turning_bytes=turnings,
+        works=works,
+        summed=summed,
+        output_bytes=middle(few.output_bytes, many.output_bytes),
+        elements=elements,
+    )
+
+
+def _between_works(few: Sequence[Work], many: Sequence[Work], at: float, scaled: bool) -> tuple[Work, ...]:
+    if scaled or [(one.kind, one.times) for one in few] != [(one.kind, one.times) for one in many]:
+        part = at if scaled else 1.0
+        return tuple(replace(one, flops=one.flops * part, moved_bytes=one.moved_bytes * part) for one in many)
+    return tuple(_between_two(a, b, at) for a, b in zip(few, many, strict=True))
+
+
+def _between_two(few: Work, many: Work, at: float) -> Work:
+    def middle(name: str) -> float:
+        a, b = getattr(few, name), getattr(many, name)
+        return a + (b - a) * at
+
+    sizes = {name: round(middle(name)) for name in ("rows", "inner", "columns")}
+    return replace(many, flops=middle("flops"), moved_bytes=middle("moved_bytes"), **sizes)
+
+
+# ---------------------------------------------------------------------------------------------- as parts of a model
+
+
+def parts_of(readings: Mapping[Recompute, Reading]) -> Parts:
+    """The parts of a model from its readings under each recomputation."""
+    plain = readings["none"]
+    count = len(plain.calls)
+    blocks = [_part(readings, call.block, number, number) for number, call in enumerate(plain.calls)]
+    before, after = _part(readings, "before", MODEL, MODEL), _part(readings, "after", count, count)
+    return Parts(before=before, blocks=blocks, after=after)
+
+
+def _part(readings: Mapping[Recompute, Reading], name: str, place: int, owner: int) -> Part:
+    plain = readings["none"]
+    used = [plain.parameters[one] for one in sorted(plain.used.get(owner, ()))]
+    forward: dict[Recompute, tuple[int, int]] = {
+        how: _rise(reading, "forward", place) for how, reading in readings.items()
+    }
+    input_bytes = plain.calls[place].input_bytes if 0 <= place < len(plain.calls) else 0
+    if plain.calls and place == len(plain.calls):
+        input_bytes = plain.calls[-1].output_bytes
+    return Part(
+        name=name,
+        parameters=sum(one.elements for one in used),
+        tensors=len(used),
+        forward=plain.works.get(("forward", place), ()),
+        backward=plain.works.get(("backward", place), ()),
+        input_bytes=input_bytes,
+        kept_bytes={how: max(0, left) for how, (_, left) in forward.items()},
+        forward_peak_bytes=max(0, forward["none"][0] - forward["none"][1]),
+        backward_peak_bytes=_rise(plain, "backward", place)[0],
+        tensor_bytes=plain.summed.get(("forward", place), ()),
+    )
+
+
+def _rise(reading: Reading, stage: Pass, place: int) -> tuple[int, int]:
+    """How far memory rises above where it was in the stretches of a place, and what they leave."""
+    now = most = 0
+    for where, one in places_of(reading):
+        if one.mark.stage == stage and where == place:
+            most = max(most, now + one.peak.total)
+            now += one.left.total
+    return most, now
+
+
+def places_of(reading: Reading) -> Iterator[tuple[int, Stretch]]:
+    """Every stretch with its place: a call with the code after it; -1 before the first, their number after the last."""
+    place, count = MODEL, len(reading.calls)
+    for one in reading.stretches:
+        yield place, one
+        mark = one.mark
+        if mark.stage == "forward" and mark.what == "begin" and mark.call >= 0:
+            place = mark.call
+        elif mark.stage == "forward" and mark.call == count - 1 and mark.what == "end":
+            place = count
+        elif mark.stage == "backward" and mark.call >= 0:
+            place = mark.call if mark.what == "begin" else mark.call - 1 if mark.what == "end" else place
+
+
+def stage_of_reading(reading: Reading, begin: int, end: int) -> Reading:
+    """Of a reading what the calls from `begin` to before `end` do, with the code after each; the first has all before.
+
+    Its marks of the model's own passes are left out.
+    """
+    kept: list[Stretch] = []
+    at, last = 0, len(reading.calls)
+    for one in reading.stretches:
+        mark = one.mark
+        if mark.stage == "forward" and mark.what == "begin" and mark.call >= 0:
+            before, at = at, mark.call
+        elif mark.stage == "backward" and mark.what == "end" and mark.call >= 0:
+            before, at = mark.call, max(0, mark.call - 1)
+        else:
+            before = at
+        if begin <= before < end or not last:
+            kept.append(one)
+    return replace(reading, stretches=tuple(map(_without_model, kept)))
+
+
+def _without_model(stretch: Stretch) -> Stretch:
+    of_model = stretch.mark.call == MODEL and stretch.mark.what in ("begin", "end")
+    return replace(stretch, mark=Mark("", stretch.mark.stage)) if of_model else stretch
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
+
+
+@dataclass(eq=False)
+class _Reader:
+    """Runs a model without numbers and notes what it does."""
+
+    model: nn.Module
+    blocks: Sequence[Block]
+    said: Sequence[int] = ()
+    calls: list[Call] = field(default_factory=list[Call])
+    inside: list[int] = field(default_factory=list[int])
+
+    def __post_init__(self) -> None:
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        self.names = {key: tuple(found) for key, found in names.items()}
+        self.stage: Pass = "forward"
+        self.place = -1  # where the model is
+        self.used: dict[int, set[str]] = {}
+        self.begun: set[int] = set()  # calls whose backward has
+        self.ended: set[int] = set()
+        self.turned = False  # whether that of the model has begun
+        self.returned: tuple[int, list[weakref.ref[torch.Tensor]]] = (MODEL, [])  # by the last call
+        self.next: dict[int, int] = {}  # call -> the one that is given what it returned
+        self.summed: dict[tuple[Pass, int], list[int]] = {}
+        self.heard = len(self.said)
+        self.output_bytes = 0
+        self.memory = _Memory(self)
+
+    def mark(self, mark: Mark) -> None:
+        """Ends a stretch, and what was said in it belongs to where the model was."""
+        if len(self.said) > self.heard:
+            self.summed.setdefault((self.stage, self.place), []).extend(self.said[self.heard :])
+            self.heard = len(self.said)
+        self.memory.mark(mark)
+
+    def read(
+        self, compute: Callable[[], torch.Tensor], batch: Any, around: Callable[[], AbstractContextManager[Any]]
+    ) -> Reading:
+        self.memory.know((*self.model.buffers(), *tensors_in(batch)))
+        self.memory.know(self.model.parameters(), weights=True)
+        parameters = {names[0]: self._parameter(names) for names in self.names.values()}
+        buffers = {id(b.untyped_storage()): b.untyped_storage().nbytes() for b in self.model.buffers()}
+        handles = self._hook()
+        try:
+            with self.memory, _Calls(self.memory):
+                with around():
+                    total = compute()
+                self.mark(Mark("", "forward"))
+                self.stage, self.place = "backward", len(self.calls)
+                _check(total)
+                with around():
+                    total.backward()
+                for number in reversed(range(len(self.calls))):
+                    self._ended(number)
+                self.mark(Mark("end", "backward", MODEL))
+                del total
+                self.mark(Mark("", "backward"))
+        finally:
+            for handle in handles:
+                handle.remove()
+        works, turnings = self.memory.works(), self.memory.turning_bytes
+        return Reading(
+            stretches=tuple(self.memory.stretches),
+            calls=tuple(self.calls),
+            parameters=parameters,
+            buffer_bytes=sum(buffers.values()),
+            used={place: frozenset(names) for place, names in self.used.items()},
+            works=self._joined(works),
+            turning_bytes={place: sum(found) for (_, place), found in self._joined(turnings).items()},
+            summed=self._joined(self.summed),
+            output_bytes=self.output_bytes,
+            elements=sum(tensor.numel() for tensor in tensors_in(batch)),
+        )
+
+    def _joined(self, found: Mapping[tuple[Pass, int], Iterable[T]]) -> dict[tuple[Pass, int], tuple[T, ...]]:
+        """With the code after a call counted to it, and that after the last apart."""
+        joined: dict[tuple[Pass, int], tuple[T, ...]] = {}
+        count = len(self.calls)
+        for (stage, place), values in found.items():
+            number = place if place < AFTER else place - AFTER if place - AFTER < count - 1 else count
+            joined[stage, number] = (*joined.get((stage, number), ()), *values)
+        return joined
+
+    def _parameter(self, names: tuple[str, ...]) -> Parameter:
+        parameter = self.model.get_parameter(names[0])
+        return Parameter(names, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+
+    def _hook(self) -> list[Any]:
+        handles: list[Any] = []
+        for block in self.blocks:
+            handles.append(block.module.register_forward_pre_hook(self._enter(block), with_kwargs=True, prepend=True))
+            handles.append(block.module.register_forward_hook(self._leave))
+        handles.append(self.model.register_forward_pre_hook(self._enter_model))
+        handles.append(self.model.register_forward_hook(self._leave_model))
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                handles.append(parameter.register_post_accumulate_grad_hook(self._finished))
+        return handles
+
+    def _enter_model(self, *_: Any) -> None:
+        if self.stage == "forward":
+            self.mark(Mark("begin", "forward", MODEL))
+
+    def _leave_model(self, _: nn.Module, __: Any, result: Any) -> None:
+        if self.stage == "forward":
+            self.mark(Mark("end", "forward", MODEL))
+            self.place = len(self.calls)
+            with as_held():
+                self.output_bytes = sum(map(_bytes, tensors_in(result)))
+                for tensor in _with_gradient(result):
+                    tensor.register_hook(self._model_begun)
+
+    def _model_begun(self, _: torch.Tensor) -> None:
+        """The gradient of what the model returned is there."""
+        if not self.turned:
+            self.turned = True
+            self.mark(Mark("begin", "backward", MODEL))
+
+    def _enter(self, block: Block) -> Callable[..., None]:
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if self.stage == "backward" or self.inside:
+                return  # recomputed, or a block within its own call
+            with as_held():
+                self._called(block, _with_gradient((args, kwargs)))
+
+        return enter
+
+    def _called(self, block: Block, given: Sequence[torch.Tensor]) -> None:
+        number = len(self.calls)
+        self.calls.append(Call(block.name, sum(map(_bytes, given))))
+        self.mark(Mark("begin", "forward", number))
+        self.inside.append(number)
+        self.place = number
+        if given and any(one() is given[0] for one in self.returned[1]):
+            self.next[self.returned[0]] = number
+        for tensor in given[:1]:
+            tensor.register_hook(partial(self._left, number))
+
+    def _leave(self, module: nn.Module, _: Any, result: Any) -> None:
+        if self.stage == "backward" or not self.inside:
+            return
+        number = self.inside.pop()
+        with as_held():
+            given = _with_gradient(result)
+            self.calls[number] = replace(self.calls[number], output_bytes=sum(map(_bytes, given)))
+            self.mark(Mark("end", "forward", number))
+            self.place = AFTER + number
+            self.returned = number, [weakref.ref(tensor) for tensor in given]
+            for tensor in given:
+                tensor.register_hook(partial(self._begun, number))
+
+    def _begun(self, number: int, _: torch.Tensor) -> None:
+        """The gradient of what the call returned is there, and so the backward of who was given that has ended."""
+        if number in self.next:
+            self._ended(self.next[number])
+        if number not in self.begun and number not in self.ended:
+            self.begun.add(number)
+            self.mark(Mark("begin", "backward", number))
+            self.place = number
+
+    def _left(self, number: int, _: torch.Tensor) -> None:
+        """The gradient of what the call was given is there."""
+        self._ended(number)
+
+    def _ended(self, number: int) -> None:
+        if number not in self.ended:
+            self.ended.add(number)
+            self.mark(Mark("end", "backward", number))
+            self.place = number - 1
+
+    def _finished(self, parameter: torch.Tensor) -> None:
+        name = self.names[id(parameter)][0]
+        self.used.setdefault(self.place, set()).add(name)
+        self.mark(Mark("gradient", "backward", self.place, name))
+        parameter.grad = None
+        self.mark(Mark("freed", "backward", self.place, name))
+
+
+class _Calls(TorchFunctionMode):
+    """Tells `memory` of every call of torch from Python, not of those that it makes within."""
+
+    def __init__(self, memory: _Memory) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._memory.called = True
+        return func(*args, **(kwargs or {}))
+
+
+class _Memory(TorchDispatchMode):
+    """Follows every storage that is made within, and counts what operations cost."""
+
+    def __init__(self, reader: _Reader) -> None:
+        super().__init__()
+        self._reader = reader
+        self.called = False  # from Python, and no operation since
+        self._known: dict[int, Any] = {}
+        self._now = [0, 0]  # since the last mark: what the forward has made, what the backward
+        self._peak = (0, 0)
+        self._works: dict[tuple[Pass, int], Counter[Work]] = {}
+        self._weights: set[int] = set()  # storages of parameters, and of their copies in another type
+        self.turning_bytes: dict[tuple[Pass, int], list[int]] = {}
+        self.stretches: list[Stretch] = []
+
+    def know(self, tensors: Iterable[torch.Tensor], *, weights: bool = False) -> None:
+        """Storages that are there already."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._known[id(storage)] = storage
+            if weights:
+                self._weights.add(id(storage))
+
+    def mark(self, mark: Mark) -> None:
+        """Ends a stretch."""
+        self.stretches.append(Stretch(Held(*self._peak), Held(*self._now), mark))
+        self._now, self._peak = [0, 0], (0, 0)
+
+    def works(self) -> dict[tuple[Pass, int], list[Work]]:
+        """What was computed, equal operations as one."""
+        return {
+            key: [replace(work, times=work.times * times) for work, times in found.items()]
+            for key, found in self._works.items()
+        }
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with as_held():
+            results = func(*args, **(kwargs or {}))
+            if func.overloadpacket is lstm.FORWARD:
+                results = lstm.with_workspace(results, args)
+            for tensor in tensors_in(results):
+                self._follow(tensor)
+            if moves_bytes(func) and (works := _works_of(func, args, kwargs or {}, results)):
+                if self.called:
+                    works.append(Work(kind="host"))
+                    self.called = False
+                self._works.setdefault((self._reader.stage, self._reader.place), Counter()).update(works)
+                if self._reader.stage == "forward":
+                    self._meet_weights(func, (args, kwargs or {}), results)
+        return results
+
+    def _meet_weights(self, func: Any, given: Any, results: Any) -> None:
+        if not any(id(tensor.untyped_storage()) in self._weights for tensor in tensors_in(given)):
+            return
+        made = next(iter(tensors_in(results)), None)
+        if made is not None and func.overloadpacket is _aten._to_copy:
+            self._weights.add(id(made.untyped_storage()))
+        elif made is not None:
+            self.turning_bytes.setdefault(("forward", self._reader.place), []).append(_bytes(made))
+
+    def _follow(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._known:
+            return
+        made_in = 0 if self._reader.stage == "forward" else 1
+        size = storage.nbytes()
+        self._known[key] = None
+        weakref.finalize(storage, self._freed, key, made_in, size)
+        self._now[made_in] += size
+        if sum(self._now) > sum(self._peak):
+            self._peak = (self._now[0], self._now[1])
+
+    def _freed(self, key: int, made_in: int, size: int) -> None:
+        self._known.pop(key, None)
+        self._weights.discard(key)
+        self._now[made_in] -= size
+
+
+def _works_of(func: Any, args: Any, kwargs: Any, results: Any) -> list[Work]:
+    """What an operation costs; nothing where it touches nothing."""
+    packet = func.overloadpacket
+    moved = float(sum(map(_bytes, tensors_in((args, kwargs, results)))))
+    if packet in (lstm.FORWARD, lstm.BACKWARD):
+        return [*lstm.products(packet, args), Work(kind="memory", moved_bytes=moved)]
+    flops = flops_of(func, args, kwargs, results)
+    if not moved and not flops:
+        return []
+    kind: Kind = "attention" if packet in ATTENTION else "matmul" if flops else "memory"
+    rows, inner, columns = _sizes(packet, args) if kind == "matmul" else (0, 0, 0)
+    work = Work(
+        kind=kind,
+        flops=flops,
+        moved_bytes=moved,
+        rows=rows,
+        inner=inner,
+        columns=columns,
+        recomputed=kind == "memory",
+    )
+    return [work]
+
+
+def _sizes(packet: Any, args: Any) -> tuple[int, int, int]:
+    """Rows, inner and columns of a product; 0 for other operations."""
+    first = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}.get(packet)
+    if first is None:
+        return 0, 0, 0
+    left, right = args[first], args[first + 1]
+    return int(left.shape[-2]), int(left.shape[-1]), int(right.shape[-1])
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _with_gradient(nest: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors_in(nest) if tensor.requires_grad]
+
+
+def _check(total: torch.Tensor) -> None:
+    if not total.requires_grad:
+        raise UserError(ASKED, "the loss does not depend on the model's parameters", "do not detach it")
+
+
+def _refusal(problem: Exception) -> UserError:
+    """What the code did that cannot be done without numbers."""
+    operation = getattr(problem, "func", None)  # of torch's errors of tensors without numbers
+    if operation is None:
+        return UserError(ASKED, f"it does not run so: {describe(problem)}", REMEDY)
+    return UserError(ASKED, f"{str(operation).removesuffix('.default')}{place_of(problem)} needs numbers", REMEDY)

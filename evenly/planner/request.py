@@ -1,0 +1,109 @@
+"""What is asked of the planner, and its answer: the form in which the search is called. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from evenly.hardware.cluster import Cluster
+from evenly.job import Precision
+from evenly.model.parts import Parts
+from evenly.plan import Plan
+from evenly.planner.prediction import MemoryByCause, Prediction
+from evenly.planner.speeds import Library
+from evenly.planner.training_config import Setup
+
+IN_PIECES = 0.04  # of a device's memory
+
+
+class Subject(Protocol):
+    """A model to plan for: a known shape, or a job that was read. Plans are complete, setups theirs."""
+
+    @property
+    def name(self) -> str:
+        """As it is shown."""
+        ...
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks a pipeline can cut between."""
+        ...
+
+    @property
+    def sequence(self) -> int | None:
+        """Tokens of a sample; None where samples are no sequences."""
+        ...
+
+    @property
+    def precision(self) -> Precision:
+        """Of plans that state none."""
+        ...
+
+    @property
+    def microbatch(self) -> int | None:
+        """Samples that every plan has to run at a time, which plans then do not state; None where they are free."""
+        ...
+
+    def tensor_sizes(self, most: int) -> Sequence[int]:
+        """Sizes of the tensor axis that it can be split by, ascending from 1, up to `most`."""
+        ...
+
+    def refusal(self, plan: Plan) -> str | None:
+        """Why it cannot run so; None where it can."""
+        ...
+
+    def parts(self, plan: Plan, setup: Setup) -> Parts:
+        """Its parts as one rank has them."""
+        ...
+
+    def memory(
+        self, plan: Plan, setup: Setup, layers: Sequence[int], library: Library, ranks: Sequence[int] | None = None
+    ) -> list[MemoryByCause]:
+        """Of every rank of the pipeline, or some `ranks`, where stage i has `layers[i]` blocks."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked.
+
+    batch:        global batch, samples. only: what every plan has to state; what it leaves open is searched.
+    memory_bytes: of a device; None for what its kind has. max_devices: how many may be used; None for all.
+    step_s:       a step may take so long: the fewest devices that manage are sought. None: the fastest plan of all.
+    top:          how many plans are answered.
+    library:      that would run it, of speeds.toml. dtype: what it multiplies; None for what the plan's precision says.
+    """
+
+    subject: Subject
+    cluster: Cluster
+    batch: int
+    only: Plan = field(default_factory=Plan)
+    memory_bytes: float | None = None
+    max_devices: int | None = None
+    step_s: float | None = None
+    top: int = 5
+    library: str = "evenly"
+    dtype: str | None = None
+
+    @property
+    def limit_bytes(self) -> float:
+        """What a rank may take: what was said, or what a device has, less what its allocator cannot use in pieces."""
+        return self.memory_bytes or (1 - IN_PIECES) * self.cluster.device.memory_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What was found.
+
+    plans:  that fit, best first.
+    nearest: where none fits, the one that is least over; None where one fits.
+    change: the smallest change with which it would, in words.
+    tried:  how many plans were looked at. judged: of how many time was predicted in full.
+    """
+
+    plans: Sequence[Prediction]
+    nearest: Prediction | None = None
+    change: str = ""
+    tried: int = 0
+    judged: int = 0

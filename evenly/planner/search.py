@@ -1,0 +1,367 @@
+"""Which plans fit, and which of them is fastest: all sensible ones are looked at, most of them not for long. No torch.
+
+Every *choice* has a time that it cannot beat: what its operations take, dealt evenly over the ranks of its pipeline,
+with the least that filling the pipeline, the last reduction and the update add. Choices are taken in the order of these
+bounds; those that do not fit are dropped, the others predicted in full. Once the next bound is longer than what the
+best ones take, no further choice can be among them: pruning discards nothing that would be answered.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
+from typing import Any, NamedTuple
+
+from evenly.errors import PlanError, UserError
+from evenly.plan import Plan
+from evenly.plan.plan import largest_shard
+from evenly.planner.costed_plan import (
+    Candidate,
+    candidate_of,
+    layers_of,
+    predicted,
+    seconds_of_parts,
+    time_of,
+)
+from evenly.planner.prediction import Prediction
+from evenly.planner.request import Answer, Question
+from evenly.planner.time import message_seconds, tail_seconds
+
+SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zbv")
+SPLITTING = ("zero-bubble", "zbv")
+CHUNKS = (2, 3, 4, 5, 6, 8)  # stages per rank of interleaved, as far as there are blocks for them
+MICROBATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+UNEVEN = 1.1  # places of stages for each block
+# Of what the prediction knows nothing, with what it takes for granted.
+UNKNOWN = {"replicas": None, "gather": None, "compile": "off", "offload": "none"}
+SLACK = 1 - 1e-9  # of bounds, for rounding
+GIB = 2**30
+
+
+class Choice(NamedTuple):
+    """What is chosen of a plan; names as in `Plan`."""
+
+    data: int
+    tensor: int
+    pipeline: int
+    zero: int
+    shard: int | None
+    recompute: str
+    sequence: str | None
+    microbatch: int
+    schedule: str | None
+    stages_per_rank: int | None
+
+    @property
+    def family(self) -> tuple[int, ...]:
+        """Plans of one family differ in what few would call another plan."""
+        return (self.data, self.tensor, self.pipeline, self.zero)
+
+
+def search(question: Question) -> Answer:
+    """The best plans for a question. Raises `UserError` where no plan can split the batch or the model at all."""
+    _refuse_unknown(question.only)
+    if question.step_s is not None:
+        return _fewest(question, question.step_s)
+    return _on(question, question.max_devices or question.cluster.size)
+
+
+def _refuse_unknown(only: Plan) -> None:
+    """Raises `UserError` where it states what the prediction knows nothing of."""
+    if stated := [f"{key}={value}" for key, value in only.stated.items() if key in UNKNOWN and value != UNKNOWN[key]]:
+        raise UserError(
+            f"find a plan that is {only}",
+            f"what {', '.join(stated)} does to memory and time is not predicted",
+            "leave it out of what is sought; evenly run takes it in a plan that is named",
+        )
+
+
+def _on(question: Question, devices: int) -> Answer:
+    """The best plans on `devices`."""
+    devices = question.only.ranks or devices
+    choices = [*choices_of(question, devices)]
+    if not choices:
+        raise UserError(
+            f"plan {question.subject.name} with a batch of {question.batch} on {devices} devices",
+            "no plan splits this batch and model over them"
+            + (f" and is {question.only}" if question.only.stated else ""),
+            "give a batch of at least as many samples as there are devices, or leave more of the plan open with --only",
+        )
+    judge = _Judge(question)
+    best, judged, least = _best(question, judge, choices)
+    if best:
+        return Answer(plans=best, tried=len(choices), judged=judged)
+    if least is None:
+        raise UserError(
+            f"plan {question.subject.name} on {devices} devices",
+            judge.refused or "no plan can run so",
+            "leave more of the plan open with --only",
+        )
+    return Answer(plans=(), nearest=least, change=_change(question, least), tried=len(choices), judged=judged)
+
+
+def _best(
+    question: Question, judge: _Judge, choices: Sequence[Choice]
+) -> tuple[list[Prediction], int, Prediction | None]:
+    """The fastest of the `top` best families; how many choices were predicted in full; if none fits, the least."""
+    waiting = [(judge.bound(choice), number) for number, choice in enumerate(choices)]
+    heapq.heapify(waiting)
+    best: dict[tuple[int, ...], Prediction] = {}
+    least: Prediction | None = None
+    judged, worst_s = 0, float("inf")
+    while waiting and waiting[0][0] <= worst_s:
+        bound_s, number = heapq.heappop(waiting)
+        choice = choices[number]
+        if choice.family in best and bound_s > best[choice.family].step_s:
+            continue
+        if not judge.has_room(choice) and (best or choice.recompute != "full"):
+            continue
+        judged += 1
+        found = judge.predicted(choice, worst_s)
+        if found is None:
+            continue
+        if found.fits:
+            known = best.get(choice.family)
+            if known is None or (found.step_s, found.peak_bytes) < (known.step_s, known.peak_bytes):
+                best[choice.family] = found
+                ranked = sorted(one.step_s for one in best.values())
+                worst_s = ranked[question.top - 1] if len(ranked) >= question.top else worst_s
+        elif least is None or found.peak_bytes < least.peak_bytes:
+            least = found
+    ordered = sorted(best.values(), key=lambda one: (one.step_s, one.peak_bytes))
+    return ordered[: question.top], judged, least
+
+
+@dataclass
+class _Judge:
+    """Answers what a choice takes; what several choices have in common is found out once."""
+
+    question: Question
+    refused: str = ""
+    _candidates: dict[Choice, Candidate | None] = field(default_factory=dict[Choice, Candidate | None])
+    _seconds: dict[tuple[Any, ...], list[float]] = field(default_factory=dict[tuple[Any, ...], list[float]])
+
+    @cached_property
+    def precision(self) -> Any:
+        """Of the plans that do not state one."""
+        return self.question.only.precision or self.question.subject.precision
+
+    def candidate(self, choice: Choice) -> Candidate | None:
+        """None where such a plan cannot run."""
+        if choice not in self._candidates:
+            self._candidates[choice] = self._made(choice)
+        return self._candidates[choice]
+
+    def _made(self, choice: Choice) -> Candidate | None:
+        try:
+            plan = plan_of(choice, self.question, self.precision)
+        except PlanError as problem:
+            self.refused = str(problem)
+            return None
+        why = self.question.subject.refusal(plan)
+        self.refused = why or self.refused
+        return candidate_of(self.question, plan) if why is None else None
+
+    def bound(self, choice: Choice) -> float:
+        """Seconds that no step of it beats; for a choice that cannot run, for ever."""
+        alike = choice._replace(schedule="1f1b" if choice.pipeline > 1 else None, stages_per_rank=None)
+        one = self.candidate(alike)
+        if one is None:
+            return float("inf")
+        seconds = self.seconds(choice, one)
+        microbatches = one.setup.microbatches
+        step = microbatches * sum(seconds) / choice.pipeline
+        if choice.pipeline > 1:
+            step += microbatches * message_seconds(one.parts, one.setup, one.machine)
+            step += self._fill(choice, min(seconds[1:-1]))
+        return (step + tail_seconds(one.parts, one.setup, one.machine)) * SLACK
+
+    def seconds(self, choice: Choice, one: Candidate) -> list[float]:
+        """Of every part on one microbatch; alike for all choices that differ in nothing that counts here."""
+        key = (choice.tensor, choice.microbatch, choice.recompute, choice.sequence, choice.zero == 3)
+        key = (*key, choice.data, choice.shard) if choice.zero == 3 else key
+        if key not in self._seconds:
+            self._seconds[key] = seconds_of_parts(one)
+        return self._seconds[key]
+
+    def _fill(self, choice: Choice, block: float) -> float:
+        """The least that the last rank waits for its first input and the first for its last gradients; 0 if unknown.
+
+        block: seconds of the quickest block. Schedules that split the backward pass fill some of it.
+        """
+        blocks, stages = self.question.subject.blocks, choice.pipeline * (choice.stages_per_rank or 1)
+        if choice.schedule not in ("1f1b", "interleaved") or blocks % stages:
+            return 0.0
+        return (choice.pipeline - 1) * (blocks // stages - 1) * block
+
+    def has_room(self, choice: Choice) -> bool:
+        """Whether it may fit: the ranks that mostly need most do."""
+        one = self.candidate(choice)
+        if one is None or _least_bytes(one) > self.question.limit_bytes:
+            return False
+        layers = layers_of(one, self.seconds(choice, one))
+        ranks = sorted({0, min(1, choice.pipeline - 1), choice.pipeline - 1})
+        found = self.question.subject.memory(one.plan, one.setup, layers, one.machine.library, ranks)
+        return all(memory.peak <= self.question.limit_bytes for memory in found)
+
+    def predicted(self, choice: Choice, most_s: float) -> Prediction | None:
+        """All that is predicted of it; None where it cannot run or its step takes longer than `most_s`."""
+        one = self.candidate(choice)
+        if one is None:
+            return None
+        layers = layers_of(one, self.seconds(choice, one))
+        time, bubble = time_of(one, layers)
+        if time.step_s > most_s:
+            return None
+        memory = self.question.subject.memory(one.plan, one.setup, layers, one.machine.library, None)
+        return predicted(self.question, one, memory, time, bubble)
+
+
+def _least_bytes(one: Candidate) -> float:
+    """What the blocks' weights, gradients and the optimizer's state take at least on the rank that has most of them."""
+    setup, holdings = one.setup, one.machine.library.holdings
+    each = holdings.weights / (setup.shards if setup.zero >= 3 else 1)
+    each += holdings.gradients / (setup.shards if setup.zero >= 2 else 1) + holdings.optimizer / setup.shards
+    return each * sum(part.parameters for part in one.parts.blocks) / setup.pipeline
+
+
+def plan_of(choice: Choice, question: Question, precision: Any) -> Plan:
+    """The complete plan of a choice. Raises `PlanError` where there is none."""
+    chosen = choice._asdict()
+    if question.subject.microbatch is not None:
+        chosen["microbatch"] = question.only.microbatch
+    for axis in ("tensor", "pipeline"):
+        chosen[axis] = chosen[axis] if chosen[axis] > 1 else None
+    return replace(question.only, **chosen).resolve(precision)
+
+
+def _fewest(question: Question, step_s: float) -> Answer:
+    """The best plans on the fewest devices with which a step takes at most `step_s`; on all where none does."""
+    most = question.max_devices or question.cluster.size
+    node = question.cluster.devices
+    counts = [count for count in range(1, node + 1) if node % count == 0 and count <= most]
+    counts += range(2 * node, most + 1, node)
+    answers: dict[int, Answer | None] = {}
+
+    def quick(count: int) -> bool:
+        try:
+            answers[count] = _on(question, count)
+        except UserError:
+            answers[count] = None
+        found = answers[count]
+        return found is not None and bool(found.plans) and found.plans[0].step_s <= step_s
+
+    low, high = 0, len(counts) - 1
+    while low < high and quick(counts[high]):  # more devices are hardly ever slower
+        middle = (low + high) // 2
+        low, high = (low, middle) if quick(counts[middle]) else (middle + 1, high)
+    return answers.get(counts[high]) or _on(question, counts[high])
+
+
+# ------------------------------------------------------------------------------------------------------- which plans
+
+
+def choices_of(question: Question, devices: int) -> Iterator[Choice]:
+    """Every sensible choice on `devices`: those that say what `question.only` states."""
+    only, subject = question.only, question.subject
+    for tensor in _stated(only.tensor, subject.tensor_sizes(min(devices, 2 * question.cluster.domain))):
+        rest = devices // tensor
+        for pipeline in _stated(only.pipeline, [size for size in _divisors(rest) if size <= max(1, subject.blocks)]):
+            data = rest // pipeline
+            if data * pipeline * tensor != devices or only.data not in (None, data) or data > question.batch:
+                continue
+            for (zero, shard), recompute, sequence, microbatch, (schedule, chunks) in product(
+                [*_zeros(question, data)],
+                _stated(only.recompute, ("none", "selective", "full")),
+                _sequences(only, tensor, pipeline),
+                [*_microbatches(question, data)],
+                [*_orders(question, pipeline)],
+            ):
+                # What is computed anew comes with a whole backward pass: nothing is left to split.
+                if recompute == "none" or schedule not in SPLITTING or only.schedule is not None:
+                    yield Choice(data, tensor, pipeline, zero, shard, recompute, sequence, microbatch, schedule, chunks)
+
+
+def _stated(value: Any, open_choices: Sequence[Any]) -> Sequence[Any]:
+    """What was stated, alone; else all choices. An axis of any size ("auto") is one of more than one rank."""
+    if value == "auto":
+        return [size for size in open_choices if size > 1]
+    return open_choices if value is None else [value]
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _zeros(question: Question, data: int) -> Iterator[tuple[int, Any]]:
+    """What zero cuts, and over how many ranks: all of the data axis, or those of a node."""
+    node = question.cluster.devices
+    for zero in _stated(question.only.zero, (0, 1, 2, 3) if data > 1 else (0,)):
+        if question.only.shard is not None:
+            shard = largest_shard(data) if question.only.shard == "auto" else question.only.shard
+            yield zero, shard if zero else None
+            continue
+        yield zero, None
+        if zero == 3 and data > node and data % node == 0:
+            yield zero, node
+
+
+def _sequences(only: Plan, tensor: int, pipeline: int) -> Sequence[str | None]:
+    if tensor == 1 or pipeline > 1:
+        return [only.sequence]
+    return _stated(only.sequence, (None, "split"))
+
+
+def _orders(question: Question, pipeline: int) -> Iterator[tuple[str | None, int | None]]:
+    """Schedules with their stages per rank, as far as there is a block for every stage."""
+    blocks = question.subject.blocks
+    if pipeline == 1:
+        yield None, None
+        return
+    for schedule in _stated(question.only.schedule, SCHEDULES):
+        if schedule != "interleaved":
+            if pipeline * (2 if schedule in ("zbv", "dualpipev") else 1) <= blocks:
+                yield schedule, question.only.stages_per_rank
+            continue
+        for chunks in _stated(
+            question.only.stages_per_rank, [size for size in CHUNKS if _even(blocks, pipeline * size)]
+        ):
+            if pipeline * chunks <= blocks:
+                yield schedule, chunks
+
+
+def _even(blocks: int, stages: int) -> bool:
+    """Whether stages have nearly as many blocks each: a cut that leaves some with far fewer is no use."""
+    return -(-blocks // stages) * stages <= blocks * UNEVEN + 2
+
+
+def _microbatches(question: Question, data: int) -> Iterator[int]:
+    """Samples of a microbatch with which the batch comes out even over the data axis; one where none does."""
+    fixed = question.subject.microbatch or question.only.microbatch
+    if fixed is not None:
+        yield fixed
+        return
+    share = question.batch // data
+    even = [size for size in MICROBATCHES if size <= share and question.batch % (data * size) == 0]
+    yield from even or [1]
+
+
+# --------------------------------------------------------------------------------------------------- nothing that fits
+
+
+def _change(question: Question, least: Prediction) -> str:
+    """The smallest change with which a plan would fit: of memory, or of devices."""
+    need, limit = least.peak_bytes, question.limit_bytes
+    words = f"devices with {need / GIB:.1f} GiB ({need / limit - 1:.0%} more) would do for {least.plan}"
+    for factor in (2, 4, 8, 16, 32, 64):
+        larger = replace(question.cluster, nodes=question.cluster.nodes * factor)
+        more = replace(question, cluster=larger, batch=max(question.batch, larger.size), max_devices=None, only=Plan())
+        judge = _Judge(more)
+        fitting = next((choice for choice in choices_of(more, larger.size) if judge.has_room(choice)), None)
+        if fitting is not None:
+            plan = plan_of(fitting, more, judge.precision)
+            return f"{words}; or {larger.size} devices ({larger}), with {plan}"
+    return words

@@ -1,0 +1,92 @@
+"""A known shape as a subject of the planner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from evenly.job import Precision
+from evenly.model.parts import Parts
+from evenly.plan import Plan
+from evenly.planner.footprint import footprints
+from evenly.planner.prediction import MemoryByCause
+from evenly.planner.shape import Shape
+from evenly.planner.speeds import Library
+from evenly.planner.training_config import Setup
+from evenly.planner.transformer import Kernels, Split, transformer_parts
+
+
+@dataclass(frozen=True)
+class ShapeSubject:
+    """Implements `Subject`."""
+
+    shape: Shape
+    kernels: Kernels
+
+    @property
+    def name(self) -> str:
+        """As it is shown."""
+        return self.shape.name
+
+    @property
+    def blocks(self) -> int:
+        """Encoder and decoder together."""
+        return self.shape.layers + self.shape.encoder_layers
+
+    @property
+    def sequence(self) -> int | None:
+        """Tokens; patches of an image are no sequence that anyone counts."""
+        return self.shape.sequence if self.shape.vocab else None
+
+    @property
+    def precision(self) -> Precision:
+        """What everybody trains in."""
+        return "bfloat16"
+
+    @property
+    def microbatch(self) -> int | None:
+        """Free."""
+        return None
+
+    def tensor_sizes(self, most: int) -> Sequence[int]:
+        """Those that deal its heads, those of keys and values too, evenly."""
+        shape = self.shape
+        widths = (shape.heads, shape.kv_heads, shape.expert_ffn or shape.ffn)
+        return [size for size in range(1, most + 1) if not any(width % size for width in widths)]
+
+    def refusal(self, plan: Plan) -> str | None:
+        """Experts are found by their tokens' numbers, which a stage that lacks them has not."""
+        if self.shape.experts > 1 and plan.splits_blocks:
+            return "a block whose experts depend on numbers is not cut into stages"
+        return None
+
+    def parts(self, plan: Plan, setup: Setup) -> Parts:
+        """Its parts; equal asks are answered once."""
+        # Patches of an image are as many as its shape says, whatever counts as tokens.
+        asked = setup if self.shape.vocab else replace(setup, sequence=self.shape.sequence)
+        return _parts(self.shape, split_of(asked), self.kernels)
+
+    def memory(
+        self, plan: Plan, setup: Setup, layers: Sequence[int], library: Library, ranks: Sequence[int] | None = None
+    ) -> list[MemoryByCause]:
+        """By what the library holds."""
+        return footprints(self.parts(plan, setup), layers, setup, library.holdings, ranks)
+
+
+def split_of(setup: Setup) -> Split:
+    """What one rank has of a microbatch."""
+    return Split(
+        samples=setup.microbatch,
+        sequence=setup.sequence,
+        tensor=setup.tensor,
+        split_sequence=setup.split_sequence,
+        context=setup.context,
+        dtype=setup.dtype,
+        element_bytes=4 if setup.dtype == "float32" else 8 if setup.dtype == "float64" else 2,
+    )
+
+
+@lru_cache(maxsize=512)
+def _parts(shape: Shape, split: Split, kernels: Kernels) -> Parts:
+    return transformer_parts(shape, split, kernels)

@@ -1,0 +1,333 @@
+"""The time of a step: operations by the rates of the device, messages by those of the network, a schedule simulated.
+
+A pass through a block takes the device the sum of its operations, and the host as long as it needs to start them;
+whichever is slower is waited for. Collectives of the tensor axis stand between the operations, save the share that the
+library hides; those of zero=3 run beside them. A pipeline's passes are simulated in the order of its schedule. Then
+comes what the last backward pass does not hide of the gradients' reduction, and the update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+from evenly.hardware.cluster import Cluster
+from evenly.hardware.network import Group, place, seconds
+from evenly.model.parts import Part, Parts, Work
+from evenly.plan.schedule import Schedule, runnable
+from evenly.planner.prediction import TimeByCause
+from evenly.planner.speeds import Library, Speeds
+from evenly.planner.timeline import Costs, step_seconds
+from evenly.planner.training_config import Setup
+from evenly.planner.zerobubble import greedy_seconds
+
+SHARPNESS = 6  # of the change between two that run beside each other: the slower counts, and a little of the other
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a model runs on."""
+
+    cluster: Cluster
+    speeds: Speeds
+    library: Library
+
+
+@dataclass(slots=True)
+class Pass:
+    """Seconds of one pass through a part, by cause; `weights` is what of it computes gradients of parameters alone."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    recompute: float = 0.0
+    host: float = 0.0
+    tensor: float = 0.0
+    data: float = 0.0
+    weights: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.matmul + self.attention + self.memory + self.recompute + self.host + self.tensor + self.data
+
+    def add(self, other: Pass, times: float = 1.0) -> None:
+        """Adds `other`, done `times` times."""
+        self.matmul += times * other.matmul
+        self.attention += times * other.attention
+        self.memory += times * other.memory
+        self.recompute += times * other.recompute
+        self.host += times * other.host
+        self.tensor += times * other.tensor
+        self.data += times * other.data
+        self.weights += times * other.weights
+
+
+@dataclass
+class StageTime:
+    """One stage's passes on one microbatch; `parameters`: elements that it holds of the model."""
+
+    forward: Pass = field(default_factory=Pass)
+    backward: Pass = field(default_factory=Pass)
+    parameters: int = 0
+
+
+def beside(one: float, other: float) -> float:
+    """Seconds of two that run beside each other."""
+    larger, smaller = (one, other) if one > other else (other, one)
+    return larger * (1 + (smaller / larger) ** SHARPNESS) ** (1 / SHARPNESS) if larger else 0.0
+
+
+def forward_pass(part: Part, setup: Setup, machine: Machine, *, host: float = 1.0) -> Pass:
+    """The forward pass of `part`; `host`: how much its host works for it, in forward passes of a block."""
+    found = _computed(part.forward, machine)
+    found.tensor = _tensor_seconds(part.tensor_bytes, setup, machine)
+    return _with_host(found, host, setup, machine)
+
+
+def backward_pass(part: Part, setup: Setup, machine: Machine, *, host: float = 1.0) -> Pass:
+    """The backward pass of `part`, with what it computes anew."""
+    found = _computed(part.backward, machine)
+    found.tensor = _tensor_seconds(part.tensor_bytes, setup, machine)
+    found = _with_host(found, 1.5 * host, setup, machine)
+    if setup.recompute == "full" and host:
+        found.recompute += forward_pass(part, setup, machine, host=host).seconds
+    elif setup.recompute == "selective":
+        again = _computed([work for work in part.forward if work.recomputed], machine)
+        found.recompute += again.seconds + _tensor_seconds(part.tensor_bytes_again, setup, machine)
+    return found
+
+
+def _computed(works: Sequence[Work], machine: Machine) -> Pass:
+    found = Pass()
+    for work in works:
+        taken = machine.speeds.seconds(work, machine.library)
+        setattr(found, work.kind, getattr(found, work.kind) + taken)
+        found.weights += taken if work.of_weights else 0.0
+    return found
+
+
+def _tensor_seconds(sizes: Sequence[int], setup: Setup, machine: Machine) -> float:
+    library = machine.library
+    exposed, group = 1 - library.tensor_hidden, place(setup.tensor, 1, machine.cluster)
+    talks = (seconds("all_reduce", size, group, machine.cluster) for size in sizes)
+    return exposed * sum(talk + library.tensor_s for talk in talks)
+
+
+def _with_host(found: Pass, host: float, setup: Setup, machine: Machine) -> Pass:
+    library = machine.library
+    starting = host * (library.host_s + (library.tensor_host_s if setup.tensor > 1 else 0.0))
+    device = found.seconds
+    found.host += beside(device, starting) - device
+    return found
+
+
+def _gathered(found: Pass, part: Part, setup: Setup, machine: Machine, *, backward: bool) -> Pass:
+    """Adds what zero=3 gathers for a pass and reduces after it, as far as it shows."""
+    library, ranks = machine.library, setup.shards
+    if setup.zero < 3 or ranks == 1:
+        return found
+    group = place(ranks, setup.tensor, machine.cluster)
+    talk = seconds("all_gather", part.parameters * library.weight_bytes, group, machine.cluster)
+    if backward:
+        talk += seconds("reduce_scatter", part.parameters * library.gradient_bytes, group, machine.cluster)
+    talk /= library.gather_share
+    copy = part.parameters * library.gather_copy_bytes / machine.speeds.bandwidth * (2 if backward else 1)
+    computing = found.seconds
+    if library.gather == "serial":
+        found.data += talk + copy
+    else:
+        slowed = computing + library.contention * min(talk, computing) + copy
+        found.data += beside(slowed, talk) - computing
+    return found
+
+
+def stage_times(parts: Parts, layers: Sequence[int], setup: Setup, machine: Machine) -> list[StageTime]:
+    """The passes of every stage, of which stage i has `layers[i]` blocks."""
+    cache: dict[int, tuple[Pass, Pass]] = {}
+
+    def passes(part: Part) -> tuple[Pass, Pass]:
+        if id(part) not in cache:
+            cache[id(part)] = part_passes(part, setup, machine, block_host(part))
+        return cache[id(part)]
+
+    stages: list[StageTime] = []
+    first = 0
+    for number, count in enumerate(layers):
+        stage = StageTime()
+        own = [*parts.blocks[first : first + count]]
+        if number == 0:
+            own.insert(0, parts.before)
+        if number == len(layers) - 1:
+            own.append(parts.after)
+            stage.parameters += parts.tied_parameters if number else 0
+        for part in own:
+            forward, back = passes(part)
+            stage.forward.add(forward)
+            stage.backward.add(back)
+            stage.parameters += part.parameters
+        first += count
+        stages.append(stage)
+    return stages
+
+
+def spread(blocks: int, stages: int) -> tuple[int, ...]:
+    """Blocks of each stage where nobody weighs them: all have as many, or embedding and head count as one each.
+
+    Where neither comes out even, the last stages have fewer. So Megatron-LM and DeepSpeed cut.
+    """
+    if blocks % stages and (blocks + 2) % stages == 0:
+        each = (blocks + 2) // stages
+        return (each - 1, *[each] * (stages - 2), each - 1)
+    each = -(-blocks // stages)
+    return tuple(max(0, min(each, blocks - each * stage)) for stage in range(stages))
+
+
+def stage_layers(parts: Parts, setup: Setup) -> tuple[int, ...]:
+    """Blocks of each stage: as the setup says, else spread."""
+    return setup.layers or spread(len(parts.blocks), setup.pipeline * setup.stages_per_rank)
+
+
+def step_time(parts: Parts, setup: Setup, machine: Machine) -> tuple[TimeByCause, float]:
+    """The time of a step by cause, and the mean bubble over the ranks of the pipeline."""
+    stages = stage_times(parts, stage_layers(parts, setup), setup, machine)
+    message = message_seconds(parts, setup, machine)
+    makespan, busy = _simulated(stages, message, setup)
+    slowest = max(range(len(busy)), key=busy.__getitem__)
+    total = Pass()
+    for stage in _stages_of(slowest, setup):
+        total.add(stages[stage].forward, setup.microbatches)
+        total.add(stages[stage].backward, setup.microbatches)
+    messages = 2 * setup.microbatches * sum(_waits(len(stages), message)[stage] for stage in _stages_of(slowest, setup))
+    tail = _reduction_tail(stages, setup, machine)
+    held = max(sum(stages[stage].parameters for stage in _stages_of(rank, setup)) for rank in range(setup.pipeline))
+    optimizer = held / setup.shards * machine.library.optimizer_bytes / machine.speeds.bandwidth
+    nodes = machine.cluster.nodes
+    found = TimeByCause(
+        matmul=total.matmul,
+        attention=total.attention,
+        memory=total.memory,
+        recompute=total.recompute,
+        host=total.host,
+        tensor=total.tensor,
+        data=total.data + tail,
+        pipeline=messages,
+        # Microbatches that do not count, with which some schedules fill up their rounds, are bubbles too.
+        bubble=max(0.0, makespan - messages - total.seconds),
+        optimizer=optimizer,
+    )
+    return _jittered(found, machine.library.jitter, nodes), 1 - sum(busy) / (len(busy) * makespan)
+
+
+def _stages_of(rank: int, setup: Setup) -> Sequence[int]:
+    p, v = setup.pipeline, setup.stages_per_rank
+    if setup.schedule in ("zbv", "dualpipev") and p > 1:
+        return (rank, 2 * p - 1 - rank)
+    return range(rank, p * v, p)
+
+
+def message_seconds(parts: Parts, setup: Setup, machine: Machine) -> float:
+    """Of one activation from a stage to the next, as far as it holds up either."""
+    if setup.pipeline == 1:
+        return 0.0
+    library, size = machine.library, parts.after.input_bytes
+    if library.messages_split and not setup.split_sequence:
+        size /= setup.tensor
+    stride, domain = setup.tensor * setup.replicas, machine.cluster.domain
+    # Some neighbours are in different domains wherever not all stages are in one: these set the pace.
+    group = Group(2, 2) if stride * setup.pipeline <= domain else Group(2, 1, sharing=min(stride, domain))
+    taken = seconds("send", size, group, machine.cluster) + library.message_s
+    if library.message_bytes_per_s:
+        taken += size * min(stride, domain) / library.message_bytes_per_s
+    return taken
+
+
+def _reduction_tail(stages: Sequence[StageTime], setup: Setup, machine: Machine) -> float:
+    """What shows of the gradients' reduction and, where zero cuts the update, of gathering the weights.
+
+    Ranks among which zero cuts reduce to a share each, and those with equal shares add these up.
+    """
+    library, cluster = machine.library, machine.cluster
+    elements = max(sum(stages[s].parameters for s in _stages_of(rank, setup)) for rank in range(setup.pipeline))
+    copies = place(setup.replicas // setup.shards, setup.tensor * setup.shards, cluster)
+    talk = seconds("all_reduce", elements / setup.shards * library.gradient_bytes, copies, cluster)
+    if setup.zero in (1, 2):
+        group = place(setup.shards, setup.tensor, cluster)
+        reduce = "all_reduce" if library.reduces_whole else "reduce_scatter"
+        talk += seconds(reduce, elements * library.gradient_bytes, group, cluster)
+        talk += seconds("all_gather", elements * library.weight_bytes, group, cluster)
+    return talk * (1 - library.data_hidden)
+
+
+def _jittered(found: TimeByCause, jitter: float, nodes: float) -> TimeByCause:
+    """With what a step takes longer the more nodes wait for each other; counted where the data axis waits."""
+    longer = jitter * math.log2(nodes) if nodes > 1 else 0.0
+    return replace(found, data=found.data + longer * found.step_s)
+
+
+def _simulated(stages: Sequence[StageTime], message: float, setup: Setup) -> tuple[float, Sequence[float]]:
+    """Seconds of the whole schedule, and those in which each rank works."""
+    waits = _waits(len(stages), message)
+    forward = [stage.forward.seconds + wait for stage, wait in zip(stages, waits, strict=True)]
+    backward = [stage.backward.seconds + wait for stage, wait in zip(stages, waits, strict=True)]
+    if setup.pipeline == 1:
+        whole = setup.microbatches * (forward[0] + backward[0])
+        return whole, [whole]
+    # What is computed anew comes with a backward pass that is whole.
+    weights = [stage.backward.weights if setup.recompute == "none" else 0.0 for stage in stages]
+    costs = Costs(
+        forward=forward,
+        backward=backward,
+        backward_input=[whole - later for whole, later in zip(backward, weights, strict=True)],
+        backward_weight=weights,
+    )
+    if setup.schedule == "zb-2p":
+        return _greedy(costs, setup)
+    schedule = cast(Schedule, "zero-bubble" if setup.schedule == "zb-1p" else setup.schedule)
+    most = runnable(schedule, setup.pipeline, setup.stages_per_rank, setup.microbatches)
+    return step_seconds(schedule, setup.pipeline, setup.stages_per_rank, most, costs)
+
+
+def _waits(stages: int, message: float) -> list[float]:
+    """Of a pass of every stage for what it receives or sends: half as long at either end, which has one neighbour."""
+    return [message * (1 if 0 < number < stages - 1 else 0.5) for number in range(stages)]
+
+
+def _greedy(costs: Costs, setup: Setup) -> tuple[float, Sequence[float]]:
+    """Of orders made for the times, with twice as many microbatches in flight as there are ranks."""
+    ranks, microbatches = setup.pipeline, setup.microbatches
+    few, more = min(microbatches, 4 * ranks), min(microbatches, 5 * ranks)
+    spans = [greedy_seconds(ranks, m, costs, 2 * ranks) for m in {few, more}]
+    # From then on every further microbatch takes as long.
+    each = (max(spans) - min(spans)) / max(1, more - few)
+    sums = zip(costs.forward, costs.backward, strict=True)
+    return min(spans) + each * (microbatches - few), [microbatches * (forward + backward) for forward, backward in sums]
+
+
+def block_host(part: Part) -> float:
+    """How much the host works for a part, in blocks: what is around them is few operations."""
+    return 0.0 if part.name.startswith(("before", "after")) else 1.0
+
+
+def part_passes(part: Part, setup: Setup, machine: Machine, host: float) -> tuple[Pass, Pass]:
+    """Both passes of a part on one microbatch, with what zero=3 gathers for them."""
+    forward = _gathered(forward_pass(part, setup, machine, host=host), part, setup, machine, backward=False)
+    back = _gathered(backward_pass(part, setup, machine, host=host), part, setup, machine, backward=True)
+    return forward, back
+
+
+def part_seconds(part: Part, setup: Setup, machine: Machine) -> float:
+    """Of both passes of a part on one microbatch."""
+    return sum(one.seconds for one in part_passes(part, setup, machine, block_host(part)))
+
+
+def tail_seconds(parts: Parts, setup: Setup, machine: Machine) -> float:
+    """The least that follows the last pass: what shows of the reduction, and the update, of equal shares."""
+    elements = sum(part.parameters for part in parts.blocks) / setup.pipeline
+    stage = StageTime(parameters=int(elements))
+    update = elements / setup.shards * machine.library.optimizer_bytes / machine.speeds.bandwidth
+    return update + _reduction_tail([stage] * (setup.pipeline * setup.stages_per_rank), setup, machine) / (
+        setup.stages_per_rank
+    )

@@ -1,0 +1,128 @@
+"""What is settled of a run before anything is built: its plan and its microbatch.
+
+The first rank decides, for only one may look into files and search among plans; the others take over what it found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evenly.checkpoint.folder import Folder
+from evenly.checkpoint.manifest import Unsound
+from evenly.checkpoint.plain import decode
+from evenly.comm.connect import connect, disconnect, join, lay_out
+from evenly.comm.groups import Group
+from evenly.comm.operations import gather_values
+from evenly.comm.world import World
+from evenly.errors import EvenlyError, PlanError, UserError
+from evenly.job import Job
+from evenly.launch.environment import Place
+from evenly.plan import Exact, Plan, parse_plan, with_microbatch
+from evenly.train.options import RunOptions
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How a job is run; the same on all ranks.
+
+    plan:       fitted and resolved.
+    microbatch: samples of one forward; None where the job's own rule says.
+    predicted:  what is predicted of the plan, as `plan.json` has it and `evenly report` shows it; None of a plan that
+                nobody predicted.
+    """
+
+    plan: Plan
+    microbatch: int | None = None
+    predicted: Mapping[str, Any] | None = None
+
+    def settled(self, job: Job) -> Job:
+        """`job` with its microbatch."""
+        return job if self.microbatch is None else replace(job, microbatch=self.microbatch)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a run that goes on keeps of the one before, where nothing else is said.
+
+    microbatch: samples of one forward. exact: how gradients are added over ranks. None of a run that begins.
+    """
+
+    microbatch: int | None = None
+    exact: Exact | None = None
+
+
+def meet(job: Job, options: RunOptions, place: Place) -> tuple[Decision, World]:
+    """Connects the ranks of `place`, and decides; what the first rank raises, all raise."""
+    if place.size == 1:
+        decision = decide(job, options, place)
+        return decision, connect(place, axes=decision.plan.axes, even_alone=decision.plan.stage > 0)
+    world = join(place)
+    try:
+        decision = of_first(lambda: decide(job, options, place), world.group("files"))
+    except UserError:  # the ranks may go on to something else
+        disconnect(world)
+        raise
+    return decision, lay_out(world, decision.plan.axes)
+
+
+def decide(job: Job, options: RunOptions, place: Place) -> Decision:
+    """How `job` runs on the ranks of `place`; called on one rank, before a model is built anywhere."""
+    recorded = recorded_in(options.out) if options.resume and options.out else Recorded()
+    plan = options.plan or Plan()  # where nobody has named one, all ranks share each batch
+    plan = replace(plan, exact=plan.exact or recorded.exact)
+    if options.search:
+        from evenly.planner.auto import as_recorded, choose  # takes half as long to import as all else of a run
+
+        # A microbatch that is neither stated nor recorded is the search's to choose.
+        asked = job if recorded.microbatch is None else with_microbatch(job, Plan(), recorded=recorded.microbatch)
+        found = choose(asked, plan, place)
+        microbatch = with_microbatch(job, found.plan, recorded=recorded.microbatch).microbatch
+        return Decision(found.plan, microbatch, as_recorded(found))
+    plan = fit_here(plan, place, options.devices).resolve(job.precision)
+    return Decision(plan, with_microbatch(job, plan, recorded=recorded.microbatch).microbatch)
+
+
+def of_first(act: Callable[[], Decision], group: Group) -> Decision:
+    """What `act` returns on the first rank, on every rank of `group`; an error of evenly's is raised on every rank."""
+    mine: Decision | EvenlyError | None = None
+    if group.position == 0:
+        try:
+            mine = act()
+        except EvenlyError as problem:
+            mine = problem
+    first = gather_values(mine, group)[0]
+    if isinstance(first, EvenlyError):
+        raise first
+    assert first is not None  # the first rank has decided or raised
+    return first
+
+
+def recorded_in(out: Path) -> Recorded:
+    """Of the run in `out`, by its newest checkpoint; nothing where that cannot be read, which resuming will tell.
+
+    Raises `PlanError` for a plan that this version does not know.
+    """
+    folder = Folder(out)
+    try:
+        values = decode(folder.manifest(folder.steps()[-1]).values)
+        return Recorded(values["rules"]["microbatch"], parse_plan(values["plan"]).exact)
+    except (IndexError, KeyError, TypeError, ValueError, AttributeError, Unsound):
+        return Recorded()
+
+
+def fit_here(plan: Plan, place: Place, devices: int | None = None) -> Plan:
+    """`plan` fitted to the ranks of `place`; where it has replicas, to the `devices` of this one process."""
+    if plan.replicas is None:
+        return plan.fit(place.size)
+    if place.size > 1:
+        raise PlanError(
+            f"plan {plan} in {place.size} ranks",
+            "replicas share one process",
+            "start one process, or use evenly run, or the plan ddp",
+        )
+    return plan.fit(devices or plan.devices or torch.cuda.device_count() or 1)

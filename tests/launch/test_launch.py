@@ -1,0 +1,463 @@
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from evenly import cluster
+from evenly.errors import SampleError, UserError
+from evenly.launch.agent import FailedRank, Launch, _first_failure, _Stop, launch, start_ranks
+from evenly.launch.environment import process_environment
+from evenly.launch.rank import Ending, Folder, describe, describe_exit
+
+# Threads of torch's store and of the tests' own runners may exist where a rank is forked.
+FORK = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
+
+
+# --- what the ranks run ---------------------------------------------------------------------------------
+
+
+def who(offset: int) -> tuple[int, int, str, str]:
+    environ = process_environment()
+    print(f"output of rank {environ['RANK']}")
+    rank = int(environ["RANK"])
+    return rank + offset, int(environ["WORLD_SIZE"]), environ["MASTER_ADDR"], environ.get("EVENLY_TEST", "")
+
+
+def rank_threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
+def summed() -> float:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    value = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(value)
+    dist.destroy_process_group()
+    return value.item()
+
+
+def raise_in_rank_1(kind: str) -> None:
+    if process_environment()["RANK"] == "0":
+        time.sleep(60)
+    if kind == "user":
+        raise UserError("train on nothing", "0 samples", "give samples")
+    error = ValueError("bad value")
+    error.evenly_step = 12  # type: ignore[attr-defined]
+    raise error
+
+
+def kill_rank_1() -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+
+
+def exit_with(code: int) -> None:
+    sys.exit(code)
+
+
+def unpicklable_result() -> Any:
+    return lambda: None
+
+
+# --- results --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", ["forkserver", "spawn", pytest.param("fork", marks=FORK)])
+def test_results_come_in_rank_order(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = process_environment()
+    monkeypatch.setenv("EVENLY_TEST", "set late")
+    assert launch(who, 10, devices=2, start=start) == [(rank, 2, "127.0.0.1", "set late") for rank in (10, 11)]
+    monkeypatch.undo()
+    assert process_environment() == before
+    assert not _children_that_are_ranks()
+
+
+def test_ranks_talk_over_loopback() -> None:
+    assert launch(summed, devices=2) == [1.0, 1.0]
+
+
+def test_threads_of_a_rank() -> None:
+    results = start_ranks(rank_threads, (), Launch(devices=1, environment={"OMP_NUM_THREADS": "2"}))
+    assert results == {0: 2}
+
+
+@FORK
+def test_a_function_that_cannot_be_imported_runs_forked() -> None:
+    with pytest.raises(UserError, match="start='fork'"):
+        launch(lambda: 7, devices=2)
+    assert launch(lambda: 7, devices=2, start="fork") == [7, 7]
+
+
+def test_logs_of_the_other_ranks(tmp_path: Path) -> None:
+    start_ranks(who, (0,), Launch(devices=2, log_dir=tmp_path))
+    assert (tmp_path / "rank1.log").read_text() == "output of rank 1\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["rank1.log"]
+
+
+def test_a_successful_run_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    remove = Folder.remove
+
+    def remove_unread(folder: Folder) -> None:
+        assert "evenly-signals" not in {thread.name for thread in threading.enumerate()}
+        remove(folder)
+
+    monkeypatch.setattr(Folder, "remove", remove_unread)
+    launch(who, 0, devices=1)
+    assert not [path for path in tmp_path.iterdir() if not path.name.startswith("pymp-")]
+
+
+# --- failures -------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_another_launch_writes_to_is_refused(tmp_path: Path) -> None:
+    control = tmp_path / ".node0"
+    control.mkdir()
+    (control / "0.pid").write_text("1")
+    other = os.open(control, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    with pytest.raises(UserError, match=r"another run writes there[^$]*--out"):
+        start_ranks(rank_threads, (), Launch(devices=1, log_dir=tmp_path))
+    assert [*control.iterdir()] == [control / "0.pid"]
+    os.close(other)
+    start_ranks(rank_threads, (), Launch(devices=1, log_dir=tmp_path))
+    assert not control.exists()
+
+
+def test_the_raising_rank_is_reported_with_its_step(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(FailedRank) as caught:
+        start_ranks(raise_in_rank_1, ("value",), Launch(devices=2, log_dir=tmp_path))
+    error = caught.value
+    assert (error.rank, error.exit_code) == (1, 1)
+    assert error.asked == "rank 1 failed at step 12"
+    assert error.found.startswith("ValueError: bad value (test_launch.py:")
+    assert str(tmp_path / "rank1.log") in error.do
+    assert "ValueError: bad value" in (tmp_path / "rank1.log").read_text()
+    assert "raise_in_rank_1" in error.traceback
+    assert capfd.readouterr().err == ""
+    assert not _children_that_are_ranks()
+
+
+def test_a_users_mistake_keeps_its_exit_code_and_advice() -> None:
+    with pytest.raises(FailedRank) as caught:
+        launch(raise_in_rank_1, "user", devices=2)
+    assert caught.value.exit_code == 2
+    assert (caught.value.asked, caught.value.found) == ("train on nothing", "0 samples")
+    assert caught.value.do.startswith("give samples; see rank 1's log: ")
+
+
+def test_a_killed_rank_is_reported_and_not_the_one_that_waited_for_it(tmp_path: Path) -> None:
+    with pytest.raises(FailedRank) as caught:
+        start_ranks(kill_rank_1, (), Launch(devices=2, log_dir=tmp_path))
+    assert caught.value.rank == 1
+    assert "killed by SIGKILL" in caught.value.found
+    assert "out-of-memory" in caught.value.found
+    assert not _children_that_are_ranks()
+
+
+def test_exits_of_ranks() -> None:
+    assert launch(exit_with, 0, devices=1) == [None]
+    with pytest.raises(FailedRank, match="SystemExit: 3"):
+        launch(exit_with, 3, devices=1)
+    with pytest.raises(FailedRank, match="cannot be sent to the launcher"):
+        launch(unpicklable_result, devices=1)
+
+
+def _children_that_are_ranks() -> list[psutil.Process]:
+    """Children that still run, but for the servers that end with this process."""
+    children = psutil.Process().children(recursive=True)
+    return [c for c in children if c.is_running() and not _is_server(c)]
+
+
+def _is_server(process: psutil.Process) -> bool:
+    try:
+        command = " ".join(process.cmdline())
+        return process.status() == psutil.STATUS_ZOMBIE or (
+            process.ppid() == os.getpid() and ("resource_tracker" in command or "forkserver" in command)
+        )
+    except psutil.NoSuchProcess:
+        return True
+
+
+# --- which failure is the cause: no processes -----------------------------------------------------------
+
+
+def _ending(rank: int, error: BaseException, time_s: float) -> Ending:
+    ending = describe(rank, error)
+    return Ending(**{**vars(ending), "time_s": time_s})
+
+
+LOST = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4")
+
+
+@pytest.mark.parametrize(
+    ("endings", "exit_codes", "first"),
+    [
+        ([(0, ValueError("a"), 2.0), (1, ValueError("b"), 1.0)], {}, 1),
+        ([(0, LOST, 1.0), (1, ValueError("b"), 2.0)], {}, 1),
+        ([(0, LOST, 1.0)], {0: 1, 2: -9}, 2),
+        ([(0, RuntimeError("not known to be a loss"), 1.0)], {2: -9}, 2),
+        ([(0, LOST, 1.0)], {2: -6}, 2),
+        ([(0, ValueError("a"), 9e9)], {2: -6}, 0),
+        ([(0, LOST, 2.0), (1, ConnectionResetError("Connection reset by peer"), 1.0)], {}, 1),
+        ([(0, KeyboardInterrupt(), 1.0), (1, LOST, 2.0)], {}, 1),
+        ([], {3: 1}, 3),
+    ],
+)
+def test_the_cause_comes_first(tmp_path: Path, endings: Any, exit_codes: dict[int, int], first: int) -> None:
+    folder = Folder(tmp_path, tmp_path, False)
+    for rank, error, time_s in endings:
+        folder.put_ending(_ending(rank, error, time_s))
+    assert _first_failure(folder, exit_codes, _Stop()).rank == first
+
+
+def test_a_mistake_within_a_step_is_told_with_the_step(tmp_path: Path) -> None:
+    folder, error = Folder(tmp_path, tmp_path, False), UserError("sum the loss", "no weight", "give one")
+    error.evenly_step = 7
+    folder.put_ending(_ending(1, error, 1.0))
+    told = _first_failure(folder, {}, _Stop())
+    assert (told.asked, told.found) == ("rank 1 failed at step 7", "sum the loss: no weight")
+
+
+def test_a_real_error_while_stopping_is_shown_and_a_loss_is_not(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, tmp_path, False)
+    stop = _Stop()
+    stop.ask(signal.SIGINT)
+    folder.put_ending(_ending(0, LOST, 1.0))
+    assert _first_failure(folder, {}, stop).exit_code == 130
+    folder.put_ending(_ending(1, OSError("disk full"), 2.0))
+    assert _first_failure(folder, {}, stop).rank == 1
+
+
+def test_words_of_errors() -> None:
+    assert describe(0, SampleError("read sample 3", "truncated", "remove it")).text == "read sample 3: truncated"
+    assert describe(0, SampleError("read sample 3")).exit_code == 1
+    assert describe(0, ValueError()).found == "ValueError"
+    assert describe(0, LOST).kind == "peer"
+    assert describe(0, ValueError("Broken pipe")).kind == "error"
+    assert describe_exit(0, -11).found == "it was killed by SIGSEGV"
+    assert describe_exit(0, -6).kind == "aborted"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"devices": 0}, "at least 1"),
+        ({"devices": 1, "nodes": 2, "node_rank": 2}, "0 to 1"),
+        ({"devices": 1, "nodes": 2}, "host:port"),
+        ({"devices": 1, "nodes": 2, "rendezvous": "host:99999"}, "host:port"),
+        ({"devices": 1, "start": "thread"}, "forkserver, spawn or fork"),
+    ],
+)
+def test_what_cannot_be_started(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        start_ranks(who, (0,), Launch(**wrong))
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        with pytest.raises(UserError, match=f"port {port} is taken"):
+            start_ranks(who, (0,), Launch(devices=1, nodes=2, rendezvous=f"127.0.0.1:{port}"))
+
+
+def test_a_log_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="keep the ranks' logs"):
+        start_ranks(who, (0,), Launch(devices=1, log_dir=tmp_path / "file"))
+
+
+# --- launchers as processes of their own ----------------------------------------------------------------
+
+LAUNCHER = """
+import os, signal, sys, time
+from pathlib import Path
+from evenly.launch.agent import Launch, start_ranks, warm_up
+from evenly.errors import EvenlyError
+
+def work(folder, mode):
+    stopped = []
+    if mode != "deaf":
+        signal.signal(signal.SIGINT, lambda *_: stopped.append(1))
+    else:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    rank = os.environ["RANK"]
+    Path(folder, f"started{rank}").write_text(str(os.getpid()))
+    while not stopped:
+        time.sleep(0.02)
+    time.sleep(0.5)
+    Path(folder, f"saved{rank}").write_text(str(len(stopped)))
+    return "stopped"
+
+def who():
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["GROUP_RANK"])
+
+if __name__ == "__main__":
+    mode, folder, *rest = sys.argv[1:]
+    Path(folder, "launcher").write_text(str(os.getpid()))
+    if "fork" not in rest:
+        warm_up()
+    try:
+        if mode == "nodes":
+            node, rendezvous, start = rest
+            launch = Launch(devices=2, nodes=2, node_rank=int(node), rendezvous=rendezvous, start=start)
+            print(start_ranks(who, (), launch))
+        else:
+            launch = Launch(devices=2, start=rest[0], log_dir=Path(folder, "logs"))
+            print(start_ranks(work, (folder, mode), launch))
+    except EvenlyError as error:
+        print(error)
+        sys.exit(error.exit_code)
+"""
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Any:
+    """Starts launchers; fails the test if a process of theirs outlives them."""
+    script = tmp_path / "launcher.py"
+    script.write_text(LAUNCHER)
+    started: list[subprocess.Popen[str]] = []
+    package, folder = str(Path(cluster.__file__).parents[2]), str(tmp_path)
+    mine = {"PYTHONPATH": package, "EVENLY_TEST_FOLDER": folder, "TMPDIR": folder}
+    environment = {**process_environment(), **mine}
+
+    def start(*args: str) -> subprocess.Popen[str]:
+        command = [sys.executable, str(script), *args]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            command, stdout=pipe, stderr=pipe, text=True, env=environment, start_new_session=True
+        )
+        started.append(process)
+        return process
+
+    yield start
+    left = _wait_for(lambda: not _processes_of(tmp_path), 30)
+    remaining = _processes_of(tmp_path)
+    for process in remaining:
+        process.kill()
+    for process in started:
+        process.kill()
+        process.communicate()
+    assert left, f"outlived their launcher: {remaining}"
+
+
+def _processes_of(folder: Path) -> list[psutil.Process]:
+    """Every process that inherited the mark of this test's launchers."""
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        try:
+            mark = process.environ().get("EVENLY_TEST_FOLDER")
+            if mark == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _wait_for(condition: Any, timeout_s: float) -> bool:
+    end_s = time.monotonic() + timeout_s
+    while time.monotonic() < end_s:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return bool(condition())
+
+
+def _started(folder: Path) -> bool:
+    return all((folder / f"started{rank}").exists() for rank in (0, 1))
+
+
+@pytest.mark.parametrize("start", ["forkserver", "fork"])
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path, launcher: Any, start: str) -> None:
+    process = launcher("work", str(tmp_path), start)
+    assert _wait_for(lambda: _started(tmp_path) or process.poll() is not None, 200)
+    assert process.poll() is None, process.communicate()
+    process.kill()
+    process.wait()
+    ranks = [int((tmp_path / f"started{rank}").read_text()) for rank in (0, 1)]
+    # The servers end after them, when they see that nobody is left; the fixture waits for those.
+    assert _wait_for(lambda: not any(_runs(pid) for pid in ranks), 5)
+
+
+@pytest.mark.parametrize(("signum", "start"), [(signal.SIGINT, "forkserver"), (signal.SIGTERM, "fork")])
+def test_a_first_signal_lets_ranks_finish(tmp_path: Path, launcher: Any, signum: int, start: str) -> None:
+    process = launcher("work", str(tmp_path), start)
+    assert _wait_for(lambda: _started(tmp_path) or process.poll() is not None, 200)
+    assert process.poll() is None, process.communicate()
+    # As a terminal does: to the whole group of the foreground process.
+    os.killpg(process.pid, signum)
+    output, errors = process.communicate(timeout=400)
+    assert (process.returncode, output, errors) == (0, "{0: 'stopped', 1: 'stopped'}\n", "")
+    # One signal each, though the launcher's whole group had it.
+    assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
+
+
+def test_a_second_signal_ends_ranks_that_do_not_stop(tmp_path: Path, launcher: Any) -> None:
+    process = launcher("deaf", str(tmp_path), "forkserver")
+    assert _wait_for(lambda: _started(tmp_path) or process.poll() is not None, 200)
+    assert process.poll() is None, process.communicate()
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=400)
+    assert process.returncode == 130
+    assert "stopped by SIGINT" in output
+    assert errors == ""
+
+
+def test_a_launcher_that_waits_for_other_nodes_can_be_stopped(tmp_path: Path, launcher: Any) -> None:
+    process = launcher("nodes", str(tmp_path), "0", f"127.0.0.1:{_free_port()}", "fork")
+    assert _wait_for((tmp_path / "launcher").exists, 120)
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=400)
+    assert process.returncode != 0
+
+
+def test_two_nodes_form_one_world(tmp_path: Path, launcher: Any) -> None:
+    rendezvous = f"127.0.0.1:{_free_port()}"
+    processes = [launcher("nodes", str(tmp_path), str(node), rendezvous, "fork") for node in (0, 1)]
+    with ThreadPoolExecutor() as pool:
+        outputs = list(pool.map(lambda process: process.communicate(timeout=600), processes))
+    assert [output for output, _ in outputs] == [
+        "{0: (0, 4, 0), 1: (1, 4, 0)}\n",
+        "{2: (2, 4, 1), 3: (3, 4, 1)}\n",
+    ]
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])

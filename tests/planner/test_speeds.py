@@ -1,0 +1,133 @@
+"""Speeds of devices and libraries: complete, and replaced by what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import isfinite
+
+import pytest
+
+from evenly.hardware.cluster import Cluster, Rates
+from evenly.hardware.devices import device_names, find_device
+from evenly.model.parts import Work
+from evenly.planner.costed_plan import library_of
+from evenly.planner.speeds import _tables, library_named, library_names, speeds_of, speeds_of_device
+
+PRECISIONS = ("float64", "float32", "bfloat16", "float16", "float8", "mxfp8", "nvfp4")
+KERNELS = {library_named(name).kernel for name in library_names()}
+H100 = Cluster(1, 8, "H100-80")
+PRODUCT = Work(kind="matmul", flops=2.0 * 4096**3, moved_bytes=6.0 * 4096**2, rows=4096, inner=4096, columns=4096)
+PRODUCT = replace(PRODUCT, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("name", device_names())
+def test_every_device_has_a_speed_for_every_precision_and_kernel(name: str) -> None:
+    device = find_device(name)
+    speeds = speeds_of_device(device)
+    rates = [*(speeds.matmul[dtype] for dtype in PRECISIONS), *(speeds.attention[kernel] for kernel in KERNELS)]
+    assert all(isfinite(rate) and rate > 0 for rate in (*rates, speeds.bandwidth))
+    assert speeds.bandwidth < device.bandwidth
+    peak = max(device.flops.values())
+    assert all(rate < 1.1 * peak for rate in rates)  # V100's fit is above the sheet: bursts of its clock
+    assert speeds.matmul["bfloat16"] <= speeds.matmul["float8"]
+
+
+def test_fitted_kinds_are_known_and_stand_once() -> None:
+    kinds = [kind for facts in _tables()["devices"].values() for kind in facts["kinds"]]
+    assert len(kinds) == len({*kinds}) and {*kinds} <= {*device_names()}
+
+
+@pytest.mark.parametrize("name", library_names())
+def test_every_library_loads(name: str) -> None:
+    library = library_named(name)
+    assert library.holdings.weights > 0 and library.passes > 0
+    assert 0 <= library.tensor_hidden <= 1 and 0 <= library.data_hidden <= 1
+    assert library.kernel in _tables()["shares"]["attention"]
+
+
+def test_libraries_recompute_selectively_as_they_do() -> None:
+    assert "evenly" in library_names()
+    assert library_named("evenly").kernels.selective == "cheap"
+    assert library_named("nemo").kernels.selective == "attention"
+    assert library_named("maxtext").kernels.selective == "rest"
+
+
+def test_what_was_measured_of_a_device_wins() -> None:
+    rates = Rates(matmul={"bfloat16": {1024: 3e14, 4096: 6e14}, "float32": {}}, memory=2e12)
+    plain, measured = speeds_of(H100), speeds_of(replace(H100, rates=rates))
+    assert (measured.matmul["bfloat16"], measured.bandwidth) == (6e14, 2e12)
+    assert measured.matmul["float32"] == plain.matmul["float32"]
+    assert measured.attention == plain.attention and plain.bandwidth != 2e12
+
+
+def test_a_device_that_nobody_fitted_reaches_the_share_of_others() -> None:
+    device = find_device("RTX 4090")
+    shares = _tables()["shares"]["matmul"]
+    assert speeds_of_device(device).matmul["float32"] == pytest.approx(device.flops["float32"] * shares["float32"])
+
+
+def test_what_a_device_has_no_units_for_is_done_in_the_next_type() -> None:
+    volta, ampere, ada = (speeds_of_device(find_device(name)).matmul for name in ("V100", "A100", "L40S"))
+    assert volta["bfloat16"] == volta["float32"] < volta["float16"] == volta["float8"]
+    assert ampere["float8"] == ampere["nvfp4"] == ampere["bfloat16"] == ampere["float16"]
+    assert ada["float64"] == pytest.approx(ada["float32"] / 32)
+
+
+def test_narrow_and_uneven_products_take_longer() -> None:
+    speeds, library = speeds_of(H100), library_named("evenly")
+
+    def per_flop(**sizes: int) -> float:
+        one = replace(PRODUCT, **sizes)
+        flops = 2.0 * one.rows * one.inner * one.columns
+        return (speeds.seconds(replace(one, flops=flops, moved_bytes=0.0), library) - speeds.start_s) / flops
+
+    assert per_flop(inner=64) > per_flop(inner=128) > per_flop()
+    assert per_flop(columns=4096 + 1) > 2 * per_flop() > per_flop(columns=4096 + 8) > per_flop(columns=4096 + 32)
+    assert per_flop(columns=4096 + 32) > per_flop(columns=4096 + 64)
+    # How many tokens there are is no width of a matrix.
+    assert per_flop(rows=4097) == pytest.approx(per_flop(), rel=1e-3)
+    assert speeds.misaligned(replace(PRODUCT, inner=4097, of_weights=True), library) == 1
+
+
+def test_a_cpu_starts_its_operations_itself_and_minds_narrow_products_less() -> None:
+    cpu, others = speeds_of_device(find_device("cpu")), speeds_of(H100)
+    assert cpu.narrow < others.narrow and cpu.call_s > others.call_s == 0
+    assert cpu.traffic == others.traffic
+    assert library_of("float32", bitwise=False, on_cpu=True).host_s == 0 < library_of("float32", bitwise=False).host_s
+
+
+def test_more_takes_longer_and_as_often_as_it_is_done() -> None:
+    speeds, library = speeds_of(H100), library_named("evenly")
+    once = speeds.seconds(PRODUCT, library)
+    assert speeds.seconds(replace(PRODUCT, times=3), library) == pytest.approx(3 * once)
+    assert speeds.seconds(replace(PRODUCT, flops=2 * PRODUCT.flops), library) > once
+    assert speeds.seconds(replace(PRODUCT, moved_bytes=2 * PRODUCT.moved_bytes), library) > once
+    empty = Work(kind="memory")
+    assert speeds.seconds(empty, library) == speeds.start_s
+
+
+def test_attention_without_tensor_cores_is_slower() -> None:
+    speeds, library = speeds_of(H100), library_named("evenly")
+
+    def seconds(dtype: str) -> float:
+        return speeds.seconds(Work(kind="attention", flops=1e15, dtype=dtype), library)
+
+    assert seconds("float64") > seconds("float32") > seconds("bfloat16") == seconds("float16") == seconds("")
+
+
+def test_tiles_that_leave_multiprocessors_idle_cost_time() -> None:
+    speeds = replace(speeds_of_device(find_device("A100-80")), idle=0.5)
+    assert speeds.processors == 108
+
+    def product(rows: int, columns: int) -> Work:
+        return replace(PRODUCT, rows=rows, columns=columns, flops=2.0 * rows * columns * PRODUCT.inner)
+
+    # 108 tiles of 256 x 128 fill one round; one more row of tiles needs a second round, mostly idle.
+    full, over = product(12 * 256, 9 * 128), product(13 * 256, 9 * 128)
+    assert speeds.waves(full) == 1.0
+    assert speeds.waves(over) == pytest.approx(
+        1 + 0.5 * (1.4 * 9 * 108 * 64 * 64 / (3328 * 1152) - 1)
+    )  # small tiles waste less
+    assert 1 <= speeds.waves(product(64 * 256, 64 * 128)) < 1.02
+    assert speeds.waves(replace(over, flops=8 * over.flops)) == 1.0  # eight heads at once fill each other's gaps
+    assert replace(speeds, processors=0).waves(over) == 1.0
