@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from evenly import cluster
+import evenly
 from evenly.errors import SampleError, UserError
 from evenly.launch.agent import FailedRank, Launch, _first_failure, _Stop, launch, start_ranks
 from evenly.launch.environment import process_environment
@@ -341,7 +341,7 @@ def launcher(tmp_path: Path) -> Any:
     script = tmp_path / "launcher.py"
     script.write_text(LAUNCHER)
     started: list[subprocess.Popen[str]] = []
-    package, folder = str(Path(cluster.__file__).parents[2]), str(tmp_path)
+    package, folder = str(Path(evenly.__file__).parents[1]), str(tmp_path)
     mine = {"PYTHONPATH": package, "EVENLY_TEST_FOLDER": folder, "TMPDIR": folder}
     environment = {**process_environment(), **mine}
 

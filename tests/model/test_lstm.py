@@ -21,12 +21,18 @@ STEPS, SAMPLES, WIDTH, HIDDEN = 9, 4, 5, 11
 )
 def test_its_workspace(steps: int, samples: int, width: int, hidden: int, dtype: torch.dtype) -> None:
     state, bias = torch.zeros(samples, hidden, dtype=dtype), torch.zeros(4 * hidden, dtype=dtype)
-    kept = torch.ops.aten.mkldnn_rnn_layer(
-        torch.zeros(steps, samples, width, dtype=dtype),
-        torch.zeros(4 * hidden, width, dtype=dtype),
-        torch.zeros(4 * hidden, hidden, dtype=dtype),
-        bias, bias, state, state, False, [], 2, hidden, 1, True, False, False, True,
-    )[3]  # fmt: skip
+    try:
+        kept = torch.ops.aten.mkldnn_rnn_layer(
+            torch.zeros(steps, samples, width, dtype=dtype),
+            torch.zeros(4 * hidden, width, dtype=dtype),
+            torch.zeros(4 * hidden, hidden, dtype=dtype),
+            bias, bias, state, state, False, [], 2, hidden, 1, True, False, False, True,
+        )[3]  # fmt: skip
+    except RuntimeError as error:
+        # oneDNN computes an LSTM in bfloat16 only where the processor has AVX-512.
+        if dtype == torch.bfloat16 and "primitive descriptor" in str(error):
+            pytest.skip("this processor has no LSTM in bfloat16")
+        raise
     assert workspace_bytes(steps, samples, width, hidden=hidden, itemsize=dtype.itemsize) == kept.nbytes
 
 
