@@ -65,7 +65,7 @@ def state_of(run: Run) -> Numbers:
     with run.state_as_saved():
         tensors, _ = read_state(run.model, run.optimizer)
         copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        return {n: run.composed.whole(parameter_of(n), t).cpu() if t.dim() else t for n, t in copies.items()}
+        return {n: run.composed.full_view(parameter_of(n), t).cpu() if t.dim() else t for n, t in copies.items()}
 
 
 def train_on_ranks(name: str, steps: int, out: Path | None = None, resume: bool = False) -> Numbers:

@@ -27,7 +27,7 @@ from evenly.errors import UserError
 from evenly.launch.agent import Launch, start_ranks
 from evenly.plan import parse_plan
 from evenly.planner.job_memory import memory_of_ranks
-from evenly.planner.job_profile import JobReader
+from evenly.planner.job_profile import JobProfiler
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "memory_predicted.json"
@@ -136,7 +136,7 @@ def groups(categories: dict[str, int]) -> dict[str, int]:
     return {name: sum(categories.get(one, 0) for one in ones) for name, ones in alike.items()}
 
 
-def pair(reader: JobReader, name: str, plan: str, ranks: int, counted: list[dict[str, int]]) -> dict[str, Any]:
+def pair(reader: JobProfiler, name: str, plan: str, ranks: int, counted: list[dict[str, int]]) -> dict[str, Any]:
     """One row."""
     parsed = parse_plan(plan)
     begun = time.perf_counter()
@@ -157,7 +157,7 @@ def rows_of(name: str, ranks: int) -> tuple[list[dict[str, Any]], list[dict[str,
     plans = PLANS[ranks]
     launch = Launch(devices=ranks, environment={"OMP_NUM_THREADS": "1"})
     of_ranks = [tracked(name, plans)] if ranks == 1 else [*start_ranks(tracked, (name, plans), launch).values()]
-    reader = JobReader(load(name), step=1)
+    reader = JobProfiler(load(name), step=1)
     rows: list[dict[str, Any]] = []
     refused: list[dict[str, Any]] = []
     for number, plan in enumerate(plans):

@@ -81,7 +81,7 @@ def cut(plan: str) -> tuple[int, float, dict[str, int]]:
     with evenly.start(job(), plan=plan) as run:
         peak, took_s = peak_bytes("cpu"), time.perf_counter() - began_s
         held = {name: p.detach() for name, p in run.model.named_parameters() if name in SAMPLED}
-        whole = {name: run.composed.whole(name, tensor) for name, tensor in held.items()}
+        whole = {name: run.composed.full_view(name, tensor) for name, tensor in held.items()}
         return peak, took_s, sums(whole)
 
 

@@ -109,12 +109,12 @@ def enough(steps: Sized, claim: str) -> None:
 
 
 def kept(claim: str) -> dict[str, Any]:
-    """What was measured for `claim` before."""
+    """What was measured for `track` before."""
     return json.loads(RESULTS.read_text()).get(claim, {}) if RESULTS.exists() else {}
 
 
 def keep(claim: str, figures: Any) -> None:
-    """Writes what was measured for `claim`, with when and where."""
+    """Writes what was measured for `track`, with when and where."""
     document = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     machine = {
         "python": platform.python_version(),

@@ -21,7 +21,7 @@ from evenly.planner.shape import Activation, Shape
 from evenly.planner.shapes import split_of
 from evenly.planner.speeds import Library, library_named, speeds_of
 from evenly.planner.time import Machine, stage_layers, step_time
-from evenly.planner.training_config import Setup
+from evenly.planner.training_config import TrainingConfig
 from evenly.planner.transformer import transformer_parts
 
 MOST_MICROBATCHES = 100_000  # of a step
@@ -35,7 +35,7 @@ class Case:
     row: Cells
     shape: Shape
     cluster: Cluster
-    setup: Setup
+    setup: TrainingConfig
     library: str
 
 
@@ -228,7 +228,7 @@ SCHEDULES = {"": "1f1b", "1F1B": "1f1b", "interleaved 1F1B": "interleaved", "ZB-
 SCHEDULES |= {"ZB-V": "zbv", "GPipe": "gpipe", "AFAB": "gpipe"}
 
 
-def _setup(row: Cells, shape: Shape, library: str) -> Setup:
+def _setup(row: Cells, shape: Shape, library: str) -> TrainingConfig:
     tensor, pipeline = _axis(row, "tp"), _axis(row, "pp")
     context = count(row, "cp") or 1
     gpus = _needed(row, "gpus")
@@ -241,7 +241,7 @@ def _setup(row: Cells, shape: Shape, library: str) -> Setup:
     zero = count(row, "zero_stage") or 0
     if zero > 3:
         raise Incomplete(f"zero_stage {zero} is not known")
-    setup = Setup(
+    setup = TrainingConfig(
         data=data,
         tensor=tensor,
         context=context,

@@ -15,9 +15,9 @@ from benchmarks.published.rows import TRAINING, Incomplete, Row, measured, read
 from evenly.errors import UserError
 from evenly.plan import Plan
 from evenly.planner.prediction import Prediction
-from evenly.planner.request import Question
+from evenly.planner.request import PlanRequest
 from evenly.planner.search import search
-from evenly.planner.shapes import ShapeSubject
+from evenly.planner.shapes import ShapeSource
 from evenly.planner.speeds import library_named
 
 SOURCES = ("nanotron-ultrascale", "nvidia-dgxc")
@@ -34,8 +34,8 @@ def compared(row: Row) -> tuple[cases.Case, float, Prediction | None] | None:
     if published is None or measured(row).step_s is None:
         return None
     library = library_named(case.library)
-    question = Question(
-        subject=ShapeSubject(case.shape, library.kernels),
+    question = PlanRequest(
+        subject=ShapeSource(case.shape, library.kernels),
         cluster=case.cluster,
         batch=case.setup.batch,
         only=Plan(exact="rounding", precision="bfloat16"),

@@ -18,7 +18,7 @@ from statistics import median, quantiles
 
 from evenly.comm.bench import bus_factor
 from evenly.hardware.cluster_text import parse_cluster
-from evenly.hardware.network import Group, seconds
+from evenly.hardware.network import LinkedRanks, seconds
 
 FILE = Path(__file__).with_name("nccl_measured.csv")
 LEAST_BYTES = 2**20
@@ -83,7 +83,7 @@ def predict(row: dict[str, str]) -> Row | str:
     size = LARGE_BYTES if row["bytes"] == "large" else int(row["bytes"])
     bandwidth = float(row["busbw_GBps"]) * 1e9
     tool_s = next((TOOLS_S[tool] for tool in TOOLS_S if row["tool_notes"].startswith(tool)), 0.0)
-    predicted_s = tool_s + seconds(operation, size, Group(ranks, per_node), cluster)
+    predicted_s = tool_s + seconds(operation, size, LinkedRanks(ranks, per_node), cluster)
     return Row(system, operation, size, bandwidth, bus_factor(operation, ranks) * size / bandwidth, predicted_s)
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from evenly.checkpoint.config import MODEL_CONFIG, ModelConfig, read_model_config
-from evenly.checkpoint.folder import Folder
+from evenly.checkpoint.folder import CheckpointFolder
 from evenly.checkpoint.manifest import Manifest, TensorForm, Unsound, first_of
 from evenly.checkpoint.names import MODEL
-from evenly.checkpoint.pieces import METADATA, Piece, find_pieces, read_whole, size_bytes, stored_type
+from evenly.checkpoint.pieces import METADATA, Piece, find_pieces, read_tensor, size_bytes, stored_type
 from evenly.errors import CheckpointError, UserError
 
 SHARD_BYTES = 5 * 10**9
@@ -61,7 +61,7 @@ def export(root: Path, to: Path, *, step: Step = None, shard_bytes: int = SHARD_
     `to` cannot be written, which is then left as it was.
     """
     _check_target(to)
-    folder = Folder(root)
+    folder = CheckpointFolder(root)
     chosen = choose_step(folder, step)
     config = read_model_config(root / MODEL_CONFIG)
     source = _renamed(_checked_source(folder, chosen), root, config)
@@ -76,7 +76,7 @@ def export(root: Path, to: Path, *, step: Step = None, shard_bytes: int = SHARD_
     )
 
 
-def choose_step(folder: Folder, step: Step) -> int:
+def choose_step(folder: CheckpointFolder, step: Step) -> int:
     """The step that is asked for. Raises `UserError` if it has no checkpoint."""
     which = f"the {step or 'newest'} checkpoint" if step in (None, "best") else f"the checkpoint of step {step}"
     asked, steps = f"export {which} in {folder.root}", folder.steps()
@@ -113,7 +113,7 @@ def _check_target(to: Path) -> None:
         raise UserError(f"export to {to}", "it is not empty", "give a new folder, or empty this one")
 
 
-def _checked_source(folder: Folder, step: int) -> _Source:
+def _checked_source(folder: CheckpointFolder, step: int) -> _Source:
     """The tensors of the run's model, by their names there, from a checkpoint that is all as its manifest says."""
     try:
         manifest = folder.manifest(step)
@@ -175,7 +175,7 @@ def _write_shard(path: Path, names: Sequence[str], source: _Source) -> None:
     with path.open("xb") as file:
         file.write(_header({name: source.forms[name] for name in ordered}))
         for name in ordered:
-            file.write(read_whole(source.forms[name], source.pieces[name]).data)
+            file.write(read_tensor(source.forms[name], source.pieces[name]).data)
 
 
 def _element_bytes(form: TensorForm) -> int:

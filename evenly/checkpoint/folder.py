@@ -33,7 +33,7 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @dataclass(frozen=True)
-class Folder:
+class CheckpointFolder:
     """The checkpoints of the run in `root`."""
 
     root: Path
@@ -194,7 +194,7 @@ class Folder:
 
 def newest_sound(root: Path) -> int | None:
     """The newest step of the run in `root` whose checkpoint is sound, or None."""
-    return Folder(root).newest_sound()
+    return CheckpointFolder(root).newest_sound()
 
 
 def record_file(path: Path) -> FileRecord:

@@ -72,7 +72,7 @@ def find_pieces(folder: Path, files: Iterable[str], forms: Mapping[str, TensorFo
     for file in sorted(files):
         for name, piece in _pieces_in(folder / file).items():
             found.setdefault(name, []).append(piece)
-    wrong = differences({name: _whole_form(pieces) for name, pieces in found.items()}, forms)
+    wrong = differences({name: _complete_form(pieces) for name, pieces in found.items()}, forms)
     if wrong:
         raise Unsound(f"its files and its manifest differ: {first_of(wrong)}")
     torn = [name for name, form in forms.items() if _elements(found[name]) != math.prod(form.shape)]
@@ -81,7 +81,7 @@ def find_pieces(folder: Path, files: Iterable[str], forms: Mapping[str, TensorFo
     return found
 
 
-def read_whole(form: TensorForm, pieces: Sequence[Piece]) -> NDArray[np.uint8]:
+def read_tensor(form: TensorForm, pieces: Sequence[Piece]) -> NDArray[np.uint8]:
     """The bytes of a tensor: an array of its shape and one dim more, which is of the bytes of one element.
 
     Raises `OSError` where a file cannot be read, or ends too early.
@@ -126,7 +126,7 @@ def _counts(values: object) -> tuple[int, ...]:
     return tuple(cast("list[int]", numbers))
 
 
-def _whole_form(pieces: Sequence[Piece]) -> TensorForm:
+def _complete_form(pieces: Sequence[Piece]) -> TensorForm:
     """The least form that holds all the pieces; of no type where theirs differ."""
     ends = [tuple(map(sum, zip(piece.offsets, piece.form.shape, strict=True))) for piece in pieces]
     types = {piece.form.dtype for piece in pieces}

@@ -27,7 +27,7 @@ REMEDIES = {
 
 
 @dataclass(frozen=True)
-class _Done(Generic[T]):
+class _FinishedWork(Generic[T]):
     value: T
 
 
@@ -67,15 +67,15 @@ class Ranks:
         failed = next((outcome for outcome in outcomes if isinstance(outcome, _Failed)), None)
         if failed is not None:
             raise failed.error or CheckpointError(asked, failed.found, failed.do)
-        return [cast("_Done[T]", outcome).value for outcome in outcomes]
+        return [cast("_FinishedWork[T]", outcome).value for outcome in outcomes]
 
     def first(self, asked: str, act: Callable[[], T]) -> T:
         """Run `act` on rank 0 alone; every rank returns its value or raises its error."""
         return cast("T", self.together(asked, lambda: act() if self.rank == 0 else None)[0])
 
-    def _attempt(self, act: Callable[[], T]) -> _Done[T] | _Failed:
+    def _attempt(self, act: Callable[[], T]) -> _FinishedWork[T] | _Failed:
         try:
-            return _Done(act())
+            return _FinishedWork(act())
         except EvenlyError as error:
             return _Failed("", "", error)
         except CheckpointException as failure:  # of torch, on all ranks alike; no subclass of Exception

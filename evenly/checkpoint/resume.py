@@ -12,24 +12,24 @@ from evenly.checkpoint.state import check_values, install, targets
 from evenly.checkpoint.store import Checkpoint
 
 
-class Parts(Protocol):
+class SplitAdapter(Protocol):
     """Knows which of the tensors that a rank holds are parts of a checkpoint's."""
 
     def shapes_here(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, tuple[int, ...]]:
         """From shapes in the checkpoint to those of what this rank holds."""
         ...
 
-    def landing(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def new_target(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Where to read a checkpoint into, for this rank's `tensors`."""
         ...
 
-    def take(self, read: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+    def set_value(self, read: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
         """Fills `tensors` from what was read."""
         ...
 
 
 def restore(
-    checkpoint: Checkpoint, model: torch.nn.Module, optimizer: torch.optim.Optimizer, parts: Parts | None = None
+    checkpoint: Checkpoint, model: torch.nn.Module, optimizer: torch.optim.Optimizer, parts: SplitAdapter | None = None
 ) -> None:
     """Continue from `checkpoint`: its tensors into the model in place, its state into the optimizer.
 
@@ -44,7 +44,7 @@ def restore(
     else:
         shapes = parts.shapes_here({name: form.shape for name, form in forms.items()})
         tensors = targets(model, optimizer, {name: replace(form, shape=shapes[name]) for name, form in forms.items()})
-        read = dict(parts.landing(tensors))
+        read = dict(parts.new_target(tensors))
         checkpoint.read(read)
-        parts.take(read, tensors)
+        parts.set_value(read, tensors)
     install(model, optimizer, tensors, checkpoint.values)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from evenly.checkpoint.folder import Folder
+from evenly.checkpoint.folder import CheckpointFolder
 from evenly.checkpoint.manifest import (
     FileRecord,
     Manifest,
@@ -95,7 +95,7 @@ class CheckpointStore:
     """
 
     def __init__(self, folder: Path, group: Group | None = None) -> None:
-        self._folder = Folder(folder)
+        self._folder = CheckpointFolder(folder)
         self._ranks = Ranks(group or Group.alone("files"))
         self._stager = DefaultStager(_staging_options())
         self._claim: IO[str] | None = None

@@ -49,8 +49,8 @@ def _print_stages(document: Mapping[str, Any]) -> None:
 
 
 def _print_tables(document: Mapping[str, Any]) -> None:
-    from evenly.report.splits import GROUP_HEADS, WHOLE_HEADS, group_rows, group_title, in_a_line, whole_rows
+    from evenly.report.splits import GROUP_HEADS, WHOLE_HEADS, full_rows, group_rows, group_title, in_a_line
 
     print_table(group_title(document), GROUP_HEADS, group_rows(document))
-    print_table("in no group, and so whole", WHOLE_HEADS, whole_rows(document))
+    print_table("in no group, and so whole", WHOLE_HEADS, full_rows(document))
     print(in_a_line(document))

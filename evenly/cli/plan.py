@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from evenly.hardware.cluster import Cluster
     from evenly.planner.prediction import Prediction
-    from evenly.planner.request import Answer, Question, Subject
+    from evenly.planner.request import CostSource, PlanRequest, PlanResult
 
 WIDTH_OF_FILES = 100  # columns, where the output is read by no terminal
 TOKENS_ASSUMED = 2**20  # of a step, where nobody states a batch
@@ -92,9 +92,9 @@ def _option(name: str) -> str:
 # --- the question --------------------------------------------------------------------------------------
 
 
-def _question(request: Request) -> tuple[Question, bool]:
+def _question(request: Request) -> tuple[PlanRequest, bool]:
     """What is asked of the search, and whether its batch is an assumption."""
-    from evenly.planner.request import Question
+    from evenly.planner.request import PlanRequest
 
     if request.step_s is not None and not 0 < request.step_s < math.inf:
         raise UserError(f"--step-time {request.step_s:g}", "no step takes so long", "give seconds: --step-time 2.5")
@@ -109,7 +109,7 @@ def _question(request: Request) -> tuple[Question, bool]:
             "name a larger --cluster, or smaller sizes",
         )
     devices = only.ranks or min(cluster.size, request.max_devices or cluster.size)
-    question = Question(
+    question = PlanRequest(
         subject=subject,
         cluster=cluster,
         batch=batch or assumed_batch(subject.sequence, devices),
@@ -139,12 +139,12 @@ def _cluster(request: Request) -> Cluster:
     return parse_cluster(request.cluster or "local")
 
 
-def _subject(request: Request) -> tuple[Subject, int | None]:
+def _subject(request: Request) -> tuple[CostSource, int | None]:
     """What is planned for, and its global batch where that is stated."""
     return _job(request) if _is_job(request) else (_known(request), request.batch)
 
 
-def _job(request: Request) -> tuple[Subject, int]:
+def _job(request: Request) -> tuple[CostSource, int]:
     """The job of a file, with its batch."""
     if stated := [name for name in ("batch", "sequence") if getattr(request, name)]:
         raise UserError(
@@ -153,15 +153,15 @@ def _job(request: Request) -> tuple[Subject, int]:
             "leave it out, or change the job (with --set, where job() takes it as a setting)",
         )
     from evenly.jobfile import load_job, parse_settings
-    from evenly.planner.job_source import JobSubject
+    from evenly.planner.job_source import JobSource
 
     job = load_job(Path(request.subject), parse_settings([*request.settings]))
-    return JobSubject(job), job.global_batch
+    return JobSource(job), job.global_batch
 
 
-def _known(request: Request) -> Subject:
+def _known(request: Request) -> CostSource:
     from evenly.planner.known import find_shape
-    from evenly.planner.shapes import ShapeSubject
+    from evenly.planner.shapes import ShapeSource
     from evenly.planner.speeds import library_named
 
     asked = f"plan for {request.subject}"
@@ -182,7 +182,7 @@ def _known(request: Request) -> Subject:
         shape = replace(shape, sequence=request.sequence)
         if problems := [*shape.problems()]:
             raise UserError(f"{asked} --sequence {request.sequence}", "; ".join(problems), "give fewer tokens")
-    return ShapeSubject(shape, library_named("evenly").kernels)
+    return ShapeSource(shape, library_named("evenly").kernels)
 
 
 def assumed_batch(sequence: int | None, devices: int) -> int:
@@ -209,7 +209,7 @@ def parse_memory(text: str) -> float:
 # --- the answer ----------------------------------------------------------------------------------------
 
 
-def _show(question: Question, answer: Answer, request: Request, *, assumed: bool) -> None:
+def _show(question: PlanRequest, answer: PlanResult, request: Request, *, assumed: bool) -> None:
     from evenly.report.plans import document
 
     plans = answer.plans or [one for one in (answer.nearest,) if one is not None]
@@ -222,14 +222,14 @@ def _show(question: Question, answer: Answer, request: Request, *, assumed: bool
         _draw(request.html, question, plans, assumed=assumed)
 
 
-def _devices(question: Question, plans: Sequence[Prediction]) -> str:
+def _devices(question: PlanRequest, plans: Sequence[Prediction]) -> str:
     """What the plans run on; not always all of the cluster."""
     used = plans[0].plan.devices
     whole = str(question.cluster)
     return whole if used in (None, question.cluster.size) else f"{used} device{'s' * (used != 1)} of {whole}"
 
 
-def _print(question: Question, plans: Sequence[Prediction], *, assumed: bool) -> None:
+def _print(question: PlanRequest, plans: Sequence[Prediction], *, assumed: bool) -> None:
     from evenly.cli.tables import print_table
     from evenly.report.plans import heads, plan_rows, reasons, title
 
@@ -240,7 +240,7 @@ def _print(question: Question, plans: Sequence[Prediction], *, assumed: bool) ->
         print(fill(line, width, subsequent_indent="     ", break_long_words=False, break_on_hyphens=False))
 
 
-def _draw(path: Path, question: Question, plans: Sequence[Prediction], *, assumed: bool) -> None:
+def _draw(path: Path, question: PlanRequest, plans: Sequence[Prediction], *, assumed: bool) -> None:
     from evenly.planner.preview import preview
     from evenly.report.planpage import page
 
@@ -253,7 +253,7 @@ def _draw(path: Path, question: Question, plans: Sequence[Prediction], *, assume
     print(f"pictures in {path}", file=sys.stderr)
 
 
-def _refusal(question: Question, answer: Answer) -> EvenlyError | None:
+def _refusal(question: PlanRequest, answer: PlanResult) -> EvenlyError | None:
     """The answer no, with exit code 1 as of a plan that differs in `evenly verify`; None where the answer is yes."""
     from evenly.report.plans import duration, shortage
 

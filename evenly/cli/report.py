@@ -11,9 +11,9 @@ from typing import Any
 
 from evenly.errors import UserError
 from evenly.report import predicted as prediction
-from evenly.report.run import MEMORY_HEADS, Course, balance, course_rows, memory_rows, page, read_run
+from evenly.report.run import MEMORY_HEADS, RunSummary, balance, course_rows, memory_rows, page, read_run
 from evenly.report.spans import read_recorded
-from evenly.report.timeline import HEADS, Pipeline, figures, pipeline_of, pipeline_rows, section, title
+from evenly.report.timeline import HEADS, PipelineView, figures, pipeline_of, pipeline_rows, section, title
 from evenly.report.timeline import trace as trace_of
 
 WIDTH_OF_FILES = 160  # columns, where the output is read by no terminal
@@ -49,7 +49,7 @@ def _write(path: Path, text: str) -> None:
         raise UserError(f"write {path}", str(problem), "make the folder writable") from None
 
 
-def _show(run: Course, predicted: prediction.Predicted | None, pipeline: Pipeline | None) -> None:
+def _show(run: RunSummary, predicted: prediction.Predicted | None, pipeline: PipelineView | None) -> None:
     from rich.console import Console
     from rich.table import Table
 

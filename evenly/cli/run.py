@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from evenly.checkpoint.folder import Folder
+from evenly.checkpoint.folder import CheckpointFolder
 from evenly.errors import PlanError, UserError
 from evenly.hardware.cluster_text import local_devices
 from evenly.jobfile import check_settings, owns_loop, parse_settings
@@ -124,7 +124,7 @@ def _start(request: RunRequest, launch: Launch, settings: dict[str, Any], option
 def _with_way_on(failed: FailedRank, request: RunRequest, out: Path | None) -> str:
     """What to do about the failure, and from which checkpoint the run can go on; none makes up for a mistake."""
     mistaken = failed.exit_code == UserError.exit_code
-    steps = [] if out is None or mistaken else Folder(out).steps()
+    steps = [] if out is None or mistaken else CheckpointFolder(out).steps()
     way_on = f"go on from step {steps[-1]} with: {_way_on(request, out)}" if steps and out is not None else ""
     return "; ".join(filter(None, (failed.do, way_on)))
 
@@ -221,7 +221,7 @@ def choose_folder(request: RunRequest) -> Path:
     if not request.resume:
         return Path("runs") / f"{stem}-{numbers[-1] + 1 if numbers else 1}"
     for number in reversed(numbers):
-        if Folder(Path("runs") / f"{stem}-{number}").steps():
+        if CheckpointFolder(Path("runs") / f"{stem}-{number}").steps():
             return Path("runs") / f"{stem}-{number}"
     raise UserError(f"resuming a run of {request.job}", f"no runs/{stem}-N here has a checkpoint", "give --out DIR")
 

@@ -35,9 +35,9 @@ def run_verify(
     owns_loop(job)  # refuses a file that is missing or is not Python before any process starts
     warm_up(PRELOAD)
 
-    from evenly.verify.verify import Question, verify
+    from evenly.verify.verify import VerifyRequest, verify
 
-    question = Question(job, parse_settings(settings), steps, dtype)  # pyright: ignore[reportArgumentType]
+    question = VerifyRequest(job, parse_settings(settings), steps, dtype)  # pyright: ignore[reportArgumentType]
     verdict = verify(question, texts, devices=devices, say=_quiet if json_only else _say)
     if json_only:
         print(json.dumps(asdict(verdict)))

@@ -11,10 +11,10 @@ from evenly.comm.backend import all_gather_single
 from evenly.comm.groups import Group
 from evenly.errors import RunError
 from evenly.observe.diagnosis import disagreement
-from evenly.observe.recorder import LONGEST_TEXT, Call, call_from, call_text
+from evenly.observe.recorder import LONGEST_TEXT, CollectiveCall, call_from, call_text
 
 
-def check_call(call: Call, number: int, group: Group, position: int) -> None:
+def check_call(call: CollectiveCall, number: int, group: Group, position: int) -> None:
     """Raises the same `RunError` on every rank where the ranks of `group` do not ask for the same."""
     text = call_text(call)
     padded = text + b" " * (LONGEST_TEXT - len(text))

@@ -18,11 +18,11 @@ from evenly.comm.groups import Group
 from evenly.comm.world import World
 from evenly.errors import RunError, UserError
 from evenly.launch.allocator import keep_freed_memory
-from evenly.launch.environment import Place, checking, record_file
+from evenly.launch.environment import ProcessInfo, checking, record_file
 from evenly.observe.recorder import Recorder
 
 
-def find_device(place: Place) -> str:
+def find_device(place: ProcessInfo) -> str:
     """The device of this rank: its own GPU where there are any, else the CPU; raises `UserError` beyond them."""
     if not torch.cuda.is_available():
         return "cpu"
@@ -36,7 +36,7 @@ def find_device(place: Place) -> str:
     return f"cuda:{place.local_rank}"
 
 
-def connect(place: Place, *, axes: Mapping[str, int] | None = None, even_alone: bool = False) -> World:
+def connect(place: ProcessInfo, *, axes: Mapping[str, int] | None = None, even_alone: bool = False) -> World:
     """Joins the process group of `place` and returns the world as this rank sees it.
 
     axes:       sizes of the axes of the device mesh, the last one running fastest; without them all is "data".
@@ -48,7 +48,7 @@ def connect(place: Place, *, axes: Mapping[str, int] | None = None, even_alone: 
     return lay_out(join(place, even_alone=even_alone), axes or {"data": place.size})
 
 
-def join(place: Place, *, even_alone: bool = False) -> World:
+def join(place: ProcessInfo, *, even_alone: bool = False) -> World:
     """The world of `connect` with the groups "world" and "files", and no axes yet."""
     if dist.is_initialized():
         raise RunError(
@@ -100,7 +100,7 @@ def disconnect(world: World) -> None:
         every.recorder.close()
 
 
-def _join(place: Place, backend: str, device: str) -> None:
+def _join(place: ProcessInfo, backend: str, device: str) -> None:
     # Under torch's elastic agent the store is the agent's, which only env:// knows how to find.
     method = "env://" if place.launcher == "torchrun" else f"tcp://{place.address}:{place.port}"
     try:
@@ -131,7 +131,7 @@ class _Meetings:
         self._store: dist.Store | None = None
         self._count = 0
 
-    def next(self, method: str, place: Place) -> dist.Store:
+    def next(self, method: str, place: ProcessInfo) -> dist.Store:
         key = (method, place.address, place.port, place.rank, place.size)
         if key != self._place or self._store is None:
             self._store = None  # rank 0 serves it: the old one's port is free before the new one's is taken

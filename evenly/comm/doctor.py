@@ -25,7 +25,7 @@ from evenly.launch.environment import (
     LOOPBACK,
     LOOPBACK_INTERFACE,
     available_cores,
-    find_place,
+    find_process,
     process_environment,
 )
 
@@ -284,7 +284,7 @@ def _resolve(host: str, found: list[str]) -> None:
 
 def _place(environ: Mapping[str, str]) -> Iterable[Finding]:
     try:
-        place = find_place(environ)
+        place = find_process(environ)
     except UserError as error:
         yield Finding(name="rank", value=error.found, verdict="problem", advice=error.do)
         return
@@ -350,7 +350,7 @@ def try_operations() -> dict[str, Outcome]:
     from evenly.comm.connect import connect, disconnect
     from evenly.comm.groups import Group
 
-    world = connect(find_place(process_environment()))
+    world = connect(find_process(process_environment()))
     try:
         group: Group = world.group("data")
         torch.manual_seed(0)  # the same numbers on all ranks

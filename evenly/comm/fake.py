@@ -12,12 +12,12 @@ from evenly.comm import operations
 from evenly.comm.groups import Group
 
 
-def silent_group(name: str, size: int, position: int = 0) -> Group:
-    """A group of so many ranks of which there is only this one; good for what runs within `silence`."""
+def fake_group(name: str, size: int, position: int = 0) -> Group:
+    """A group of so many ranks of which there is only this one; good for what runs within `fake_collectives`."""
     return Group(name, range(size), own=position, handle=None, device=torch.device("cpu"))
 
 
-class _Done:
+class _CompletedWork:
     """An operation that is over."""
 
     def __init__(self, result: Callable[[], Any]) -> None:
@@ -29,15 +29,15 @@ class _Done:
 
 
 @contextmanager
-def silence(summed: Callable[[int], object]) -> Generator[None]:
+def fake_collectives(summed: Callable[[int], object]) -> Generator[None]:
     """Within, the collectives that gradients flow through allocate what they would on the CPU, and do nothing.
 
     summed: is told the bytes of each tensor that would be added up over ranks.
     """
 
-    def all_reduce(tensor: torch.Tensor, *_: Any, **__: Any) -> _Done:
+    def all_reduce(tensor: torch.Tensor, *_: Any, **__: Any) -> _CompletedWork:
         summed(tensor.nbytes)
-        return _Done(lambda: tensor)
+        return _CompletedWork(lambda: tensor)
 
     instead: dict[Any, Callable[..., Any]] = {
         operations.all_reduce: all_reduce,
@@ -56,7 +56,7 @@ def silence(summed: Callable[[int], object]) -> Generator[None]:
 
 def _all_gather(
     tensor: torch.Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None, label: str = ""
-) -> _Done:
+) -> _CompletedWork:
     lengths = [tensor.shape[dim]] * group.size if sizes is None else sizes
     longest, own = max(lengths), tensor.detach().movedim(dim, 0)
     if own.shape[0] < longest:
@@ -65,7 +65,7 @@ def _all_gather(
     whole = own.new_empty(group.size * longest, *own.shape[1:])
     starts = range(0, group.size * longest, longest)
     pieces = [whole[start : start + length] for start, length in zip(starts, lengths, strict=True)]
-    return _Done(lambda: (whole if min(lengths) == longest else torch.cat(pieces)).movedim(0, dim))
+    return _CompletedWork(lambda: (whole if min(lengths) == longest else torch.cat(pieces)).movedim(0, dim))
 
 
 def _reduce_scatter(
@@ -77,7 +77,7 @@ def _reduce_scatter(
     into: torch.Tensor | None = None,
     adding: bool = False,
     label: str = "",
-) -> _Done:
+) -> _CompletedWork:
     lengths = operations.even_sizes(tensor.shape[dim], group.size) if sizes is None else sizes
     sent = tensor.movedim(dim, 0).contiguous()
     received = [torch.empty_like(sent)]  # the ranks' pieces
@@ -88,4 +88,4 @@ def _reduce_scatter(
         received.clear()
         return total.movedim(0, dim).contiguous()
 
-    return _Done(wait)
+    return _CompletedWork(wait)

@@ -33,7 +33,7 @@ from evenly.comm.agreement import check_call
 from evenly.comm.backend import all_gather_single, reduce_scatter_single
 from evenly.comm.groups import Group
 from evenly.errors import UserError
-from evenly.observe.recorder import Call, call_text, here
+from evenly.observe.recorder import CollectiveCall, call_text, here
 
 _DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 _DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _DTYPES}
@@ -93,7 +93,7 @@ class _Work(Protocol):
     def wait(self) -> object: ...
 
 
-class _Begun(Generic[T]):
+class _SinglePending(Generic[T]):
     """Works of torch, and what is left to do after them; `told` if torch tells of them that they are completed."""
 
     told = True
@@ -115,7 +115,7 @@ class _Begun(Generic[T]):
         return self._result[0]
 
 
-class _Messages(_Begun[T]):
+class _Messages(_SinglePending[T]):
     """From one rank to another: torch does not tell that they have come."""
 
     told = False
@@ -186,10 +186,10 @@ def broadcast(tensor: torch.Tensor, source: int, group: Group) -> Pending[torch.
     group.check_position(source, "source")
     serial = _enter(group, "broadcast", tensor, detail=f"from {source}")
     if not tensor.numel() or group.size == 1:
-        return _Begun(group, serial, (), lambda: tensor)
+        return _SinglePending(group, serial, (), lambda: tensor)
     landing = _contiguous(tensor)
     work = dist.broadcast(_bytes(landing), group=group.handle, group_src=source, async_op=True)
-    return _Begun(group, serial, _works(work), lambda: _put_back(landing, tensor))
+    return _SinglePending(group, serial, _works(work), lambda: _put_back(landing, tensor))
 
 
 @Operation
@@ -203,12 +203,12 @@ def all_reduce(
     carried = _carried(tensor, reduction)
     serial = _enter(group, "all_reduce", tensor, detail=reduction, label=label)
     if not tensor.numel() or group.size == 1:
-        return _Begun(group, serial, (), lambda: tensor)
+        return _SinglePending(group, serial, (), lambda: tensor)
     if reduction == "sum" and carried.data_ptr() == tensor.data_ptr():
         # The group's own method: what dist.all_reduce does around it takes 0.07 ms, 2 % of a small step.
-        return _Begun(group, serial, [group.handle.allreduce([carried])], lambda: tensor)
+        return _SinglePending(group, serial, [group.handle.allreduce([carried])], lambda: tensor)
     work = dist.all_reduce(carried, _torch_reduction(reduction), group=group.handle, async_op=True)
-    return _Begun(group, serial, _works(work), lambda: _reduced_back(carried, tensor, group.size, reduction))
+    return _SinglePending(group, serial, _works(work), lambda: _reduced_back(carried, tensor, group.size, reduction))
 
 
 @Operation
@@ -218,13 +218,13 @@ def reduce(tensor: torch.Tensor, to: int, group: Group, reduction: Reduction = "
     carried = _carried(tensor, reduction)
     serial = _enter(group, "reduce", tensor, detail=f"{reduction} to {to}")
     if not tensor.numel() or group.size == 1:
-        return _Begun(group, serial, (), lambda: tensor)
+        return _SinglePending(group, serial, (), lambda: tensor)
     mine = group.position == to
     if not mine and carried.data_ptr() == tensor.data_ptr():
         carried = carried.clone()  # backends use it as room for partial sums
     work = dist.reduce(carried, group_dst=to, op=_torch_reduction(reduction), group=group.handle, async_op=True)
     finish = (lambda: _reduced_back(carried, tensor, group.size, reduction)) if mine else (lambda: tensor)
-    return _Begun(group, serial, _works(work), finish)
+    return _SinglePending(group, serial, _works(work), finish)
 
 
 @Operation
@@ -232,8 +232,8 @@ def barrier(group: Group) -> Pending[None]:
     """Returns when every rank has come here."""
     serial = _enter(group, "barrier", None)
     if group.size == 1:
-        return _Begun(group, serial, (), lambda: None)
-    return _Begun(group, serial, _works(dist.barrier(group=group.handle, async_op=True)), lambda: None)
+        return _SinglePending(group, serial, (), lambda: None)
+    return _SinglePending(group, serial, _works(dist.barrier(group=group.handle, async_op=True)), lambda: None)
 
 
 # -------------------------------------------------------------------------------------------- pieces of a tensor
@@ -298,7 +298,7 @@ def all_gather(
     serial = _enter(group, "all_gather", tensor, free=(dim,), detail=_detail(f"along {dim}", sizes), label=label)
     lengths = _sizes_of_join(tensor, dim, sizes, group)
     if group.size == 1:
-        return _Begun(group, serial, (), tensor.detach().clone)
+        return _SinglePending(group, serial, (), tensor.detach().clone)
     longest, own = max(lengths), tensor.detach().movedim(dim, 0)
     if own.shape[0] < longest:  # backends gather pieces of one size
         own = torch.cat([own, own.new_empty(longest - own.shape[0], *own.shape[1:])])
@@ -314,7 +314,7 @@ def all_gather(
         starts = range(0, group.size * longest, longest)
         return torch.cat([whole[s : s + n] for s, n in zip(starts, lengths, strict=True)]).movedim(0, dim)
 
-    return _Begun(group, serial, works, finish)
+    return _SinglePending(group, serial, works, finish)
 
 
 @Operation
@@ -348,11 +348,13 @@ def reduce_scatter(
             "give a contiguous tensor of that shape",
         )
     if group.size == 1:
-        return _Begun(
+        return _SinglePending(
             group, serial, (), lambda: _delivered(tensor.detach().to(becomes, copy=into is None), into, adding)
         )
     if not tensor.numel():
-        return _Begun(group, serial, (), lambda: _delivered(tensor.new_empty(shape, dtype=becomes), into, adding))
+        return _SinglePending(
+            group, serial, (), lambda: _delivered(tensor.new_empty(shape, dtype=becomes), into, adding)
+        )
     carried = carried.movedim(dim, 0).contiguous()
     plain = into is not None and not tensor.is_complex()
     added = becomes if plain else carried.dtype
@@ -368,7 +370,7 @@ def reduce_scatter(
         work = reduce_scatter_single(
             landing, carried.to(added), _torch_reduction(reduction), group=group.handle, async_op=True
         )
-        return _Begun(group, serial, _works(work), lambda: finish(landing))
+        return _SinglePending(group, serial, _works(work), lambda: finish(landing))
     row = carried[0].numel()
     exchange = _exchange_packed(
         carried.view(-1), [row * n for n in lengths], [row * lengths[group.position]] * group.size, group
@@ -381,7 +383,7 @@ def reduce_scatter(
             return _added_up(received, into, adding)
         return finish(_reduced_here(received, added, reduction).view(piece))
 
-    return _Begun(group, serial, (), add_up)
+    return _SinglePending(group, serial, (), add_up)
 
 
 def adds_here(group: Group) -> bool:
@@ -414,13 +416,13 @@ def all_to_all(
     serial = _enter(group, "all_to_all", tensor, free=(dim, join) if same else (join,), detail=detail)
     lengths = _sizes_of_cut(tensor, dim, sizes, group)
     if group.size == 1:
-        return _Begun(group, serial, (), tensor.detach().clone)
+        return _SinglePending(group, serial, (), tensor.detach().clone)
     if received is None:
         told = lengths if same else [tensor.shape[join]] * group.size
         received = _exchange_numbers(told, group)
     shape = tensor.shape if same else _with(tensor.shape, dim, lengths[group.position])
     exchange = _exchange(_cut(tensor, dim, lengths), [_with(shape, join, n) for n in received], group)
-    return _Begun(group, serial, (), lambda: torch.cat(exchange.wait(), join))
+    return _SinglePending(group, serial, (), lambda: torch.cat(exchange.wait(), join))
 
 
 # ----------------------------------------------------------------------------------------------- small objects
@@ -463,7 +465,7 @@ def _enter(
         return 0
     shape = None if tensor is None else _known_shape(tensor, free)
     dtype = "" if tensor is None else _DTYPE_NAMES[tensor.dtype]
-    call = Call(operation, group.label, dtype, shape, detail, label, here())
+    call = CollectiveCall(operation, group.label, dtype, shape, detail, label, here())
     serial = 0 if group.recorder is None else group.recorder.enter(number, call_text(call))
     if group.checked and collective and group.size > 1:
         check_call(call, number, group, position)
@@ -628,7 +630,7 @@ def _exchange_numbers(numbers: Sequence[int], group: Group) -> list[int]:
 
 def _exchange(
     pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], group: Group
-) -> _Begun[list[torch.Tensor]]:
+) -> _SinglePending[list[torch.Tensor]]:
     """Piece i goes to position i; the pieces that come have `shapes` and the same dtype."""
     sent = torch.cat([_contiguous(piece).view(-1) for piece in pieces])
     expected = [torch.Size(shape).numel() for shape in shapes]
@@ -638,18 +640,18 @@ def _exchange(
         parts = exchange.wait().split(expected)
         return [part.view(list(shape)) for part, shape in zip(parts, shapes, strict=True)]
 
-    return _Begun(group, 0, (), finish)
+    return _SinglePending(group, 0, (), finish)
 
 
 def _exchange_packed(
     sent: torch.Tensor, counts: Sequence[int], expected: Sequence[int], group: Group
-) -> _Begun[torch.Tensor]:
+) -> _SinglePending[torch.Tensor]:
     """`_exchange` of pieces that lie one behind the other in `sent`, 1D; so do those that come. Lengths in elements."""
     width, landing = sent.element_size(), sent.new_empty(sum(expected))
     there, back = ([width * count for count in one] for one in (counts, expected))
     # The group's own method, as in `all_reduce`.
     work = group.handle.alltoall_base(_bytes(landing), _bytes(sent), back, there)
-    return _Begun(group, 0, [work], lambda: landing)
+    return _SinglePending(group, 0, [work], lambda: landing)
 
 
 _ANNOUNCED_DIMS = 16

@@ -137,7 +137,7 @@ class Microbatch:
     counts: bool = True
 
 
-class _Reader(Dataset["Microbatch | SampleError"]):
+class _SampleReader(Dataset["Microbatch | SampleError"]):
     """Reads whole microbatches; runs in the loader's workers.
 
     An error is returned, not raised: torch would wrap one that is raised in a worker in text of its own.
@@ -194,10 +194,10 @@ class Loader:
 
     def __init__(self, job: Job, *, evaluation: bool = False, workers: int = 0, pin: bool = False) -> None:
         self._seed, self._word = job.seed, "evaluation data" if evaluation else "data"
-        self._reader = _Reader(job.eval_data if evaluation else job.data, job.collate)
+        self._reader = _SampleReader(job.eval_data if evaluation else job.data, job.collate)
         self._workers, self._pin = workers, pin
 
-    def read(self, shares: Iterator[Share]) -> Reading:
+    def read(self, shares: Iterator[Share]) -> MicrobatchStream:
         """The rank's own microbatches of all `shares`, in order.
 
         Reading seeds the generators of the process that reads, this one unless there are workers.
@@ -208,7 +208,7 @@ class Loader:
             for numbers, counts in ((share.own, True), (share.fillers, False))
             for number in numbers
         )
-        return Reading(self._with_workers(items) if self._workers else map(self._reader.__getitem__, items))
+        return MicrobatchStream(self._with_workers(items) if self._workers else map(self._reader.__getitem__, items))
 
     def _with_workers(self, items: Iterator[_Item]) -> Iterator[Microbatch | SampleError]:
         loader: DataLoader[Microbatch | SampleError] = DataLoader(
@@ -224,7 +224,7 @@ class Loader:
         return iter(loader)
 
 
-class Reading(Iterator[Microbatch]):
+class MicrobatchStream(Iterator[Microbatch]):
     """Microbatches as they are read; raises `SampleError`, which names the sample, in the place of a bad one."""
 
     def __init__(self, results: Iterator[Microbatch | SampleError]) -> None:

@@ -71,7 +71,7 @@ def _best_owners(costs: Floats, ranks: int) -> Owners:
     owners = min(_costliest_first(costs, ranks), in_turn, key=lambda owners: _loads(costs, owners, ranks).max())
     owners = _exchange(costs, owners, ranks, bound * ENOUGH)
     if len(costs) <= SEARCH_MICROBATCHES:
-        return _Search(costs, owners, ranks, bound * _ROUNDING).best()
+        return _ShareSearch(costs, owners, ranks, bound * _ROUNDING).best()
     return owners
 
 
@@ -130,7 +130,7 @@ def _exchange(
     return owners[: len(costs) - ranks]
 
 
-class _Search:
+class _ShareSearch:
     """Depth first over the microbatches, costliest first; improves on `owners` or proves that nothing does.
 
     Ranks of equal load are interchangeable, so only one of them is tried. A branch ends where the ranks that

@@ -18,7 +18,7 @@ from evenly.errors import EvenlyError, PlanError, RunError, UserError, describe
 from evenly.job import Job
 from evenly.parallel.core.fingerprint import fingerprint
 from evenly.parallel.core.hooks import accumulated_hooks, gradient_hooks
-from evenly.parallel.core.sharded_init import Parking
+from evenly.parallel.core.sharded_init import ShardedInit
 from evenly.plan import Plan
 
 T = TypeVar("T")
@@ -195,7 +195,7 @@ def refuse_gradient_hooks(model: nn.Module, plan: Plan) -> None:
             )
 
 
-def check_same_start(model: nn.Module, world: World, parking: Parking | None = None) -> None:
+def check_same_start(model: nn.Module, world: World, parking: ShardedInit | None = None) -> None:
     """Raises `RunError`, on all ranks alike, if a parameter or buffer differs between ranks."""
     state = {name: t for name, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
     parked = {name: None if parking is None else parking.fingerprint(t) for name, t in state.items()}

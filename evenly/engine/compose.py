@@ -20,20 +20,20 @@ from evenly.comm.world import World
 from evenly.errors import PlanError
 from evenly.model.blocks import Block, find_blocks, find_recomputed
 from evenly.parallel.core.calls import BlockCalls
-from evenly.parallel.core.forwards import BlockForwards, Forward
+from evenly.parallel.core.forwards import Forward, WrappedForwards
 from evenly.parallel.core.memory import on
 from evenly.parallel.core.recompute import CachesOff, recomputing
 from evenly.parallel.core.statistics import RunningStatistics
-from evenly.parallel.data.gradients import Gradients, GradientSum, Parts, trainable
+from evenly.parallel.data.gradients import Gradients, GradientSum, Ownership, trainable
 from evenly.parallel.data.replicas import ReplicaGradients, Replicas
 from evenly.plan import Plan
 from evenly.plan.schedule import splits_backward
 
 if TYPE_CHECKING:
-    from evenly.parallel.data.optimizer import Cut
+    from evenly.parallel.data.optimizer import OwnedRows
     from evenly.parallel.pipeline.model import StagedModel
     from evenly.parallel.pipeline.pipeline import Pipeline
-    from evenly.parallel.pipeline.stages import Staging
+    from evenly.parallel.pipeline.stages import StagePlan
     from evenly.parallel.tensor.model import SplitModel
     from evenly.parallel.tensor.splits import ParameterSplit
 
@@ -59,9 +59,9 @@ class Composed:
     replicas: Replicas
     gradients: Gradients
     statistics: list[RunningStatistics]
-    forwards: list[BlockForwards | CachesOff]
+    forwards: list[WrappedForwards | CachesOff]
     calls: list[BlockCalls]
-    cuts: Sequence[Cut] = ()
+    cuts: Sequence[OwnedRows] = ()
     sharded: float = 0.0
     tensor: SplitModel | None = None
     pipeline: Pipeline | None = None
@@ -86,29 +86,29 @@ class Composed:
         """Of all of the model's parameters together, whichever ranks hold them."""
         layouts = {} if self.tensor is None else self.tensor.layouts
         split = [(p, layouts[name]) for name, p in self.model.named_parameters() if name in layouts]
-        elsewhere = sum(math.prod(layout.whole(p.shape)) - p.numel() for p, layout in split)
+        elsewhere = sum(math.prod(layout.full_shape(p.shape)) - p.numel() for p, layout in split)
         return sum(p.numel() for p in self.parameters()) + elsewhere
 
-    def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def full_view(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """All of what the ranks hold of a parameter or buffer, or of its gradient; a collective where it is cut."""
         full_tensor = getattr(tensor, "full_tensor", None)
         mine = tensor if full_tensor is None else full_tensor()
-        return mine if self.tensor is None else self.tensor.whole(name, mine)
+        return mine if self.tensor is None else self.tensor.full_view(name, mine)
 
-    def fold_statistics(self, calls: Sequence[Sequence[int]]) -> None:
-        """Ends a step; `calls` as of `RunningStatistics.fold`."""
+    def sync_statistics(self, calls: Sequence[Sequence[int]]) -> None:
+        """Ends a step; `calls` as of `RunningStatistics.sync`."""
         first, *others = self.statistics
         with on(0, carrying=True):
             for other in others:
-                first.take(other)
-        first.fold(calls)
+                first.merge(other)
+        first.sync(calls)
 
     def train(self, mode: bool) -> None:
         """Every replica in training mode, or in evaluation mode with the values of now."""
         for replica in self.replicas:
             replica.called.train(mode)
         if mode:
-            self.gradients.rest()
+            self.gradients.reshard()
         else:
             self.replicas.refresh()
 
@@ -123,7 +123,7 @@ def compose(
     plan: Plan,
     world: World,
     splits: Mapping[str, ParameterSplit] | None = None,
-    stages: tuple[StagedModel, Staging] | None = None,
+    stages: tuple[StagedModel, StagePlan] | None = None,
 ) -> Composed:
     """Applies `plan` (fitted to the world and resolved) to `modules`, one on each of `devices_of` this rank.
 
@@ -132,7 +132,7 @@ def compose(
 
     Order: what other stages hold goes first, then what is left is split over the tensor axis, then over data.
     """
-    model, group, wide = modules[0], world.group("data"), plan.exact == "bitwise"
+    model, group, in_float64 = modules[0], world.group("data"), plan.exact == "bitwise"
     pipeline = _pipeline(*stages, plan, world) if stages is not None else None
     blocks = [find_blocks(module) for module in modules] if pipeline is None else [pipeline.blocks]
     tensor = None
@@ -156,7 +156,7 @@ def compose(
         "replicas": replicas,
         "statistics": statistics,
         "forwards": _change_blocks(replicas, blocks, plan),
-        "calls": _take_over_calls(replicas, blocks, pipeline),
+        "calls": _wrap_calls(replicas, blocks, pipeline),
     }
     if tensor is not None:
         parts |= {"tensor": tensor, "sharded": tensor.share}
@@ -164,7 +164,12 @@ def compose(
         parts |= {"pipeline": pipeline, "sharded": max(pipeline.share, tensor.share if tensor else 0.0)}
     if plan.stage:
         assert plan.shard != "auto"  # the plan is fitted
-        settings: dict[str, Any] = {"world": world, "shard": plan.shard or group.size, "wide": wide, "parts": parts_of}
+        settings: dict[str, Any] = {
+            "world": world,
+            "shard": plan.shard or group.size,
+            "accumulate_float64": in_float64,
+            "parts": parts_of,
+        }
         if plan.stage == 3:
             from evenly.parallel.data.shards import ShardedGradients  # takes seconds to import
 
@@ -185,12 +190,16 @@ def compose(
         parts |= {"cuts": sharded.cuts, "sharded": max(sharded.share, parts.get("sharded", 0.0))}
         return Composed(model, gradients=sharded, in_step=plan.stage == 3, **parts)
     if plan.offload == "optimizer":
-        from evenly.parallel.data.optimizer import Cut
+        from evenly.parallel.data.optimizer import OwnedRows
 
-        parts["cuts"] = [Cut(name, p, p, slice(None)) for name, p in trainable(model, some=pipeline is None)[0]]
+        parts["cuts"] = [OwnedRows(name, p, p, slice(None)) for name, p in trainable(model, some=pipeline is None)[0]]
     if len(replicas) > 1:
-        return Composed(model, gradients=ReplicaGradients(replicas, group=group, wide=wide), **parts)
-    return Composed(model, gradients=GradientSum(model, group=group, wide=wide, parts=parts_of), **parts)
+        return Composed(
+            model, gradients=ReplicaGradients(replicas, group=group, accumulate_float64=in_float64), **parts
+        )
+    return Composed(
+        model, gradients=GradientSum(model, group=group, accumulate_float64=in_float64, parts=parts_of), **parts
+    )
 
 
 def _split(model: nn.Module, splits: Mapping[str, ParameterSplit], group: Group, plan: Plan) -> SplitModel:
@@ -203,7 +212,7 @@ def _split(model: nn.Module, splits: Mapping[str, ParameterSplit], group: Group,
     return SplitModel(model, layouts, group, sequence=plan.sequence == "split", recomputed=keeping)
 
 
-def _pipeline(model: StagedModel, staging: Staging, plan: Plan, world: World) -> Pipeline:
+def _pipeline(model: StagedModel, staging: StagePlan, plan: Plan, world: World) -> Pipeline:
     """Leaves of `model` what this rank runs."""
     from evenly.parallel.pipeline.pipeline import Pipeline
 
@@ -214,11 +223,11 @@ def _pipeline(model: StagedModel, staging: Staging, plan: Plan, world: World) ->
     return pipeline
 
 
-def _parts_of(pipeline: Pipeline | None, tensor: SplitModel | None, world: World) -> Parts | None:
+def _parts_of(pipeline: Pipeline | None, tensor: SplitModel | None, world: World) -> Ownership | None:
     """What of the model's parameters this rank has; None for all."""
     if pipeline is None and tensor is None:
         return None
-    return Parts(
+    return Ownership(
         names=tensor.layouts if tensor is not None else (),
         group=world.group("tensor") if tensor is not None else None,
         stages=pipeline.group if pipeline is not None else None,
@@ -226,9 +235,7 @@ def _parts_of(pipeline: Pipeline | None, tensor: SplitModel | None, world: World
     )
 
 
-def _take_over_calls(
-    replicas: Replicas, blocks: Sequence[Sequence[Block]], pipeline: Pipeline | None
-) -> list[BlockCalls]:
+def _wrap_calls(replicas: Replicas, blocks: Sequence[Sequence[Block]], pipeline: Pipeline | None) -> list[BlockCalls]:
     if pipeline is not None:
         return [BlockCalls(pipeline.model.blocks, replicas[0].device, pipeline.model.call)]
     return [BlockCalls(mine, replica.device) for mine, replica in zip(blocks, replicas, strict=True)]
@@ -236,7 +243,7 @@ def _take_over_calls(
 
 def _change_blocks(
     replicas: Replicas, blocks: Sequence[Sequence[Block]], plan: Plan
-) -> list[BlockForwards | CachesOff]:
+) -> list[WrappedForwards | CachesOff]:
     """Recomputation inside, compilation around it. A stage has no caches of keys and values but its own."""
     changes: dict[str, Callable[[Forward], Forward]] = {}
     if plan.recompute in ("selective", "full"):
@@ -253,7 +260,7 @@ def _change_blocks(
     off = [CachesOff(replica.module) for replica in replicas] if caches else []
     if not changes:
         return [*off]
-    return [*(BlockForwards(mine, [*changes.values()], asked=" ".join(changes)) for mine in blocks), *off]
+    return [*(WrappedForwards(mine, [*changes.values()], asked=" ".join(changes)) for mine in blocks), *off]
 
 
 def devices_of(plan: Plan, world: World) -> list[str]:

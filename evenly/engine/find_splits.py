@@ -15,8 +15,8 @@ from evenly.engine.build import build_model
 from evenly.errors import EvenlyError, PlanError, UserError
 from evenly.job import Job
 from evenly.launch.environment import cache_folder
-from evenly.parallel.tensor.derivation_cache import kept, key_of
-from evenly.parallel.tensor.select_splits import Choice, choose
+from evenly.parallel.tensor.derivation_cache import cached, key_of
+from evenly.parallel.tensor.select_splits import Selection, select
 from evenly.parallel.tensor.splits import Derivation, ParameterSplit, SplitGroup, derive
 from evenly.parallel.tensor.trace import trace
 from evenly.plan import Plan, with_microbatch
@@ -29,7 +29,7 @@ def find_splits(job: Job, model: nn.Module, plan: Plan, world: World) -> Mapping
     """
     if not plan.splits_tensors:
         return None
-    found: Choice | EvenlyError | None = None
+    found: Selection | EvenlyError | None = None
     if world.is_main:
         try:
             found = choose_splits(plan, derivation_of(job, model))
@@ -47,15 +47,15 @@ def derivation_of(job: Job, model: nn.Module) -> Derivation:
     share = replace(share_of_step(job, 0, rank=0, ranks=1), own=[0])
     batch = next(Loader(job).read(iter([share]))).batch
     key = key_of(model, job.loss, batch)
-    return kept(cache_folder() / "splits", key, lambda: derive(trace(model, job.loss, batch)))
+    return cached(cache_folder() / "splits", key, lambda: derive(trace(model, job.loss, batch)))
 
 
-def choose_splits(plan: Plan, derivation: Derivation) -> Choice:
+def choose_splits(plan: Plan, derivation: Derivation) -> Selection:
     """What `plan` splits; raises `PlanError` where that is nothing."""
-    choice = _choice(plan, derivation)
+    choice = _selection(plan, derivation)
     if not choice.splits:
-        reasons = dict.fromkeys(reason for _, reason in choice.left)
-        reasons |= dict.fromkeys(why for barred in derivation.barred.values() for why in barred if why)
+        reasons = dict.fromkeys(reason for _, reason in choice.unsplit)
+        reasons |= dict.fromkeys(why for barred in derivation.forbidden.values() for why in barred if why)
         raise PlanError(
             f"plan {plan}",
             f"no parameter of the model can be split over {choice.ranks} ranks: {'; '.join([*reasons][:3])}",
@@ -64,9 +64,9 @@ def choose_splits(plan: Plan, derivation: Derivation) -> Choice:
     return choice
 
 
-def _choice(plan: Plan, derivation: Derivation) -> Choice:
+def _selection(plan: Plan, derivation: Derivation) -> Selection:
     assert isinstance(plan.tensor, int)
-    return choose(derivation, plan.tensor, plan.whole.split("|") if plan.whole else ())
+    return select(derivation, plan.tensor, plan.whole.split("|") if plan.whole else ())
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Explanation:
     share: float
     elements: int
     groups: tuple[ExplainedGroup, ...]
-    whole: dict[str, tuple[str, ...]]
+    kept_full: dict[str, tuple[str, ...]]
 
 
 def explain_splits(job: Job, plan: Plan) -> Explanation:
@@ -124,16 +124,16 @@ def explain_splits(job: Job, plan: Plan) -> Explanation:
         )
     precision = plan.resolve(job.precision).precision
     assert precision is not None  # the plan is resolved
-    derivation = _derivation_without_numbers(with_microbatch(job, plan), precision)
-    choice = _choice(plan, derivation)
-    reasons = dict(choice.left)
+    derivation = _fake_derivation(with_microbatch(job, plan), precision)
+    choice = _selection(plan, derivation)
+    reasons = dict(choice.unsplit)
     return Explanation(
         plan=str(plan),
         ranks=choice.ranks,
         share=choice.share,
         elements=sum(derivation.elements.values()),
         groups=tuple(_explained(group, reasons.get(group, "")) for group in derivation.groups),
-        whole={name: why for name, why in derivation.barred.items() if all(why)},
+        kept_full={name: why for name, why in derivation.forbidden.items() if all(why)},
     )
 
 
@@ -149,7 +149,7 @@ def _explained(group: SplitGroup, reason: str) -> ExplainedGroup:
     )
 
 
-def _derivation_without_numbers(job: Job, precision: str) -> Derivation:
+def _fake_derivation(job: Job, precision: str) -> Derivation:
     """Of a model that takes no memory, so of any size; where its code wants numbers, of the model as it is."""
     try:
         with torch.device("meta"):

@@ -19,8 +19,8 @@ from evenly.errors import EvenlyError, PlanError
 from evenly.job import Job
 from evenly.parallel.core.recompute import CachesOff
 from evenly.parallel.pipeline.model import StagedModel
-from evenly.parallel.pipeline.stage_discovery import find_segments, find_staging
-from evenly.parallel.pipeline.stages import Segment, Staging
+from evenly.parallel.pipeline.stage_discovery import find_call_costs, find_stage_plan
+from evenly.parallel.pipeline.stages import CallCost, StagePlan
 from evenly.plan import Plan, with_microbatch
 from evenly.plan.cut import Memory, cut
 from evenly.plan.orders import in_flight_of
@@ -30,15 +30,15 @@ from evenly.plan.schedule import rank_of_stage, runnable
 FLOPS_PER_BYTE = {"cpu": 5.0, "cuda": 100.0}
 
 
-def find_stages(job: Job, model: nn.Module, plan: Plan, world: World) -> tuple[StagedModel, Staging]:
+def find_stages(job: Job, model: nn.Module, plan: Plan, world: World) -> tuple[StagedModel, StagePlan]:
     """The model as stages run it, and what they are. A collective: every rank finds them, the first's are taken.
 
     Raises `PlanError`, on all ranks, where a stage cannot run by itself.
     """
     staged = StagedModel(model, "cpu")
-    found: Staging | EvenlyError
+    found: StagePlan | EvenlyError
     try:
-        found, _ = staging_of(job, staged, plan, device=torch.device(world.device).type)
+        found, _ = stage_plan_of(job, staged, plan, device=torch.device(world.device).type)
     except EvenlyError as problem:
         found = problem
     found = gather_values(found, world.group("world"))[0]
@@ -47,17 +47,17 @@ def find_stages(job: Job, model: nn.Module, plan: Plan, world: World) -> tuple[S
     return staged, found
 
 
-def staging_of(job: Job, model: StagedModel, plan: Plan, *, device: str) -> tuple[Staging, list[Segment]]:
+def stage_plan_of(job: Job, model: StagedModel, plan: Plan, *, device: str) -> tuple[StagePlan, list[CallCost]]:
     """The stages of `model` under `plan`, on devices of that type, as the job's first microbatches run it."""
     assert plan.precision is not None and isinstance(plan.pipeline, int)  # the plan is resolved
     caches = CachesOff(model.model)
     try:
         compute = _compute(job, model.model, plan.precision, evaluation=False)
-        segments = find_segments(model, compute)
+        segments = find_call_costs(model, compute)
         microbatches = len(share_of_step(job, 0, rank=0, ranks=plan.axes["data"]).own)
         counts = counts_of(segments, plan, device=device, microbatches=microbatches, limit_bytes=_device_bytes(device))
         if job.eval_data is None:
-            return find_staging(model, segments, counts, compute, None), segments
+            return find_stage_plan(model, segments, counts, compute, None), segments
         evaluate = _compute(job, model.model, plan.precision, evaluation=True)
 
         def evaluated() -> Any:
@@ -67,17 +67,17 @@ def staging_of(job: Job, model: StagedModel, plan: Plan, *, device: str) -> tupl
             finally:
                 model.model.train()
 
-        return find_staging(model, segments, counts, compute, evaluated), segments
+        return find_stage_plan(model, segments, counts, compute, evaluated), segments
     finally:
         caches.close()
 
 
-def segments_of(job: Job, model: StagedModel, plan: Plan) -> list[Segment]:
+def call_costs_of(job: Job, model: StagedModel, plan: Plan) -> list[CallCost]:
     """The segments of `model` as the job's first microbatch calls them; nothing is computed."""
     assert plan.precision is not None  # the plan is resolved
     caches = CachesOff(model.model)
     try:
-        return find_segments(model, _compute(job, model.model, plan.precision, evaluation=False))
+        return find_call_costs(model, _compute(job, model.model, plan.precision, evaluation=False))
     finally:
         caches.close()
 
@@ -96,7 +96,7 @@ def _compute(job: Job, model: nn.Module, precision: str, *, evaluation: bool) ->
 
 
 def counts_of(
-    segments: Sequence[Segment], plan: Plan, *, device: str, microbatches: int, limit_bytes: int | None
+    segments: Sequence[CallCost], plan: Plan, *, device: str, microbatches: int, limit_bytes: int | None
 ) -> tuple[int, ...]:
     """How many segments each stage of `plan` (fitted) gets.
 
@@ -124,7 +124,7 @@ def counts_of(
     return tuple(end - begin for begin, end in pairwise(begins))
 
 
-def _memory(segments: Sequence[Segment], plan: Plan, microbatches: int, limit_bytes: int | None) -> Memory | None:
+def _memory(segments: Sequence[CallCost], plan: Plan, microbatches: int, limit_bytes: int | None) -> Memory | None:
     """What bounds the cut: parameters with gradients and two numbers of Adam for each, and kept activations.
 
     zero cuts the parts that its stage names over the data axis, as in arXiv 1910.02054.
@@ -152,7 +152,7 @@ def _held_at_once(plan: Plan, microbatches: int) -> list[int]:
     return [next(of_ranks[rank]) for rank in rank_of_stage(plan.order, plan.pipeline, per_rank)]
 
 
-def _cost(segment: Segment, device: str) -> float:
+def _cost(segment: CallCost, device: str) -> float:
     """Of its forward, in floating-point operations of a device of that type."""
     return segment.flops + segment.moved_bytes * FLOPS_PER_BYTE[device]
 
@@ -212,7 +212,7 @@ def explain_stages(job: Job, plan: Plan) -> StagesExplained:
     job = with_microbatch(job, plan)
     assert plan.precision is not None and isinstance(plan.pipeline, int)
     model = StagedModel(build_model(job, precision=plan.precision, device=None), "cpu")
-    staging, segments = staging_of(job, model, plan, device="cpu")
+    staging, segments = stage_plan_of(job, model, plan, device="cpu")
     microbatches = len(share_of_step(job, 0, rank=0, ranks=plan.axes["data"]).own)
     held = _held_at_once(plan, microbatches)
     costs = [_cost(segment, "cpu") for segment in segments]
@@ -231,7 +231,7 @@ def explain_stages(job: Job, plan: Plan) -> StagesExplained:
                 weight_bytes=sum(form.nbytes for form in forms),
                 kept_bytes=sum(segments[n].kept_bytes for n in own),
                 in_flight=held[stage],
-                receives=tuple(map(str, staging.needs[True][stage])),
+                receives=tuple(map(str, staging.stage_inputs[True][stage])),
             )
         )
     return StagesExplained(str(plan), plan.order, microbatches, staging.cut, tuple(stages), staging.shared)

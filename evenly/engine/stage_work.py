@@ -23,11 +23,11 @@ class StageWork:
 
     microbatches: Sequence[Microbatch]
     compute: Callable[[Microbatch], torch.Tensor | None]
-    left: Callable[[Microbatch], None]
+    remaining: Callable[[Microbatch], None]
     before: Callable[[bool], None]
     after_backward: Callable[[], None]
 
-    def like(self, microbatch: int) -> Hashable:
+    def shape_key(self, microbatch: int) -> Hashable:
         """The shapes and types of its tensors."""
         found = self.microbatches[microbatch]
         tensors = tensors_by_path(found.batch)
@@ -49,7 +49,7 @@ class StageWork:
                     "its forward draws from Python's or numpy's generator, and stages would draw other numbers",
                     "draw from torch, or use a plan without pipeline",
                 )
-            self.left(found)
+            self.remaining(found)
 
 
 def filled_up(microbatches: Sequence[Microbatch], number: int) -> list[Microbatch]:

@@ -2,7 +2,7 @@
 
 One vector of float64 numbers, each filled by one rank only and zero on all others, so that the sum is exact and the
 same on every rank: per microbatch its total, its weight and the calls of each normalisation layer; per rank its
-devices' memory; and whether anybody asks to stop. In training it travels with the gradients (`Gradients.send`).
+devices' memory; and whether anybody asks to stop. In training it travels with the gradients (`Gradients.start_reduce`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from evenly.job import Loss
 
 
 @dataclass(frozen=True)
-class Account:
+class StepTotals:
     """The step as all ranks know it; lists are by microbatch, `memory_bytes` by device, rank by rank."""
 
     totals: list[float]
@@ -57,7 +57,7 @@ class Account:
             )
 
 
-class Ledger:
+class StepTotalsBuilder:
     """Fills the vector on one rank, and reads the sum over all ranks; used once per step."""
 
     def __init__(self, world: World, *, microbatches: int, layers: int = 0, devices: int = 1) -> None:
@@ -96,10 +96,10 @@ class Ledger:
         vector[places] = torch.stack([value.double().to(vector.device) for value in self._on_device.values()])
         return vector
 
-    def read(self, values: list[float]) -> Account:
+    def read(self, values: list[float]) -> StepTotals:
         """The account that the sum of all ranks' vectors stands for."""
         rows = [values[start : start + self._width] for start in range(0, self._cells, self._width)]
-        return Account(
+        return StepTotals(
             totals=[row[0] for row in rows],
             weights=[row[1] for row in rows],
             calls=[[round(n) for n in row[2:]] for row in rows],

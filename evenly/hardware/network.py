@@ -22,7 +22,7 @@ TREE_SHARE = 0.9  # of a ring's rate that a tree reaches within a node: NCCL, sr
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class LinkedRanks:
     """Ranks that talk with each other.
 
     ranks:    how many. per_node: how many of them share a domain (`Cluster.domain`: a node, or a rack joined as one).
@@ -39,13 +39,13 @@ class Group:
         return -(-self.ranks // self.per_node)
 
 
-def place(ranks: int, stride: int, cluster: Cluster) -> Group:
+def place(ranks: int, stride: int, cluster: Cluster) -> LinkedRanks:
     """The group of ranks 0, stride, 2 stride, ..., with all like it on the same devices talking at the same time."""
     per_node = max(1, min(ranks, cluster.domain // stride))
-    return Group(ranks, per_node, sharing=max(1, min(stride, cluster.domain // per_node)))
+    return LinkedRanks(ranks, per_node, sharing=max(1, min(stride, cluster.domain // per_node)))
 
 
-def seconds(operation: str, size_bytes: float, group: Group, cluster: Cluster) -> float:
+def seconds(operation: str, size_bytes: float, group: LinkedRanks, cluster: Cluster) -> float:
     """Predicted time of one operation, s; 0 for a group of one rank.
 
     operation: all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, or send (between two ranks).
@@ -59,7 +59,7 @@ def seconds(operation: str, size_bytes: float, group: Group, cluster: Cluster) -
     return OPERATIONS[operation](size_bytes, group, cluster.fabric)
 
 
-def measured_link(operation: str, group: Group, cluster: Cluster) -> Link | None:
+def measured_link(operation: str, group: LinkedRanks, cluster: Cluster) -> Link | None:
     """The link measured for such a group: within a node, or over all devices of the cluster; None where none was."""
     near = group.per_node == group.ranks
     whole = group.ranks == cluster.size and group.per_node == cluster.domain
@@ -74,12 +74,12 @@ def near_rate(fabric: Fabric, ranks: int) -> float:
     return fabric.ring_rate * (ranks - 1) / fabric.peers if fabric.peers else fabric.ring_rate
 
 
-def far_rate(fabric: Fabric, group: Group) -> float:
+def far_rate(fabric: Fabric, group: LinkedRanks) -> float:
     """Bytes/s that the ranks of a group in one domain send out of it together."""
     return min(group.per_node * fabric.card_rate, fabric.domain_rate / group.sharing)
 
 
-def _moved(near_bytes: float, far_bytes: float, group: Group, fabric: Fabric) -> float:
+def _moved(near_bytes: float, far_bytes: float, group: LinkedRanks, fabric: Fabric) -> float:
     """Seconds for what a rank sends within a domain, and a domain out of it, at the same time."""
     near = near_bytes / near_rate(fabric, group.per_node) if group.per_node > 1 else 0.0
     return near if group.domains == 1 else max(near, far_bytes / far_rate(fabric, group))
@@ -92,7 +92,7 @@ def _filling(moved_s: float, fill_s: float) -> float:
 # ----------------------------------------------------------------------------------------------------------- algorithms
 
 
-def ring(size_bytes: float, group: Group, fabric: Fabric, rounds: int) -> float:
+def ring(size_bytes: float, group: LinkedRanks, fabric: Fabric, rounds: int) -> float:
     """Over a ring of all ranks, once (all_gather, reduce_scatter) or twice (all_reduce)."""
     steps = rounds * (group.ranks - 1)
     far = rounds * (group.domains - 1)
@@ -103,7 +103,7 @@ def ring(size_bytes: float, group: Group, fabric: Fabric, rounds: int) -> float:
     return fabric.base_s + min(full, quick)
 
 
-def tree(size_bytes: float, group: Group, fabric: Fabric) -> float:
+def tree(size_bytes: float, group: LinkedRanks, fabric: Fabric) -> float:
     """An all_reduce up and down two trees over the domains, with a chain in each."""
     near, far = group.per_node - 1, ceil(log2(group.domains))
     moved_s = _moved(2 * size_bytes / TREE_SHARE, _through_trees(size_bytes, group), group, fabric)
@@ -111,7 +111,7 @@ def tree(size_bytes: float, group: Group, fabric: Fabric) -> float:
     return fabric.base_s + hops_s + moved_s + _filling(moved_s, 2 * (near + far) * fabric.fill_s)
 
 
-def in_network(size_bytes: float, group: Group, fabric: Fabric) -> float:
+def in_network(size_bytes: float, group: LinkedRanks, fabric: Fabric) -> float:
     """An all_reduce within the switches of each domain (NVLS), over trees between them."""
     ranks, domains = group.per_node, group.domains
     near_s = size_bytes * (1 + 1 / ranks) / fabric.in_network_rate
@@ -121,7 +121,7 @@ def in_network(size_bytes: float, group: Group, fabric: Fabric) -> float:
     return fabric.in_network_s + hops_s + moved_s + _filling(moved_s, fabric.in_network_fill_s)
 
 
-def _through_trees(size_bytes: float, group: Group) -> float:
+def _through_trees(size_bytes: float, group: LinkedRanks) -> float:
     """Bytes that a domain sends: up and down in each of two trees; of two domains, one is always at the top."""
     return size_bytes if group.domains == 2 else 2 * size_bytes
 
@@ -129,7 +129,7 @@ def _through_trees(size_bytes: float, group: Group) -> float:
 # ----------------------------------------------------------------------------------------------------------- operations
 
 
-def _all_reduce(size_bytes: float, group: Group, fabric: Fabric) -> float:
+def _all_reduce(size_bytes: float, group: LinkedRanks, fabric: Fabric) -> float:
     fastest = ring(size_bytes, group, fabric, 2)
     if group.domains > 1:
         fastest = min(fastest, tree(size_bytes, group, fabric))
@@ -138,18 +138,18 @@ def _all_reduce(size_bytes: float, group: Group, fabric: Fabric) -> float:
     return fastest
 
 
-def _once_around(size_bytes: float, group: Group, fabric: Fabric) -> float:
+def _once_around(size_bytes: float, group: LinkedRanks, fabric: Fabric) -> float:
     return ring(size_bytes, group, fabric, 1)
 
 
-def _broadcast(size_bytes: float, group: Group, fabric: Fabric) -> float:
+def _broadcast(size_bytes: float, group: LinkedRanks, fabric: Fabric) -> float:
     far = group.domains - 1
     hops_s = (group.ranks - 1 - far) * fabric.hop_s + far * fabric.far_hop_s
     moved_s = _moved(size_bytes, size_bytes, group, fabric)
     return fabric.base_s + hops_s + moved_s + _filling(moved_s, (group.ranks - 1) * fabric.fill_s)
 
 
-def _all_to_all(size_bytes: float, group: Group, fabric: Fabric) -> float:
+def _all_to_all(size_bytes: float, group: LinkedRanks, fabric: Fabric) -> float:
     """Every rank sends to every other; all of a domain send at once."""
     near, far = group.per_node - 1, group.ranks - group.per_node
     piece = size_bytes / group.ranks
@@ -158,13 +158,13 @@ def _all_to_all(size_bytes: float, group: Group, fabric: Fabric) -> float:
     return fabric.base_s + hops_s + moved_s + _filling(moved_s, fabric.fill_s)
 
 
-def _send(size_bytes: float, group: Group, fabric: Fabric) -> float:
+def _send(size_bytes: float, group: LinkedRanks, fabric: Fabric) -> float:
     moved_s = _moved(size_bytes, size_bytes, group, fabric)
     hop_s = fabric.hop_s if group.domains == 1 else fabric.far_hop_s
     return fabric.base_s + hop_s + moved_s + _filling(moved_s, fabric.fill_s)
 
 
-OPERATIONS: dict[str, Callable[[float, Group, Fabric], float]] = {
+OPERATIONS: dict[str, Callable[[float, LinkedRanks, Fabric], float]] = {
     "all_reduce": _all_reduce,
     "all_gather": _once_around,
     "reduce_scatter": _once_around,

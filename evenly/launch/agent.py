@@ -38,9 +38,9 @@ from evenly.launch.environment import (
     process_environment,
     rank_environment,
 )
-from evenly.launch.rank import STOP_SIGNALS, Folder, Orders, Task, describe_exit, end_rank, rank_main
+from evenly.launch.rank import STOP_SIGNALS, LaunchFolder, RankTask, Task, describe_exit, end_rank, rank_main
 from evenly.launch.watch import Watch
-from evenly.observe.diagnosis import Trouble, explain
+from evenly.observe.diagnosis import Diagnosis, explain
 
 Start = Literal["forkserver", "spawn", "fork"]
 
@@ -128,7 +128,7 @@ def start_ranks(fn: Callable[..., Any], args: Sequence[Any], launch: Launch) -> 
         stack.callback(folder.remove)
         stop = stack.enter_context(_forwarded_signals(folder))
         environment = {**process_environment(), CONTROL_VARIABLE: str(folder.control), **launch.environment}
-        results = _run(Orders(task, folder, environment), launch, stop)
+        results = _run(RankTask(task, folder, environment), launch, stop)
     folder.remove_logs()
     return {rank: pickle.loads(results[rank]) for rank in sorted(results)}
 
@@ -254,7 +254,7 @@ def _unsendable(name: str, start: Start, why: str) -> UserError:
     )
 
 
-def _folder(launch: Launch, stack: ExitStack) -> Folder:
+def _folder(launch: Launch, stack: ExitStack) -> LaunchFolder:
     """The folder of this launch, whose lock `stack` gives up."""
     logs = launch.log_dir or Path(tempfile.mkdtemp(prefix="evenly-"))
     control = logs / f".node{launch.node_rank}"
@@ -269,7 +269,7 @@ def _folder(launch: Launch, stack: ExitStack) -> Folder:
         raise UserError(asked, "another run writes there", do) from None
     except OSError as error:
         raise UserError(asked, str(error), "name a folder that can be written") from None
-    return Folder(logs.absolute(), control.absolute(), launch.log_dir is None)
+    return LaunchFolder(logs.absolute(), control.absolute(), launch.log_dir is None)
 
 
 def _lock(folder: Path) -> int:
@@ -321,7 +321,7 @@ def _held() -> Generator[None]:
 
 
 @contextmanager
-def _forwarded_signals(folder: Folder) -> Generator[_Stop]:
+def _forwarded_signals(folder: LaunchFolder) -> Generator[_Stop]:
     """Forward stop signals to the ranks. A thread does it: the main thread may be waiting inside torch."""
     stop = _Stop()
     with ExitStack() as stack:
@@ -332,7 +332,7 @@ def _forwarded_signals(folder: Folder) -> Generator[_Stop]:
 
 
 @contextmanager
-def _forwarding(folder: Folder, stop: _Stop) -> Generator[None]:
+def _forwarding(folder: LaunchFolder, stop: _Stop) -> Generator[None]:
     """Signals of this process go through a pipe to a thread. Only a main thread can ask for that."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -357,7 +357,7 @@ def _noted(signum: int, frame: FrameType | None) -> None:
     """The wake-up pipe has told the forwarding thread already."""
 
 
-def _forward(reader: int, folder: Folder, stop: _Stop) -> None:
+def _forward(reader: int, folder: LaunchFolder, stop: _Stop) -> None:
     """Read signal numbers until the pipe closes; tell every rank, also those that start later."""
     told: set[int] = set()
     while True:
@@ -373,7 +373,7 @@ def _forward(reader: int, folder: Folder, stop: _Stop) -> None:
             _tell(folder, stop, told)
 
 
-def _tell(folder: Folder, stop: _Stop, told: set[int]) -> None:
+def _tell(folder: LaunchFolder, stop: _Stop, told: set[int]) -> None:
     """Send SIGINT once to each rank that has started, or kill them all."""
     for rank, pid in folder.pids().items():
         if stop.hard:
@@ -400,7 +400,7 @@ def _signal(pid: int, signum: int) -> None:
 # --- the agent ------------------------------------------------------------------------------------------
 
 
-def _run(orders: Orders, launch: Launch, stop: _Stop) -> dict[int, bytes]:
+def _run(orders: RankTask, launch: Launch, stop: _Stop) -> dict[int, bytes]:
     """Run the agent until all ranks have returned; raises the first failure."""
     from torch.distributed import DistNetworkError, DistStoreError
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -496,8 +496,8 @@ def _no_rendezvous(launch: Launch, error: Exception) -> UserError:
     )
 
 
-def _first_failure(folder: Folder, exit_codes: Mapping[int, int], stop: _Stop) -> FailedRank:
-    endings = folder.endings()
+def _first_failure(folder: LaunchFolder, exit_codes: Mapping[int, int], stop: _Stop) -> FailedRank:
+    endings = folder.exits()
     told = {ending.rank for ending in endings}
     endings += [describe_exit(rank, code) for rank, code in exit_codes.items() if rank not in told]
     first = min(endings, key=lambda ending: ending.order, default=None)
@@ -505,7 +505,9 @@ def _first_failure(folder: Folder, exit_codes: Mapping[int, int], stop: _Stop) -
         return _stopped(stop)
     if first is None:
         return FailedRank("the run failed", "no rank left an error", f"see the logs: {folder.logs}", rank=None)
-    trouble = explain(folder.records(), now_s=first.time_s, fates={e.rank: e.fate for e in endings if e.fate})
+    trouble = explain(
+        folder.records(), now_s=first.time_s, fates={e.rank: e.exit_reason for e in endings if e.exit_reason}
+    )
     if trouble is not None and first.kind in ("peer", "aborted"):  # then it is not the rank's own failure
         return _stalled(folder, trouble)
     log = folder.log(first.rank)
@@ -524,7 +526,7 @@ def _first_failure(folder: Folder, exit_codes: Mapping[int, int], stop: _Stop) -
     )
 
 
-def _stalled(folder: Folder, trouble: Trouble) -> FailedRank:
+def _stalled(folder: LaunchFolder, trouble: Diagnosis) -> FailedRank:
     stacks = ", with the stacks of all ranks" if [*folder.logs.glob("*.stacks")] else ""
     return FailedRank(
         "the ranks did not come together",

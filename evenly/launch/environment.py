@@ -34,7 +34,7 @@ ADDRESS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ProcessInfo:
     """Where one process stands among all ranks.
 
     rank, size, local_rank, local_size, node, nodes: as in `World`.
@@ -53,7 +53,7 @@ class Place:
     launcher: Launcher
 
 
-def find_place(environ: Mapping[str, str]) -> Place:
+def find_process(environ: Mapping[str, str]) -> ProcessInfo:
     """The place that `environ` gives this process; one rank alone where no launcher is found.
 
     Raises `UserError`, naming variables and values, where the environment is half-set or contradicts itself.
@@ -66,7 +66,7 @@ def find_place(environ: Mapping[str, str]) -> Place:
     return launched or _alone(environ)
 
 
-def _launched(environ: Mapping[str, str]) -> Place | None:
+def _launched(environ: Mapping[str, str]) -> ProcessInfo | None:
     """The place given by a launcher other than torchrun, None where there is none."""
     if "OMPI_COMM_WORLD_RANK" in environ or "OMPI_COMM_WORLD_SIZE" in environ:
         return _by_mpi(environ, OPEN_MPI, "mpirun")
@@ -79,9 +79,9 @@ def _launched(environ: Mapping[str, str]) -> Place | None:
     return None
 
 
-def _alone(environ: Mapping[str, str]) -> Place:
+def _alone(environ: Mapping[str, str]) -> ProcessInfo:
     port = _number(environ, "MASTER_PORT") if "MASTER_PORT" in environ else _port_of("plain")
-    return Place(
+    return ProcessInfo(
         rank=0,
         local_rank=0,
         size=1,
@@ -97,7 +97,7 @@ def _alone(environ: Mapping[str, str]) -> Place:
 # --- torchrun's variables ------------------------------------------------------------------------------
 
 
-def _by_variables(environ: Mapping[str, str], launched: Place | None) -> Place:
+def _by_variables(environ: Mapping[str, str], launched: ProcessInfo | None) -> ProcessInfo:
     """The place of RANK, WORLD_SIZE and their like; `launched` supplies what was not set by hand."""
     values = dict(_as_variables(launched)) if launched else {}
     values |= {name: environ[name] for name in (*RANK_VARIABLES, *ADDRESS_VARIABLES) if name in environ}
@@ -106,7 +106,7 @@ def _by_variables(environ: Mapping[str, str], launched: Place | None) -> Place:
     _require(values, (*RANK_VARIABLES, *ADDRESS_VARIABLES), found=environ)
     rank, size = _number(values, "RANK"), _number(values, "WORLD_SIZE")
     local_size = _number(values, "LOCAL_WORLD_SIZE")
-    place = Place(
+    place = ProcessInfo(
         rank=rank,
         local_rank=_number(values, "LOCAL_RANK"),
         size=size,
@@ -122,26 +122,26 @@ def _by_variables(environ: Mapping[str, str], launched: Place | None) -> Place:
     return place
 
 
-def _node(environ: Mapping[str, str], launched: Place | None, rank: int, local_size: int) -> int:
+def _node(environ: Mapping[str, str], launched: ProcessInfo | None, rank: int, local_size: int) -> int:
     if "GROUP_RANK" in environ:
         return _number(environ, "GROUP_RANK")
     return launched.node if launched else rank // max(local_size, 1)
 
 
-def _nodes(environ: Mapping[str, str], launched: Place | None, size: int, local_size: int) -> int:
+def _nodes(environ: Mapping[str, str], launched: ProcessInfo | None, size: int, local_size: int) -> int:
     if "GROUP_WORLD_SIZE" in environ:
         return _number(environ, "GROUP_WORLD_SIZE")
     return launched.nodes if launched else -(-size // max(local_size, 1))
 
 
-def _as_variables(place: Place) -> Iterator[tuple[str, str]]:
+def _as_variables(place: ProcessInfo) -> Iterator[tuple[str, str]]:
     yield "LOCAL_RANK", str(place.local_rank)
     yield "LOCAL_WORLD_SIZE", str(place.local_size)
     yield "MASTER_ADDR", place.address
     yield "MASTER_PORT", str(place.port)
 
 
-def _agree(environ: Mapping[str, str], place: Place, launched: Place) -> None:
+def _agree(environ: Mapping[str, str], place: ProcessInfo, launched: ProcessInfo) -> None:
     """Raise where variables set by hand say something else than the launcher."""
     differing = {
         "RANK": (place.rank, launched.rank),
@@ -163,14 +163,14 @@ def _agree(environ: Mapping[str, str], place: Place, launched: Place) -> None:
 # --- srun ----------------------------------------------------------------------------------------------
 
 
-def _by_srun(environ: Mapping[str, str]) -> Place:
+def _by_srun(environ: Mapping[str, str]) -> ProcessInfo:
     size_name = _first(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     nodes_name = _first(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
     names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", size_name, nodes_name)
     _require(environ, names)
     nodes, node = _number(environ, nodes_name), _number(environ, "SLURM_NODEID")
     size = _number(environ, size_name)
-    place = Place(
+    place = ProcessInfo(
         rank=_number(environ, "SLURM_PROCID"),
         local_rank=_number(environ, "SLURM_LOCALID"),
         size=size,
@@ -245,7 +245,7 @@ OPEN_MPI = (
 PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
-def _by_mpi(environ: Mapping[str, str], names: tuple[str, ...], launcher: Launcher) -> Place:
+def _by_mpi(environ: Mapping[str, str], names: tuple[str, ...], launcher: Launcher) -> ProcessInfo:
     """The place of four variables: rank, size, local rank, local size.
 
     They do not number the nodes, which are taken to be filled alike and in order.
@@ -253,7 +253,7 @@ def _by_mpi(environ: Mapping[str, str], names: tuple[str, ...], launcher: Launch
     _require(environ, names)
     rank, size, local_rank, local_size = (_number(environ, name) for name in names)
     per_node = max(local_size, 1)
-    place = Place(
+    place = ProcessInfo(
         rank=rank,
         local_rank=local_rank,
         size=size,
@@ -283,7 +283,7 @@ def _mpi_address(environ: Mapping[str, str], names: tuple[str, ...], *, alone: b
 # --- checks --------------------------------------------------------------------------------------------
 
 
-def _checked(place: Place, environ: Mapping[str, str], names: tuple[str, ...]) -> Place:
+def _checked(place: ProcessInfo, environ: Mapping[str, str], names: tuple[str, ...]) -> ProcessInfo:
     problems = [
         text
         for wrong, text in (
@@ -402,9 +402,9 @@ def become_environment(variables: Mapping[str, str]) -> None:
     os.environ.update({**variables, **kept})
 
 
-def find_here() -> Place:
-    """The place of this process; see `find_place`."""
-    return find_place(os.environ)
+def find_here() -> ProcessInfo:
+    """The place of this process; see `find_process`."""
+    return find_process(os.environ)
 
 
 def available_cores() -> int:

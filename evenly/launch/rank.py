@@ -49,7 +49,7 @@ Kind = Literal["killed", "error", "aborted", "peer", "interrupted"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ending:
+class RankExit:
     """How a rank failed, in its own words or, where it could not speak, in those of its exit code.
 
     asked, found, do: of an error of evenly's; of any other `asked` is ''.
@@ -77,7 +77,7 @@ class Ending:
         return bool(self.asked) and self.exit_code == UserError.exit_code and self.step is None
 
     @property
-    def fate(self) -> str:
+    def exit_reason(self) -> str:
         """What became of the rank, in words that follow its name; '' where it only lost another."""
         if self.kind in ("peer", "interrupted"):
             return ""
@@ -91,7 +91,7 @@ class Ending:
 
 
 @dataclass(frozen=True)
-class Folder:
+class LaunchFolder:
     """Owns every file of a launch: logs, process ids, endings."""
 
     logs: Path
@@ -108,11 +108,11 @@ class Folder:
         """Process id by global rank, of the ranks that have started."""
         return {int(path.stem): int(path.read_text()) for path in self.control.glob("*.pid")}
 
-    def put_ending(self, ending: Ending) -> None:
+    def put_exit(self, ending: RankExit) -> None:
         _write(self.control / f"{ending.rank}.json", json.dumps(asdict(ending)))
 
-    def endings(self) -> list[Ending]:
-        return [Ending(**json.loads(path.read_text())) for path in self.control.glob("*.json")]
+    def exits(self) -> list[RankExit]:
+        return [RankExit(**json.loads(path.read_text())) for path in self.control.glob("*.json")]
 
     def note_failing(self, rank: int) -> None:
         """Says that the rank has failed and is about to put its ending: it is not to be waited for."""
@@ -174,15 +174,15 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Orders:
+class RankTask:
     """All that a rank is told by its launcher."""
 
     task: Task
-    folder: Folder
+    folder: LaunchFolder
     environment: Mapping[str, str]
 
 
-def rank_main(orders: Orders) -> bytes:
+def rank_main(orders: RankTask) -> bytes:
     """What the agent runs in each rank; the function's result, pickled."""
     become_environment(orders.environment)
     rank = int(process_environment()["RANK"])
@@ -196,7 +196,7 @@ def rank_main(orders: Orders) -> bytes:
     return result
 
 
-def _settle(folder: Folder, rank: int) -> None:
+def _settle(folder: LaunchFolder, rank: int) -> None:
     """Make this process a rank: its own process group, log, signals, and a watch on its launcher."""
     os.setpgid(0, 0)
     # Data workers are started as in a plain script, not as this process was.
@@ -275,25 +275,25 @@ def _dumped(result: Any) -> bytes:
         ) from None
 
 
-def _fail(folder: Folder, rank: int, error: BaseException) -> NoReturn:
+def _fail(folder: LaunchFolder, rank: int, error: BaseException) -> NoReturn:
     """Tell the launcher, then end this process without waiting for threads that may hang."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     folder.note_failing(rank)
     ending = describe(rank, error)
     with folder.log(rank).open("a") as log:
         log.write(ending.traceback)
-    folder.put_ending(ending)
+    folder.put_exit(ending)
     sys.stdout.flush()
     sys.stderr.flush()
     time.sleep(LINGER_S if ending.kind == "peer" else SETTLE_S)
     os._exit(ending.exit_code)
 
 
-def describe(rank: int, error: BaseException) -> Ending:
+def describe(rank: int, error: BaseException) -> RankExit:
     """The ending of a rank whose function raised `error`."""
     asked, found, do = _words(error)
     step = getattr(error, "evenly_step", None)
-    return Ending(
+    return RankExit(
         rank=rank,
         time_s=time.time(),
         kind=_kind(error),
@@ -306,10 +306,10 @@ def describe(rank: int, error: BaseException) -> Ending:
     )
 
 
-def describe_exit(rank: int, exit_code: int) -> Ending:
+def describe_exit(rank: int, exit_code: int) -> RankExit:
     """The ending of a rank that left no words; a negative `exit_code` is a signal."""
     if exit_code >= 0:
-        return Ending(
+        return RankExit(
             rank=rank,
             time_s=time.time(),
             kind="error",
@@ -322,7 +322,7 @@ def describe_exit(rank: int, exit_code: int) -> Ending:
         found += "; the usual sender is the kernel's out-of-memory killer"
         do = "ask for less memory (microbatch, sharding, number of ranks), or see the kernel's log"
     kind: Kind = "aborted" if name == "SIGABRT" else "killed"
-    return Ending(rank=rank, time_s=time.time(), kind=kind, found=found, do=do)
+    return RankExit(rank=rank, time_s=time.time(), kind=kind, found=found, do=do)
 
 
 def _signal_name(number: int) -> str:

@@ -19,8 +19,8 @@ from typing import Self
 
 import psutil
 
-from evenly.launch.rank import Folder, end_rank
-from evenly.observe.diagnosis import Trouble, explain
+from evenly.launch.rank import LaunchFolder, end_rank
+from evenly.observe.diagnosis import Diagnosis, explain
 from evenly.observe.recorder import RankRecord, is_users
 
 MOST_BETWEEN_LOOKS_S = 5.0  # a tenth of the limit where that is less
@@ -37,11 +37,11 @@ class Watch:
     limit_s: how long a rank may wait for another.
     """
 
-    def __init__(self, folder: Folder, limit_s: float) -> None:
+    def __init__(self, folder: LaunchFolder, limit_s: float) -> None:
         self._folder, self._limit_s = folder, limit_s
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="evenly watch", daemon=True)
-        self.trouble: Trouble | None = None
+        self.trouble: Diagnosis | None = None
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -58,14 +58,14 @@ class Watch:
                 self._act()
 
     def _act(self) -> None:
-        if self._trouble(self._folder.records()) is None:
+        if self._diagnosis(self._folder.records()) is None:
             return
         if self._any_died() and self._over.wait(AGENT_TIMEOUT_S):
             return
         save_stacks(self._folder)
         # Records once more: on a busy machine the ranks may have met meanwhile, or been late to say where they are.
         records = self._folder.records()
-        trouble = self._trouble(records)
+        trouble = self._diagnosis(records)
         if trouble is None:
             return
         seen = {record.rank: record.where for record in records}
@@ -74,11 +74,11 @@ class Watch:
             for rank in trouble.ranks
             if (places := users_places(self._folder.stacks(rank), besides=seen.get(rank, "")))
         ]
-        self.trouble = Trouble(trouble.ranks, trouble.text + "".join(elsewhere))
+        self.trouble = Diagnosis(trouble.ranks, trouble.text + "".join(elsewhere))
         for pid in self._folder.pids().values():
             end_rank(pid)
 
-    def _trouble(self, records: list[RankRecord]) -> Trouble | None:
+    def _diagnosis(self, records: list[RankRecord]) -> Diagnosis | None:
         """None also where a rank has failed: the launcher ends the others, and that rank has the word."""
         return None if self._folder.failing() else explain(records, now_s=time.time())
 
@@ -95,7 +95,7 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def save_stacks(folder: Folder) -> None:
+def save_stacks(folder: LaunchFolder) -> None:
     """Asks every rank, with its data workers, for the stacks of its threads, and puts them beside the logs."""
     for rank, pid in folder.pids().items():
         try:
@@ -111,7 +111,7 @@ def save_stacks(folder: Folder) -> None:
             shutil.copy(folder.stack_file(rank), folder.logs / f"rank{rank}.stacks")
 
 
-def _wait_for_more(folder: Folder, rank: int, before: str) -> None:
+def _wait_for_more(folder: LaunchFolder, rank: int, before: str) -> None:
     """Until a dump has been added and has come to its end."""
     deadline, last = time.monotonic() + STACKS_TIMEOUT_S, before
     while time.monotonic() < deadline:

@@ -35,7 +35,7 @@ def shared_fake_mode() -> Any:
     return fake_mode()
 
 
-def tensor_without_numbers(tensor: torch.Tensor, fakes: Any, device: str = "cpu") -> torch.Tensor:
+def fake_tensor(tensor: torch.Tensor, fakes: Any, device: str = "cpu") -> torch.Tensor:
     """A tensor of the same shape, strides and type on `device`; of a parameter a parameter."""
     with fakes, torch.no_grad():
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
@@ -44,9 +44,7 @@ def tensor_without_numbers(tensor: torch.Tensor, fakes: Any, device: str = "cpu"
     return fake.requires_grad_(tensor.requires_grad)
 
 
-def model_without_numbers(
-    model: nn.Module, fakes: Any, note: Callable[[torch.Tensor, Source, str], object]
-) -> nn.Module:
+def fake_model(model: nn.Module, fakes: Any, note: Callable[[torch.Tensor, Source, str], object]) -> nn.Module:
     """A copy of `model` that shares no tensor with it and has its ties.
 
     note: is told each tensor of the copy, what it is, and every name that it has ("" for a constant).
@@ -55,7 +53,7 @@ def model_without_numbers(
 
     def stand_in(tensor: torch.Tensor, source: Source, name: str) -> None:
         if id(tensor) not in memo:
-            memo[id(tensor)] = tensor_without_numbers(tensor, fakes)
+            memo[id(tensor)] = fake_tensor(tensor, fakes)
         note(memo[id(tensor)], source, name)
 
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -70,7 +68,7 @@ def model_without_numbers(
 
 
 @contextmanager
-def running_without_numbers() -> Generator[None]:
+def running_fake() -> Generator[None]:
     """Within, a model's code can run so, and disturbs no random state."""
     with _random_state_kept(), _quiet(), _masks_not_compared():
         yield

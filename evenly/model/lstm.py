@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from evenly.model.parts import Work
+from evenly.model.parts import OpCost
 
 FORWARD = torch.ops.aten.mkldnn_rnn_layer
 BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward
@@ -52,13 +52,13 @@ def _row(elements: int, itemsize: int) -> int:
     return (length + line if length % 256 == 0 else length) * itemsize
 
 
-def products(packet: Any, given: Any) -> Iterator[Work]:
+def products(packet: Any, given: Any) -> Iterator[OpCost]:
     """The products of an operation of either pass: of the whole input at once, of the states step by step."""
     data, layer, state = given[:3]
     steps, samples, width = data.shape
     back = packet is BACKWARD  # by input and by weights
     for rows, inner, times in ((steps * samples, width, 1), (samples, state.shape[-1], steps)):
-        yield Work(
+        yield OpCost(
             kind="matmul",
             flops=2.0 * rows * inner * layer.shape[0],
             moved_bytes=float((rows * (inner + layer.shape[0]) + inner * layer.shape[0]) * data.element_size()),

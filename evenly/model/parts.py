@@ -15,7 +15,7 @@ Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class OpCost:
     """One operation, done `times` times.
 
     kind:        "matmul" rows x inner x columns; "attention" one fused kernel; "memory" anything that moves bytes;
@@ -40,7 +40,7 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class BlockCost:
     """One part of a model on one rank, for one microbatch.
 
     parameters:     elements that the rank holds of it, before zero shards them. tensors: how many tensors they are.
@@ -58,8 +58,8 @@ class Part:
     name: str
     parameters: int
     tensors: int
-    forward: Sequence[Work]
-    backward: Sequence[Work]
+    forward: Sequence[OpCost]
+    backward: Sequence[OpCost]
     input_bytes: int
     kept_bytes: dict[Recompute, int]
     forward_peak_bytes: int
@@ -70,14 +70,14 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class ModelCosts:
     """A model on one rank of the tensor axis, for one microbatch: blocks in their order, and what is around them.
 
     parameters shared between `before` and `after` (a tied head) are counted in `before`; `tied_parameters` says how
     many elements a last stage that is not the first holds of them again.
     """
 
-    before: Part
-    blocks: Sequence[Part]
-    after: Part
+    before: BlockCost
+    blocks: Sequence[BlockCost]
+    after: BlockCost
     tied_parameters: int = 0

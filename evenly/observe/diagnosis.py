@@ -13,20 +13,20 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from evenly.observe.recorder import Call, Entry, RankRecord
+from evenly.observe.recorder import CollectiveCall, Entry, RankRecord
 
 SILENT_AFTER_S = 5.0  # a main thread that holds the interpreter this long keeps the beat from being written
 
 
 @dataclass(frozen=True)
-class Trouble:
+class Diagnosis:
     """ranks: those that keep the others waiting, or that disagree. text: the sentence."""
 
     ranks: tuple[int, ...]
     text: str
 
 
-def explain(records: Iterable[RankRecord], *, now_s: float, fates: Mapping[int, str] | None = None) -> Trouble | None:
+def explain(records: Iterable[RankRecord], *, now_s: float, fates: Mapping[int, str] | None = None) -> Diagnosis | None:
     """The cause of a stall or a failure, None where the records show none.
 
     fates: what became of ranks that are gone, as 'was killed by SIGKILL'. now_s: as of `time.time()`.
@@ -40,7 +40,7 @@ def explain(records: Iterable[RankRecord], *, now_s: float, fates: Mapping[int, 
     return min(found, key=lambda trouble: len(waiting.intersection(trouble.ranks)), default=None)
 
 
-def disagreement(calls: Mapping[int, Call]) -> str:
+def disagreement(calls: Mapping[int, CollectiveCall]) -> str:
     """Who asks for what under one number, by rank; '' where all ask for the same."""
     asked: dict[str, list[int]] = {}
     for rank, call in sorted(calls.items()):
@@ -56,13 +56,15 @@ def inside(record: RankRecord) -> Entry | None:
 
 
 # ------------------------------------------------------------------------------------------------ collectives
-def _of_group(group: str, by_rank: Mapping[int, RankRecord], now_s: float, fates: Mapping[int, str]) -> Trouble | None:
+def _of_group(
+    group: str, by_rank: Mapping[int, RankRecord], now_s: float, fates: Mapping[int, str]
+) -> Diagnosis | None:
     entries = {rank: _entries_of(by_rank[rank], group) for rank in ranks_of_group(group) if rank in by_rank}
     for number in sorted({number for numbers in entries.values() for number in numbers}):
         calls = {rank: numbers[number].call for rank, numbers in entries.items() if number in numbers}
         if words := disagreement(calls):
             text = f"the ranks ask for different things in operation #{number} of group {group}: {words}"
-            return Trouble(_odd_ones(calls), text)
+            return Diagnosis(_odd_ones(calls), text)
     reached = {rank: max(numbers, default=0) for rank, numbers in entries.items()}
     last = max(reached.values(), default=0)
     there = [rank for rank, number in reached.items() if number == last]
@@ -75,14 +77,14 @@ def _of_group(group: str, by_rank: Mapping[int, RankRecord], now_s: float, fates
     waiting = [rank for rank in there if rank not in fates]
     waits = f"; {ranks_in_words(waiting)} wait{'s' * (len(waiting) == 1)}" if waiting else ""
     text = f"{ranks_in_words(missing)} did not reach {describe(entry)}; {whereabouts}{waits}"
-    return Trouble(tuple(missing), text)
+    return Diagnosis(tuple(missing), text)
 
 
 def _entries_of(record: RankRecord, group: str) -> dict[int, Entry]:
     return {entry.number: entry for entry in record.entries if entry.number and entry.call.group == group}
 
 
-def _odd_ones(calls: Mapping[int, Call]) -> tuple[int, ...]:
+def _odd_ones(calls: Mapping[int, CollectiveCall]) -> tuple[int, ...]:
     """The ranks that do not ask for what most do; of equal camps, all but the lowest rank's."""
     asked = {rank: call.asked() for rank, call in sorted(calls.items())}
     usual = max(asked.values(), key=[*asked.values()].count)
@@ -113,16 +115,16 @@ def _count(record: RankRecord) -> int:
 _PEER = re.compile(r"(?:to|from) (\d+)")
 
 
-def _of_point_to_point(by_rank: Mapping[int, RankRecord], now_s: float, fates: Mapping[int, str]) -> list[Trouble]:
+def _of_point_to_point(by_rank: Mapping[int, RankRecord], now_s: float, fates: Mapping[int, str]) -> list[Diagnosis]:
     """Ranks inside a send or receive: where the other side of each is."""
-    troubles: list[Trouble] = []
+    troubles: list[Diagnosis] = []
     for rank, record in by_rank.items():
         entry = inside(record)
         peer = _PEER.search(entry.call.detail) if entry and not entry.number else None
         if entry and peer and rank not in fates:
             other = ranks_of_group(entry.call.group)[int(peer[1])]
             text = f"rank {rank} waits in {describe(entry)}; {_whereabouts(other, by_rank.get(other), now_s, fates)}"
-            troubles.append(Trouble((other,), text))
+            troubles.append(Diagnosis((other,), text))
     return troubles
 
 
@@ -134,7 +136,7 @@ def describe(entry: Entry) -> str:
     return f"{entry.call.operation}{number}" + (f" ({about})" if about else "")
 
 
-def _at(call: Call) -> str:
+def _at(call: CollectiveCall) -> str:
     return f" at {call.where}" if call.where else ""
 
 

@@ -52,7 +52,7 @@ class PlainLines:
         pass
 
 
-class Bar:
+class ProgressBar:
     """A progress bar by rich."""
 
     def __init__(self, *, steps: int, done: int, unit: str) -> None:
@@ -87,7 +87,7 @@ def make_watcher(*, main: bool, steps: int, done: int, unit: str) -> Watcher:
     """The watcher for this rank: a bar if its stderr is a terminal, lines if not, nothing on other ranks."""
     if not main:
         return Silent()
-    return Bar(steps=steps, done=done, unit=unit) if sys.stderr.isatty() else PlainLines(steps=steps, unit=unit)
+    return ProgressBar(steps=steps, done=done, unit=unit) if sys.stderr.isatty() else PlainLines(steps=steps, unit=unit)
 
 
 def describe_step(report: Any, unit: str) -> str:

@@ -7,7 +7,8 @@ SIGKILL.
 
 File: a header slot, then `ENTRIES` slots of `SLOT_BYTES`, little endian. Header: MAGIC, rank, time of the beat, since
 when the main thread is where it is, length of a JSON text, the text (`where`, `state`). Entry: serial (0 while it is
-being written), number in its group, entered, left (0 while inside), length, JSON of a `Call`. Times are `time.time()`.
+being written), number in its group, entered, left (0 while inside), length, JSON of a `CollectiveCall`. Times are
+`time.time()`.
 
 Order: a `Recorder` is opened before its rank joins the others; `read` may be called by anyone at any moment.
 """
@@ -43,7 +44,7 @@ _TALKING = (str(Path(OURS, "comm")), str(Path(OURS, "observe")))
 _LIBRARIES = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """What a rank asks of an operation; what must agree between the ranks of a group, and where it was asked.
 
     group:  name and ranks of the group, as text.
@@ -77,7 +78,7 @@ class Entry:
     number: int
     entered_s: float
     left_s: float | None
-    call: Call
+    call: CollectiveCall
 
 
 @dataclass(frozen=True)
@@ -183,15 +184,15 @@ def _entry(memory: bytes, start: int) -> Entry | None:
     return Entry(serial, number, entered_s, left_s or None, call)
 
 
-def call_from(text: bytes) -> Call:
+def call_from(text: bytes) -> CollectiveCall:
     """The call of `call_text`. Raises `ValueError`, `TypeError` or `KeyError` for another text."""
     fields: dict[str, Any] = json.loads(text)
     shape = fields.pop("shape")
-    return Call(**fields, shape=None if shape is None else tuple(shape))
+    return CollectiveCall(**fields, shape=None if shape is None else tuple(shape))
 
 
 @lru_cache(maxsize=1024)
-def call_text(call: Call) -> bytes:
+def call_text(call: CollectiveCall) -> bytes:
     """`call` as JSON of at most `LONGEST_TEXT` bytes; long words are cut."""
     fields = call._asdict()
     text = json.dumps(fields).encode()

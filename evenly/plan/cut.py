@@ -31,7 +31,7 @@ class Memory:
     after: tuple[int, int] = (0, 0)
 
 
-class Part(NamedTuple):
+class BlockRange(NamedTuple):
     """A stage as a candidate: its number, its first block, and the one after its last."""
 
     stage: int
@@ -41,7 +41,7 @@ class Part(NamedTuple):
 
 Counts = tuple[int, ...]
 # A number that is to be small, infinite where it may not be.
-Score = Callable[[Part], float]
+Score = Callable[[BlockRange], float]
 
 
 def cut(
@@ -73,7 +73,7 @@ def cut(
     if memory and slowest == inf:
         raise _too_large(len(costs), parts, memory)
 
-    def square(part: Part) -> float:
+    def square(part: BlockRange) -> float:
         return cost(part) ** 2 if fits(part) and cost(part) <= slowest else inf
 
     return _best(len(costs), parts, square, add)[1]
@@ -83,7 +83,7 @@ def _sums(values: Sequence[float], parts: int, before: float, after: float) -> S
     """What a part has of `values`, which are given per block."""
     sums = [[0, *accumulate(values[first:])] for first in range(len(values))]
 
-    def of_part(part: Part) -> float:
+    def of_part(part: BlockRange) -> float:
         ends = before * (part.stage == 0) + after * (part.stage == parts - 1)
         return sums[part.first][part.end - part.first] + ends
 
@@ -97,7 +97,7 @@ def _bytes(memory: Memory, parts: int) -> Score:
     return lambda part: weights(part) + memory.in_flight[part.stage] * activations(part)
 
 
-def _fits(memory: Memory | None, parts: int) -> Callable[[Part], bool]:
+def _fits(memory: Memory | None, parts: int) -> Callable[[BlockRange], bool]:
     beyond = _beyond(memory, parts) if memory else None
     return lambda part: beyond is None or beyond(part) <= 0
 
@@ -115,7 +115,7 @@ def _best(blocks: int, parts: int, score: Score, join: Callable[[float, float], 
         following, best = best, {}
         for first in range(stage, blocks - parts + stage + 1):
             best[first] = min(
-                (join(score(Part(stage, first, end)), rest), (end - first, *counts))
+                (join(score(BlockRange(stage, first, end)), rest), (end - first, *counts))
                 for end, (rest, counts) in following.items()
                 if end > first
             )
@@ -125,7 +125,7 @@ def _best(blocks: int, parts: int, score: Score, join: Callable[[float, float], 
 def _too_large(blocks: int, parts: int, memory: Memory) -> PlanError:
     beyond = _beyond(memory, parts)
     _, counts = _best(blocks, parts, beyond, max)
-    worst = max(map(Part, range(parts), accumulate(counts, initial=0), accumulate(counts)), key=beyond)
+    worst = max(map(BlockRange, range(parts), accumulate(counts, initial=0), accumulate(counts)), key=beyond)
     limit = memory.limit_bytes[worst.stage]
     return PlanError(
         f"cut {blocks} blocks into {parts} stages that fit into memory",

@@ -8,27 +8,27 @@ from evenly.errors import PlanError
 from evenly.hardware.cluster import Cluster
 from evenly.hardware.cluster_text import local_cluster
 from evenly.job import Job
-from evenly.launch.environment import Place
+from evenly.launch.environment import ProcessInfo
 from evenly.plan import Plan
-from evenly.planner.job_source import JobSubject
+from evenly.planner.job_source import JobSource
 from evenly.planner.prediction import CAUSES_OF_MEMORY, CAUSES_OF_TIME, Prediction
-from evenly.planner.request import Question
+from evenly.planner.request import PlanRequest
 from evenly.planner.search import search
 
 
-def cluster_of(place: Place) -> Cluster:
+def cluster_of(place: ProcessInfo) -> Cluster:
     """The devices of a run's ranks, all nodes like this one."""
     here = local_cluster(place.local_size)
     return Cluster(place.nodes, here.devices, here.kind, own=here.own)
 
 
-def choose(job: Job, only: Plan, place: Place) -> Prediction:
+def choose_plan(job: Job, only: Plan, place: ProcessInfo) -> Prediction:
     """The best plan for `job` on all ranks of `place` that states what `only` does; `job` has its microbatch.
 
     Raises `PlanError` where none fits into the devices' memory, with the smallest change with which one would.
     """
-    question = Question(
-        subject=JobSubject(job), cluster=cluster_of(place), batch=job.global_batch, only=only, max_devices=place.size
+    question = PlanRequest(
+        subject=JobSource(job), cluster=cluster_of(place), batch=job.global_batch, only=only, max_devices=place.size
     )
     answer = search(question)
     if not answer.plans:

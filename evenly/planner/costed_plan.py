@@ -10,14 +10,14 @@ from math import floor
 
 from evenly.errors import PlanError
 from evenly.job import Precision
-from evenly.model.parts import Part, Parts
+from evenly.model.parts import BlockCost, ModelCosts
 from evenly.plan import Plan
 from evenly.plan.cut import cut
 from evenly.planner.prediction import CAUSES_OF_TIME, MemoryByCause, Prediction, TimeByCause
-from evenly.planner.request import Question
+from evenly.planner.request import PlanRequest
 from evenly.planner.speeds import Library, library_named, speeds_of
 from evenly.planner.time import Machine, part_seconds, step_time
-from evenly.planner.training_config import Setup
+from evenly.planner.training_config import TrainingConfig
 
 # Bytes of a weight, of its gradient, of what that is added up in where bits are to agree, and of what AdamW keeps.
 BYTES = {
@@ -54,13 +54,13 @@ def library_of(precision: Precision, *, bitwise: bool, name: str = "evenly", on_
     return found
 
 
-def setup_of(question: Question, plan: Plan) -> Setup:
+def training_config_of(question: PlanRequest, plan: Plan) -> TrainingConfig:
     """The setup of a complete plan."""
     microbatch = plan.microbatch or question.subject.microbatch
     assert plan.precision is not None and microbatch is not None and plan.shard != "auto"  # it is complete
     axes = plan.axes
     tensor = axes.get("tensor", 1)
-    return Setup(
+    return TrainingConfig(
         data=axes["data"],
         tensor=tensor,
         pipeline=axes.get("pipeline", 1),
@@ -78,36 +78,36 @@ def setup_of(question: Question, plan: Plan) -> Setup:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class CostedPlan:
     """A plan with what it takes to judge it."""
 
     plan: Plan
-    setup: Setup
-    parts: Parts
+    setup: TrainingConfig
+    parts: ModelCosts
     machine: Machine
 
 
-def candidate_of(question: Question, plan: Plan) -> Candidate:
+def costed_plan_of(question: PlanRequest, plan: Plan) -> CostedPlan:
     """Of a complete and resolved plan."""
-    setup = setup_of(question, plan)
+    setup = training_config_of(question, plan)
     assert plan.precision is not None
     cpu = question.cluster.device.name == "cpu"
     bitwise = plan.exact == "bitwise"
     library = library_of(plan.precision, bitwise=bitwise, name=question.library, on_cpu=cpu)
     machine = Machine(question.cluster, speeds_of(question.cluster), library)
-    return Candidate(plan, setup, question.subject.parts(plan, setup), machine)
+    return CostedPlan(plan, setup, question.subject.parts(plan, setup), machine)
 
 
-def predict_plan(question: Question, plan: Plan) -> Prediction:
+def predict_plan(question: PlanRequest, plan: Plan) -> Prediction:
     """What is predicted of a complete plan. Raises `PlanError` where the model cannot run so."""
-    one = candidate_of(question, plan)
+    one = costed_plan_of(question, plan)
     if (why := question.subject.refusal(plan)) is not None:
         raise PlanError(f"plan {plan}", why, "leave that axis to others")
     layers = layers_of(one)
     return predicted(question, one, memory_of(question, one, layers), *time_of(one, layers))
 
 
-def layers_of(one: Candidate, seconds: Sequence[float] | None = None) -> tuple[int, ...]:
+def layers_of(one: CostedPlan, seconds: Sequence[float] | None = None) -> tuple[int, ...]:
     """Blocks of every stage: the cut whose slowest stage is fastest.
 
     seconds: of the parts in the model's order, before and after the blocks included, where they are known.
@@ -124,7 +124,7 @@ def layers_of(one: Candidate, seconds: Sequence[float] | None = None) -> tuple[i
     return cut(blocks, stages, before=before, after=after)
 
 
-def seconds_of_parts(one: Candidate) -> list[float]:
+def seconds_of_parts(one: CostedPlan) -> list[float]:
     """Of both passes of every part on one microbatch, in the model's order; parts that are one are asked once."""
     found: dict[int, float] = {}
     order = (one.parts.before, *one.parts.blocks, one.parts.after)
@@ -156,18 +156,18 @@ def equal_blocks(blocks: int, stages: int, each: float, before: float, after: fl
     return tuple(counts)
 
 
-def memory_of(question: Question, one: Candidate, layers: Sequence[int]) -> list[MemoryByCause]:
+def memory_of(question: PlanRequest, one: CostedPlan, layers: Sequence[int]) -> list[MemoryByCause]:
     """Of every rank of the pipeline."""
     return question.subject.memory(one.plan, one.setup, layers, one.machine.library)
 
 
-def time_of(one: Candidate, layers: tuple[int, ...]) -> tuple[TimeByCause, float]:
+def time_of(one: CostedPlan, layers: tuple[int, ...]) -> tuple[TimeByCause, float]:
     """Of a candidate's step, and its bubble."""
     return step_time(one.parts, replace(one.setup, layers=layers), one.machine)
 
 
 def predicted(
-    question: Question, one: Candidate, memory: Sequence[MemoryByCause], time: TimeByCause, bubble: float
+    question: PlanRequest, one: CostedPlan, memory: Sequence[MemoryByCause], time: TimeByCause, bubble: float
 ) -> Prediction:
     """All that is predicted of a candidate."""
     setup, sequence = one.setup, question.subject.sequence
@@ -186,17 +186,17 @@ def predicted(
     )
 
 
-def model_flops(parts: Parts, setup: Setup) -> float:
+def model_flops(parts: ModelCosts, setup: TrainingConfig) -> float:
     """Of a step on all devices: three times the forward pass, without what is computed anew."""
     forward = sum(_flops(part) for part in (parts.before, *parts.blocks, parts.after))
     return 3 * forward * setup.tensor * setup.context * setup.batch / setup.microbatch
 
 
-def _flops(part: Part) -> float:
+def _flops(part: BlockCost) -> float:
     return sum(work.flops * work.times for work in part.forward)
 
 
-def sent_bytes(one: Candidate) -> float:
+def sent_bytes(one: CostedPlan) -> float:
     """What a rank sends in a step, by rings."""
     setup, parts, library = one.setup, one.parts, one.machine.library
     share = 1 / setup.pipeline

@@ -13,11 +13,11 @@ from functools import lru_cache
 from itertools import islice
 from typing import cast
 
-from evenly.model.parts import Part, Parts
+from evenly.model.parts import BlockCost, ModelCosts
 from evenly.plan.orders import Pass, passes
 from evenly.plan.schedule import Schedule, rank_of_stage, runnable
 from evenly.planner.prediction import MemoryByCause
-from evenly.planner.training_config import Setup
+from evenly.planner.training_config import TrainingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,11 @@ class Holdings:
 
 
 def footprints(
-    parts: Parts, layers: Sequence[int], setup: Setup, holdings: Holdings, ranks: Sequence[int] | None = None
+    parts: ModelCosts,
+    layers: Sequence[int],
+    setup: TrainingConfig,
+    holdings: Holdings,
+    ranks: Sequence[int] | None = None,
 ) -> list[MemoryByCause]:
     """What every rank of the pipeline holds at most, or some `ranks`; stage i has `layers[i]` blocks."""
     places = _places(setup)
@@ -58,13 +62,13 @@ def footprints(
     return found
 
 
-def kept_of_stages(parts: Parts, layers: Sequence[int], setup: Setup) -> list[int]:
+def kept_of_stages(parts: ModelCosts, layers: Sequence[int], setup: TrainingConfig) -> list[int]:
     """Bytes that one microbatch leaves in every stage for its backward pass."""
     each = iter(block.kept_bytes[setup.recompute] for block in parts.blocks)
     return [sum(islice(each, count)) for count in layers]
 
 
-def _held(rank: int, stages: Sequence[int], kept: Sequence[int], setup: Setup) -> int:
+def _held(rank: int, stages: Sequence[int], kept: Sequence[int], setup: TrainingConfig) -> int:
     """The most bytes of activations that the rank holds at once, of all its stages and microbatches."""
     p, v = setup.pipeline, setup.stages_per_rank
     if p == 1:
@@ -109,11 +113,11 @@ def _own_stages(schedule: Schedule, ranks: int, stages_per_rank: int, rank: int)
     return [stage for stage, holder in enumerate(places) if holder == rank]
 
 
-def _schedule(setup: Setup) -> Schedule:
+def _schedule(setup: TrainingConfig) -> Schedule:
     return cast(Schedule, "zero-bubble" if setup.schedule == "zb-1p" else setup.schedule)
 
 
-def _places(setup: Setup) -> Sequence[int]:
+def _places(setup: TrainingConfig) -> Sequence[int]:
     if setup.schedule == "zb-2p" or setup.pipeline == 1:
         return range(setup.pipeline)
     return rank_of_stage(_schedule(setup), setup.pipeline, setup.stages_per_rank)
@@ -122,9 +126,9 @@ def _places(setup: Setup) -> Sequence[int]:
 def _of_rank(
     stages: Sequence[int],
     kept: int,
-    parts: Parts,
+    parts: ModelCosts,
     layers: Sequence[int],
-    setup: Setup,
+    setup: TrainingConfig,
     holdings: Holdings,
 ) -> MemoryByCause:
     last = len(layers) - 1
@@ -147,7 +151,9 @@ def _of_rank(
     )
 
 
-def _gathered(blocks: Sequence[Part], outside: Sequence[Part], setup: Setup, holdings: Holdings) -> float:
+def _gathered(
+    blocks: Sequence[BlockCost], outside: Sequence[BlockCost], setup: TrainingConfig, holdings: Holdings
+) -> float:
     if setup.zero < 3 or setup.shards == 1:
         return 0.0
     largest = max((block.parameters for block in blocks), default=0)
@@ -155,6 +161,6 @@ def _gathered(blocks: Sequence[Part], outside: Sequence[Part], setup: Setup, hol
     return whole * holdings.gathered + largest * holdings.reduced
 
 
-def _loss_bytes(after: Part, holdings: Holdings) -> float:
+def _loss_bytes(after: BlockCost, holdings: Holdings) -> float:
     """Of the logits of one microbatch with what the loss makes of them, and of what the head keeps."""
     return after.logits * holdings.logit + after.kept_bytes["none"]

@@ -6,30 +6,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from evenly.errors import PlanError
-from evenly.parallel.data.shards import large_ones, whole_ones
+from evenly.parallel.data.shards import large_ones, replicated_ones
 from evenly.parallel.pipeline.orders import orders, taken_by
 from evenly.plan import Plan
 from evenly.plan.schedule import Action, rank_of_stage, runnable, splits_backward
-from evenly.planner.job_profile import JobReader, Stages
+from evenly.planner.job_profile import JobProfiler, Stages
 from evenly.planner.memory import (
-    CutSums,
+    FullSums,
     Meter,
+    ShardedSums,
     ShardSums,
     Sums,
     Unit,
-    WholeSums,
     norm_bytes,
     own_elements,
     play,
     state_bytes,
 )
 from evenly.planner.optimizer_costs import OptimizerCosts
-from evenly.planner.profile import MODEL, Held, Mark, Parameter, Pass, Reading, Stretch, stage_of_reading
+from evenly.planner.profile import MODEL, Bytes, Event, Interval, Parameter, Pass, Profile, stage_of_reading
 
 AHEAD, WITHIN = 2, 8  # as of `parallel.pipeline.schedule_runner`
 
 
-def memory_of_ranks(reader: JobReader, plan: Plan) -> list[Meter]:
+def memory_of_ranks(reader: JobProfiler, plan: Plan) -> list[Meter]:
     """Of every device of `plan` (with all sizes), in the order of ranks, the bytes that it holds in a step.
 
     Raises `PlanError` where the plan waits for a size, and `UserError` where the model cannot be read.
@@ -45,17 +45,17 @@ def memory_of_ranks(reader: JobReader, plan: Plan) -> list[Meter]:
         assert isinstance(resolved.pipeline, int)  # the plan is fitted
         stages = reader.stages(resolved)
         positions = range(resolved.pipeline)
-        steps = [_PipelineRank(reader, resolved, rank, stages, at).step() for at in positions for rank in ranks]
+        steps = [_PipelineReplay(reader, resolved, rank, stages, at).step() for at in positions for rank in ranks]
     else:
-        steps = [_DataRank(reader, resolved, rank).step() for rank in ranks]
+        steps = [_DataReplay(reader, resolved, rank).step() for rank in ranks]
     return [meter for meter in steps for _ in range(tensor)]
 
 
 @dataclass(eq=False)
-class _DataRank:
+class _DataReplay:
     """A rank of the data axis that has the whole model."""
 
-    reader: JobReader
+    reader: JobProfiler
     plan: Plan
     rank: int
 
@@ -90,14 +90,14 @@ class _DataRank:
     def update(self, sums: Sums, costs: OptimizerCosts, shapes: Mapping[str, Sequence[int]]) -> None:
         """From the last backward pass to the end of the step."""
         meter = self.meter
-        sums.receive()
+        sums.finish_reduce()
         apart = self.plan.splits_blocks or self.plan.splits_tensors
         itemsize = next((one.dtype.itemsize for one in self.parameters), 8)
         meter.for_a_while("temporaries", norm_bytes(sums.norm_lengths(apart=apart), itemsize))
         if self.plan.offload in (None, "none"):
             elements = {name: _product(shape) for name, shape in shapes.items()}
             meter.for_a_while("temporaries", costs.temporary_bytes(elements))
-        sums.spread()
+        sums.all_gather_parameters()
 
     def held(self) -> list[Parameter]:
         """The parameters that this rank has, whole or cut."""
@@ -108,7 +108,7 @@ class _DataRank:
         for number, reading in enumerate(self.readings):
             self.run(reading, sums, last=number == len(self.readings) - 1)
 
-    def run(self, reading: Reading, sums: Sums, *, last: bool) -> None:
+    def run(self, reading: Profile, sums: Sums, *, last: bool) -> None:
         """Forward and backward of a microbatch."""
         play(self.meter, sums, reading.forward)
         self.meter.add("activations", self.statistics)
@@ -119,22 +119,27 @@ class _DataRank:
 
     def sums(self) -> Sums:
         """As the plan adds up gradients."""
-        wide = self.plan.exact == "bitwise"
+        accumulate_float64 = self.plan.exact == "bitwise"
         if self.plan.stage == 3:
             return ShardSums(
-                self.meter, self.units(), ranks=self.shard, wide=wide, on_host=self.on_host, in_parts=False
+                self.meter,
+                self.units(),
+                ranks=self.shard,
+                accumulate_float64=accumulate_float64,
+                on_host=self.on_host,
+                in_parts=False,
             )
         if self.plan.stage:
-            return CutSums(
+            return ShardedSums(
                 self.meter,
                 self.parameters,
                 zero=self.plan.stage,
                 ranks=self.shard,
-                wide=wide,
+                accumulate_float64=accumulate_float64,
                 rounds=self.rounds,
             )
         numbers = len(self.share.microbatches) * (2 + self.layers) + (self.plan.ranks or 1) + 1
-        return WholeSums(self.meter, self.parameters, wide=wide, numbers=numbers)
+        return FullSums(self.meter, self.parameters, accumulate_float64=accumulate_float64, numbers=numbers)
 
     @property
     def rounds(self) -> int:
@@ -154,7 +159,7 @@ class _DataRank:
         large = large_ones([sum(one.bytes for one in unit.parameters) for unit in units])
         units = [unit for unit, is_large in zip(units, large, strict=True) if is_large]
         apart = {one.names for unit in units for one in unit.parameters}
-        whole = whole_ones([sum(one.bytes for one in unit.parameters) for unit in units])
+        whole = replicated_ones([sum(one.bytes for one in unit.parameters) for unit in units])
         units = [replace(unit, whole=stays) for unit, stays in zip(units, whole, strict=True)]
         return [Unit([one for one in self.parameters if one.names not in apart]), *units]
 
@@ -176,17 +181,17 @@ class _DataRank:
         return self.first.buffer_bytes + sum(padded_bytes(one, ranks) for one in self.parameters)
 
 
-def _replicas(reader: JobReader, plan: Plan) -> list[Meter]:
+def _replicas(reader: JobProfiler, plan: Plan) -> list[Meter]:
     """The devices of one process (`parallel.data.replicas`)."""
     assert isinstance(plan.replicas, int)  # the plan is fitted
     alone = replace(plan, replicas=None, gather=None)
-    return [_Replica(reader, alone, number, plan.replicas, plan.gather).step() for number in range(plan.replicas)]
+    return [_ReplicaReplay(reader, alone, number, plan.replicas, plan.gather).step() for number in range(plan.replicas)]
 
 
-class _Replica(_DataRank):
+class _ReplicaReplay(_DataReplay):
     """One device of those that a process feeds; the losses of all may be computed on that of number `gather`."""
 
-    def __init__(self, reader: JobReader, plan: Plan, number: int, devices: int, gather: int | None) -> None:
+    def __init__(self, reader: JobProfiler, plan: Plan, number: int, devices: int, gather: int | None) -> None:
         super().__init__(reader, plan, 0)
         self.number, self.devices, self.gather = number, devices, gather
 
@@ -208,7 +213,7 @@ class _Replica(_DataRank):
         if self.number == 0:
             super().update(sums, costs, shapes)
 
-    def part(self, number: int, reading: Reading, stage: Pass) -> list[Stretch]:
+    def part(self, number: int, reading: Profile, stage: Pass) -> list[Interval]:
         """What this device does for the microbatch of device `number`."""
         stretches = reading.forward if stage == "forward" else reading.backward
         split = next((n for n, one in enumerate(stretches) if _at_the_outputs(one)), len(stretches)) + 1
@@ -223,20 +228,20 @@ class _Replica(_DataRank):
         if self.number != self.gather:
             return []
         copies = reading.output_bytes if stage == "forward" else -reading.output_bytes
-        moved = Stretch(Held(max(0, copies)), Held(copies), Mark("", stage))
+        moved = Interval(Bytes(max(0, copies)), Bytes(copies), Event("", stage))
         return [moved, *of_loss] if stage == "forward" else [*of_loss, moved]
 
 
-def _at_the_outputs(stretch: Stretch) -> bool:
+def _at_the_outputs(stretch: Interval) -> bool:
     """Whether it ends where the model has returned, or where the gradient of that is there."""
     mark = stretch.mark
     return mark.call == MODEL and mark.what == ("end" if mark.stage == "forward" else "begin")
 
 
-class _PipelineRank(_DataRank):
+class _PipelineReplay(_DataReplay):
     """A rank of a pipeline, which has some stages of the model."""
 
-    def __init__(self, reader: JobReader, plan: Plan, rank: int, stages: Stages, position: int) -> None:
+    def __init__(self, reader: JobProfiler, plan: Plan, rank: int, stages: Stages, position: int) -> None:
         assert isinstance(plan.pipeline, int)  # the plan is fitted
         self.stages, self.position = stages, position
         self.rank_of = rank_of_stage(plan.order, plan.pipeline, plan.stages_of_each_rank)
@@ -259,9 +264,16 @@ class _PipelineRank(_DataRank):
 
     def sums(self) -> Sums:
         if self.plan.stage == 3:
-            wide = self.plan.exact == "bitwise"
+            accumulate_float64 = self.plan.exact == "bitwise"
             on_host, in_parts = self.on_host, self.in_parts
-            return ShardSums(self.meter, self.units(), ranks=self.shard, wide=wide, on_host=on_host, in_parts=in_parts)
+            return ShardSums(
+                self.meter,
+                self.units(),
+                ranks=self.shard,
+                accumulate_float64=accumulate_float64,
+                on_host=on_host,
+                in_parts=in_parts,
+            )
         return super().sums()
 
     def passes(self, sums: Sums) -> None:
@@ -272,7 +284,7 @@ class _PipelineRank(_DataRank):
         actions, taken = orders(*how)[self.position], taken_by(*how)[self.position]
         backwards = ("backward", "backward_weight") if self.in_parts else ("backward", "backward_input")
         last = max(number for number, action in enumerate(actions) if action.kind in backwards)
-        run = _StageRun(self, sums)
+        run = _StageReplay(self, sums)
         for number, action in enumerate(actions):
             run.expect(actions[number : number + WITHIN])
             if number == last:
@@ -282,13 +294,13 @@ class _PipelineRank(_DataRank):
                 run.taken(sent)
 
 
-class _StageRun:
+class _StageReplay:
     """One step of a rank of a pipeline, as `parallel.pipeline.schedule_runner` does its actions."""
 
-    def __init__(self, rank: _PipelineRank, sums: Sums) -> None:
+    def __init__(self, rank: _PipelineReplay, sums: Sums) -> None:
         self.rank, self.meter, self.sums = rank, rank.meter, sums
         self.arrived: dict[tuple[str, int, int], int] = {}  # received, or about to be
-        self.held: dict[tuple[int, int], Held] = {}  # by passes under way
+        self.held: dict[tuple[int, int], Bytes] = {}  # by passes under way
         self.sent: dict[tuple[int, int], int] = {}  # gradients
         self.deferred: dict[tuple[int, int], int] = {}
 
@@ -339,7 +351,7 @@ class _StageRun:
         elif action.kind == "backward_weight" and self.rank.in_parts:
             self.backward_weight(at, reading)
 
-    def forward(self, at: tuple[int, int], reading: Reading) -> None:
+    def forward(self, at: tuple[int, int], reading: Profile) -> None:
         """The forward pass of a stage."""
         self.sums.entered(MODEL)
         before = self._now()
@@ -349,7 +361,7 @@ class _StageRun:
         if at[0] == self.rank.own[0]:
             self.meter.add("activations", self.rank.statistics)
 
-    def backward(self, at: tuple[int, int], reading: Reading) -> None:
+    def backward(self, at: tuple[int, int], reading: Profile) -> None:
         """The backward pass of a stage."""
         self.sums.turned(MODEL)
         before = self._now()
@@ -360,7 +372,7 @@ class _StageRun:
         if not self._sends_back(at):
             self.end(at)
 
-    def backward_input(self, at: tuple[int, int], reading: Reading) -> None:
+    def backward_input(self, at: tuple[int, int], reading: Profile) -> None:
         """The half that the stage before waits for: all that the forward pass has left stays."""
         begin, end = self.rank.stages.calls(at[0])
         if at[0] == 0:  # nobody waits
@@ -372,7 +384,7 @@ class _StageRun:
         self.meter.add("temporaries", size)
         self.meter.for_a_while("temporaries", most_temporaries(reading.backward))
 
-    def backward_weight(self, at: tuple[int, int], reading: Reading) -> None:
+    def backward_weight(self, at: tuple[int, int], reading: Profile) -> None:
         """The other half: the gradients of all parameters of the stage are there before any is added up."""
         names = [one.mark.parameter for one in reading.backward if one.mark.what == "gradient"]
         sizes = {name: reading.parameters[name].bytes for name in names}
@@ -392,7 +404,7 @@ class _StageRun:
         """Nothing of a pass is left, in two parts once the second is done."""
         if self.rank.in_parts and at in self.held and at in self.deferred:
             return
-        held = self.held.pop(at, Held())
+        held = self.held.pop(at, Bytes())
         self.meter.add("activations", -held.activations)
         self.meter.add("temporaries", -held.temporaries)
         self.let_go("recv_forward", at)
@@ -401,16 +413,16 @@ class _StageRun:
     def _sends_back(self, at: tuple[int, int]) -> bool:
         return at[0] > 0 and self.rank.rank_of[at[0] - 1] != self.rank.position
 
-    def _now(self) -> Held:
-        return Held(self.meter.now.get("activations", 0), self.meter.now.get("temporaries", 0))
+    def _now(self) -> Bytes:
+        return Bytes(self.meter.now.get("activations", 0), self.meter.now.get("temporaries", 0))
 
-    def _note(self, at: tuple[int, int], before: Held) -> None:
-        now, held = self._now(), self.held.get(at, Held())
-        more = Held(now.activations - before.activations, now.temporaries - before.temporaries)
+    def _note(self, at: tuple[int, int], before: Bytes) -> None:
+        now, held = self._now(), self.held.get(at, Bytes())
+        more = Bytes(now.activations - before.activations, now.temporaries - before.temporaries)
         self.held[at] = held + more
 
 
-def most_temporaries(stretches: Sequence[Stretch]) -> int:
+def most_temporaries(stretches: Sequence[Interval]) -> int:
     """The most that a backward pass holds of what it makes."""
     now = most = 0
     for one in stretches:

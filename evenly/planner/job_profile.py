@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from evenly.comm.fake import silence, silent_group
+from evenly.comm.fake import fake_collectives, fake_group
 from evenly.data.loader import Loader, Microbatch, Share, share_of_step
 from evenly.data.nest import tensors_in
 from evenly.engine.build import build_model, call_job, choose_kernels
@@ -21,14 +21,14 @@ from evenly.engine.step_totals import as_loss
 from evenly.errors import UserError
 from evenly.job import Job
 from evenly.model.blocks import Block, find_blocks, find_recomputed
-from evenly.parallel.core.forwards import BlockForwards
+from evenly.parallel.core.forwards import WrappedForwards
 from evenly.parallel.core.recompute import CachesOff, recomputing
 from evenly.parallel.core.statistics import keeps_statistics
 from evenly.parallel.tensor.layout import Layout
 from evenly.parallel.tensor.splits import Derivation
 from evenly.plan import Plan
 from evenly.planner.optimizer_costs import OptimizerCosts, optimizer_costs
-from evenly.planner.profile import Reading, between, read_module
+from evenly.planner.profile import Profile, between, profile_module
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Stages:
 
 
 @dataclass(eq=False)
-class JobReader:
+class JobProfiler:
     """Reads the model of `job`, each way at most once; nothing is computed.
 
     step: of which the microbatches are taken, from 0. Several sizes are read as the smallest and the largest, and what
@@ -57,7 +57,7 @@ class JobReader:
     _models: dict[str, nn.Module] = field(default_factory=dict[str, nn.Module])
     _derivations: dict[str, Derivation] = field(default_factory=dict[str, Derivation])
     _segments: dict[str, tuple[list[Any], list[str]]] = field(default_factory=dict[str, Any])
-    _readings: dict[tuple[Any, ...], Reading] = field(default_factory=dict[tuple[Any, ...], Reading])
+    _readings: dict[tuple[Any, ...], Profile] = field(default_factory=dict[tuple[Any, ...], Profile])
 
     def model(self, precision: str) -> nn.Module:
         """The job's model; without memory where its code can be built so."""
@@ -86,19 +86,19 @@ class JobReader:
     def _by_size(self) -> Sequence[Microbatch]:
         return sorted(self.microbatches, key=_elements)
 
-    def reading(self, plan: Plan, number: int = 0) -> Reading:
+    def reading(self, plan: Plan, number: int = 0) -> Profile:
         """Of microbatch `number` under `plan` (fitted and resolved)."""
         few, many = (self._read(plan, microbatch) for microbatch in (self._by_size[0], self._by_size[-1]))
         return between(few, many, _elements(self.microbatches[number]))
 
-    def _read(self, plan: Plan, microbatch: Microbatch) -> Reading:
+    def _read(self, plan: Plan, microbatch: Microbatch) -> Profile:
         key = (plan.precision, plan.recompute, plan.tensor, plan.whole, plan.sequence, plan.splits_blocks)
         key = (*key, *(tuple(tensor.shape) for tensor in tensors_in(microbatch.batch)))
         if key not in self._readings:
             self._readings[key] = self._read_now(plan, microbatch)
         return self._readings[key]
 
-    def _read_now(self, plan: Plan, microbatch: Microbatch) -> Reading:
+    def _read_now(self, plan: Plan, microbatch: Microbatch) -> Profile:
         assert plan.precision is not None  # the plan is resolved
         precision = plan.precision
 
@@ -108,7 +108,7 @@ class JobReader:
 
         batch = place_batch(microbatch.batch, precision, "cpu")
         changes = _Changes(self, plan)
-        return read_module(
+        return profile_module(
             self.model(precision),
             loss,
             batch,
@@ -130,14 +130,14 @@ class JobReader:
 
     def stages(self, plan: Plan) -> Stages:
         """What the pipeline of `plan` cuts the model into."""
-        from evenly.engine.find_stages import counts_of, segments_of
+        from evenly.engine.find_stages import call_costs_of, counts_of
         from evenly.parallel.pipeline.model import StagedModel  # torch's parts behind these take a while to import
         from evenly.parallel.pipeline.stages import owners_of, stage_of_calls
 
         assert plan.precision is not None  # the plan is resolved
         if plan.precision not in self._segments:
             model = StagedModel(build_model(self.job, precision=plan.precision, device=None), "cpu")
-            self._segments[plan.precision] = segments_of(self.job, model, plan), [*model.known]
+            self._segments[plan.precision] = call_costs_of(self.job, model, plan), [*model.known]
         segments, names = self._segments[plan.precision]
         microbatches = len(self.share(0, plan.axes["data"]).own)
         counts = counts_of(segments, plan, device="cpu", microbatches=microbatches, limit_bytes=None)
@@ -168,7 +168,7 @@ class JobReader:
 class _Changes:
     """What a plan does to the model that is read."""
 
-    reader: JobReader
+    reader: JobProfiler
     plan: Plan
     said: list[int] = field(default_factory=list[int])
     _axis: AbstractContextManager[Any] = field(default_factory=nullcontext[Any])
@@ -187,9 +187,9 @@ class _Changes:
             if plan.recompute in ("selective", "full"):
                 change = recomputing(selective=plan.recompute == "selective")
                 recomputed = find_recomputed(model, blocks)
-                stack.callback(BlockForwards(recomputed, [change], asked=f"recompute={plan.recompute}").close)
+                stack.callback(WrappedForwards(recomputed, [change], asked=f"recompute={plan.recompute}").close)
             if plan.splits_tensors:
-                stack.enter_context(silence(self.said.append))
+                stack.enter_context(fake_collectives(self.said.append))
                 self._axis = self._split(model, stack).axis
             yield
 
@@ -202,7 +202,7 @@ class _Changes:
         split = SplitModel(
             model,
             self.reader.layouts(plan),
-            silent_group("tensor", plan.tensor),
+            fake_group("tensor", plan.tensor),
             sequence=plan.sequence == "split",
             recomputed=plan.recompute == "selective",
         )

@@ -9,29 +9,29 @@ from functools import cached_property
 
 from evenly.errors import EvenlyError, PlanError
 from evenly.job import Job, Precision
-from evenly.model.parts import Part, Parts, Work
+from evenly.model.parts import BlockCost, ModelCosts, OpCost
 from evenly.plan import Plan, with_microbatch
 from evenly.planner.job_memory import memory_of_ranks
-from evenly.planner.job_profile import JobReader
+from evenly.planner.job_profile import JobProfiler
 from evenly.planner.prediction import MemoryByCause
-from evenly.planner.profile import Reading, parts_of
+from evenly.planner.profile import Profile, parts_of
 from evenly.planner.speeds import Library
-from evenly.planner.training_config import Setup
+from evenly.planner.training_config import TrainingConfig
 
 TENSOR_SIZES = (2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
-class JobSubject:
-    """Implements `Subject`. A job that states no microbatch leaves it to its plans."""
+class JobSource:
+    """Implements `CostSource`. A job that states no microbatch leaves it to its plans."""
 
     job: Job
-    _readers: dict[int, JobReader] = field(default_factory=dict[int, JobReader])
+    _readers: dict[int, JobProfiler] = field(default_factory=dict[int, JobProfiler])
 
     @cached_property
-    def reader(self) -> JobReader:
+    def reader(self) -> JobProfiler:
         """Of its model."""
-        return JobReader(self.job)
+        return JobProfiler(self.job)
 
     @property
     def name(self) -> str:
@@ -44,7 +44,7 @@ class JobSubject:
         return self.job.precision
 
     @cached_property
-    def whole(self) -> Reading:
+    def whole(self) -> Profile:
         """Of its model on one device."""
         return self.reader.reading(Plan(data=1).resolve(self.job.precision))
 
@@ -87,17 +87,17 @@ class JobSubject:
             return problem.found
         return None
 
-    def parts(self, plan: Plan, setup: Setup) -> Parts:
+    def parts(self, plan: Plan, setup: TrainingConfig) -> ModelCosts:
         """As it was read; what a plan computes anew is not in the parts. Parts that are alike are one."""
         found = parts_of({"none": self._as_run(plan).reading(replace(plan, recompute="none"))})
-        made: dict[object, Part] = {}
-        return Parts(
+        made: dict[object, BlockCost] = {}
+        return ModelCosts(
             before=_computed(found.before, setup, made),
             blocks=[_computed(replace(block, name="block"), setup, made) for block in found.blocks],
             after=_computed(found.after, setup, made),
         )
 
-    def _as_run(self, plan: Plan) -> JobReader:
+    def _as_run(self, plan: Plan) -> JobProfiler:
         """A reader of the job with the plan's microbatch; all read the same model."""
         if plan.microbatch is None:
             return self.reader
@@ -106,7 +106,12 @@ class JobSubject:
         return self._readers[plan.microbatch]
 
     def memory(
-        self, plan: Plan, setup: Setup, layers: Sequence[int], library: Library, ranks: Sequence[int] | None = None
+        self,
+        plan: Plan,
+        setup: TrainingConfig,
+        layers: Sequence[int],
+        library: Library,
+        ranks: Sequence[int] | None = None,
     ) -> list[MemoryByCause]:
         """Of every rank of the pipeline the device that holds most."""
         meters = memory_of_ranks(self._as_run(plan), replace(plan, cut=plan.cut or _cut(layers)))
@@ -124,13 +129,13 @@ def _cut(layers: Sequence[int]) -> str | None:
     return "|".join(map(str, starts)) or None
 
 
-def _computed(part: Part, setup: Setup, made: dict[object, Part]) -> Part:
+def _computed(part: BlockCost, setup: TrainingConfig, made: dict[object, BlockCost]) -> BlockCost:
     """`part` in the type that the setup multiplies, or the one in `made` that is alike."""
     forward, backward = _works(part.forward, setup), _works(part.backward, setup)
     key = (part.name, part.parameters, forward, backward, part.tensor_bytes, part.input_bytes)
     return made.setdefault(key, replace(part, forward=forward, backward=backward))
 
 
-def _works(works: Sequence[Work], setup: Setup) -> tuple[Work, ...]:
+def _works(works: Sequence[OpCost], setup: TrainingConfig) -> tuple[OpCost, ...]:
     """Selective recomputation does again what multiplies nothing."""
     return tuple(replace(work, dtype=setup.dtype, recomputed=work.kind == "memory") for work in works)

@@ -20,10 +20,10 @@ from typing import Literal
 import torch
 
 from evenly.parallel.data.gradients import BUCKET_BYTES, FIRST_BUCKET_BYTES, SQUARED_AT_ONCE
-from evenly.parallel.data.partition import IN_FLIGHT, Place
+from evenly.parallel.data.partition import IN_FLIGHT, RowLayout
 from evenly.planner.optimizer_costs import OptimizerCosts
 from evenly.planner.prediction import MemoryByCause
-from evenly.planner.profile import Parameter, Stretch
+from evenly.planner.profile import Interval, Parameter
 
 Cause = Literal[
     "parameters", "gradients", "sums", "optimizer", "activations", "gathered", "buffers", "temporaries", "context"
@@ -56,7 +56,7 @@ class Meter:
         self.add(cause, size)
         self.add(cause, -size)
 
-    def stretch(self, stretch: Stretch) -> None:
+    def stretch(self, stretch: Interval) -> None:
         """What a stretch does."""
         total = self.total + stretch.peak.total
         if total > self.peak:
@@ -116,14 +116,14 @@ class Sums(ABC):
         """A backward pass is over."""
 
     @abstractmethod
-    def receive(self) -> None:
+    def finish_reduce(self) -> None:
         """Sums over ranks, divided."""
 
     @abstractmethod
     def norm_lengths(self, *, apart: bool) -> list[int]:
         """Elements of each tensor that the norm is taken of, in order; apart: parameter by parameter."""
 
-    def spread(self) -> None:  # noqa: B027
+    def all_gather_parameters(self) -> None:  # noqa: B027
         """After the update."""
 
 
@@ -141,45 +141,54 @@ def in_buckets(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
     return found
 
 
-class WholeSums(Sums):
+class FullSums(Sums):
     """Every rank has all gradients (`parallel.data.gradients`)."""
 
-    def __init__(self, meter: Meter, parameters: Sequence[Parameter], *, wide: bool, numbers: int) -> None:
+    def __init__(
+        self, meter: Meter, parameters: Sequence[Parameter], *, accumulate_float64: bool, numbers: int
+    ) -> None:
         """numbers: that are summed with the gradients."""
         super().__init__(meter)
         self._lengths: list[int] = []
         self._elements: list[int] = []
         buckets = in_buckets(parameters)
         last = buckets[-1] if buckets else []
-        apart = not wide and last and last[0].dtype is not torch.float64
+        apart = not accumulate_float64 and last and last[0].dtype is not torch.float64
         if apart and sum(one.bytes for one in last) > FIRST_BUCKET_BYTES:
             buckets.append([])
         for number, bucket in enumerate(buckets):
-            self._hold(bucket, wide=wide or number == len(buckets) - 1)
+            self._hold(bucket, accumulate_float64=accumulate_float64 or number == len(buckets) - 1)
             self._elements += [one.elements for one in bucket]
         tail = sum(len(bucket) for bucket in buckets) + numbers
         meter.add("sums", 2 * tail * WIDE)
 
-    def _hold(self, bucket: Sequence[Parameter], *, wide: bool) -> None:
+    def _hold(self, bucket: Sequence[Parameter], *, accumulate_float64: bool) -> None:
         length = sum(one.elements for one in bucket)
         self._lengths.append(length)
         size = bucket[0].dtype.itemsize if bucket else WIDE
         self.meter.add("gradients", length * size)
-        if wide and size != WIDE:
+        if accumulate_float64 and size != WIDE:
             self.meter.add("sums", length * WIDE)
 
-    def receive(self) -> None:
+    def finish_reduce(self) -> None:
         pass
 
     def norm_lengths(self, *, apart: bool) -> list[int]:
         return self._elements if apart else self._lengths
 
 
-class CutSums(Sums):
+class ShardedSums(Sums):
     """Every rank keeps the gradients of its pieces (`parallel.data.partition`)."""
 
     def __init__(
-        self, meter: Meter, parameters: Sequence[Parameter], *, zero: int, ranks: int, wide: bool, rounds: int
+        self,
+        meter: Meter,
+        parameters: Sequence[Parameter],
+        *,
+        zero: int,
+        ranks: int,
+        accumulate_float64: bool,
+        rounds: int,
     ) -> None:
         super().__init__(meter)
         self._zero, self._ranks, self._rounds = zero, ranks, rounds
@@ -188,7 +197,7 @@ class CutSums(Sums):
         self._bucket_of = {one.names[0]: n for n, bucket in enumerate(self._buckets) for one in bucket}
         self._lengths = [sum(_piece(one, ranks) for one in bucket) for bucket in self._buckets]
         self._sizes = [bucket[0].dtype.itemsize if bucket else WIDE for bucket in self._buckets]
-        self._added_in = [WIDE if wide else size for size in self._sizes]
+        self._added_in = [WIDE if accumulate_float64 else size for size in self._sizes]
         self._messages = [
             ranks * length * (size if zero == 2 else added_in)
             for length, size, added_in in zip(self._lengths, self._sizes, self._added_in, strict=True)
@@ -275,7 +284,7 @@ class CutSums(Sums):
         self._left -= 1
         self._begin_round(sending=self._left > 0)
 
-    def receive(self) -> None:
+    def finish_reduce(self) -> None:
         while self._left > 0:
             self._finish_round()
         while self._flying:
@@ -289,7 +298,7 @@ class CutSums(Sums):
         pieces = [_piece(one, self._ranks) for bucket in self._buckets for one in bucket]
         return pieces if apart else self._lengths
 
-    def spread(self) -> None:
+    def all_gather_parameters(self) -> None:
         rows = [length * size * (1 + self._ranks) for length, size in zip(self._lengths, self._sizes, strict=True)]
         for both in pairwise([0, *rows]):
             self.meter.for_a_while("buffers", sum(both))
@@ -297,14 +306,14 @@ class CutSums(Sums):
 
 def _piece(parameter: Parameter, ranks: int) -> int:
     """Elements of a piece as it is filled up."""
-    return Place.of(parameter.shape, ranks).length if parameter.shape else 0
+    return RowLayout.of(parameter.shape, ranks).length if parameter.shape else 0
 
 
 def own_elements(parameter: Parameter, ranks: int, position: int) -> int:
     """Elements of the piece that the rank at `position` steps."""
     if not parameter.shape:
         return parameter.elements
-    rows = Place.of(parameter.shape, ranks).own(position)
+    rows = RowLayout.of(parameter.shape, ranks).own(position)
     return (rows.stop - rows.start) * math.prod(parameter.shape[1:])
 
 
@@ -324,7 +333,14 @@ class ShardSums(Sums):
     """Parameters are cut too (`parallel.data.shards`), and whole while they compute."""
 
     def __init__(
-        self, meter: Meter, units: Sequence[Unit], *, ranks: int, wide: bool, on_host: bool, in_parts: bool
+        self,
+        meter: Meter,
+        units: Sequence[Unit],
+        *,
+        ranks: int,
+        accumulate_float64: bool,
+        on_host: bool,
+        in_parts: bool,
     ) -> None:
         """units: the root first. ranks: of the shard group. on_host: whether shards live there.
 
@@ -334,7 +350,7 @@ class ShardSums(Sums):
         self._units, self._on_host = units, on_host
         self._padded = [sum(_piece(one, ranks) * one.dtype.itemsize for one in unit.parameters) for unit in units]
         self._trained = [sum(_piece(one, ranks) for one in unit.parameters if one.trained) for unit in units]
-        self._ranks, self._wide = ranks, wide
+        self._ranks, self._accumulate_float64 = ranks, accumulate_float64
         self._sizes = [unit.parameters[0].dtype.itemsize if unit.parameters else WIDE for unit in units]
         self._unit_of = {call: n for n, unit in enumerate(units) for call in unit.calls}
         self._home = {one.names[0]: n for n, unit in enumerate(units) for one in unit.parameters}
@@ -428,7 +444,7 @@ class ShardSums(Sums):
         """A whole gradient is added to those of earlier microbatches, in the type that they are reduced in."""
         if name not in self._kept:
             self._kept.add(name)
-            size = self._bytes[name] // self._sizes[unit] * (WIDE if self._wide else self._sizes[unit])
+            size = self._bytes[name] // self._sizes[unit] * (WIDE if self._accumulate_float64 else self._sizes[unit])
             self._grads[unit] = self._grads.get(unit, 0) + size
             self.meter.add("gradients", size)
             if unit not in self._waiting:
@@ -452,7 +468,7 @@ class ShardSums(Sums):
         if not self._trained[unit]:
             return
         self.meter.add("buffers", -self._reducing)
-        added_in = WIDE if self._wide else self._sizes[unit]
+        added_in = WIDE if self._accumulate_float64 else self._sizes[unit]
         row = self._trained[unit] * added_in
         sent_in = added_in if self._in_parts or self._ranks == 1 else self._sizes[unit]
         self._reducing = self._ranks * self._trained[unit] * sent_in
@@ -481,7 +497,7 @@ class ShardSums(Sums):
             self._partial.discard(unit)
             self.meter.add("sums", -row)
 
-    def receive(self) -> None:
+    def finish_reduce(self) -> None:
         if self._in_parts:
             for unit in self._waiting:
                 self._reshard(unit)
@@ -501,7 +517,7 @@ class ShardSums(Sums):
 # ------------------------------------------------------------------------------------------------------------ a step
 
 
-def play(meter: Meter, sums: Sums, stretches: Iterable[Stretch]) -> None:
+def play(meter: Meter, sums: Sums, stretches: Iterable[Interval]) -> None:
     """Adds the stretches of a pass, with what the sums of gradients do at their marks."""
     for one in stretches:
         meter.stretch(one)

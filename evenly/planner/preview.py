@@ -7,25 +7,25 @@ from collections.abc import Sequence
 from evenly.plan import Plan
 from evenly.plan.orders import compute_orders
 from evenly.plan.schedule import Action, runnable
-from evenly.planner.costed_plan import candidate_of, layers_of
-from evenly.planner.request import Question
+from evenly.planner.costed_plan import costed_plan_of, layers_of
+from evenly.planner.request import PlanRequest
 from evenly.planner.time import StageTime, stage_times
 from evenly.planner.timeline import Costs, Orders, Timeline, simulate
-from evenly.planner.training_config import Setup
+from evenly.planner.training_config import TrainingConfig
 
 ROUNDS = 2  # microbatches per rank: a schedule fills up, and empties
 ALONE = 6  # microbatches of a device without a pipeline
 MOST_SPANS = 3000
 
 
-def preview(question: Question, plan: Plan) -> Timeline:
+def preview(question: PlanRequest, plan: Plan) -> Timeline:
     """The spans of a step of `plan`, which is complete, with a few of its microbatches; messages are not drawn."""
-    one = candidate_of(question, plan)
+    one = costed_plan_of(question, plan)
     stages = stage_times(one.parts, layers_of(one), one.setup, one.machine)
     return simulate(_orders(plan, one.setup), _costs(stages))
 
 
-def _orders(plan: Plan, setup: Setup) -> Orders:
+def _orders(plan: Plan, setup: TrainingConfig) -> Orders:
     p, v = setup.pipeline, setup.stages_per_rank
     if p == 1:
         return [_alone(min(setup.microbatches, ALONE))]

@@ -30,8 +30,8 @@ from evenly.errors import EvenlyError, UserError, describe, place_of
 from evenly.model import lstm
 from evenly.model.blocks import Block, find_blocks
 from evenly.model.costs import flops_of, moves_bytes
-from evenly.model.fake import fake_mode, model_without_numbers, running_without_numbers, tensor_without_numbers
-from evenly.model.parts import Kind, Part, Parts, Recompute, Work
+from evenly.model.fake import fake_mode, fake_model, fake_tensor, running_fake
+from evenly.model.parts import BlockCost, Kind, ModelCosts, OpCost, Recompute
 from evenly.planner.hollow import Hollow, as_held
 
 ASKED = "reading the model (it is run once without numbers)"
@@ -58,7 +58,7 @@ MODEL = -1  # in the place of a call's number, that of the model itself
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Bytes:
     """Bytes that the forward pass has made, and that the backward pass has made."""
 
     activations: int = 0
@@ -69,12 +69,12 @@ class Held:
         """Of both."""
         return self.activations + self.temporaries
 
-    def __add__(self, other: Held) -> Held:
-        return Held(self.activations + other.activations, self.temporaries + other.temporaries)
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(self.activations + other.activations, self.temporaries + other.temporaries)
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class Event:
     """What ends a stretch.
 
     what: "begin" or "end" of the call's pass; "gradient": that of the parameter is there, and "freed" again; "" the
@@ -89,16 +89,16 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class Interval:
     """What happens up to `mark`: `peak` is the highest above the begin of the stretch, `left` what it leaves."""
 
-    peak: Held
-    left: Held
-    mark: Mark
+    peak: Bytes
+    left: Bytes
+    mark: Event
 
 
 @dataclass(frozen=True)
-class Call:
+class ProfiledCall:
     """One call of a block: its name, and bytes of the tensors with a gradient that it is given and that it returns."""
 
     block: str
@@ -127,7 +127,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Reading:
+class Profile:
     """One forward and backward of a microbatch.
 
     stretches:  in the order of time; both passes end with a mark of their own.
@@ -142,29 +142,29 @@ class Reading:
     output_bytes: of what the model returned to the loss. elements: of the batch's tensors.
     """
 
-    stretches: tuple[Stretch, ...]
-    calls: tuple[Call, ...]
+    intervals: tuple[Interval, ...]
+    calls: tuple[ProfiledCall, ...]
     parameters: dict[str, Parameter]
     buffer_bytes: int
     used: dict[int, frozenset[str]]
-    works: dict[tuple[Pass, int], tuple[Work, ...]]
+    works: dict[tuple[Pass, int], tuple[OpCost, ...]]
     turning_bytes: dict[int, int]
     summed: dict[tuple[Pass, int], tuple[int, ...]] = field(default_factory=dict[tuple[Pass, int], tuple[int, ...]])
     output_bytes: int = 0
     elements: int = 0
 
     @property
-    def forward(self) -> tuple[Stretch, ...]:
+    def forward(self) -> tuple[Interval, ...]:
         """The stretches of the forward pass."""
-        return tuple(one for one in self.stretches if one.mark.stage == "forward")
+        return tuple(one for one in self.intervals if one.mark.stage == "forward")
 
     @property
-    def backward(self) -> tuple[Stretch, ...]:
+    def backward(self) -> tuple[Interval, ...]:
         """The stretches of the backward pass."""
-        return tuple(one for one in self.stretches if one.mark.stage == "backward")
+        return tuple(one for one in self.intervals if one.mark.stage == "backward")
 
 
-def read_module(
+def profile_module(
     model: nn.Module,
     loss: Callable[[nn.Module, Any], torch.Tensor],
     batch: Any,
@@ -173,7 +173,7 @@ def read_module(
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     hollow: bool = False,
     said: Sequence[int] = (),
-) -> Reading:
+) -> Profile:
     """What `loss(model, batch)`, a scalar, and its backward do. Neither the model nor a random state is changed.
 
     model: on any device, meta among them. batch: any nest of tensors; its numbers count only where shapes within the
@@ -184,8 +184,8 @@ def read_module(
 
     Raises `UserError`, naming the operation, where the code needs numbers or does not run without them.
     """
-    read = partial(_read_as, model, loss, batch, change=change, around=around, said=said)
-    with running_without_numbers():
+    read = partial(_profile_as, model, loss, batch, change=change, around=around, said=said)
+    with running_fake():
         try:
             return read(hollow=hollow)
         except EvenlyError:
@@ -201,7 +201,7 @@ def read_module(
             raise _refusal(problem if said_more else first) from problem
 
 
-def _read_as(
+def _profile_as(
     model: nn.Module,
     loss: Callable[[nn.Module, Any], torch.Tensor],
     batch: Any,
@@ -210,44 +210,44 @@ def _read_as(
     around: Callable[[], AbstractContextManager[Any]],
     hollow: bool,
     said: Sequence[int],
-) -> Reading:
+) -> Profile:
     mode = Hollow() if hollow else fake_mode()
     fakes = nullcontext() if hollow else mode
-    faked = model_without_numbers(model, fakes, _unnoted).train()
+    faked = fake_model(model, fakes, _unnoted).train()
     blocks = find_blocks(faked)
     if isinstance(mode, Hollow):
         mode.know((*faked.parameters(), *faked.buffers()))
-    nest = map_tensors(torch.clone if hollow else lambda tensor: tensor_without_numbers(tensor, fakes), batch)
+    nest = map_tensors(torch.clone if hollow else lambda tensor: fake_tensor(tensor, fakes), batch)
     changed = nullcontext() if change is None else change(faked, blocks)
     with mode, changed, torch.enable_grad():
-        return _Reader(faked, blocks, said).read(partial(loss, faked, nest), nest, around)
+        return _ProfileRecorder(faked, blocks, said).read(partial(loss, faked, nest), nest, around)
 
 
 def _unnoted(*_: object) -> None:
     """Nobody asks for the tensors of the copy."""
 
 
-def between(few: Reading, many: Reading, elements: int) -> Reading:
+def between(few: Profile, many: Profile, elements: int) -> Profile:
     """The reading of a batch of `elements`, from those of a smaller and a larger one: costs are linear between them.
 
     Where these two did not do the same, the larger one's, scaled.
     """
     if few.elements == many.elements or elements == many.elements:
         return many
-    if [one.mark for one in few.stretches] != [one.mark for one in many.stretches]:
+    if [one.mark for one in few.intervals] != [one.mark for one in many.intervals]:
         few = many
     at = (elements - few.elements) / (many.elements - few.elements) if few is not many else elements / many.elements
-    pairs = zip(few.stretches, many.stretches, strict=True)
+    pairs = zip(few.intervals, many.intervals, strict=True)
 
     def middle(a: int, b: int) -> int:
         return round(b * at) if few is many else round(a + (b - a) * at)
 
-    def held(a: Held, b: Held) -> Held:
-        return Held(middle(a.activations, b.activations), middle(a.temporaries, b.temporaries))
+    def held(a: Bytes, b: Bytes) -> Bytes:
+        return Bytes(middle(a.activations, b.activations), middle(a.temporaries, b.temporaries))
 
-    stretches = tuple(Stretch(held(a.peak, b.peak), held(a.left, b.left), b.mark) for a, b in pairs)
+    stretches = tuple(Interval(held(a.peak, b.peak), held(a.left, b.left), b.mark) for a, b in pairs)
     calls = tuple(
-        Call(b.block, middle(a.input_bytes, b.input_bytes), middle(a.output_bytes, b.output_bytes))
+        ProfiledCall(b.block, middle(a.input_bytes, b.input_bytes), middle(a.output_bytes, b.output_bytes))
         for a, b in zip(few.calls, many.calls, strict=True)
     )
     turnings = {place: middle(few.turning_bytes.get(place, 0), size) for place, size in many.turning_bytes.items()}
@@ -265,14 +265,14 @@ def between(few: Reading, many: Reading, elements: int) -> Reading:
     )
 
 
-def _between_works(few: Sequence[Work], many: Sequence[Work], at: float, scaled: bool) -> tuple[Work, ...]:
+def _between_works(few: Sequence[OpCost], many: Sequence[OpCost], at: float, scaled: bool) -> tuple[OpCost, ...]:
     if scaled or [(one.kind, one.times) for one in few] != [(one.kind, one.times) for one in many]:
         part = at if scaled else 1.0
         return tuple(replace(one, flops=one.flops * part, moved_bytes=one.moved_bytes * part) for one in many)
     return tuple(_between_two(a, b, at) for a, b in zip(few, many, strict=True))
 
 
-def _between_two(few: Work, many: Work, at: float) -> Work:
+def _between_two(few: OpCost, many: OpCost, at: float) -> OpCost:
     def middle(name: str) -> float:
         a, b = getattr(few, name), getattr(many, name)
         return a + (b - a) * at
@@ -284,16 +284,16 @@ def _between_two(few: Work, many: Work, at: float) -> Work:
 # ---------------------------------------------------------------------------------------------- as parts of a model
 
 
-def parts_of(readings: Mapping[Recompute, Reading]) -> Parts:
+def parts_of(readings: Mapping[Recompute, Profile]) -> ModelCosts:
     """The parts of a model from its readings under each recomputation."""
     plain = readings["none"]
     count = len(plain.calls)
     blocks = [_part(readings, call.block, number, number) for number, call in enumerate(plain.calls)]
     before, after = _part(readings, "before", MODEL, MODEL), _part(readings, "after", count, count)
-    return Parts(before=before, blocks=blocks, after=after)
+    return ModelCosts(before=before, blocks=blocks, after=after)
 
 
-def _part(readings: Mapping[Recompute, Reading], name: str, place: int, owner: int) -> Part:
+def _part(readings: Mapping[Recompute, Profile], name: str, place: int, owner: int) -> BlockCost:
     plain = readings["none"]
     used = [plain.parameters[one] for one in sorted(plain.used.get(owner, ()))]
     forward: dict[Recompute, tuple[int, int]] = {
@@ -302,7 +302,7 @@ def _part(readings: Mapping[Recompute, Reading], name: str, place: int, owner: i
     input_bytes = plain.calls[place].input_bytes if 0 <= place < len(plain.calls) else 0
     if plain.calls and place == len(plain.calls):
         input_bytes = plain.calls[-1].output_bytes
-    return Part(
+    return BlockCost(
         name=name,
         parameters=sum(one.elements for one in used),
         tensors=len(used),
@@ -316,7 +316,7 @@ def _part(readings: Mapping[Recompute, Reading], name: str, place: int, owner: i
     )
 
 
-def _rise(reading: Reading, stage: Pass, place: int) -> tuple[int, int]:
+def _rise(reading: Profile, stage: Pass, place: int) -> tuple[int, int]:
     """How far memory rises above where it was in the stretches of a place, and what they leave."""
     now = most = 0
     for where, one in places_of(reading):
@@ -326,10 +326,10 @@ def _rise(reading: Reading, stage: Pass, place: int) -> tuple[int, int]:
     return most, now
 
 
-def places_of(reading: Reading) -> Iterator[tuple[int, Stretch]]:
+def places_of(reading: Profile) -> Iterator[tuple[int, Interval]]:
     """Every stretch with its place: a call with the code after it; -1 before the first, their number after the last."""
     place, count = MODEL, len(reading.calls)
-    for one in reading.stretches:
+    for one in reading.intervals:
         yield place, one
         mark = one.mark
         if mark.stage == "forward" and mark.what == "begin" and mark.call >= 0:
@@ -340,14 +340,14 @@ def places_of(reading: Reading) -> Iterator[tuple[int, Stretch]]:
             place = mark.call if mark.what == "begin" else mark.call - 1 if mark.what == "end" else place
 
 
-def stage_of_reading(reading: Reading, begin: int, end: int) -> Reading:
+def stage_of_reading(reading: Profile, begin: int, end: int) -> Profile:
     """Of a reading what the calls from `begin` to before `end` do, with the code after each; the first has all before.
 
     Its marks of the model's own passes are left out.
     """
-    kept: list[Stretch] = []
+    kept: list[Interval] = []
     at, last = 0, len(reading.calls)
-    for one in reading.stretches:
+    for one in reading.intervals:
         mark = one.mark
         if mark.stage == "forward" and mark.what == "begin" and mark.call >= 0:
             before, at = at, mark.call
@@ -360,22 +360,22 @@ def stage_of_reading(reading: Reading, begin: int, end: int) -> Reading:
     return replace(reading, stretches=tuple(map(_without_model, kept)))
 
 
-def _without_model(stretch: Stretch) -> Stretch:
+def _without_model(stretch: Interval) -> Interval:
     of_model = stretch.mark.call == MODEL and stretch.mark.what in ("begin", "end")
-    return replace(stretch, mark=Mark("", stretch.mark.stage)) if of_model else stretch
+    return replace(stretch, mark=Event("", stretch.mark.stage)) if of_model else stretch
 
 
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
 @dataclass(eq=False)
-class _Reader:
+class _ProfileRecorder:
     """Runs a model without numbers and notes what it does."""
 
     model: nn.Module
     blocks: Sequence[Block]
     said: Sequence[int] = ()
-    calls: list[Call] = field(default_factory=list[Call])
+    calls: list[ProfiledCall] = field(default_factory=list[ProfiledCall])
     inside: list[int] = field(default_factory=list[int])
 
     def __post_init__(self) -> None:
@@ -396,7 +396,7 @@ class _Reader:
         self.output_bytes = 0
         self.memory = _Memory(self)
 
-    def mark(self, mark: Mark) -> None:
+    def mark(self, mark: Event) -> None:
         """Ends a stretch, and what was said in it belongs to where the model was."""
         if len(self.said) > self.heard:
             self.summed.setdefault((self.stage, self.place), []).extend(self.said[self.heard :])
@@ -405,7 +405,7 @@ class _Reader:
 
     def read(
         self, compute: Callable[[], torch.Tensor], batch: Any, around: Callable[[], AbstractContextManager[Any]]
-    ) -> Reading:
+    ) -> Profile:
         self.memory.know((*self.model.buffers(), *tensors_in(batch)))
         self.memory.know(self.model.parameters(), weights=True)
         parameters = {names[0]: self._parameter(names) for names in self.names.values()}
@@ -415,22 +415,22 @@ class _Reader:
             with self.memory, _Calls(self.memory):
                 with around():
                     total = compute()
-                self.mark(Mark("", "forward"))
+                self.mark(Event("", "forward"))
                 self.stage, self.place = "backward", len(self.calls)
                 _check(total)
                 with around():
                     total.backward()
                 for number in reversed(range(len(self.calls))):
                     self._ended(number)
-                self.mark(Mark("end", "backward", MODEL))
+                self.mark(Event("end", "backward", MODEL))
                 del total
-                self.mark(Mark("", "backward"))
+                self.mark(Event("", "backward"))
         finally:
             for handle in handles:
                 handle.remove()
         works, turnings = self.memory.works(), self.memory.turning_bytes
-        return Reading(
-            stretches=tuple(self.memory.stretches),
+        return Profile(
+            intervals=tuple(self.memory.stretches),
             calls=tuple(self.calls),
             parameters=parameters,
             buffer_bytes=sum(buffers.values()),
@@ -469,11 +469,11 @@ class _Reader:
 
     def _enter_model(self, *_: Any) -> None:
         if self.stage == "forward":
-            self.mark(Mark("begin", "forward", MODEL))
+            self.mark(Event("begin", "forward", MODEL))
 
     def _leave_model(self, _: nn.Module, __: Any, result: Any) -> None:
         if self.stage == "forward":
-            self.mark(Mark("end", "forward", MODEL))
+            self.mark(Event("end", "forward", MODEL))
             self.place = len(self.calls)
             with as_held():
                 self.output_bytes = sum(map(_bytes, tensors_in(result)))
@@ -484,7 +484,7 @@ class _Reader:
         """The gradient of what the model returned is there."""
         if not self.turned:
             self.turned = True
-            self.mark(Mark("begin", "backward", MODEL))
+            self.mark(Event("begin", "backward", MODEL))
 
     def _enter(self, block: Block) -> Callable[..., None]:
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -497,8 +497,8 @@ class _Reader:
 
     def _called(self, block: Block, given: Sequence[torch.Tensor]) -> None:
         number = len(self.calls)
-        self.calls.append(Call(block.name, sum(map(_bytes, given))))
-        self.mark(Mark("begin", "forward", number))
+        self.calls.append(ProfiledCall(block.name, sum(map(_bytes, given))))
+        self.mark(Event("begin", "forward", number))
         self.inside.append(number)
         self.place = number
         if given and any(one() is given[0] for one in self.returned[1]):
@@ -513,7 +513,7 @@ class _Reader:
         with as_held():
             given = _with_gradient(result)
             self.calls[number] = replace(self.calls[number], output_bytes=sum(map(_bytes, given)))
-            self.mark(Mark("end", "forward", number))
+            self.mark(Event("end", "forward", number))
             self.place = AFTER + number
             self.returned = number, [weakref.ref(tensor) for tensor in given]
             for tensor in given:
@@ -525,7 +525,7 @@ class _Reader:
             self._ended(self.next[number])
         if number not in self.begun and number not in self.ended:
             self.begun.add(number)
-            self.mark(Mark("begin", "backward", number))
+            self.mark(Event("begin", "backward", number))
             self.place = number
 
     def _left(self, number: int, _: torch.Tensor) -> None:
@@ -535,15 +535,15 @@ class _Reader:
     def _ended(self, number: int) -> None:
         if number not in self.ended:
             self.ended.add(number)
-            self.mark(Mark("end", "backward", number))
+            self.mark(Event("end", "backward", number))
             self.place = number - 1
 
     def _finished(self, parameter: torch.Tensor) -> None:
         name = self.names[id(parameter)][0]
         self.used.setdefault(self.place, set()).add(name)
-        self.mark(Mark("gradient", "backward", self.place, name))
+        self.mark(Event("gradient", "backward", self.place, name))
         parameter.grad = None
-        self.mark(Mark("freed", "backward", self.place, name))
+        self.mark(Event("freed", "backward", self.place, name))
 
 
 class _Calls(TorchFunctionMode):
@@ -561,17 +561,17 @@ class _Calls(TorchFunctionMode):
 class _Memory(TorchDispatchMode):
     """Follows every storage that is made within, and counts what operations cost."""
 
-    def __init__(self, reader: _Reader) -> None:
+    def __init__(self, reader: _ProfileRecorder) -> None:
         super().__init__()
         self._reader = reader
         self.called = False  # from Python, and no operation since
         self._known: dict[int, Any] = {}
         self._now = [0, 0]  # since the last mark: what the forward has made, what the backward
         self._peak = (0, 0)
-        self._works: dict[tuple[Pass, int], Counter[Work]] = {}
+        self._works: dict[tuple[Pass, int], Counter[OpCost]] = {}
         self._weights: set[int] = set()  # storages of parameters, and of their copies in another type
         self.turning_bytes: dict[tuple[Pass, int], list[int]] = {}
-        self.stretches: list[Stretch] = []
+        self.stretches: list[Interval] = []
 
     def know(self, tensors: Iterable[torch.Tensor], *, weights: bool = False) -> None:
         """Storages that are there already."""
@@ -581,12 +581,12 @@ class _Memory(TorchDispatchMode):
             if weights:
                 self._weights.add(id(storage))
 
-    def mark(self, mark: Mark) -> None:
+    def mark(self, mark: Event) -> None:
         """Ends a stretch."""
-        self.stretches.append(Stretch(Held(*self._peak), Held(*self._now), mark))
+        self.stretches.append(Interval(Bytes(*self._peak), Bytes(*self._now), mark))
         self._now, self._peak = [0, 0], (0, 0)
 
-    def works(self) -> dict[tuple[Pass, int], list[Work]]:
+    def works(self) -> dict[tuple[Pass, int], list[OpCost]]:
         """What was computed, equal operations as one."""
         return {
             key: [replace(work, times=work.times * times) for work, times in found.items()]
@@ -602,7 +602,7 @@ class _Memory(TorchDispatchMode):
                 self._follow(tensor)
             if moves_bytes(func) and (works := _works_of(func, args, kwargs or {}, results)):
                 if self.called:
-                    works.append(Work(kind="host"))
+                    works.append(OpCost(kind="host"))
                     self.called = False
                 self._works.setdefault((self._reader.stage, self._reader.place), Counter()).update(works)
                 if self._reader.stage == "forward":
@@ -637,18 +637,18 @@ class _Memory(TorchDispatchMode):
         self._now[made_in] -= size
 
 
-def _works_of(func: Any, args: Any, kwargs: Any, results: Any) -> list[Work]:
+def _works_of(func: Any, args: Any, kwargs: Any, results: Any) -> list[OpCost]:
     """What an operation costs; nothing where it touches nothing."""
     packet = func.overloadpacket
     moved = float(sum(map(_bytes, tensors_in((args, kwargs, results)))))
     if packet in (lstm.FORWARD, lstm.BACKWARD):
-        return [*lstm.products(packet, args), Work(kind="memory", moved_bytes=moved)]
+        return [*lstm.products(packet, args), OpCost(kind="memory", moved_bytes=moved)]
     flops = flops_of(func, args, kwargs, results)
     if not moved and not flops:
         return []
     kind: Kind = "attention" if packet in ATTENTION else "matmul" if flops else "memory"
     rows, inner, columns = _sizes(packet, args) if kind == "matmul" else (0, 0, 0)
-    work = Work(
+    work = OpCost(
         kind=kind,
         flops=flops,
         moved_bytes=moved,

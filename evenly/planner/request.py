@@ -8,16 +8,16 @@ from typing import Protocol
 
 from evenly.hardware.cluster import Cluster
 from evenly.job import Precision
-from evenly.model.parts import Parts
+from evenly.model.parts import ModelCosts
 from evenly.plan import Plan
 from evenly.planner.prediction import MemoryByCause, Prediction
 from evenly.planner.speeds import Library
-from evenly.planner.training_config import Setup
+from evenly.planner.training_config import TrainingConfig
 
 IN_PIECES = 0.04  # of a device's memory
 
 
-class Subject(Protocol):
+class CostSource(Protocol):
     """A model to plan for: a known shape, or a job that was read. Plans are complete, setups theirs."""
 
     @property
@@ -53,19 +53,24 @@ class Subject(Protocol):
         """Why it cannot run so; None where it can."""
         ...
 
-    def parts(self, plan: Plan, setup: Setup) -> Parts:
+    def parts(self, plan: Plan, setup: TrainingConfig) -> ModelCosts:
         """Its parts as one rank has them."""
         ...
 
     def memory(
-        self, plan: Plan, setup: Setup, layers: Sequence[int], library: Library, ranks: Sequence[int] | None = None
+        self,
+        plan: Plan,
+        setup: TrainingConfig,
+        layers: Sequence[int],
+        library: Library,
+        ranks: Sequence[int] | None = None,
     ) -> list[MemoryByCause]:
         """Of every rank of the pipeline, or some `ranks`, where stage i has `layers[i]` blocks."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class PlanRequest:
     """What is asked.
 
     batch:        global batch, samples. only: what every plan has to state; what it leaves open is searched.
@@ -75,7 +80,7 @@ class Question:
     library:      that would run it, of speeds.toml. dtype: what it multiplies; None for what the plan's precision says.
     """
 
-    subject: Subject
+    subject: CostSource
     cluster: Cluster
     batch: int
     only: Plan = field(default_factory=Plan)
@@ -93,7 +98,7 @@ class Question:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class PlanResult:
     """What was found.
 
     plans:  that fit, best first.

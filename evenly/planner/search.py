@@ -19,15 +19,15 @@ from evenly.errors import PlanError, UserError
 from evenly.plan import Plan
 from evenly.plan.plan import largest_shard
 from evenly.planner.costed_plan import (
-    Candidate,
-    candidate_of,
+    CostedPlan,
+    costed_plan_of,
     layers_of,
     predicted,
     seconds_of_parts,
     time_of,
 )
 from evenly.planner.prediction import Prediction
-from evenly.planner.request import Answer, Question
+from evenly.planner.request import PlanRequest, PlanResult
 from evenly.planner.time import message_seconds, tail_seconds
 
 SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zbv")
@@ -41,7 +41,7 @@ SLACK = 1 - 1e-9  # of bounds, for rounding
 GIB = 2**30
 
 
-class Choice(NamedTuple):
+class PlanChoice(NamedTuple):
     """What is chosen of a plan; names as in `Plan`."""
 
     data: int
@@ -61,7 +61,7 @@ class Choice(NamedTuple):
         return (self.data, self.tensor, self.pipeline, self.zero)
 
 
-def search(question: Question) -> Answer:
+def search(question: PlanRequest) -> PlanResult:
     """The best plans for a question. Raises `UserError` where no plan can split the batch or the model at all."""
     _refuse_unknown(question.only)
     if question.step_s is not None:
@@ -79,7 +79,7 @@ def _refuse_unknown(only: Plan) -> None:
         )
 
 
-def _on(question: Question, devices: int) -> Answer:
+def _on(question: PlanRequest, devices: int) -> PlanResult:
     """The best plans on `devices`."""
     devices = question.only.ranks or devices
     choices = [*choices_of(question, devices)]
@@ -93,18 +93,18 @@ def _on(question: Question, devices: int) -> Answer:
     judge = _Judge(question)
     best, judged, least = _best(question, judge, choices)
     if best:
-        return Answer(plans=best, tried=len(choices), judged=judged)
+        return PlanResult(plans=best, tried=len(choices), judged=judged)
     if least is None:
         raise UserError(
             f"plan {question.subject.name} on {devices} devices",
             judge.refused or "no plan can run so",
             "leave more of the plan open with --only",
         )
-    return Answer(plans=(), nearest=least, change=_change(question, least), tried=len(choices), judged=judged)
+    return PlanResult(plans=(), nearest=least, change=_change(question, least), tried=len(choices), judged=judged)
 
 
 def _best(
-    question: Question, judge: _Judge, choices: Sequence[Choice]
+    question: PlanRequest, judge: _Judge, choices: Sequence[PlanChoice]
 ) -> tuple[list[Prediction], int, Prediction | None]:
     """The fastest of the `top` best families; how many choices were predicted in full; if none fits, the least."""
     waiting = [(judge.bound(choice), number) for number, choice in enumerate(choices)]
@@ -139,9 +139,9 @@ def _best(
 class _Judge:
     """Answers what a choice takes; what several choices have in common is found out once."""
 
-    question: Question
+    question: PlanRequest
     refused: str = ""
-    _candidates: dict[Choice, Candidate | None] = field(default_factory=dict[Choice, Candidate | None])
+    _candidates: dict[PlanChoice, CostedPlan | None] = field(default_factory=dict[PlanChoice, CostedPlan | None])
     _seconds: dict[tuple[Any, ...], list[float]] = field(default_factory=dict[tuple[Any, ...], list[float]])
 
     @cached_property
@@ -149,13 +149,13 @@ class _Judge:
         """Of the plans that do not state one."""
         return self.question.only.precision or self.question.subject.precision
 
-    def candidate(self, choice: Choice) -> Candidate | None:
+    def candidate(self, choice: PlanChoice) -> CostedPlan | None:
         """None where such a plan cannot run."""
         if choice not in self._candidates:
             self._candidates[choice] = self._made(choice)
         return self._candidates[choice]
 
-    def _made(self, choice: Choice) -> Candidate | None:
+    def _made(self, choice: PlanChoice) -> CostedPlan | None:
         try:
             plan = plan_of(choice, self.question, self.precision)
         except PlanError as problem:
@@ -163,9 +163,9 @@ class _Judge:
             return None
         why = self.question.subject.refusal(plan)
         self.refused = why or self.refused
-        return candidate_of(self.question, plan) if why is None else None
+        return costed_plan_of(self.question, plan) if why is None else None
 
-    def bound(self, choice: Choice) -> float:
+    def bound(self, choice: PlanChoice) -> float:
         """Seconds that no step of it beats; for a choice that cannot run, for ever."""
         alike = choice._replace(schedule="1f1b" if choice.pipeline > 1 else None, stages_per_rank=None)
         one = self.candidate(alike)
@@ -179,7 +179,7 @@ class _Judge:
             step += self._fill(choice, min(seconds[1:-1]))
         return (step + tail_seconds(one.parts, one.setup, one.machine)) * SLACK
 
-    def seconds(self, choice: Choice, one: Candidate) -> list[float]:
+    def seconds(self, choice: PlanChoice, one: CostedPlan) -> list[float]:
         """Of every part on one microbatch; alike for all choices that differ in nothing that counts here."""
         key = (choice.tensor, choice.microbatch, choice.recompute, choice.sequence, choice.zero == 3)
         key = (*key, choice.data, choice.shard) if choice.zero == 3 else key
@@ -187,7 +187,7 @@ class _Judge:
             self._seconds[key] = seconds_of_parts(one)
         return self._seconds[key]
 
-    def _fill(self, choice: Choice, block: float) -> float:
+    def _fill(self, choice: PlanChoice, block: float) -> float:
         """The least that the last rank waits for its first input and the first for its last gradients; 0 if unknown.
 
         block: seconds of the quickest block. Schedules that split the backward pass fill some of it.
@@ -197,7 +197,7 @@ class _Judge:
             return 0.0
         return (choice.pipeline - 1) * (blocks // stages - 1) * block
 
-    def has_room(self, choice: Choice) -> bool:
+    def has_room(self, choice: PlanChoice) -> bool:
         """Whether it may fit: the ranks that mostly need most do."""
         one = self.candidate(choice)
         if one is None or _least_bytes(one) > self.question.limit_bytes:
@@ -207,7 +207,7 @@ class _Judge:
         found = self.question.subject.memory(one.plan, one.setup, layers, one.machine.library, ranks)
         return all(memory.peak <= self.question.limit_bytes for memory in found)
 
-    def predicted(self, choice: Choice, most_s: float) -> Prediction | None:
+    def predicted(self, choice: PlanChoice, most_s: float) -> Prediction | None:
         """All that is predicted of it; None where it cannot run or its step takes longer than `most_s`."""
         one = self.candidate(choice)
         if one is None:
@@ -220,7 +220,7 @@ class _Judge:
         return predicted(self.question, one, memory, time, bubble)
 
 
-def _least_bytes(one: Candidate) -> float:
+def _least_bytes(one: CostedPlan) -> float:
     """What the blocks' weights, gradients and the optimizer's state take at least on the rank that has most of them."""
     setup, holdings = one.setup, one.machine.library.holdings
     each = holdings.weights / (setup.shards if setup.zero >= 3 else 1)
@@ -228,7 +228,7 @@ def _least_bytes(one: Candidate) -> float:
     return each * sum(part.parameters for part in one.parts.blocks) / setup.pipeline
 
 
-def plan_of(choice: Choice, question: Question, precision: Any) -> Plan:
+def plan_of(choice: PlanChoice, question: PlanRequest, precision: Any) -> Plan:
     """The complete plan of a choice. Raises `PlanError` where there is none."""
     chosen = choice._asdict()
     if question.subject.microbatch is not None:
@@ -238,13 +238,13 @@ def plan_of(choice: Choice, question: Question, precision: Any) -> Plan:
     return replace(question.only, **chosen).resolve(precision)
 
 
-def _fewest(question: Question, step_s: float) -> Answer:
+def _fewest(question: PlanRequest, step_s: float) -> PlanResult:
     """The best plans on the fewest devices with which a step takes at most `step_s`; on all where none does."""
     most = question.max_devices or question.cluster.size
     node = question.cluster.devices
     counts = [count for count in range(1, node + 1) if node % count == 0 and count <= most]
     counts += range(2 * node, most + 1, node)
-    answers: dict[int, Answer | None] = {}
+    answers: dict[int, PlanResult | None] = {}
 
     def quick(count: int) -> bool:
         try:
@@ -264,7 +264,7 @@ def _fewest(question: Question, step_s: float) -> Answer:
 # ------------------------------------------------------------------------------------------------------- which plans
 
 
-def choices_of(question: Question, devices: int) -> Iterator[Choice]:
+def choices_of(question: PlanRequest, devices: int) -> Iterator[PlanChoice]:
     """Every sensible choice on `devices`: those that say what `question.only` states."""
     only, subject = question.only, question.subject
     for tensor in _stated(only.tensor, subject.tensor_sizes(min(devices, 2 * question.cluster.domain))):
@@ -282,7 +282,9 @@ def choices_of(question: Question, devices: int) -> Iterator[Choice]:
             ):
                 # What is computed anew comes with a whole backward pass: nothing is left to split.
                 if recompute == "none" or schedule not in SPLITTING or only.schedule is not None:
-                    yield Choice(data, tensor, pipeline, zero, shard, recompute, sequence, microbatch, schedule, chunks)
+                    yield PlanChoice(
+                        data, tensor, pipeline, zero, shard, recompute, sequence, microbatch, schedule, chunks
+                    )
 
 
 def _stated(value: Any, open_choices: Sequence[Any]) -> Sequence[Any]:
@@ -296,7 +298,7 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def _zeros(question: Question, data: int) -> Iterator[tuple[int, Any]]:
+def _zeros(question: PlanRequest, data: int) -> Iterator[tuple[int, Any]]:
     """What zero cuts, and over how many ranks: all of the data axis, or those of a node."""
     node = question.cluster.devices
     for zero in _stated(question.only.zero, (0, 1, 2, 3) if data > 1 else (0,)):
@@ -315,7 +317,7 @@ def _sequences(only: Plan, tensor: int, pipeline: int) -> Sequence[str | None]:
     return _stated(only.sequence, (None, "split"))
 
 
-def _orders(question: Question, pipeline: int) -> Iterator[tuple[str | None, int | None]]:
+def _orders(question: PlanRequest, pipeline: int) -> Iterator[tuple[str | None, int | None]]:
     """Schedules with their stages per rank, as far as there is a block for every stage."""
     blocks = question.subject.blocks
     if pipeline == 1:
@@ -338,7 +340,7 @@ def _even(blocks: int, stages: int) -> bool:
     return -(-blocks // stages) * stages <= blocks * UNEVEN + 2
 
 
-def _microbatches(question: Question, data: int) -> Iterator[int]:
+def _microbatches(question: PlanRequest, data: int) -> Iterator[int]:
     """Samples of a microbatch with which the batch comes out even over the data axis; one where none does."""
     fixed = question.subject.microbatch or question.only.microbatch
     if fixed is not None:
@@ -352,7 +354,7 @@ def _microbatches(question: Question, data: int) -> Iterator[int]:
 # --------------------------------------------------------------------------------------------------- nothing that fits
 
 
-def _change(question: Question, least: Prediction) -> str:
+def _change(question: PlanRequest, least: Prediction) -> str:
     """The smallest change with which a plan would fit: of memory, or of devices."""
     need, limit = least.peak_bytes, question.limit_bytes
     words = f"devices with {need / GIB:.1f} GiB ({need / limit - 1:.0%} more) would do for {least.plan}"

@@ -7,19 +7,19 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from evenly.job import Precision
-from evenly.model.parts import Parts
+from evenly.model.parts import ModelCosts
 from evenly.plan import Plan
 from evenly.planner.footprint import footprints
 from evenly.planner.prediction import MemoryByCause
 from evenly.planner.shape import Shape
 from evenly.planner.speeds import Library
-from evenly.planner.training_config import Setup
+from evenly.planner.training_config import TrainingConfig
 from evenly.planner.transformer import Kernels, Split, transformer_parts
 
 
 @dataclass(frozen=True)
-class ShapeSubject:
-    """Implements `Subject`."""
+class ShapeSource:
+    """Implements `CostSource`."""
 
     shape: Shape
     kernels: Kernels
@@ -61,20 +61,25 @@ class ShapeSubject:
             return "a block whose experts depend on numbers is not cut into stages"
         return None
 
-    def parts(self, plan: Plan, setup: Setup) -> Parts:
+    def parts(self, plan: Plan, setup: TrainingConfig) -> ModelCosts:
         """Its parts; equal asks are answered once."""
         # Patches of an image are as many as its shape says, whatever counts as tokens.
         asked = setup if self.shape.vocab else replace(setup, sequence=self.shape.sequence)
         return _parts(self.shape, split_of(asked), self.kernels)
 
     def memory(
-        self, plan: Plan, setup: Setup, layers: Sequence[int], library: Library, ranks: Sequence[int] | None = None
+        self,
+        plan: Plan,
+        setup: TrainingConfig,
+        layers: Sequence[int],
+        library: Library,
+        ranks: Sequence[int] | None = None,
     ) -> list[MemoryByCause]:
         """By what the library holds."""
         return footprints(self.parts(plan, setup), layers, setup, library.holdings, ranks)
 
 
-def split_of(setup: Setup) -> Split:
+def split_of(setup: TrainingConfig) -> Split:
     """What one rank has of a microbatch."""
     return Split(
         samples=setup.microbatch,
@@ -88,5 +93,5 @@ def split_of(setup: Setup) -> Split:
 
 
 @lru_cache(maxsize=512)
-def _parts(shape: Shape, split: Split, kernels: Kernels) -> Parts:
+def _parts(shape: Shape, split: Split, kernels: Kernels) -> ModelCosts:
     return transformer_parts(shape, split, kernels)

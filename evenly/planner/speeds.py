@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from evenly.hardware.cluster import Cluster
 from evenly.hardware.devices import Device
-from evenly.model.parts import Work
+from evenly.model.parts import OpCost
 from evenly.planner.footprint import Holdings
 from evenly.planner.transformer import Kernels
 
@@ -50,7 +50,7 @@ class Speeds:
     processors: int
     idle: float
 
-    def seconds(self, work: Work, library: Library) -> float:
+    def seconds(self, work: OpCost, library: Library) -> float:
         """Of one operation of `library`, as often as it is done."""
         if work.kind == "host":
             return work.times * self.call_s
@@ -68,7 +68,7 @@ class Speeds:
             once = library.passes * work.moved_bytes / self.bandwidth
         return work.times * (once + self.start_s)
 
-    def misaligned(self, work: Work, library: Library) -> float:
+    def misaligned(self, work: OpCost, library: Library) -> float:
         """How many times as long a product takes whose sizes tensor cores do not like: best are multiples of 64.
 
         What counts are widths, the lengths of rows in memory, and not how many tokens there are.
@@ -78,7 +78,7 @@ class Speeds:
         power = widths & -widths  # the lowest bit that is set: the largest power of 2 in all
         return library.unaligned if power < 8 else 1 + self.uneven * (7 - power.bit_length())
 
-    def waves(self, work: Work) -> float:
+    def waves(self, work: OpCost) -> float:
         """How many times as long a product takes because its last tiles do not occupy all multiprocessors."""
         result = work.rows * work.columns
         if not self.processors or not result or work.flops > 3.0 * result * work.inner:

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from evenly.hardware.cluster import Cluster
-from evenly.hardware.network import Group, place, seconds
-from evenly.model.parts import Part, Parts, Work
+from evenly.hardware.network import LinkedRanks, place, seconds
+from evenly.model.parts import BlockCost, ModelCosts, OpCost
 from evenly.plan.schedule import Schedule, runnable
 from evenly.planner.prediction import TimeByCause
 from evenly.planner.speeds import Library, Speeds
 from evenly.planner.timeline import Costs, step_seconds
-from evenly.planner.training_config import Setup
+from evenly.planner.training_config import TrainingConfig
 from evenly.planner.zerobubble import greedy_seconds
 
 SHARPNESS = 6  # of the change between two that run beside each other: the slower counts, and a little of the other
@@ -80,14 +80,14 @@ def beside(one: float, other: float) -> float:
     return larger * (1 + (smaller / larger) ** SHARPNESS) ** (1 / SHARPNESS) if larger else 0.0
 
 
-def forward_pass(part: Part, setup: Setup, machine: Machine, *, host: float = 1.0) -> Pass:
+def forward_pass(part: BlockCost, setup: TrainingConfig, machine: Machine, *, host: float = 1.0) -> Pass:
     """The forward pass of `part`; `host`: how much its host works for it, in forward passes of a block."""
     found = _computed(part.forward, machine)
     found.tensor = _tensor_seconds(part.tensor_bytes, setup, machine)
     return _with_host(found, host, setup, machine)
 
 
-def backward_pass(part: Part, setup: Setup, machine: Machine, *, host: float = 1.0) -> Pass:
+def backward_pass(part: BlockCost, setup: TrainingConfig, machine: Machine, *, host: float = 1.0) -> Pass:
     """The backward pass of `part`, with what it computes anew."""
     found = _computed(part.backward, machine)
     found.tensor = _tensor_seconds(part.tensor_bytes, setup, machine)
@@ -100,7 +100,7 @@ def backward_pass(part: Part, setup: Setup, machine: Machine, *, host: float = 1
     return found
 
 
-def _computed(works: Sequence[Work], machine: Machine) -> Pass:
+def _computed(works: Sequence[OpCost], machine: Machine) -> Pass:
     found = Pass()
     for work in works:
         taken = machine.speeds.seconds(work, machine.library)
@@ -109,14 +109,14 @@ def _computed(works: Sequence[Work], machine: Machine) -> Pass:
     return found
 
 
-def _tensor_seconds(sizes: Sequence[int], setup: Setup, machine: Machine) -> float:
+def _tensor_seconds(sizes: Sequence[int], setup: TrainingConfig, machine: Machine) -> float:
     library = machine.library
     exposed, group = 1 - library.tensor_hidden, place(setup.tensor, 1, machine.cluster)
     talks = (seconds("all_reduce", size, group, machine.cluster) for size in sizes)
     return exposed * sum(talk + library.tensor_s for talk in talks)
 
 
-def _with_host(found: Pass, host: float, setup: Setup, machine: Machine) -> Pass:
+def _with_host(found: Pass, host: float, setup: TrainingConfig, machine: Machine) -> Pass:
     library = machine.library
     starting = host * (library.host_s + (library.tensor_host_s if setup.tensor > 1 else 0.0))
     device = found.seconds
@@ -124,7 +124,7 @@ def _with_host(found: Pass, host: float, setup: Setup, machine: Machine) -> Pass
     return found
 
 
-def _gathered(found: Pass, part: Part, setup: Setup, machine: Machine, *, backward: bool) -> Pass:
+def _gathered(found: Pass, part: BlockCost, setup: TrainingConfig, machine: Machine, *, backward: bool) -> Pass:
     """Adds what zero=3 gathers for a pass and reduces after it, as far as it shows."""
     library, ranks = machine.library, setup.shards
     if setup.zero < 3 or ranks == 1:
@@ -144,11 +144,11 @@ def _gathered(found: Pass, part: Part, setup: Setup, machine: Machine, *, backwa
     return found
 
 
-def stage_times(parts: Parts, layers: Sequence[int], setup: Setup, machine: Machine) -> list[StageTime]:
+def stage_times(parts: ModelCosts, layers: Sequence[int], setup: TrainingConfig, machine: Machine) -> list[StageTime]:
     """The passes of every stage, of which stage i has `layers[i]` blocks."""
     cache: dict[int, tuple[Pass, Pass]] = {}
 
-    def passes(part: Part) -> tuple[Pass, Pass]:
+    def passes(part: BlockCost) -> tuple[Pass, Pass]:
         if id(part) not in cache:
             cache[id(part)] = part_passes(part, setup, machine, block_host(part))
         return cache[id(part)]
@@ -185,12 +185,12 @@ def spread(blocks: int, stages: int) -> tuple[int, ...]:
     return tuple(max(0, min(each, blocks - each * stage)) for stage in range(stages))
 
 
-def stage_layers(parts: Parts, setup: Setup) -> tuple[int, ...]:
+def stage_layers(parts: ModelCosts, setup: TrainingConfig) -> tuple[int, ...]:
     """Blocks of each stage: as the setup says, else spread."""
     return setup.layers or spread(len(parts.blocks), setup.pipeline * setup.stages_per_rank)
 
 
-def step_time(parts: Parts, setup: Setup, machine: Machine) -> tuple[TimeByCause, float]:
+def step_time(parts: ModelCosts, setup: TrainingConfig, machine: Machine) -> tuple[TimeByCause, float]:
     """The time of a step by cause, and the mean bubble over the ranks of the pipeline."""
     stages = stage_times(parts, stage_layers(parts, setup), setup, machine)
     message = message_seconds(parts, setup, machine)
@@ -221,14 +221,14 @@ def step_time(parts: Parts, setup: Setup, machine: Machine) -> tuple[TimeByCause
     return _jittered(found, machine.library.jitter, nodes), 1 - sum(busy) / (len(busy) * makespan)
 
 
-def _stages_of(rank: int, setup: Setup) -> Sequence[int]:
+def _stages_of(rank: int, setup: TrainingConfig) -> Sequence[int]:
     p, v = setup.pipeline, setup.stages_per_rank
     if setup.schedule in ("zbv", "dualpipev") and p > 1:
         return (rank, 2 * p - 1 - rank)
     return range(rank, p * v, p)
 
 
-def message_seconds(parts: Parts, setup: Setup, machine: Machine) -> float:
+def message_seconds(parts: ModelCosts, setup: TrainingConfig, machine: Machine) -> float:
     """Of one activation from a stage to the next, as far as it holds up either."""
     if setup.pipeline == 1:
         return 0.0
@@ -237,14 +237,14 @@ def message_seconds(parts: Parts, setup: Setup, machine: Machine) -> float:
         size /= setup.tensor
     stride, domain = setup.tensor * setup.replicas, machine.cluster.domain
     # Some neighbours are in different domains wherever not all stages are in one: these set the pace.
-    group = Group(2, 2) if stride * setup.pipeline <= domain else Group(2, 1, sharing=min(stride, domain))
+    group = LinkedRanks(2, 2) if stride * setup.pipeline <= domain else LinkedRanks(2, 1, sharing=min(stride, domain))
     taken = seconds("send", size, group, machine.cluster) + library.message_s
     if library.message_bytes_per_s:
         taken += size * min(stride, domain) / library.message_bytes_per_s
     return taken
 
 
-def _reduction_tail(stages: Sequence[StageTime], setup: Setup, machine: Machine) -> float:
+def _reduction_tail(stages: Sequence[StageTime], setup: TrainingConfig, machine: Machine) -> float:
     """What shows of the gradients' reduction and, where zero cuts the update, of gathering the weights.
 
     Ranks among which zero cuts reduce to a share each, and those with equal shares add these up.
@@ -267,7 +267,7 @@ def _jittered(found: TimeByCause, jitter: float, nodes: float) -> TimeByCause:
     return replace(found, data=found.data + longer * found.step_s)
 
 
-def _simulated(stages: Sequence[StageTime], message: float, setup: Setup) -> tuple[float, Sequence[float]]:
+def _simulated(stages: Sequence[StageTime], message: float, setup: TrainingConfig) -> tuple[float, Sequence[float]]:
     """Seconds of the whole schedule, and those in which each rank works."""
     waits = _waits(len(stages), message)
     forward = [stage.forward.seconds + wait for stage, wait in zip(stages, waits, strict=True)]
@@ -295,7 +295,7 @@ def _waits(stages: int, message: float) -> list[float]:
     return [message * (1 if 0 < number < stages - 1 else 0.5) for number in range(stages)]
 
 
-def _greedy(costs: Costs, setup: Setup) -> tuple[float, Sequence[float]]:
+def _greedy(costs: Costs, setup: TrainingConfig) -> tuple[float, Sequence[float]]:
     """Of orders made for the times, with twice as many microbatches in flight as there are ranks."""
     ranks, microbatches = setup.pipeline, setup.microbatches
     few, more = min(microbatches, 4 * ranks), min(microbatches, 5 * ranks)
@@ -306,24 +306,24 @@ def _greedy(costs: Costs, setup: Setup) -> tuple[float, Sequence[float]]:
     return min(spans) + each * (microbatches - few), [microbatches * (forward + backward) for forward, backward in sums]
 
 
-def block_host(part: Part) -> float:
+def block_host(part: BlockCost) -> float:
     """How much the host works for a part, in blocks: what is around them is few operations."""
     return 0.0 if part.name.startswith(("before", "after")) else 1.0
 
 
-def part_passes(part: Part, setup: Setup, machine: Machine, host: float) -> tuple[Pass, Pass]:
+def part_passes(part: BlockCost, setup: TrainingConfig, machine: Machine, host: float) -> tuple[Pass, Pass]:
     """Both passes of a part on one microbatch, with what zero=3 gathers for them."""
     forward = _gathered(forward_pass(part, setup, machine, host=host), part, setup, machine, backward=False)
     back = _gathered(backward_pass(part, setup, machine, host=host), part, setup, machine, backward=True)
     return forward, back
 
 
-def part_seconds(part: Part, setup: Setup, machine: Machine) -> float:
+def part_seconds(part: BlockCost, setup: TrainingConfig, machine: Machine) -> float:
     """Of both passes of a part on one microbatch."""
     return sum(one.seconds for one in part_passes(part, setup, machine, block_host(part)))
 
 
-def tail_seconds(parts: Parts, setup: Setup, machine: Machine) -> float:
+def tail_seconds(parts: ModelCosts, setup: TrainingConfig, machine: Machine) -> float:
     """The least that follows the last pass: what shows of the reduction, and the update, of equal shares."""
     elements = sum(part.parameters for part in parts.blocks) / setup.pipeline
     stage = StageTime(parameters=int(elements))

@@ -8,7 +8,7 @@ from evenly.model.parts import Recompute
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
+class TrainingConfig:
     """How a model is trained.
 
     data, tensor, context, pipeline: ranks of each axis; the context axis shares the tokens of a sample, as its ranks

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from evenly.model.parts import Part, Parts, Recompute, Work
+from evenly.model.parts import BlockCost, ModelCosts, OpCost, Recompute
 from evenly.planner.shape import Shape
 
 # What a block that recomputes selectively computes again in the backward pass:
@@ -123,16 +123,16 @@ def block_elements(shape: Shape, kind: Kind, tensor: int) -> int:
     return -(-split // tensor) + whole + (shape.norms + kind.cross) * shape.norm_vectors * shape.hidden
 
 
-def transformer_parts(shape: Shape, split: Split, kernels: Kernels) -> Parts:
+def transformer_parts(shape: Shape, split: Split, kernels: Kernels) -> ModelCosts:
     """The parts of a transformer, as one rank has them; equal blocks are one object."""
-    found: dict[tuple[Kind, bool], Part] = {}
-    blocks: list[Part] = []
+    found: dict[tuple[Kind, bool], BlockCost] = {}
+    blocks: list[BlockCost] = []
     for number, kind in enumerate(block_kinds(shape)):
         key = kind, kernels.selective == "blocks" and number % 2 == 1
         if key not in found:
             found[key] = _block(shape, kind, split, kernels, whole=key[1])
         blocks.append(found[key])
-    return Parts(
+    return ModelCosts(
         before=_embedding(shape, split),
         blocks=blocks,
         after=_head(shape, split, kernels),
@@ -140,7 +140,7 @@ def transformer_parts(shape: Shape, split: Split, kernels: Kernels) -> Parts:
     )
 
 
-def _block(shape: Shape, kind: Kind, split: Split, kernels: Kernels, *, whole: bool) -> Part:
+def _block(shape: Shape, kind: Kind, split: Split, kernels: Kernels, *, whole: bool) -> BlockCost:
     """whole: whether selective recomputation computes all of this block again."""
     products = [*_products(shape, kind, split)]
     attention = [*_attentions(shape, kind, split, kernels)]
@@ -150,7 +150,7 @@ def _block(shape: Shape, kind: Kind, split: Split, kernels: Kernels, *, whole: b
     if kernels.selective == "blocks":
         kept["selective"] = kept["full" if whole else "none"]
     again = _again(products, attention, passes, kernels.selective, whole=whole)
-    return Part(
+    return BlockCost(
         name="block",
         parameters=block_elements(shape, kind, split.tensor),
         tensors=12,
@@ -168,8 +168,13 @@ def _block(shape: Shape, kind: Kind, split: Split, kernels: Kernels, *, whole: b
 
 
 def _again(
-    products: Sequence[Work], attention: Sequence[Work], passes: Sequence[Work], selective: Selective, *, whole: bool
-) -> Sequence[Work]:
+    products: Sequence[OpCost],
+    attention: Sequence[OpCost],
+    passes: Sequence[OpCost],
+    selective: Selective,
+    *,
+    whole: bool,
+) -> Sequence[OpCost]:
     """What selective recomputation computes again; of `rest`, products but the first, of queries, keys and values."""
     if selective == "attention":
         return attention
@@ -197,7 +202,7 @@ def _mlp_width(shape: Shape, kind: Kind) -> int:
     return (shape.experts_per_token + shape.shared_experts) * shape.expert_ffn if kind.experts else shape.ffn
 
 
-def _products(shape: Shape, kind: Kind, split: Split) -> Iterator[Work]:
+def _products(shape: Shape, kind: Kind, split: Split) -> Iterator[OpCost]:
     """Queries, keys and values; output; the same for the encoder's tokens; up (and gate); down."""
     t, (width, keys) = split.tensor, _widths(shape, split.tensor)
     yield product(split.tokens, shape.hidden, (width + keys) // t, split)
@@ -216,16 +221,16 @@ def _products(shape: Shape, kind: Kind, split: Split) -> Iterator[Work]:
         yield from _mlp(split.tokens, shape.expert_ffn * shape.shared_experts, shape, split)
 
 
-def _mlp(rows: int, ffn: int, shape: Shape, split: Split, *, times: int = 1) -> Iterator[Work]:
+def _mlp(rows: int, ffn: int, shape: Shape, split: Split, *, times: int = 1) -> Iterator[OpCost]:
     up = shape.mlp_matrices - 1
     yield product(rows, shape.hidden, up * ffn // split.tensor, split, times=times)
     yield product(rows, ffn // split.tensor, shape.hidden, split, times=times)
 
 
-def product(rows: int, inner: int, columns: int, split: Split, *, times: int = 1, dtype: str = "") -> Work:
+def product(rows: int, inner: int, columns: int, split: Split, *, times: int = 1, dtype: str = "") -> OpCost:
     """A matrix product of a microbatch with a weight, (rows, inner) x (inner, columns)."""
     elements = rows * inner + inner * columns + rows * columns
-    return Work(
+    return OpCost(
         kind="matmul",
         flops=2.0 * rows * inner * columns,
         moved_bytes=elements * split.element_bytes,
@@ -237,30 +242,30 @@ def product(rows: int, inner: int, columns: int, split: Split, *, times: int = 1
     )
 
 
-def _backward(products: Iterable[Work]) -> Iterable[Work]:
+def _backward(products: Iterable[OpCost]) -> Iterable[OpCost]:
     """Of every product those that give the gradients of its input and of its weight."""
     for one in products:
         yield replace(one, rows=one.rows, inner=one.columns, columns=one.inner)
         yield replace(one, rows=one.inner, inner=one.rows, columns=one.columns, of_weights=True)
 
 
-def _attentions(shape: Shape, kind: Kind, split: Split, kernels: Kernels) -> Iterator[Work]:
+def _attentions(shape: Shape, kind: Kind, split: Split, kernels: Kernels) -> Iterator[OpCost]:
     yield from _attention(shape, split, kernels, causal=kind.causal)
     if kind.cross:
         yield from _attention(shape, split, kernels, causal=False)
 
 
-def _attention(shape: Shape, split: Split, kernels: Kernels, *, causal: bool) -> Iterator[Work]:
+def _attention(shape: Shape, split: Split, kernels: Kernels, *, causal: bool) -> Iterator[OpCost]:
     heads = shape.heads / split.tensor
     flops = 4.0 * split.tokens * heads * shape.head_dim  # per token that is attended to
     qkv = split.tokens * shape.head_dim * (2 * heads + 2 * max(1.0, shape.kv_heads / split.tensor))
     if kernels.attention == "fused":
         seen = _seen(shape, split, causal=causal)
-        yield Work(kind="attention", flops=flops * seen, moved_bytes=qkv * split.element_bytes, dtype=split.wide)
+        yield OpCost(kind="attention", flops=flops * seen, moved_bytes=qkv * split.element_bytes, dtype=split.wide)
         return
     # Scores are computed of all pairs, then scaled, masked and normalised in one pass, and dropped out.
     pairs = _pairs(shape, split)
-    yield Work(
+    yield OpCost(
         kind="matmul",
         flops=flops * split.sequence,
         moved_bytes=(qkv + 2 * pairs) * split.element_bytes,
@@ -270,7 +275,7 @@ def _attention(shape: Shape, split: Split, kernels: Kernels, *, causal: bool) ->
         dtype=split.wide,
     )
     dropped = 2.5 if kernels.dropout else 0.0
-    yield Work(kind="memory", moved_bytes=pairs * (2 + dropped) * split.element_bytes)
+    yield OpCost(kind="memory", moved_bytes=pairs * (2 + dropped) * split.element_bytes)
 
 
 def _seen(shape: Shape, split: Split, *, causal: bool) -> float:
@@ -284,18 +289,18 @@ def _pairs(shape: Shape, split: Split) -> float:
     return split.tokens * split.sequence * shape.heads / split.tensor
 
 
-def _backward_of_attention(one: Work) -> Work:
+def _backward_of_attention(one: OpCost) -> OpCost:
     """Fused, the scores are computed again: 5 products for 2 (Dao 2023, arXiv 2307.08691, section 3); else twice."""
     if one.kind == "attention":
         return replace(one, flops=2.5 * one.flops, moved_bytes=2 * one.moved_bytes)
     return _twice(one)
 
 
-def _twice(one: Work) -> Work:
+def _twice(one: OpCost) -> OpCost:
     return replace(one, flops=2 * one.flops, moved_bytes=2 * one.moved_bytes)
 
 
-def _passes(shape: Shape, kind: Kind, split: Split, kernels: Kernels) -> Work:
+def _passes(shape: Shape, kind: Kind, split: Split, kernels: Kernels) -> OpCost:
     """What moves bytes and multiplies next to nothing: norms, residual stream, rotation of queries, activation."""
     t, joins = split.tensor, 2 + kind.cross
     dropped = 1.25 if kernels.dropout else 0.0
@@ -306,7 +311,7 @@ def _passes(shape: Shape, kind: Kind, split: Split, kernels: Kernels) -> Work:
     elements += kernels.activation_passes * split.tokens * _mlp_width(shape, kind) * shape.mlp_matrices / t
     if kind.experts:  # tokens are sorted to their experts and back
         elements += 4 * split.tokens * shape.experts_per_token * shape.hidden
-    return Work(kind="memory", moved_bytes=elements * split.element_bytes)
+    return OpCost(kind="memory", moved_bytes=elements * split.element_bytes)
 
 
 def _widest(shape: Shape, kind: Kind, split: Split) -> float:
@@ -369,13 +374,13 @@ def _products_kept(shape: Shape, kind: Kind, split: Split) -> float:
     return split.tokens * (parted / split.tensor + whole) * split.element_bytes
 
 
-def _embedding(shape: Shape, split: Split) -> Part:
+def _embedding(shape: Shape, split: Split) -> BlockCost:
     elements = shape.vocab * shape.hidden // split.tensor + shape.patch * shape.hidden + shape.extra
     if shape.positions == "learned":
         elements += shape.sequence * shape.hidden
     stream = split.own_tokens * shape.hidden * split.element_bytes
-    look = Work(kind="memory", moved_bytes=3 * stream)
-    return Part(
+    look = OpCost(kind="memory", moved_bytes=3 * stream)
+    return BlockCost(
         name="before the blocks",
         parameters=elements,
         tensors=2,
@@ -389,7 +394,7 @@ def _embedding(shape: Shape, split: Split) -> Part:
     )
 
 
-def _head(shape: Shape, split: Split, kernels: Kernels) -> Part:
+def _head(shape: Shape, split: Split, kernels: Kernels) -> BlockCost:
     """Final norms, head and loss; what has no vocabulary is predicted once per sample, not per token."""
     rows = split.tokens if shape.vocab else split.samples
     columns = -(-shape.outputs // split.tensor)
@@ -397,14 +402,14 @@ def _head(shape: Shape, split: Split, kernels: Kernels) -> Part:
     scores = rows * columns
     stream = int(split.own_tokens * shape.hidden * split.element_bytes)
     stacks = 2 if shape.encoder_layers else 1
-    norm = Work(kind="memory", moved_bytes=kernels.norm_passes * stream)
-    return Part(
+    norm = OpCost(kind="memory", moved_bytes=kernels.norm_passes * stream)
+    return BlockCost(
         name="after the blocks",
         parameters=(0 if shape.tied else columns * shape.hidden) + stacks * shape.norm_vectors * shape.hidden,
         tensors=2,
-        forward=[norm, logits, Work(kind="memory", moved_bytes=scores * kernels.loss_bytes / 2)],
+        forward=[norm, logits, OpCost(kind="memory", moved_bytes=scores * kernels.loss_bytes / 2)],
         backward=[
-            Work(kind="memory", moved_bytes=scores * kernels.loss_bytes / 2),
+            OpCost(kind="memory", moved_bytes=scores * kernels.loss_bytes / 2),
             *_backward([logits]),
             _twice(norm),
         ],

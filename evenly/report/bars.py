@@ -16,7 +16,7 @@ COLOURS = ("#77aadd", "#99ddff", "#44bb99", "#bbcc33", "#aaaa00", "#eedd88", "#e
 
 
 @dataclass(frozen=True)
-class Bar:
+class StackedBar:
     """One bar: what stands above it, and how long each of its parts is."""
 
     label: str
@@ -35,7 +35,9 @@ def drawing(width: float, height: float, parts: Iterable[str], *, words: str) ->
     return "\n".join([head, *parts, "</svg>"])
 
 
-def stacked(bars: Sequence[Bar], shown: Callable[[float], str], *, words: str, limit: float | None = None) -> str:
+def stacked(
+    bars: Sequence[StackedBar], shown: Callable[[float], str], *, words: str, limit: float | None = None
+) -> str:
     """The bars on one scale, their parts in the same order and colours; `limit`: where a line is drawn across.
 
     shown: a length in words; `words`: what the picture tells, without markup.
@@ -53,14 +55,16 @@ def stacked(bars: Sequence[Bar], shown: Callable[[float], str], *, words: str, l
     return drawing(WIDTH + 4, height, parts, words=words)
 
 
-def _causes(bars: Sequence[Bar]) -> dict[str, str]:
+def _causes(bars: Sequence[StackedBar]) -> dict[str, str]:
     """Every cause that any bar has -> its colour, which it has in all pictures of these causes."""
     known = list(dict.fromkeys(cause for bar in bars for cause in bar.parts))
     colours = dict(zip(known, COLOURS * (1 + len(known) // len(COLOURS)), strict=False))
     return {cause: colours[cause] for cause in known if any(bar.parts.get(cause) for bar in bars)}
 
 
-def _bar(bar: Bar, causes: Mapping[str, str], shown: Callable[[float], str], *, y: float, scale: float) -> list[str]:
+def _bar(
+    bar: StackedBar, causes: Mapping[str, str], shown: Callable[[float], str], *, y: float, scale: float
+) -> list[str]:
     parts, x = [text(0, y + 11, f"{bar.label}: {shown(bar.length)}")], 0.0
     for cause, colour in causes.items():
         amount = bar.parts.get(cause, 0.0)

@@ -9,7 +9,7 @@ from itertools import groupby
 
 from evenly.planner.prediction import Prediction
 from evenly.planner.timeline import Timeline
-from evenly.report.bars import Bar, drawing, stacked
+from evenly.report.bars import StackedBar, drawing, stacked
 from evenly.report.gantt import ROW, legend, rows
 from evenly.report.page import document, heading, table
 from evenly.report.plans import common, duration, heads, plan_rows, reasons, short, size, title
@@ -45,17 +45,17 @@ def page(model: str, devices: str, plans: Sequence[Prediction], timeline: Timeli
 
 def _memory(one: Prediction) -> str:
     """A bar for every run of ranks that hold the same."""
-    bars: list[Bar] = []
+    bars: list[StackedBar] = []
     for memory, numbers in groupby(range(len(one.memory)), key=one.memory.__getitem__):
         ranks = [*numbers]
         label = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-        bars.append(Bar(label, asdict(memory)))
+        bars.append(StackedBar(label, asdict(memory)))
     return stacked(bars, size, words="memory by cause", limit=one.limit_bytes)
 
 
 def _times(plans: Sequence[Prediction]) -> str:
     said = common(plans)
-    bars = [Bar(f"{number}. {short(one.plan, said)}", asdict(one.time)) for number, one in enumerate(plans, 1)]
+    bars = [StackedBar(f"{number}. {short(one.plan, said)}", asdict(one.time)) for number, one in enumerate(plans, 1)]
     return stacked(bars, duration, words="time of a step by cause")
 
 

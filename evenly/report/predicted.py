@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, TypeGuard, cast
 
 from evenly.report.page import heading, table
-from evenly.report.run import Course
+from evenly.report.run import RunSummary
 
 # A column of the table -> what is predicted of it, and what of the counted tensors is held against that. Whole
 # parameters that zero=3 gathers are counted as parameters, and the wider sums of gradients beside these.
@@ -39,7 +39,7 @@ class Predicted:
     time_s: Mapping[str, float]
 
 
-def predicted_of(run: Course) -> Predicted | None:
+def predicted_of(run: RunSummary) -> Predicted | None:
     """What was predicted of the run's plan; None where nothing was, or it has another form."""
     found = run.plan.get("predicted")
     fields = cast("Mapping[str, Any]", found) if isinstance(found, dict) else {}
@@ -60,7 +60,7 @@ def _are_amounts(value: Any) -> TypeGuard[dict[str, float]]:
     return isinstance(value, dict) and all(map(_is_amount, cast("dict[str, Any]", value).values()))
 
 
-def step_rows(run: Course, predicted: Predicted) -> list[tuple[str, ...]]:
+def step_rows(run: RunSummary, predicted: Predicted) -> list[tuple[str, ...]]:
     """Time of a step and memory of the fullest device, each beside what was measured; causes of the time below it."""
     # What a rank has taken is measured without what its device's driver takes.
     peak = max(rank.get("peak", 0) - rank.get("context", 0) for rank in predicted.memory) / 2**20
@@ -84,7 +84,7 @@ def _beside(predicted: float, measured: float | None, form: str) -> tuple[str, s
     return f"{predicted:{form}}", f"{measured:{form}}", f"{measured / predicted:.3f}" if predicted else ""
 
 
-def memory_rows(run: Course, predicted: Predicted) -> list[tuple[str, ...]]:
+def memory_rows(run: RunSummary, predicted: Predicted) -> list[tuple[str, ...]]:
     """For every device two rows, MiB by column of what was predicted of it and of what its tensors took.
 
     The pipeline axis is the outermost: its ranks are equal runs of devices.
@@ -103,7 +103,7 @@ def _sums(amounts: Mapping[str, float], columns: Sequence[tuple[str, ...]]) -> l
     return [f"{size:,.2f}" for size in (*sums, sum(sums))]
 
 
-def section(run: Course, predicted: Predicted) -> str:
+def section(run: RunSummary, predicted: Predicted) -> str:
     """Both tables, as HTML."""
     parts = [heading(STEP_TITLE.capitalize()), table(STEP_HEADS, step_rows(run, predicted))]
     if run.memory:

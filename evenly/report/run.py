@@ -20,7 +20,7 @@ MEMORY_HEADS = ("device", *CATEGORIES, "all, MiB", "of the mean")
 
 
 @dataclass(frozen=True)
-class Course:
+class RunSummary:
     """A run as its folder tells it.
 
     plan:   what is in plan.json.
@@ -36,7 +36,7 @@ class Course:
     memory: Sequence[Mapping[str, int]]
 
 
-def read_run(folder: Path) -> Course:
+def read_run(folder: Path) -> RunSummary:
     """The run in `folder`; raises `UserError` where there is none, or its files are not a run's."""
     try:
         plan = _object((folder / "plan.json").read_text(encoding="utf-8"))
@@ -52,7 +52,7 @@ def read_run(folder: Path) -> Course:
     except (OSError, ValueError, KeyError, TypeError) as problem:
         raise UserError(f"report on {folder}", f"its files are not a run's: {problem}", "name another folder") from None
     counted = [record["memory"] for record in records if _is_memory(record.get("memory"))]
-    return Course(plan, [*steps.values()], [*evaluations.values()], counted[-1] if counted else [])
+    return RunSummary(plan, [*steps.values()], [*evaluations.values()], counted[-1] if counted else [])
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def _is_memory(value: Any) -> bool:
     )
 
 
-def course_rows(run: Course) -> list[tuple[str, str]]:
+def course_rows(run: RunSummary) -> list[tuple[str, str]]:
     """What was run, and what came of it."""
     plan, steps = run.plan, run.steps
     rows = [
@@ -129,7 +129,7 @@ def balance(memory: Sequence[Mapping[str, int]]) -> str:
     return f"largest / mean {imbalance(memory):.3f}"
 
 
-def page(run: Course, *sections: str) -> str:
+def page(run: RunSummary, *sections: str) -> str:
     """One self-contained HTML file: the course in pictures, the memory of every device, and further `sections`."""
     parts = [table((), course_rows(run))]
     if run.steps:
@@ -140,7 +140,7 @@ def page(run: Course, *sections: str) -> str:
     return document(f"{run.plan.get('job')}, {run.plan.get('plan')}", *parts, *sections)
 
 
-def _losses(run: Course) -> str:
+def _losses(run: RunSummary) -> str:
     from plotly import graph_objects  # half a second
 
     figure = graph_objects.Figure()
@@ -151,7 +151,7 @@ def _losses(run: Course) -> str:
     return picture(figure, script=True)
 
 
-def _seconds(run: Course) -> str:
+def _seconds(run: RunSummary) -> str:
     from plotly import graph_objects
 
     figure = graph_objects.Figure()

@@ -21,7 +21,7 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedPipeline:
     """What the ranks of a run wrote: their positions on the pipeline axis, and their spans by step."""
 
     positions: Mapping[int, int]
@@ -43,13 +43,13 @@ class _Record:
     span: Span
 
 
-def read_recorded(folder: Path) -> Recorded | None:
+def read_recorded(folder: Path) -> RecordedPipeline | None:
     """What lies in `folder`/timeline; None where nothing does. Raises `UserError` for files of another kind."""
     files = [records for path in (folder / "timeline").glob("rank*.jsonl") if (records := _read(path))]
     if not files:
         return None
     positions = {records[-1].span.rank: records[-1].position for records in files}
-    return Recorded(positions, {records[-1].span.rank: _by_step(records) for records in files})
+    return RecordedPipeline(positions, {records[-1].span.rank: _by_step(records) for records in files})
 
 
 def _read(path: Path) -> list[_Record]:

@@ -37,7 +37,7 @@ def group_rows(explanation: Row) -> list[tuple[str, ...]]:
     return [_group_row(groups, explanation["elements"], split) for groups in kinds.values()]
 
 
-def whole_rows(explanation: Row) -> list[tuple[str, ...]]:
+def full_rows(explanation: Row) -> list[tuple[str, ...]]:
     """Names of parameters in no group, their number, and why."""
     kinds: dict[Any, list[tuple[str, Sequence[str]]]] = {}
     for name, reasons in explanation["whole"].items():

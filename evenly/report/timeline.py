@@ -17,14 +17,14 @@ from evenly.planner.timeline import Timeline, costs_of, ideal_bubble, simulate
 from evenly.report.comm import time_in_words
 from evenly.report.gantt import ROW, legend, rows, svg
 from evenly.report.page import heading, table
-from evenly.report.spans import Recorded, Row
+from evenly.report.spans import RecordedPipeline, Row
 
 HEADS = ("rank", "stages", "busy", "bubble as run", "simulated", "in theory")
 LEFT, WIDTH = 60, 1000
 
 
 @dataclass(frozen=True)
-class Group:
+class RankRow:
     """A step of one replica, as run and simulated; a span's rank counts within `ranks`. `ideal`: the literature's."""
 
     ranks: tuple[int, ...]
@@ -34,19 +34,19 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PipelineView:
     """The step of median length among the `steps` that are whole, number `step`, of every group."""
 
     schedule: Schedule | None
     step: int
     steps: int
-    groups: Sequence[Group]
+    groups: Sequence[RankRow]
 
 
 # --- choosing a step, and simulating it ----------------------------------------------------------------
 
 
-def pipeline_of(recorded: Recorded, plan: Row) -> Pipeline | None:
+def pipeline_of(recorded: RecordedPipeline, plan: Row) -> PipelineView | None:
     """The step to be shown; `plan` is what plan.json holds. None where no step was recorded whole by all ranks."""
     groups, world = recorded.groups, plan.get("world")
     if isinstance(world, int) and {rank for group in groups for rank in group} != {*range(world)}:
@@ -61,7 +61,7 @@ def pipeline_of(recorded: Recorded, plan: Row) -> Pipeline | None:
     step = next(step for step, length in lengths.items() if length == median)
     schedule = _schedule(plan)
     shown = [_group(ranks, run, schedule) for ranks, run in zip(groups, runs[step], strict=True)]
-    return Pipeline(schedule, step, len(runs), shown)
+    return PipelineView(schedule, step, len(runs), shown)
 
 
 def _schedule(plan: Row) -> Schedule | None:
@@ -69,7 +69,7 @@ def _schedule(plan: Row) -> Schedule | None:
     return next((name for name in get_args(Schedule) if f"schedule={name}" in words), None)
 
 
-def _run(recorded: Recorded, group: Sequence[int], step: int) -> Timeline:
+def _run(recorded: RecordedPipeline, group: Sequence[int], step: int) -> Timeline:
     spans = (replace(span, rank=at) for at, rank in enumerate(group) for span in recorded.steps[rank].get(step, ()))
     return Timeline(len(group), sorted(spans, key=lambda span: (span.rank, span.begin_s)))
 
@@ -86,20 +86,20 @@ def _is_whole(run: Timeline) -> bool:
     return all_ranks and everything == forward == back and done["backward_input"] == done["backward_weight"]
 
 
-def _group(ranks: tuple[int, ...], run: Timeline, schedule: Schedule | None) -> Group:
+def _group(ranks: tuple[int, ...], run: Timeline, schedule: Schedule | None) -> RankRow:
     orders = [
         [Action(span.kind, span.stage, span.microbatch) for span in run.spans if span.rank == at]
         for at in range(run.ranks)
     ]
     stages, microbatches = 1 + max(span.stage for span in run.spans), len({span.microbatch for span in run.spans})
     ideal = ideal_bubble(schedule, run.ranks, stages // run.ranks, microbatches) if schedule else None
-    return Group(ranks, run, simulate(orders, costs_of(run)), ideal)
+    return RankRow(ranks, run, simulate(orders, costs_of(run)), ideal)
 
 
 # --- showing -------------------------------------------------------------------------------------------
 
 
-def figures(pipeline: Pipeline) -> dict[str, Any]:
+def figures(pipeline: PipelineView) -> dict[str, Any]:
     """What is shown as one JSON document; shares of the step are 0 to 1."""
     ranks: list[dict[str, Any]] = [
         {
@@ -124,7 +124,7 @@ def figures(pipeline: Pipeline) -> dict[str, Any]:
     }
 
 
-def title(pipeline: Pipeline) -> str:
+def title(pipeline: PipelineView) -> str:
     """What the table is of."""
     shown = figures(pipeline)
     return (
@@ -138,7 +138,7 @@ def _counted(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}{plural if number != 1 else ''}"
 
 
-def pipeline_rows(pipeline: Pipeline) -> list[tuple[str, ...]]:
+def pipeline_rows(pipeline: PipelineView) -> list[tuple[str, ...]]:
     """Per rank: its stages, how long it computes, and its idle share of the step: as run, simulated, in theory."""
     return [
         (
@@ -153,7 +153,7 @@ def pipeline_rows(pipeline: Pipeline) -> list[tuple[str, ...]]:
     ]
 
 
-def section(pipeline: Pipeline) -> str:
+def section(pipeline: PipelineView) -> str:
     """The step as a part of a page: as run, simulated, and both in numbers."""
     longest = max(max(group.run.makespan_s, group.simulated.makespan_s) for group in pipeline.groups)
     pixels_per_s = WIDTH / longest if longest else 0.0
@@ -177,7 +177,7 @@ def _drawn(groups: Sequence[tuple[Sequence[int], Timeline]], pixels_per_s: float
     return svg(LEFT + WIDTH + 4, y, parts)
 
 
-def trace(recorded: Recorded) -> dict[str, Any]:
+def trace(recorded: RecordedPipeline) -> dict[str, Any]:
     """All spans in the trace format of Chrome, which ui.perfetto.dev opens: a thread per rank, microseconds."""
     spans = [(step, span) for steps in recorded.steps.values() for step, of_step in steps.items() for span in of_step]
     first_s = min(span.begin_s for _, span in spans)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from evenly.checkpoint.folder import Folder
+from evenly.checkpoint.folder import CheckpointFolder
 from evenly.checkpoint.manifest import Unsound
 from evenly.checkpoint.plain import decode
 from evenly.comm.connect import connect, disconnect, join, lay_out
@@ -21,13 +21,13 @@ from evenly.comm.operations import gather_values
 from evenly.comm.world import World
 from evenly.errors import EvenlyError, PlanError, UserError
 from evenly.job import Job
-from evenly.launch.environment import Place
+from evenly.launch.environment import ProcessInfo
 from evenly.plan import Exact, Plan, parse_plan, with_microbatch
 from evenly.train.options import RunOptions
 
 
 @dataclass(frozen=True)
-class Decision:
+class ResolvedRun:
     """How a job is run; the same on all ranks.
 
     plan:       fitted and resolved.
@@ -46,7 +46,7 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class PreviousRun:
     """What a run that goes on keeps of the one before, where nothing else is said.
 
     microbatch: samples of one forward. exact: how gradients are added over ranks. None of a run that begins.
@@ -56,40 +56,40 @@ class Recorded:
     exact: Exact | None = None
 
 
-def meet(job: Job, options: RunOptions, place: Place) -> tuple[Decision, World]:
+def connect_and_resolve(job: Job, options: RunOptions, place: ProcessInfo) -> tuple[ResolvedRun, World]:
     """Connects the ranks of `place`, and decides; what the first rank raises, all raise."""
     if place.size == 1:
         decision = decide(job, options, place)
         return decision, connect(place, axes=decision.plan.axes, even_alone=decision.plan.stage > 0)
     world = join(place)
     try:
-        decision = of_first(lambda: decide(job, options, place), world.group("files"))
+        decision = decided_by_rank0(lambda: decide(job, options, place), world.group("files"))
     except UserError:  # the ranks may go on to something else
         disconnect(world)
         raise
     return decision, lay_out(world, decision.plan.axes)
 
 
-def decide(job: Job, options: RunOptions, place: Place) -> Decision:
+def decide(job: Job, options: RunOptions, place: ProcessInfo) -> ResolvedRun:
     """How `job` runs on the ranks of `place`; called on one rank, before a model is built anywhere."""
-    recorded = recorded_in(options.out) if options.resume and options.out else Recorded()
+    recorded = recorded_in(options.out) if options.resume and options.out else PreviousRun()
     plan = options.plan or Plan()  # where nobody has named one, all ranks share each batch
     plan = replace(plan, exact=plan.exact or recorded.exact)
     if options.search:
-        from evenly.planner.auto import as_recorded, choose  # takes half as long to import as all else of a run
+        from evenly.planner.auto import as_recorded, choose_plan  # takes half as long to import as all else of a run
 
         # A microbatch that is neither stated nor recorded is the search's to choose.
         asked = job if recorded.microbatch is None else with_microbatch(job, Plan(), recorded=recorded.microbatch)
-        found = choose(asked, plan, place)
+        found = choose_plan(asked, plan, place)
         microbatch = with_microbatch(job, found.plan, recorded=recorded.microbatch).microbatch
-        return Decision(found.plan, microbatch, as_recorded(found))
+        return ResolvedRun(found.plan, microbatch, as_recorded(found))
     plan = fit_here(plan, place, options.devices).resolve(job.precision)
-    return Decision(plan, with_microbatch(job, plan, recorded=recorded.microbatch).microbatch)
+    return ResolvedRun(plan, with_microbatch(job, plan, recorded=recorded.microbatch).microbatch)
 
 
-def of_first(act: Callable[[], Decision], group: Group) -> Decision:
+def decided_by_rank0(act: Callable[[], ResolvedRun], group: Group) -> ResolvedRun:
     """What `act` returns on the first rank, on every rank of `group`; an error of evenly's is raised on every rank."""
-    mine: Decision | EvenlyError | None = None
+    mine: ResolvedRun | EvenlyError | None = None
     if group.position == 0:
         try:
             mine = act()
@@ -102,20 +102,20 @@ def of_first(act: Callable[[], Decision], group: Group) -> Decision:
     return first
 
 
-def recorded_in(out: Path) -> Recorded:
+def recorded_in(out: Path) -> PreviousRun:
     """Of the run in `out`, by its newest checkpoint; nothing where that cannot be read, which resuming will tell.
 
     Raises `PlanError` for a plan that this version does not know.
     """
-    folder = Folder(out)
+    folder = CheckpointFolder(out)
     try:
         values = decode(folder.manifest(folder.steps()[-1]).values)
-        return Recorded(values["rules"]["microbatch"], parse_plan(values["plan"]).exact)
+        return PreviousRun(values["rules"]["microbatch"], parse_plan(values["plan"]).exact)
     except (IndexError, KeyError, TypeError, ValueError, AttributeError, Unsound):
-        return Recorded()
+        return PreviousRun()
 
 
-def fit_here(plan: Plan, place: Place, devices: int | None = None) -> Plan:
+def fit_here(plan: Plan, place: ProcessInfo, devices: int | None = None) -> Plan:
     """`plan` fitted to the ranks of `place`; where it has replicas, to the `devices` of this one process."""
     if plan.replicas is None:
         return plan.fit(place.size)

@@ -17,7 +17,7 @@ from evenly.engine.precision import LossScale
 from evenly.errors import ResumeError
 
 if TYPE_CHECKING:
-    from evenly.parallel.tensor.saving import WholeTensors
+    from evenly.parallel.tensor.saving import SplitCheckpoint
     from evenly.train.run import Run
 
 
@@ -37,7 +37,7 @@ def snapshot(run: Run) -> Snapshot:
             others = run.composed.pipeline.ties.counted_elsewhere
             tensors = {name: tensor for name, tensor in tensors.items() if parameter_of(name) not in others}
         if (parts := _parts(run, tensors)) is not None:
-            tensors = parts.gathered(tensors)
+            tensors = parts.gather(tensors)
     values["rules"] = _rules(run)
     values["plan"] = str(run.plan)
     values["schedule"] = None if run.schedule is None else run.schedule.state_dict()
@@ -52,7 +52,7 @@ def restore(run: Run, store: CheckpointStore) -> None:
     with run.state_as_saved():
         resume.restore(checkpoint, run.model, run.optimizer, _parts(run, checkpoint.forms))
     _agree_on_groups(run)
-    run.composed.gradients.spread()  # a rank has read its own pieces
+    run.composed.gradients.all_gather_parameters()  # a rank has read its own pieces
     if run.schedule is not None:
         run.schedule.load_state_dict(checkpoint.values["schedule"])
     run.loss_scale = LossScale(*checkpoint.values["loss_scale"])
@@ -70,13 +70,13 @@ def _agree_on_groups(run: Run) -> None:
         set_empty_groups(run.optimizer, restored)
 
 
-def _parts(run: Run, names: Iterable[str]) -> WholeTensors | None:
+def _parts(run: Run, names: Iterable[str]) -> SplitCheckpoint | None:
     """Of the tensors of these names in a checkpoint, those that the tensor axis splits."""
     if run.composed.tensor is None:
         return None
-    from evenly.parallel.tensor.saving import WholeTensors
+    from evenly.parallel.tensor.saving import SplitCheckpoint
 
-    return WholeTensors(run.composed.tensor, {name: parameter_of(name) for name in names})
+    return SplitCheckpoint(run.composed.tensor, {name: parameter_of(name) for name in names})
 
 
 def _rules(run: Run) -> dict[str, Any]:

@@ -28,14 +28,22 @@ from evenly.comm.groups import Group
 from evenly.comm.operations import all_reduce, gather_values
 from evenly.comm.world import World
 from evenly.data.generators import undisturbed
-from evenly.data.loader import Loader, Microbatch, Reading, Share, share_of_evaluation, share_of_step, worker_count
+from evenly.data.loader import (
+    Loader,
+    Microbatch,
+    MicrobatchStream,
+    Share,
+    share_of_evaluation,
+    share_of_step,
+    worker_count,
+)
 from evenly.data.stream import stream_key
 from evenly.engine.build import build_model, build_optimizer, build_schedule, check_same_start, refuse_gradient_hooks
 from evenly.engine.compose import Composed, compose, devices_of
 from evenly.engine.find_splits import find_splits
 from evenly.engine.precision import LossScale, autocast, first_scale, place_batch
 from evenly.engine.stage_work import StageWork, filled_up
-from evenly.engine.step_totals import Account, Ledger, as_loss
+from evenly.engine.step_totals import StepTotals, StepTotalsBuilder, as_loss
 from evenly.errors import RunError, UserError
 from evenly.job import Job, Loss
 from evenly.launch.allocator import LargeBlocks, free_memory_bytes, hand_back_freed_memory, keep_freed_memory
@@ -43,19 +51,19 @@ from evenly.launch.environment import available_cores, chosen_threads, find_here
 from evenly.observe.memory import peak_bytes
 from evenly.observe.records import Records
 from evenly.parallel.core.memory import HOST, Category, MemoryCounter, local, on, state_tensors
-from evenly.parallel.core.sharded_init import Parking
+from evenly.parallel.core.sharded_init import ShardedInit
 from evenly.parallel.data.replicas import Replica
 from evenly.plan import Plan
 from evenly.plan.schedule import runnable
 from evenly.train.interrupt import Interrupt
 from evenly.train.options import RunOptions, asked_plan, merge_options
-from evenly.train.resolve_run import Decision, meet
+from evenly.train.resolve_run import ResolvedRun, connect_and_resolve
 
 if TYPE_CHECKING:
-    from evenly.parallel.data.optimizer import CutOptimizer
+    from evenly.parallel.data.optimizer import ShardedOptimizer
     from evenly.parallel.pipeline.model import StagedModel
     from evenly.parallel.pipeline.pipeline import Pipeline
-    from evenly.parallel.pipeline.stages import Staging
+    from evenly.parallel.pipeline.stages import StagePlan
 
 
 STEPS_WITH_SPANS = 5  # of a run in stages, whose spans are written down
@@ -113,7 +121,7 @@ class Evaluation:
 class Batch:
     """This rank's share of one batch, or of an evaluation; a training batch is given to `Run.step` once."""
 
-    def __init__(self, share: Share, microbatches: Reading) -> None:
+    def __init__(self, share: Share, microbatches: MicrobatchStream) -> None:
         self.share, self.microbatches = share, microbatches
         self._left = share.runs
 
@@ -139,7 +147,7 @@ class Run:
     (of this rank), `model`, `optimizer`, `steps_done`, `out` (folder).
     """
 
-    def __init__(self, job: Job, decision: Decision, world: World, options: RunOptions) -> None:
+    def __init__(self, job: Job, decision: ResolvedRun, world: World, options: RunOptions) -> None:
         plan, job = decision.plan, decision.settled(job)
         assert plan.precision is not None  # the plan is resolved
         self.job, self.plan, self.world, self.out = job, plan, world, options.out
@@ -151,11 +159,11 @@ class Run:
         self.model = self.composed.model
         self.devices = list(dict.fromkeys(replica.device for replica in self.composed.replicas))
         self.optimizer = build_optimizer(job, self.composed.parameters(), plan)
-        self._cut_optimizer: CutOptimizer | None = None
+        self._cut_optimizer: ShardedOptimizer | None = None
         if self.composed.cuts:
-            from evenly.parallel.data.optimizer import CutOptimizer  # takes seconds to import
+            from evenly.parallel.data.optimizer import ShardedOptimizer  # takes seconds to import
 
-            self._cut_optimizer = CutOptimizer(
+            self._cut_optimizer = ShardedOptimizer(
                 self.model, self.optimizer, self.composed.cuts, offload=plan.offload or "none"
             )
         self.schedule = build_schedule(job, self.optimizer)
@@ -227,9 +235,9 @@ class Run:
         memory = None if counter is None else self._memory_of_all(counter)
         return self._report(batch, account, grad_norm=grad_norm, lr=lr, skipped=skipped, memory=memory)
 
-    def _forward_and_backward(self, batch: Batch) -> Account:
+    def _forward_and_backward(self, batch: Batch) -> StepTotals:
         gradients, replicas = self.composed.gradients, self.composed.replicas
-        ledger = Ledger(
+        ledger = StepTotalsBuilder(
             self.world,
             microbatches=len(batch.share.microbatches),
             layers=self.composed.layers,
@@ -253,14 +261,14 @@ class Run:
                 self._backward(loss)
                 gradients.finish_backward()
                 if self._counter is not None:
-                    gradients.claim(self._counter)
+                    gradients.track(self._counter)
         memory_bytes = [peak_bytes(device) for device in self.devices]
-        gradients.send(self._of_one_share(ledger.numbers(memory_bytes=memory_bytes, stop=self.interrupt.asked)))
+        gradients.start_reduce(self._of_one_share(ledger.numbers(memory_bytes=memory_bytes, stop=self.interrupt.asked)))
         with on(HOST):
             batch.microbatches.ahead()
-        return ledger.read(gradients.receive())
+        return ledger.read(gradients.finish_reduce())
 
-    def _forward(self, replica: Replica, microbatch: Microbatch, step: int, ledger: Ledger) -> Loss:
+    def _forward(self, replica: Replica, microbatch: Microbatch, step: int, ledger: StepTotalsBuilder) -> Loss:
         """The loss of `microbatch`, entered in `ledger`; of a filler, a loss without effect."""
         key = stream_key(self.job.seed, "microbatch", step, microbatch.number)
         if not microbatch.counts:
@@ -271,7 +279,7 @@ class Run:
         self._enter(ledger, microbatch, loss, statistics.calls(microbatch.number))
         return loss
 
-    def _enter(self, ledger: Ledger, microbatch: Microbatch, loss: Loss, calls: list[int]) -> None:
+    def _enter(self, ledger: StepTotalsBuilder, microbatch: Microbatch, loss: Loss, calls: list[int]) -> None:
         if self._tensor is None or self._tensor.position == 0:  # the others have the same numbers
             ledger.add(microbatch.number, loss, calls)
 
@@ -304,7 +312,7 @@ class Run:
         per_rank = self.plan.stages_of_each_rank
         return runnable(self.plan.order, self.plan.pipeline, per_rank, microbatches) if microbatches else 0
 
-    def _through_stages(self, pipeline: Pipeline, batch: Batch, ledger: Ledger) -> None:
+    def _through_stages(self, pipeline: Pipeline, batch: Batch, ledger: StepTotalsBuilder) -> None:
         """Forward and backward of the batch's microbatches through the stages of this rank."""
 
         def compute(microbatch: Microbatch) -> torch.Tensor | None:
@@ -325,7 +333,7 @@ class Run:
             gradients.collect()
             gradients.finish_backward()
             if self._counter is not None:
-                gradients.claim(self._counter)
+                gradients.track(self._counter)
             self._allocating("activations")  # what is received until the next pass
 
         microbatches = [*chain.from_iterable(batch.rounds(1))]
@@ -333,7 +341,7 @@ class Run:
         with self._recording_spans(pipeline):
             pipeline.engine.step(len(work.microbatches), work)
 
-    def _evaluate_in_stages(self, pipeline: Pipeline, batch: Batch, ledger: Ledger) -> None:
+    def _evaluate_in_stages(self, pipeline: Pipeline, batch: Batch, ledger: StepTotalsBuilder) -> None:
         def compute(microbatch: Microbatch) -> None:
             key = stream_key(self.job.seed, "evaluation", microbatch.number)
             loss = self._loss(self._only_replica, microbatch, key)
@@ -390,11 +398,11 @@ class Run:
         scale = self.loss_scale.factor
         return loss.total if scale == 1.0 else loss.total * scale
 
-    def _update(self, account: Account) -> tuple[float, bool]:
+    def _update(self, account: StepTotals) -> tuple[float, bool]:
         """Applies the batch's gradient; returns its norm and whether the update was skipped."""
         gradients = self.composed.gradients
         if self._counter is not None:
-            gradients.claim(self._counter)
+            gradients.track(self._counter)
         if self.composed.pipeline is not None:
             self.composed.pipeline.ties.sum(gradients.named_gradients())
         divisor = account.weight * self.loss_scale.factor
@@ -418,13 +426,13 @@ class Run:
             self.optimizer.step()
         else:
             self._cut_optimizer.step(gradients.named_gradients())
-            gradients.spread()
+            gradients.all_gather_parameters()
         if self._counter is not None:
-            self._counter.claim(state_tensors(self.optimizer), "optimizer", self._number_of_optimizer)
+            self._counter.track(state_tensors(self.optimizer), "optimizer", self._number_of_optimizer)
         return grad_norm, False
 
-    def _end_step(self, account: Account) -> None:
-        self.composed.fold_statistics(account.calls)
+    def _end_step(self, account: StepTotals) -> None:
+        self.composed.sync_statistics(account.calls)
         if self.schedule is not None:
             with warnings.catch_warnings():
                 # The schedule counts steps, those that float16 skipped included.
@@ -436,7 +444,7 @@ class Run:
     def _report(
         self,
         batch: Batch,
-        account: Account,
+        account: StepTotals,
         *,
         grad_norm: float,
         lr: float,
@@ -470,9 +478,9 @@ class Run:
             for replica in self.composed.replicas:
                 tensors = chain(replica.module.parameters(), replica.module.buffers())
                 number = HOST if self.plan.offload == "parameters" else replica.number
-                counter.claim(map(local, tensors), "parameters", number)
-            self.composed.gradients.claim(counter)
-            counter.claim(state_tensors(self.optimizer), "optimizer", self._number_of_optimizer)
+                counter.track(map(local, tensors), "parameters", number)
+            self.composed.gradients.track(counter)
+            counter.track(state_tensors(self.optimizer), "optimizer", self._number_of_optimizer)
             self._counter = counter
             try:
                 yield counter
@@ -499,7 +507,7 @@ class Run:
         if self.job.eval_data is None:
             raise UserError("run.evaluate()", "the job has no eval_data", "give the Job eval_data")
         share = self._fitted(share_of_evaluation(self.job, rank=self._data.position, ranks=self._data.size))
-        ledger = Ledger(self.world, microbatches=len(share.microbatches))
+        ledger = StepTotalsBuilder(self.world, microbatches=len(share.microbatches))
         self.composed.train(False)
         try:
             with torch.no_grad(), undisturbed(*self.devices):
@@ -612,12 +620,12 @@ def build_and_compose(job: Job, plan: Plan, world: World) -> Composed:
     cut = plan.stage == 3 or plan.splits_tensors or plan.splits_blocks
     if cut:
         hand_back_freed_memory()
-    with Parking(world.group("world")) if cut else nullcontext() as parking:
+    with ShardedInit(world.group("world")) if cut else nullcontext() as parking:
         # What is parked stays on the CPU; splitting and cutting take each part to the rank's device.
         devices = ["cpu"] if cut else devices_of(plan, world)
         modules = [build_model(job, precision=plan.precision, device=device) for device in devices]
         if parking is not None:
-            parking.settle()
+            parking.freeze()
             refuse_gradient_hooks(modules[0], plan)
         check_same_start(modules[0], world, parking)
         splits = find_splits(job, modules[0], plan, world)
@@ -628,7 +636,7 @@ def build_and_compose(job: Job, plan: Plan, world: World) -> Composed:
     return composed
 
 
-def _find_stages(job: Job, model: torch.nn.Module, plan: Plan, world: World) -> tuple[StagedModel, Staging] | None:
+def _find_stages(job: Job, model: torch.nn.Module, plan: Plan, world: World) -> tuple[StagedModel, StagePlan] | None:
     if not plan.splits_blocks:
         return None
     from evenly.engine.find_stages import find_stages  # torch's parts behind it take a while to import
@@ -662,7 +670,7 @@ def start(
 def start_as_told(job: Job, options: RunOptions) -> Run:
     """`start` with its arguments as data."""
     options = merge_options(options)
-    decision, world = meet(job, options, find_here())
+    decision, world = connect_and_resolve(job, options, find_here())
     if world.device == "cpu" and decision.plan.exact == "bitwise" and chosen_threads() is None:
         torch.set_num_threads(1)  # how a sum is cut among threads shows in its bits
     try:

@@ -23,7 +23,7 @@ LOSS_TOLERANCE = {
     "pure-float16": 1e-2,
 }
 # Of a model that computes in a narrower type itself, where a plan adds up in another order before it does.
-NARROWED_TOLERANCE = 1e-5
+DOWNCAST_TOLERANCE = 1e-5
 # A parameter that rounding has pushed elsewhere moves the norm of all gradients little; a wrong sum moves it far.
 NORM_TOLERANCE = dict.fromkeys(LOSS_TOLERANCE, 1e-1) | {"float64": 1e-9, "float32": 1e-2}
 PARAM_TOLERANCE: dict[str, float | None] = dict.fromkeys(LOSS_TOLERANCE) | {"float64": 1e-9}
@@ -56,7 +56,7 @@ def differing_elements(found: torch.Tensor, expected: torch.Tensor) -> int:
 
 
 @dataclass
-class Trace:
+class RankComparison:
     """What one rank found, step by step; the differences are the largest so far."""
 
     dtype: str
@@ -67,7 +67,7 @@ class Trace:
     worst_param: str = ""
     bits_differ: int | None = None
     sharded: float = 0.0
-    narrowed: str = ""  # the type, narrower than `dtype`, that the model computes in, where it decides the rounding
+    downcast: str = ""  # the type, narrower than `dtype`, that the model computes in, where it decides the rounding
     first: tuple[int, int, str, float] | None = None  # (step, order within the step, what, difference)
     seen: int = field(default=0)  # values compared
 
@@ -102,7 +102,7 @@ class Trace:
 
     def _tolerance(self, known: Mapping[str, float | None]) -> float | None:
         tolerance = known[self.dtype]
-        return tolerance if tolerance is None or not self.narrowed else max(tolerance, NARROWED_TOLERANCE)
+        return tolerance if tolerance is None or not self.downcast else max(tolerance, DOWNCAST_TOLERANCE)
 
     def _judge(self, step: int, order: int, what: str, diff: float, tolerance: float | None) -> None:
         self.seen += 1
@@ -126,12 +126,12 @@ class Row:
     reason: str = ""
 
 
-def judge(plan: str, traces: list[Trace]) -> Row:
+def judge(plan: str, traces: list[RankComparison]) -> Row:
     """One row from what every rank found; the reason names the first difference with its step, rank and size."""
     worst = max(traces, key=lambda trace: trace.param_diff)
     faults = [(trace.first, trace.rank) for trace in traces if trace.first is not None]
-    narrowed = next((trace.narrowed for trace in traces if trace.narrowed), "")
-    reason = f"the model itself computes in {narrowed}: held to {NARROWED_TOLERANCE:g}" if narrowed else ""
+    downcast = next((trace.downcast for trace in traces if trace.downcast), "")
+    reason = f"the model itself computes in {downcast}: held to {DOWNCAST_TOLERANCE:g}" if downcast else ""
     if faults:
         (step, _, what, diff), rank = min(faults)
         reason = f"first difference: {what} at step {step} on rank {rank}, {diff:.3g}"

@@ -14,9 +14,9 @@ from evenly.job import Job, Precision
 from evenly.jobfile import load_job
 from evenly.plan import Plan, with_microbatch
 from evenly.train import Run, start
-from evenly.verify.compare import Trace
-from evenly.verify.narrowing import Narrowing
-from evenly.verify.reference import named_tensors, not_a_sum, reference_steps
+from evenly.verify.compare import RankComparison
+from evenly.verify.downcasts import DowncastWatch
+from evenly.verify.reference import loss_not_additive, named_tensors, reference_steps
 from evenly.verify.trajectory import Trajectory
 
 
@@ -35,7 +35,7 @@ def write_reference(
         return problem
     keep_reference(job, steps, folder)
     try:
-        return not_a_sum(job)
+        return loss_not_additive(job)
     except Exception:  # a loss that wants whole microbatches, say
         return ""
 
@@ -44,7 +44,7 @@ def keep_reference(job: Job, steps: int, folder: Path) -> None:
     """Trains `job` in the plain loop and keeps its trajectory in `folder`."""
     trajectory, losses, norms, eval_loss = Trajectory(folder), [], [], None
     records = reference_steps(job, steps)
-    with Narrowing() as narrowing:
+    with DowncastWatch() as downcasts:
         first = next(records)
     for record in chain([first], records):
         if record.step == 0:
@@ -53,32 +53,34 @@ def keep_reference(job: Job, steps: int, folder: Path) -> None:
         trajectory.add_tensors(record.step, record.tensors)
         losses.append(record.loss)
         norms.append(record.grad_norm)
-    trajectory.finish(losses=losses, grad_norms=norms, eval_loss=eval_loss, narrowed=narrowing.found)
+    trajectory.finish(losses=losses, grad_norms=norms, eval_loss=eval_loss, downcast=downcasts.found)
 
 
-def compare_file(path: Path, settings: dict[str, Any], dtype: Precision, plan: Plan, steps: int, folder: Path) -> Trace:
+def compare_file(
+    path: Path, settings: dict[str, Any], dtype: Precision, plan: Plan, steps: int, folder: Path
+) -> RankComparison:
     """Runs the job of file `path` under `plan` on this rank and holds it against the trajectory in `folder`."""
     return compare_job(replace(load_job(path, settings), precision=dtype), plan, steps, folder)
 
 
-def compare_job(job: Job, plan: str | Plan, steps: int, folder: Path) -> Trace:
+def compare_job(job: Job, plan: str | Plan, steps: int, folder: Path) -> RankComparison:
     """Runs `job` under `plan` on this rank and holds every step against the trajectory `folder`/reference.
 
     With exact=bitwise the engine's own run on one device is kept beside it, as `folder`/single, and later plans are
     held against its bits.
     """
     expected, single = Trajectory(folder / "reference"), Trajectory(folder / "single")
-    losses, norms, eval_loss, narrowed = expected.scalars()
+    losses, norms, eval_loss, downcast = expected.scalars()
     with start(replace(job, steps=max(job.steps, steps)), plan=plan) as run:
         run.interrupt.close()  # who is asked to stop has nothing to finish
         if run.composed.tensor is None:
-            narrowed = ""  # what is computed in it is computed in the same order
-        trace = Trace(job.precision, run.world.rank, sharded=run.composed.sharded, narrowed=narrowed)
+            downcast = ""  # what is computed in it is computed in the same order
+        trace = RankComparison(job.precision, run.world.rank, sharded=run.composed.sharded, downcast=downcast)
         for batch in run.batches():
             report = run.step(batch)
             trace.add_loss(report.step, report.loss, losses[report.step - 1])
             trace.add_grad_norm(report.step, report.grad_norm, norms[report.step - 1])
-            tensors = {name: run.composed.whole(name, tensor) for name, tensor in named_tensors(run.model).items()}
+            tensors = {name: run.composed.full_view(name, tensor) for name, tensor in named_tensors(run.model).items()}
             trace.add_tensors(report.step, tensors, _held_here(run, expected.tensors(report.step)))
             _compare_bits(run, trace, tensors, single, report.step)
             if report.step == steps:
@@ -94,7 +96,9 @@ def _held_here(run: Run, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
     return {name: t for name, t in tensors.items() if pipeline is None or name not in pipeline.elsewhere}
 
 
-def _compare_bits(run: Run, trace: Trace, tensors: dict[str, torch.Tensor], single: Trajectory, step: int) -> None:
+def _compare_bits(
+    run: Run, trace: RankComparison, tensors: dict[str, torch.Tensor], single: Trajectory, step: int
+) -> None:
     if run.plan.exact != "bitwise":
         return
     if run.plan.devices == 1:

@@ -83,7 +83,7 @@ def reference_evaluation(job: Job, model: torch.nn.Module) -> float:
     return total / weight
 
 
-def not_a_sum(job: Job) -> str:
+def loss_not_additive(job: Job) -> str:
     """What tells that the job's loss is no sum over samples, '' where nothing does.
 
     Without dropout the first microbatch has to have the total and the weight of its two halves together. Raises what

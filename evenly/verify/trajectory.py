@@ -22,10 +22,10 @@ class Trajectory:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, self._file(step))
 
     def finish(
-        self, *, losses: list[float], grad_norms: list[float], eval_loss: float | None, narrowed: str = ""
+        self, *, losses: list[float], grad_norms: list[float], eval_loss: float | None, downcast: str = ""
     ) -> None:
-        """Keeps the scalars, by step; narrowed: the type, narrower than asked for, that the model computes in."""
-        scalars = {"losses": losses, "grad_norms": grad_norms, "eval_loss": eval_loss, "narrowed": narrowed}
+        """Keeps the scalars, by step; downcast: the type, narrower than asked for, that the model computes in."""
+        scalars = {"losses": losses, "grad_norms": grad_norms, "eval_loss": eval_loss, "downcast": downcast}
         (self.folder / "scalars.json").write_text(json.dumps(scalars))
 
     def tensors(self, step: int) -> dict[str, torch.Tensor]:
@@ -33,9 +33,9 @@ class Trajectory:
         return load_file(self._file(step))
 
     def scalars(self) -> tuple[list[float], list[float], float | None, str]:
-        """Losses and gradient norms by step, the evaluation loss at the end, and `narrowed`."""
+        """Losses and gradient norms by step, the evaluation loss at the end, and `downcast`."""
         scalars = json.loads((self.folder / "scalars.json").read_text())
-        return scalars["losses"], scalars["grad_norms"], scalars["eval_loss"], scalars["narrowed"]
+        return scalars["losses"], scalars["grad_norms"], scalars["eval_loss"], scalars["downcast"]
 
     def _file(self, step: int) -> Path:
         return self.folder / f"step-{step}.safetensors"

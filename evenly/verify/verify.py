@@ -13,7 +13,7 @@ from evenly.errors import EvenlyError, PlanError, UserError
 from evenly.job import Precision
 from evenly.launch.agent import Launch, start_ranks
 from evenly.plan import Plan, parse_plan
-from evenly.verify.compare import Row, Trace, judge
+from evenly.verify.compare import RankComparison, Row, judge
 from evenly.verify.ranks import compare_file, write_reference
 
 SIGNALLED = 128  # of an exit code: the number of the signal that ended a process is added to it
@@ -39,7 +39,7 @@ class Verification:
 
 
 @dataclass(frozen=True)
-class Question:
+class VerifyRequest:
     """What to verify: the job of file `path` with `settings`, for `steps` steps in `dtype`."""
 
     path: Path
@@ -48,7 +48,9 @@ class Question:
     dtype: Precision
 
 
-def verify(question: Question, plans: list[str], *, devices: int | None, say: Callable[[str], None]) -> Verification:
+def verify(
+    question: VerifyRequest, plans: list[str], *, devices: int | None, say: Callable[[str], None]
+) -> Verification:
     """Runs each of `plans`, and what it is held against; `say` is told what is under way.
 
     devices: number of devices of plans that state none; by default the smallest that shows the plan.
@@ -69,7 +71,7 @@ class _References:
     note:      what speaks against the job's loss.
     """
 
-    def __init__(self, question: Question, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, question: VerifyRequest, folder: Path, say: Callable[[str], None]) -> None:
         self._question, self._folder, self._say = question, folder, say
         self.made: set[Path] = set()
         self.with_bits: set[Path] = set()
@@ -104,7 +106,7 @@ def _of_microbatch(plan: Plan) -> str:
 
 
 def _verify_plan(
-    question: Question, text: str, references: _References, *, devices: int | None, say: Callable[[str], None]
+    question: VerifyRequest, text: str, references: _References, *, devices: int | None, say: Callable[[str], None]
 ) -> Row:
     world = 0
     try:
@@ -127,7 +129,7 @@ def _verify_plan(
         return Row(text, world, status, reason=" | ".join(filter(None, (problem.asked, problem.found))))
 
 
-def _run_plan(question: Question, plan: Plan, folder: Path) -> list[Trace]:
+def _run_plan(question: VerifyRequest, plan: Plan, folder: Path) -> list[RankComparison]:
     arguments = (question.path, question.settings, question.dtype, plan, question.steps, folder)
     results = start_ranks(compare_file, arguments, Launch(devices=plan.ranks or 1))
     return [results[rank] for rank in sorted(results)]

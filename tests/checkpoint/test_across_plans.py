@@ -81,7 +81,7 @@ def state_of(run: Run) -> Numbers:
         tensors, _ = read_state(run.model, run.optimizer)
         copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         # A counter of steps belongs to a parameter and is not cut as it is.
-        return {n: run.composed.whole(parameter_of(n), t).cpu() if t.dim() else t for n, t in copies.items()}
+        return {n: run.composed.full_view(parameter_of(n), t).cpu() if t.dim() else t for n, t in copies.items()}
 
 
 def united(parts: list[Numbers]) -> Numbers:

@@ -19,9 +19,9 @@ from torch import nn, optim
 import evenly
 from evenly.checkpoint.config import MODEL_CONFIG, find_model_config, write_model_config
 from evenly.checkpoint.export import Exported, export, split
-from evenly.checkpoint.folder import Folder, record_file
+from evenly.checkpoint.folder import CheckpointFolder, record_file
 from evenly.checkpoint.manifest import Manifest, TensorForm
-from evenly.checkpoint.pieces import TYPES, find_pieces, read_whole
+from evenly.checkpoint.pieces import TYPES, find_pieces, read_tensor
 from evenly.checkpoint.state import read_state
 from evenly.checkpoint.store import CheckpointStore, Snapshot
 from evenly.errors import CheckpointError, UserError
@@ -168,7 +168,7 @@ def test_pieces_that_cut_rows_and_columns_make_up_the_whole(tmp_path: Path) -> N
     form = TensorForm("bfloat16", (4, 5, 6))
     files = [f"{number}.safetensors" for number in range(4)]
     pieces = find_pieces(tmp_path, files, {"w": form})
-    assert read_whole(form, pieces["w"]).tobytes() == bits(whole)
+    assert read_tensor(form, pieces["w"]).tobytes() == bits(whole)
 
 
 class Scored(Wrapped):
@@ -269,7 +269,7 @@ def test_a_target_that_holds_something_is_left_alone(tmp_path: Path) -> None:
 
 def test_an_altered_checkpoint_is_refused_and_a_sound_one_named(tmp_path: Path) -> None:
     save(tmp_path, nn.Linear(2, 1), 1, 2)
-    file = next(Folder(tmp_path).path(2).glob("*.safetensors"))
+    file = next(CheckpointFolder(tmp_path).path(2).glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1] + b"\x01")
     with pytest.raises(CheckpointError, match=r"was altered[^$]*export step 1"):
         export(tmp_path, tmp_path / "out")
@@ -278,7 +278,7 @@ def test_an_altered_checkpoint_is_refused_and_a_sound_one_named(tmp_path: Path) 
 
 def forged(folder: Path, content: bytes, shape: tuple[int, ...] = (2, 2)) -> None:
     """A checkpoint whose one file has that content, and whose manifest says so."""
-    inside = Folder(folder)
+    inside = CheckpointFolder(folder)
     inside.begin(1)
     file = inside.partial(1) / "shard-00001-model-00001-of-00001.safetensors"
     file.write_bytes(content)
@@ -344,9 +344,9 @@ def test_what_was_written_goes_when_the_disk_is_full(tmp_path: Path, monkeypatch
         calls.append(given)
         if len(calls) > 2:
             raise OSError(28, "No space left on device")
-        return read_whole(*given)
+        return read_tensor(*given)
 
-    monkeypatch.setattr("evenly.checkpoint.export.read_whole", read)
+    monkeypatch.setattr("evenly.checkpoint.export.read_tensor", read)
     with pytest.raises(CheckpointError, match="No space left"):
         export(tmp_path / "run", tmp_path / "new" / "out", shard_bytes=200)
     assert len(calls) == 3 and not (tmp_path / "new").exists()

@@ -7,26 +7,26 @@ from pathlib import Path
 
 import pytest
 
-from evenly.checkpoint.folder import Folder, newest_sound, record_file
+from evenly.checkpoint.folder import CheckpointFolder, newest_sound, record_file
 from evenly.checkpoint.manifest import Manifest, Unsound
 from evenly.errors import CheckpointError
 
 FILE = "shard-00001-model-00001-of-00001.safetensors"
 
 
-def put(folder: Folder, step: int, score: float | None = None, content: bytes = b"numbers") -> None:
+def put(folder: CheckpointFolder, step: int, score: float | None = None, content: bytes = b"numbers") -> None:
     folder.begin(step)
     file = folder.partial(step) / FILE
     file.write_bytes(content)
     folder.commit(Manifest(step, score, {FILE: record_file(file)}, {}, {}))
 
 
-def names(folder: Folder) -> list[str]:
+def names(folder: CheckpointFolder) -> list[str]:
     return sorted(path.name for path in folder.checkpoints.iterdir())
 
 
 def test_a_step_is_seen_only_after_commit(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
+    folder = CheckpointFolder(tmp_path)
     assert folder.steps() == [] and newest_sound(tmp_path) is None
     folder.begin(10)
     assert folder.steps() == []
@@ -36,7 +36,7 @@ def test_a_step_is_seen_only_after_commit(tmp_path: Path) -> None:
 
 
 def test_steps_are_numbers_of_folders_in_our_form(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
+    folder = CheckpointFolder(tmp_path)
     put(folder, 2)
     put(folder, 123456789)
     for name in ("step-3", "step-0000000004", "step-00000005x", "other"):
@@ -46,7 +46,7 @@ def test_steps_are_numbers_of_folders_in_our_form(tmp_path: Path) -> None:
 
 
 def test_the_same_step_can_be_written_again(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
+    folder = CheckpointFolder(tmp_path)
     put(folder, 5, content=b"old")
     put(folder, 5, content=b"new")
     assert (folder.path(5) / FILE).read_bytes() == b"new" and folder.is_sound(5)
@@ -54,7 +54,7 @@ def test_the_same_step_can_be_written_again(tmp_path: Path) -> None:
 
 
 def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
+    folder = CheckpointFolder(tmp_path)
     for step, score in [(1, 0.5), (2, 0.1), (3, 0.3), (4, None), (5, 0.4), (6, 0.2)]:
         put(folder, step, score)
     assert folder.prune() == [1, 3]
@@ -63,7 +63,7 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
 
 
 def test_prune_leaves_the_unreadable_alone_and_does_not_count_it(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
+    folder = CheckpointFolder(tmp_path)
     for step in (1, 2, 3, 4):
         put(folder, step)
     (folder.path(4) / "manifest.json").write_text("{}")
@@ -92,7 +92,7 @@ def test_prune_leaves_the_unreadable_alone_and_does_not_count_it(tmp_path: Path)
     ],
 )
 def test_whatever_is_wrong_with_the_files_is_said(tmp_path: Path, break_it, reason: str) -> None:
-    folder = Folder(tmp_path)
+    folder = CheckpointFolder(tmp_path)
     put(folder, 1)
     put(folder, 2)
     break_it(folder.path(2))
@@ -114,7 +114,7 @@ def _pipe(path: Path) -> None:
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
+    folder = CheckpointFolder(tmp_path)
     put(folder, 1)
     folder.path(1).rename(folder.path(9))
     with pytest.raises(Unsound, match="is of step 1"):
@@ -122,7 +122,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path) 
 
 
 def test_claim_removes_what_killed_runs_left(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
+    folder = CheckpointFolder(tmp_path)
     put(folder, 1)
     folder.begin(2)
     (folder.partial(2) / FILE).write_bytes(b"half")
@@ -150,11 +150,11 @@ def test_a_running_run_keeps_its_folder_and_a_killed_one_loses_it(tmp_path: Path
     with other:
         assert other.stdout is not None and other.stdout.readline() == "claimed\n"
         with pytest.raises(CheckpointError, match=f"another run writes there .process {other.pid} on "):
-            Folder(tmp_path).claim()
-        assert Folder(tmp_path).partial(7).is_dir()
+            CheckpointFolder(tmp_path).claim()
+        assert CheckpointFolder(tmp_path).partial(7).is_dir()
         other.kill()
-    Folder(tmp_path).claim().close()
-    assert not Folder(tmp_path).partial(7).exists()
+    CheckpointFolder(tmp_path).claim().close()
+    assert not CheckpointFolder(tmp_path).partial(7).exists()
 
 
 def test_these_files_need_no_torch() -> None:

@@ -18,7 +18,7 @@ from command import COMMAND, JOB, LIMIT_S, environment, evenly
 from safetensors.torch import load_file
 
 import evenly as package
-from evenly.checkpoint.folder import Folder
+from evenly.checkpoint.folder import CheckpointFolder
 from evenly.cli.run import RunRequest, choose_folder
 from evenly.errors import UserError
 
@@ -75,7 +75,7 @@ def test_a_script_names_its_own_plan(tmp_path: Path) -> None:
     done = evenly("run", script, "--devices", 2, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "out" / "plan.json").read_text())["plan"].startswith("data=2 zero=2")
-    assert Folder(tmp_path / "out").steps() == [2]  # saved at its end, without being asked
+    assert CheckpointFolder(tmp_path / "out").steps() == [2]  # saved at its end, without being asked
     done = evenly("run", script, "--devices", 2, "--plan", "ddp", folder=tmp_path)
     assert done.returncode == 2 and "the script itself asks for zero=2" in done.stderr
 
@@ -121,7 +121,7 @@ def test_an_interrupted_run_saves_and_goes_on(alone: Path, tmp_path: Path) -> No
     output, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors and "--resume --out out" in output
-    [saved] = Folder(tmp_path / "out").steps()
+    [saved] = CheckpointFolder(tmp_path / "out").steps()
     done = evenly("run", JOB, "--devices", 1, "--out", "out", "--resume", "--set", "steps=12", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"steps {saved + 1} to 12 on 1 rank (" in done.stdout
@@ -180,7 +180,7 @@ def test_a_script_that_is_stopped_saves_and_says_so_by_its_exit_code(tmp_path: P
     )
     done = evenly("run", script, "--devices", 2, folder=tmp_path)
     assert done.returncode == 130, done.stderr
-    assert Folder(tmp_path / "out").steps() == [3]
+    assert CheckpointFolder(tmp_path / "out").steps() == [3]
 
 
 def test_verify_prints_a_row_per_plan(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ from evenly.comm.connect import connect, disconnect, find_device
 from evenly.comm.operations import all_reduce, barrier, gather_values
 from evenly.errors import RunError, UserError
 from evenly.launch.agent import Launch, start_ranks
-from evenly.launch.environment import Place, find_here
+from evenly.launch.environment import ProcessInfo, find_here
 
 
-def place(*, rank: int = 0, size: int = 1, port: int = 1) -> Place:
-    return Place(
+def place(*, rank: int = 0, size: int = 1, port: int = 1) -> ProcessInfo:
+    return ProcessInfo(
         rank=rank, local_rank=rank, size=size, local_size=size, node=0, nodes=1, address="127.0.0.1", port=port,
         launcher="plain",
     )  # fmt: skip

@@ -8,21 +8,21 @@ import pytest
 
 from evenly.engine.find_stages import counts_of
 from evenly.errors import PlanError
-from evenly.parallel.pipeline.stages import Segment
+from evenly.parallel.pipeline.stages import CallCost
 from evenly.plan import parse_plan
 
 MIB = 1 << 20
 
 
-def segments(flops: list[float], weights: list[int] | None = None, kept: list[int] | None = None) -> list[Segment]:
+def segments(flops: list[float], weights: list[int] | None = None, kept: list[int] | None = None) -> list[CallCost]:
     weights, kept = weights or [0] * len(flops), kept or [0] * len(flops)
     return [
-        Segment((f"blocks.{n}", 0), frozenset(), cost, 0.0, weight, keep)
+        CallCost((f"blocks.{n}", 0), frozenset(), cost, 0.0, weight, keep)
         for n, (cost, weight, keep) in enumerate(zip(flops, weights, kept, strict=True))
     ]
 
 
-def counts(found: list[Segment], plan: str, *, limit_bytes: int | None = None, microbatches: int = 8) -> Any:
+def counts(found: list[CallCost], plan: str, *, limit_bytes: int | None = None, microbatches: int = 8) -> Any:
     fitted = parse_plan(plan).fit(parse_plan(plan).devices or 4)
     return counts_of(found, fitted, device="cpu", microbatches=microbatches, limit_bytes=limit_bytes)
 
@@ -35,7 +35,7 @@ def test_the_slowest_stage_is_as_fast_as_can_be() -> None:
 
 def test_moving_bytes_counts_where_little_is_computed() -> None:
     light = segments([1.0] * 4)
-    heavy = [Segment(("blocks.0", 0), frozenset(), 1.0, 100.0, 0, 0), *light[1:]]
+    heavy = [CallCost(("blocks.0", 0), frozenset(), 1.0, 100.0, 0, 0), *light[1:]]
     assert counts(heavy, "data=1 pipeline=2") == (1, 3)
 
 

@@ -10,14 +10,14 @@ import pytest
 from evenly.hardware.cluster import Cluster, Link
 from evenly.hardware.cluster_text import parse_cluster
 from evenly.hardware.devices import device_names
-from evenly.hardware.network import OPERATIONS, Group, place, seconds
+from evenly.hardware.network import OPERATIONS, LinkedRanks, place, seconds
 
 SIZES = [2**power for power in range(10, 36)]
 ONE, FOUR = parse_cluster("8xH100"), parse_cluster("4x8xH100")
-NODE, ALL = Group(8, 8), Group(32, 8)
+NODE, ALL = LinkedRanks(8, 8), LinkedRanks(32, 8)
 
 
-def bus_bandwidth(operation: str, size: int, group: Group, cluster: Cluster) -> float:
+def bus_bandwidth(operation: str, size: int, group: LinkedRanks, cluster: Cluster) -> float:
     """As nccl-tests define it, GB/s."""
     rounds = 2 if operation == "all_reduce" else 1
     return rounds * (group.ranks - 1) / group.ranks * size / seconds(operation, size, group, cluster) / 1e9
@@ -45,7 +45,7 @@ def bus_bandwidth(operation: str, size: int, group: Group, cluster: Cluster) -> 
 def test_bus_bandwidths_are_near_those_published(
     text: str, operation: str, ranks: int, per_node: int, size: int, measured: float
 ) -> None:
-    predicted = bus_bandwidth(operation, size, Group(ranks, per_node), parse_cluster(text))
+    predicted = bus_bandwidth(operation, size, LinkedRanks(ranks, per_node), parse_cluster(text))
     assert predicted == pytest.approx(measured, rel=0.08)
 
 
@@ -56,8 +56,8 @@ def test_a_reduction_in_the_switches_is_faster_and_can_be_forbidden() -> None:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("group", [NODE, ALL, Group(2, 1), Group(4, 1, sharing=8)])
-def test_more_takes_longer(operation: str, group: Group) -> None:
+@pytest.mark.parametrize("group", [NODE, ALL, LinkedRanks(2, 1), LinkedRanks(4, 1, sharing=8)])
+def test_more_takes_longer(operation: str, group: LinkedRanks) -> None:
     times = [seconds(operation, size, group, FOUR) for size in SIZES]
     assert all(less < more for less, more in pairwise(times))
 
@@ -66,7 +66,7 @@ def test_more_takes_longer(operation: str, group: Group) -> None:
 @pytest.mark.parametrize("size", [2**16, 2**24, 2**30])
 def test_more_nodes_take_longer(operation: str, size: int) -> None:
     nodes = [parse_cluster(f"{count}x8xA100") for count in (1, 2, 4, 8, 16, 64)]
-    times = [seconds(operation, size, Group(cluster.size, 8), cluster) for cluster in nodes]
+    times = [seconds(operation, size, LinkedRanks(cluster.size, 8), cluster) for cluster in nodes]
     assert all(less <= more for less, more in pairwise(times))
 
 
@@ -79,13 +79,13 @@ def test_an_all_reduce_takes_no_longer_than_its_two_halves(size: int) -> None:
 
 def test_trees_carry_small_sizes_over_many_nodes() -> None:
     many = parse_cluster("128x8xA100")
-    everyone = Group(many.size, 8)
+    everyone = LinkedRanks(many.size, 8)
     halves = 2 * seconds("all_gather", 2**16, everyone, many)
     assert seconds("all_reduce", 2**16, everyone, many) < 0.25 * halves
 
 
 def test_groups_that_share_the_cards_wait_for_each_other() -> None:
-    alone, shared = Group(8, 2), Group(8, 2, sharing=4)
+    alone, shared = LinkedRanks(8, 2), LinkedRanks(8, 2, sharing=4)
     narrow = replace(FOUR, cards=2)  # 2 cards for 8 devices, each of 1600 Gb/s
     assert seconds("all_gather", 2**30, shared, FOUR) == seconds("all_gather", 2**30, alone, FOUR)
     assert seconds("all_gather", 2**30, shared, narrow) > 1.5 * seconds("all_gather", 2**30, alone, narrow)
@@ -94,17 +94,17 @@ def test_groups_that_share_the_cards_wait_for_each_other() -> None:
 def test_a_group_alone_may_use_a_whole_card() -> None:
     one_each = parse_cluster("4x8xV100-32@50")
     half = replace(one_each, cards=4)
-    group = Group(4, 1)
+    group = LinkedRanks(4, 1)
     assert seconds("all_gather", 2**30, group, one_each) > 1.8 * seconds("all_gather", 2**30, group, half)
 
 
 def test_groups_are_placed_by_their_stride() -> None:
-    assert place(8, 1, FOUR) == Group(8, 8, sharing=1)
-    assert place(32, 1, FOUR) == Group(32, 8, sharing=1)
-    assert place(4, 8, FOUR) == Group(4, 1, sharing=8)
-    assert place(2, 4, FOUR) == Group(2, 2, sharing=4)
-    assert place(16, 2, FOUR) == Group(16, 4, sharing=2)
-    assert place(2, 16, FOUR) == Group(2, 1, sharing=8)
+    assert place(8, 1, FOUR) == LinkedRanks(8, 8, sharing=1)
+    assert place(32, 1, FOUR) == LinkedRanks(32, 8, sharing=1)
+    assert place(4, 8, FOUR) == LinkedRanks(4, 1, sharing=8)
+    assert place(2, 4, FOUR) == LinkedRanks(2, 2, sharing=4)
+    assert place(16, 2, FOUR) == LinkedRanks(16, 4, sharing=2)
+    assert place(2, 16, FOUR) == LinkedRanks(2, 1, sharing=8)
 
 
 def test_trays_of_a_rack_are_one_domain() -> None:
@@ -122,19 +122,19 @@ def test_nodes_of_fewer_devices_than_are_sold_are_domains_of_their_own() -> None
 
 def test_a_mesh_gives_few_devices_a_part_of_its_wires() -> None:
     cluster = parse_cluster("8xV100")
-    whole, pair = (bus_bandwidth("all_reduce", 2**33, Group(n, n), cluster) for n in (8, 2))
+    whole, pair = (bus_bandwidth("all_reduce", 2**33, LinkedRanks(n, n), cluster) for n in (8, 2))
     assert pair == pytest.approx(whole / 7, rel=0.05)
     joined = parse_cluster("1x16xV100-32")  # a DGX-2, with switches
-    assert bus_bandwidth("all_reduce", 2**33, Group(2, 2), joined) == pytest.approx(whole, rel=0.05)
+    assert bus_bandwidth("all_reduce", 2**33, LinkedRanks(2, 2), joined) == pytest.approx(whole, rel=0.05)
 
 
 def test_a_message_takes_the_fast_link_or_a_card() -> None:
-    near, far = seconds("send", 2**30, Group(2, 2), FOUR), seconds("send", 2**30, Group(2, 1), FOUR)
+    near, far = seconds("send", 2**30, LinkedRanks(2, 2), FOUR), seconds("send", 2**30, LinkedRanks(2, 1), FOUR)
     assert 2**30 / near == pytest.approx(365e9, rel=0.02) and 2**30 / far == pytest.approx(47.75e9, rel=0.02)
 
 
 def test_one_rank_and_no_bytes_take_no_time() -> None:
-    assert seconds("all_reduce", 2**20, Group(1, 1), ONE) == 0.0
+    assert seconds("all_reduce", 2**20, LinkedRanks(1, 1), ONE) == 0.0
     assert seconds("all_gather", 0, NODE, ONE) == 0.0
 
 
@@ -143,7 +143,7 @@ def test_a_measured_link_wins_where_it_fits() -> None:
     measured = replace(FOUR, links=links)
     assert seconds("all_reduce", 1e6, NODE, measured) == 2.0
     assert seconds("all_reduce", 1e6, ALL, measured) == 2.0
-    for group in (Group(8, 2, sharing=4), Group(4, 4)):  # spread over nodes; of another size
+    for group in (LinkedRanks(8, 2, sharing=4), LinkedRanks(4, 4)):  # spread over nodes; of another size
         assert seconds("all_reduce", 1e6, group, measured) == seconds("all_reduce", 1e6, group, FOUR)
     assert seconds("all_gather", 1e6, NODE, measured) == seconds("all_gather", 1e6, NODE, FOUR)
 

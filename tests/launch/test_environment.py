@@ -10,10 +10,10 @@ from evenly.errors import UserError
 from evenly.launch.environment import (
     LOOPBACK_INTERFACE,
     PORTS,
-    Place,
+    ProcessInfo,
     become_environment,
     changed_environment,
-    find_place,
+    find_process,
     first_host,
     process_environment,
     rank_environment,
@@ -57,7 +57,7 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in names}
 
 
-def shown(place: Place) -> tuple[Any, ...]:
+def shown(place: ProcessInfo) -> tuple[Any, ...]:
     return (
         place.launcher,
         (place.rank, place.size),
@@ -106,7 +106,7 @@ def shown(place: Place) -> tuple[Any, ...]:
     ],
 )
 def test_find_place(environ: dict[str, str], expected: tuple[Any, ...]) -> None:
-    assert shown(find_place(environ)) == expected
+    assert shown(find_process(environ)) == expected
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_find_place(environ: dict[str, str], expected: tuple[Any, ...]) -> None:
 )
 def test_unusable_environment_is_named(environ: dict[str, str], words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
-        find_place(environ)
+        find_process(environ)
     for word in words:
         assert word in str(caught.value)
     assert caught.value.do
@@ -180,11 +180,11 @@ def test_tasks_per_node() -> None:
 
 
 def test_port_is_one_for_a_job_step_and_differs_between_steps() -> None:
-    first = find_place(SRUN).port
+    first = find_process(SRUN).port
     assert first in PORTS
-    assert find_place(SRUN | {"SLURM_PROCID": "8", "SLURM_LOCALID": "0"}).port == first
-    assert find_place(SRUN | {"SLURM_STEP_ID": "1"}).port != first
-    assert find_place(SRUN | {"MASTER_PORT": "1234"}).port == 1234
+    assert find_process(SRUN | {"SLURM_PROCID": "8", "SLURM_LOCALID": "0"}).port == first
+    assert find_process(SRUN | {"SLURM_STEP_ID": "1"}).port != first
+    assert find_process(SRUN | {"MASTER_PORT": "1234"}).port == 1234
 
 
 def test_rank_environment_keeps_what_the_user_set() -> None:

@@ -19,7 +19,7 @@ import evenly
 from evenly.errors import SampleError, UserError
 from evenly.launch.agent import FailedRank, Launch, _first_failure, _Stop, launch, start_ranks
 from evenly.launch.environment import process_environment
-from evenly.launch.rank import Ending, Folder, describe, describe_exit
+from evenly.launch.rank import LaunchFolder, RankExit, describe, describe_exit
 
 # Threads of torch's store and of the tests' own runners may exist where a rank is forked.
 FORK = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
@@ -118,13 +118,13 @@ def test_logs_of_the_other_ranks(tmp_path: Path) -> None:
 
 def test_a_successful_run_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    remove = Folder.remove
+    remove = LaunchFolder.remove
 
-    def remove_unread(folder: Folder) -> None:
+    def remove_unread(folder: LaunchFolder) -> None:
         assert "evenly-signals" not in {thread.name for thread in threading.enumerate()}
         remove(folder)
 
-    monkeypatch.setattr(Folder, "remove", remove_unread)
+    monkeypatch.setattr(LaunchFolder, "remove", remove_unread)
     launch(who, 0, devices=1)
     assert not [path for path in tmp_path.iterdir() if not path.name.startswith("pymp-")]
 
@@ -204,9 +204,9 @@ def _is_server(process: psutil.Process) -> bool:
 # --- which failure is the cause: no processes -----------------------------------------------------------
 
 
-def _ending(rank: int, error: BaseException, time_s: float) -> Ending:
+def _ending(rank: int, error: BaseException, time_s: float) -> RankExit:
     ending = describe(rank, error)
-    return Ending(**{**vars(ending), "time_s": time_s})
+    return RankExit(**{**vars(ending), "time_s": time_s})
 
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4")
@@ -227,27 +227,27 @@ LOST = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer 
     ],
 )
 def test_the_cause_comes_first(tmp_path: Path, endings: Any, exit_codes: dict[int, int], first: int) -> None:
-    folder = Folder(tmp_path, tmp_path, False)
+    folder = LaunchFolder(tmp_path, tmp_path, False)
     for rank, error, time_s in endings:
-        folder.put_ending(_ending(rank, error, time_s))
+        folder.put_exit(_ending(rank, error, time_s))
     assert _first_failure(folder, exit_codes, _Stop()).rank == first
 
 
 def test_a_mistake_within_a_step_is_told_with_the_step(tmp_path: Path) -> None:
-    folder, error = Folder(tmp_path, tmp_path, False), UserError("sum the loss", "no weight", "give one")
+    folder, error = LaunchFolder(tmp_path, tmp_path, False), UserError("sum the loss", "no weight", "give one")
     error.evenly_step = 7
-    folder.put_ending(_ending(1, error, 1.0))
+    folder.put_exit(_ending(1, error, 1.0))
     told = _first_failure(folder, {}, _Stop())
     assert (told.asked, told.found) == ("rank 1 failed at step 7", "sum the loss: no weight")
 
 
 def test_a_real_error_while_stopping_is_shown_and_a_loss_is_not(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, tmp_path, False)
+    folder = LaunchFolder(tmp_path, tmp_path, False)
     stop = _Stop()
     stop.ask(signal.SIGINT)
-    folder.put_ending(_ending(0, LOST, 1.0))
+    folder.put_exit(_ending(0, LOST, 1.0))
     assert _first_failure(folder, {}, stop).exit_code == 130
-    folder.put_ending(_ending(1, OSError("disk full"), 2.0))
+    folder.put_exit(_ending(1, OSError("disk full"), 2.0))
     assert _first_failure(folder, {}, stop).rank == 1
 
 

@@ -14,7 +14,7 @@ from disagreements import KINDS, disagree
 from test_launch import _children_that_are_ranks
 
 from evenly.launch.agent import FailedRank, Launch, start_ranks
-from evenly.launch.rank import Folder
+from evenly.launch.rank import LaunchFolder
 from evenly.launch.watch import Watch, users_places
 from evenly.observe.recorder import Recorder
 
@@ -67,7 +67,7 @@ def test_stacks_of_a_stall_are_kept_beside_the_logs(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_died_is_left_to_the_agent_but_not_one_that_came_to_its_end(tmp_path: Path) -> None:
-    folder = Folder(tmp_path, tmp_path, False)
+    folder = LaunchFolder(tmp_path, tmp_path, False)
     dead = subprocess.Popen([sys.executable, "-S", "-c", ""])
     dead.wait()
     recorder = Recorder(tmp_path / "1.record", 1)

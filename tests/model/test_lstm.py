@@ -9,7 +9,7 @@ from torch import nn
 from evenly.model.costs import CostCounter
 from evenly.model.lstm import workspace_bytes
 from evenly.parallel.core.memory import MemoryCounter
-from evenly.planner.profile import Reading, read_module
+from evenly.planner.profile import Profile, profile_module
 
 STEPS, SAMPLES, WIDTH, HIDDEN = 9, 4, 5, 11
 
@@ -50,15 +50,15 @@ def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch).square().sum()
 
 
-def read(dtype: torch.dtype = torch.float32) -> Reading:
-    return read_module(Reader().to(dtype), loss, torch.empty(STEPS, SAMPLES, WIDTH, dtype=dtype))
+def read(dtype: torch.dtype = torch.float32) -> Profile:
+    return profile_module(Reader().to(dtype), loss, torch.empty(STEPS, SAMPLES, WIDTH, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_reading_holds_what_a_run_holds(dtype: torch.dtype) -> None:
     model, x = Reader().to(dtype), torch.randn(STEPS, SAMPLES, WIDTH, dtype=dtype)
     with MemoryCounter() as counter:
-        counter.claim((*model.parameters(), x), "parameters")
+        counter.track((*model.parameters(), x), "parameters")
         held = counter.now[0, "parameters"]
         kept = loss(model, x)
         after_forward = counter.peak_bytes(0) - held

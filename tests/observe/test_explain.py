@@ -13,15 +13,19 @@ from evenly.observe.diagnosis import (
     ranks_in_words,
     ranks_of_group,
 )
-from evenly.observe.recorder import Call, Entry, RankRecord
+from evenly.observe.recorder import CollectiveCall, Entry, RankRecord
 
 NOW_S = 1000.0
-CALL = Call("all_reduce", "data [0-3]", "float32", (1000,), "sum", "gradient of blocks.7", "train (train.py:88)")
+CALL = CollectiveCall(
+    "all_reduce", "data [0-3]", "float32", (1000,), "sum", "gradient of blocks.7", "train (train.py:88)"
+)
 
 
-def record(rank: int, *calls: Call | tuple[int, Call], inside: bool = True, **changed: object) -> RankRecord:
+def record(
+    rank: int, *calls: CollectiveCall | tuple[int, CollectiveCall], inside: bool = True, **changed: object
+) -> RankRecord:
     """A rank that made these calls and is inside the last of them."""
-    numbered = [(number, call) if isinstance(call, Call) else call for number, call in enumerate(calls, 455)]
+    numbered = [(number, call) if isinstance(call, CollectiveCall) else call for number, call in enumerate(calls, 455)]
     entries = [Entry(i, number, 900.0 + i, 900.5 + i, call) for i, (number, call) in enumerate(numbered, 1)]
     if inside and entries:
         entries[-1] = replace(entries[-1], left_s=None)
@@ -60,7 +64,7 @@ def test_a_rank_that_is_gone_or_silent_or_at_its_end() -> None:
         CALL._replace(detail="max"),
     ],
 )
-def test_the_first_difference_is_the_cause(other: Call) -> None:
+def test_the_first_difference_is_the_cause(other: CollectiveCall) -> None:
     other = other._replace(where="train (train.py:91)")
     records = [record(0, CALL, CALL, CALL), record(1, CALL, other, CALL), record(2, CALL, CALL, CALL)]
     text = text_of(*records)
@@ -89,7 +93,7 @@ def test_two_groups_in_another_order() -> None:
 
 
 def test_point_to_point() -> None:
-    recv = Call("recv", "data [0-1]", "float32", (3,), "from 1, tag 0", "", "pass_on (train.py:12)")
+    recv = CollectiveCall("recv", "data [0-1]", "float32", (3,), "from 1, tag 0", "", "pass_on (train.py:12)")
     text = text_of(record(0, (0, recv)), record(1, inside=False))
     assert text.startswith("rank 0 waits in recv from 1, tag 0 (pass_on (train.py:12)); rank 1 is in Lines")
 

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 from evenly.observe import recorder
-from evenly.observe.recorder import Call, Recorder, call_from, call_text, read, waits_since_s
+from evenly.observe.recorder import CollectiveCall, Recorder, call_from, call_text, read, waits_since_s
 
-CALL = Call("all_reduce", "data [0-1]", "float32", (3, None), "sum", "gradient of a", "train (train.py:88)")
+CALL = CollectiveCall("all_reduce", "data [0-1]", "float32", (3, None), "sum", "gradient of a", "train (train.py:88)")
 
 
 def wait_for(path: Path, word: str) -> recorder.RankRecord:
@@ -58,7 +58,7 @@ def test_what_is_not_a_record_is_none(tmp_path: Path) -> None:
 
 def test_long_calls_are_cut_to_their_slot() -> None:
     assert call_from(call_text(CALL)) == CALL
-    long = Call("gather", "g" * 900, "float32", tuple(range(500)), "d" * 900, "l" * 900, "w" * 900)
+    long = CollectiveCall("gather", "g" * 900, "float32", tuple(range(500)), "d" * 900, "l" * 900, "w" * 900)
     text = call_text(long)
     assert len(text) <= recorder.LONGEST_TEXT
     assert call_from(text).operation == "gather"

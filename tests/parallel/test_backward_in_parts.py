@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from evenly.parallel.pipeline.backward import apart, backward, begin_backward
+from evenly.parallel.pipeline.backward import backward, begin_backward, non_view_alias
 
 WIDTH = 4
 Tensors = list[torch.Tensor]
@@ -39,7 +39,7 @@ class Stage:
 
     def _compute(self) -> Tensors:
         draw = self._draw
-        known = [apart(tensor) for tensor in self.inputs]
+        known = [non_view_alias(tensor) for tensor in self.inputs]
         for _ in range(draw.randint(1, 14)):
             known += self._operation(known, draw.choice(self.parameters))
         chosen = draw.sample(known, draw.randint(1, min(4, len(known))))
@@ -48,7 +48,7 @@ class Stage:
             chosen[0] = chosen[0] + penalty
         if draw.random() < 0.3:
             chosen.append(chosen[0].sum())
-        return [apart(output) for output in chosen]
+        return [non_view_alias(output) for output in chosen]
 
     def _operation(self, known: Tensors, parameter: nn.Parameter) -> Tensors:
         one, other = self._draw.choice(known), self._draw.choice(known)
@@ -154,7 +154,7 @@ def test_the_second_part_may_wait_for_other_microbatches() -> None:
 
 def test_a_loss_has_a_gradient_of_its_own() -> None:
     x, w = torch.ones(3, requires_grad=True), nn.Parameter(torch.full((3,), 2.0))
-    rest = begin_backward([(apart(x) * w).sum()], [None], [x], [w])
+    rest = begin_backward([(non_view_alias(x) * w).sum()], [None], [x], [w])
     assert x.grad is not None and x.grad.tolist() == [2.0] * 3 and w.grad is None
     rest()
     assert w.grad is not None and w.grad.tolist() == [1.0] * 3
@@ -163,7 +163,7 @@ def test_a_loss_has_a_gradient_of_its_own() -> None:
 def test_a_parameter_that_is_an_output() -> None:
     """The next stage has what this one makes of a parameter alone, and the parameter itself."""
     x, w = torch.ones(3, requires_grad=True), nn.Parameter(torch.full((3,), 2.0))
-    outputs = [apart(x) * w, apart(w), w.square()]
+    outputs = [non_view_alias(x) * w, non_view_alias(w), w.square()]
     rest = begin_backward(outputs, [torch.ones(3)] * 3, [x], [w])
     rest()
     assert w.grad is not None and w.grad.tolist() == [1.0 + 1.0 + 4.0] * 3
@@ -218,7 +218,7 @@ def test_torchs_own_parts_count_a_penalty_several_times() -> None:
 def test_apart_is_the_same_memory_and_no_view() -> None:
     leaf = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
     for tensor in (leaf, leaf.mT, leaf[2:, ::2], (leaf * 1).view(4, 6), leaf.sum().expand(3)):
-        found = apart(tensor)
+        found = non_view_alias(tensor)
         assert torch.equal(found, tensor)
         assert (found.data_ptr(), found.stride(), found.requires_grad) == (tensor.data_ptr(), tensor.stride(), True)
         assert not found._is_view()
@@ -231,14 +231,14 @@ def test_what_came_apart_may_be_overwritten() -> None:
     leaf = torch.ones(3, requires_grad=True)
     with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
         leaf.mul_(2)
-    found = apart(leaf).mul_(2)
+    found = non_view_alias(leaf).mul_(2)
     (found * 3).sum().backward()
     assert leaf.grad is not None and leaf.grad.tolist() == [6.0] * 3
 
 
 def test_without_gradients_apart_is_the_tensor_itself() -> None:
     for tensor in (torch.arange(3), torch.ones(3)):
-        assert apart(tensor) is tensor
+        assert non_view_alias(tensor) is tensor
     leaf = torch.ones(3, requires_grad=True)
     with torch.no_grad():
-        assert apart(leaf) is leaf
+        assert non_view_alias(leaf) is leaf

@@ -14,7 +14,7 @@ import evenly
 from evenly.errors import PlanError, RunError
 from evenly.launch.environment import cpp_compiler
 from evenly.parallel.core import compiled
-from evenly.verify.compare import Trace, judge
+from evenly.verify.compare import RankComparison, judge
 from evenly.verify.ranks import compare_job, keep_reference
 
 STEPS = 3
@@ -24,7 +24,7 @@ def job() -> evenly.Job:
     return tower_job(precision="float64")
 
 
-def compare(plan: str, folder: Path, backend: str) -> tuple[Trace, int]:
+def compare(plan: str, folder: Path, backend: str) -> tuple[RankComparison, int]:
     """And how many graphs were compiled."""
     graphs: list[torch.fx.GraphModule] = []
 

@@ -33,23 +33,25 @@ def expected(model: nn.Module, microbatches: list[torch.Tensor]) -> dict[str, to
     return found
 
 
-@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("accumulate_float64", [False, True])
 @pytest.mark.parametrize("bucket_bytes", [1, 64, 1 << 20])
-def test_microbatches_are_added_up_and_divided(wide: bool, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_microbatches_are_added_up_and_divided(
+    accumulate_float64: bool, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gradients, "FIRST_BUCKET_BYTES", bucket_bytes)
     monkeypatch.setattr(gradients, "BUCKET_BYTES", bucket_bytes)
     model = Two()
     for step in range(2):  # the second step must not see the first
         microbatches = [torch.randn(n, 3) for n in (4, 1, 2 + step)]
         wanted = expected(model, microbatches)
-        total = GradientSum(model, group=Group.alone(), wide=wide)
+        total = GradientSum(model, group=Group.alone(), accumulate_float64=accumulate_float64)
         total.begin()
         for number, x in enumerate(microbatches):
             if number == 2:
                 total.expect_last()
             model(x).square().sum().backward()
-        total.send()
-        total.receive()
+        total.start_reduce()
+        total.finish_reduce()
         norm = total.norm()
         total.divide(7.0)
         for name, p in model.named_parameters():
@@ -70,12 +72,12 @@ def test_wide_sums_have_the_same_bits_in_any_order() -> None:
     sums: list[torch.Tensor] = []
     for seed in range(5):
         parameter = nn.ParameterList([nn.Parameter(torch.zeros(1000))])
-        total = GradientSum(parameter, group=Group.alone(), wide=True)
+        total = GradientSum(parameter, group=Group.alone(), accumulate_float64=True)
         total.begin()
         for g in random.Random(seed).sample(numbers, 9):
             (parameter[0] * g).sum().backward()
-        total.send()
-        total.receive()
+        total.start_reduce()
+        total.finish_reduce()
         total.divide(3.0)
         sums.append(parameter[0].grad.clone())
     assert all(torch.equal(s, sums[0]) for s in sums)
@@ -83,23 +85,23 @@ def test_wide_sums_have_the_same_bits_in_any_order() -> None:
 
 def test_a_step_without_a_backward_leaves_no_gradient() -> None:
     model = Two()
-    total = GradientSum(model, group=Group.alone(), wide=True)
+    total = GradientSum(model, group=Group.alone(), accumulate_float64=True)
     total.begin()
-    total.send()
-    total.receive()
+    total.start_reduce()
+    total.finish_reduce()
     total.divide(1.0)
     assert all(p.grad is None for p in model.parameters())
 
 
 def test_buckets_follow_the_backward() -> None:
     named = [(str(i), nn.Parameter(torch.zeros(n))) for i, n in enumerate((6_000_000, 10, 300_000, 5))]
-    buckets = fill_buckets(named, wide=True)
+    buckets = fill_buckets(named, accumulate_float64=True)
     assert [[slot.name for slot in bucket.slots] for bucket in buckets] == [["3"], ["2", "1", "0"]]
     assert all(bucket.added_in == torch.float64 and bucket.dtype == torch.float32 for bucket in buckets)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "elements", "wide", "slots"),
+    ("dtype", "elements", "accumulate_float64", "slots"),
     [
         (torch.float32, 3, True, [1]),
         (torch.float32, 3, False, [1]),  # small enough to be widened
@@ -108,35 +110,39 @@ def test_buckets_follow_the_backward() -> None:
         (torch.float64, 300_000, False, [1]),
     ],
 )
-def test_the_last_bucket_is_of_float64(dtype: torch.dtype, elements: int, wide: bool, slots: list[int]) -> None:
-    buckets = fill_buckets([("a", nn.Parameter(torch.zeros(elements, dtype=dtype)))], wide=wide)
+def test_the_last_bucket_is_of_float64(
+    dtype: torch.dtype, elements: int, accumulate_float64: bool, slots: list[int]
+) -> None:
+    buckets = fill_buckets(
+        [("a", nn.Parameter(torch.zeros(elements, dtype=dtype)))], accumulate_float64=accumulate_float64
+    )
     assert [len(bucket.slots) for bucket in buckets] == slots
     assert buckets[-1].added_in == torch.float64 and buckets[0].dtype == dtype
 
 
-@pytest.mark.parametrize("wide", [False, True])
-def test_numbers_come_back_whatever_their_count(wide: bool) -> None:
+@pytest.mark.parametrize("accumulate_float64", [False, True])
+def test_numbers_come_back_whatever_their_count(accumulate_float64: bool) -> None:
     model = Two()
-    total = GradientSum(model, group=Group.alone(), wide=wide)
+    total = GradientSum(model, group=Group.alone(), accumulate_float64=accumulate_float64)
     for count in (1, 50, 0, 49):
         numbers = torch.randn(count, dtype=torch.float64)
         total.begin(numbers=count)
         total.expect_last()
         model.b.bias.sum().backward()
-        total.send(numbers if count % 2 else numbers.tolist())
-        assert total.receive() == numbers.tolist()
+        total.start_reduce(numbers if count % 2 else numbers.tolist())
+        assert total.finish_reduce() == numbers.tolist()
         total.divide(2.0)
         assert model.b.bias.grad.tolist() == [0.5, 0.5] and model.a.bias.grad is None
 
 
 def test_parameters_of_several_types_are_kept_apart() -> None:
     model = nn.ParameterDict({"a": nn.Parameter(torch.zeros(3)), "b": nn.Parameter(torch.zeros(3).double())})
-    total = GradientSum(model, group=Group.alone(), wide=True)
+    total = GradientSum(model, group=Group.alone(), accumulate_float64=True)
     total.begin()
     total.expect_last()
     (model["a"].sum() + 2 * model["b"].sum()).backward()
-    total.send()
-    total.receive()
+    total.start_reduce()
+    total.finish_reduce()
     total.divide(1.0)
     assert model["a"].grad.dtype == torch.float32 and model["b"].grad.dtype == torch.float64
     assert model["b"].grad.tolist() == [2.0, 2.0, 2.0]
@@ -149,7 +155,7 @@ def test_a_gradient_that_arrives_twice_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(gradients, "BUCKET_BYTES", 1)
     model = Two()
     model.unused.requires_grad_(False)  # its bucket would come first, and never be full
-    total = GradientSum(model, group=Group.alone(), wide=False)
+    total = GradientSum(model, group=Group.alone(), accumulate_float64=False)
     total.begin()
     total.expect_last()
     x = torch.randn(4, 3, requires_grad=True)
@@ -160,24 +166,24 @@ def test_a_gradient_that_arrives_twice_is_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_a_model_without_trainable_parameters_is_refused() -> None:
     with pytest.raises(UserError, match="none of its parameters requires a gradient"):
-        GradientSum(nn.ReLU(), group=Group.alone(), wide=False)
+        GradientSum(nn.ReLU(), group=Group.alone(), accumulate_float64=False)
 
 
 def test_a_parameter_thawed_midway_is_refused() -> None:
     model = Two()
     model.a.weight.requires_grad_(False)
-    total = GradientSum(model, group=Group.alone(), wide=False)
+    total = GradientSum(model, group=Group.alone(), accumulate_float64=False)
     total.begin()
     model.a.weight.requires_grad_(True)
     with pytest.raises(RunError, match=r"a\.weight was frozen"):
-        total.send()
-        total.receive()
+        total.start_reduce()
+        total.finish_reduce()
         total.divide(1.0)
 
 
 def test_sparse_gradients_are_refused() -> None:
     model = nn.Embedding(5, 2, sparse=True)
-    total = GradientSum(model, group=Group.alone(), wide=False)
+    total = GradientSum(model, group=Group.alone(), accumulate_float64=False)
     total.begin()
     with pytest.raises(RunError, match="dense gradients"):
         model(torch.tensor([1, 2])).sum().backward()

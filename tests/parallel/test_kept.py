@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from traced import Attention, Grouped, LanguageModel, next_token_loss, own, tokens, transformer
 
-from evenly.parallel.tensor.derivation_cache import from_json, kept, key_of, to_json
+from evenly.parallel.tensor.derivation_cache import cached, from_json, key_of, to_json
 from evenly.parallel.tensor.splits import Derivation, derive
 from evenly.parallel.tensor.trace import trace
 
@@ -27,14 +27,14 @@ def test_derived_once(tmp_path: Path) -> None:
         asked.append("derive")
         return derive(trace(*own(Attention(32, 4, 8))))
 
-    first = kept(tmp_path / "new", "key", derived)
-    assert kept(tmp_path / "new", "key", derived) == first
+    first = cached(tmp_path / "new", "key", derived)
+    assert cached(tmp_path / "new", "key", derived) == first
     assert asked == ["derive"]
     (path,) = (tmp_path / "new").iterdir()
     path.write_text(path.read_text()[:-20])  # torn
-    assert kept(tmp_path / "new", "key", derived) == first
+    assert cached(tmp_path / "new", "key", derived) == first
     assert asked == ["derive"] * 2
-    assert kept(path / "no folder", "key", derived) == first
+    assert cached(path / "no folder", "key", derived) == first
 
 
 def key(attention: nn.Module, **changes: object) -> str:

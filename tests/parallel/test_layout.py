@@ -61,7 +61,7 @@ def test_a_view_of_a_part_is_the_part_of_the_view(
     assert viewed.dim == dim
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     for rank, part in enumerate(parts(whole, layout)):
-        assert layout.whole(part.shape) == shape
+        assert layout.full_shape(part.shape) == shape
         assert torch.equal(part.reshape(viewed.part(target, rank)), own_part(whole.view(target), viewed, rank))
 
 

@@ -14,7 +14,7 @@ from kept_ranks import KeptRanks, group_of_all
 import evenly.parallel.pipeline.messages as messages
 from evenly.comm.groups import Group
 from evenly.errors import RunError
-from evenly.parallel.pipeline.messages import MOST_DIMS, NUMBERS, TYPES, Form, Mail, Payload
+from evenly.parallel.pipeline.messages import MOST_DIMS, NUMBERS, TYPES, Form, Payload, StageChannel
 from evenly.parallel.pipeline.ties import Ties
 
 SHAPES: list[tuple[int, ...] | None] = [None, (), (0,), (3,), (2, 0, 5), (1, 2, 3, 4, 5, 6, 7, 8)]
@@ -74,7 +74,7 @@ def conversation() -> tuple[list[str], dict[str, int]]:
 
     with group_of_all() as group, pytest.MonkeyPatch.context() as patch:
         patch.setattr(messages.send, "begin", counted)
-        mail = Mail(group, 2)
+        mail = StageChannel(group, 2)
         for number in range(len(PAYLOADS)):
             like, tensors = payload(number)
             if group.position == 0:
@@ -102,7 +102,7 @@ def differences(found: Payload, expected: Payload) -> list[str]:
     return wrong
 
 
-def gradients_sent(mail: Mail, number: int, inputs: Payload) -> None:
+def gradients_sent(mail: StageChannel, number: int, inputs: Payload) -> None:
     """Of every second microbatch none was used; the others get one that is transposed in memory."""
     for one in inputs:
         if one is not None and one.requires_grad and number % 2 == 0:
@@ -110,7 +110,7 @@ def gradients_sent(mail: Mail, number: int, inputs: Payload) -> None:
     mail.send_gradients(inputs, 0, stage=1, microbatch=number)
 
 
-def gradients_received(mail: Mail, number: int, outputs: Payload) -> list[str]:
+def gradients_received(mail: StageChannel, number: int, outputs: Payload) -> list[str]:
     found: list[Any] = [*mail.begin_recv_gradients(outputs, 1, stage=1, microbatch=number).wait()]
     wrong: list[str] = []
     for gradient, output in zip(found, outputs, strict=True):
@@ -131,7 +131,7 @@ def test_tensors_go_forward_and_their_gradients_back(ranks: KeptRanks) -> None:
 def shapes_that_change() -> str:
     """What the sender of another shape is told, for a microbatch whose own shapes are the same."""
     with group_of_all() as group:
-        mail = Mail(group, 2)
+        mail = StageChannel(group, 2)
         if group.position == 1:
             for number in range(2):
                 mail.begin_recv(0, tensors=1, stage=1, microbatch=number, like="same").wait()

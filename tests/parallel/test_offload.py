@@ -14,13 +14,13 @@ from torch import nn
 import evenly
 from evenly.errors import UserError
 from evenly.parallel.core.memory import HOST
-from evenly.verify.compare import Trace, judge
+from evenly.verify.compare import RankComparison, judge
 from evenly.verify.ranks import compare_job, keep_reference
 
 STEPS = 4
 
 
-def compare(plan: str, precision: str, folder: Path) -> Trace:
+def compare(plan: str, precision: str, folder: Path) -> RankComparison:
     return compare_job(tower_job(precision=precision), plan, STEPS, folder)
 
 

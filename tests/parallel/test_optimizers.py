@@ -82,7 +82,7 @@ def differences(plan: str, names: list[str]) -> dict[str, float]:
                 run.step(batch)
                 for key, parameter in run.model.named_parameters():
                     worst.append(
-                        float((run.composed.whole(key, parameter.detach()) - expected.tensors[key]).abs().max())
+                        float((run.composed.full_view(key, parameter.detach()) - expected.tensors[key]).abs().max())
                     )
             assert [group["lr"] for group in run.optimizer.param_groups] == [1e-2, 3e-3]
         assert len(worst) == STEPS * 6

@@ -22,8 +22,8 @@ from evenly.errors import RunError
 from evenly.launch.environment import find_here
 from evenly.parallel.core import sharded_init as parking
 from evenly.parallel.core.fingerprint import fingerprint
-from evenly.parallel.core.sharded_init import Parking
-from evenly.verify.compare import Trace, judge
+from evenly.parallel.core.sharded_init import ShardedInit
+from evenly.verify.compare import RankComparison, judge
 from evenly.verify.ranks import compare_job, keep_reference
 
 
@@ -61,7 +61,7 @@ def built_parked(wrong: bool) -> list[str]:
     torch.manual_seed(8 if wrong and world.rank == 1 else 7)
     problems: list[str] = []
 
-    class Watched(Parking):
+    class Watched(ShardedInit):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = super().__torch_dispatch__(func, types, args, kwargs)
             whole = [large for large in self._large.values() if large.slice is None]
@@ -70,11 +70,11 @@ def built_parked(wrong: bool) -> list[str]:
 
     with Watched(world.group("data"), least_bytes=100) as parked:
         model = Constructed()
-        parked.settle()
+        parked.freeze()
         kept = sum(tensor.nbytes for tensor in alone.state_dict().values() if tensor.nbytes >= 100)
         kept -= alone.embed.weight.nbytes  # tied, and listed twice
-        if not 0.8 * kept < parked.parked_bytes <= kept:
-            problems.append(f"{parked.parked_bytes} of {kept} bytes are parked")
+        if not 0.8 * kept < parked.offloaded_bytes <= kept:
+            problems.append(f"{parked.offloaded_bytes} of {kept} bytes are parked")
         try:
             check_same_start(model, world, parked)
         except RunError as problem:
@@ -108,7 +108,7 @@ def test_ranks_that_draw_other_numbers_are_found_though_parked(ranks: KeptRanks)
     assert all(any("on rank 1 differs from rank 0's" in text for text in found) for found in problems)
 
 
-def compare_parked(plan: str, folder: Path) -> Trace:
+def compare_parked(plan: str, folder: Path) -> RankComparison:
     parking.LEAST_BYTES = 200
     try:
         return compare_job(ALL_JOBS["tower"](precision="float64"), plan, 2, folder)
@@ -123,20 +123,20 @@ def test_a_run_that_starts_parked_computes_what_one_device_computes(ranks: KeptR
 
 
 def test_what_reads_memory_past_torch_finds_it() -> None:
-    with Parking(Group.alone("data"), least_bytes=100) as parked:
+    with ShardedInit(Group.alone("data"), least_bytes=100) as parked:
         tensors = [torch.full((50,), float(n)) for n in range(5)]
         copied = copy.deepcopy(tensors[0])
         assert tensors[1].tolist() == [1.0] * 50
         seen = tensors[2].numpy()
         others = [torch.zeros(60) for _ in range(2)]
-        assert parked.parked_bytes == 240 + 2 * 200  # all but what was read, its copy, and the last
+        assert parked.offloaded_bytes == 240 + 2 * 200  # all but what was read, its copy, and the last
         seen += 1
         del others
     assert copied.eq(0).all() and tensors[2].eq(3).all() and tensors[4].eq(4).all()
 
 
 def test_what_is_overwritten_may_be_read_too() -> None:
-    with Parking(Group.alone("data"), least_bytes=100):
+    with ShardedInit(Group.alone("data"), least_bytes=100):
         flat = torch.arange(36.0)
         others = [torch.ones(50)]  # parks what came before, each time
         flat.copy_(flat)
@@ -149,18 +149,18 @@ def test_what_is_overwritten_may_be_read_too() -> None:
 
 def test_what_a_rank_keeps_is_its_part() -> None:
     known = fingerprint(torch.ones(50))
-    with Parking(Group.alone("data"), least_bytes=100) as parked:
+    with ShardedInit(Group.alone("data"), least_bytes=100) as parked:
         first = torch.ones(50)
         second = torch.ones(60)
         assert parked.fingerprint(first) == known
         assert parked.fingerprint(second) is None
-        assert first.untyped_storage().nbytes() == 0 and parked.parked_bytes == 200
+        assert first.untyped_storage().nbytes() == 0 and parked.offloaded_bytes == 200
         shaped = first.view(5, 10)
         assert first.untyped_storage().nbytes() == 0  # a view that needs no memory
         assert shaped[1].sum() == 10
         assert second.untyped_storage().nbytes() == 0
         del first, shaped
-        assert parked.parked_bytes == 240
+        assert parked.offloaded_bytes == 240
     assert torch.equal(second, torch.ones(60))
 
 

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import evenly
 from evenly.errors import RunError
-from evenly.parallel.data.partition import Place
-from evenly.verify.compare import Trace, judge
+from evenly.parallel.data.partition import RowLayout
+from evenly.verify.compare import RankComparison, judge
 from evenly.verify.ranks import compare_job, keep_reference
 
 STEPS = 4
@@ -26,7 +26,7 @@ def test_pieces_are_those_of_torch_and_join_to_the_whole(ranks: int) -> None:
     shapes = [(7, 3), (1, 4), (0, 2), (6,), (5, 2, 2), (4, 0)]
     offset, places = 0, []
     for shape in shapes:
-        places.append(Place.of(shape, ranks, offset))
+        places.append(RowLayout.of(shape, ranks, offset))
         offset += places[-1].length
     tensors = [torch.randn(shape) for shape in shapes]
     tensors[0] = torch.randn(3, 7).t()  # any strides
@@ -77,7 +77,7 @@ def job() -> evenly.Job:
     return classifier_job(model=Odd, loss=loss, data=Points(37), eval_data=Points(11, seed=1), precision="float64")
 
 
-def compare(plan: str, folder: Path) -> Trace:
+def compare(plan: str, folder: Path) -> RankComparison:
     return compare_job(job(), plan, STEPS, folder)
 
 

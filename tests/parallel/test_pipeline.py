@@ -23,10 +23,10 @@ import evenly
 from evenly.data.loader import microbatches_of_step
 from evenly.errors import EvenlyError
 from evenly.parallel.pipeline.orders import orders
-from evenly.parallel.pipeline.schedule_runner import Span
+from evenly.parallel.pipeline.schedule_runner import ActionSpan
 from evenly.plan import parse_plan
 from evenly.plan.schedule import COMPUTE
-from evenly.verify.compare import Trace, judge
+from evenly.verify.compare import RankComparison, judge
 from evenly.verify.ranks import compare_job, keep_reference
 
 STEPS = 3
@@ -151,7 +151,7 @@ def prepared(name: str, **changes: Any) -> evenly.Job:
     return PIPELINE_JOBS[name](**changes)
 
 
-def compared(name: str, plan: str, folder: Path) -> Trace:
+def compared(name: str, plan: str, folder: Path) -> RankComparison:
     return compare_job(prepared(name), plan, STEPS, folder)
 
 
@@ -233,12 +233,12 @@ def test_narrower_types_agree_up_to_rounding(precision: str, plan: str, tmp_path
     assert row.bits_differ is None
 
 
-def compared_in(precision: str, plan: str, folder: Path) -> Trace:
+def compared_in(precision: str, plan: str, folder: Path) -> RankComparison:
     return compare_job(prepared("several", precision=precision), plan, STEPS, folder)
 
 
 # ------------------------------------------------------------------------------------------------ who does what when
-def spans(plan: str, out: Path) -> tuple[int, list[Span]]:
+def spans(plan: str, out: Path) -> tuple[int, list[ActionSpan]]:
     """What this rank did in the third step, on 4 microbatches."""
     with evenly.start(prepared("chain", global_batch=12), plan=plan, out=out, steps=3) as run:
         for batch in run.batches():
@@ -246,7 +246,7 @@ def spans(plan: str, out: Path) -> tuple[int, list[Span]]:
         rank = run.world.rank
     records = [json.loads(line) for line in (out / "timeline" / f"rank{rank}.jsonl").read_text().splitlines()]
     assert {record["step"] for record in records} == {3}
-    return rank, [Span(*(record[key] for key in Span._fields)) for record in records]
+    return rank, [ActionSpan(*(record[key] for key in ActionSpan._fields)) for record in records]
 
 
 @pytest.mark.parametrize("plan", ["mp", "pp", "pp schedule=zbv"])

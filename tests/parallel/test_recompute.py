@@ -15,17 +15,17 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import evenly
 from evenly.errors import PlanError, RunError
 from evenly.model.blocks import find_blocks, find_recomputed
-from evenly.parallel.core.forwards import BlockForwards
+from evenly.parallel.core.forwards import WrappedForwards
 from evenly.parallel.core.recompute import recomputing
-from evenly.verify.compare import Trace, judge
+from evenly.verify.compare import RankComparison, judge
 from evenly.verify.ranks import compare_job, keep_reference
 
 
 def test_recomputation_needs_blocks_and_is_undone() -> None:
     with pytest.raises(PlanError, match="no repeated blocks"):
-        BlockForwards([], [recomputing(selective=False)], asked="recompute=full")
+        WrappedForwards([], [recomputing(selective=False)], asked="recompute=full")
     model = Tower()
-    forwards = BlockForwards(find_blocks(model), [recomputing(selective=True)], asked="recompute=selective")
+    forwards = WrappedForwards(find_blocks(model), [recomputing(selective=True)], asked="recompute=selective")
     assert all("forward" in vars(block) for block in model.blocks)
     forwards.close()
     assert not any("forward" in vars(block) for block in model.blocks)
@@ -47,7 +47,7 @@ def unlike_job() -> evenly.Job:
     return classifier_job(model=Unlike, precision="float64")
 
 
-def compare_unlike(plan: str, folder: Path) -> tuple[int, Trace]:
+def compare_unlike(plan: str, folder: Path) -> tuple[int, RankComparison]:
     """The trace, and how often `read` ran within a backward."""
     times, forward = 0, nn.LSTM.forward
 

@@ -192,7 +192,7 @@ def test_memory_is_counted_from_allocation_to_release() -> None:
         assert counter.mixed == {"aten.add.Tensor of devices [0, 1]"}
         del y
         assert counter.now[0, "activations"] == 0
-        counter.claim([other], "optimizer", 3)
+        counter.track([other], "optimizer", 3)
         assert counter.now[1, "temporaries"] == 0 and counter.now[3, "optimizer"] == 5
     assert counter.peaks[0] == {"activations": 400, "temporaries": 800} and counter.peak_bytes(0) == 1200
     counter.restart()

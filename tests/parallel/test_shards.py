@@ -16,7 +16,7 @@ import evenly
 from evenly.errors import PlanError
 from evenly.model.blocks import find_blocks
 from evenly.parallel.data import shards
-from evenly.parallel.data.shards import SMALL_BYTES, large_ones, units_of, whole_ones
+from evenly.parallel.data.shards import SMALL_BYTES, large_ones, replicated_ones, units_of
 
 
 def test_a_block_that_shares_parameters_with_others_is_no_unit() -> None:
@@ -42,8 +42,8 @@ def test_blocks_that_are_small_together_are_no_units(monkeypatch: pytest.MonkeyP
 
 def test_what_the_backward_begins_with_stays_whole_as_far_as_it_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evenly.parallel.data.shards.WHOLE_BYTES", 10)
-    assert whole_ones([1, 7, 4, 6]) == [False, False, True, True]  # the 1 is asked for after the 7
-    assert whole_ones([11]) == [False] and whole_ones([]) == []
+    assert replicated_ones([1, 7, 4, 6]) == [False, False, True, True]  # the 1 is asked for after the 7
+    assert replicated_ones([11]) == [False] and replicated_ones([]) == []
 
 
 def test_parameters_shared_inside_a_block_leave_it_a_unit() -> None:
@@ -87,7 +87,7 @@ def train(plan: str, steps: int, out: Path | None, resume: bool) -> dict[str, An
         if out is not None:
             run.evaluate()
             run.save()
-        return {name: run.composed.whole(name, p.detach()).clone() for name, p in run.model.named_parameters()}
+        return {name: run.composed.full_view(name, p.detach()).clone() for name, p in run.model.named_parameters()}
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def train_every_second_time(plan: str) -> dict[str, torch.Tensor]:
     with evenly.start(job, plan=plan) as run:
         for batch in run.batches():
             run.step(batch)
-        return {name: run.composed.whole(name, p.detach()).clone() for name, p in run.model.named_parameters()}
+        return {name: run.composed.full_view(name, p.detach()).clone() for name, p in run.model.named_parameters()}
 
 
 def test_what_is_gathered_ahead_and_not_run_is_not_used_later(ranks: KeptRanks) -> None:

@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch import nn
 
-from evenly.parallel.core.parameter_views import Shown, held_parameters, shown_buffers, shown_parameters
+from evenly.parallel.core.parameter_views import ViewedParameters, local_parameters, viewed_buffers, viewed_parameters
 
 
 def module() -> nn.BatchNorm1d:
     return nn.BatchNorm1d(3)
 
 
-def hidden(*names: str) -> tuple[nn.BatchNorm1d, Shown]:
+def hidden(*names: str) -> tuple[nn.BatchNorm1d, ViewedParameters]:
     made = module()
-    shown = shown_parameters(made)
+    shown = viewed_parameters(made)
     for name in names:
-        held = shown.held(name)
+        held = shown.local(name)
         assert held is not None
         shown.hide(name, torch.empty_like(held, device="meta"))
     return made, shown
@@ -32,14 +32,14 @@ def names(made: nn.Module) -> list[str]:
 def test_without_views_nothing_changes() -> None:
     made, plain = module(), module()
     parameter = made.weight
-    assert shown_parameters(made) is shown_parameters(made)
+    assert viewed_parameters(made) is viewed_parameters(made)
     assert made.weight is parameter and made._parameters["weight"] is parameter
     assert names(made) == names(plain) == ["weight", "bias"]
     assert [*made.state_dict()] == [*plain.state_dict()]
     made(torch.randn(4, 3)).sum().backward()
     assert made.weight.grad is not None
     made.double()
-    assert made.weight.dtype == torch.float64 and isinstance(made._parameters, Shown)
+    assert made.weight.dtype == torch.float64 and isinstance(made._parameters, ViewedParameters)
 
 
 def test_a_view_shows_something_else_to_the_modules_code() -> None:
@@ -47,10 +47,10 @@ def test_a_view_shows_something_else_to_the_modules_code() -> None:
     held = made.weight
     views: dict[str, Any] = {"weight": torch.full((3,), 2.0)}
     shown.add_view(lambda name, _: views.get(name))
-    assert made.weight is views["weight"] and made.bias is shown.held("bias")
+    assert made.weight is views["weight"] and made.bias is shown.local("bias")
     assert [tensor for name, tensor in made.named_parameters() if name == "weight"] == [views["weight"]]
-    assert shown.held("weight") is held
-    assert dict(held_parameters(made.named_modules(prefix="norm")))["norm.weight"] is held
+    assert shown.local("weight") is held
+    assert dict(local_parameters(made.named_modules(prefix="norm")))["norm.weight"] is held
     views.clear()
     assert made.weight is held
 
@@ -68,7 +68,7 @@ def test_of_several_views_the_first_that_shows_something_counts() -> None:
 def test_what_is_hidden_is_not_there_for_the_engine() -> None:
     made, shown = hidden("weight")
     assert names(made) == ["bias"] and next(iter(made.state_dict())) == "bias" and "weight" not in made.state_dict()
-    assert shown.held("weight") is None and [name for name, _ in held_parameters(made.named_modules())] == ["bias"]
+    assert shown.local("weight") is None and [name for name, _ in local_parameters(made.named_modules())] == ["bias"]
     assert sum(parameter.numel() for parameter in made.parameters()) == 3
     assert made.weight.is_meta and "weight" in made._parameters and made._parameters.get("weight") is made.weight
     assert made._parameters.get("none", "default") == "default"
@@ -93,10 +93,10 @@ def test_what_is_hidden_is_seen_in_its_place_where_a_view_shows_it() -> None:
 
 def test_a_missing_parameter_stays_missing() -> None:
     linear = nn.Linear(2, 2, bias=False)
-    shown = shown_parameters(linear)
+    shown = viewed_parameters(linear)
     shown.add_view(lambda name, held: None)
-    assert linear.bias is None and shown["bias"] is None and shown.held("bias") is None
-    assert [name for name, _ in held_parameters(linear.named_modules())] == ["weight"]
+    assert linear.bias is None and shown["bias"] is None and shown.local("bias") is None
+    assert [name for name, _ in local_parameters(linear.named_modules())] == ["weight"]
 
 
 def test_a_parameter_that_comes_later_is_shown_behind_the_others() -> None:
@@ -111,8 +111,8 @@ def test_a_parameter_that_comes_later_is_shown_behind_the_others() -> None:
 
 def test_buffers_are_shown_and_hidden_too() -> None:
     made = module()
-    shown = shown_buffers(made)
-    held = shown.held("running_var")
+    shown = viewed_buffers(made)
+    held = shown.local("running_var")
     assert held is not None
     shown.hide("running_var", torch.empty_like(held, device="meta"))
     assert [name for name, _ in made.named_buffers()] == ["running_mean", "num_batches_tracked"]

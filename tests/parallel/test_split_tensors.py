@@ -21,7 +21,7 @@ import evenly.parallel.tensor.rules  # noqa: F401  # registers them
 from evenly.comm.connect import connect, disconnect
 from evenly.errors import RunError
 from evenly.launch.environment import find_here
-from evenly.parallel.core.memory import as_held, as_shown
+from evenly.parallel.core.memory import as_held, with_views
 from evenly.parallel.tensor import axis as tensors
 from evenly.parallel.tensor.axis import Axis, SplitTensor, is_split
 from evenly.parallel.tensor.layout import Layout
@@ -300,7 +300,7 @@ def what_differs(case: Case, axis: Axis) -> str:
     weight = torch.linspace(0.5, 1.5, expected.numel(), dtype=torch.float64).view(expected.shape)
     (expected * weight).sum().backward()
     (found * weight).sum().backward()
-    pairs = [(axis.whole(found) if is_split(found) else found, expected)]
+    pairs = [(axis.gather_full(found) if is_split(found) else found, expected)]
     pairs += [(mine.grad, theirs.grad) for mine, theirs in zip(given, whole, strict=True)]
     for place, (mine, theirs) in enumerate(pairs):
         if theirs is not None and (mine is None or (mine - theirs).abs().max() > 1e-12):
@@ -322,7 +322,7 @@ def what_is_shown() -> list[bool]:
         found = [tensor.shape == (6,)]
         with as_held():
             found.append(tensor.shape == (6,))
-            with as_shown():
+            with with_views():
                 found.append(tensor.shape == (6,))
             found.append(tensor.shape == (6,))
         return [*found, tensor.shape == (6,)]
@@ -490,14 +490,14 @@ def split_model() -> dict[str, Any]:
         outside = model(torch.tensor([2]))
         loss.backward()
         expected.backward()
-        gradient = split.whole("tok.weight", kept.grad)
+        gradient = split.full_view("tok.weight", kept.grad)
         result = {
             "same object": model.tok.weight is kept and model.head.weight is kept and not kept.decay,
             "part": tuple(kept.shape),
             "inside": inside == [SplitTensor],
             "names": [name for name, _ in model.named_parameters()] == ["tok.weight"],
             "state": all(not is_split(t) for t in model.state_dict().values()),
-            "outside": torch.equal(axis.whole(outside), whole(torch.tensor([2]))),
+            "outside": torch.equal(axis.gather_full(outside), whole(torch.tensor([2]))),
             "loss": abs(float(loss - expected)) < 1e-12,
             "gradient": bool((gradient - whole.tok.weight.grad).abs().max() < 1e-12),
             "share": split.share,

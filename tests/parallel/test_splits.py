@@ -190,8 +190,8 @@ def test_bytes_count_each_whole_tensor_once() -> None:
 def test_convolutions_and_norms_are_not_split() -> None:
     found = derive(trace(Convolutions(), lambda m, x: m(x).square().sum(), torch.randn(3, 2, 9)))
     assert found.groups == ()
-    assert found.barred["0.weight"] == ("conv1d in 0",) * 3
-    assert found.barred["1.weight"] == ("group_norm in 1",)
+    assert found.forbidden["0.weight"] == ("conv1d in 0",) * 3
+    assert found.forbidden["1.weight"] == ("group_norm in 1",)
 
 
 def test_an_unknown_operation_bars_what_it_touches_and_is_named() -> None:
@@ -209,8 +209,8 @@ def test_an_unknown_operation_bars_what_it_touches_and_is_named() -> None:
         linear("second", units=8) + row("third", units=8),
         linear("third", units=4),
     ]
-    assert found.barred["first.weight"] == ("torch.fft.rfft", "")
-    assert found.barred["second.weight"] == ("", "torch.fft.rfft")
+    assert found.forbidden["first.weight"] == ("torch.fft.rfft", "")
+    assert found.forbidden["second.weight"] == ("", "torch.fft.rfft")
 
 
 class Doubled(torch.autograd.Function):
@@ -228,14 +228,14 @@ class Doubled(torch.autograd.Function):
 def test_a_backward_that_is_not_seen_bars() -> None:
     model = nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 4))
     found = derive(trace(model, lambda m, b: F.cross_entropy(m[1](Doubled.apply(m[0](b[0]))), b[1]), points()))
-    assert found.barred["0.weight"] == ("exp", "") and found.barred["1.weight"] == ("", "exp")
+    assert found.forbidden["0.weight"] == ("exp", "") and found.forbidden["1.weight"] == ("", "exp")
 
 
 def test_what_no_call_takes_stays_whole() -> None:
     model = ResidualMLP()
     model.never = nn.Parameter(torch.ones(4, 4))
     found = derive(trace(model, class_loss, points()))
-    assert found.barred["never"] == ("no call takes it", "no call takes it")
+    assert found.forbidden["never"] == ("no call takes it", "no call takes it")
 
 
 def test_a_dim_that_would_stand_twice_is_not_split() -> None:

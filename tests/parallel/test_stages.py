@@ -17,18 +17,18 @@ from evenly.comm.groups import Group
 from evenly.data.generators import undisturbed
 from evenly.data.loader import microbatches_of_step
 from evenly.engine.build import build_model
-from evenly.engine.find_stages import staging_of
+from evenly.engine.find_stages import stage_plan_of
 from evenly.engine.precision import autocast, place_batch
 from evenly.engine.step_totals import as_loss
 from evenly.errors import EvenlyError, PlanError, RunError
 from evenly.model.blocks import find_blocks
 from evenly.parallel.core.calls import BlockCalls
-from evenly.parallel.pipeline.backward import apart, backward
+from evenly.parallel.pipeline.backward import backward, non_view_alias
 from evenly.parallel.pipeline.model import StagedModel
 from evenly.parallel.pipeline.pipeline import Pipeline
-from evenly.parallel.pipeline.remote_tensor import Absent, absent, form_of, is_absent, present
-from evenly.parallel.pipeline.stage_discovery import find_segments
-from evenly.parallel.pipeline.stages import Place, Segment, Staging
+from evenly.parallel.pipeline.remote_tensor import RemoteTensor, form_of, is_remote, present, remote
+from evenly.parallel.pipeline.stage_discovery import find_call_costs
+from evenly.parallel.pipeline.stages import CallCost, StagePlan, TensorSite
 from evenly.plan import Plan, parse_plan
 
 Gradients = dict[str, torch.Tensor | None]
@@ -49,8 +49,8 @@ def batches_of(job: evenly.Job, step: int = 0) -> list[Any]:
     return [place_batch(batch, job.precision, "cpu") for batch in read]
 
 
-def staged(job: evenly.Job, plan: str) -> Staging:
-    return staging_of(job, StagedModel(built(job), "cpu"), fitted(plan, job.precision), device="cpu")[0]
+def staged(job: evenly.Job, plan: str) -> StagePlan:
+    return stage_plan_of(job, StagedModel(built(job), "cpu"), fitted(plan, job.precision), device="cpu")[0]
 
 
 class ByHand:
@@ -60,7 +60,7 @@ class ByHand:
         self.job, self.staging = job, staged(job, plan)
         self.models = [StagedModel(built(job), "cpu") for _ in range(self.staging.stages)]
         for stage, model in enumerate(self.models):
-            model.take(self.staging, [stage])
+            model.keep_stages(self.staging, [stage])
         self.calls = [BlockCalls(model.blocks, "cpu", model.call) for model in self.models]
 
     def step(self, batch: Any, key: int) -> float:
@@ -68,9 +68,9 @@ class ByHand:
         passed: list[tuple[list[torch.Tensor | None], list[torch.Tensor | None]]] = []
         inputs: list[torch.Tensor | None] = []
         for stage in range(self.staging.stages):
-            given = [None if one is None else apart(one) for one in inputs]
+            given = [None if one is None else non_view_alias(one) for one in inputs]
             payload, loss = self.forward(stage, given, batch, key)
-            outputs = [loss] if payload is None else [None if one is None else apart(one) for one in payload]
+            outputs = [loss] if payload is None else [None if one is None else non_view_alias(one) for one in payload]
             passed.append((inputs, outputs))
             inputs = [None if one is None else one.detach().requires_grad_(one.requires_grad) for one in outputs]
         gradients: list[torch.Tensor | None] = [torch.ones_like(loss)]
@@ -279,7 +279,7 @@ def test_what_other_stages_hold_takes_no_memory_here() -> None:
     held: list[set[str]] = []
     for stage in range(2):
         model = StagedModel(built(job), "cpu")
-        elsewhere = model.take(staging, [stage])
+        elsewhere = model.keep_stages(staging, [stage])
         held.append({name for name, _ in model.model.named_parameters()})
         assert held[stage].isdisjoint(elsewhere) and held[stage] | {*elsewhere} == {*names}
         assert all(p.is_meta and isinstance(p, nn.Parameter) for p in elsewhere.values())
@@ -315,7 +315,7 @@ def test_a_stage_lets_go_of_what_it_received() -> None:
 def test_a_tied_weight_stays_tied() -> None:
     job = PIPELINE_JOBS["tied"](precision="float64", eval_data=None)
     model = StagedModel(built(job), "cpu")
-    model.take(staged(job, "pipeline=2"), [1])
+    model.keep_stages(staged(job, "pipeline=2"), [1])
     chain: Any = model.model
     assert chain.embed.weight is chain.head.weight
     assert "embed.weight" in model.model.state_dict() and "head.weight" in model.model.state_dict()
@@ -327,7 +327,7 @@ def test_the_list_of_parameters_keeps_its_order_on_every_rank(position: int) -> 
     group = Group("pipeline", [0, 1, 2], own=position, handle=None, device=torch.device("cpu"))
     plan = fitted("pipeline=3 schedule=interleaved cut=1|2|3|4|6")
     model = StagedModel(built(job), "cpu")
-    pipeline = Pipeline.of(model, staging_of(job, model, plan, device="cpu")[0], plan, group)
+    pipeline = Pipeline.of(model, stage_plan_of(job, model, plan, device="cpu")[0], plan, group)
     expected = [(tuple(p.shape), p.dtype, p.requires_grad) for p in built(job).parameters()]
     assert [(tuple(p.shape), p.dtype, p.requires_grad) for p in pipeline.parameters()] == expected
     assert [p.is_meta for p in pipeline.parameters()] == [name in pipeline.elsewhere for name in pipeline.names]
@@ -348,9 +348,9 @@ def test_everything_is_held_by_somebody() -> None:
 
 
 # ---------------------------------------------------------------------------------------------- what stages are sent
-def segments_of(job: evenly.Job) -> list[Segment]:
+def segments_of(job: evenly.Job) -> list[CallCost]:
     model, batch = StagedModel(built(job), "cpu"), batches_of(job)[0]
-    return find_segments(model, lambda: job.loss(model.model, batch))
+    return find_call_costs(model, lambda: job.loss(model.model, batch))
 
 
 def test_segments_of_like_blocks_cost_the_same() -> None:
@@ -374,20 +374,20 @@ def test_nothing_is_computed_to_find_the_stages() -> None:
     job = PIPELINE_JOBS["several"](precision="float64", eval_data=None)
     model = built(job)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    staging_of(job, StagedModel(model, "cpu"), fitted("pipeline=3"), device="cpu")
+    stage_plan_of(job, StagedModel(model, "cpu"), fitted("pipeline=3"), device="cpu")
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_a_stage_is_sent_what_it_and_later_ones_need() -> None:
-    hidden = Place(None, "in", "0.0")
-    assert staged(PIPELINE_JOBS["chain"](eval_data=None), "pipeline=3").needs[True] == ((), (hidden,), (hidden,))
-    skips = staged(PIPELINE_JOBS["skips"](eval_data=None), "pipeline=4").needs[True]
+    hidden = TensorSite(None, "in", "0.0")
+    assert staged(PIPELINE_JOBS["chain"](eval_data=None), "pipeline=3").stage_inputs[True] == ((), (hidden,), (hidden,))
+    skips = staged(PIPELINE_JOBS["skips"](eval_data=None), "pipeline=4").stage_inputs[True]
     assert [len(places) for places in skips] == [0, 2, 4, 2]
-    kept = Place(("blocks.1", 0), "out", "")
+    kept = TensorSite(("blocks.1", 0), "out", "")
     assert kept in skips[2] and kept not in skips[3]  # of it, what block 6 is called with is made before
-    memory = staged(PIPELINE_JOBS["towers"](eval_data=None), "pipeline=3 cut=4|6").needs[True]
-    assert Place(None, "in", "0.1") in memory[2]
+    memory = staged(PIPELINE_JOBS["towers"](eval_data=None), "pipeline=3 cut=4|6").stage_inputs[True]
+    assert TensorSite(None, "in", "0.1") in memory[2]
 
 
 class Shapes(Chain):
@@ -405,7 +405,7 @@ class Shapes(Chain):
 def test_the_shape_of_an_absent_tensor_need_not_be_sent() -> None:
     job = text_job(model=Shapes, precision="float64", eval_data=None)
     stages = assert_as_on_one_device(job, "pipeline=4")
-    assert [len(places) for places in stages.staging.needs[True]] == [0, 1, 1, 1]
+    assert [len(places) for places in stages.staging.stage_inputs[True]] == [0, 1, 1, 1]
 
 
 # ---------------------------------------------------------------------------------------------------- absent tensors
@@ -417,29 +417,29 @@ class Met:
     def __init__(self) -> None:
         self.met = 0
 
-    def find(self, tensor: Absent) -> torch.Tensor | None:
+    def find(self, tensor: RemoteTensor) -> torch.Tensor | None:
         return None
 
     def meet(self, tensors: list[torch.Tensor]) -> None:
         self.met += 1
 
 
-def missing(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> Absent:
+def missing(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> RemoteTensor:
     from evenly.model.fake import shared_fake_mode
 
     with shared_fake_mode():
         form = torch.empty(shape, dtype=dtype)
-    return absent(form.requires_grad_(grad), Met())
+    return remote(form.requires_grad_(grad), Met())
 
 
 def test_what_is_computed_of_an_absent_tensor_is_absent() -> None:
     x = missing(2, 3)
     for made in (x + 1, 1 - x, x @ torch.ones(3, 5), torch.cat([torch.ones(1, 3), x]), x.view(-1), x[0], x.sum()):
-        assert is_absent(made)
+        assert is_remote(made)
     assert (x @ torch.ones(3, 5)).shape == (2, 5)
     halves, values = x.chunk(3, dim=1), x.max(dim=1)
     assert [half.shape for half in halves] == [(2, 1)] * 3
-    assert is_absent(values.values) and values.indices.dtype == torch.int64
+    assert is_remote(values.values) and values.indices.dtype == torch.int64
     assert "shape=(2, 3)" in repr(x)
 
 
@@ -470,11 +470,11 @@ def test_filled_it_computes_as_its_value() -> None:
     x, value = missing(2, 3), torch.arange(6.0).view(2, 3)
     view = x[0]
     x.fill(value)
-    assert not is_absent(x) and present(x) is value and is_absent(view)
+    assert not is_remote(x) and present(x) is value and is_remote(view)
     for made in (x + 1, x.sum(), x @ torch.ones(3, 1), torch.cat([x, x])):
-        assert not isinstance(made, Absent)
+        assert not isinstance(made, RemoteTensor)
     assert torch.equal(x * 2, value * 2) and x.sum().item() == 15.0 and form_of(x) is value
-    assert is_absent(x + missing(2, 3))
+    assert is_remote(x + missing(2, 3))
 
 
 def test_it_is_overwritten_in_place() -> None:
@@ -485,7 +485,7 @@ def test_it_is_overwritten_in_place() -> None:
     x += 1
     x[:, 0] = 2.0
     x[0] = missing(3)
-    assert x is before and is_absent(x) and not x.requires_grad
+    assert x is before and is_remote(x) and not x.requires_grad
     assert torch.add(missing(3), 1, out=(out := missing(3))) is out
     x += missing(3, grad=True)
     assert x.requires_grad and x.add_(1).requires_grad and not x.detach().mul_(2).requires_grad
@@ -670,7 +670,7 @@ def test_a_model_is_as_it_was_after_a_refusal() -> None:
     torch.manual_seed(0)
     expected = as_loss(job.loss(model, batch), 1).total
     with pytest.raises(PlanError):
-        staging_of(job, StagedModel(model, "cpu"), fitted("pipeline=2"), device="cpu")
+        stage_plan_of(job, StagedModel(model, "cpu"), fitted("pipeline=2"), device="cpu")
     torch.manual_seed(0)
     assert torch.equal(as_loss(job.loss(model, batch), 1).total, expected)
     assert [*model.state_dict()] == [*built(job).state_dict()]

@@ -42,7 +42,7 @@ def test_folding_after_the_step_is_folding_call_by_call(momentum: float | None) 
                 torch.testing.assert_close(model(*pair), outputs[number])
             calls.insert(0, statistics.calls(number))
         assert calls == [[1, 1], [2, 1], [0, 1], [3, 1]]
-        statistics.fold(calls)
+        statistics.sync(calls)
         for (name, found), (_, wanted) in zip(model.named_buffers(), plain.named_buffers(), strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13, msg=name)
 

@@ -17,8 +17,8 @@ from torch import nn
 import evenly
 from evenly.comm import operations
 from evenly.errors import EvenlyError
-from evenly.parallel.data.gradients import Parts
-from evenly.verify.compare import Trace, judge
+from evenly.parallel.data.gradients import Ownership
+from evenly.verify.compare import RankComparison, judge
 from evenly.verify.ranks import compare_job, keep_reference
 
 STEPS = 4
@@ -31,7 +31,7 @@ def prepared(path: str, **changes: Any) -> evenly.Job:
     return TENSOR_JOBS[name](**{"precision": "float64", **changes})
 
 
-def compared(name: str, plan: str, folder: Path) -> Trace:
+def compared(name: str, plan: str, folder: Path) -> RankComparison:
     return compare_job(prepared(name), plan, STEPS, folder)
 
 
@@ -96,7 +96,7 @@ def test_sixteen_bits_agree_up_to_rounding(tmp_path: Path, ranks: KeptRanks) -> 
     assert row.bits_differ is None
 
 
-def compared_in_bfloat16(folder: Path) -> Trace:
+def compared_in_bfloat16(folder: Path) -> RankComparison:
     return compare_job(prepared("packed", precision="bfloat16"), "tensor=2", STEPS, folder)
 
 
@@ -170,7 +170,7 @@ def norm_of_whole_parameters() -> float:
     with evenly.start(prepared("packed"), plan="tensor=2") as run:
         group = run.world.group("tensor")
         gradient = torch.tensor([1.0 + group.position * 2.0**-52], dtype=torch.float64)
-        return float(Parts(group=group).norm([("weight", gradient)]))
+        return float(Ownership(group=group).norm([("weight", gradient)]))
 
 
 def test_all_ranks_have_one_norm(ranks: KeptRanks) -> None:
@@ -186,7 +186,7 @@ def train(name: str, plan: str, steps: int, out: Path | None, resume: bool) -> d
         if out is not None and not resume:
             run.save()
         named = {n: t.detach().clone() for n, t in run.model.named_parameters()}
-        return {n: run.composed.whole(n, t) for n, t in named.items()}
+        return {n: run.composed.full_view(n, t) for n, t in named.items()}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from traced import Attention, own, transformer
 
 from evenly.errors import PlanError
 from evenly.model.fake import fake_mode
-from evenly.parallel.tensor.trace import Ref, Trace, trace
+from evenly.parallel.tensor.trace import CallTrace, Ref, trace
 
 
 class Small(nn.Module):
@@ -35,7 +35,7 @@ def square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().sum()
 
 
-def functions(traced: Trace) -> list[str]:
+def functions(traced: CallTrace) -> list[str]:
     return [call.function for call in traced.calls]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from evenly.errors import RunError
-from evenly.parallel.core.mutation_guard import Unchanged
+from evenly.parallel.core.mutation_guard import MutationGuard
 
 
 class Changes(nn.Module):
@@ -66,7 +66,7 @@ def trained(model: Changes) -> None:
 )
 def test_what_changes_is_named(change: Callable[[Changes], object], name: str) -> None:
     model = Changes(change)
-    unchanged = Unchanged(model)
+    unchanged = MutationGuard(model)
     with pytest.raises(RunError, match=rf"^{name} changes in the forward pass"), unchanged.watching():
         model(torch.randn(2, 3))
 
@@ -76,21 +76,21 @@ def test_what_may_change() -> None:
         model.cache = torch.ones(5)
 
     model = Changes(fill)
-    with Unchanged(model).watching():
+    with MutationGuard(model).watching():
         model(torch.randn(2, 3))
     assert model.cache.shape == (5,)
     counting = Changes(in_place)
-    with Unchanged(counting, but={id(counting.mean)}).watching():
+    with MutationGuard(counting, but={id(counting.mean)}).watching():
         counting(torch.randn(2, 3))
     assert counting.mean.eq(1).all()
 
 
 def test_where_a_rank_holds_parts_only_buffers_are_watched() -> None:
     model = Changes(trained)
-    with Unchanged(model, parameters=False).watching():
+    with MutationGuard(model, parameters=False).watching():
         model(torch.randn(2, 3))
     model = Changes(replaced)
-    with pytest.raises(RunError), Unchanged(model, parameters=False).watching():
+    with pytest.raises(RunError), MutationGuard(model, parameters=False).watching():
         model(torch.randn(2, 3))
 
 
@@ -98,5 +98,5 @@ def test_another_failure_is_raised_as_it_is() -> None:
     def fail(_: Changes) -> None:
         raise ValueError("of the model")
 
-    with pytest.raises(ValueError, match="of the model"), Unchanged(model := Changes(fail)).watching():
+    with pytest.raises(ValueError, match="of the model"), MutationGuard(model := Changes(fail)).watching():
         model(torch.randn(2, 3))

@@ -16,12 +16,12 @@ from evenly.errors import PlanError, UserError
 from evenly.hardware.cluster import Cluster
 from evenly.launch.environment import find_here
 from evenly.plan import Plan, parse_plan
-from evenly.planner.auto import as_recorded, choose
-from evenly.planner.costed_plan import predict_plan, setup_of
+from evenly.planner.auto import as_recorded, choose_plan
+from evenly.planner.costed_plan import predict_plan, training_config_of
 from evenly.planner.job_memory import memory_of_ranks
-from evenly.planner.job_profile import JobReader
-from evenly.planner.job_source import JobSubject
-from evenly.planner.request import Question
+from evenly.planner.job_profile import JobProfiler
+from evenly.planner.job_source import JobSource
+from evenly.planner.request import PlanRequest
 from evenly.planner.search import choices_of, search
 
 GPUS = Cluster(1, 4, "A100-40")
@@ -40,8 +40,8 @@ def even_job(**changes: Any) -> evenly.Job:
     return tower_job(**{**fixed, **changes})
 
 
-def asked(job: evenly.Job, **others: object) -> Question:
-    return Question(subject=JobSubject(job), cluster=GPUS, batch=job.global_batch, **others)  # pyright: ignore
+def asked(job: evenly.Job, **others: object) -> PlanRequest:
+    return PlanRequest(subject=JobSource(job), cluster=GPUS, batch=job.global_batch, **others)  # pyright: ignore
 
 
 def test_a_job_is_planned_with_its_own_microbatch_and_precision() -> None:
@@ -56,25 +56,25 @@ def test_a_job_is_planned_with_its_own_microbatch_and_precision() -> None:
 
 def test_its_operations_are_those_of_the_model() -> None:
     job = even_job()
-    subject = JobSubject(job)
+    subject = JobSource(job)
     plan = Plan(data=1, microbatch=None, recompute="none").resolve("float32")
     found = predict_plan(asked(job), plan)
     from torch.utils.flop_counter import FlopCounterMode
 
     model = job.model()
     total = 0.0
-    for microbatch in JobReader(job).microbatches:
+    for microbatch in JobProfiler(job).microbatches:
         with FlopCounterMode(display=False) as counter:
             job.loss(model, microbatch.batch)
         total += counter.get_total_flops()
     assert found.flops == pytest.approx(3 * total, rel=0.02)
-    assert subject.blocks == len(subject.parts(plan, setup_of(asked(job), plan)).blocks) > 1
+    assert subject.blocks == len(subject.parts(plan, training_config_of(asked(job), plan)).blocks) > 1
 
 
 def test_memory_is_that_of_the_ranks() -> None:
     job = tower_job()
     plan = parse_plan("data=2 pipeline=2 schedule=1f1b recompute=none").resolve("float32")
-    memory = memory_of_ranks(JobReader(job), plan)
+    memory = memory_of_ranks(JobProfiler(job), plan)
     found = predict_plan(asked(job), plan)
     worst = [max(meter.peak for meter in memory[:2]), max(meter.peak for meter in memory[2:])]
     assert [one.peak - one.context for one in found.memory] == worst
@@ -87,7 +87,7 @@ def test_a_plan_that_the_model_refuses_is_not_answered() -> None:
 
 def test_a_model_in_which_nothing_repeats_is_planned_without_stages() -> None:
     job = classifier_job(model=Unlike)
-    assert JobSubject(job).blocks == 0
+    assert JobSource(job).blocks == 0
     assert {choice.pipeline for choice in choices_of(asked(job), 4)} == {1}
     assert search(asked(job)).plans
     assert search(asked(job, only=Plan(recompute="full"))).plans
@@ -106,12 +106,13 @@ def test_a_model_that_needs_numbers_is_refused_with_the_place() -> None:
 
 
 def test_what_the_tensor_axis_splits_is_in_the_parts() -> None:
-    subject = JobSubject(tower_job())
+    subject = JobSource(tower_job())
     if 2 not in subject.tensor_sizes(4):
         pytest.skip("nothing of it can be split")
     whole, split = (
         subject.parts(
-            parse_plan(text).resolve("float32"), setup_of(asked(tower_job()), parse_plan(text).resolve("float32"))
+            parse_plan(text).resolve("float32"),
+            training_config_of(asked(tower_job()), parse_plan(text).resolve("float32")),
         )
         for text in ("data=1", "data=1 tensor=2")
     )
@@ -128,12 +129,12 @@ def test_a_job_without_a_microbatch_leaves_it_to_the_plans() -> None:
 
 
 def test_auto_on_one_device_is_that_device() -> None:
-    found = choose(tower_job(), Plan(), find_here())
+    found = choose_plan(tower_job(), Plan(), find_here())
     assert found.plan.ranks == 1 and found.plan.recompute == "none" and found.limit_bytes > 2**28
 
 
 def test_auto_keeps_what_is_said() -> None:
-    found = choose(tower_job(), Plan(recompute="full"), find_here())
+    found = choose_plan(tower_job(), Plan(recompute="full"), find_here())
     assert found.plan.recompute == "full"
 
 
@@ -141,7 +142,7 @@ def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     small = Cluster(1, 1, "cpu", own={"memory_gib": 1e-6})
     monkeypatch.setattr("evenly.planner.auto.cluster_of", lambda place: small)
     with pytest.raises(PlanError, match="no plan fits") as problem:
-        choose(tower_job(), Plan(), find_here())
+        choose_plan(tower_job(), Plan(), find_here())
     assert "GiB" in problem.value.do
 
 
@@ -156,7 +157,7 @@ def test_a_run_under_auto_writes_what_was_predicted(tmp_path: Path) -> None:
 
 
 def test_the_record_has_every_cause() -> None:
-    found = choose(tower_job(), Plan(), find_here())
+    found = choose_plan(tower_job(), Plan(), find_here())
     document = as_recorded(found)
     assert sum(document["time_s"].values()) == pytest.approx(found.step_s)
     one = document["memory_bytes"][0]

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from evenly.model.parts import Parts
+from evenly.model.parts import ModelCosts
 from evenly.planner.footprint import Holdings, footprints, kept_of_stages
 from evenly.planner.known import find_shape
 from evenly.planner.prediction import MemoryByCause, worst
-from evenly.planner.training_config import Setup
+from evenly.planner.training_config import TrainingConfig
 from evenly.planner.transformer import Kernels, Split, transformer_parts
 
 ADAM = Holdings(weights=2.0, gradients=2.0, optimizer=12.0, gathered=0.0, reduced=0.0, logit=0.0)
@@ -22,7 +22,7 @@ ZERO = Path(__file__).with_name("zero_table1_analytic.csv")
 SIZES = {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}
 
 
-def of(elements: int) -> Parts:
+def of(elements: int) -> ModelCosts:
     """A model of so many parameters in one block, which keeps nothing."""
     block = replace(
         PARTS.blocks[0],
@@ -31,10 +31,10 @@ def of(elements: int) -> Parts:
         backward_peak_bytes=0,
     )
     end = replace(PARTS.after, parameters=0, kept_bytes={"none": 0, "selective": 0, "full": 0}, logits=0)
-    return Parts(before=replace(PARTS.before, parameters=0), blocks=[block], after=end)
+    return ModelCosts(before=replace(PARTS.before, parameters=0), blocks=[block], after=end)
 
 
-def held(setup: Setup, parts: Parts = PARTS, holdings: Holdings = ADAM) -> list[MemoryByCause]:
+def held(setup: TrainingConfig, parts: ModelCosts = PARTS, holdings: Holdings = ADAM) -> list[MemoryByCause]:
     blocks, stages = len(parts.blocks), setup.pipeline * setup.stages_per_rank
     return footprints(parts, [blocks // stages] * stages, setup, holdings)
 
@@ -45,7 +45,7 @@ def held(setup: Setup, parts: Parts = PARTS, holdings: Holdings = ADAM) -> list[
     ids=lambda row: f"{row['model_params']}-{row['dp']}-{row['stage']}",
 )
 def test_states_are_those_of_table_1_of_zero(row: dict[str, str]) -> None:
-    setup = Setup(data=int(row["dp"]), zero=int(row["stage"]), batch=1024)
+    setup = TrainingConfig(data=int(row["dp"]), zero=int(row["stage"]), batch=1024)
     (found,) = held(setup, of(int(SIZES[row["model_params"]])))
     states = found.parameters + found.gradients + found.optimizer
     assert states == pytest.approx(float(row["model_state_GB_decimal"]) * 1e9, rel=1e-3, abs=6e5)
@@ -53,21 +53,23 @@ def test_states_are_those_of_table_1_of_zero(row: dict[str, str]) -> None:
 
 
 def test_without_zero_every_rank_holds_all_states() -> None:
-    (found,) = held(Setup(data=64, batch=64), of(1000))
+    (found,) = held(TrainingConfig(data=64, batch=64), of(1000))
     assert (found.parameters, found.gradients, found.optimizer) == (2000, 2000, 12000)
 
 
 def test_shards_are_cut_over_their_own_ranks_only() -> None:
-    (whole,), (hybrid,) = (held(Setup(data=64, zero=3, shard=shard, batch=64), of(6400)) for shard in (None, 8))
+    (whole,), (hybrid,) = (
+        held(TrainingConfig(data=64, zero=3, shard=shard, batch=64), of(6400)) for shard in (None, 8)
+    )
     assert hybrid.parameters == 8 * whole.parameters == 2 * 6400 / 8
 
 
 def test_a_unit_is_gathered_under_zero_3_alone_and_the_ends_besides() -> None:
     holdings = replace(ADAM, gathered=2.0, units=2, reduced=4.0)
     block, ends = PARTS.blocks[0].parameters, PARTS.before.parameters + PARTS.after.parameters
-    gathered = [held(Setup(data=8, zero=zero, batch=8), holdings=holdings)[0].gathered for zero in range(4)]
+    gathered = [held(TrainingConfig(data=8, zero=zero, batch=8), holdings=holdings)[0].gathered for zero in range(4)]
     assert gathered == [0, 0, 0, (2 * block + ends) * 2 + block * 4]
-    assert held(Setup(zero=3), holdings=holdings)[0].gathered == 0
+    assert held(TrainingConfig(zero=3), holdings=holdings)[0].gathered == 0
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,7 @@ def test_a_unit_is_gathered_under_zero_3_alone_and_the_ends_besides() -> None:
     ],
 )
 def test_activations_are_those_of_the_microbatches_in_flight(schedule: str, chunks: int, flights: list[int]) -> None:
-    setup = Setup(pipeline=4, schedule=schedule, stages_per_rank=chunks, batch=8)
+    setup = TrainingConfig(pipeline=4, schedule=schedule, stages_per_rank=chunks, batch=8)
     each = kept_of_stages(PARTS, [6] * 4, setup)[0]
     assert each == 6 * PARTS.blocks[0].kept_bytes["none"]
     found = [one.activations for one in held(setup)]
@@ -95,7 +97,7 @@ def test_activations_are_those_of_the_microbatches_in_flight(schedule: str, chun
 
 def test_interleaving_holds_more_than_1f1b_and_less_than_gpipe() -> None:
     def most(schedule: str, chunks: int) -> float:
-        setup = Setup(pipeline=4, schedule=schedule, stages_per_rank=chunks, batch=32)
+        setup = TrainingConfig(pipeline=4, schedule=schedule, stages_per_rank=chunks, batch=32)
         return max(one.activations for one in held(setup))
 
     plain, interleaved, gpipe = most("1f1b", 1), most("interleaved", 2), most("gpipe", 1)
@@ -105,25 +107,25 @@ def test_interleaving_holds_more_than_1f1b_and_less_than_gpipe() -> None:
 
 
 def test_fewer_microbatches_than_ranks_hold_fewer_activations() -> None:
-    few, many = (held(Setup(pipeline=4, batch=batch))[0].activations for batch in (2, 100))
+    few, many = (held(TrainingConfig(pipeline=4, batch=batch))[0].activations for batch in (2, 100))
     assert many == 2 * few
-    assert held(Setup(pipeline=4, batch=10**6))[0].activations == many
-    twice = [held(Setup(pipeline=4, batch=batch, schedule="zb-2p"))[0].activations for batch in (2, 100)]
+    assert held(TrainingConfig(pipeline=4, batch=10**6))[0].activations == many
+    twice = [held(TrainingConfig(pipeline=4, batch=batch, schedule="zb-2p"))[0].activations for batch in (2, 100)]
     assert twice[1] == 4 * twice[0] == 2 * many
 
 
 def test_what_a_pass_needs_is_a_block_computed_anew_or_the_loss() -> None:
     one = PARTS.blocks[0]
-    full = held(Setup(recompute="full", batch=1))[0]
+    full = held(TrainingConfig(recompute="full", batch=1))[0]
     anew = one.kept_bytes["none"] - one.kept_bytes["full"] + one.backward_peak_bytes
     assert full.temporaries == max(anew, PARTS.after.kept_bytes["none"])
     assert full.activations == len(PARTS.blocks) * one.kept_bytes["full"]
-    loss = held(Setup(batch=1), holdings=replace(ADAM, logit=100.0))[0]
+    loss = held(TrainingConfig(batch=1), holdings=replace(ADAM, logit=100.0))[0]
     assert loss.temporaries == PARTS.after.logits * 100 + PARTS.after.kept_bytes["none"]
 
 
 def test_the_last_rank_alone_needs_logits_and_a_tied_head_once_more() -> None:
-    found = held(Setup(pipeline=4, batch=8), holdings=replace(ADAM, logit=16.0))
+    found = held(TrainingConfig(pipeline=4, batch=8), holdings=replace(ADAM, logit=16.0))
     assert [one.temporaries > PARTS.after.logits * 16 for one in found] == [False, False, False, True]
     tied = PARTS.after.parameters + PARTS.tied_parameters
     assert found[3].parameters - found[2].parameters == 2 * tied
@@ -132,26 +134,30 @@ def test_the_last_rank_alone_needs_logits_and_a_tied_head_once_more() -> None:
 
 
 def test_the_worst_rank_is_named() -> None:
-    found = held(Setup(pipeline=4, batch=8, microbatch=1))
+    found = held(TrainingConfig(pipeline=4, batch=8, microbatch=1))
     assert worst(found) == 0
-    logits = held(Setup(pipeline=4, batch=8), holdings=replace(ADAM, logit=200.0))
+    logits = held(TrainingConfig(pipeline=4, batch=8), holdings=replace(ADAM, logit=200.0))
     assert worst(logits) == 3 and max(one.peak for one in logits) == logits[3].peak
     assert worst([MemoryByCause(context=1.0), MemoryByCause(activations=2.0), MemoryByCause(buffers=1.5)]) == 1
 
 
 def test_the_first_and_the_last_stage_of_a_v_are_one_ranks() -> None:
-    found = held(Setup(pipeline=4, schedule="zbv", stages_per_rank=2, batch=8), holdings=replace(ADAM, logit=16.0))
+    found = held(
+        TrainingConfig(pipeline=4, schedule="zbv", stages_per_rank=2, batch=8), holdings=replace(ADAM, logit=16.0)
+    )
     assert [one.temporaries > PARTS.after.logits * 16 for one in found] == [True, False, False, False]
     # It holds the embedding already, so a tied head takes no second copy.
     assert found[0].parameters - found[1].parameters == 2 * (PARTS.before.parameters + PARTS.after.parameters)
 
 
 def test_some_ranks_may_be_asked_for() -> None:
-    setup = Setup(pipeline=4, batch=8)
+    setup = TrainingConfig(pipeline=4, batch=8)
     assert footprints(PARTS, [6] * 4, setup, ADAM, ranks=[1, 3]) == [held(setup)[rank] for rank in (1, 3)]
 
 
 def test_causes_add_up_to_the_peak() -> None:
-    (found,) = held(Setup(data=4, zero=3, recompute="full", batch=4), holdings=replace(ADAM, gathered=2.0, rest=1e9))
+    (found,) = held(
+        TrainingConfig(data=4, zero=3, recompute="full", batch=4), holdings=replace(ADAM, gathered=2.0, rest=1e9)
+    )
     causes = (found.parameters, found.gradients, found.optimizer, found.activations)
     assert found.peak == pytest.approx(sum(causes) + found.gathered + found.buffers + found.temporaries + 1e9)

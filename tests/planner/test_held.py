@@ -16,7 +16,7 @@ from evenly.parallel.pipeline.orders import orders
 from evenly.plan import parse_plan
 from evenly.plan.schedule import in_flight
 from evenly.planner.job_memory import memory_of_ranks
-from evenly.planner.job_profile import JobReader
+from evenly.planner.job_profile import JobProfiler
 from evenly.planner.memory import norm_bytes
 
 WIDTH, LENGTH, VOCABULARY, BLOCKS = 32, 24, 61, 4
@@ -88,7 +88,7 @@ def peaks(plans: list[str]) -> list[list[int]]:
 def predicted(plan: str, ranks: int) -> list[int]:
     parsed = parse_plan(plan)
     fitted = parsed.fit(ranks if parsed.replicas is None else parsed.devices or 1)
-    return [meter.peak for meter in memory_of_ranks(JobReader(small_job(), step=1), fitted)]
+    return [meter.peak for meter in memory_of_ranks(JobProfiler(small_job(), step=1), fitted)]
 
 
 ALONE = [
@@ -151,7 +151,7 @@ def test_blocks_that_stay_whole_are_counted(ranks: Any, monkeypatch: pytest.Monk
 
 
 def test_a_pipeline_holds_as_many_microbatches_as_its_schedule_has_in_flight() -> None:
-    reader = JobReader(replace(small_job(), data=[torch.zeros(LENGTH + 1, dtype=torch.int64)] * 64))
+    reader = JobProfiler(replace(small_job(), data=[torch.zeros(LENGTH + 1, dtype=torch.int64)] * 64))
     for schedule in ("naive", "gpipe", "1f1b"):
         plan = parse_plan(f"data=1 pipeline=4 schedule={schedule}")
         held = [meter.at_peak["activations"] for meter in memory_of_ranks(reader, plan)]
@@ -161,7 +161,7 @@ def test_a_pipeline_holds_as_many_microbatches_as_its_schedule_has_in_flight() -
 
 
 def test_sharding_divides_what_a_rank_keeps() -> None:
-    reader = JobReader(small_job())
+    reader = JobProfiler(small_job())
     whole, cut = (memory_of_ranks(reader, parse_plan(f"data=4 zero={zero}"))[0].at_peak for zero in (0, 1))
     assert cut["optimizer"] == pytest.approx(whole["optimizer"] / 4, rel=0.02)
     third = memory_of_ranks(reader, parse_plan("data=4 zero=3"))[0].at_peak
@@ -170,7 +170,7 @@ def test_sharding_divides_what_a_rank_keeps() -> None:
 
 def test_causes_add_up_to_the_peak() -> None:
     for plan in ("data=2", "data=2 zero=3", "data=1 tensor=2", "data=1 pipeline=2"):
-        for meter in memory_of_ranks(JobReader(small_job()), parse_plan(plan)):
+        for meter in memory_of_ranks(JobProfiler(small_job()), parse_plan(plan)):
             assert meter.by_cause.peak == meter.peak
 
 
@@ -182,4 +182,4 @@ def test_the_norm_takes_two_parts_of_gradients_in_float64() -> None:
 
 def test_a_plan_that_waits_for_its_size_is_refused() -> None:
     with pytest.raises(PlanError, match=r"does not say how many ranks"):
-        memory_of_ranks(JobReader(small_job()), parse_plan("tp"))
+        memory_of_ranks(JobProfiler(small_job()), parse_plan("tp"))

@@ -17,7 +17,7 @@ from evenly.comm.groups import Group
 from evenly.comm.world import World
 from evenly.engine.build import build_model, build_optimizer, build_schedule, choose_kernels, refuse_gradient_hooks
 from evenly.engine.precision import STEPS_BEFORE_GROWTH, LossScale, first_scale, place_batch
-from evenly.engine.step_totals import Account, Ledger, as_loss
+from evenly.engine.step_totals import StepTotals, StepTotalsBuilder, as_loss
 from evenly.errors import PlanError, RunError, UserError
 from evenly.job import Job, Loss
 from evenly.plan import Plan
@@ -52,13 +52,13 @@ def test_only_float16_is_scaled() -> None:
 
 
 def test_a_ledger_carries_what_was_entered() -> None:
-    ledger = Ledger(ALONE, microbatches=3, layers=2)
+    ledger = StepTotalsBuilder(ALONE, microbatches=3, layers=2)
     ledger.add(2, Loss(torch.tensor(1.5), torch.tensor(4)), [1, 0])
     ledger.add(0, Loss(torch.tensor(2.5), 2.0), [3, 1])
     account = ledger.read([*ledger.numbers(memory_bytes=[10], stop=True)])
-    assert account == Account([2.5, 0.0, 1.5], [2.0, 0.0, 4.0], [[3, 1], [0, 0], [1, 0]], [10], True)
+    assert account == StepTotals([2.5, 0.0, 1.5], [2.0, 0.0, 4.0], [[3, 1], [0, 0], [1, 0]], [10], True)
     assert account.weight == 6.0 and account.loss == pytest.approx(4.0 / 6.0)
-    two = Ledger(ALONE, microbatches=1, devices=2)
+    two = StepTotalsBuilder(ALONE, microbatches=1, devices=2)
     assert two.read([*two.numbers(memory_bytes=[7, 8])]).memory_bytes == [7, 8]
 
 
@@ -73,12 +73,12 @@ def test_a_ledger_carries_what_was_entered() -> None:
 )
 def test_a_loss_that_cannot_be_used_is_refused(totals: list[float], weights: list[float], message: str) -> None:
     with pytest.raises(RunError) as caught:
-        Account(totals, weights, [[], []], [0], False).check(7)
+        StepTotals(totals, weights, [[], []], [0], False).check(7)
     assert "step 7" in str(caught.value) and message in str(caught.value)
 
 
 def test_a_weight_of_zero_in_some_microbatches_is_none_of_them() -> None:
-    account = Account([0.0, 3.0], [0.0, 2.0], [[], []], [0], False)
+    account = StepTotals([0.0, 3.0], [0.0, 2.0], [[], []], [0], False)
     account.check(1)
     assert account.loss == 1.5
 

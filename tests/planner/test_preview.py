@@ -9,17 +9,17 @@ from evenly.plan.plan import Plan, parse_plan
 from evenly.planner.costed_plan import predict_plan
 from evenly.planner.known import find_shape
 from evenly.planner.preview import preview
-from evenly.planner.request import Question
-from evenly.planner.shapes import ShapeSubject
+from evenly.planner.request import PlanRequest
+from evenly.planner.shapes import ShapeSource
 from evenly.planner.speeds import library_named
 from evenly.planner.timeline import Timeline
 
 COMPUTING = ("matmul", "attention", "memory", "recompute", "host")
 
 
-def question(batch: int) -> Question:
-    subject = ShapeSubject(find_shape("gpt2"), library_named("evenly").kernels)
-    return Question(subject=subject, cluster=parse_cluster("8xA100-80"), batch=batch)
+def question(batch: int) -> PlanRequest:
+    subject = ShapeSource(find_shape("gpt2"), library_named("evenly").kernels)
+    return PlanRequest(subject=subject, cluster=parse_cluster("8xA100-80"), batch=batch)
 
 
 def plan_of(text: str) -> Plan:

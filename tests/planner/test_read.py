@@ -16,7 +16,7 @@ from evenly.data.nest import tensors_in
 from evenly.errors import UserError
 from evenly.parallel.core.memory import MemoryCounter
 from evenly.planner.optimizer_costs import optimizer_costs
-from evenly.planner.profile import Reading, between, parts_of, read_module
+from evenly.planner.profile import Profile, between, parts_of, profile_module
 
 WIDTH, SAMPLES = 8, 4
 
@@ -79,13 +79,13 @@ def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch).square().sum()
 
 
-def read(model: nn.Module, samples: int = SAMPLES, **how: Any) -> Reading:
-    return read_module(model, loss, torch.empty(samples, 5), **how)
+def read(model: nn.Module, samples: int = SAMPLES, **how: Any) -> Profile:
+    return profile_module(model, loss, torch.empty(samples, 5), **how)
 
 
-def most(reading: Reading) -> int:
+def most(reading: Profile) -> int:
     now = peak = 0
-    for one in reading.stretches:
+    for one in reading.intervals:
         peak, now = max(peak, now + one.peak.total), now + one.left.total
     assert now == 0, "all that was made is freed"
     return peak
@@ -97,7 +97,7 @@ def counted(model: nn.Module, loss: Callable[..., torch.Tensor] = loss, batch: A
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
     with MemoryCounter() as counter:
-        counter.claim((*model.parameters(), *model.buffers(), *tensors_in(batch)), "parameters")
+        counter.track((*model.parameters(), *model.buffers(), *tensors_in(batch)), "parameters")
         held = counter.now[0, "parameters"]
         loss(model, batch).backward()
     return counter.peak_bytes(0) - held
@@ -118,7 +118,7 @@ def test_shapes_may_follow_from_numbers_of_the_batch() -> None:
         return model(batch["x"], batch["lengths"].clamp_(min=1)).square().sum()
 
     batch = {"x": x, "lengths": lengths.clone()}
-    reading = read_module(OfLengths(), summed, batch)
+    reading = profile_module(OfLengths(), summed, batch)
     products = [one for works in reading.works.values() for one in works if one.inner == 2 * WIDTH]
     assert {one.rows for one in products} == {int(lengths.sum()) + 1}
     assert torch.equal(batch["lengths"], lengths)
@@ -153,7 +153,7 @@ def test_only_what_reads_or_writes_memory_counts_as_moving_bytes() -> None:
     """Whatever asks a tensor where it is, reshapes it or makes room for one moves nothing and starts no kernel."""
     layer = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.GELU())
     tower = nn.Sequential(nn.Linear(5, WIDTH), nn.Sequential(layer, *(deepcopy(layer) for _ in range(2))))
-    reading = read_module(tower, loss, torch.empty(SAMPLES, 3, 5))
+    reading = profile_module(tower, loss, torch.empty(SAMPLES, 3, 5))
     block = parts_of({"none": reading}).blocks[1]
     activation = SAMPLES * 3 * WIDTH * 4
     moved = [(work.times, work.moved_bytes) for work in block.forward if work.kind == "memory"]
@@ -162,7 +162,7 @@ def test_only_what_reads_or_writes_memory_counts_as_moving_bytes() -> None:
 
 
 def test_the_backward_of_every_call_begins_and_ends_in_its_turn() -> None:
-    marks = [one.mark for one in read(Tower()).stretches if one.mark.stage == "backward" and one.mark.call >= 0]
+    marks = [one.mark for one in read(Tower()).intervals if one.mark.stage == "backward" and one.mark.call >= 0]
     edges = [(mark.what, mark.call) for mark in marks if mark.what in ("begin", "end")]
     assert edges == [("begin", 2), ("end", 2), ("begin", 1), ("end", 1), ("begin", 0), ("end", 0)]
 
@@ -176,7 +176,7 @@ def test_tied_weights_and_buffers_count_once() -> None:
 
 def test_costs_are_linear_in_samples() -> None:
     found = between(read(Tower(), 2), read(Tower(), 6), 4 * 5)
-    assert found.stretches == read(Tower(), 4).stretches
+    assert found.intervals == read(Tower(), 4).intervals
     assert [call.input_bytes for call in found.calls] == [4 * WIDTH * 4] * 3
 
 
@@ -201,7 +201,7 @@ def test_what_is_written_by_the_model_has_no_numbers_either() -> None:
 
 def test_a_loss_apart_from_the_model_is_refused() -> None:
     with pytest.raises(UserError, match=r"does not depend"):
-        read_module(Tower(), lambda model, batch: batch.sum(), torch.empty(2, 5))
+        profile_module(Tower(), lambda model, batch: batch.sum(), torch.empty(2, 5))
 
 
 def test_reading_leaves_model_and_random_numbers_alone() -> None:

@@ -14,17 +14,17 @@ from evenly.plan import Plan, parse_plan
 from evenly.plan.cut import cut
 from evenly.planner.costed_plan import equal_blocks, predict_plan
 from evenly.planner.known import find_shape
-from evenly.planner.request import Question
+from evenly.planner.request import PlanRequest
 from evenly.planner.search import _Judge, choices_of, plan_of, search
-from evenly.planner.shapes import ShapeSubject
+from evenly.planner.shapes import ShapeSource
 from evenly.planner.speeds import library_named
 
 SMALL = "transformer:layers=6,hidden=512,heads=8,vocab=8000,sequence=512"
 
 
-def question(model: str, cluster: str, batch: int, **others: object) -> Question:
-    subject = ShapeSubject(find_shape(model), library_named("evenly").kernels)
-    return Question(subject=subject, cluster=parse_cluster(cluster), batch=batch, **others)  # pyright: ignore
+def question(model: str, cluster: str, batch: int, **others: object) -> PlanRequest:
+    subject = ShapeSource(find_shape(model), library_named("evenly").kernels)
+    return PlanRequest(subject=subject, cluster=parse_cluster(cluster), batch=batch, **others)  # pyright: ignore
 
 
 @pytest.mark.parametrize(

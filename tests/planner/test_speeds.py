@@ -9,14 +9,14 @@ import pytest
 
 from evenly.hardware.cluster import Cluster, Rates
 from evenly.hardware.devices import device_names, find_device
-from evenly.model.parts import Work
+from evenly.model.parts import OpCost
 from evenly.planner.costed_plan import library_of
 from evenly.planner.speeds import _tables, library_named, library_names, speeds_of, speeds_of_device
 
 PRECISIONS = ("float64", "float32", "bfloat16", "float16", "float8", "mxfp8", "nvfp4")
 KERNELS = {library_named(name).kernel for name in library_names()}
 H100 = Cluster(1, 8, "H100-80")
-PRODUCT = Work(kind="matmul", flops=2.0 * 4096**3, moved_bytes=6.0 * 4096**2, rows=4096, inner=4096, columns=4096)
+PRODUCT = OpCost(kind="matmul", flops=2.0 * 4096**3, moved_bytes=6.0 * 4096**2, rows=4096, inner=4096, columns=4096)
 PRODUCT = replace(PRODUCT, dtype="bfloat16")
 
 
@@ -102,7 +102,7 @@ def test_more_takes_longer_and_as_often_as_it_is_done() -> None:
     assert speeds.seconds(replace(PRODUCT, times=3), library) == pytest.approx(3 * once)
     assert speeds.seconds(replace(PRODUCT, flops=2 * PRODUCT.flops), library) > once
     assert speeds.seconds(replace(PRODUCT, moved_bytes=2 * PRODUCT.moved_bytes), library) > once
-    empty = Work(kind="memory")
+    empty = OpCost(kind="memory")
     assert speeds.seconds(empty, library) == speeds.start_s
 
 
@@ -110,7 +110,7 @@ def test_attention_without_tensor_cores_is_slower() -> None:
     speeds, library = speeds_of(H100), library_named("evenly")
 
     def seconds(dtype: str) -> float:
-        return speeds.seconds(Work(kind="attention", flops=1e15, dtype=dtype), library)
+        return speeds.seconds(OpCost(kind="attention", flops=1e15, dtype=dtype), library)
 
     assert seconds("float64") > seconds("float32") > seconds("bfloat16") == seconds("float16") == seconds("")
 
@@ -119,7 +119,7 @@ def test_tiles_that_leave_multiprocessors_idle_cost_time() -> None:
     speeds = replace(speeds_of_device(find_device("A100-80")), idle=0.5)
     assert speeds.processors == 108
 
-    def product(rows: int, columns: int) -> Work:
+    def product(rows: int, columns: int) -> OpCost:
         return replace(PRODUCT, rows=rows, columns=columns, flops=2.0 * rows * columns * PRODUCT.inner)
 
     # 108 tiles of 256 x 128 fill one round; one more row of tiles needs a second round, mostly idle.

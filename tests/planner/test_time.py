@@ -9,7 +9,7 @@ import pytest
 
 from evenly.hardware.cluster import Cluster
 from evenly.hardware.devices import device_names
-from evenly.hardware.network import Group, seconds
+from evenly.hardware.network import LinkedRanks, seconds
 from evenly.model.parts import Recompute
 from evenly.planner.count import parameters
 from evenly.planner.known import find_shape
@@ -17,7 +17,7 @@ from evenly.planner.prediction import TimeByCause
 from evenly.planner.shapes import split_of
 from evenly.planner.speeds import library_named, library_names, speeds_of
 from evenly.planner.time import Machine, beside, message_seconds, spread, stage_times, step_time
-from evenly.planner.training_config import Setup
+from evenly.planner.training_config import TrainingConfig
 from evenly.planner.transformer import Split, transformer_parts
 
 LLAMA = find_shape("llama-3.1-8b")
@@ -29,11 +29,11 @@ def machine(cluster: Cluster = NODE, library: str = "evenly", **facts: object) -
     return Machine(cluster, speeds_of(cluster), replace(library_named(library), **facts))  # pyright: ignore[reportArgumentType]
 
 
-def step(setup: Setup, on: Machine | None = None, model: str = "llama-3.1-8b") -> TimeByCause:
+def step(setup: TrainingConfig, on: Machine | None = None, model: str = "llama-3.1-8b") -> TimeByCause:
     return both(setup, on, model)[0]
 
 
-def both(setup: Setup, on: Machine | None = None, model: str = "llama-3.1-8b") -> tuple[TimeByCause, float]:
+def both(setup: TrainingConfig, on: Machine | None = None, model: str = "llama-3.1-8b") -> tuple[TimeByCause, float]:
     on, setup = on or machine(), replace(setup, sequence=2048)
     return step_time(transformer_parts(find_shape(model), split_of(setup), on.library.kernels), setup, on)
 
@@ -43,23 +43,23 @@ def computing(one: TimeByCause) -> float:
 
 
 SETUPS = [
-    Setup(batch=8),
-    Setup(data=8, zero=3, batch=16, recompute="selective"),
-    Setup(data=8, zero=3, shard=4, batch=16),
-    Setup(data=4, tensor=2, zero=1, batch=16, recompute="full", split_sequence=True),
-    Setup(data=2, pipeline=4, batch=16, schedule="gpipe"),
-    Setup(data=2, pipeline=4, batch=16, schedule="zero-bubble"),
-    Setup(pipeline=8, batch=32, schedule="interleaved", stages_per_rank=2),
-    Setup(pipeline=8, batch=30, schedule="zbv", stages_per_rank=2),
-    Setup(pipeline=4, tensor=2, batch=11, schedule="interleaved", stages_per_rank=2),
-    Setup(pipeline=4, tensor=2, batch=11, schedule="zb-2p"),
-    Setup(context=4, data=2, batch=4, zero=2),
+    TrainingConfig(batch=8),
+    TrainingConfig(data=8, zero=3, batch=16, recompute="selective"),
+    TrainingConfig(data=8, zero=3, shard=4, batch=16),
+    TrainingConfig(data=4, tensor=2, zero=1, batch=16, recompute="full", split_sequence=True),
+    TrainingConfig(data=2, pipeline=4, batch=16, schedule="gpipe"),
+    TrainingConfig(data=2, pipeline=4, batch=16, schedule="zero-bubble"),
+    TrainingConfig(pipeline=8, batch=32, schedule="interleaved", stages_per_rank=2),
+    TrainingConfig(pipeline=8, batch=30, schedule="zbv", stages_per_rank=2),
+    TrainingConfig(pipeline=4, tensor=2, batch=11, schedule="interleaved", stages_per_rank=2),
+    TrainingConfig(pipeline=4, tensor=2, batch=11, schedule="zb-2p"),
+    TrainingConfig(context=4, data=2, batch=4, zero=2),
 ]
 
 
 @pytest.mark.parametrize("library", library_names())
 @pytest.mark.parametrize("setup", SETUPS, ids=repr)
-def test_causes_add_up_to_the_step_and_none_is_negative(setup: Setup, library: str) -> None:
+def test_causes_add_up_to_the_step_and_none_is_negative(setup: TrainingConfig, library: str) -> None:
     time, bubble = both(setup, machine(library=library))
     assert time.step_s == pytest.approx(sum(astuple(time)))
     assert min(astuple(time)) >= 0 and 0 < time.step_s < inf
@@ -71,18 +71,20 @@ def test_causes_add_up_to_the_step_and_none_is_negative(setup: Setup, library: s
 def test_every_device_with_every_library_takes_a_finite_time(device: str, library: str) -> None:
     on = machine(Cluster(2, 4, device), library)
     for dtype in ("float32", "bfloat16", "float8"):
-        time = step(Setup(data=4, tensor=2, zero=1, batch=4, dtype=dtype), on, "gpt2")
+        time = step(TrainingConfig(data=4, tensor=2, zero=1, batch=4, dtype=dtype), on, "gpt2")
         assert min(astuple(time)) >= 0 and 0 < time.step_s < inf
 
 
 def test_computing_grows_with_the_batch_and_large_microbatches_are_not_slower() -> None:
-    small, more, large = (step(Setup(batch=b, microbatch=m), machine(**CALM)) for b, m in ((4, 1), (8, 1), (8, 4)))
+    small, more, large = (
+        step(TrainingConfig(batch=b, microbatch=m), machine(**CALM)) for b, m in ((4, 1), (8, 1), (8, 4))
+    )
     assert computing(more) == pytest.approx(2 * computing(small))
     assert computing(small) < computing(large) < computing(more)
 
 
 def test_recomputing_everything_adds_a_forward_pass_of_the_blocks() -> None:
-    on, setup = machine(**CALM), Setup(batch=2)
+    on, setup = machine(**CALM), TrainingConfig(batch=2)
     times: dict[Recompute, TimeByCause] = {
         how: step(replace(setup, recompute=how), on) for how in ("none", "selective", "full")
     }
@@ -95,7 +97,7 @@ def test_recomputing_everything_adds_a_forward_pass_of_the_blocks() -> None:
 
 def test_recomputing_repeats_the_sums_of_the_tensor_axis() -> None:
     def again(how: Recompute, **facts: object) -> float:
-        return step(Setup(tensor=8, batch=1, recompute=how), machine(**CALM, **facts)).recompute
+        return step(TrainingConfig(tensor=8, batch=1, recompute=how), machine(**CALM, **facts)).recompute
 
     for how in ("selective", "full"):
         assert again(how, tensor_hidden=1.0) < again(how, tensor_hidden=0.0)
@@ -103,16 +105,16 @@ def test_recomputing_repeats_the_sums_of_the_tensor_axis() -> None:
 
 
 def test_the_tensor_axis_shares_products_and_talks() -> None:
-    one, many = (step(Setup(tensor=size, batch=8), machine(**CALM)) for size in (1, 8))
+    one, many = (step(TrainingConfig(tensor=size, batch=8), machine(**CALM)) for size in (1, 8))
     assert one.matmul / 8 < many.matmul < one.matmul / 4
     assert one.tensor == 0 < many.tensor
-    assert step(Setup(tensor=8, batch=8), machine(tensor_hidden=0.5)).tensor < many.tensor
-    across = step(Setup(tensor=8, batch=8), machine(Cluster(2, 4, "H100-80"), **CALM))
+    assert step(TrainingConfig(tensor=8, batch=8), machine(tensor_hidden=0.5)).tensor < many.tensor
+    across = step(TrainingConfig(tensor=8, batch=8), machine(Cluster(2, 4, "H100-80"), **CALM))
     assert across.tensor > 1.3 * many.tensor
 
 
 def test_zero_3_gathers_beside_computing_or_before_it() -> None:
-    setups = [Setup(data=8, zero=zero, batch=8) for zero in (0, 3)]
+    setups = [TrainingConfig(data=8, zero=zero, batch=8) for zero in (0, 3)]
     plain, sharded = (step(setup, machine(**CALM)) for setup in setups)
     assert sharded.data > 0 and computing(sharded) == pytest.approx(computing(plain))
     serial = step(setups[1], machine(gather="serial", **CALM))
@@ -124,7 +126,7 @@ def test_zero_3_gathers_beside_computing_or_before_it() -> None:
 
 def test_zero_3_gathers_for_every_microbatch_and_data_parallelism_reduces_once() -> None:
     def data(zero: int, batch: int) -> float:
-        return step(Setup(data=8, zero=zero, batch=batch), machine(**CALM)).data
+        return step(TrainingConfig(data=8, zero=zero, batch=batch), machine(**CALM)).data
 
     assert data(3, 32) == pytest.approx(4 * data(3, 8))
     assert data(0, 32) == pytest.approx(data(0, 8)) and data(2, 32) == pytest.approx(data(2, 8))
@@ -132,26 +134,28 @@ def test_zero_3_gathers_for_every_microbatch_and_data_parallelism_reduces_once()
 
 def test_what_is_sharded_within_a_node_is_gathered_there_and_added_up_across() -> None:
     on = machine(Cluster(8, 8, "A100-80"), **CALM, data_hidden=0.0)
-    whole, hybrid = (Setup(data=64, zero=3, shard=shard, batch=64) for shard in (None, 8))
+    whole, hybrid = (TrainingConfig(data=64, zero=3, shard=shard, batch=64) for shard in (None, 8))
     gathers = [replace(on, library=replace(on.library, data_hidden=1.0))] * 2
     assert step(hybrid, gathers[0]).data < step(whole, gathers[1]).data
     assert step(whole, on).data == step(whole, gathers[0]).data  # all is reduced beside the backward pass
     shown = step(hybrid, on).data - step(hybrid, gathers[0]).data
     across = parameters(LLAMA) / 8 * on.library.gradient_bytes
-    assert shown == pytest.approx(seconds("all_reduce", across, Group(8, 1, sharing=8), on.cluster))
+    assert shown == pytest.approx(seconds("all_reduce", across, LinkedRanks(8, 1, sharing=8), on.cluster))
     assert step(hybrid, on).optimizer == pytest.approx(8 * step(whole, on).optimizer)
 
 
 def test_a_reduction_that_is_hidden_does_not_show() -> None:
     shown, half, hidden = (
-        step(Setup(data=8, batch=8), machine(**CALM, data_hidden=share)).data for share in (0.0, 0.5, 1.0)
+        step(TrainingConfig(data=8, batch=8), machine(**CALM, data_hidden=share)).data for share in (0.0, 0.5, 1.0)
     )
     assert shown == pytest.approx(2 * half) and hidden == 0 < shown
 
 
 def test_the_bubble_falls_with_microbatches_and_with_better_schedules() -> None:
     def bubble(batch: int, schedule: str = "1f1b", chunks: int = 1) -> float:
-        return both(Setup(pipeline=4, batch=batch, schedule=schedule, stages_per_rank=chunks), machine(**CALM))[1]
+        return both(
+            TrainingConfig(pipeline=4, batch=batch, schedule=schedule, stages_per_rank=chunks), machine(**CALM)
+        )[1]
 
     shares = [bubble(batch) for batch in (4, 8, 16, 64)]
     assert shares == sorted(shares, reverse=True)
@@ -161,14 +165,14 @@ def test_the_bubble_falls_with_microbatches_and_with_better_schedules() -> None:
 
 
 def test_rounds_that_have_to_be_filled_up_are_bubbles() -> None:
-    setup = Setup(pipeline=4, schedule="interleaved", stages_per_rank=2)
+    setup = TrainingConfig(pipeline=4, schedule="interleaved", stages_per_rank=2)
     odd, even = (step(replace(setup, batch=batch), machine(**CALM)) for batch in (11, 12))
     assert odd.step_s == pytest.approx(even.step_s)
     assert computing(odd) == pytest.approx(computing(even) * 11 / 12) and odd.bubble > even.bubble
 
 
 def test_messages_of_a_pipeline_take_time_between_nodes() -> None:
-    setup = Setup(pipeline=4, batch=16)
+    setup = TrainingConfig(pipeline=4, batch=16)
     near, far = (machine(Cluster(nodes, 8 // nodes, "H100-80"), **CALM) for nodes in (1, 8))
     assert 0 < step(setup, near).pipeline < step(setup, far).pipeline
     parts = transformer_parts(LLAMA, Split(samples=1, sequence=2048), near.library.kernels)
@@ -176,19 +180,21 @@ def test_messages_of_a_pipeline_take_time_between_nodes() -> None:
 
 
 def test_a_host_that_is_slower_than_the_device_is_waited_for() -> None:
-    slow, fast = (step(Setup(batch=1), machine(host_s=host, jitter=0.0), "gpt2") for host in (10e-3, 0.0))
+    slow, fast = (step(TrainingConfig(batch=1), machine(host_s=host, jitter=0.0), "gpt2") for host in (10e-3, 0.0))
     assert fast.host == 0
     layers = find_shape("gpt2").layers
     assert slow.host + computing(slow) == pytest.approx(layers * 25e-3, rel=0.1)
     assert computing(slow) == computing(fast)
     # Beside large operations the same host does not show.
-    large = step(Setup(batch=64, microbatch=64), machine(host_s=1e-4, jitter=0.0))
+    large = step(TrainingConfig(batch=64, microbatch=64), machine(host_s=1e-4, jitter=0.0))
     assert large.host < 1e-3 * large.step_s
 
 
 def test_more_nodes_wait_for_each_other_longer() -> None:
     shares = [
-        step(Setup(data=8 * nodes, batch=8 * nodes), machine(Cluster(nodes, 8, "H100-80"), jitter=jitter)).step_s
+        step(
+            TrainingConfig(data=8 * nodes, batch=8 * nodes), machine(Cluster(nodes, 8, "H100-80"), jitter=jitter)
+        ).step_s
         for nodes, jitter in ((1, 0.5), (1, 0.0), (16, 0.01), (16, 0.0))
     ]
     assert shares[0] == shares[1] and shares[2] == pytest.approx(1.04 * shares[3])
@@ -219,15 +225,15 @@ def test_blocks_are_spread_as_megatron_does(blocks: int, stages: int, layers: tu
 def test_stages_have_the_parameters_of_their_parts() -> None:
     shape = find_shape("gpt2")
     parts = transformer_parts(shape, Split(samples=1, sequence=1024), machine().library.kernels)
-    stages = stage_times(parts, [3, 3, 6], Setup(pipeline=3, sequence=1024), machine())
+    stages = stage_times(parts, [3, 3, 6], TrainingConfig(pipeline=3, sequence=1024), machine())
     block = parts.blocks[0].parameters
     ends = parts.before.parameters, parts.after.parameters + parts.tied_parameters
     assert [stage.parameters for stage in stages] == [3 * block + ends[0], 3 * block, 6 * block + ends[1]]
     assert stages[2].forward.seconds > 2 * stages[1].forward.seconds
-    whole = stage_times(parts, [12], Setup(sequence=1024), machine())
+    whole = stage_times(parts, [12], TrainingConfig(sequence=1024), machine())
     assert whole[0].parameters == 12 * block + ends[0] + parts.after.parameters
 
 
 def test_uneven_stages_of_ones_own_are_slower_than_even_ones() -> None:
-    even, uneven = (step(Setup(pipeline=2, batch=8, layers=layers)) for layers in ((16, 16), (8, 24)))
+    even, uneven = (step(TrainingConfig(pipeline=2, batch=8, layers=layers)) for layers in ((16, 16), (8, 24)))
     assert uneven.step_s > 1.3 * even.step_s

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from evenly.model.parts import Part, Parts, Recompute, Work
+from evenly.model.parts import BlockCost, ModelCosts, OpCost, Recompute
 from evenly.planner.count import parameters
 from evenly.planner.known import find_shape, known_names
 from evenly.planner.shape import Shape
@@ -34,7 +34,7 @@ def split(**changes: object) -> Split:
     return replace(Split(samples=B, sequence=S), **changes)  # pyright: ignore[reportArgumentType]
 
 
-def parts(shape: Shape = GPT, kernels: Kernels = NAIVE, **changes: object) -> Parts:
+def parts(shape: Shape = GPT, kernels: Kernels = NAIVE, **changes: object) -> ModelCosts:
     return transformer_parts(shape, split(**changes), kernels)
 
 
@@ -47,7 +47,7 @@ def flops(works: object) -> float:
     return sum(work.flops * work.times for work in works)
 
 
-def again(part: Part) -> list[Work]:
+def again(part: BlockCost) -> list[OpCost]:
     return [work for work in part.forward if work.recomputed]
 
 

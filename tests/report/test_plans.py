@@ -13,7 +13,7 @@ from evenly.plan.orders import compute_orders
 from evenly.plan.plan import parse_plan
 from evenly.planner.prediction import MemoryByCause, Prediction, TimeByCause
 from evenly.planner.timeline import Costs, simulate
-from evenly.report.bars import Bar, stacked
+from evenly.report.bars import StackedBar, stacked
 from evenly.report.planpage import page
 from evenly.report.plans import (
     common,
@@ -171,7 +171,7 @@ def boxes(svg: str) -> list[tuple[float, float, str]]:
 
 
 def test_bars_are_as_long_as_their_parts_and_follow_each_other() -> None:
-    bars = [Bar("one", {"a": 1.0, "b": 3.0}), Bar("two", {"a": 0.0, "b": 2.0})]
+    bars = [StackedBar("one", {"a": 1.0, "b": 3.0}), StackedBar("two", {"a": 0.0, "b": 2.0})]
     found = boxes(stacked(bars, lambda amount: f"{amount:g} s", words="bars"))
     assert [words for *_, words in found] == ["a: 1 s", "b: 3 s", "b: 2 s"]
     (x0, w0, _), (x1, w1, _), (x2, w2, _) = found
@@ -180,7 +180,7 @@ def test_bars_are_as_long_as_their_parts_and_follow_each_other() -> None:
 
 
 def test_the_limit_lies_where_a_bar_of_its_length_ends() -> None:
-    svg = stacked([Bar("one", {"a": 2.0}), Bar("two", {"a": 1.0})], str, words="bars", limit=2.0)
+    svg = stacked([StackedBar("one", {"a": 2.0}), StackedBar("two", {"a": 1.0})], str, words="bars", limit=2.0)
     line = minidom.parseString(svg).getElementsByTagName("line")[0]
     assert float(line.getAttribute("x1")) == pytest.approx(boxes(svg)[0][1])
 
@@ -208,5 +208,5 @@ def test_ranks_that_hold_the_same_are_one_bar() -> None:
 def test_every_cause_is_drawn() -> None:
     """No cause of memory or time is left out of the bars: they are as long as the whole."""
     time = TimeByCause(**dict.fromkeys(asdict(TimeByCause()), 1.0))
-    svg = stacked([Bar("all", asdict(time))], duration, words="time")
+    svg = stacked([StackedBar("all", asdict(time))], duration, words="time")
     assert len(boxes(svg)) == 10 and len(set(re.findall(r'fill="(#\w+)"', svg))) == 10

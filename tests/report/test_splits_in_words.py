@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from evenly.report.comm import size_in_words
-from evenly.report.splits import folded, group_rows, in_a_line, whole_rows
+from evenly.report.splits import folded, full_rows, group_rows, in_a_line
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_group_that_is_not_split_says_why() -> None:
 
 def test_what_is_in_no_group_has_a_reason_by_dim() -> None:
     whole = {f"h.{at}.norm": [f"mean in h.{at}"] for at in range(2)}
-    rows = whole_rows(document(**whole, place=["cat", "norm", "cat"], scale=[]))
+    rows = full_rows(document(**whole, place=["cat", "norm", "cat"], scale=[]))
     assert rows == [
         ("h.*.norm", "2", "mean in h.*"),
         ("place", "1", "[0, 2] cat; [1] norm"),

@@ -12,7 +12,7 @@ from jobs import Classifier, classifier_job
 from kept_ranks import KeptRanks
 
 import evenly
-from evenly.checkpoint.folder import Folder
+from evenly.checkpoint.folder import CheckpointFolder
 from evenly.comm.connect import connect, disconnect
 from evenly.comm.operations import gather_values
 from evenly.comm.world import World
@@ -20,7 +20,7 @@ from evenly.errors import PlanError, ResumeError
 from evenly.launch.environment import find_here
 from evenly.plan import Plan, parse_plan
 from evenly.train.options import RunOptions, asked_plan
-from evenly.train.resolve_run import Decision, Recorded, meet, recorded_in
+from evenly.train.resolve_run import PreviousRun, ResolvedRun, connect_and_resolve, recorded_in
 from evenly.train.run import Run
 
 
@@ -28,10 +28,10 @@ def open_job(**changes: Any) -> evenly.Job:
     return classifier_job(**{"microbatch": None, **changes})
 
 
-def decided(plans: list[str | None]) -> tuple[Decision, list[int]]:
+def decided(plans: list[str | None]) -> tuple[ResolvedRun, list[int]]:
     """With another plan on every rank."""
     plan = plans[find_here().rank]
-    decision, world = meet(open_job(), RunOptions(plan and parse_plan(plan)), find_here())
+    decision, world = connect_and_resolve(open_job(), RunOptions(plan and parse_plan(plan)), find_here())
     sizes = [world.group("data").size, world.group("world").size]
     leave(world)
     return decision, sizes
@@ -43,15 +43,15 @@ def leave(world: World) -> None:
 
 
 def test_all_ranks_take_what_the_first_has_decided(ranks: KeptRanks) -> None:
-    decision = Decision(Plan(data=2, zero=1, microbatch=4, precision="float32", exact="rounding"), 4)
+    decision = ResolvedRun(Plan(data=2, zero=1, microbatch=4, precision="float32", exact="rounding"), 4)
     assert ranks.run(decided, ["zero1 microbatch=4", None]) == [(decision, [2, 2])] * 2
-    other = Decision(Plan(data=1, tensor=2, precision="float32", exact="rounding"))
+    other = ResolvedRun(Plan(data=1, tensor=2, precision="float32", exact="rounding"))
     assert ranks.run(decided, ["tp", "zero3"]) == [(other, [1, 2])] * 2
 
 
 def refused(plan: str) -> str:
     with pytest.raises(PlanError) as caught:
-        meet(classifier_job(), RunOptions(parse_plan(plan)), find_here())
+        connect_and_resolve(classifier_job(), RunOptions(parse_plan(plan)), find_here())
     leave(connect(find_here()))  # the ranks may go on to something else
     return caught.value.found
 
@@ -82,7 +82,7 @@ def test_a_run_goes_on_with_the_microbatch_that_it_had(ranks: KeptRanks, tmp_pat
     [(_, expected)] = ranks.run(train, {"microbatch": 4}, None, 6, tmp_path / "stated", size=1)
     [_, (plan, _)] = ranks.run(train, {}, "zero1 microbatch=4", 3, tmp_path / "out")
     assert json.loads(plan)["microbatch"] == 4 and "microbatch=4" in json.loads(plan)["plan"]
-    assert recorded_in(tmp_path / "out") == Recorded(4, "rounding")
+    assert recorded_in(tmp_path / "out") == PreviousRun(4, "rounding")
     for message, _ in ranks.run(train, {}, "ddp microbatch=5", 6, tmp_path / "out", True):
         assert "the run that goes on has microbatch=4" in message
     for plan, model in ranks.run(train, {}, None, 6, tmp_path / "out", True):
@@ -136,16 +136,16 @@ def test_a_job_that_is_not_the_saved_one_does_not_go_on(ranks: KeptRanks, tmp_pa
         [error] = ranks.run(misfit, {**same, **changes}, tmp_path, size=1)
         assert found in error.found
         assert error.exit_code == 2
-    assert Folder(tmp_path).steps() == [2]
+    assert CheckpointFolder(tmp_path).steps() == [2]
 
 
 def test_what_cannot_be_read_records_nothing(tmp_path: Path) -> None:
-    assert recorded_in(tmp_path) == Recorded()
-    torn = Folder(tmp_path).path(3)
+    assert recorded_in(tmp_path) == PreviousRun()
+    torn = CheckpointFolder(tmp_path).path(3)
     torn.mkdir(parents=True)
-    assert recorded_in(tmp_path) == Recorded()
+    assert recorded_in(tmp_path) == PreviousRun()
     (torn / "manifest.json").write_text("{")
-    assert recorded_in(tmp_path) == Recorded()
+    assert recorded_in(tmp_path) == PreviousRun()
 
 
 def test_auto_asks_for_the_best_plan_that_does_what_else_is_said() -> None:
@@ -161,7 +161,7 @@ def test_auto_asks_for_the_best_plan_that_does_what_else_is_said() -> None:
 
 def test_what_is_predicted_of_a_plan_is_written_beside_it(tmp_path: Path) -> None:
     plan, predicted = Plan(data=1).resolve("float32"), {"step_s": 0.5, "memory_bytes": [{"peak": 1.0}]}
-    with Run(open_job(), Decision(plan, 5, predicted), connect(find_here()), RunOptions(out=tmp_path)) as run:
+    with Run(open_job(), ResolvedRun(plan, 5, predicted), connect(find_here()), RunOptions(out=tmp_path)) as run:
         assert run.job.microbatch == 5
     document = json.loads((tmp_path / "plan.json").read_text())
     assert document["predicted"] == predicted and document["microbatch"] == 5

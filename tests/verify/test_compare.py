@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from evenly.verify.compare import Trace, difference, judge
-from evenly.verify.narrowing import Narrowing
+from evenly.verify.compare import RankComparison, difference, judge
+from evenly.verify.downcasts import DowncastWatch
 
 
 def test_numbers_are_compared_as_finely_as_tensors() -> None:
@@ -17,7 +17,7 @@ def test_numbers_are_compared_as_finely_as_tensors() -> None:
     assert difference(torch.tensor(1.0 + 2e-9, dtype=torch.float64), 1.0) == pytest.approx(2e-9, rel=1e-6)
     assert difference(3.0, 3.0) == 0.0
     assert difference(math.nan, 1.0) == math.inf
-    trace = Trace("float64", rank=0)
+    trace = RankComparison("float64", rank=0)
     trace.add_loss(1, 5.0 * (1 + 3e-9), 5.0)
     assert judge("ddp", [trace]).status == "different"
 
@@ -40,18 +40,18 @@ def in_float32(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("narrow", "found"), [(True, "float32"), (False, "")])
 def test_a_narrower_type_inside_a_model_is_found(narrow: bool, found: str) -> None:
-    with Narrowing() as narrowing:
+    with DowncastWatch() as downcasts:
         Normed(narrow=narrow)(torch.randn(3, 4, dtype=torch.float64)).sum().backward()
-    assert narrowing.found == found
+    assert downcasts.found == found
 
 
 def test_it_is_held_to_less_and_named() -> None:
-    for narrowed, status in (("", "different"), ("float32", "equal")):
-        trace = Trace("float64", rank=0, narrowed=narrowed)
+    for downcast, status in (("", "different"), ("float32", "equal")):
+        trace = RankComparison("float64", rank=0, downcast=downcast)
         trace.add_grad_norm(1, 1.0 + 1e-6, 1.0)
         row = judge("tensor=2", [trace])
         assert row.status == status
-        assert ("computes in float32: held to 1e-05" in row.reason) == bool(narrowed)
+        assert ("computes in float32: held to 1e-05" in row.reason) == bool(downcast)
     trace.add_grad_norm(2, 1.0 + 1e-4, 1.0)
     assert judge("tensor=2", [trace]).status == "different"
 
@@ -66,14 +66,14 @@ def test_it_is_held_to_less_and_named() -> None:
     ],
 )
 def test_a_norm_that_rounding_does_not_explain_is_a_difference(dtype: str, norm: float, status: str) -> None:
-    trace = Trace(dtype, rank=0)
+    trace = RankComparison(dtype, rank=0)
     trace.add_grad_norm(1, norm, 1.0)
     assert judge("ddp", [trace]).status == status
 
 
 def test_other_bits_are_a_difference_where_they_are_compared() -> None:
     one = {"a": torch.ones(3), "b": torch.zeros(5)}
-    same, other = Trace("float32", rank=0), Trace("float32", rank=1)
+    same, other = RankComparison("float32", rank=0), RankComparison("float32", rank=1)
     same.add_bits(1, one, one)
     other.add_bits(1, one, one)
     other.add_bits(2, one, {**one, "b": torch.tensor([0.0, -0.0, 0.0, -0.0, 0.0])})

@@ -12,7 +12,7 @@ from jobs_tensor import TENSOR_JOBS
 from kept_ranks import KeptRanks
 
 import evenly
-from evenly.verify.compare import Trace, judge
+from evenly.verify.compare import RankComparison, judge
 from evenly.verify.ranks import compare_job, keep_reference
 
 EVERY_JOB = {**ALL_JOBS, **TENSOR_JOBS}
@@ -29,7 +29,7 @@ def reference(name: str, precision: str, folder: Path) -> None:
     keep_reference(make_job(name, precision), STEPS, folder / "reference")
 
 
-def compare(name: str, precision: str, plan: str, folder: Path) -> Trace:
+def compare(name: str, precision: str, plan: str, folder: Path) -> RankComparison:
     return compare_job(make_job(name, precision), plan, STEPS, folder)
 
 
@@ -103,7 +103,7 @@ def odd_reference(folder: Path) -> None:
     keep_reference(odd_backward(), STEPS, folder / "reference")
 
 
-def odd_trace(plan: str, folder: Path) -> Trace:
+def odd_trace(plan: str, folder: Path) -> RankComparison:
     return compare_job(odd_backward(), plan, STEPS, folder)
 
 

@@ -16,7 +16,7 @@ import evenly.parallel.core.statistics as statistics
 import evenly.parallel.data.gradients as gradients
 import evenly.train.run as run
 from evenly.job import Loss
-from evenly.verify.compare import Trace, judge
+from evenly.verify.compare import RankComparison, judge
 from evenly.verify.ranks import compare_job, keep_reference
 
 STEPS = 3
@@ -40,7 +40,7 @@ def repeated_evaluation_sample(patch: pytest.MonkeyPatch) -> None:
 
 def double_reduction(patch: pytest.MonkeyPatch) -> None:
     """Gradients that were already summed are summed again."""
-    plain = gradients.GradientSum.receive
+    plain = gradients.GradientSum.finish_reduce
 
     def receive(self: Any) -> list[float]:
         values = plain(self)
@@ -48,12 +48,12 @@ def double_reduction(patch: pytest.MonkeyPatch) -> None:
             gradients.all_reduce(bucket.gradients, self._group)
         return values
 
-    patch.setattr(gradients.GradientSum, "receive", receive)
+    patch.setattr(gradients.GradientSum, "finish_reduce", receive)
 
 
 def averaged_gradients(patch: pytest.MonkeyPatch) -> None:
     """Gradients are divided by the number of ranks on top of the weight."""
-    plain = gradients.GradientSum.receive
+    plain = gradients.GradientSum.finish_reduce
 
     def receive(self: Any) -> list[float]:
         values = plain(self)
@@ -61,7 +61,7 @@ def averaged_gradients(patch: pytest.MonkeyPatch) -> None:
             bucket.gradients.div_(2)
         return values
 
-    patch.setattr(gradients.GradientSum, "receive", receive)
+    patch.setattr(gradients.GradientSum, "finish_reduce", receive)
 
 
 def dropout_by_rank(patch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ FAULTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
 }
 
 
-def compare(fault: Callable[[pytest.MonkeyPatch], None] | None, folder: Path) -> Trace:
+def compare(fault: Callable[[pytest.MonkeyPatch], None] | None, folder: Path) -> RankComparison:
     with pytest.MonkeyPatch.context() as patch:
         if fault is not None:
             fault(patch)

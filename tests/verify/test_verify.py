@@ -14,10 +14,10 @@ from evenly.job import Loss
 from evenly.launch.agent import FailedRank
 from evenly.train import Run
 from evenly.verify import verify as module
-from evenly.verify.compare import Trace
+from evenly.verify.compare import RankComparison
 from evenly.verify.ranks import compare_job, keep_reference
-from evenly.verify.reference import not_a_sum
-from evenly.verify.verify import Question, verify
+from evenly.verify.reference import loss_not_additive
+from evenly.verify.verify import VerifyRequest, verify
 
 
 def failing(exit_code: int) -> Any:
@@ -36,7 +36,7 @@ def test_a_refusal_by_the_ranks_is_no_failure(
     exit_code: int, status: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(module, "start_ranks", failing(exit_code))
-    question = Question(tmp_path / "job.py", {}, 1, "float64")
+    question = VerifyRequest(tmp_path / "job.py", {}, 1, "float64")
     rows = verify(question, ["ddp", "zero1"], devices=2, say=lambda _: None).plans
     assert [(row.status, row.reason) for row in rows] == [(status, "rank 1 failed | it was so")] * 2
 
@@ -58,17 +58,17 @@ def test_one_device_runs_first_where_bits_are_compared(
         if task is module.write_reference:
             return {0: None}
         begun.append(str(arguments[3]))
-        return {0: Trace("float32", 0)}
+        return {0: RankComparison("float32", 0)}
 
     monkeypatch.setattr(module, "start_ranks", start_ranks)
-    verify(Question(tmp_path / "job.py", {}, 1, "float32"), plans, devices=None, say=lambda _: None)
+    verify(VerifyRequest(tmp_path / "job.py", {}, 1, "float32"), plans, devices=None, say=lambda _: None)
     assert begun == runs
 
 
 def test_a_signal_ends_all_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(module, "start_ranks", failing(128 + signal.SIGTERM))
     with pytest.raises(FailedRank):
-        verify(Question(tmp_path / "job.py", {}, 1, "float64"), ["ddp", "zero1"], devices=2, say=lambda _: None)
+        verify(VerifyRequest(tmp_path / "job.py", {}, 1, "float64"), ["ddp", "zero1"], devices=2, say=lambda _: None)
 
 
 def test_a_rank_that_is_compared_does_not_wait_for_the_end_of_its_step(
@@ -112,9 +112,9 @@ def of_scalar_mean(model: Any, batch: Any) -> torch.Tensor:
     ],
 )
 def test_a_loss_that_is_no_sum_is_noted(loss: Any, wrong: str) -> None:
-    found = not_a_sum(classifier_job(loss=loss, precision="float64"))
+    found = loss_not_additive(classifier_job(loss=loss, precision="float64"))
     assert wrong in found and bool(wrong) == bool(found)
 
 
 def test_ragged_samples_add_up() -> None:
-    assert not_a_sum(language_job(precision="float64")) == ""
+    assert loss_not_additive(language_job(precision="float64")) == ""

@@ -40,10 +40,10 @@ class BlockCall:
         """What the block returns for these arguments."""
         self._reseed(self.block.name, self.number, "begin")
         result = self._run(*args, **kwargs)
-        self.pass_by()
+        self.skip()
         return result
 
-    def pass_by(self) -> None:
+    def skip(self) -> None:
         """Draws what comes after the block as if it had run."""
         self._reseed(self.block.name, self.number, "end")
 
@@ -58,7 +58,7 @@ class BlockCalls:
         self._device, self._handler = device, handler
         self._key: int | None = None
         self._calls: dict[str, int] = {}
-        self._taken = [(block.module, take_over(block.module, partial(self._call, block))) for block in blocks]
+        self._taken = [(block.module, wrap_call(block.module, partial(self._call, block))) for block in blocks]
 
     @contextmanager
     def drawing(self, key: int) -> Generator[None]:
@@ -74,7 +74,7 @@ class BlockCalls:
     def close(self) -> None:
         """Calls run as they are again."""
         for module, before in self._taken:
-            give_back(module, before)
+            unwrap_call(module, before)
 
     def _call(self, block: Block, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._key is None:
@@ -94,14 +94,14 @@ class BlockCalls:
 
 
 # torch's private names for what a call of a module runs: what `module.compile()` has put there, else all of it.
-def take_over(module: nn.Module, call: Callable[..., Any]) -> Any:
-    """Has `call(run, *args, **kwargs)` run in place of each call, hooks included; returns what `give_back` wants."""
+def wrap_call(module: nn.Module, call: Callable[..., Any]) -> Any:
+    """Has `call(run, *args, **kwargs)` run in place of each call, hooks included; returns what `unwrap_call` wants."""
     before: Any = module._compiled_call_impl  # pyright: ignore[reportPrivateUsage]
     run: Any = before or module._call_impl  # pyright: ignore[reportPrivateUsage]
     module._compiled_call_impl = partial(call, run)  # pyright: ignore[reportPrivateUsage]
     return before
 
 
-def give_back(module: nn.Module, before: Any) -> None:
-    """Undoes `take_over`."""
+def unwrap_call(module: nn.Module, before: Any) -> None:
+    """Undoes `wrap_call`."""
     module._compiled_call_impl = before  # pyright: ignore[reportPrivateUsage]

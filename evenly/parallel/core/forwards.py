@@ -11,7 +11,7 @@ from evenly.model.blocks import Block
 Forward = Callable[..., Any]
 
 
-class BlockForwards:
+class WrappedForwards:
     """Runs the forward of `blocks` through `changes`, innermost first, in place; `close` undoes it.
 
     asked: the plan's words for that. Raises `PlanError` where there are no blocks.

@@ -36,7 +36,7 @@ _working: ContextVar[tuple[int, bool]] = ContextVar("working", default=(0, False
 as_held: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass  # pyright: ignore
 
 
-def as_shown() -> AbstractContextManager[Any]:
+def with_views() -> AbstractContextManager[Any]:
     """The inverse within `as_held`, under torch's private name: what a subclass does with its tensors is done again."""
     return torch._C._EnableTorchFunction()  # pyright: ignore
 
@@ -60,7 +60,7 @@ def on(number: int, *, carrying: bool = False) -> AbstractContextManager[None]:
 
 
 @dataclass(eq=False)
-class _Held:
+class _Allocation:
     """One live storage."""
 
     number: int
@@ -82,9 +82,9 @@ class MemoryCounter(TorchDispatchMode):
         self.now: Counter[tuple[int, Category]] = Counter()
         self._totals: Counter[int] = Counter()
         self._peaks: dict[int, tuple[int, dict[Category, int]]] = {}
-        self._held: dict[int, _Held] = {}  # by id of the storage, for as long as it lives
+        self._held: dict[int, _Allocation] = {}  # by id of the storage, for as long as it lives
 
-    def claim(self, tensors: Iterable[torch.Tensor], category: Category, number: int = 0) -> None:
+    def track(self, tensors: Iterable[torch.Tensor], category: Category, number: int = 0) -> None:
         """Counts the storages of `tensors` as `category` on device `number` from now on, whatever they were."""
         for tensor in tensors:
             held = self._hold(tensor, number)
@@ -148,7 +148,7 @@ class MemoryCounter(TorchDispatchMode):
         held = (self._held.get(id(t.untyped_storage())) for t in tensors_in(nest) if t.dim() > 0)
         return {one.number for one in held if one is not None}
 
-    def _hold(self, tensor: torch.Tensor, number: int) -> _Held | None:
+    def _hold(self, tensor: torch.Tensor, number: int) -> _Allocation | None:
         if type(tensor).__name__ == "FakeTensor":  # made of nothing, as a stage makes forms: no memory
             return None
         try:
@@ -157,7 +157,7 @@ class MemoryCounter(TorchDispatchMode):
             return None
         key = id(storage)
         if key not in self._held:
-            held = self._held[key] = _Held(number, self.category, storage.nbytes())
+            held = self._held[key] = _Allocation(number, self.category, storage.nbytes())
             weakref.finalize(storage, self._release, key)
             self._count(held, held.size)
         return self._held[key]
@@ -166,7 +166,7 @@ class MemoryCounter(TorchDispatchMode):
         held = self._held.pop(key)
         self._count(held, -held.size)
 
-    def _count(self, held: _Held, size: int) -> None:
+    def _count(self, held: _Allocation, size: int) -> None:
         self.now[held.number, held.category] += size
         self._totals[held.number] += size
         if size > 0:

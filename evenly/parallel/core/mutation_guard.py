@@ -16,7 +16,7 @@ from evenly.errors import RunError
 from evenly.parallel.core.fingerprint import fingerprint
 
 
-class Unchanged:
+class MutationGuard:
     """Watches the buffers of a model's state and, where they are all here as they are, its parameters.
 
     That a tensor is changed or replaced is seen in every forward. That its numbers are written past autograd (`.data`)

@@ -15,7 +15,7 @@ from torch import nn
 View = Callable[[str, torch.Tensor | None], Any]
 
 
-class Shown(dict[str, Any]):
+class ViewedParameters(dict[str, Any]):
     """The parameters, or the buffers, of a module.
 
     A view is given a name and what is held under it (a placeholder, if it is hidden), and returns what is shown, or
@@ -37,7 +37,7 @@ class Shown(dict[str, Any]):
         del self[name]
         self._hidden[name] = placeholder
 
-    def held(self, name: str) -> torch.Tensor | None:
+    def local(self, name: str) -> torch.Tensor | None:
         """What the engine finds under `name`; None where it is hidden."""
         return super().get(name)
 
@@ -46,7 +46,7 @@ class Shown(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         held = self._hidden[name] if name in self._hidden else super().__getitem__(name)
-        shown = self._shown(name, held)
+        shown = self._viewed(name, held)
         return held if shown is None else shown
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -62,25 +62,25 @@ class Shown(dict[str, Any]):
         """What is held, and of what is hidden that which a view shows; in the order of definition."""
         for name in dict.fromkeys([*self._order, *self]):
             if name in self._hidden:
-                if (shown := self._shown(name, self._hidden[name])) is not None:
+                if (shown := self._viewed(name, self._hidden[name])) is not None:
                     yield name, shown
             elif super().__contains__(name):
                 yield name, self[name]
 
-    def _shown(self, name: str, held: torch.Tensor | None) -> Any:
+    def _viewed(self, name: str, held: torch.Tensor | None) -> Any:
         return next((shown for view in self._views if (shown := view(name, held)) is not None), None)
 
 
 # torch's private names for where nn.Module looks its tensors up.
-def shown_parameters(module: nn.Module) -> Shown:
+def viewed_parameters(module: nn.Module) -> ViewedParameters:
     """The parameters of `module`, from now on as its code shall see them."""
     held = module._parameters  # pyright: ignore[reportPrivateUsage]
-    if not isinstance(held, Shown):
-        held = module._parameters = Shown(held)  # pyright: ignore[reportPrivateUsage]
+    if not isinstance(held, ViewedParameters):
+        held = module._parameters = ViewedParameters(held)  # pyright: ignore[reportPrivateUsage]
     return held
 
 
-def held_parameters(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Parameter]]:
+def local_parameters(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Parameter]]:
     """Those of `modules`, which have names, by name as the engine finds them, even while the job computes."""
     for name, one in modules:
         for own, parameter in dict.items(one._parameters):  # pyright: ignore[reportPrivateUsage]
@@ -88,9 +88,9 @@ def held_parameters(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[
                 yield f"{name}.{own}" if name else own, parameter
 
 
-def shown_buffers(module: nn.Module) -> Shown:
+def viewed_buffers(module: nn.Module) -> ViewedParameters:
     """The buffers of `module`, from now on as its code shall see them."""
     held = module._buffers  # pyright: ignore[reportPrivateUsage]
-    if not isinstance(held, Shown):
-        held = module._buffers = Shown(held)  # pyright: ignore[reportPrivateUsage]
+    if not isinstance(held, ViewedParameters):
+        held = module._buffers = ViewedParameters(held)  # pyright: ignore[reportPrivateUsage]
     return held

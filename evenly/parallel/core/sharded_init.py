@@ -6,7 +6,7 @@ operation that reads a parked tensor finds it whole again, put together from the
 overwrites it altogether needs no slices. Storages are parked and not tensors, so that views and tied weights stay views
 and tied.
 
-Order: `with` the constructor and what comes after it; `settle` when the model is built, since from then on large
+Order: `with` the constructor and what comes after it; `freeze` when the model is built, since from then on large
 storages may differ between ranks (shards) and are no longer parked; what is still parked when the block ends is made
 whole.
 
@@ -58,7 +58,7 @@ class _Large:
     fingerprint: int = 0  # of the bytes when they were parked last
 
 
-class Parking(TorchDispatchMode):
+class ShardedInit(TorchDispatchMode):
     """A context manager; `group` are the ranks that build the same model."""
 
     def __init__(self, group: Group, *, least_bytes: int | None = None) -> None:
@@ -67,9 +67,9 @@ class Parking(TorchDispatchMode):
         self._least_bytes = LEAST_BYTES if least_bytes is None else least_bytes
         self._large: dict[int, _Large] = {}  # by id of the storage, the one used last at the end
         self._settled = False
-        self._reader = _Reader(self)
+        self._reader = _ShardReader(self)
 
-    def settle(self) -> None:
+    def freeze(self) -> None:
         """The model is built: what is allocated from now on stays as it is."""
         self._settled = True
 
@@ -79,11 +79,11 @@ class Parking(TorchDispatchMode):
         return None if large is None or large.slice is None else large.fingerprint
 
     @property
-    def parked_bytes(self) -> int:
+    def offloaded_bytes(self) -> int:
         """What all ranks together hold in slices."""
         return sum(large.size for large in self._large.values() if large.slice is not None)
 
-    def __enter__(self) -> Parking:
+    def __enter__(self) -> ShardedInit:
         self._reader.__enter__()
         super().__enter__()
         return self
@@ -111,7 +111,7 @@ class Parking(TorchDispatchMode):
         if not self._settled:
             for tensor in tensors_in(results):
                 self._admit(tensor, pinned=func.overloadpacket is _aten.set_)
-        self._park_all_but_the_last()
+        self._offload_all_but_the_last()
         return results
 
     def pin(self, tensor: torch.Tensor) -> None:
@@ -141,12 +141,12 @@ class Parking(TorchDispatchMode):
             self._large[key] = _Large(weakref.ref(storage), storage.nbytes(), pinned)
             weakref.finalize(storage, self._large.pop, key, None)
 
-    def _park_all_but_the_last(self) -> None:
+    def _offload_all_but_the_last(self) -> None:
         whole = [large for large in self._large.values() if large.slice is None and not large.pinned]
         for large in whole[:-1]:
-            self._park(large)
+            self._offload(large)
 
-    def _park(self, large: _Large) -> None:
+    def _offload(self, large: _Large) -> None:
         storage = large.storage()
         if storage is None or not storage.resizable():  # numpy, say, has its address
             return
@@ -172,10 +172,10 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
-class _Reader(TorchFunctionMode):
+class _ShardReader(TorchFunctionMode):
     """Makes whole what is about to be read past torch's operations: by numpy, as a list, as bytes to copy."""
 
-    def __init__(self, parking: Parking) -> None:
+    def __init__(self, parking: ShardedInit) -> None:
         super().__init__()
         self._parking = parking
 

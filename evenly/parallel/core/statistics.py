@@ -21,7 +21,7 @@ from torch import nn
 from evenly.comm.groups import Group
 from evenly.comm.operations import all_reduce
 from evenly.errors import UserError
-from evenly.parallel.core.mutation_guard import Unchanged
+from evenly.parallel.core.mutation_guard import MutationGuard
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -38,7 +38,7 @@ class _Layer:
     kept: Any = None  # (running_mean, running_var, num_batches_tracked, momentum) while a call runs
 
     @property
-    def width(self) -> int:
+    def channels(self) -> int:
         return self.module.num_features
 
     @property
@@ -88,7 +88,7 @@ class RunningStatistics:
         self._layers = [layer for layer in self._all if f"{layer.name}.running_mean".lstrip(".") not in elsewhere]
         own = {id(b) for layer in self._layers for b in layer.module.buffers()}
         shared = group.size > 1 if alone is None else not alone
-        self._others = Unchanged(model, but=own, parameters=whole) if shared else None
+        self._others = MutationGuard(model, but=own, parameters=whole) if shared else None
         self._microbatch = -1
         self._handles: list[Any] = []
         for layer in self._layers:
@@ -117,14 +117,14 @@ class RunningStatistics:
         """How often each layer was called in the forward of `microbatch`; of those elsewhere, never."""
         return [sum(m == microbatch for m, _, _ in layer.records) for layer in self._all]
 
-    def take(self, other: RunningStatistics) -> None:
+    def merge(self, other: RunningStatistics) -> None:
         """Takes over what the layers of `other`, of a copy of the model on another device, left in this step."""
         for mine, theirs in zip(self._layers, other._layers, strict=True):
             device = mine.module.running_mean.device
             mine.records += [(microbatch, call, s.to(device, copy=True)) for microbatch, call, s in theirs.records]
             theirs.records.clear()
 
-    def fold(self, calls: Sequence[Sequence[int]]) -> None:
+    def sync(self, calls: Sequence[Sequence[int]]) -> None:
         """Ends a step. calls[j][l]: how often layer l was called in microbatch j, over all microbatches of the step."""
         if not self._layers:
             return
@@ -133,8 +133,8 @@ class RunningStatistics:
         flat = all_reduce(torch.cat(parts), self._group, label="running statistics")
         start = 0
         for layer in self._layers:
-            _apply(layer, flat[start : start + 2 * layer.width], sum(columns[id(layer)]))
-            start += 2 * layer.width
+            _apply(layer, flat[start : start + 2 * layer.channels], sum(columns[id(layer)]))
+            start += 2 * layer.channels
             layer.records.clear()
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class RunningStatistics:
     def _weighted(self, layer: _Layer, calls: list[int]) -> torch.Tensor:
         """This rank's part of the sum over s_k, in float64, shape (2 x features,)."""
         total, before = sum(calls), [sum(calls[:j]) for j in range(len(calls))]
-        result = torch.zeros(2 * layer.width, dtype=torch.float64, device=layer.module.running_mean.device)
+        result = torch.zeros(2 * layer.channels, dtype=torch.float64, device=layer.module.running_mean.device)
         for microbatch, call, s in layer.records:
             result += _coefficient(layer.momentum, before[microbatch] + call, total) * s.double()
         return result
@@ -196,8 +196,8 @@ def _apply(layer: _Layer, summed: torch.Tensor, total: int) -> None:
         return
     module = layer.module
     for running, part in (
-        (module.running_mean, summed[: layer.width]),
-        (module.running_var, summed[layer.width :]),
+        (module.running_mean, summed[: layer.channels]),
+        (module.running_var, summed[layer.channels :]),
     ):
         if layer.momentum is None:
             seen = float(module.num_batches_tracked)

@@ -1,7 +1,7 @@
 """The data axis with whole gradients on every rank: microbatch gradients are added up in buckets, and the buckets
 are summed over the ranks once per step, while the last backward is still running.
 
-Vocabulary. A *slot* is a parameter's place in a *bucket*, one flat tensor. A gradient is *folded* into its slot as
+Vocabulary. A *slot* is a parameter's place in a *bucket*, one flat tensor. A gradient is *accumulated* into its slot as
 soon as autograd has finished it, and freed. Buckets are filled roughly in the order in which a backward finishes
 parameters (the reverse of their definition) and are *sent* strictly by index, so that all ranks agree on the order
 of collectives whatever their own order of events. The last bucket is always one of float64 and ends in the *tail*:
@@ -9,9 +9,9 @@ first one *flag* per parameter, which says how many ranks used it in this step, 
 keeps `grad=None` (an optimizer does more with a gradient of zeros than with none: weight decay, momentum); then
 numbers of the caller's, which so need no collective of their own.
 
-Exactness. With `wide` buckets float32 gradients are added in float64. A sum of float32 numbers whose magnitudes
-lie within a factor of 2**28 of each other has no rounding at all in float64, in any order, and what rounding is
-left beyond that is 2**29 times finer than the float32 number it is rounded to: the result has the same bits
+Exactness. With `accumulate_float64` buckets float32 gradients are added in float64. A sum of float32 numbers whose
+magnitudes lie within a factor of 2**28 of each other has no rounding at all in float64, in any order, and what rounding
+is left beyond that is 2**29 times finer than the float32 number it is rounded to: the result has the same bits
 whoever added what.
 """
 
@@ -42,7 +42,8 @@ class Gradients(ABC):
     """Adds the gradients of a model over the microbatches of a step and over ranks.
 
     One step is: `begin`; for each microbatch its backward and `finish_backward`, with `expect_last` before the last;
-    `send`; `receive`; `norm`; `divide` and `scale`; the optimizer's step over `named_gradients`; `spread`.
+    `start_reduce`; `finish_reduce`; `norm`; `divide` and `scale`; the optimizer's step over `named_gradients`;
+    `all_gather_parameters`.
 
     counting: whether the next backward is of a microbatch that counts, and not of a filler.
     """
@@ -51,7 +52,7 @@ class Gradients(ABC):
 
     @abstractmethod
     def begin(self, *, numbers: int = 0, rounds: int = 1) -> None:
-        """Forgets the gradients of the step before; `send` will be given `numbers` numbers, on every rank.
+        """Forgets the gradients of the step before; `start_reduce` will be given `numbers` numbers, on every rank.
 
         rounds: the most microbatches that any rank runs.
         """
@@ -64,11 +65,11 @@ class Gradients(ABC):
         """A microbatch's backward has ended, or it had none."""
 
     @abstractmethod
-    def send(self, numbers: Sequence[float] | torch.Tensor = ()) -> None:
+    def start_reduce(self, numbers: Sequence[float] | torch.Tensor = ()) -> None:
         """Sends what is left after the last backward, with `numbers` (float64), to be summed too."""
 
     @abstractmethod
-    def receive(self) -> list[float]:
+    def finish_reduce(self) -> list[float]:
         """Waits until the gradients of all ranks are added up, and their numbers; returns the numbers' sums.
 
         Leaves the sum as the gradient of every parameter that any rank used; no other has one.
@@ -88,7 +89,7 @@ class Gradients(ABC):
 
     @abstractmethod
     def norm(self) -> torch.Tensor:
-        """Norm of all that `receive` left together, a scalar in float64, the same on all ranks; before `divide`.
+        """Norm of all that `finish_reduce` left together, a scalar in float64, the same on all ranks; before `divide`.
 
         Added up in float64, so that parts of it, added up elsewhere, come to the same when rounded to float32.
         """
@@ -105,14 +106,14 @@ class Gradients(ABC):
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """By name of the parameter, what this rank holds of its gradient."""
 
-    def spread(self) -> None:  # noqa: B027
+    def all_gather_parameters(self) -> None:  # noqa: B027
         """After an update: what this rank has stepped reaches the ranks that need it."""
 
-    def rest(self) -> None:  # noqa: B027
+    def reshard(self) -> None:  # noqa: B027
         """After an evaluation: everything as a step wants to find it."""
 
     @abstractmethod
-    def claim(self, counter: MemoryCounter, number: int = 0) -> None:
+    def track(self, counter: MemoryCounter, number: int = 0) -> None:
         """Has `counter` count what gradients are added up in, as of device `number`."""
 
     @abstractmethod
@@ -175,11 +176,17 @@ class Bucket:
 class GradientSum(Gradients):
     """Adds the gradients of `model` over the microbatches of a step and over the ranks of `group`."""
 
-    def __init__(self, model: nn.Module, *, group: Group, wide: bool, parts: Parts | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, *, group: Group, accumulate_float64: bool, parts: Ownership | None = None
+    ) -> None:
         """parts: which of the model's parameters are parts of larger ones."""
         self._group, self._parts = group, parts
         named, self._frozen = trainable(model, some=parts is None or parts.stages is None)
-        self.buckets = fill_buckets(named, wide=wide) if named else [_bucket([], wide=wide, device=group.device)]
+        self.buckets = (
+            fill_buckets(named, accumulate_float64=accumulate_float64)
+            if named
+            else [_bucket([], accumulate_float64=accumulate_float64, device=group.device)]
+        )
         self._slots = [slot for bucket in self.buckets for slot in bucket.slots]  # by number
         self._last = False
         self._sent = 0
@@ -203,8 +210,8 @@ class GradientSum(Gradients):
         for bucket in self.buckets:
             bucket.waiting = len(bucket.slots)
 
-    def send(self, numbers: Sequence[float] | torch.Tensor = ()) -> None:
-        refuse_thawed(self._frozen)
+    def start_reduce(self, numbers: Sequence[float] | torch.Tensor = ()) -> None:
+        refuse_unfrozen(self._frozen)
         if not self._last:  # a rank without microbatches
             self.expect_last()
         self._send_until(len(self.buckets) - 1)
@@ -217,8 +224,8 @@ class GradientSum(Gradients):
             tail.copy_(torch.tensor([*flags, *numbers], dtype=torch.float64))
         self._send_until(len(self.buckets))
 
-    def take(self, other: GradientSum) -> None:
-        """Adds what `other`, of a copy of the model, has added up in this step; before `send`."""
+    def merge(self, other: GradientSum) -> None:
+        """Adds what `other`, of a copy of the model, has added up in this step; before `start_reduce`."""
         for mine, theirs in zip(self._slots, other._slots, strict=True):
             if not theirs.used:
                 continue
@@ -229,7 +236,7 @@ class GradientSum(Gradients):
                 mine.sum.copy_(added)
                 mine.used = True
 
-    def receive(self) -> list[float]:
+    def finish_reduce(self) -> list[float]:
         for bucket in self.buckets:
             assert bucket.pending is not None
             bucket.pending.wait()
@@ -272,26 +279,26 @@ class GradientSum(Gradients):
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         return ((slot.name, slot.parameter.grad) for slot in self._slots)
 
-    def claim(self, counter: MemoryCounter, number: int = 0) -> None:
+    def track(self, counter: MemoryCounter, number: int = 0) -> None:
         for bucket in self.buckets:
-            counter.claim([bucket.gradients], "gradients", number)
+            counter.track([bucket.gradients], "gradients", number)
             if bucket.added_in is not bucket.dtype:
-                counter.claim([bucket.sums], "sums", number)
+                counter.track([bucket.sums], "sums", number)
 
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
 
     def _hook(self, bucket: Bucket, slot: Slot) -> Callable[[torch.Tensor], None]:
-        def fold(parameter: torch.Tensor) -> None:
+        def accumulate(parameter: torch.Tensor) -> None:
             gradient = parameter.grad
             assert gradient is not None  # autograd calls the hook with the gradient in place
-            self._fold(bucket, slot, gradient)
+            self._accumulate(bucket, slot, gradient)
             parameter.grad = None
 
-        return fold
+        return accumulate
 
-    def _fold(self, bucket: Bucket, slot: Slot, gradient: torch.Tensor) -> None:
+    def _accumulate(self, bucket: Bucket, slot: Slot, gradient: torch.Tensor) -> None:
         check_gradient(slot.name, gradient, sent=bucket.pending is not None)
         if slot.used:
             add(slot.sum, gradient)
@@ -304,7 +311,7 @@ class GradientSum(Gradients):
                 self._send_full()
 
     def _send_full(self) -> None:
-        """Sends buckets while the next in order is full; the last waits for `send`, which knows its tail."""
+        """Sends buckets while the next in order is full; the last waits for `start_reduce`, which knows its tail."""
         ready = self._sent
         while ready < len(self.buckets) - 1 and self.buckets[ready].waiting <= 0:
             ready += 1
@@ -332,7 +339,7 @@ def trainable(
     return named, [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
 
 
-def refuse_thawed(frozen: Iterable[tuple[str, nn.Parameter]]) -> None:
+def refuse_unfrozen(frozen: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Raises `RunError` where one of these requires a gradient by now."""
     for name, parameter in frozen:
         if parameter.requires_grad or parameter.grad is not None:
@@ -363,7 +370,7 @@ def norm_of_parts(gradients: Iterable[torch.Tensor], group: Group) -> torch.Tens
 
 
 @dataclass(frozen=True)
-class Parts:
+class Ownership:
     """What of a model's parameters this rank has, where it is not all of them.
 
     names, group: parameters of which the ranks of `group` hold parts; all others they hold alike.
@@ -404,8 +411,8 @@ def sum_of_squares(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
         if part.is_cuda:
             square = torch.linalg.vector_norm(part, dtype=torch.float64) ** 2
         else:
-            wide = part.double()  # torch.linalg.vector_norm widens one element after the other, four times as slow
-            square = torch.dot(wide, wide)
+            doubles = part.double()  # torch.linalg.vector_norm widens one element after the other, four times as slow
+            square = torch.dot(doubles, doubles)
         total = square if total is None else total.to(square.device).add_(square)
     return torch.zeros((), dtype=torch.float64) if total is None else total
 
@@ -442,21 +449,23 @@ def in_backward_order(named: Iterable[tuple[str, nn.Parameter]]) -> list[list[tu
     return groups
 
 
-def fill_buckets(named: Iterable[tuple[str, nn.Parameter]], *, wide: bool) -> list[Bucket]:
+def fill_buckets(named: Iterable[tuple[str, nn.Parameter]], *, accumulate_float64: bool) -> list[Bucket]:
     """Buckets for `named` parameters in the order in which a backward finishes them; the last is of float64."""
     numbers = count()
     groups = [[Slot(name, p, next(numbers)) for name, p in group] for group in in_backward_order(named)]
     last = groups[-1]
-    if not wide and last[0].parameter.dtype is not torch.float64 and _bytes(last) > FIRST_BUCKET_BYTES:
+    if not accumulate_float64 and last[0].parameter.dtype is not torch.float64 and _bytes(last) > FIRST_BUCKET_BYTES:
         groups.append([])  # for the tail alone; a small bucket is rather widened than followed by another
     device = last[0].parameter.device
-    return [_bucket(slots, wide=wide or slots is groups[-1], device=device) for slots in groups]
+    return [
+        _bucket(slots, accumulate_float64=accumulate_float64 or slots is groups[-1], device=device) for slots in groups
+    ]
 
 
-def _bucket(slots: list[Slot], *, wide: bool, device: torch.device) -> Bucket:
+def _bucket(slots: list[Slot], *, accumulate_float64: bool, device: torch.device) -> Bucket:
     """A bucket of `slots`, which share their dtype and device; an empty one stands on `device`."""
     dtype, device = (slots[0].parameter.dtype, slots[0].parameter.device) if slots else (torch.float64, device)
-    return Bucket(slots, dtype=dtype, added_in=torch.float64 if wide else dtype, device=device)
+    return Bucket(slots, dtype=dtype, added_in=torch.float64 if accumulate_float64 else dtype, device=device)
 
 
 def _bytes(slots: list[Slot]) -> int:

@@ -35,7 +35,7 @@ ELEMENTWISE = frozenset(
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
+class OwnedRows:
     """One parameter that is cut along dim 0.
 
     parameter: as the model has it, whole or not.
@@ -64,14 +64,14 @@ class Cut:
         return whole.data_ptr() + self.rows.start * whole.stride(0) * whole.element_size()
 
 
-class CutOptimizer:
+class ShardedOptimizer:
     """Lets `optimizer`, built over the parameters of `model` and not yet used, step the pieces of `cuts`.
 
     offload: as in the plan. Raises `UserError` for a class that would need the ranks' GPUs for what lies on the host.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: optim.Optimizer, cuts: Sequence[Cut], *, offload: Offload = "none"
+        self, model: nn.Module, optimizer: optim.Optimizer, cuts: Sequence[OwnedRows], *, offload: Offload = "none"
     ) -> None:
         self._model, self._optimizer, self._offload = model, optimizer, offload == "optimizer"
         elementwise = type(optimizer) in ELEMENTWISE
@@ -95,7 +95,7 @@ class CutOptimizer:
         with torch.no_grad(), self._at_work():
             for name, gradient in gradients:
                 if (held := self._held.get(name)) is not None:
-                    held.grad = self._taken_over(name, held, gradient)
+                    held.grad = self._adopted(name, held, gradient)
         with self._at_work():
             if self._offload and torch.cuda.is_available():
                 torch.cuda.current_stream().synchronize()  # what was copied is there
@@ -135,13 +135,13 @@ class CutOptimizer:
     def _at_work(self) -> AbstractContextManager[None]:
         return on(HOST, carrying=True) if self._offload else nullcontext()
 
-    def _hold(self, cut: Cut) -> Any:
+    def _hold(self, cut: OwnedRows) -> Any:
         """What the optimizer steps."""
         if self._offload:
             return _on_host(cut.own)
         return cut.own if self._plain else cut.piece
 
-    def _taken_over(self, name: str, held: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    def _adopted(self, name: str, held: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """`gradient` as `held` takes it, and with it the values that the model has now."""
         if self._offload:
             held.copy_(self._cuts[name].own, non_blocking=True)
@@ -152,7 +152,7 @@ class CutOptimizer:
             )
         return gradient if gradient is None or self._plain else _dtensor(gradient, held)
 
-    def _shown(self, cut: Cut) -> Any:
+    def _shown(self, cut: OwnedRows) -> Any:
         """The parameter for a checkpoint, which makes state beside it.
 
         With memory of its own where it is cut, since torch stages a view with all that it is a view of.
@@ -175,7 +175,7 @@ class CutOptimizer:
         for group in self._optimizer.param_groups:
             group["params"] = [new.get(id(parameter), parameter) for parameter in group["params"]]
 
-    def _to_rows(self, cut: Cut) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _to_rows(self, cut: OwnedRows) -> Callable[[torch.Tensor], torch.Tensor]:
         """For state that the optimizer made at once, for the parameter as the model has it."""
 
         def convert(value: torch.Tensor) -> torch.Tensor:
@@ -188,7 +188,7 @@ class CutOptimizer:
 
         return convert
 
-    def _to_dtensor(self, cut: Cut) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _to_dtensor(self, cut: OwnedRows) -> Callable[[torch.Tensor], torch.Tensor]:
         if not self._plain:
             return _same
         shape = cut.own.shape

@@ -16,7 +16,8 @@ all pieces of rank 0, then those of rank 1, and so on, each filled up with zeros
 reduction of all buckets, strictly in their order, so that all ranks agree; a rank that runs fewer microbatches than
 others sends zeros in the rounds that it has nothing for. Nothing else of a step depends on what other ranks run.
 
-Exactness is as in `gradients`: with `wide` sums are made in float64, rounded once, and divided by the weight.
+Exactness is as in `gradients`: with `accumulate_float64` sums are made in float64, rounded once, and divided by the
+weight.
 """
 
 from __future__ import annotations
@@ -36,23 +37,23 @@ from evenly.comm.world import World
 from evenly.parallel.core.memory import MemoryCounter
 from evenly.parallel.data.gradients import (
     Gradients,
-    Parts,
+    Ownership,
     begin_numbers,
     check_gradient,
     in_backward_order,
     norm_of_parts,
-    refuse_thawed,
+    refuse_unfrozen,
     trainable,
 )
 from evenly.parallel.data.mesh import groups_of, shard_mesh
-from evenly.parallel.data.optimizer import Cut
+from evenly.parallel.data.optimizer import OwnedRows
 
 IN_FLIGHT = 3  # buckets: bounds the memory of what was sent and has not come back
 NOTHING = torch.empty(0)
 
 
 @dataclass(frozen=True)
-class Place:
+class RowLayout:
     """Where the pieces of a parameter lie in its bucket's rows.
 
     rows:  of the parameter. each: rows per piece. rest: shape of a row. offset: of its pieces, in elements.
@@ -64,7 +65,7 @@ class Place:
     offset: int
 
     @classmethod
-    def of(cls, shape: Sequence[int], ranks: int, offset: int = 0) -> Place:
+    def of(cls, shape: Sequence[int], ranks: int, offset: int = 0) -> RowLayout:
         """For a parameter of `shape`, with at least one dim."""
         rows, *rest = shape
         return cls(rows, max(1, -(-rows // ranks)), tuple(rest), offset)
@@ -109,7 +110,7 @@ class Place:
 
 
 @dataclass(eq=False)
-class Part:
+class RowRange:
     """One parameter.
 
     place: of its pieces. total: what this rank's backwards have added up and not yet sent.
@@ -118,7 +119,7 @@ class Part:
 
     name: str
     parameter: nn.Parameter
-    place: Place
+    layout: RowLayout
     total: torch.Tensor | None = None
     used: bool = False
 
@@ -133,7 +134,7 @@ class Scalar:
     used: bool = False
 
 
-class Bucket:
+class ShardedBucket:
     """Neighbouring parameters of one dtype and device.
 
     sums:      1D, what all ranks' gradients of this rank's pieces add up to, of the dtype that they are added in; from
@@ -143,12 +144,12 @@ class Bucket:
     waiting:   parts whose gradient of this round is still to come.
     """
 
-    def __init__(self, parts: list[Part], *, wide: bool, narrow: bool) -> None:
+    def __init__(self, parts: list[RowRange], *, accumulate_float64: bool, narrow: bool) -> None:
         first, last = parts[0], parts[-1]
         self.parts, self.dtype, self.device = parts, first.parameter.dtype, first.parameter.device
-        self.added_in = torch.float64 if wide else self.dtype
+        self.added_in = torch.float64 if accumulate_float64 else self.dtype
         self.sent_in = self.dtype if narrow else self.added_in
-        self.length = last.place.offset + last.place.length  # of a rank's row
+        self.length = last.layout.offset + last.layout.length  # of a rank's row
         self.sums = self.gradients = NOTHING
         self.waiting = 0
         self.label = f"gradient of {first.name} to {last.name}"
@@ -161,11 +162,11 @@ class Bucket:
         """What this rank adds in this round, as rows; forgets the totals."""
         packed = torch.empty((ranks, self.length), dtype=self.sent_in, device=self.device)
         for part in self.parts:
-            part.place.pack(part.total, packed)
+            part.layout.pack(part.total, packed)
             part.total = None
         return packed
 
-    def settle(self) -> None:
+    def freeze(self) -> None:
         """Makes gradients of the sums."""
         self.gradients, self.sums = self.sums.to(self.dtype), NOTHING
 
@@ -178,7 +179,14 @@ class PartitionedGradients(Gradients):
     """
 
     def __init__(
-        self, model: nn.Module, *, world: World, zero: int, shard: int, wide: bool, parts: Parts | None = None
+        self,
+        model: nn.Module,
+        *,
+        world: World,
+        zero: int,
+        shard: int,
+        accumulate_float64: bool,
+        parts: Ownership | None = None,
     ) -> None:
         named, self._frozen = trainable(model, some=parts is None or parts.stages is None)
         self._all, self._zero, self._parts_of = world.group("data"), zero, parts
@@ -188,10 +196,13 @@ class PartitionedGradients(Gradients):
         self._scalars = [Scalar(name, p) for name, p in named if p.dim() == 0]
         cut = in_backward_order((name, p) for name, p in named if p.dim() > 0)
         narrow = zero == 2 and adds_here(self._group)  # one microbatch in a round: nothing is lost
-        self.buckets = [Bucket(_parts(group, self._group.size), wide=wide, narrow=narrow) for group in cut]
+        self.buckets = [
+            ShardedBucket(_parts(group, self._group.size), accumulate_float64=accumulate_float64, narrow=narrow)
+            for group in cut
+        ]
         self._parts = [part for bucket in self.buckets for part in bucket.parts]
-        self.cuts = [_cut(part, part.place.own(self._position), mesh) for part in self._parts]
-        split = sum(part.parameter.numel() for part in self._parts if part.place.length < part.parameter.numel())
+        self.cuts = [_cut(part, part.layout.own(self._position), mesh) for part in self._parts]
+        split = sum(part.parameter.numel() for part in self._parts if part.layout.length < part.parameter.numel())
         self.share = split / max(1, sum(p.numel() for _, p in named))
         self._sending, self._sent, self._rounds = False, 0, 0
         self._flying: deque[Pending[torch.Tensor]] = deque()  # in the order in which they are added up
@@ -221,15 +232,15 @@ class PartitionedGradients(Gradients):
         if self._sending:
             self._finish_round()
 
-    def send(self, numbers: Sequence[float] | torch.Tensor = ()) -> None:
-        refuse_thawed(self._frozen)
+    def start_reduce(self, numbers: Sequence[float] | torch.Tensor = ()) -> None:
+        refuse_unfrozen(self._frozen)
         while self._rounds:
             self._finish_round()
         flags = [float(one.used) for one in (*self._parts, *self._scalars)]
         totals = [0.0 if scalar.total is None else float(scalar.total) for scalar in self._scalars]
         self._tail = begin_numbers([*flags, *totals], numbers, self._all)
 
-    def receive(self) -> list[float]:
+    def finish_reduce(self) -> list[float]:
         while self._flying:
             self._land()
         if self._across is not None:
@@ -244,7 +255,7 @@ class PartitionedGradients(Gradients):
             total = next(values)
             scalar.parameter.grad = torch.full_like(scalar.parameter, total) if scalar.used else None
         for bucket in self.buckets:
-            bucket.settle()
+            bucket.freeze()
         return list(values)
 
     def used(self) -> set[str]:
@@ -286,11 +297,11 @@ class PartitionedGradients(Gradients):
     def _named_pieces(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         for bucket in self.buckets:
             for part in bucket.parts:
-                yield part.name, part.place.piece(bucket.gradients, self._position) if part.used else None
+                yield part.name, part.layout.piece(bucket.gradients, self._position) if part.used else None
 
     @torch.no_grad()
-    def spread(self) -> None:
-        begun = deque[tuple[Bucket, Pending[torch.Tensor]]]()
+    def all_gather_parameters(self) -> None:
+        begun = deque[tuple[ShardedBucket, Pending[torch.Tensor]]]()
         for bucket in self.buckets:
             begun.append((bucket, self._gather(bucket)))
             if len(begun) > 1:  # one is on its way while another is unpacked
@@ -298,12 +309,12 @@ class PartitionedGradients(Gradients):
         for bucket, pending in begun:
             self._unpack(bucket, pending)
 
-    def claim(self, counter: MemoryCounter, number: int = 0) -> None:
+    def track(self, counter: MemoryCounter, number: int = 0) -> None:
         for bucket in self.buckets:
             totals = [part.total for part in bucket.parts if part.total is not None]
             added = "gradients" if bucket.added_in is bucket.dtype else "sums"
-            counter.claim([bucket.sums, *totals], added, number)
-            counter.claim([bucket.gradients], "gradients", number)
+            counter.track([bucket.sums, *totals], added, number)
+            counter.track([bucket.gradients], "gradients", number)
 
     def close(self) -> None:
         for handle in self._handles:
@@ -320,7 +331,7 @@ class PartitionedGradients(Gradients):
         self._rounds -= 1
         self._begin_round(sending=self._rounds > 0)
 
-    def _hook(self, index: int, bucket: Bucket, part: Part) -> Callable[[torch.Tensor], None]:
+    def _hook(self, index: int, bucket: ShardedBucket, part: RowRange) -> Callable[[torch.Tensor], None]:
         def fold(parameter: torch.Tensor) -> None:
             gradient = parameter.grad
             assert gradient is not None  # autograd calls the hook with the gradient in place
@@ -359,39 +370,39 @@ class PartitionedGradients(Gradients):
         self._flying.popleft().wait()
 
     # ------------------------------------------------------------------------------------------- helpers
-    def _gather(self, bucket: Bucket) -> Pending[torch.Tensor]:
+    def _gather(self, bucket: ShardedBucket) -> Pending[torch.Tensor]:
         """Begins to gather the rows of all ranks' own pieces of the parameters."""
         row = torch.empty(bucket.length, dtype=bucket.dtype, device=bucket.device)
         for part in bucket.parts:
-            part.place.piece(row, self._position).copy_(part.parameter[part.place.own(self._position)])
+            part.layout.piece(row, self._position).copy_(part.parameter[part.layout.own(self._position)])
         sizes, label = [bucket.length] * self._group.size, bucket.label.removeprefix("gradient of ")
         return all_gather.begin(row, self._group, sizes=sizes, label=label)
 
-    def _unpack(self, bucket: Bucket, pending: Pending[torch.Tensor]) -> None:
+    def _unpack(self, bucket: ShardedBucket, pending: Pending[torch.Tensor]) -> None:
         rows = pending.wait().view(self._group.size, bucket.length)
         for part in bucket.parts:
-            part.place.unpack(rows, part.parameter)
+            part.layout.unpack(rows, part.parameter)
 
     def _scalar_gradients(self) -> list[torch.Tensor]:
         return [g for scalar in self._scalars if (g := scalar.parameter.grad) is not None]
 
 
-def _parts(named: Iterable[tuple[str, nn.Parameter]], ranks: int) -> list[Part]:
+def _parts(named: Iterable[tuple[str, nn.Parameter]], ranks: int) -> list[RowRange]:
     """The parts of a bucket, one behind the other."""
-    parts: list[Part] = []
+    parts: list[RowRange] = []
     offset = 0
     for name, parameter in named:
-        parts.append(Part(name, parameter, Place.of(parameter.shape, ranks, offset)))
-        offset += parts[-1].place.length
+        parts.append(RowRange(name, parameter, RowLayout.of(parameter.shape, ranks, offset)))
+        offset += parts[-1].layout.length
     return parts
 
 
-def _cut(part: Part, rows: slice, mesh: DeviceMesh) -> Cut:
+def _cut(part: RowRange, rows: slice, mesh: DeviceMesh) -> OwnedRows:
     """The `rows` of a parameter as this rank's shard of it, in its memory."""
     whole = part.parameter.detach()
     placements, shape, stride = [Replicate(), Shard(0)], whole.shape, whole.stride()
     piece = DTensor.from_local(whole[rows], mesh, placements, run_check=False, shape=shape, stride=stride)
-    return Cut(part.name, part.parameter, nn.Parameter(piece), rows)
+    return OwnedRows(part.name, part.parameter, nn.Parameter(piece), rows)
 
 
 def _add_to(scalar: Scalar) -> Callable[[torch.Tensor], None]:

@@ -87,9 +87,11 @@ class Replicas(Sequence[Replica]):
 class ReplicaGradients(Gradients):
     """Adds gradients over microbatches, replicas and ranks; see `parallel.data.gradients` for the order of calls."""
 
-    def __init__(self, replicas: Replicas, *, group: Group, wide: bool) -> None:
+    def __init__(self, replicas: Replicas, *, group: Group, accumulate_float64: bool) -> None:
         self._replicas = replicas
-        self._sum, *self._others = (GradientSum(replica.module, group=group, wide=wide) for replica in replicas)
+        self._sum, *self._others = (
+            GradientSum(replica.module, group=group, accumulate_float64=accumulate_float64) for replica in replicas
+        )
 
     def begin(self, *, numbers: int = 0, rounds: int = 1) -> None:
         """The replicas take over what the last update changed."""
@@ -101,15 +103,15 @@ class ReplicaGradients(Gradients):
     def expect_last(self) -> None:
         """Nothing to do: nothing is sent before the replicas' sums are together."""
 
-    def send(self, numbers: Sequence[float] | torch.Tensor = ()) -> None:
+    def start_reduce(self, numbers: Sequence[float] | torch.Tensor = ()) -> None:
         """Adds the other replicas' sums to the first's, which is sent with `numbers`."""
         with on(0, carrying=True):
             for other in self._others:
-                self._sum.take(other)
-        self._sum.send(numbers)
+                self._sum.merge(other)
+        self._sum.start_reduce(numbers)
 
-    def receive(self) -> list[float]:
-        return self._sum.receive()
+    def finish_reduce(self) -> list[float]:
+        return self._sum.finish_reduce()
 
     def used(self) -> set[str]:
         return self._sum.used()
@@ -132,10 +134,10 @@ class ReplicaGradients(Gradients):
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         return self._sum.named_gradients()
 
-    def claim(self, counter: MemoryCounter, number: int = 0) -> None:
+    def track(self, counter: MemoryCounter, number: int = 0) -> None:
         """The sums on each replica's device, from `number` on."""
         for place, gradients in enumerate((self._sum, *self._others), number):
-            gradients.claim(counter, place)
+            gradients.track(counter, place)
 
     def close(self) -> None:
         for gradients in (self._sum, *self._others):

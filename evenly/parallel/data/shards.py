@@ -8,11 +8,11 @@ The gradients of every microbatch are reduced and cut as soon as they are there.
 With shard groups smaller than the data axis (hybrid sharding) the groups hold the same shards, and add up the shards of
 their gradients in the last backward of a step.
 
-Exactness. With `wide`, gradients of several microbatches and ranks are added in float64 and rounded once, as in
-`gradients`: the same bits on any number of ranks. Gradients are sums, not means.
+Exactness. With `accumulate_float64`, gradients of several microbatches and ranks are added in float64 and rounded once,
+as in `gradients`: the same bits on any number of ranks. Gradients are sums, not means.
 
 Order. Ranks meet inside the forward and the backward of every unit, so each runs as many microbatches as the others;
-`Share.filled` sees to it. After an evaluation, `rest` puts the shards back in place of the root's whole parameters.
+`Share.filled` sees to it. After an evaluation, `reshard` puts the shards back in place of the root's whole parameters.
 """
 
 from __future__ import annotations
@@ -33,11 +33,18 @@ from evenly.comm.world import World
 from evenly.errors import PlanError, RunError
 from evenly.model.blocks import Block, find_blocks
 from evenly.parallel.core.memory import HOST, MemoryCounter, local
-from evenly.parallel.core.parameter_views import held_parameters
-from evenly.parallel.data.gradients import Gradients, Parts, begin_numbers, refuse_thawed, sum_of_squares, trainable
+from evenly.parallel.core.parameter_views import local_parameters
+from evenly.parallel.data.gradients import (
+    Gradients,
+    Ownership,
+    begin_numbers,
+    refuse_unfrozen,
+    sum_of_squares,
+    trainable,
+)
 from evenly.parallel.data.mesh import groups_of, shard_mesh
-from evenly.parallel.data.optimizer import Cut
-from evenly.parallel.data.partition import Place
+from evenly.parallel.data.optimizer import OwnedRows
+from evenly.parallel.data.partition import RowLayout
 
 SMALL_BYTES = 4 << 20  # so much is gathered with the root: cut apart it saves less than it costs to begin gathering
 WHOLE_BYTES = 16 << 20  # so much stays whole between forward and backward: to gather it again costs more than it holds
@@ -53,7 +60,7 @@ def large_ones(sizes: Sequence[int]) -> list[bool]:
     return large
 
 
-def whole_ones(sizes: Sequence[int]) -> list[bool]:
+def replicated_ones(sizes: Sequence[int]) -> list[bool]:
     """Which units of these bytes, in their order, stay whole from the forward on: what the backward begins with."""
     room, whole = WHOLE_BYTES, [False] * len(sizes)
     for number in reversed(range(len(sizes))):
@@ -75,11 +82,11 @@ def units_of(model: nn.Module, blocks: Sequence[Block]) -> list[Block]:
         return bool(inside) and all(owners[key] == count for key, count in inside.items())
 
     units = [block for block in blocks if own(block)]
-    large = large_ones([_whole_bytes(block.module) for block in units])
+    large = large_ones([_replicated_bytes(block.module) for block in units])
     return [block for block, is_large in zip(units, large, strict=True) if is_large]
 
 
-def _whole_bytes(module: nn.Module) -> int:
+def _replicated_bytes(module: nn.Module) -> int:
     return sum(local(p).nbytes for p in module.parameters())
 
 
@@ -98,9 +105,9 @@ class ShardedGradients(Gradients):
         *,
         world: World,
         shard: int,
-        wide: bool,
+        accumulate_float64: bool,
         offload: bool = False,
-        parts: Parts | None = None,
+        parts: Ownership | None = None,
         blocks: Sequence[Block] | None = None,
         in_parts: bool = False,
     ) -> None:
@@ -124,7 +131,9 @@ class ShardedGradients(Gradients):
         for unit in units:
             _check_dtypes(unit.name, unit.module)
         _check_dtypes("", model)
-        self._shards, across = self._cut(model, [unit.module for unit in units], shard=shard, wide=wide)
+        self._shards, across = self._cut(
+            model, [unit.module for unit in units], shard=shard, accumulate_float64=accumulate_float64
+        )
         self._counts_squares = across is None or across.position == 0  # the other groups have the same shards
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         # In parts, gradients of several microbatches are added up before they are reduced.
@@ -153,19 +162,19 @@ class ShardedGradients(Gradients):
         cut = sum(p.numel() for _, p in self._named if local(p).numel() < p.numel())
         self.share = cut / max(1, sum(p.numel() for _, p in self._named))
         position, ranks = self._shards.position, self._shards.size
-        self.cuts = [Cut(name, p, p, Place.of(p.shape, ranks).own(position)) for name, p in self._named]
+        self.cuts = [OwnedRows(name, p, p, RowLayout.of(p.shape, ranks).own(position)) for name, p in self._named]
 
     def _cut(
-        self, model: nn.Module, units: Sequence[nn.Module], *, shard: int, wide: bool
+        self, model: nn.Module, units: Sequence[nn.Module], *, shard: int, accumulate_float64: bool
     ) -> tuple[Group, Group | None]:
         """Cuts every unit, innermost first; returns the shard group, and that of the ranks with the same shards."""
         mesh = shard_mesh(self._world, shard)
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float64 if wide else None)
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float64 if accumulate_float64 else None)
         on_gpu = self._world.device.startswith("cuda")
         how: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
         if self._offload:
             how["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
-        for unit, whole in zip(units, whole_ones([_whole_bytes(unit) for unit in units]), strict=True):
+        for unit, whole in zip(units, replicated_ones([_replicated_bytes(unit) for unit in units]), strict=True):
             # In parts, the gradients of parameters are found by the parameters that the forward computed with.
             fully_shard(unit, reshard_after_forward=not (whole or self._in_parts), **how)
         fully_shard(model, reshard_after_forward=False, **how)
@@ -202,18 +211,18 @@ class ShardedGradients(Gradients):
         state: Any = fully_shard.state(self._model)  # pyright: ignore[reportFunctionMemberAccess, reportUnknownMemberType]
         return [*state._post_forward(self._model, (), tuple(outputs))]
 
-    def send(self, numbers: Sequence[float] | torch.Tensor = ()) -> None:
+    def start_reduce(self, numbers: Sequence[float] | torch.Tensor = ()) -> None:
         """The gradients are on their way since the backward, if it did not compute them in parts."""
         if self._in_parts:
             self._reduce()
-        refuse_thawed(self._frozen)
+        refuse_unfrozen(self._frozen)
         flags = (float(used) for used in self._used)
         order = (float(self._gathered), float(self._gathered**2))
         self._mine = self._reduced()
         squares = sum_of_squares(self._mine.values() if self._counts_squares else ()) if self._parts is None else None
         self._pending = begin_numbers((*order, *flags), numbers, self._group, squares)
 
-    def receive(self) -> list[float]:
+    def finish_reduce(self) -> list[float]:
         assert self._pending is not None
         order, squared, *values = self._pending.wait().tolist()
         # Of equal numbers, and of no others, the squares add up to the square of the sum over how many they are.
@@ -240,9 +249,9 @@ class ShardedGradients(Gradients):
             self._used[number] = self._used[number] or name in names
 
     def collect(self) -> None:
-        """Notes which parameters have a gradient; `fully_shard` takes them up by itself, or in `send`."""
+        """Notes which parameters have a gradient; `fully_shard` takes them up by itself, or in `start_reduce`."""
         if self._in_parts:
-            for name, parameter in held_parameters(self._model.named_modules()):
+            for name, parameter in local_parameters(self._model.named_modules()):
                 if name in self._numbers and parameter.grad is not None and not isinstance(parameter, DTensor):
                     self._used[self._numbers[name]] = True
 
@@ -271,12 +280,12 @@ class ShardedGradients(Gradients):
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         return ((name, self._mine.get(name)) for name, _ in self._named)
 
-    def rest(self) -> None:
+    def reshard(self) -> None:
         for unit in self._units:
             unit.reshard()
 
-    def claim(self, counter: MemoryCounter, number: int = 0) -> None:
-        counter.claim(self._reduced().values(), "gradients", HOST if self._offload else number)
+    def track(self, counter: MemoryCounter, number: int = 0) -> None:
+        counter.track(self._reduced().values(), "gradients", HOST if self._offload else number)
 
     def close(self) -> None:
         for handle in self._handles:
@@ -292,7 +301,7 @@ class ShardedGradients(Gradients):
 
         def watch(*_: Any) -> None:
             self._gathered = (self._gathered * 31 + number + 1) % ORDERS
-            for name, parameter in held_parameters(modules):
+            for name, parameter in local_parameters(modules):
                 if id(parameter) not in self._hooked and parameter.requires_grad and not isinstance(parameter, DTensor):
                     self._hooked.add(id(parameter))
                     parameter.register_post_accumulate_grad_hook(self._note(self._numbers[name]))

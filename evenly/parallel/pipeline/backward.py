@@ -1,10 +1,10 @@
 """The backward pass of one stage on one microbatch: all at once, or in two parts, the gradients of its inputs first.
 
 In two parts. The nodes of autograd's graph that lead to an input are *on the way*. The first part runs them, and keeps
-the gradients that arrive where the path of a parameter turns off (its *turnings*). The second begins there, for each
-group of parameters that share a turning by itself, so that hardly anything on the way runs again. A turning that is
+the gradients that arrive where the path of a parameter turns off (its *branch_nodes*). The second begins there, for
+each group of parameters that share a branch by itself, so that hardly anything on the way runs again. A branch that is
 reached from another one gets what was kept, which is all that arrives there. An output that no input leads to is a
-turning too, at which its own gradient arrives.
+branch too, at which its own gradient arrives.
 
 torch has such a pair (`stage_backward_input`, `stage_backward_weight`), whose groups may overlap: where parameters meet
 in two places, as in a penalty on all of them, it counts gradients twice. It knows no outputs without an input either.
@@ -39,12 +39,12 @@ def begin_backward(
     """Adds to `inputs`, which are leaves, their gradients; returns what adds those of `parameters`."""
     given = [torch.ones_like(o) if g is None else g for o, g in zip(outputs, gradients, strict=True)]
     graph = _Graph([output.grad_fn for output in outputs])
-    on_the_way = graph.above(_leaf(leaf) for leaf in inputs)
-    groups = _groups(graph, on_the_way, parameters)
-    turnings = {node: _Turning() for group in groups for node in group.turnings if node in on_the_way}
-    handles = [node.register_prehook(turning.keep) for node, turning in turnings.items()]
+    input_path = graph.above(_leaf(leaf) for leaf in inputs)
+    groups = _groups(graph, input_path, parameters)
+    branch_nodes = {node: _Branch() for group in groups for node in group.branch_nodes if node in input_path}
+    handles = [node.register_prehook(branch.keep) for node, branch in branch_nodes.items()]
     try:
-        leading = [number for number, output in enumerate(outputs) if output.grad_fn in on_the_way]
+        leading = [number for number, output in enumerate(outputs) if output.grad_fn in input_path]
         if leading:
             found = torch.autograd.grad(
                 [outputs[number] for number in leading],
@@ -59,12 +59,12 @@ def begin_backward(
         for handle in handles:
             handle.remove()
     own = [(output, gradient) for output, gradient in zip(outputs, given, strict=True)]
-    loose = [(output, gradient) for output, gradient in own if output.grad_fn not in on_the_way]
-    return partial(_finish, groups, turnings, loose)
+    input_free_outputs = [(output, gradient) for output, gradient in own if output.grad_fn not in input_path]
+    return partial(_finish, groups, branch_nodes, input_free_outputs)
 
 
 @dataclass(eq=False)
-class _Turning:
+class _Branch:
     """A node on the way from which parameters branch off; `arrived` by its outputs, once it has run."""
 
     arrived: tuple[Gradient, ...] = ()
@@ -80,10 +80,10 @@ class _Turning:
 
 @dataclass(eq=False)
 class _Group:
-    """Parameters, by the node where their gradient arrives, that share turnings."""
+    """Parameters, by the node where their gradient arrives, that share branch_nodes."""
 
     parameters: dict[Any, nn.Parameter]
-    turnings: set[Any] = field(default_factory=set[Any])
+    branch_nodes: set[Any] = field(default_factory=set[Any])
 
 
 class _Graph:
@@ -114,7 +114,7 @@ class _Graph:
                 left += self.parents[node]
         return found
 
-    def turnings(self, leaf: Any, on_the_way: set[Any]) -> set[Any]:
+    def branch_nodes(self, leaf: Any, input_path: set[Any]) -> set[Any]:
         """The first nodes on the way, and the roots, above `leaf`."""
         found: set[Any] = set()
         seen: set[Any] = set()
@@ -124,7 +124,7 @@ class _Graph:
             if node in seen:
                 continue
             seen.add(node)
-            if node in on_the_way:
+            if node in input_path:
                 found.add(node)
                 continue
             if node in self.roots:
@@ -133,39 +133,43 @@ class _Graph:
         return found
 
 
-def _groups(graph: _Graph, on_the_way: set[Any], parameters: Iterable[nn.Parameter]) -> list[_Group]:
-    """The parameters that the graph leads to, in groups that have no turning in common."""
+def _groups(graph: _Graph, input_path: set[Any], parameters: Iterable[nn.Parameter]) -> list[_Group]:
+    """The parameters that the graph leads to, in groups that have no branch in common."""
     groups: list[_Group] = []
     of: dict[Hashable, _Group] = {}
     for parameter in parameters:
         leaf = _leaf(parameter) if parameter.requires_grad else None
         if leaf is None or leaf not in graph.parents:
             continue
-        group = _Group({leaf: parameter}, graph.turnings(leaf, on_the_way))
-        for other in {id(of[node]): of[node] for node in group.turnings if node in of}.values():
+        group = _Group({leaf: parameter}, graph.branch_nodes(leaf, input_path))
+        for other in {id(of[node]): of[node] for node in group.branch_nodes if node in of}.values():
             group.parameters |= other.parameters
-            group.turnings |= other.turnings
+            group.branch_nodes |= other.branch_nodes
             groups.remove(other)
         groups.append(group)
-        of.update(dict.fromkeys(group.turnings, group))
+        of.update(dict.fromkeys(group.branch_nodes, group))
     return groups
 
 
 def _finish(
-    groups: Sequence[_Group], turnings: dict[Any, _Turning], loose: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    groups: Sequence[_Group],
+    branch_nodes: dict[Any, _Branch],
+    input_free_outputs: Sequence[tuple[torch.Tensor, torch.Tensor]],
 ) -> None:
     """Adds to the parameters their gradients."""
     for group in groups:
-        own = {node: turnings[node] for node in group.turnings if node in turnings}
-        edges: list[Any] = [output for output, _ in loose if output.grad_fn in group.turnings]
-        arrived: list[Any] = [gradient for output, gradient in loose if output.grad_fn in group.turnings]
-        for node, turning in own.items():
-            there = [number for number, gradient in enumerate(turning.arrived) if gradient is not None]
+        own = {node: branch_nodes[node] for node in group.branch_nodes if node in branch_nodes}
+        edges: list[Any] = [output for output, _ in input_free_outputs if output.grad_fn in group.branch_nodes]
+        arrived: list[Any] = [
+            gradient for output, gradient in input_free_outputs if output.grad_fn in group.branch_nodes
+        ]
+        for node, branch in own.items():
+            there = [number for number, gradient in enumerate(branch.arrived) if gradient is not None]
             edges += [GradientEdge(node, number) for number in there]
-            arrived += [turning.arrived[number] for number in there]
+            arrived += [branch.arrived[number] for number in there]
         if not edges:
             continue
-        handles = [node.register_prehook(turning.replace) for node, turning in own.items() if turning.arrived]
+        handles = [node.register_prehook(branch.replace) for node, branch in own.items() if branch.arrived]
         try:
             leaves = [GradientEdge(leaf, 0) for leaf in group.parameters]
             found = torch.autograd.grad(edges, leaves, arrived, retain_graph=True, allow_unused=True)
@@ -186,7 +190,7 @@ def _add(leaf: torch.Tensor, gradient: Gradient) -> None:
         leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
 
 
-class Apart(torch.autograd.Function):
+class NonViewAlias(torch.autograd.Function):
     """The same numbers in the same memory, as no view: it may be overwritten."""
 
     @staticmethod
@@ -201,9 +205,9 @@ class Apart(torch.autograd.Function):
         return gradients[0]
 
 
-def apart(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` as `Apart`, if gradients flow through it."""
+def non_view_alias(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as `NonViewAlias`, if gradients flow through it."""
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
-    result: torch.Tensor = Apart.apply(tensor)  # pyright: ignore[reportAssignmentType]
+    result: torch.Tensor = NonViewAlias.apply(tensor)  # pyright: ignore[reportAssignmentType]
     return result

@@ -59,13 +59,13 @@ class Form:
 
 
 @dataclass(eq=False)
-class Mail:
+class StageChannel:
     """The messages of one rank of a pipeline.
 
     group:  the ranks of the pipeline axis. stages: of all ranks together.
 
-    What was sent is kept until it is known to have left: once its receiver has answered later messages (`taken`), or
-    at the end of the step. Some backends do not tell.
+    What was sent is kept until it is known to have left: once its receiver has answered later messages
+    (`acknowledged`), or at the end of the step. Some backends do not tell.
     """
 
     group: Group
@@ -137,7 +137,7 @@ class Mail:
         for sent in [*self._sent]:
             self._release(sent)
 
-    def taken(self, stage: int, microbatch: int, *, back: bool) -> None:
+    def acknowledged(self, stage: int, microbatch: int, *, back: bool) -> None:
         """What was sent to `stage`, or the gradients sent `back` from it, arrived: they are kept no longer."""
         self._release((stage, microbatch, back))
 

@@ -24,11 +24,11 @@ from evenly.errors import RunError
 from evenly.model.blocks import find_blocks
 from evenly.model.fake import shared_fake_mode
 from evenly.parallel.core.calls import BlockCall
-from evenly.parallel.core.parameter_views import Shown, shown_buffers, shown_parameters
+from evenly.parallel.core.parameter_views import ViewedParameters, viewed_buffers, viewed_parameters
 from evenly.parallel.core.statistics import keeps_statistics
 from evenly.parallel.pipeline.messages import Payload
-from evenly.parallel.pipeline.remote_tensor import OTHER_AXIS, Absent, absent, is_absent, key_of, present
-from evenly.parallel.pipeline.stages import BEGIN, CallOf, Place, Staging
+from evenly.parallel.pipeline.remote_tensor import OTHER_AXIS, RemoteTensor, is_remote, key_of, present, remote
+from evenly.parallel.pipeline.stages import BEGIN, CallOf, StagePlan, TensorSite
 
 
 class Running(Protocol):
@@ -47,7 +47,7 @@ class Running(Protocol):
         ...
 
 
-class Leave(Exception):
+class StageEnd(Exception):
     """Ends the run of a stage, through the model's code, at the first block of the next."""
 
     ends_stage = True
@@ -73,15 +73,15 @@ class StageRun:
         self._model, self.stage = model, stage
         self.entered = stage == 0
         self._calls = staging.calls[training]
-        self._needs = staging.needs[training]
+        self._needs = staging.stage_inputs[training]
         self._wanted = {place for needs in self._needs[stage + 1 :] for place in needs if place.call is not None}
         self._inbox = dict(zip(self._needs[stage], inbox, strict=True)) if stage else {}
         self._count = 0  # calls so far
         self._begun = 0  # how often the model's forward has begun
         self._after: CallOf | None = (BEGIN, 0)  # the last call; None inside of one
         self._made: dict[str, int] = {}  # tensors that the model's code has made since, by function
-        self._met: dict[Place, torch.Tensor] = {}  # tensors where a later stage, or this one, may want them
-        self._shown: dict[str, Absent] = {}
+        self._met: dict[TensorSite, torch.Tensor] = {}  # tensors where a later stage, or this one, may want them
+        self._shown: dict[str, RemoteTensor] = {}
         self._places: dict[int, tuple[nn.Module, str, Known]] = {}  # of absent parameters, by id
 
     def forget(self) -> None:
@@ -95,14 +95,14 @@ class StageRun:
         """Nothing is watched."""
         return None
 
-    def find(self, tensor: Absent) -> torch.Tensor | None:
+    def value_of(self, tensor: RemoteTensor) -> torch.Tensor | None:
         """The parameter itself once the stage that holds it is entered; nothing of what was not received."""
         place = self._places.get(id(tensor))
         if place is None or not self._holds(place[2]):
             return None
         return getattr(place[0], place[1])
 
-    def meet(self, tensors: list[torch.Tensor]) -> None:
+    def note_inputs(self, tensors: list[torch.Tensor]) -> None:
         """Nothing to note."""
 
     # ------------------------------------------------------------------------------------------------ parameters
@@ -111,7 +111,7 @@ class StageRun:
         if self._holds(known):
             return None
         if known.name not in self._shown:
-            made = self._shown[known.name] = absent(known.form, self)
+            made = self._shown[known.name] = remote(known.form, self)
             self._places[id(made)] = module, name, known
         return self._shown[known.name]
 
@@ -120,18 +120,18 @@ class StageRun:
 
     # ----------------------------------------------------------------------------------------------------- calls
     def call(self, call: BlockCall) -> Any:
-        """What a call of a block returns in this run; raises `Leave` at the first of the next stage."""
+        """What a call of a block returns in this run; raises `StageEnd` at the first of the next stage."""
         now = (call.block.name, call.number)
         if self._count >= len(self._calls) or self._calls[self._count] != now:
             raise self._other_call(now)
         self._count += 1
         stage = self._model.staging.stage_of[now]
         if stage < self.stage:
-            return self._pass_by(call, now)
+            return self._skip(call, now)
         if not self.entered:
             self._enter(call)
         if stage > self.stage:
-            raise Leave(self, self._payload(call))
+            raise StageEnd(self, self._payload(call))
         return self._run(call, now)
 
     def begin(self) -> None:
@@ -147,25 +147,25 @@ class StageRun:
         for tensor in results if isinstance(results, list | tuple) else [results]:
             if isinstance(tensor, torch.Tensor):
                 number = self._made[function] = self._made.get(function, 0) + 1
-                self._note_at(Place(self._after, "between", f"{function} {number}"), tensor)
+                self._note_at(TensorSite(self._after, "between", f"{function} {number}"), tensor)
 
-    def _pass_by(self, call: BlockCall, now: CallOf) -> Any:
+    def _skip(self, call: BlockCall, now: CallOf) -> Any:
         self._note(now, "in", (call.args, call.kwargs))
         self._after = None
-        result = self._model.passed(self, call)
+        result = self._model.skipped(self, call)
         self._ended(now, result)
-        call.pass_by()
+        call.skip()
         return result
 
     def _enter(self, call: BlockCall) -> None:
         """What was received takes the place of what is absent."""
         self.entered = True
         for path, tensor in tensors_by_path((call.args, call.kwargs)):
-            if is_absent(tensor):
-                self._met[Place(None, "in", path)] = tensor
+            if is_remote(tensor):
+                self._met[TensorSite(None, "in", path)] = tensor
         for place, value in self._inbox.items():
             met = self._met.get(place)
-            if value is not None and isinstance(met, Absent):
+            if value is not None and isinstance(met, RemoteTensor):
                 _check_form(place, met, value)
                 met.fill(value)
 
@@ -185,7 +185,7 @@ class StageRun:
 
     def _payload(self, call: BlockCall) -> Payload:
         """What the next stage needs."""
-        here = {Place(None, "in", path): tensor for path, tensor in tensors_by_path((call.args, call.kwargs))}
+        here = {TensorSite(None, "in", path): tensor for path, tensor in tensors_by_path((call.args, call.kwargs))}
         found = [here.get(place, self._met.get(place)) for place in self._needs[self.stage + 1]]
         sent = [None if tensor is None else present(tensor) for tensor in found]
         self._check(sent, call)
@@ -195,9 +195,9 @@ class StageRun:
         """Keeps what is wanted at a place."""
         if self._wanted or any(place.call is not None for place in self._inbox):
             for path, tensor in tensors_by_path(nest):
-                self._note_at(Place(call, side, path), tensor)
+                self._note_at(TensorSite(call, side, path), tensor)
 
-    def _note_at(self, place: Place, tensor: torch.Tensor) -> None:
+    def _note_at(self, place: TensorSite, tensor: torch.Tensor) -> None:
         if place in self._wanted or place in self._inbox:
             self._met[place] = tensor
 
@@ -207,7 +207,7 @@ class StageRun:
 
     def _check(self, nest: Any, call: BlockCall | None) -> None:
         for path, tensor in tensors_by_path(nest):
-            if is_absent(tensor):
+            if is_remote(tensor):
                 where = f"block {call.block.name}" if call is not None else "the loss"
                 raise self.not_sent(f"{where} needs a tensor of an earlier stage (at {path})")
 
@@ -228,7 +228,7 @@ class StageRun:
         )
 
 
-def _check_form(place: Place, met: Absent, value: torch.Tensor) -> None:
+def _check_form(place: TensorSite, met: RemoteTensor, value: torch.Tensor) -> None:
     """What was sent must be what is met at the same place here."""
     if met.shape != value.shape or met.dtype is not value.dtype:
         raise RunError(
@@ -253,7 +253,8 @@ class Between(TorchFunctionMode):
 
 
 class StagedModel:
-    """Shows the code of `model`, while a stage of it runs, what that stage has; `take` leaves what this rank runs.
+    """Shows the code of `model`, while a stage of it runs, what that stage has; `keep_stages` leaves what this rank
+    runs.
 
     device: where it is now. `blocks` are all of the model's; leaving: what becomes of what a stage sends on.
     """
@@ -261,9 +262,9 @@ class StagedModel:
     def __init__(self, model: nn.Module, device: str) -> None:
         self.model, self.device = model, device
         self.running: Running | None = None
-        self._staging: Staging | None = None
+        self._staging: StagePlan | None = None
         self._passed: dict[Any, _Passed] = {}
-        self._places: list[tuple[Shown, str, Known]] = []
+        self._places: list[tuple[ViewedParameters, str, Known]] = []
         self.leaving: list[Callable[[Payload], Payload]] = []
         self.blocks = find_blocks(model)
         # After hooks that gather parameters, which come first however late they are registered.
@@ -271,16 +272,16 @@ class StagedModel:
         known = _known_tensors(model, device)
         self.known = {one.name: one for one in known.values()}
         for module in model.modules():
-            self._show(module, module.named_parameters(recurse=False, remove_duplicate=False), shown_parameters, known)
-            self._show(module, module.named_buffers(recurse=False, remove_duplicate=False), shown_buffers, known)
+            self._show(module, module.named_parameters(recurse=False, remove_duplicate=False), viewed_parameters, known)
+            self._show(module, module.named_buffers(recurse=False, remove_duplicate=False), viewed_buffers, known)
 
     @property
-    def staging(self) -> Staging:
+    def staging(self) -> StagePlan:
         """What its stages are."""
         assert self._staging is not None  # it was given
         return self._staging
 
-    def stage_as(self, staging: Staging) -> None:
+    def stage_as(self, staging: StagePlan) -> None:
         """From now on its stages are these."""
         self._staging = staging
 
@@ -294,7 +295,7 @@ class StagedModel:
         """The tensors that are shown otherwise, as they are held."""
         return ((shown[name], known) for shown, name, known in self._places)
 
-    def take(self, staging: Staging, own: Sequence[int]) -> dict[str, torch.Tensor]:
+    def keep_stages(self, staging: StagePlan, own: Sequence[int]) -> dict[str, torch.Tensor]:
         """Keeps what the stages `own` hold; returns by name what stands for the rest.
 
         All ranks come by all tensors in the same order: each may have to be put together from what they hold.
@@ -317,7 +318,7 @@ class StagedModel:
         self,
         module: nn.Module,
         named: Iterable[tuple[str, torch.Tensor]],
-        place: Callable[[nn.Module], Shown],
+        place: Callable[[nn.Module], ViewedParameters],
         known: Mapping[int, Known],
     ) -> None:
         mine = {name: known[id(tensor)] for name, tensor in named if id(tensor) in known}
@@ -339,7 +340,7 @@ class StagedModel:
         """Runs `stage`; `compute` runs the job's loss. What it sends on, or (None, the result) of the last stage."""
         run = StageRun(self, stage, inbox, training=training)
         try:
-            return self._forward(run, compute, watching=self.staging.takes_between(training=training))
+            return self._forward(run, compute, watching=self.staging.receives_between(training=training))
         finally:
             run.forget()
 
@@ -348,7 +349,7 @@ class StagedModel:
         try:
             with Between(run) if watching else nullcontext():
                 result = compute()
-        except Leave as leave:
+        except StageEnd as leave:
             if leave.run is not run:
                 raise
             payload = leave.payload
@@ -378,7 +379,7 @@ class StagedModel:
         held = {
             id(p): p
             for shown, name, known in self._places
-            if stage in self.staging.owners[known.name] and isinstance(p := shown.held(name), nn.Parameter)
+            if stage in self.staging.owners[known.name] and isinstance(p := shown.local(name), nn.Parameter)
         }
         return [*held.values()]
 
@@ -391,7 +392,7 @@ class StagedModel:
         assert self.running is not None  # blocks are called while a stage runs
         return self.running.call(call)
 
-    def passed(self, run: StageRun, call: BlockCall) -> Any:
+    def skipped(self, run: StageRun, call: BlockCall) -> Any:
         """What a block of an earlier stage returns, absent."""
         given = dict(tensors_by_path((call.args, call.kwargs)))
         key = key_of((call.block.name, call.block.module.training, call.args, call.kwargs))
@@ -404,7 +405,7 @@ class StagedModel:
 
         def again(form: torch.Tensor) -> torch.Tensor:
             path = known.same.get(id(form))
-            return absent(form, run) if path is None else given[path]
+            return remote(form, run) if path is None else given[path]
 
         return map_tensors(again, known.nest)
 
@@ -421,7 +422,7 @@ def _passed(result: Any, paths: Mapping[int, str]) -> _Passed:
     same: dict[int, str] = {}
 
     def kept(tensor: torch.Tensor) -> torch.Tensor:
-        form = _form(tensor.form if isinstance(tensor, Absent) else tensor)
+        form = _form(tensor.form if isinstance(tensor, RemoteTensor) else tensor)
         if id(tensor) in paths:
             same[id(form)] = paths[id(tensor)]
         return form

@@ -13,8 +13,8 @@ from evenly.comm.groups import Group
 from evenly.model.blocks import Block
 from evenly.parallel.pipeline.messages import Payload
 from evenly.parallel.pipeline.model import StagedModel
-from evenly.parallel.pipeline.schedule_runner import Engine
-from evenly.parallel.pipeline.stages import Staging
+from evenly.parallel.pipeline.schedule_runner import ScheduleRunner
+from evenly.parallel.pipeline.stages import StagePlan
 from evenly.parallel.pipeline.ties import Ties
 from evenly.plan import Plan
 from evenly.plan.schedule import rank_of_stage
@@ -31,7 +31,7 @@ class Pipeline:
     """
 
     model: StagedModel
-    engine: Engine
+    engine: ScheduleRunner
     ties: Ties
     group: Group
     names: Sequence[str]
@@ -40,19 +40,19 @@ class Pipeline:
     blocks: list[Block]
 
     @classmethod
-    def of(cls, model: StagedModel, staging: Staging, plan: Plan, group: Group) -> Pipeline:
+    def of(cls, model: StagedModel, staging: StagePlan, plan: Plan, group: Group) -> Pipeline:
         """Leaves in `model`, in place, what this rank of `group` runs."""
         ranks = rank_of_stage(plan.order, group.size, plan.stages_of_each_rank)
         own = [stage for stage, rank in enumerate(ranks) if rank == group.position]
         names = [name for name, _ in model.model.named_parameters()]
         named = model.model.named_parameters(remove_duplicate=False), model.model.named_buffers(remove_duplicate=False)
         tensors = [name for name, _ in chain(*named)]
-        elsewhere = model.take(staging, own)
+        elsewhere = model.keep_stages(staging, own)
         holders = {name: sorted({ranks[stage] for stage in stages}) for name, stages in staging.owners.items()}
         called = {call[0] for call, stage in staging.stage_of.items() if stage in own}
         return cls(
             model=model,
-            engine=Engine(model, plan.order, plan.stages_of_each_rank, group),
+            engine=ScheduleRunner(model, plan.order, plan.stages_of_each_rank, group),
             ties=Ties({name: holders[name] for name in names}, group),
             group=group,
             names=names,

@@ -39,20 +39,20 @@ class Owner(Protocol):
         """What runs around every function of absent tensors."""
         ...
 
-    def find(self, tensor: Absent) -> torch.Tensor | None:
+    def value_of(self, tensor: RemoteTensor) -> torch.Tensor | None:
         """The numbers of `tensor`, if it has any by now."""
         ...
 
-    def meet(self, tensors: list[torch.Tensor]) -> None:
+    def note_inputs(self, tensors: list[torch.Tensor]) -> None:
         """These were among the arguments of a function that gave a tensor without numbers."""
         ...
 
 
-class Absent(torch.Tensor):
-    """A tensor without numbers until it is filled. Made by `absent`."""
+class RemoteTensor(torch.Tensor):
+    """A tensor without numbers until it is filled. Made by `remote`."""
 
     @staticmethod
-    def __new__(cls: Any, form: torch.Tensor) -> Absent:
+    def __new__(cls: Any, form: torch.Tensor) -> RemoteTensor:
         """A tensor of torch's that wraps no numbers, of the shape, strides, type and device of `form`."""
         made: Any = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
             cls,
@@ -75,7 +75,7 @@ class Absent(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             kwargs = kwargs or {}
             tensors = [*tensors_in((args, kwargs))]
-            met = [one for one in tensors if isinstance(one, Absent)]
+            met = [one for one in tensors if isinstance(one, RemoteTensor)]
             if _asks_for_form(func):
                 return _forms(func, args, kwargs, met[0].owner)
             values = {id(one): value for one in met if (value := one.value) is not None}
@@ -116,24 +116,24 @@ class Absent(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         """Without numbers, which it may not have."""
-        return f"Absent(shape={tuple(self.form.shape)}, dtype={self.form.dtype})"
+        return f"RemoteTensor(shape={tuple(self.form.shape)}, dtype={self.form.dtype})"
 
 
-def absent(form: torch.Tensor, owner: Owner) -> Absent:
+def remote(form: torch.Tensor, owner: Owner) -> RemoteTensor:
     """An absent tensor of the shape of `form`, which has no numbers."""
-    made = Absent(form)
+    made = RemoteTensor(form)
     vars(made).update(form=form, owner=owner, value=None)
     return made
 
 
-def is_absent(tensor: Any) -> bool:
+def is_remote(tensor: Any) -> bool:
     """Whether it is a tensor that has no numbers here."""
-    return isinstance(tensor, Absent) and tensor.value is None
+    return isinstance(tensor, RemoteTensor) and tensor.value is None
 
 
 def present(tensor: torch.Tensor) -> torch.Tensor:
     """What an absent tensor was filled with, if it was; any other as it is."""
-    if isinstance(tensor, Absent) and (value := tensor.value) is not None:
+    if isinstance(tensor, RemoteTensor) and (value := tensor.value) is not None:
         return value
     return tensor
 
@@ -165,7 +165,7 @@ def _asks_for_form(func: Any) -> bool:
 
 
 def _without_numbers(
-    func: Any, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor], met: list[Absent]
+    func: Any, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor], met: list[RemoteTensor]
 ) -> Any:
     """What `func` gives, its tensors absent."""
     owner = met[0].owner
@@ -182,15 +182,15 @@ def _without_numbers(
                 _known_results.clear()
             results = _known_results[key] = _map(_alone, results)
     own = {} if target is None else {id(one.form): one for one in met}
-    found: list[Absent] = []
+    found: list[RemoteTensor] = []
 
-    def wrapped(form: torch.Tensor) -> Absent:
-        found.append(own[id(form)] if id(form) in own else absent(form, owner))
+    def wrapped(form: torch.Tensor) -> RemoteTensor:
+        found.append(own[id(form)] if id(form) in own else remote(form, owner))
         return found[-1]
 
     results = _map(wrapped, results)
     if found or target is not None:
-        owner.meet(tensors)
+        owner.note_inputs(tensors)
     return results
 
 
@@ -202,7 +202,7 @@ def _changed_forms(func: Any, args: Any, kwargs: dict[str, Any], target: Any, ow
     recorded = torch.is_grad_enabled() and any(form_of(tensor).requires_grad for tensor in others)
     with torch.no_grad():
         results = _forms(func, args, kwargs, owner)
-    if recorded and isinstance(target, Absent):
+    if recorded and isinstance(target, RemoteTensor):
         target.form.requires_grad_()
     return results
 
@@ -222,7 +222,7 @@ def _alone(form: torch.Tensor) -> torch.Tensor:
 
 
 def form_of(tensor: torch.Tensor) -> torch.Tensor:
-    if not isinstance(tensor, Absent):
+    if not isinstance(tensor, RemoteTensor):
         return tensor
     value = vars(tensor)["value"]
     return tensor.form if value is None else value
@@ -232,7 +232,7 @@ def _overwritten(func: Any, args: Any, kwargs: Any) -> Any:
     """What `func` overwrites, if it does; raises `PlanError` where that has numbers, which would be lost."""
     name = getattr(func, "__name__", "")
     target = kwargs.get("out", args[0] if OVERWRITING.fullmatch(name) and args else None)
-    if isinstance(target, torch.Tensor) and not is_absent(target):
+    if isinstance(target, torch.Tensor) and not is_remote(target):
         raise PlanError(
             ASKED,
             f"{name} writes a tensor of another stage into one that every stage has",

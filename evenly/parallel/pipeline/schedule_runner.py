@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from evenly.comm.groups import Group
-from evenly.parallel.pipeline.backward import apart, backward, begin_backward
-from evenly.parallel.pipeline.messages import Arriving, ArrivingGradients, Mail, Payload
+from evenly.parallel.pipeline.backward import backward, begin_backward, non_view_alias
+from evenly.parallel.pipeline.messages import Arriving, ArrivingGradients, Payload, StageChannel
 from evenly.parallel.pipeline.model import StagedModel
 from evenly.parallel.pipeline.orders import Taken, orders, taken_by
 from evenly.plan.schedule import Action, Kind, Schedule, rank_of_stage
@@ -26,7 +26,7 @@ WITHIN = 8  # of its next actions
 Pass = tuple[int, int]  # stage, microbatch
 
 
-class Span(NamedTuple):
+class ActionSpan(NamedTuple):
     """What a rank did when; seconds of the machine's clock."""
 
     kind: Kind
@@ -36,10 +36,10 @@ class Span(NamedTuple):
     end_s: float
 
 
-class Work(Protocol):
+class MicrobatchWork(Protocol):
     """The microbatches of a step."""
 
-    def like(self, microbatch: int) -> Hashable:
+    def shape_key(self, microbatch: int) -> Hashable:
         """Its shapes: what the shapes within the model follow from."""
         ...
 
@@ -66,7 +66,7 @@ class _Passing:
     rest: Callable[[], None] | None = None
 
 
-class Engine:
+class ScheduleRunner:
     """The pipeline as one rank runs it.
 
     schedule, stages_per_rank: as in the plan. group: the ranks of the pipeline axis.
@@ -77,14 +77,14 @@ class Engine:
         self._schedule: Schedule = schedule
         self._per_rank = stages_per_rank
         self._ranks = rank_of_stage(schedule, group.size, stages_per_rank)
-        self._mail = Mail(group, len(self._ranks))
+        self._mail = StageChannel(group, len(self._ranks))
         self._work: Any = None
         self._likes: list[Hashable] = []  # of each microbatch, what the forms within the model follow from
         self._training, self._last = True, False
         self.computing: AbstractContextManager[object] = nullcontext()  # around every backward
         self.in_parts = True  # where the schedule asks for the gradients of inputs first; else they come together
         self.prepare: Callable[[], object] = lambda: None  # before every pass
-        self.spans: list[Span] | None = None  # where they are recorded
+        self.spans: list[ActionSpan] | None = None  # where they are recorded
         self._forget()
 
     def _forget(self) -> None:
@@ -95,12 +95,12 @@ class Engine:
         self._local_gradients: dict[Pass, list[torch.Tensor | None]] = {}
 
     # --------------------------------------------------------------------------------------------------- a pass
-    def step(self, microbatches: int, work: Work) -> None:
+    def step(self, microbatches: int, work: MicrobatchWork) -> None:
         """Forward and backward of all microbatches."""
         self._training = True
-        self._perform(self._orders(microbatches), self._taken(microbatches), microbatches, work)
+        self._perform(self._orders(microbatches), self._acknowledged(microbatches), microbatches, work)
 
-    def evaluate(self, microbatches: int, work: Work) -> None:
+    def evaluate(self, microbatches: int, work: MicrobatchWork) -> None:
         """The forward of all microbatches."""
         self._training = False
         forward = ("forward", "send_forward", "recv_forward")
@@ -112,14 +112,14 @@ class Engine:
             return ()
         return orders(self._schedule, self._group.size, self._per_rank, microbatches)[self._group.position]
 
-    def _taken(self, microbatches: int) -> Taken:
+    def _acknowledged(self, microbatches: int) -> Taken:
         if not microbatches:
             return {}
         return taken_by(self._schedule, self._group.size, self._per_rank, microbatches)[self._group.position]
 
-    def _perform(self, actions: Sequence[Action], taken: Taken, microbatches: int, work: Work) -> None:
+    def _perform(self, actions: Sequence[Action], taken: Taken, microbatches: int, work: MicrobatchWork) -> None:
         self._work = work
-        self._likes = [(self._training, work.like(number)) for number in range(microbatches)]
+        self._likes = [(self._training, work.shape_key(number)) for number in range(microbatches)]
         self.prepare()
         clock = time.time() - time.perf_counter()  # the machine's, which may be set back meanwhile
         try:
@@ -131,10 +131,10 @@ class Engine:
                 getattr(self, f"_{action.kind}")((action.stage, action.microbatch))
                 for sent in taken.get(action, ()):
                     back = sent.kind == "send_backward"
-                    self._mail.taken(sent.stage + (not back), sent.microbatch, back=back)
+                    self._mail.acknowledged(sent.stage + (not back), sent.microbatch, back=back)
                 if self.spans is not None:
                     end = clock + time.perf_counter()
-                    self.spans.append(Span(action.kind, action.stage, action.microbatch, begin, end))
+                    self.spans.append(ActionSpan(action.kind, action.stage, action.microbatch, begin, end))
             self._mail.finish()
         finally:
             self._work = None
@@ -160,7 +160,7 @@ class Engine:
     def _expect_inputs(self, at: Pass) -> None:
         if at not in self._arriving and at not in self._inboxes:
             stage, microbatch = at
-            needs = self._model.staging.needs[self._training][stage]
+            needs = self._model.staging.stage_inputs[self._training][stage]
             self._arriving[at] = self._mail.begin_recv(
                 self._ranks[stage - 1],
                 tensors=len(needs),
@@ -172,7 +172,7 @@ class Engine:
     def _forward(self, at: Pass) -> None:
         stage, microbatch = at
         inputs = self._inboxes.pop(at, [])
-        given = [None if tensor is None else apart(tensor) for tensor in inputs]
+        given = [None if tensor is None else non_view_alias(tensor) for tensor in inputs]
         found: list[torch.Tensor | None] = []
 
         def compute() -> Any:
@@ -180,7 +180,7 @@ class Engine:
             return found[0]
 
         payload, _ = self._model.forward(stage, given, compute, training=self._training)
-        outputs = [None if one is None else apart(one) for one in (found if payload is None else payload)]
+        outputs = [None if one is None else non_view_alias(one) for one in (found if payload is None else payload)]
         if payload is not None and self._ranks[stage + 1] == self._group.position:
             self._inboxes[stage + 1, microbatch] = [
                 None if one is None else one.detach().requires_grad_(one.requires_grad) for one in outputs

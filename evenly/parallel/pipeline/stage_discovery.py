@@ -18,17 +18,17 @@ from torch import nn
 from evenly.data.nest import map_tensors, tensors_by_path, tensors_in
 from evenly.errors import EvenlyError, PlanError, describe
 from evenly.model.costs import CostCounter
-from evenly.model.fake import running_without_numbers
+from evenly.model.fake import running_fake
 from evenly.parallel.core.calls import BlockCall, BlockCalls
 from evenly.parallel.pipeline.model import Between, Known, StagedModel, StageRun
-from evenly.parallel.pipeline.remote_tensor import ASKED, OTHER_AXIS, Absent, absent, is_absent, present
-from evenly.parallel.pipeline.stages import CallOf, Place, Segment, Staging, owners_of, stage_of_calls
+from evenly.parallel.pipeline.remote_tensor import ASKED, OTHER_AXIS, RemoteTensor, is_remote, present, remote
+from evenly.parallel.pipeline.stages import CallCost, CallOf, StagePlan, TensorSite, owners_of, stage_of_calls
 
 
-def find_segments(model: StagedModel, compute: Callable[[], Any]) -> list[Segment]:
+def find_call_costs(model: StagedModel, compute: Callable[[], Any]) -> list[CallCost]:
     """The segments of one forward; `compute` runs the job's loss. Raises `PlanError` where it cannot run so."""
     _refuse_what_runs_past_stages(model)
-    survey = _Survey(model)
+    survey = _DiscoveryRun(model)
     _run(model, survey, compute)
     if not survey.segments:
         raise PlanError(
@@ -61,13 +61,13 @@ def _refuse_what_runs_past_stages(model: StagedModel) -> None:
             )
 
 
-def find_staging(
+def find_stage_plan(
     model: StagedModel,
-    segments: Sequence[Segment],
+    segments: Sequence[CallCost],
     counts: Sequence[int],
     compute: Callable[[], Any],
     evaluate: Callable[[], Any] | None,
-) -> Staging:
+) -> StagePlan:
     """The staging of `counts` segments per stage; compute, evaluate: run the job's loss in training and evaluation.
 
     Raises `PlanError` where a stage cannot run by itself.
@@ -76,11 +76,11 @@ def find_staging(
     stage_of = stage_of_calls(calls, counts)
     owners = owners_of([*model.known], segments, stage_of)
     nothing = tuple(() for _ in counts)
-    staging = Staging(tuple(counts), {True: calls, False: ()}, stage_of, owners, {True: nothing, False: nothing})
+    staging = StagePlan(tuple(counts), {True: calls, False: ()}, stage_of, owners, {True: nothing, False: nothing})
     staging = _with_needs(model, staging, compute, training=True)
     if evaluate is None:
         return staging
-    calls = tuple(segment.call for segment in find_segments(model, evaluate))
+    calls = tuple(segment.call for segment in find_call_costs(model, evaluate))
     if any(call not in stage_of for call in calls):
         raise PlanError(
             ASKED,
@@ -91,26 +91,26 @@ def find_staging(
     return _with_needs(model, staging, evaluate, training=False)
 
 
-def _with_needs(model: StagedModel, staging: Staging, compute: Callable[[], Any], *, training: bool) -> Staging:
+def _with_needs(model: StagedModel, staging: StagePlan, compute: Callable[[], Any], *, training: bool) -> StagePlan:
     """`staging` with what each stage receives."""
     for stage in reversed(range(staging.stages)):
         model.stage_as(staging)
         run = _Discovery(model, stage, training=training)
         _run(model, run, compute)
-        needs = [*staging.needs[training]]
+        needs = [*staging.stage_inputs[training]]
         needs[stage] = tuple(run.needs)
-        staging = replace(staging, needs={**staging.needs, training: tuple(needs)})
+        staging = replace(staging, needs={**staging.stage_inputs, training: tuple(needs)})
     return staging
 
 
-def _run(model: StagedModel, run: _Survey | _Discovery, compute: Callable[[], Any]) -> None:
+def _run(model: StagedModel, run: _DiscoveryRun | _Discovery, compute: Callable[[], Any]) -> None:
     calls = BlockCalls(model.blocks, model.device, model.call)
     model.running = run
     try:
         between = Between(run) if isinstance(run, StageRun) else nullcontext()
-        with running_without_numbers(), calls.drawing(0), torch.enable_grad(), between:
+        with running_fake(), calls.drawing(0), torch.enable_grad(), between:
             run.end(compute())
-    except _Left:
+    except _LeftOver:
         pass
     except EvenlyError:
         raise
@@ -141,9 +141,9 @@ class _Draft:
     kept: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     counter: CostCounter = field(default_factory=CostCounter)
 
-    def segment(self, model: StagedModel) -> Segment:
+    def segment(self, model: StagedModel) -> CallCost:
         forms = [model.known[name].form for name in self.tensors]
-        return Segment(
+        return CallCost(
             call=self.call,
             tensors=frozenset(self.tensors),
             flops=self.counter.flops,
@@ -153,12 +153,12 @@ class _Draft:
         )
 
 
-class _Survey:
+class _DiscoveryRun:
     """A run in which every parameter is absent."""
 
     def __init__(self, model: StagedModel) -> None:
         self._model = model
-        self._shown: dict[str, Absent] = {}
+        self._shown: dict[str, RemoteTensor] = {}
         self._names = {id(tensor): known.name for tensor, known in model.real()}
         self._weights = {_memory(known.form) for known in model.known.values()}
         self._before = _Draft(("", 0))  # the first call
@@ -173,17 +173,17 @@ class _Survey:
     def _now(self) -> _Draft:
         return self.segments[-1] if self.segments else self._before
 
-    def find(self, tensor: Absent) -> None:
+    def value_of(self, tensor: RemoteTensor) -> None:
         """Nothing has numbers."""
 
-    def meet(self, tensors: list[torch.Tensor]) -> None:
+    def note_inputs(self, tensors: list[torch.Tensor]) -> None:
         """Notes the parameters among these."""
         self._now.tensors |= {name for tensor in tensors if (name := self._names.get(id(tensor))) is not None}
 
-    def shown(self, module: nn.Module, name: str, known: Known) -> Absent:
+    def shown(self, module: nn.Module, name: str, known: Known) -> RemoteTensor:
         """Absent, one of each."""
         if known.name not in self._shown:
-            made = self._shown[known.name] = absent(known.form, self)
+            made = self._shown[known.name] = remote(known.form, self)
             self._names[id(made)] = known.name
         return self._shown[known.name]
 
@@ -229,7 +229,7 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
-class _Left(Exception):
+class _LeftOver(Exception):
     """A stage came to its end."""
 
 
@@ -237,15 +237,15 @@ class _Discovery(StageRun):
     """A run of one stage in which what it lacks is found and made up, without numbers."""
 
     def __init__(self, model: StagedModel, stage: int, *, training: bool) -> None:
-        super().__init__(model, stage, [None] * len(model.staging.needs[training][stage]), training=training)
-        self.needs: list[Place] = []
-        self._placed: dict[int, tuple[Absent, Place]] = {}
+        super().__init__(model, stage, [None] * len(model.staging.stage_inputs[training][stage]), training=training)
+        self.needs: list[TensorSite] = []
+        self._placed: dict[int, tuple[RemoteTensor, TensorSite]] = {}
 
-    def find(self, tensor: Absent) -> torch.Tensor | None:
+    def find(self, tensor: RemoteTensor) -> torch.Tensor | None:
         """What is asked for once the stage is entered has to be received, if it can be told where it is met."""
         if not self.entered:
             return None
-        if (found := super().find(tensor)) is not None:
+        if (found := super().value_of(tensor)) is not None:
             return found
         place = self._placed.get(id(tensor))
         if place is None:
@@ -260,17 +260,17 @@ class _Discovery(StageRun):
 
     def _note(self, call: CallOf, side: str, nest: Any) -> None:
         for path, tensor in tensors_by_path(nest):
-            self._note_at(Place(call, side, path), tensor)
+            self._note_at(TensorSite(call, side, path), tensor)
 
-    def _note_at(self, place: Place, tensor: torch.Tensor) -> None:
+    def _note_at(self, place: TensorSite, tensor: torch.Tensor) -> None:
         super()._note_at(place, tensor)
-        if not self.entered and isinstance(tensor, Absent):
+        if not self.entered and isinstance(tensor, RemoteTensor):
             self._placed.setdefault(id(tensor), (tensor, place))
 
     def _enter(self, call: BlockCall) -> None:
         for path, tensor in tensors_by_path((call.args, call.kwargs)):
-            if isinstance(tensor, Absent):
-                self._placed[id(tensor)] = (tensor, Place(None, "in", path))
+            if isinstance(tensor, RemoteTensor):
+                self._placed[id(tensor)] = (tensor, TensorSite(None, "in", path))
         super()._enter(call)
         map_tensors(present, (call.args, call.kwargs))  # all of them are asked for
 
@@ -281,12 +281,12 @@ class _Discovery(StageRun):
             if not self.entered:
                 self._enter(call)
             self._payload(call)
-            raise _Left
+            raise _LeftOver
         return super().call(call)
 
     def _check(self, nest: Any, call: BlockCall | None) -> None:
         for path, tensor in tensors_by_path(nest):
-            if is_absent(tensor):
+            if is_remote(tensor):
                 where = f"block {call.block.name}" if call is not None else "the loss"
                 raise PlanError(
                     ASKED,

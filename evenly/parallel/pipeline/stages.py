@@ -15,7 +15,7 @@ BEGIN = ""  # in the place of a block, the model's forward itself
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorSite:
     """Where a tensor is met on its way through the blocks, the same on all stages.
 
     call: None for the first call that a stage runs; BEGIN and how often for the begin of the model's forward.
@@ -39,7 +39,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Segment:
+class CallCost:
     """What one segment takes.
 
     call:     that it begins with.
@@ -57,7 +57,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Staging:
+class StagePlan:
     """A model in stages.
 
     counts:   how many segments each stage has.
@@ -71,7 +71,7 @@ class Staging:
     calls: Mapping[bool, tuple[CallOf, ...]]
     stage_of: Mapping[CallOf, int]
     owners: Mapping[str, tuple[int, ...]]
-    needs: Mapping[bool, tuple[tuple[Place, ...], ...]]
+    stage_inputs: Mapping[bool, tuple[tuple[TensorSite, ...], ...]]
 
     @property
     def stages(self) -> int:
@@ -83,9 +83,9 @@ class Staging:
         """As it is told in a plan: the numbers of the calls at which stages begin."""
         return "|".join(map(str, accumulate(self.counts[:-1])))
 
-    def takes_between(self, *, training: bool) -> bool:
+    def receives_between(self, *, training: bool) -> bool:
         """Whether a stage receives what the model's code makes between blocks."""
-        return any(place.side == "between" for needs in self.needs[training] for place in needs)
+        return any(place.side == "between" for needs in self.stage_inputs[training] for place in needs)
 
     @property
     def shared(self) -> dict[str, tuple[int, ...]]:
@@ -100,7 +100,7 @@ def stage_of_calls(calls: Sequence[CallOf], counts: Sequence[int]) -> dict[CallO
 
 
 def owners_of(
-    names: Sequence[str], segments: Sequence[Segment], stage_of: Mapping[CallOf, int]
+    names: Sequence[str], segments: Sequence[CallCost], stage_of: Mapping[CallOf, int]
 ) -> dict[str, tuple[int, ...]]:
     """The stages that use each of `names`; the first where none does."""
     found: dict[str, set[int]] = {name: set() for name in names}

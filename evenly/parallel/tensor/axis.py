@@ -77,7 +77,7 @@ class Axis:
             with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
                 view = held.view_as(held)  # not a call of the job's
             self._shown[key] = self.split(view, layout)
-            self._shown[key].held = held
+            self._shown[key].local = held
         return self._shown[key]
 
     # ------------------------------------------------------------------------------------------- conversions
@@ -87,7 +87,7 @@ class Axis:
         products: whether it is for a product, whose gradient can be summed where it lies.
         """
         if not tensor.requires_grad or not torch.is_grad_enabled():
-            return self.whole(tensor) if is_split(tensor) else tensor
+            return self.gather_full(tensor) if is_split(tensor) else tensor
         name = "_evenly_multiplied" if products else "_evenly_entered"
         known: tuple[int, torch.Tensor] | None = vars(tensor).get(name)
         if known is not None and known[0] == tensor._version:
@@ -128,7 +128,7 @@ class Axis:
             own = own_part(tensor, layout, self.position)
         return self.split(own, layout)
 
-    def whole(self, tensor: SplitTensor) -> torch.Tensor:
+    def gather_full(self, tensor: SplitTensor) -> torch.Tensor:
         """The whole of a split tensor."""
         layout = tensor.split_as
         with as_held():
@@ -189,7 +189,7 @@ def of_the_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     """`func` of the wholes of what is split."""
     name = _name(func)
     changed = [kwargs.get("out"), args[0] if _changes_its_first(name) else None]
-    if name in REFUSED or any(isinstance(tensor, (SplitTensor, WholeCopy)) for tensor in changed):
+    if name in REFUSED or any(isinstance(tensor, (SplitTensor, FullCopy)) for tensor in changed):
         raise RunError(
             f"{name} on a tensor that is split over the ranks of the tensor axis",
             "it would change or watch this rank's part, where the whole is meant",
@@ -198,8 +198,8 @@ def of_the_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     copies: list[torch.Tensor] = []
 
     def gathered(tensor: torch.Tensor) -> torch.Tensor:
-        whole = tensor.axis.whole(tensor) if is_split(tensor) else tensor
-        if whole is not tensor or isinstance(tensor, WholeCopy):
+        whole = tensor.axis.gather_full(tensor) if is_split(tensor) else tensor
+        if whole is not tensor or isinstance(tensor, FullCopy):
             copies.append(whole)
         return whole
 
@@ -209,7 +209,7 @@ def of_the_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def _as_copy(tensor: torch.Tensor) -> torch.Tensor:
-    tensor.__class__ = WholeCopy
+    tensor.__class__ = FullCopy
     return tensor
 
 
@@ -253,7 +253,7 @@ class SplitTensor(torch.Tensor):
 
     split_as: Layout
     axis: Axis
-    held: torch.nn.Parameter
+    local: torch.nn.Parameter
     rows: tuple[int, ...] | None = None
 
     @classmethod
@@ -267,10 +267,10 @@ class SplitTensor(torch.Tensor):
     def __repr__(self, **_: Any) -> str:
         """Local: printing on one rank must not wait for the others."""
         with as_held():
-            return f"SplitTensor({self.split_as.whole(self.shape)}, {self.split_as}, {self.dtype})"
+            return f"SplitTensor({self.split_as.full_shape(self.shape)}, {self.split_as}, {self.dtype})"
 
 
-class WholeCopy(torch.Tensor):
+class FullCopy(torch.Tensor):
     """What torch would have made a view, of a copy that the whole was gathered in: it cannot be written through."""
 
     @classmethod

@@ -28,7 +28,7 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # and seen elsewhere, as far as 
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, type(None))
 
 
-def kept(folder: Path, key: str, derive: Callable[[], Derivation]) -> Derivation:
+def cached(folder: Path, key: str, derive: Callable[[], Derivation]) -> Derivation:
     """The derivation that `folder` holds under `key`; else that of `derive`, which is then kept."""
     path = folder / f"{key}.json"
     try:
@@ -57,7 +57,7 @@ def from_json(text: str) -> Derivation:
         groups=tuple(_group(one) for one in fields["groups"]),
         elements=fields["elements"],
         aliases=fields["aliases"],
-        barred={name: tuple(reasons) for name, reasons in fields["barred"].items()},
+        forbidden={name: tuple(reasons) for name, reasons in fields["forbidden"].items()},
     )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 Dim = tuple[int, ...]
 
 
-class Atoms:
+class DimFactors:
     """All atoms of one analysis; an atom is a number. Those that were united or refined stand for what they became."""
 
     def __init__(self) -> None:
@@ -48,11 +48,11 @@ class Atoms:
             product *= self.size[atom]
         return product
 
-    def why(self, atom: int) -> str:
+    def reason(self, atom: int) -> str:
         """Why the atom is barred; empty if it is not."""
         return self._barred[atom]
 
-    def bar(self, dim: Iterable[int], why: str) -> None:
+    def forbid(self, dim: Iterable[int], why: str) -> None:
         """Never to be split; the first reason stays."""
         for atom in self.now(dim):
             self._barred[atom] = self._barred[atom] or why
@@ -61,9 +61,9 @@ class Atoms:
         """What stands at the same place of two dims of one length is split together.
 
         Refines both until the atoms are of one size. Where that is impossible (2 x 3 beside 3 x 2) they are barred
-        for `why`.
+        for `reason`.
         """
-        left, right = _Reader(self, first), _Reader(self, second)
+        left, right = _FactorReader(self, first), _FactorReader(self, second)
         while (a := left.next()) is not None and (b := right.next()) is not None:
             if a == b:
                 continue
@@ -75,21 +75,21 @@ class Atoms:
                 self._merge(small, head)
                 rest.put_back(tail)
             else:
-                self._bar_until_even(left, right, a, b, why)
+                self._forbid_until_even(left, right, a, b, why)
 
     def regroup(self, dims: Sequence[Iterable[int]], lengths: Sequence[int], why: str) -> list[Dim]:
         """The dims of a view of `lengths`, as many elements as `dims` have; refines where the view cuts an atom."""
-        source = _Reader(self, [atom for dim in dims for atom in dim])
+        source = _FactorReader(self, [atom for dim in dims for atom in dim])
         result: list[Dim] = []
         for place, length in enumerate(lengths):
             dim = self._take(source, length)
             if dim is None:
-                self.bar(source.rest(), why)
+                self.forbid(source.rest(), why)
                 return result + [self.new(one, why) for one in lengths[place:]]
             result.append(dim)
         return result
 
-    def _take(self, source: _Reader, length: int) -> Dim | None:
+    def _take(self, source: _FactorReader, length: int) -> Dim | None:
         """The next atoms, of `length` together; None where no refinement has a boundary there."""
         start, taken = source.rest(), 1
         dim: list[int] = []
@@ -121,25 +121,25 @@ class Atoms:
         self._became[atom] = (*head, *tail)
         return head[0], tail[0]
 
-    def _bar_until_even(self, left: _Reader, right: _Reader, a: int, b: int, why: str) -> None:
+    def _forbid_until_even(self, left: _FactorReader, right: _FactorReader, a: int, b: int, why: str) -> None:
         """Bars `a` and `b` and what follows, up to where both sides have as many elements behind them."""
-        self.bar((a, b), why)
+        self.forbid((a, b), why)
         of_left, of_right = self.size[a], self.size[b]
         while of_left != of_right:
             behind = left if of_left < of_right else right
             atom = behind.next()
             assert atom is not None, "dims of one length"
-            self.bar((atom,), why)
+            self.forbid((atom,), why)
             if behind is left:
                 of_left *= self.size[atom]
             else:
                 of_right *= self.size[atom]
 
 
-class _Reader:
+class _FactorReader:
     """Reads a dim atom by atom, as it is by then: refinements and unions while reading are seen."""
 
-    def __init__(self, atoms: Atoms, dim: Iterable[int]) -> None:
+    def __init__(self, atoms: DimFactors, dim: Iterable[int]) -> None:
         self._atoms = atoms
         self._ahead = [*dim][::-1]
 

@@ -2,7 +2,7 @@
 
 A call without a rule, or in a form that its rule does not know (`NoRule`), bars all that it touches. Some calls compute
 with a split dim that their output no longer has: a contraction and a lookup, whose outputs are summed over ranks, and a
-cross entropy of split classes. They are noted as `Meeting`s.
+cross entropy of split classes. They are noted as `PartialSum`s.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from evenly.parallel.tensor.dim_factors import Atoms, Dim
-from evenly.parallel.tensor.trace import Call, Ref, Trace
+from evenly.parallel.tensor.dim_factors import Dim, DimFactors
+from evenly.parallel.tensor.trace import CallTrace, Ref, TracedCall
 
 Dims = list[Dim]
-Rule = Callable[["Graph", Call], None]
+Rule = Callable[["Graph", TracedCall], None]
 
 
 class NoRule(Exception):
@@ -23,7 +23,7 @@ class NoRule(Exception):
 
 
 @dataclass(frozen=True)
-class Meeting:
+class PartialSum:
     """A call in which `dim` ends: `sum` where its output is summed over ranks, `classes` in a cross entropy."""
 
     dim: Dim
@@ -39,11 +39,11 @@ class Graph:
     multiplied: call -> how many products make one element of its output, for contractions.
     """
 
-    trace: Trace
+    trace: CallTrace
     rules: Mapping[str, Rule]
-    atoms: Atoms = field(default_factory=Atoms)
+    atoms: DimFactors = field(default_factory=DimFactors)
     dims: dict[int, Dims] = field(default_factory=dict[int, Dims])
-    meetings: dict[int, list[Meeting]] = field(default_factory=dict[int, list[Meeting]])
+    partial_sums: dict[int, list[PartialSum]] = field(default_factory=dict[int, list[PartialSum]])
     multiplied: dict[int, int] = field(default_factory=dict[int, int])
     _from_batch: set[int] = field(default_factory=set[int])
     _from_parameters: set[int] = field(default_factory=set[int])
@@ -70,35 +70,35 @@ class Graph:
     def of(self, ref: Ref) -> Dims:
         return self.dims[ref.index]
 
-    def output_shape(self, call: Call, which: int = 0) -> tuple[int, ...]:
+    def output_shape(self, call: TracedCall, which: int = 0) -> tuple[int, ...]:
         return self.trace.values[call.outputs[which]].shape
 
     def new(self, size: int) -> Dim:
         return self.atoms.new(size)
 
-    def barred(self, size: int, call: Call) -> Dim:
+    def forbidden(self, size: int, call: TracedCall) -> Dim:
         return self.atoms.new(size, call.place)
 
-    def bar(self, dim: Iterable[int], call: Call) -> None:
-        self.atoms.bar(dim, call.place)
+    def forbid(self, dim: Iterable[int], call: TracedCall) -> None:
+        self.atoms.forbid(dim, call.place)
 
-    def unite(self, first: Dim, second: Dim, call: Call) -> None:
+    def unite(self, first: Dim, second: Dim, call: TracedCall) -> None:
         self.atoms.unite(first, second, call.place)
 
-    def give(self, call: Call, dims: Sequence[Dim], which: int = 0) -> None:
+    def give(self, call: TracedCall, dims: Sequence[Dim], which: int = 0) -> None:
         """The output's dims; a value changed in place keeps its own and has them united."""
         if [self.atoms.length(dim) for dim in dims] != [max(size, 1) for size in self.output_shape(call, which)]:
             raise NoRule
         for first, second in zip(self.dims.setdefault(call.outputs[which], [*dims]), dims, strict=True):
             self.unite(first, second, call)
 
-    def meet(self, dim: Dim, kind: Literal["sum", "classes"]) -> None:
-        self.meetings.setdefault(self._at, []).append(Meeting(dim, kind))
+    def ends_in_sum(self, dim: Dim, kind: Literal["sum", "classes"]) -> None:
+        self.partial_sums.setdefault(self._at, []).append(PartialSum(dim, kind))
 
     def multiplies(self, times: int) -> None:
         self.multiplied[self._at] = self.multiplied.get(self._at, 1) * times
 
-    def is_taken(self, index: int) -> bool:
+    def is_consumed(self, index: int) -> bool:
         """Whether any call takes the value."""
         return index in self._taken
 
@@ -107,7 +107,7 @@ class Graph:
         return ref.index in self._from_parameters and ref.index not in self._from_batch
 
     # ---------------------------------------------------------------------------------------------------- applying
-    def _apply(self, call: Call) -> None:
+    def _apply(self, call: TracedCall) -> None:
         inputs = {*call.inputs}
         for source in (self._from_batch, self._from_parameters):
             if inputs & source:
@@ -118,25 +118,25 @@ class Graph:
                 raise NoRule
             rule(self, call)
         except NoRule:
-            self._bar_all(call)
+            self._forbid_all(call)
 
-    def _is_hidden(self, call: Call) -> bool:
+    def _is_hidden(self, call: TracedCall) -> bool:
         """Whether it takes part in gradients that are computed by other means: in a `torch.autograd.Function`."""
         cut_off = call.gradients or call.function in ("detach", "data")
         return not cut_off and any(self.trace.values[index].requires_grad for index in call.inputs)
 
-    def _bar_all(self, call: Call) -> None:
+    def _forbid_all(self, call: TracedCall) -> None:
         for index in (*call.inputs, *call.outputs):
             if index not in self.dims:
-                self.dims[index] = [self.barred(size, call) for size in self.trace.values[index].shape]
+                self.dims[index] = [self.forbidden(size, call) for size in self.trace.values[index].shape]
             for dim in self.dims[index]:
-                self.bar(dim, call)
+                self.forbid(dim, call)
 
 
 # ---------------------------------------------------------------------------------------------------- reading arguments
 
 
-def tensor(call: Call, position: int, *names: str) -> Ref:
+def tensor(call: TracedCall, position: int, *names: str) -> Ref:
     """The tensor argument at `position` or under one of `names`."""
     value = argument(call, position, *names)
     if not isinstance(value, Ref):
@@ -144,25 +144,25 @@ def tensor(call: Call, position: int, *names: str) -> Ref:
     return value
 
 
-def argument(call: Call, position: int, *names: str, default: Any = None) -> Any:
+def argument(call: TracedCall, position: int, *names: str, default: Any = None) -> Any:
     """The argument at `position` or under one of `names`."""
     if position < len(call.arguments):
         return call.arguments[position]
     return next((call.keywords[name] for name in names if name in call.keywords), default)
 
 
-def subject(call: Call) -> Ref:
+def subject(call: TracedCall) -> Ref:
     """The first argument, a tensor, which for methods is `self`."""
     return tensor(call, 0, "input", "self")
 
 
-def dim_of(graph: Graph, call: Call, position: int, default: Any = None) -> int:
+def dim_of(graph: Graph, call: TracedCall, position: int, default: Any = None) -> int:
     """The argument `dim` as the number of one of the first tensor's dims, from 0 on."""
     (dim,) = dims_of(graph, call, position, default)
     return dim
 
 
-def dims_of(graph: Graph, call: Call, position: int, default: Any = None) -> list[int]:
+def dims_of(graph: Graph, call: TracedCall, position: int, default: Any = None) -> list[int]:
     """The argument `dim`, one or several, from 0 on; all dims where none is given."""
     given = argument(call, position, "dim", "axis", default=default)
     rank = len(graph.shape(subject(call)))

@@ -56,7 +56,7 @@ class Layout:
         """What `rank` holds of the dim."""
         return self.outer * self.sizes[rank]
 
-    def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
+    def full_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The whole tensor's shape, from that of a rank's part."""
         return (*shape[: self.dim], self.length, *shape[self.dim + 1 :])
 

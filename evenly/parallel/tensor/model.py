@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import evenly.parallel.tensor.rules  # noqa: F401  # pyright: ignore  # what its tensors compute with
 from evenly.comm.groups import Group
-from evenly.parallel.core.parameter_views import View, shown_parameters
+from evenly.parallel.core.parameter_views import View, viewed_parameters
 from evenly.parallel.tensor.axis import Axis, SplitTensor, is_split, own_part
 from evenly.parallel.tensor.layout import Layout
 from evenly.parallel.tensor.padding import PaddingZeroed
@@ -47,7 +47,7 @@ class SplitModel:
         for module in model.modules():
             held = module.named_parameters(recurse=False, remove_duplicate=False)
             if mine := {name: by_parameter[id(p)] for name, p in held if id(p) in by_parameter}:
-                shown_parameters(module).add_view(self._view(mine))
+                viewed_parameters(module).add_view(self._view(mine))
         for name, layout in layouts.items():
             named[name].data = own_part(named[name], layout, group.position)
         self._padding = [
@@ -60,18 +60,18 @@ class SplitModel:
             model.register_forward_hook(self._end, always_call=True),
         ]
 
-    def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def full_view(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The whole of what belongs to parameter `name` and is split as it is; a collective of the group."""
         layout = self.layouts.get(name)
         if layout is None:
             return tensor
         with torch.no_grad():
             part = self.axis.split(tensor.detach().to(self.axis.group.device, copy=True), layout)
-            return self.axis.whole(part)
+            return self.axis.gather_full(part)
 
     def gathered(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """`tensors`, of which some may be split, whole; of their gradients this rank's parts are kept."""
-        return [self.axis.whole(one) if is_split(one) else one for one in tensors]
+        return [self.axis.gather_full(one) if is_split(one) else one for one in tensors]
 
     def _splits(self, module: nn.Module) -> bool:
         """Whether any parameter of `module` is split."""

@@ -12,12 +12,12 @@ from typing import Any
 
 from evenly.parallel.tensor.dim_factors import Dim
 from evenly.parallel.tensor.graph import Dims, Graph, NoRule, Rule, argument, counted, dim_of, dims_of, subject, tensor
-from evenly.parallel.tensor.trace import Call, Ref, refs_in
+from evenly.parallel.tensor.trace import Ref, TracedCall, refs_in
 
 # --------------------------------------------------------------------------------------------------- element by element
 
 
-def aligned(graph: Graph, call: Call, refs: Iterable[Ref], shape: Sequence[int]) -> Dims:
+def aligned(graph: Graph, call: TracedCall, refs: Iterable[Ref], shape: Sequence[int]) -> Dims:
     """Dims of `shape`, to which all `refs` are broadcast: they are united, and new where none has the dim."""
     dims: list[Dim | None] = [None] * len(shape)
     for ref in refs:
@@ -30,29 +30,29 @@ def aligned(graph: Graph, call: Call, refs: Iterable[Ref], shape: Sequence[int])
     return [graph.new(size) if dim is None else dim for dim, size in zip(dims, shape, strict=True)]
 
 
-def joined(graph: Graph, call: Call, first: Dim | None, second: Dim) -> Dim:
+def joined(graph: Graph, call: TracedCall, first: Dim | None, second: Dim) -> Dim:
     if first is not None:
         graph.unite(first, second, call)
     return second
 
 
-def pointwise(graph: Graph, call: Call) -> None:
+def pointwise(graph: Graph, call: TracedCall) -> None:
     """All tensors element by element, broadcast."""
     refs = [*refs_in((call.arguments, call.keywords))]
     graph.give(call, aligned(graph, call, refs, graph.output_shape(call)))
 
 
-def pointwise_of_first(graph: Graph, call: Call) -> None:
+def pointwise_of_first(graph: Graph, call: TracedCall) -> None:
     """The first tensor element by element; others tell a type, or are broadcast to."""
     graph.give(call, aligned(graph, call, [subject(call)], graph.output_shape(call)))
 
 
-def broadcast_each(graph: Graph, call: Call) -> None:
+def broadcast_each(graph: Graph, call: TracedCall) -> None:
     for which, ref in enumerate(refs_in(call.arguments)):
         graph.give(call, aligned(graph, call, [ref], graph.output_shape(call, which)), which)
 
 
-def created(graph: Graph, call: Call) -> None:
+def created(graph: Graph, call: TracedCall) -> None:
     """A tensor of its own, even if asked of another."""
     for which in range(len(call.outputs)):
         graph.give(call, [graph.new(size) for size in graph.output_shape(call, which)], which)
@@ -61,7 +61,7 @@ def created(graph: Graph, call: Call) -> None:
 # --------------------------------------------------------------------------------------------------------------- shapes
 
 
-def viewed(graph: Graph, call: Call) -> None:
+def viewed(graph: Graph, call: TracedCall) -> None:
     """The same elements in the same order under another shape."""
     ref, shape = subject(call), graph.output_shape(call)
     if graph.trace.values[ref.index].elements != graph.trace.values[call.outputs[0]].elements:
@@ -69,26 +69,26 @@ def viewed(graph: Graph, call: Call) -> None:
     graph.give(call, graph.atoms.regroup(graph.of(ref), shape, call.place))
 
 
-def transposed(graph: Graph, call: Call) -> None:
+def transposed(graph: Graph, call: TracedCall) -> None:
     dims = [*graph.of(subject(call))]
     first, second = (counted(argument(call, at, f"dim{at - 1}", f"axis{at - 1}"), len(dims)) for at in (1, 2))
     dims[first], dims[second] = dims[second], dims[first]
     graph.give(call, dims)
 
 
-def last_two_transposed(graph: Graph, call: Call) -> None:
+def last_two_transposed(graph: Graph, call: TracedCall) -> None:
     dims = [*graph.of(subject(call))]
     graph.give(call, [*dims[:-2], *dims[-2:][::-1]])
 
 
-def permuted(graph: Graph, call: Call) -> None:
+def permuted(graph: Graph, call: TracedCall) -> None:
     dims = graph.of(subject(call))
     order = argument(call, 1, "dims")
     order = order if isinstance(order, tuple) else call.arguments[1:]
     graph.give(call, [dims[counted(dim, len(dims))] for dim in order])
 
 
-def moved(graph: Graph, call: Call) -> None:
+def moved(graph: Graph, call: TracedCall) -> None:
     dims = graph.of(subject(call))
     sources, targets = (
         [counted(dim, len(dims)) for dim in (given if isinstance(given, tuple) else (given,))]
@@ -99,7 +99,7 @@ def moved(graph: Graph, call: Call) -> None:
     graph.give(call, [dims[dim] for dim in order])
 
 
-def repeated(graph: Graph, call: Call) -> None:
+def repeated(graph: Graph, call: TracedCall) -> None:
     """Copies one behind the other: copies x what was there."""
     ref, shape = subject(call), graph.output_shape(call)
     old = (1,) * (len(shape) - len(graph.shape(ref))) + graph.shape(ref)
@@ -108,7 +108,7 @@ def repeated(graph: Graph, call: Call) -> None:
     graph.give(call, [(*copy, *dim) for copy, dim in zip(copies, dims, strict=True)])
 
 
-def repeated_each(graph: Graph, call: Call) -> None:
+def repeated_each(graph: Graph, call: TracedCall) -> None:
     """Each element several times in a row: what was there x copies."""
     ref = subject(call)
     times = argument(call, 1, "repeats")
@@ -125,16 +125,16 @@ def repeated_each(graph: Graph, call: Call) -> None:
 def along(position: int, default: Any = None) -> Rule:
     """Mixes the elements of some dims, given as argument `position`, and keeps the others apart."""
 
-    def rule(graph: Graph, call: Call) -> None:
+    def rule(graph: Graph, call: TracedCall) -> None:
         dims = [*graph.of(subject(call))]
         for dim in dims_of(graph, call, position, default):
-            graph.bar(dims[dim], call)
+            graph.forbid(dims[dim], call)
             dims[dim] = ()
         for which in range(len(call.outputs)):
             shape = graph.output_shape(call, which)
             if len(shape) != len(dims):
                 raise NoRule
-            graph.give(call, [dim or graph.barred(size, call) for dim, size in zip(dims, shape, strict=True)], which)
+            graph.give(call, [dim or graph.forbidden(size, call) for dim, size in zip(dims, shape, strict=True)], which)
 
     return rule
 
@@ -142,10 +142,10 @@ def along(position: int, default: Any = None) -> Rule:
 def reduced(position: int) -> Rule:
     """One element of all those of some dims."""
 
-    def rule(graph: Graph, call: Call) -> None:
+    def rule(graph: Graph, call: TracedCall) -> None:
         dims, gone = graph.of(subject(call)), dims_of(graph, call, position)
         for dim in gone:
-            graph.bar(dims[dim], call)
+            graph.forbid(dims[dim], call)
         kept = [dim for place, dim in enumerate(dims) if place not in gone]
         with_ones = [() if place in gone else dim for place, dim in enumerate(dims)]
         for which in range(len(call.outputs)):
@@ -155,33 +155,33 @@ def reduced(position: int) -> Rule:
     return rule
 
 
-def summed(graph: Graph, call: Call) -> None:
+def summed(graph: Graph, call: TracedCall) -> None:
     """`sum` and `mean`: a tensor that no call takes, and that is not the loss, may be summed of the ranks' parts."""
-    dims, taken = graph.of(subject(call)), graph.is_taken(call.outputs[0])
+    dims, taken = graph.of(subject(call)), graph.is_consumed(call.outputs[0])
     if taken or not graph.output_shape(call):
         return reduced(1)(graph, call)
     gone = dims_of(graph, call, 1)
     for dim in gone:
-        graph.meet(dims[dim], "sum")
+        graph.ends_in_sum(dims[dim], "sum")
     keeps = len(graph.output_shape(call)) == len(dims)
     graph.give(call, [() if at in gone else dim for at, dim in enumerate(dims) if keeps or at not in gone])
     return None
 
 
-def extreme(graph: Graph, call: Call) -> None:
+def extreme(graph: Graph, call: TracedCall) -> None:
     """`max` and `min` of elements, along a dim, or of two tensors."""
     rule = pointwise if isinstance(argument(call, 1, "other"), Ref) else reduced(1)
     rule(graph, call)
 
 
-def triangle(graph: Graph, call: Call) -> None:
+def triangle(graph: Graph, call: TracedCall) -> None:
     dims = graph.of(subject(call))
     for dim in dims[-2:]:
-        graph.bar(dim, call)
+        graph.forbid(dim, call)
     graph.give(call, dims)
 
 
-def padded(graph: Graph, call: Call) -> None:
+def padded(graph: Graph, call: TracedCall) -> None:
     ref, widths = subject(call), argument(call, 1, "pad")
     if not isinstance(widths, tuple):
         raise NoRule
@@ -189,8 +189,8 @@ def padded(graph: Graph, call: Call) -> None:
     for back in range(len(widths) // 2):
         place = len(dims) - 1 - back
         if any(widths[2 * back : 2 * back + 2]):
-            graph.bar(dims[place], call)
-            dims[place] = graph.barred(shape[place], call)
+            graph.forbid(dims[place], call)
+            dims[place] = graph.forbidden(shape[place], call)
     graph.give(call, dims)
 
 
@@ -200,48 +200,48 @@ def padded(graph: Graph, call: Call) -> None:
 def pieces(position: int) -> Rule:
     """`split`, `chunk`: equal pieces are read as pieces x rest, of which the rest can be split, alike in all pieces."""
 
-    def rule(graph: Graph, call: Call) -> None:
+    def rule(graph: Graph, call: TracedCall) -> None:
         place, dims = dim_of(graph, call, position, 0), [*graph.of(subject(call))]
         sizes = [graph.output_shape(call, which)[place] for which in range(len(call.outputs))]
         dim, rest = dims[place], graph.new(sizes[0])
         if len({*sizes}) == 1:
-            graph.unite(dim, (*graph.barred(len(sizes), call), *rest), call)
+            graph.unite(dim, (*graph.forbidden(len(sizes), call), *rest), call)
         else:
-            graph.bar(dim, call)
+            graph.forbid(dim, call)
         for which, size in enumerate(sizes):
-            dims[place] = rest if len({*sizes}) == 1 else graph.barred(size, call)
+            dims[place] = rest if len({*sizes}) == 1 else graph.forbidden(size, call)
             graph.give(call, dims, which)
 
     return rule
 
 
-def gated(graph: Graph, call: Call) -> None:
+def gated(graph: Graph, call: TracedCall) -> None:
     """`glu`: one half times the sigmoid of the other."""
     place, dims = dim_of(graph, call, 1, -1), [*graph.of(subject(call))]
     rest = graph.new(graph.output_shape(call)[place])
-    graph.unite(dims[place], (*graph.barred(2, call), *rest), call)
+    graph.unite(dims[place], (*graph.forbidden(2, call), *rest), call)
     dims[place] = rest
     graph.give(call, dims)
 
 
-def unbound(graph: Graph, call: Call) -> None:
+def unbound(graph: Graph, call: TracedCall) -> None:
     place, dims = dim_of(graph, call, 1, 0), [*graph.of(subject(call))]
-    graph.bar(dims.pop(place), call)
+    graph.forbid(dims.pop(place), call)
     for which in range(len(call.outputs)):
         graph.give(call, dims, which)
 
 
-def cat(graph: Graph, call: Call) -> None:
+def cat(graph: Graph, call: TracedCall) -> None:
     """One behind the other along a dim, which is barred; the others are united."""
     refs = [ref for ref in refs_in(argument(call, 0, "tensors")) if graph.shape(ref) != (0,)]
     shape = graph.output_shape(call)
     place = counted(argument(call, 1, "dim", "axis", default=0), len(shape))
     for ref in refs:
-        graph.bar(graph.of(ref)[place], call)
+        graph.forbid(graph.of(ref)[place], call)
     give_united(graph, call, [[*graph.of(ref)] for ref in refs], place)
 
 
-def stacked(graph: Graph, call: Call) -> None:
+def stacked(graph: Graph, call: TracedCall) -> None:
     """One behind the other along a new dim, which is barred."""
     place = counted(argument(call, 1, "dim", default=0), len(graph.output_shape(call)))
     parts = [[*graph.of(ref)] for ref in refs_in(argument(call, 0, "tensors"))]
@@ -250,11 +250,11 @@ def stacked(graph: Graph, call: Call) -> None:
     give_united(graph, call, parts, place)
 
 
-def give_united(graph: Graph, call: Call, parts: Sequence[Dims], place: int) -> None:
+def give_united(graph: Graph, call: TracedCall, parts: Sequence[Dims], place: int) -> None:
     """The output of the dims that all parts have, but for the one at `place`."""
     shape = graph.output_shape(call)
     dims = [graph.new(size) for size in shape]
-    dims[place] = graph.barred(shape[place], call)
+    dims[place] = graph.forbidden(shape[place], call)
     for part in parts:
         for at, (dim, own) in enumerate(zip(dims, part, strict=True)):
             if at != place:
@@ -262,7 +262,7 @@ def give_united(graph: Graph, call: Call, parts: Sequence[Dims], place: int) -> 
     graph.give(call, dims)
 
 
-def indexed(graph: Graph, call: Call) -> None:
+def indexed(graph: Graph, call: TracedCall) -> None:
     """`x[...]` of numbers, slices, None and Ellipsis: whole slices pass, numbers and parts bar their dim."""
     index = argument(call, 1)
     items = [*(index if isinstance(index, tuple) else (index,))]
@@ -277,26 +277,26 @@ def indexed(graph: Graph, call: Call) -> None:
     graph.give(call, [*_picked(graph, call, iter(zip(graph.shape(subject(call)), dims, strict=True)), items)])
 
 
-def _picked(graph: Graph, call: Call, dims: Any, items: Sequence[Any]) -> Iterable[Dim]:
+def _picked(graph: Graph, call: TracedCall, dims: Any, items: Sequence[Any]) -> Iterable[Dim]:
     for item in items:
         if item is None:
             yield ()
             continue
         size, dim = next(dims)
         if isinstance(item, int):
-            graph.bar(dim, call)
+            graph.forbid(dim, call)
         elif any(isinstance(end, Ref) for end in (item.start, item.stop, item.step)):
             raise NoRule
         elif item.indices(size) == (0, size, 1):
             yield dim
         else:
-            graph.bar(dim, call)
-            yield graph.barred(len(range(*item.indices(size))), call)
+            graph.forbid(dim, call)
+            yield graph.forbidden(len(range(*item.indices(size))), call)
 
 
-def selected(graph: Graph, call: Call) -> None:
+def selected(graph: Graph, call: TracedCall) -> None:
     place, dims = dim_of(graph, call, 1), [*graph.of(subject(call))]
-    graph.bar(dims.pop(place), call)
+    graph.forbid(dims.pop(place), call)
     graph.give(call, dims)
 
 
@@ -305,7 +305,7 @@ def selected(graph: Graph, call: Call) -> None:
 Labels = Sequence[Hashable]
 
 
-def contract(graph: Graph, call: Call, operands: Sequence[tuple[Ref, Labels]], output: Labels) -> Dims:
+def contract(graph: Graph, call: TracedCall, operands: Sequence[tuple[Ref, Labels]], output: Labels) -> Dims:
     """Products summed over the labels that `output` lacks, as `einsum` does: dims of one label are united.
 
     What is summed of an activation and a weight may be split, its output is then summed over ranks; of two
@@ -322,14 +322,14 @@ def contract(graph: Graph, call: Call, operands: Sequence[tuple[Ref, Labels]], o
         if label not in output:
             carriers = [ref for ref, labels in operands if label in labels]
             if len(carriers) == 2 and sum(graph.is_weight(ref) for ref in carriers) == 1:
-                graph.meet(dim, "sum")
+                graph.ends_in_sum(dim, "sum")
             else:
-                graph.bar(dim, call)
+                graph.forbid(dim, call)
             graph.multiplies(graph.atoms.length(dim))
     return [by_label.get(label, ()) for label in output]
 
 
-def linear(graph: Graph, call: Call) -> None:
+def linear(graph: Graph, call: TracedCall) -> None:
     x, weight, bias = subject(call), tensor(call, 1, "weight"), argument(call, 2, "bias")
     batch = [*range(len(graph.shape(x)) - 1)]
     rows = ["out"] * (len(graph.shape(weight)) - 1)
@@ -339,7 +339,7 @@ def linear(graph: Graph, call: Call) -> None:
     graph.give(call, dims)
 
 
-def product(graph: Graph, call: Call, first: Ref, second: Ref) -> Dims:
+def product(graph: Graph, call: TracedCall, first: Ref, second: Ref) -> Dims:
     """The dims of `first @ second`."""
     ranks = len(graph.shape(first)), len(graph.shape(second))
     batches = [[*range(-(rank - 2), 0)] for rank in ranks]  # counted from the right, as they are broadcast
@@ -349,12 +349,12 @@ def product(graph: Graph, call: Call, first: Ref, second: Ref) -> Dims:
     return contract(graph, call, operands, [*max(batches, key=len), *rows, *columns])
 
 
-def matmul(graph: Graph, call: Call) -> None:
+def matmul(graph: Graph, call: TracedCall) -> None:
     operands = subject(call), tensor(call, 1, "other", "mat2", "tensor2", "vec")
     graph.give(call, product(graph, call, *(operands if call.function != "__rmatmul__" else operands[::-1])))
 
 
-def matmul_added(graph: Graph, call: Call) -> None:
+def matmul_added(graph: Graph, call: TracedCall) -> None:
     """`addmm`, `baddbmm`: a tensor, and a product added to it."""
     first, second = tensor(call, 1, "mat1", "batch1"), tensor(call, 2, "mat2", "batch2")
     dims = product(graph, call, first, second)
@@ -364,7 +364,7 @@ def matmul_added(graph: Graph, call: Call) -> None:
         graph.unite(dim, own, call)
 
 
-def einsum(graph: Graph, call: Call) -> None:
+def einsum(graph: Graph, call: TracedCall) -> None:
     equation, refs = argument(call, 0), [*refs_in(call.arguments[1:])]
     if not isinstance(equation, str) or "->" not in equation:
         raise NoRule
@@ -383,7 +383,7 @@ def _labels(term: str, spread: int) -> list[Hashable]:
     return [*before, *(range(-spread, 0) if dots else ()), *after]
 
 
-def attention(graph: Graph, call: Call) -> None:
+def attention(graph: Graph, call: TracedCall) -> None:
     """`scaled_dot_product_attention`: batch and heads together; heads of keys may serve several of queries."""
     query, key, value = subject(call), tensor(call, 1, "key"), tensor(call, 2, "value")
     mask, shape = argument(call, 3, "attn_mask"), graph.output_shape(call)
@@ -395,7 +395,7 @@ def attention(graph: Graph, call: Call) -> None:
     graph.unite(q[-1], k[-1], call)
     graph.unite(k[-2], v[-2], call)
     for dim in (q[-1], q[-2], k[-2]):
-        graph.bar(dim, call)
+        graph.forbid(dim, call)
     graph.give(call, dims)
     if isinstance(mask, Ref):
         over = aligned(graph, call, [mask], (*shape[:-1], graph.shape(key)[-2]))
@@ -403,7 +403,7 @@ def attention(graph: Graph, call: Call) -> None:
             graph.unite(dim, own, call)
 
 
-def _united(graph: Graph, call: Call, *tensors: Dims) -> Dims:
+def _united(graph: Graph, call: TracedCall, *tensors: Dims) -> Dims:
     """What all have before their last two dims, counted from the right."""
     columns = zip_longest(*(dims[-3::-1] for dims in tensors), fillvalue=())
     result: Dims = []
@@ -418,7 +418,7 @@ def _united(graph: Graph, call: Call, *tensors: Dims) -> Dims:
 # ----------------------------------------------------------------------------------------------- lookups, norms, losses
 
 
-def embedding(graph: Graph, call: Call) -> None:
+def embedding(graph: Graph, call: TracedCall) -> None:
     """Rows of a table: of split rows each rank finds its own, and the outputs are summed."""
     ids, table = subject(call), tensor(call, 1, "weight")
     rows, columns = graph.of(table)
@@ -428,12 +428,12 @@ def embedding(graph: Graph, call: Call) -> None:
         raise NoRule
     graph.give(call, [*graph.of(ids), columns])
     if graph.is_weight(table):
-        graph.meet(rows, "sum")
+        graph.ends_in_sum(rows, "sum")
     else:
-        graph.bar(rows, call)
+        graph.forbid(rows, call)
 
 
-def normalized(graph: Graph, call: Call) -> None:
+def normalized(graph: Graph, call: TracedCall) -> None:
     """`layer_norm`, `rms_norm`: over the last dims, which the parameters have too."""
     x, shape = subject(call), argument(call, 1, "normalized_shape")
     if not isinstance(shape, tuple):
@@ -445,11 +445,11 @@ def normalized(graph: Graph, call: Call) -> None:
             for dim, own in zip(over, graph.of(parameter), strict=True):
                 graph.unite(dim, own, call)
     for dim in over:
-        graph.bar(dim, call)
+        graph.forbid(dim, call)
     graph.give(call, dims)
 
 
-def cross_entropy(graph: Graph, call: Call) -> None:
+def cross_entropy(graph: Graph, call: TracedCall) -> None:
     """Of class numbers: split classes need three numbers per row from every rank."""
     scores, target = subject(call), tensor(call, 1, "target")
     dims = graph.of(scores)
@@ -460,10 +460,10 @@ def cross_entropy(graph: Graph, call: Call) -> None:
         raise NoRule
     for dim, own in zip(others, graph.of(target), strict=True):
         graph.unite(dim, own, call)
-    graph.meet(dims[at], "classes")
+    graph.ends_in_sum(dims[at], "classes")
     each = argument(call, 6, "reduction", default="mean") == "none"
     for dim in others if not each else ():
-        graph.bar(dim, call)
+        graph.forbid(dim, call)
     graph.give(call, others if each else [])
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from evenly.comm.operations import all_reduce
 from evenly.errors import RunError
-from evenly.parallel.core.memory import as_held, as_shown
+from evenly.parallel.core.memory import as_held, with_views
 from evenly.parallel.tensor.attention import multi_head_attention
 from evenly.parallel.tensor.axis import RULES, Axis, SplitTensor, is_split, memory_order, own_part
 from evenly.parallel.tensor.layout import Layout
@@ -87,7 +87,7 @@ def _same_of_a_part(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _shape_of(tensor: T) -> tuple[int, ...]:
     """Of the whole."""
-    return tensor.split_as.whole(tensor.shape) if is_split(tensor) else tuple(tensor.shape)
+    return tensor.split_as.full_shape(tensor.shape) if is_split(tensor) else tuple(tensor.shape)
 
 
 @rule(T.register_hook)
@@ -179,7 +179,7 @@ def _part_for(tensor: T, layout: Layout, axis: Axis) -> T | None:
         if tensor.split_as.dim - tensor.dim() == layout.dim and tensor.split_as.matches(layout):
             # What autograd keeps for a recomputed block must look as it did: a part.
             return tensor if tensor.requires_grad else tensor.detach()
-        tensor = axis.whole(tensor)
+        tensor = axis.gather_full(tensor)
     place = tensor.dim() + layout.dim
     if place < 0 or tensor.shape[place] == 1:
         return axis.enter(tensor)
@@ -691,7 +691,7 @@ def _rows_of_probabilities(weights: T) -> T:
 @rule(F.multi_head_attention_forward)
 def _multi_head_attention(_: Any, *args: Any, **kwargs: Any) -> Any:
     """By the rules of the calls that it is made of."""
-    with as_shown():
+    with with_views():
         return multi_head_attention(*args, **kwargs)
 
 
@@ -717,8 +717,8 @@ def _cross_entropy(
         return NotImplemented
     axis, counted = logits.axis, target != ignore_index
     indices, elsewhere = _own_indices(target.masked_fill(~counted, 0), logits.split_as, axis)
-    wide = logits.float() if logits.dtype.itemsize < 4 else logits  # as torch's kernel adds up 16-bit numbers
-    scores: T = _CrossEntropy.apply(wide, indices, elsewhere, classes, axis)  # pyright: ignore
+    widened = logits.float() if logits.dtype.itemsize < 4 else logits  # as torch's kernel adds up 16-bit numbers
+    scores: T = _CrossEntropy.apply(widened, indices, elsewhere, classes, axis)  # pyright: ignore
     losses = scores.masked_fill(~counted, 0)
     losses = losses if torch.is_autocast_enabled(logits.device.type) else losses.to(logits.dtype)
     if reduction == "none":

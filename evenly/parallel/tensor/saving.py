@@ -17,7 +17,7 @@ from evenly.parallel.tensor.layout import Layout
 from evenly.parallel.tensor.model import SplitModel
 
 
-class WholeTensors:
+class SplitCheckpoint:
     """Between what this rank holds and what a checkpoint does. Tensors are named by what belongs to a parameter.
 
     owners: full name of a tensor in the checkpoint -> name of the parameter that it belongs to.
@@ -26,7 +26,7 @@ class WholeTensors:
     def __init__(self, split: SplitModel, owners: Mapping[str, str]) -> None:
         self._split, self._owners = split, owners
 
-    def gathered(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def gather(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors as a checkpoint has them; those that are split on one rank of the axis only. A collective."""
         found: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
@@ -35,7 +35,7 @@ class WholeTensors:
                 found[name] = tensor
                 continue
             part: Any = tensor.detach()
-            whole = self._split.whole(self._owners[name], part.full_tensor() if isinstance(part, DTensor) else part)
+            whole = self._split.full_view(self._owners[name], part.full_tensor() if isinstance(part, DTensor) else part)
             if self._split.axis.position == 0:
                 found[name] = whole.cpu()
         return found
@@ -48,16 +48,16 @@ class WholeTensors:
             found[name] = shape if layout is None else layout.part(shape, self._split.axis.position)
         return found
 
-    def landing(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def new_target(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Where to read a checkpoint into: what this rank holds, and whole tensors in the place of parts."""
         found: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
             layout = self._layout(name, tensor.shape)
-            found[name] = tensor if layout is None else torch.empty(layout.whole(tensor.shape), dtype=tensor.dtype)
+            found[name] = tensor if layout is None else torch.empty(layout.full_shape(tensor.shape), dtype=tensor.dtype)
         return found
 
     @torch.no_grad()
-    def take(self, read: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+    def set_value(self, read: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
         """Fills the parts among `tensors` from the wholes that were read."""
         for name, tensor in tensors.items():
             layout = self._layout(name, tensor.shape)
@@ -75,4 +75,4 @@ class WholeTensors:
         if layout is None:
             return None
         part = tuple(self._split.parameters[owner].shape)
-        return layout if tuple(shape) == (layout.whole(part) if whole else part) else None
+        return layout if tuple(shape) == (layout.full_shape(part) if whole else part) else None

@@ -20,7 +20,7 @@ SAVED_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Choice:
+class Selection:
     """What is split over `ranks` ranks.
 
     splits: first name of each split parameter -> how.
@@ -32,18 +32,18 @@ class Choice:
     ranks: int
     splits: dict[str, ParameterSplit]
     chosen: tuple[SplitGroup, ...]
-    left: tuple[tuple[SplitGroup, str], ...]
+    unsplit: tuple[tuple[SplitGroup, str], ...]
     share: float
 
 
-def choose(derivation: Derivation, ranks: int, whole: Sequence[str] = ()) -> Choice:
+def select(derivation: Derivation, ranks: int, whole: Sequence[str] = ()) -> Selection:
     """The groups to split over `ranks` ranks: of those that want the same parameter, the one that splits most per byte.
 
     whole: patterns (`fnmatch`) of the names of parameters that stay whole; a tied parameter goes by each of its names.
 
     Raises `PlanError` for a pattern that no parameter has.
     """
-    kept = _kept_whole(derivation, whole)
+    kept = _excluded(derivation, whole)
     splits: dict[str, ParameterSplit] = {}
     reasons: dict[int, str] = {}
     order = sorted(range(len(derivation.groups)), key=lambda at: -_worth(derivation.groups[at]))  # of equals the first
@@ -55,11 +55,11 @@ def choose(derivation: Derivation, ranks: int, whole: Sequence[str] = ()) -> Cho
         else:
             splits.update({one.name: one for one in group.parameters})
     split = sum(derivation.elements[name] for name in splits)
-    return Choice(
+    return Selection(
         ranks=ranks,
         splits={name: splits[name] for name in derivation.elements if name in splits},
         chosen=tuple(group for at, group in enumerate(derivation.groups) if at not in reasons),
-        left=tuple((derivation.groups[at], reasons[at]) for at in sorted(reasons)),
+        unsplit=tuple((derivation.groups[at], reasons[at]) for at in sorted(reasons)),
         share=split / max(sum(derivation.elements.values()), 1),
     )
 
@@ -98,7 +98,7 @@ def _shown(split: ParameterSplit) -> str:
     return f"{split.outer} x {split.units} x {split.inner}"
 
 
-def _kept_whole(derivation: Derivation, patterns: Iterable[str]) -> dict[str, str]:
+def _excluded(derivation: Derivation, patterns: Iterable[str]) -> dict[str, str]:
     """First name of each parameter that stays whole -> the pattern that says so."""
     kept: dict[str, str] = {}
     unknown: list[str] = []

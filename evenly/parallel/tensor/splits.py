@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from evenly.parallel.tensor.dim_factors import Dim
 from evenly.parallel.tensor.graph import Graph
 from evenly.parallel.tensor.propagation import RULES
-from evenly.parallel.tensor.trace import Call, Trace
+from evenly.parallel.tensor.trace import CallTrace, TracedCall
 
 Run = tuple[int, ...]  # one atom, or two neighbours
 
@@ -71,16 +71,16 @@ class Derivation:
     groups: tuple[SplitGroup, ...]
     elements: dict[str, int]
     aliases: dict[str, str]
-    barred: dict[str, tuple[str, ...]]
+    forbidden: dict[str, tuple[str, ...]]
 
 
 class NotTogether(Exception):
     """Atoms that cannot be split as one group after all."""
 
 
-def derive(trace: Trace) -> Derivation:
+def derive(trace: CallTrace) -> Derivation:
     """Everything that can be split in the model of `trace`."""
-    found = _Search(trace)
+    found = _SplitSearch(trace)
     groups = found.groups()
     parameters = found.parameters
     split = {(one.name, one.dim) for group in groups for one in group.parameters}
@@ -88,7 +88,7 @@ def derive(trace: Trace) -> Derivation:
         groups=tuple(groups),
         elements={trace.values[index].name: trace.values[index].elements for index in parameters},
         aliases={name: trace.values[index].name for name, index in trace.parameters.items()},
-        barred={
+        forbidden={
             trace.values[index].name: tuple(
                 "" if (trace.values[index].name, at) in split else found.reason(index, dim)
                 for at, dim in enumerate(found.dims[index])
@@ -98,10 +98,10 @@ def derive(trace: Trace) -> Derivation:
     )
 
 
-class _Search:
+class _SplitSearch:
     """Finds the groups of one trace."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: CallTrace) -> None:
         self.trace = trace
         self.graph = Graph(trace, RULES)
         self.atoms = self.graph.atoms
@@ -110,7 +110,7 @@ class _Search:
         self.used = {index for call in trace.calls for index in call.inputs}
         self.ended = {
             at: [(self.atoms.now(meeting.dim), meeting.kind) for meeting in meetings]
-            for at, meetings in self.graph.meetings.items()
+            for at, meetings in self.graph.partial_sums.items()
         }
         self.calls_of = self._calls_by_atom()
 
@@ -130,7 +130,7 @@ class _Search:
             return "no call takes it"
         if not dim:
             return "has one element"
-        return next(filter(None, map(self.atoms.why, dim)), "would stand twice in a tensor")
+        return next(filter(None, map(self.atoms.reason, dim)), "would stand twice in a tensor")
 
     def _runs(self, length: int) -> Iterable[Run]:
         """Neighbouring unbarred atoms of parameters, each run once."""
@@ -141,7 +141,7 @@ class _Search:
             for dim in self.dims[index]
             for start in range(len(dim) - length + 1)
         )
-        return (run for run in dict.fromkeys(runs) if not any(map(self.atoms.why, run)) and len({*run}) == length)
+        return (run for run in dict.fromkeys(runs) if not any(map(self.atoms.reason, run)) and len({*run}) == length)
 
     def _calls_by_atom(self) -> dict[int, list[int]]:
         calls: dict[int, dict[int, None]] = {}
@@ -157,7 +157,7 @@ class _Search:
 class _Following:
     """One run of atoms followed through the calls, its parameters split and all else whole at first."""
 
-    search: _Search
+    search: _SplitSearch
     run: Run
     split: set[int] = field(default_factory=set[int])
     entered: set[int] = field(default_factory=set[int])  # whole, and meeting split ones
@@ -203,7 +203,7 @@ class _Following:
         name = self.search.trace.values[index].name
         return ParameterSplit(name, at, atoms.length(outer), atoms.length(self.run), atoms.length(inner))
 
-    def _follow(self, at: int, call: Call) -> None:
+    def _follow(self, at: int, call: TracedCall) -> None:
         inputs = {*call.inputs}
         if not inputs & self.split:
             return

@@ -29,9 +29,9 @@ from evenly.errors import PlanError, describe
 from evenly.model.fake import (
     Source,
     fake_mode,
-    model_without_numbers,
-    running_without_numbers,
-    tensor_without_numbers,
+    fake_model,
+    fake_tensor,
+    running_fake,
 )
 from evenly.parallel.tensor.attention import multi_head_attention
 
@@ -77,7 +77,7 @@ class Ref:
 
 
 @dataclass(frozen=True)
-class Call:
+class TracedCall:
     """One call.
 
     function:  `linear`, `add_`, `view`, `T`, ...: the plain name of what `torch`, `torch.Tensor` and
@@ -107,7 +107,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Trace:
+class CallTrace:
     """One forward.
 
     values:     all tensors; the parameters come first, in order of definition.
@@ -116,7 +116,7 @@ class Trace:
     """
 
     values: tuple[Value, ...]
-    calls: tuple[Call, ...]
+    calls: tuple[TracedCall, ...]
     parameters: dict[str, int]
 
 
@@ -133,7 +133,7 @@ def refs_in(arguments: Any) -> Iterator[Ref]:
         yield from refs_in((arguments.start, arguments.stop, arguments.step))
 
 
-def trace(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> Trace:
+def trace(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> CallTrace:
     """The calls of `loss(model, batch)` in training. Neither the model nor any random state is changed.
 
     model: on any device, meta among them. batch: any nest of tensors; only shapes and types of it are used.
@@ -142,10 +142,10 @@ def trace(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -
     """
     fakes = fake_mode()
     recorder = _Recorder(fakes)
-    with running_without_numbers():
+    with running_fake():
         try:
-            faked = model_without_numbers(model, fakes, recorder.stand_in).train()
-            nest = map_tensors(lambda tensor: recorder.know(tensor_without_numbers(tensor, fakes), "batch"), batch)
+            faked = fake_model(model, fakes, recorder.stand_in).train()
+            nest = map_tensors(lambda tensor: recorder.know(fake_tensor(tensor, fakes), "batch"), batch)
             with _names_of_modules(faked, recorder.running), fakes, recorder, torch.enable_grad():
                 loss(faked, nest)
         except PlanError:
@@ -163,10 +163,10 @@ class _Recorder(TorchFunctionMode):
     """Notes every call while it is active."""
 
     fakes: Any
-    calls: list[Call] = field(default_factory=list[Call])
+    calls: list[TracedCall] = field(default_factory=list[TracedCall])
     parameters: dict[str, int] = field(default_factory=dict[str, int])
     running: list[str] = field(default_factory=list[str])
-    failed: tuple[Exception, Call] | None = None  # the call that failed last
+    failed: tuple[Exception, TracedCall] | None = None  # the call that failed last
     _values: list[tuple[torch.Tensor, Value]] = field(default_factory=list[tuple[torch.Tensor, Value]])
     _index: dict[int, int] = field(default_factory=dict[int, int])
 
@@ -183,7 +183,7 @@ class _Recorder(TorchFunctionMode):
                 result = multi_head_attention(*args, **keywords)
             if result is not NotImplemented:
                 return result
-        call = Call(name_of(func), (), {}, (), self.module, torch.is_grad_enabled())
+        call = TracedCall(name_of(func), (), {}, (), self.module, torch.is_grad_enabled())
         if _matters(func):
             arguments = _map(partial(self._ref, call), (args, keywords))
             call = replace(call, arguments=arguments[0], keywords=arguments[1])
@@ -217,20 +217,20 @@ class _Recorder(TorchFunctionMode):
         """Of a known tensor."""
         return self._index[id(tensor)]
 
-    def trace(self) -> Trace:
+    def trace(self) -> CallTrace:
         """All that was noted."""
         values = (
             Value(value.shape, value.dtype, tensor.requires_grad, value.source, value.name)
             for tensor, value in self._values
         )
-        return Trace(tuple(values), tuple(self.calls), self.parameters)
+        return CallTrace(tuple(values), tuple(self.calls), self.parameters)
 
     @property
     def module(self) -> str:
         """The innermost that runs."""
         return self.running[-1] if self.running else ""
 
-    def _ref(self, call: Call, tensor: torch.Tensor) -> Ref:
+    def _ref(self, call: TracedCall, tensor: torch.Tensor) -> Ref:
         if id(tensor) not in self._index:
             if _is_fake(tensor, self.fakes):
                 raise _unrecorded(tensor, call)
@@ -316,7 +316,7 @@ def _names_of_modules(model: nn.Module, running: list[str]) -> Generator[None]:
 # --------------------------------------------------------------------------------------------------------------- errors
 
 
-def _unrecorded(tensor: torch.Tensor, call: Call) -> PlanError:
+def _unrecorded(tensor: torch.Tensor, call: TracedCall) -> PlanError:
     return PlanError(
         ASKED,
         f"{call.place}{_line()} takes a tensor of shape {tuple(tensor.shape)} that no function of torch made: "

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Narrowing(TorchDispatchMode):
+class DowncastWatch(TorchDispatchMode):
     """A context manager; `found` names the type that float64 numbers were turned into within, empty for none."""
 
     def __init__(self) -> None:
