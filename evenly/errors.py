@@ -57,6 +57,16 @@ class ResumeError(CheckpointError):
     exit_code = UserError.exit_code
 
 
+def note_step(problem: Exception, step: int) -> None:
+    """Notes on `problem` the optimizer step in which it was raised."""
+    problem.evenly_step = step  # type: ignore[attr-defined]
+
+
+def step_of(problem: BaseException) -> int | None:
+    """The optimizer step in which it was raised, if that was noted."""
+    return getattr(problem, "evenly_step", None)
+
+
 class RankError(RunError):
     """A rank failed; carries the first failing rank, its step if known, and its log."""
 

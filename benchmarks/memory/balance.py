@@ -25,8 +25,8 @@ from evenly.launch.agent import Launch, start_ranks
 RESULTS = Path(__file__).parents[1] / "results" / "balance.json"
 DEVICES = 4
 PLANS = {
-    "dp": "replicas=4 gather=0",
-    "dp, outputs on device 1": "replicas=4 gather=1",
+    "dp": "replicas=4 output_device=0",
+    "dp, outputs on device 1": "replicas=4 output_device=1",
     "balanced-dp": "replicas=4",
     "ddp": "ddp",
 }
@@ -69,7 +69,7 @@ def peaks(plan: str) -> list[dict[str, int]]:
     with evenly.start(job(), plan=plan) as run, run.counting_memory() as counter:
         for batch in run.batches():
             run.step(batch)
-    return [dict(counter.peaks[number]) for number in range(run.plan.replicas or 1)]  # pyright: ignore[reportArgumentType]
+    return [dict(counter.peaks[number]) for number in range(run.plan.replicas.count)]  # pyright: ignore[reportArgumentType]
 
 
 def main() -> None:

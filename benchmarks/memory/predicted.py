@@ -66,7 +66,7 @@ DATA = (
     "zero3 recompute=full",
     "zero3 offload=parameters",
 )
-TENSOR = ("tp", "tp recompute=selective", "tp recompute=full", "tp sequence=split", "tp precision=bfloat16")
+TENSOR = ("tp", "tp recompute=selective", "tp recompute=full", "tp sequence_parallel=on", "tp precision=bfloat16")
 PIPELINE = (
     "mp",
     "pp",
@@ -140,7 +140,9 @@ def pair(reader: JobProfiler, name: str, plan: str, ranks: int, counted: list[di
     """One row."""
     parsed = parse_plan(plan)
     begun = time.perf_counter()
-    meters = memory_of_ranks(reader, parsed.fit(ranks if parsed.replicas is None else parsed.devices or 1))
+    meters = memory_of_ranks(
+        reader, parsed.fit(ranks if parsed.replicas is None else parsed.devices or 1).complete(reader.job.precision)
+    )
     took = time.perf_counter() - begun
     totals = [sum(one.values()) for one in counted]
     errors = [meter.peak / total - 1 for meter, total in zip(meters, totals, strict=True)]

@@ -30,7 +30,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "growing": {"inners": tuple(WIDTH * n for n in range(1, 9)), "samples": SAMPLES // 2},
     "head": {"inners": (2 * WIDTH,) * 8, "classes": 16_000, "samples": SAMPLES // 4},
 }
-PLANS = {"ours": f"pipeline={RANKS}", "equal": f"pipeline={RANKS} cut=4"}
+PLANS = {"ours": f"pipeline={RANKS}", "equal": f"pipeline={RANKS} split_points=4"}
 
 
 def train(model: str, rounds: int) -> dict[str, list[tuple[float, float]]]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from benchmarks.published import cases
 from benchmarks.published.rows import TRAINING, Incomplete, Row, measured, read
 from evenly.errors import UserError
-from evenly.plan import Plan
+from evenly.plan import PlanSpec
 from evenly.planner.prediction import Prediction
 from evenly.planner.request import PlanRequest
 from evenly.planner.search import search
@@ -38,7 +38,7 @@ def compared(row: Row) -> tuple[cases.Case, float, Prediction | None] | None:
         subject=ShapeSource(case.shape, library.kernels),
         cluster=case.cluster,
         batch=case.setup.batch,
-        only=Plan(exact="rounding", precision="bfloat16"),
+        only=PlanSpec(exact="rounding", precision="bfloat16"),
         library=case.library,
         dtype=case.setup.dtype,
         top=1,

@@ -12,7 +12,7 @@ from typing import Any
 
 from evenly.cli.tables import print_table
 from evenly.jobfile import load_job, parse_settings
-from evenly.plan import Plan, parse_plan
+from evenly.plan import PlanSpec, parse_plan
 
 
 def explain(job: Path, only: str, settings: list[str], *, json_only: bool) -> int:
@@ -27,7 +27,7 @@ def explain(job: Path, only: str, settings: list[str], *, json_only: bool) -> in
     return 0
 
 
-def _explained(job: Path, plan: Plan, values: dict[str, Any]) -> list[dict[str, Any]]:
+def _explained(job: Path, plan: PlanSpec, values: dict[str, Any]) -> list[dict[str, Any]]:
     """What the axes of `plan` do to the job's model."""
     found: list[dict[str, Any]] = []
     if plan.splits_tensors or not plan.splits_blocks:

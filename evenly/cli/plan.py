@@ -174,9 +174,11 @@ def _known(request: Request) -> CostSource:
             "--set passes settings to job(), and this is a model",
             f"describe the model instead, for example {shape.name}:layers=4",
         )
-    if parse_plan(request.only).whole is not None:
+    if parse_plan(request.only).tensor_exclude is not None:
         raise UserError(
-            f"{asked} --only {request.only!r}", "whole names parameters, and a model's shape has none", "leave it out"
+            f"{asked} --only {request.only!r}",
+            "tensor_exclude names parameters, and a model's shape has none",
+            "leave it out",
         )
     if request.sequence is not None:
         shape = replace(shape, sequence=request.sequence)

@@ -15,7 +15,7 @@ from evenly.hardware.cluster_text import local_devices
 from evenly.jobfile import check_settings, owns_loop, parse_settings
 from evenly.launch.agent import FailedRank, Launch, start_ranks, warm_up
 from evenly.launch.environment import CHECK_VARIABLE, OPTIONS_VARIABLE, find_here
-from evenly.plan import Plan, parse_plan
+from evenly.plan import PlanSpec, asked_plan
 
 # What every rank needs; torch._dynamo and the distributed checkpoint are imported by the first optimizer and save.
 PRELOAD = ["evenly.train.loop", "evenly.train.resume", "torch._dynamo"]
@@ -44,7 +44,8 @@ class RunRequest:
 
 def run(request: RunRequest) -> int:
     """Trains; returns the exit code."""
-    plan = parse_plan(request.plan or "ddp")
+    named, sought = asked_plan(request.plan)
+    plan = named or PlanSpec()
     script = owns_loop(request.job)
     if request.arguments and not script:
         raise UserError(
@@ -63,7 +64,7 @@ def run(request: RunRequest) -> int:
         check_settings(request.job, settings)
     warm_up(PRELOAD)  # imports torch in the fork server while this process imports it too
 
-    from evenly.train.options import RunOptions, asked_plan
+    from evenly.train.options import RunOptions
 
     place = find_here()
     under_launcher = place.size > 1 and request.nodes == 1
@@ -76,7 +77,6 @@ def run(request: RunRequest) -> int:
     _check_gpus(devices)
     ranks = devices if fitted.replicas is None else _one_process(fitted, nodes)
     out = None if script and request.out is None else choose_folder(request)
-    named, sought = asked_plan(request.plan)
     options = RunOptions(
         plan=named,
         search=sought,
@@ -140,7 +140,7 @@ def _way_on(request: RunRequest, out: Path | str) -> str:
 def _run_as_rank(request: RunRequest) -> int:
     """Under a launcher that starts every rank itself, this process is one of them."""
     from evenly.train.loop import run_job_file, run_script
-    from evenly.train.options import RunOptions, asked_plan
+    from evenly.train.options import RunOptions
 
     plan, sought = asked_plan(request.plan)
     options = RunOptions(plan=plan, search=sought, out=request.out, steps=request.steps, resume=request.resume)
@@ -183,7 +183,7 @@ def devices_here(planned: int | None, nodes: int) -> int:
     return local_devices()
 
 
-def _one_process(plan: Plan, nodes: int) -> int:
+def _one_process(plan: PlanSpec, nodes: int) -> int:
     """Ranks of a plan of replicas."""
     if nodes > 1:
         raise PlanError(f"plan {plan} on {nodes} nodes", "replicas share one process", "use ddp")

@@ -59,24 +59,24 @@ def build_optimizer(job: Job, parameters: Sequence[nn.Parameter], plan: Plan) ->
             "use an optimizer with one gradient per step",
         )
     reasons = (NEEDS_WHOLE_PARAMETERS.get(kind.__name__) for kind in type(optimizer).__mro__)
-    if plan.stage and (reason := next(filter(None, reasons), None)):
+    if plan.data.zero_stage and (reason := next(filter(None, reasons), None)):
         raise UserError(
-            f"optimizer {type(optimizer).__name__} under zero={plan.stage}",
+            f"optimizer {type(optimizer).__name__} under zero={plan.data.zero_stage}",
             f"{reason}, and each rank holds a part",
             "use plan ddp, or an optimizer that treats every element by itself (AdamW, SGD)",
         )
-    if plan.splits_tensors:
+    if plan.tensor.active:
         from evenly.parallel.data.optimizer import ELEMENTWISE  # takes seconds to import
 
         if type(optimizer) not in ELEMENTWISE:
             raise UserError(
-                f"optimizer {type(optimizer).__name__} under tensor={plan.tensor}",
+                f"optimizer {type(optimizer).__name__} under tensor={plan.tensor.size}",
                 "it may need whole parameters, and each rank has a part of them",
                 "use an optimizer of torch.optim that treats every element by itself (AdamW, SGD), or plan ddp",
             )
-    if plan.splits_blocks and type(optimizer).__module__.partition(".")[0] != "torch":
+    if plan.pipeline.active and type(optimizer).__module__.partition(".")[0] != "torch":
         raise UserError(
-            f"optimizer {type(optimizer).__name__} under pipeline={plan.pipeline}",
+            f"optimizer {type(optimizer).__name__} under pipeline={plan.pipeline.size}",
             "it may look at all parameters together, and each rank has those of its stages",
             "use an optimizer of torch.optim, or a plan without pipeline",
         )

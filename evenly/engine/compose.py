@@ -139,15 +139,15 @@ def compose(
     if splits is not None:
         held = {name for name, _ in model.named_parameters()}
         tensor = _split(model, {name: s for name, s in splits.items() if name in held}, world.group("tensor"), plan)
-    if plan.stage < 3 and (pipeline or tensor):
+    if plan.data.zero_stage < 3 and (pipeline or tensor):
         model.to(world.device)
     parts_of = _parts_of(pipeline, tensor, world)
     if pipeline is not None and tensor is not None:
         pipeline.leaving(tensor.gathered)
         pipeline.engine.computing = tensor.axis  # recomputation computes the model again
-    replicas = Replicas(modules, devices_of(plan, world), gather=plan.gather)
+    replicas = Replicas(modules, devices_of(plan, world), output_device=plan.replicas.output_device)
     elsewhere = pipeline.elsewhere if pipeline is not None else ()
-    whole = plan.stage < 3 and tensor is None and pipeline is None
+    whole = plan.data.zero_stage < 3 and tensor is None and pipeline is None
     statistics = [
         RunningStatistics(r.module, group=group, alone=plan.devices == 1, whole=whole, elsewhere=elsewhere)
         for r in replicas
@@ -162,22 +162,22 @@ def compose(
         parts |= {"tensor": tensor, "sharded": tensor.share}
     if pipeline is not None:
         parts |= {"pipeline": pipeline, "sharded": max(pipeline.share, tensor.share if tensor else 0.0)}
-    if plan.stage:
-        assert plan.shard != "auto"  # the plan is fitted
+    if plan.data.zero_stage:
+        assert plan.data.shard != "auto"  # the plan is fitted
         settings: dict[str, Any] = {
             "world": world,
-            "shard": plan.shard or group.size,
+            "shard": plan.data.shard,
             "accumulate_float64": in_float64,
             "parts": parts_of,
         }
-        if plan.stage == 3:
+        if plan.data.zero_stage == 3:
             from evenly.parallel.data.shards import ShardedGradients  # takes seconds to import
 
             sharded = ShardedGradients(
                 model,
                 offload=plan.offload == "parameters",
                 blocks=blocks[0],
-                in_parts=pipeline is not None and splits_backward(plan.order) and pipeline.engine.in_parts,
+                in_parts=pipeline is not None and splits_backward(plan.pipeline.schedule) and pipeline.engine.in_parts,
                 **settings,
             )
             if pipeline is not None:
@@ -186,9 +186,9 @@ def compose(
         else:
             from evenly.parallel.data.partition import PartitionedGradients
 
-            sharded = PartitionedGradients(model, zero=plan.stage, **settings)
+            sharded = PartitionedGradients(model, zero=plan.data.zero_stage, **settings)
         parts |= {"cuts": sharded.cuts, "sharded": max(sharded.share, parts.get("sharded", 0.0))}
-        return Composed(model, gradients=sharded, in_step=plan.stage == 3, **parts)
+        return Composed(model, gradients=sharded, in_step=plan.data.zero_stage == 3, **parts)
     if plan.offload == "optimizer":
         from evenly.parallel.data.optimizer import OwnedRows
 
@@ -209,7 +209,7 @@ def _split(model: nn.Module, splits: Mapping[str, ParameterSplit], group: Group,
 
     layouts = {name: Layout.of(s.dim, s.outer, s.units, s.inner, group.size) for name, s in splits.items()}
     keeping = plan.recompute == "selective"
-    return SplitModel(model, layouts, group, sequence=plan.sequence == "split", recomputed=keeping)
+    return SplitModel(model, layouts, group, sequence=plan.tensor.sequence_parallel, recomputed=keeping)
 
 
 def _pipeline(model: StagedModel, staging: StagePlan, plan: Plan, world: World) -> Pipeline:
@@ -219,7 +219,7 @@ def _pipeline(model: StagedModel, staging: StagePlan, plan: Plan, world: World) 
     model.move(world.device)
     pipeline = Pipeline.of(model, staging, plan, world.group("pipeline"))
     # A second part of a backward would compute all activations a second time.
-    pipeline.engine.in_parts = plan.recompute in (None, "none")
+    pipeline.engine.in_parts = plan.recompute == "none"
     return pipeline
 
 
@@ -248,7 +248,7 @@ def _change_blocks(
     changes: dict[str, Callable[[Forward], Forward]] = {}
     if plan.recompute in ("selective", "full"):
         changes[f"recompute={plan.recompute}"] = recomputing(selective=plan.recompute == "selective")
-        if plan.compile != "blocks" and not plan.splits_blocks:
+        if plan.compile != "blocks" and not plan.pipeline.active:
             blocks = [find_recomputed(r.module, mine) for r, mine in zip(replicas, blocks, strict=True)]
     if plan.compile == "blocks":
         from evenly.parallel.core.compiled import check_compilable, compiling
@@ -256,7 +256,7 @@ def _change_blocks(
         for replica in replicas:
             check_compilable(replica.module, replica.device)
         changes["compile=blocks"] = compiling
-    caches = plan.recompute in ("selective", "full") or plan.splits_blocks
+    caches = plan.recompute in ("selective", "full") or plan.pipeline.active
     off = [CachesOff(replica.module) for replica in replicas] if caches else []
     if not changes:
         return [*off]
@@ -265,8 +265,8 @@ def _change_blocks(
 
 def devices_of(plan: Plan, world: World) -> list[str]:
     """The devices of this rank: its own, or as many as the plan has replicas. `PlanError` beyond this machine's."""
-    assert plan.replicas != "auto"  # the plan is fitted
-    count = plan.replicas or 1
+    assert plan.replicas.count != "auto"  # the plan is fitted
+    count = plan.replicas.count or 1
     if world.device == "cpu" or count == 1:
         return [world.device] * count
     found = torch.cuda.device_count()

@@ -19,7 +19,7 @@ from evenly.parallel.tensor.derivation_cache import cached, key_of
 from evenly.parallel.tensor.select_splits import Selection, select
 from evenly.parallel.tensor.splits import Derivation, ParameterSplit, SplitGroup, derive
 from evenly.parallel.tensor.trace import trace
-from evenly.plan import Plan, with_microbatch
+from evenly.plan import Plan, PlanSpec, with_microbatch
 
 
 def find_splits(job: Job, model: nn.Module, plan: Plan, world: World) -> Mapping[str, ParameterSplit] | None:
@@ -27,7 +27,7 @@ def find_splits(job: Job, model: nn.Module, plan: Plan, world: World) -> Mapping
 
     Raises `PlanError`, on all ranks, where nothing can be split or the model cannot be traced.
     """
-    if not plan.splits_tensors:
+    if not plan.tensor.active:
         return None
     found: Selection | EvenlyError | None = None
     if world.is_main:
@@ -65,8 +65,7 @@ def choose_splits(plan: Plan, derivation: Derivation) -> Selection:
 
 
 def _selection(plan: Plan, derivation: Derivation) -> Selection:
-    assert isinstance(plan.tensor, int)
-    return select(derivation, plan.tensor, plan.whole.split("|") if plan.whole else ())
+    return select(derivation, plan.tensor.size, plan.tensor.exclude)
 
 
 @dataclass(frozen=True)
@@ -104,31 +103,37 @@ class Explanation:
     kept_full: dict[str, tuple[str, ...]]
 
 
-def explain_splits(job: Job, plan: Plan) -> Explanation:
+def explain_splits(job: Job, spec: PlanSpec) -> Explanation:
     """What the tensor axis of `plan` splits of the job's model; in this process alone, and nothing is computed.
 
     Raises `PlanError` where the plan has no tensor axis, or one without its size, or another microbatch than the job,
     or where the model cannot be traced.
     """
-    if plan.tensor in (None, 1):
+    if not spec.splits_tensors:
         raise PlanError(
-            f"explain plan {plan}",
+            f"explain plan {spec}",
             "it has no tensor axis, which splits a model's tensors, and no pipeline, which cuts it into stages",
             "add its size: --only tensor=2, or --only pipeline=2",
         )
-    if plan.tensor == "auto":
+    if spec.tensor == "auto":
         raise PlanError(
-            f"explain plan {plan}",
+            f"explain plan {spec}",
             "the tensor axis takes all devices that a run is given, and here none are",
             "give its size: --only tensor=2",
         )
-    precision = plan.resolve(job.precision).precision
-    assert precision is not None  # the plan is resolved
-    derivation = _fake_derivation(with_microbatch(job, plan), precision)
+    sized = PlanSpec(
+        data=1,
+        tensor=spec.tensor,
+        tensor_exclude=spec.tensor_exclude,
+        microbatch=spec.microbatch,
+        precision=spec.precision,
+    )
+    plan = sized.complete(job.precision)
+    derivation = _fake_derivation(with_microbatch(job, plan), plan.precision)
     choice = _selection(plan, derivation)
     reasons = dict(choice.unsplit)
     return Explanation(
-        plan=str(plan),
+        plan=str(spec),
         ranks=choice.ranks,
         share=choice.share,
         elements=sum(derivation.elements.values()),

@@ -21,7 +21,7 @@ from evenly.parallel.core.recompute import CachesOff
 from evenly.parallel.pipeline.model import StagedModel
 from evenly.parallel.pipeline.stage_discovery import find_call_costs, find_stage_plan
 from evenly.parallel.pipeline.stages import CallCost, StagePlan
-from evenly.plan import Plan, with_microbatch
+from evenly.plan import Plan, PlanSpec, with_microbatch
 from evenly.plan.cut import Memory, cut
 from evenly.plan.orders import in_flight_of
 from evenly.plan.schedule import rank_of_stage, runnable
@@ -49,7 +49,6 @@ def find_stages(job: Job, model: nn.Module, plan: Plan, world: World) -> tuple[S
 
 def stage_plan_of(job: Job, model: StagedModel, plan: Plan, *, device: str) -> tuple[StagePlan, list[CallCost]]:
     """The stages of `model` under `plan`, on devices of that type, as the job's first microbatches run it."""
-    assert plan.precision is not None and isinstance(plan.pipeline, int)  # the plan is resolved
     caches = CachesOff(model.model)
     try:
         compute = _compute(job, model.model, plan.precision, evaluation=False)
@@ -74,7 +73,6 @@ def stage_plan_of(job: Job, model: StagedModel, plan: Plan, *, device: str) -> t
 
 def call_costs_of(job: Job, model: StagedModel, plan: Plan) -> list[CallCost]:
     """The segments of `model` as the job's first microbatch calls them; nothing is computed."""
-    assert plan.precision is not None  # the plan is resolved
     caches = CachesOff(model.model)
     try:
         return find_call_costs(model, _compute(job, model.model, plan.precision, evaluation=False))
@@ -103,18 +101,17 @@ def counts_of(
     device: type of the ranks' devices. microbatches: of a rank's share of a step. limit_bytes: what a device has, or
     None where that is no matter. Raises `PlanError` where there are too few segments, or nothing fits.
     """
-    assert isinstance(plan.pipeline, int)
-    stages = plan.pipeline * plan.stages_of_each_rank
+    stages = plan.pipeline.stages
     if len(segments) < stages:
         raise PlanError(
             f"plan {plan}",
             f"it has {stages} stages, and the model calls {len(segments)} blocks",
             f"use at most {len(segments)} stages (pipeline x stages_per_rank)",
         )
-    if plan.cut is None:
+    if not plan.pipeline.split_points:
         costs = [_cost(segment, device) for segment in segments]
         return cut(costs, stages, memory=_memory(segments, plan, microbatches, limit_bytes))
-    begins = [0, *map(int, plan.cut.split("|")), len(segments)]
+    begins = [0, *plan.pipeline.split_points, len(segments)]
     if begins[-2] >= len(segments):
         raise PlanError(
             f"plan {plan}",
@@ -131,25 +128,23 @@ def _memory(segments: Sequence[CallCost], plan: Plan, microbatches: int, limit_b
     """
     if limit_bytes is None:
         return None
-    assert isinstance(plan.pipeline, int)
     cut_over, held = plan.axes["data"], _held_at_once(plan, microbatches)
     kept = 0 if plan.recompute == "full" else 1
-    copies = sum(1 / cut_over if plan.stage >= stage else 1 for stage in (3, 2, 1, 1))
+    copies = sum(1 / cut_over if plan.data.zero_stage >= stage else 1 for stage in (3, 2, 1, 1))
     return Memory(
         weight_bytes=[round(segment.weight_bytes * copies) for segment in segments],
         activation_bytes=[segment.kept_bytes * kept for segment in segments],
         in_flight=held,
-        limit_bytes=[limit_bytes // plan.stages_of_each_rank] * len(held),
+        limit_bytes=[limit_bytes // plan.pipeline.stages_per_rank] * len(held),
     )
 
 
 def _held_at_once(plan: Plan, microbatches: int) -> list[int]:
     """Per stage, the most microbatches that it holds the activations of."""
-    assert isinstance(plan.pipeline, int)
-    per_rank = plan.stages_of_each_rank
-    runs = runnable(plan.order, plan.pipeline, per_rank, max(1, microbatches))
-    of_ranks = [iter(held) for held in in_flight_of(plan.order, plan.pipeline, per_rank, runs)]
-    return [next(of_ranks[rank]) for rank in rank_of_stage(plan.order, plan.pipeline, per_rank)]
+    per_rank = plan.pipeline.stages_per_rank
+    runs = runnable(plan.pipeline.schedule, plan.pipeline.size, per_rank, max(1, microbatches))
+    of_ranks = [iter(held) for held in in_flight_of(plan.pipeline.schedule, plan.pipeline.size, per_rank, runs)]
+    return [next(of_ranks[rank]) for rank in rank_of_stage(plan.pipeline.schedule, plan.pipeline.size, per_rank)]
 
 
 def _cost(segment: CallCost, device: str) -> float:
@@ -196,27 +191,26 @@ class StagesExplained:
     shared: dict[str, tuple[int, ...]]
 
 
-def explain_stages(job: Job, plan: Plan) -> StagesExplained:
+def explain_stages(job: Job, spec: PlanSpec) -> StagesExplained:
     """Where `plan` cuts the job's model, in this process alone; nothing is computed.
 
     Raises `PlanError` where the plan does not say how many ranks its pipeline has or has another microbatch than the
     job, or where a stage cannot run by itself.
     """
-    if not isinstance(plan.pipeline, int):
+    if not isinstance(spec.pipeline, int):
         raise PlanError(
-            f"explain plan {plan}",
+            f"explain plan {spec}",
             "the pipeline takes all devices that a run is given, and here none are",
             "give its size: --only pipeline=4",
         )
-    plan = replace(plan, data=plan.data or 1).resolve(job.precision)
+    plan = replace(spec, data=spec.data or 1).complete(job.precision)
     job = with_microbatch(job, plan)
-    assert plan.precision is not None and isinstance(plan.pipeline, int)
     model = StagedModel(build_model(job, precision=plan.precision, device=None), "cpu")
     staging, segments = stage_plan_of(job, model, plan, device="cpu")
     microbatches = len(share_of_step(job, 0, rank=0, ranks=plan.axes["data"]).own)
     held = _held_at_once(plan, microbatches)
     costs = [_cost(segment, "cpu") for segment in segments]
-    ranks = rank_of_stage(plan.order, plan.pipeline, plan.stages_of_each_rank)
+    ranks = rank_of_stage(plan.pipeline.schedule, plan.pipeline.size, plan.pipeline.stages_per_rank)
     stages: list[ExplainedStage] = []
     for stage, rank in enumerate(ranks):
         own = [n for n, segment in enumerate(segments) if staging.stage_of[segment.call] == stage]
@@ -234,4 +228,4 @@ def explain_stages(job: Job, plan: Plan) -> StagesExplained:
                 receives=tuple(map(str, staging.stage_inputs[True][stage])),
             )
         )
-    return StagesExplained(str(plan), plan.order, microbatches, staging.cut, tuple(stages), staging.shared)
+    return StagesExplained(str(spec), plan.pipeline.schedule, microbatches, staging.cut, tuple(stages), staging.shared)

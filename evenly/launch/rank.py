@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from evenly.errors import EvenlyError, UserError
+from evenly.errors import EvenlyError, UserError, step_of
 from evenly.launch.environment import become_environment, process_environment
 from evenly.observe.recorder import RankRecord, read, waits_since_s
 
@@ -53,7 +53,7 @@ class RankExit:
     """How a rank failed, in its own words or, where it could not speak, in those of its exit code.
 
     asked, found, do: of an error of evenly's; of any other `asked` is ''.
-    step: optimizer step of the failure, from the exception's `evenly_step`, None if it has none.
+    step: optimizer step of the failure, None if that is unknown.
     """
 
     rank: int
@@ -292,7 +292,7 @@ def _fail(folder: LaunchFolder, rank: int, error: BaseException) -> NoReturn:
 def describe(rank: int, error: BaseException) -> RankExit:
     """The ending of a rank whose function raised `error`."""
     asked, found, do = _words(error)
-    step = getattr(error, "evenly_step", None)
+    step = step_of(error)
     return RankExit(
         rank=rank,
         time_s=time.time(),

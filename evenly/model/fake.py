@@ -22,6 +22,26 @@ from evenly.data.generators import undisturbed
 Source = Literal["parameter", "buffer", "constant"]
 
 
+class DeferredTensor(torch.Tensor):
+    """A tensor whose numbers may come later: until then it has a shape, a type and a device alone."""
+
+    @property
+    def arrived(self) -> bool:
+        """Whether it has numbers by now."""
+        raise NotImplementedError
+
+
+def is_fake(kind: type) -> bool:
+    """Whether tensors of this class are torch's fake tensors, which take no memory."""
+    return kind.__name__ == "FakeTensor"  # importing the class takes a second, which a plain run does not need
+
+
+def operation_of(problem: Exception) -> str:
+    """The operation that a fake tensor could not run for want of numbers; '' where something else went wrong."""
+    operation = getattr(problem, "func", None)  # torch's errors of fake tensors have it, and no other
+    return "" if operation is None else str(operation).removesuffix(".default")
+
+
 def fake_mode() -> Any:
     """torch's mode of tensors without numbers."""
     from torch._subclasses.fake_tensor import FakeTensorMode

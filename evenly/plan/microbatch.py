@@ -7,9 +7,10 @@ from dataclasses import replace
 from evenly.errors import PlanError
 from evenly.job import Job
 from evenly.plan.plan import Plan
+from evenly.plan.spec import PlanSpec
 
 
-def with_microbatch(job: Job, plan: Plan, *, recorded: int | None = None) -> Job:
+def with_microbatch(job: Job, plan: Plan | PlanSpec, *, recorded: int | None = None) -> Job:
     """`job` as a run of it under `plan` cuts its batches.
 
     recorded: samples per microbatch of the run that this one goes on from.

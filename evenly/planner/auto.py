@@ -9,7 +9,7 @@ from evenly.hardware.cluster import Cluster
 from evenly.hardware.cluster_text import local_cluster
 from evenly.job import Job
 from evenly.launch.environment import ProcessInfo
-from evenly.plan import Plan
+from evenly.plan import PlanSpec
 from evenly.planner.job_source import JobSource
 from evenly.planner.prediction import CAUSES_OF_MEMORY, CAUSES_OF_TIME, Prediction
 from evenly.planner.request import PlanRequest
@@ -22,7 +22,7 @@ def cluster_of(place: ProcessInfo) -> Cluster:
     return Cluster(place.nodes, here.devices, here.kind, own=here.own)
 
 
-def choose_plan(job: Job, only: Plan, place: ProcessInfo) -> Prediction:
+def choose_plan(job: Job, only: PlanSpec, place: ProcessInfo) -> Prediction:
     """The best plan for `job` on all ranks of `place` that states what `only` does; `job` has its microbatch.
 
     Raises `PlanError` where none fits into the devices' memory, with the smallest change with which one would.

@@ -57,18 +57,19 @@ def library_of(precision: Precision, *, bitwise: bool, name: str = "evenly", on_
 def training_config_of(question: PlanRequest, plan: Plan) -> TrainingConfig:
     """The setup of a complete plan."""
     microbatch = plan.microbatch or question.subject.microbatch
-    assert plan.precision is not None and microbatch is not None and plan.shard != "auto"  # it is complete
+    assert microbatch is not None  # a source that states none leaves it to its plans
     axes = plan.axes
     tensor = axes.get("tensor", 1)
     return TrainingConfig(
         data=axes["data"],
         tensor=tensor,
         pipeline=axes.get("pipeline", 1),
-        split_sequence=plan.sequence == "split" or (tensor > 1 and library_named(question.library).splits_sequence),
-        schedule=plan.order,
-        stages_per_rank=plan.stages_of_each_rank if plan.splits_blocks else 1,
-        zero=plan.stage,
-        shard=plan.shard,
+        split_sequence=plan.tensor.sequence_parallel
+        or (tensor > 1 and library_named(question.library).splits_sequence),
+        schedule=plan.pipeline.schedule,
+        stages_per_rank=plan.pipeline.stages_per_rank if plan.pipeline.active else 1,
+        zero=plan.data.zero_stage,
+        shard=plan.data.shard,
         microbatch=microbatch,
         batch=question.batch,
         sequence=question.subject.sequence or 1,
@@ -79,23 +80,28 @@ def training_config_of(question: PlanRequest, plan: Plan) -> TrainingConfig:
 
 @dataclass(frozen=True)
 class CostedPlan:
-    """A plan with what it takes to judge it."""
+    """A plan with what it takes to judge it.
+
+    layers: blocks of every stage where a run of it decides them; None leaves them to `layers_of`.
+    """
 
     plan: Plan
     setup: TrainingConfig
     parts: ModelCosts
     machine: Machine
+    layers: Sequence[int] | None
 
 
 def costed_plan_of(question: PlanRequest, plan: Plan) -> CostedPlan:
     """Of a complete and resolved plan."""
     setup = training_config_of(question, plan)
-    assert plan.precision is not None
     cpu = question.cluster.device.name == "cpu"
     bitwise = plan.exact == "bitwise"
     library = library_of(plan.precision, bitwise=bitwise, name=question.library, on_cpu=cpu)
     machine = Machine(question.cluster, speeds_of(question.cluster), library)
-    return CostedPlan(plan, setup, question.subject.parts(plan, setup), machine)
+    layers = question.subject.layers(plan, question.cluster.device)
+    shown = plan.with_stages(layers) if layers is not None and plan.pipeline.active else plan
+    return CostedPlan(shown, setup, question.subject.parts(plan, setup), machine, layers)
 
 
 def predict_plan(question: PlanRequest, plan: Plan) -> Prediction:
@@ -115,8 +121,10 @@ def layers_of(one: CostedPlan, seconds: Sequence[float] | None = None) -> tuple[
     parts, stages = one.parts, one.setup.pipeline * one.setup.stages_per_rank
     if stages == 1:
         return (len(parts.blocks),)
-    if one.plan.cut is not None:
-        starts = [0, *map(int, one.plan.cut.split("|")), len(parts.blocks)]
+    if one.layers is not None:
+        return tuple(one.layers)
+    if one.plan.pipeline.split_points:
+        starts = [0, *one.plan.pipeline.split_points, len(parts.blocks)]
         return tuple(end - begin for begin, end in pairwise(starts))
     before, *blocks, after = seconds or seconds_of_parts(one)
     if min(blocks) == max(blocks):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from evenly.errors import PlanError
 from evenly.parallel.data.shards import large_ones, replicated_ones
 from evenly.parallel.pipeline.orders import orders, taken_by
 from evenly.plan import Plan
+from evenly.plan.axes import DeviceReplicas
 from evenly.plan.schedule import Action, rank_of_stage, runnable, splits_backward
 from evenly.planner.job_profile import JobProfiler, Stages
 from evenly.planner.memory import (
@@ -30,25 +30,20 @@ AHEAD, WITHIN = 2, 8  # as of `parallel.pipeline.schedule_runner`
 
 
 def memory_of_ranks(reader: JobProfiler, plan: Plan) -> list[Meter]:
-    """Of every device of `plan` (with all sizes), in the order of ranks, the bytes that it holds in a step.
+    """The bytes that every device of `plan` holds in a step, in the order of ranks.
 
-    Raises `PlanError` where the plan waits for a size, and `UserError` where the model cannot be read.
+    Raises `UserError` where the model cannot be read.
     """
-    if plan.ranks is None or plan.devices is None:
-        raise PlanError(f"memory of plan {plan}", "it does not say how many ranks it has", "give its axes their sizes")
-    resolved = plan.fit(plan.devices).resolve(reader.job.precision)
-    tensor = resolved.tensor if isinstance(resolved.tensor, int) else 1
-    if isinstance(resolved.replicas, int):
-        return _replicas(reader, resolved)
-    ranks = range(resolved.axes["data"])
-    if resolved.splits_blocks:
-        assert isinstance(resolved.pipeline, int)  # the plan is fitted
-        stages = reader.stages(resolved)
-        positions = range(resolved.pipeline)
-        steps = [_PipelineReplay(reader, resolved, rank, stages, at).step() for at in positions for rank in ranks]
+    if plan.replicas.count > 1 or plan.replicas.output_device is not None:
+        return _replicas(reader, plan)
+    ranks = range(plan.data.size)
+    if plan.pipeline.active:
+        stages = reader.stages(plan, None)
+        positions = range(plan.pipeline.size)
+        steps = [_PipelineReplay(reader, plan, rank, stages, at).step() for at in positions for rank in ranks]
     else:
-        steps = [_DataReplay(reader, resolved, rank).step() for rank in ranks]
-    return [meter for meter in steps for _ in range(tensor)]
+        steps = [_DataReplay(reader, plan, rank).step() for rank in ranks]
+    return [meter for meter in steps for _ in range(plan.tensor.size)]
 
 
 @dataclass(eq=False)
@@ -62,9 +57,9 @@ class _DataReplay:
     def __post_init__(self) -> None:
         self.meter = Meter()
         self.ranks = self.plan.axes["data"]
-        self.shard = self.plan.shard if isinstance(self.plan.shard, int) else self.ranks
+        self.shard = self.plan.data.shard
         share = self.reader.share(self.rank, self.ranks)
-        self.share = share.filled() if self.plan.stage == 3 else share
+        self.share = share.filled() if self.plan.data.zero_stage == 3 else share
         numbers = [*self.share.own, *self.share.fillers]
         self.readings = [self.reader.reading(self.plan, number) for number in numbers]
         self.first = self.readings[0] if self.readings else self.reader.reading(self.plan)
@@ -91,7 +86,7 @@ class _DataReplay:
         """From the last backward pass to the end of the step."""
         meter = self.meter
         sums.finish_reduce()
-        apart = self.plan.splits_blocks or self.plan.splits_tensors
+        apart = self.plan.pipeline.active or self.plan.tensor.active
         itemsize = next((one.dtype.itemsize for one in self.parameters), 8)
         meter.for_a_while("temporaries", norm_bytes(sums.norm_lengths(apart=apart), itemsize))
         if self.plan.offload in (None, "none"):
@@ -120,7 +115,7 @@ class _DataReplay:
     def sums(self) -> Sums:
         """As the plan adds up gradients."""
         accumulate_float64 = self.plan.exact == "bitwise"
-        if self.plan.stage == 3:
+        if self.plan.data.zero_stage == 3:
             return ShardSums(
                 self.meter,
                 self.units(),
@@ -129,11 +124,11 @@ class _DataReplay:
                 on_host=self.on_host,
                 in_parts=False,
             )
-        if self.plan.stage:
+        if self.plan.data.zero_stage:
             return ShardedSums(
                 self.meter,
                 self.parameters,
-                zero=self.plan.stage,
+                zero=self.plan.data.zero_stage,
                 ranks=self.shard,
                 accumulate_float64=accumulate_float64,
                 rounds=self.rounds,
@@ -167,7 +162,7 @@ class _DataReplay:
         """Shapes of what this rank steps."""
         shapes: dict[str, Sequence[int]] = {}
         for one in self.parameters:
-            if self.plan.stage and one.shape:
+            if self.plan.data.zero_stage and one.shape:
                 rest = _product(one.shape[1:])
                 rows = own_elements(one, self.shard, self.rank % self.shard) // max(1, rest)
                 shapes[one.names[0]] = (rows, *one.shape[1:])
@@ -177,23 +172,25 @@ class _DataReplay:
 
     def held_bytes(self) -> int:
         """Of parameters and buffers."""
-        ranks = self.shard if self.plan.stage == 3 else 1
+        ranks = self.shard if self.plan.data.zero_stage == 3 else 1
         return self.first.buffer_bytes + sum(padded_bytes(one, ranks) for one in self.parameters)
 
 
 def _replicas(reader: JobProfiler, plan: Plan) -> list[Meter]:
     """The devices of one process (`parallel.data.replicas`)."""
-    assert isinstance(plan.replicas, int)  # the plan is fitted
-    alone = replace(plan, replicas=None, gather=None)
-    return [_ReplicaReplay(reader, alone, number, plan.replicas, plan.gather).step() for number in range(plan.replicas)]
+    alone = replace(plan, replicas=DeviceReplicas(1, None))
+    return [
+        _ReplicaReplay(reader, alone, number, plan.replicas.count, plan.replicas.output_device).step()
+        for number in range(plan.replicas.count)
+    ]
 
 
 class _ReplicaReplay(_DataReplay):
-    """One device of those that a process feeds; the losses of all may be computed on that of number `gather`."""
+    """One device of those that a process feeds; the losses of all may be computed on number `output_device`."""
 
-    def __init__(self, reader: JobProfiler, plan: Plan, number: int, devices: int, gather: int | None) -> None:
+    def __init__(self, reader: JobProfiler, plan: Plan, number: int, devices: int, output_device: int | None) -> None:
         super().__init__(reader, plan, 0)
-        self.number, self.devices, self.gather = number, devices, gather
+        self.number, self.devices, self.output_device = number, devices, output_device
 
     def stepped(self) -> Mapping[str, Sequence[int]]:
         return super().stepped() if self.number == 0 else {}
@@ -215,26 +212,26 @@ class _ReplicaReplay(_DataReplay):
 
     def part(self, number: int, reading: Profile, stage: Pass) -> list[Interval]:
         """What this device does for the microbatch of device `number`."""
-        stretches = reading.forward if stage == "forward" else reading.backward
-        split = next((n for n, one in enumerate(stretches) if _at_the_outputs(one)), len(stretches)) + 1
-        of_model, of_loss = stretches[:split], stretches[split:]
+        intervals = reading.forward if stage == "forward" else reading.backward
+        split = next((n for n, one in enumerate(intervals) if _at_the_outputs(one)), len(intervals)) + 1
+        of_model, of_loss = intervals[:split], intervals[split:]
         if stage == "backward":
             of_model, of_loss = of_loss, of_model
         mine = number == self.number
-        if self.gather is None or self.gather == number:
-            return [*stretches] if mine else []
+        if self.output_device is None or self.output_device == number:
+            return [*intervals] if mine else []
         if mine:
             return [*of_model]
-        if self.number != self.gather:
+        if self.number != self.output_device:
             return []
         copies = reading.output_bytes if stage == "forward" else -reading.output_bytes
         moved = Interval(Bytes(max(0, copies)), Bytes(copies), Event("", stage))
         return [moved, *of_loss] if stage == "forward" else [*of_loss, moved]
 
 
-def _at_the_outputs(stretch: Interval) -> bool:
+def _at_the_outputs(interval: Interval) -> bool:
     """Whether it ends where the model has returned, or where the gradient of that is there."""
-    mark = stretch.mark
+    mark = interval.mark
     return mark.call == MODEL and mark.what == ("end" if mark.stage == "forward" else "begin")
 
 
@@ -242,13 +239,14 @@ class _PipelineReplay(_DataReplay):
     """A rank of a pipeline, which has some stages of the model."""
 
     def __init__(self, reader: JobProfiler, plan: Plan, rank: int, stages: Stages, position: int) -> None:
-        assert isinstance(plan.pipeline, int)  # the plan is fitted
         self.stages, self.position = stages, position
-        self.rank_of = rank_of_stage(plan.order, plan.pipeline, plan.stages_of_each_rank)
+        self.rank_of = rank_of_stage(plan.pipeline.schedule, plan.pipeline.size, plan.pipeline.stages_per_rank)
         self.own = [stage for stage, at in enumerate(self.rank_of) if at == position]
         super().__init__(reader, plan, rank)
-        self.in_parts = splits_backward(plan.order) and plan.recompute in (None, "none")
-        self.number = runnable(plan.order, plan.pipeline, plan.stages_of_each_rank, len(self.readings))
+        self.in_parts = splits_backward(plan.pipeline.schedule) and plan.recompute == "none"
+        self.number = runnable(
+            plan.pipeline.schedule, plan.pipeline.size, plan.pipeline.stages_per_rank, len(self.readings)
+        )
         filled = [*self.readings, *self.readings[-1:] * (self.number - len(self.readings))]
         self.parts = [{stage: stage_of_reading(one, *stages.calls(stage)) for stage in self.own} for one in filled]
 
@@ -258,12 +256,11 @@ class _PipelineReplay(_DataReplay):
 
     @property
     def rounds(self) -> int:
-        assert isinstance(self.plan.pipeline, int)  # the plan is fitted
-        per_rank = self.plan.stages_of_each_rank
-        return runnable(self.plan.order, self.plan.pipeline, per_rank, self.share.rounds) * per_rank
+        per_rank = self.plan.pipeline.stages_per_rank
+        return runnable(self.plan.pipeline.schedule, self.plan.pipeline.size, per_rank, self.share.rounds) * per_rank
 
     def sums(self) -> Sums:
-        if self.plan.stage == 3:
+        if self.plan.data.zero_stage == 3:
             accumulate_float64 = self.plan.exact == "bitwise"
             on_host, in_parts = self.on_host, self.in_parts
             return ShardSums(
@@ -279,8 +276,7 @@ class _PipelineReplay(_DataReplay):
     def passes(self, sums: Sums) -> None:
         if not self.number:
             return
-        assert isinstance(self.plan.pipeline, int)  # the plan is fitted
-        how = self.plan.order, self.plan.pipeline, self.plan.stages_of_each_rank, self.number
+        how = self.plan.pipeline.schedule, self.plan.pipeline.size, self.plan.pipeline.stages_per_rank, self.number
         actions, taken = orders(*how)[self.position], taken_by(*how)[self.position]
         backwards = ("backward", "backward_weight") if self.in_parts else ("backward", "backward_input")
         last = max(number for number, action in enumerate(actions) if action.kind in backwards)
@@ -422,10 +418,10 @@ class _StageReplay:
         self.held[at] = held + more
 
 
-def most_temporaries(stretches: Sequence[Interval]) -> int:
+def most_temporaries(intervals: Sequence[Interval]) -> int:
     """The most that a backward pass holds of what it makes."""
     now = most = 0
-    for one in stretches:
+    for one in intervals:
         most = max(most, now + one.peak.temporaries)
         now += one.left.temporaries
     return most

@@ -19,6 +19,7 @@ from evenly.engine.find_splits import choose_splits, derivation_of
 from evenly.engine.precision import autocast, place_batch
 from evenly.engine.step_totals import as_loss
 from evenly.errors import UserError
+from evenly.hardware.devices import Device
 from evenly.job import Job
 from evenly.model.blocks import Block, find_blocks, find_recomputed
 from evenly.parallel.core.forwards import WrappedForwards
@@ -92,14 +93,20 @@ class JobProfiler:
         return between(few, many, _elements(self.microbatches[number]))
 
     def _read(self, plan: Plan, microbatch: Microbatch) -> Profile:
-        key = (plan.precision, plan.recompute, plan.tensor, plan.whole, plan.sequence, plan.splits_blocks)
+        key = (
+            plan.precision,
+            plan.recompute,
+            plan.tensor.size,
+            plan.tensor.exclude,
+            plan.tensor.sequence_parallel,
+            plan.pipeline.active,
+        )
         key = (*key, *(tuple(tensor.shape) for tensor in tensors_in(microbatch.batch)))
         if key not in self._readings:
             self._readings[key] = self._read_now(plan, microbatch)
         return self._readings[key]
 
     def _read_now(self, plan: Plan, microbatch: Microbatch) -> Profile:
-        assert plan.precision is not None  # the plan is resolved
         precision = plan.precision
 
         def loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -114,39 +121,39 @@ class JobProfiler:
             batch,
             change=changes.made,
             around=changes.around,
-            hollow=plan.splits_tensors,
+            hollow=plan.tensor.active,
             said=changes.said,
         )
 
     def layouts(self, plan: Plan) -> dict[str, Layout]:
         """How the tensor axis of `plan` splits parameters, by name."""
-        if not plan.splits_tensors:
+        if not plan.tensor.active:
             return {}
-        assert plan.precision is not None and isinstance(plan.tensor, int)  # the plan is fitted and resolved
         if plan.precision not in self._derivations:
             self._derivations[plan.precision] = derivation_of(self.job, self.model(plan.precision))
         splits = choose_splits(plan, self._derivations[plan.precision]).splits
-        return {name: Layout.of(s.dim, s.outer, s.units, s.inner, plan.tensor) for name, s in splits.items()}
+        return {name: Layout.of(s.dim, s.outer, s.units, s.inner, plan.tensor.size) for name, s in splits.items()}
 
-    def stages(self, plan: Plan) -> Stages:
-        """What the pipeline of `plan` cuts the model into."""
+    def stages(self, plan: Plan, device: Device | None) -> Stages:
+        """What the pipeline of `plan` cuts the model into on such devices; None: whether or not it fits there."""
         from evenly.engine.find_stages import call_costs_of, counts_of
         from evenly.parallel.pipeline.model import StagedModel  # torch's parts behind these take a while to import
         from evenly.parallel.pipeline.stages import owners_of, stage_of_calls
 
-        assert plan.precision is not None  # the plan is resolved
         if plan.precision not in self._segments:
             model = StagedModel(build_model(self.job, precision=plan.precision, device=None), "cpu")
             self._segments[plan.precision] = call_costs_of(self.job, model, plan), [*model.known]
         segments, names = self._segments[plan.precision]
         microbatches = len(self.share(0, plan.axes["data"]).own)
-        counts = counts_of(segments, plan, device="cpu", microbatches=microbatches, limit_bytes=None)
+        on_gpu = device is not None and device.name != "cpu"
+        limit_bytes = round(device.memory_bytes) if device is not None and on_gpu else None
+        kind = "cuda" if on_gpu else "cpu"
+        counts = counts_of(segments, plan, device=kind, microbatches=microbatches, limit_bytes=limit_bytes)
         stage_of = stage_of_calls([segment.call for segment in segments], counts)
         return Stages(counts, owners_of(names, segments, stage_of))
 
     def optimizer_costs(self, plan: Plan) -> OptimizerCosts:
         """What the job's optimizer keeps of each parameter, and needs for its step."""
-        assert plan.precision is not None  # the plan is resolved
         model = self.model(plan.precision)
         optimizer = call_job("optimizer", lambda: self.job.optimizer(iter([*model.parameters()])))
         choose_kernels(optimizer, plan)
@@ -154,12 +161,10 @@ class JobProfiler:
 
     def blocks(self, plan: Plan) -> list[Block]:
         """Of the model."""
-        assert plan.precision is not None  # the plan is resolved
         return find_blocks(self.model(plan.precision))
 
     def statistics_bytes(self, plan: Plan) -> tuple[int, int]:
         """How many layers keep running statistics, and bytes of those that one microbatch leaves."""
-        assert plan.precision is not None  # the plan is resolved
         layers: list[Any] = [one for one in self.model(plan.precision).modules() if keeps_statistics(one)]
         return len(layers), sum(2 * one.running_mean.nbytes for one in layers)
 
@@ -182,13 +187,13 @@ class _Changes:
         """Within, the model is as the plan has it."""
         plan = self.plan
         with ExitStack() as stack:
-            if plan.recompute in ("selective", "full") or plan.splits_blocks:
+            if plan.recompute in ("selective", "full") or plan.pipeline.active:
                 stack.callback(CachesOff(model).close)
             if plan.recompute in ("selective", "full"):
                 change = recomputing(selective=plan.recompute == "selective")
                 recomputed = find_recomputed(model, blocks)
                 stack.callback(WrappedForwards(recomputed, [change], asked=f"recompute={plan.recompute}").close)
-            if plan.splits_tensors:
+            if plan.tensor.active:
                 stack.enter_context(fake_collectives(self.said.append))
                 self._axis = self._split(model, stack).axis
             yield
@@ -198,12 +203,11 @@ class _Changes:
         from evenly.parallel.tensor.model import SplitModel  # takes seconds to import
 
         plan = self.plan
-        assert isinstance(plan.tensor, int)
         split = SplitModel(
             model,
             self.reader.layouts(plan),
-            fake_group("tensor", plan.tensor),
-            sequence=plan.sequence == "split",
+            fake_group("tensor", plan.tensor.size),
+            sequence=plan.tensor.sequence_parallel,
             recomputed=plan.recompute == "selective",
         )
         stack.callback(split.close)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from evenly.errors import EvenlyError, PlanError
+from evenly.hardware.devices import Device
 from evenly.job import Job, Precision
 from evenly.model.parts import BlockCost, ModelCosts, OpCost
-from evenly.plan import Plan, with_microbatch
+from evenly.plan import Plan, PlanSpec, with_microbatch
 from evenly.planner.job_memory import memory_of_ranks
 from evenly.planner.job_profile import JobProfiler
 from evenly.planner.prediction import MemoryByCause
@@ -46,7 +47,7 @@ class JobSource:
     @cached_property
     def whole(self) -> Profile:
         """Of its model on one device."""
-        return self.reader.reading(Plan(data=1).resolve(self.job.precision))
+        return self.reader.reading(PlanSpec(data=1).complete(self.job.precision))
 
     @property
     def blocks(self) -> int:
@@ -71,7 +72,7 @@ class JobSource:
 
     def _splits(self, size: int) -> bool:
         try:
-            return bool(self.reader.layouts(Plan(data=1, tensor=size).resolve(self.job.precision)))
+            return bool(self.reader.layouts(PlanSpec(data=1, tensor=size).complete(self.job.precision)))
         except EvenlyError:
             return False
 
@@ -79,13 +80,19 @@ class JobSource:
         """What the model says once it is read so."""
         try:
             self._as_run(plan).reading(replace(plan, recompute="none"))
-            if plan.recompute not in (None, "none"):  # whatever the microbatch; this reading serves for all choices
-                self.reader.reading(Plan(data=1, recompute=plan.recompute).resolve(self.job.precision))
-            if plan.splits_blocks:
-                self._as_run(plan).stages(plan)
+            if plan.recompute != "none":  # whatever the microbatch; this reading serves for all choices
+                self.reader.reading(PlanSpec(data=1, recompute=plan.recompute).complete(self.job.precision))
+            if plan.pipeline.active:
+                self._as_run(plan).stages(plan, None)
         except PlanError as problem:
             return problem.found
         return None
+
+    def layers(self, plan: Plan, device: Device) -> Sequence[int]:
+        """As the engine cuts the model on such devices."""
+        if not plan.pipeline.active:
+            return [self.blocks]
+        return self._as_run(plan).stages(plan, device).counts
 
     def parts(self, plan: Plan, setup: TrainingConfig) -> ModelCosts:
         """As it was read; what a plan computes anew is not in the parts. Parts that are alike are one."""
@@ -114,19 +121,13 @@ class JobSource:
         ranks: Sequence[int] | None = None,
     ) -> list[MemoryByCause]:
         """Of every rank of the pipeline the device that holds most."""
-        meters = memory_of_ranks(self._as_run(plan), replace(plan, cut=plan.cut or _cut(layers)))
+        meters = memory_of_ranks(self._as_run(plan), plan.with_stages(layers))
         each = len(meters) // setup.pipeline
         groups = [meters[rank * each : (rank + 1) * each] for rank in range(setup.pipeline)]
         worst = [max(group, key=lambda meter: meter.peak).by_cause for group in groups]
         rest = library.holdings.rest
         found = [replace(one, context=one.context + rest) for one in worst]
         return found if ranks is None else [found[rank] for rank in ranks]
-
-
-def _cut(layers: Sequence[int]) -> str | None:
-    """Where stages of so many blocks begin."""
-    starts = [sum(layers[:stage]) for stage in range(1, len(layers))]
-    return "|".join(map(str, starts)) or None
 
 
 def _computed(part: BlockCost, setup: TrainingConfig, made: dict[object, BlockCost]) -> BlockCost:

@@ -1,6 +1,6 @@
 """Memory of evenly's own plans: what a rank holds from the begin of a step to its end, and at most.
 
-Nothing is fitted: the stretches of a reading (`planner.profile`) are put one behind the other as the engines run the
+Nothing is fitted: the intervals of a reading (`planner.profile`) are put one behind the other as the engines run the
 microbatches, and what the engines hold beside them is added and taken away where they do. A *meter* follows the sum.
 
 Causes are those of `MemoryByCause`, with the sums in a wider type apart from the gradients made of them, as the tracker
@@ -56,16 +56,16 @@ class Meter:
         self.add(cause, size)
         self.add(cause, -size)
 
-    def stretch(self, stretch: Interval) -> None:
-        """What a stretch does."""
-        total = self.total + stretch.peak.total
+    def interval(self, interval: Interval) -> None:
+        """What a interval does."""
+        total = self.total + interval.peak.total
         if total > self.peak:
             self.peak, self.at_peak = total, dict(self.now)
-            for cause, size in _both(stretch.peak.activations, stretch.peak.temporaries):
+            for cause, size in _both(interval.peak.activations, interval.peak.temporaries):
                 self.at_peak[cause] = self.at_peak.get(cause, 0) + size
-        for cause, size in _both(stretch.left.activations, stretch.left.temporaries):
+        for cause, size in _both(interval.left.activations, interval.left.temporaries):
             self.now[cause] = self.now.get(cause, 0) + size
-        self.total += stretch.left.total
+        self.total += interval.left.total
 
     @property
     def by_cause(self) -> MemoryByCause:
@@ -517,10 +517,10 @@ class ShardSums(Sums):
 # ------------------------------------------------------------------------------------------------------------ a step
 
 
-def play(meter: Meter, sums: Sums, stretches: Iterable[Interval]) -> None:
-    """Adds the stretches of a pass, with what the sums of gradients do at their marks."""
-    for one in stretches:
-        meter.stretch(one)
+def play(meter: Meter, sums: Sums, intervals: Iterable[Interval]) -> None:
+    """Adds the intervals of a pass, with what the sums of gradients do at their marks."""
+    for one in intervals:
+        meter.interval(one)
         mark = one.mark
         if mark.what == "gradient":
             sums.there(mark.parameter)

@@ -30,7 +30,7 @@ def _orders(plan: Plan, setup: TrainingConfig) -> Orders:
     if p == 1:
         return [_alone(min(setup.microbatches, ALONE))]
     few = max(1, min(setup.microbatches, ROUNDS * p, MOST_SPANS // (2 * p * v)))
-    return compute_orders(plan.order, p, v, runnable(plan.order, p, v, few))
+    return compute_orders(plan.pipeline.schedule, p, v, runnable(plan.pipeline.schedule, p, v, few))
 
 
 def _alone(microbatches: int) -> Sequence[Action]:

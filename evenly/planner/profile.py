@@ -5,7 +5,7 @@ makes is followed from then until it is freed, and every operation's cost is cou
 which it belongs: what comes *before* the first call of a block, each call of a block, the code *between* one and the
 next, and what comes *after* the last.
 
-A *stretch* is what happens between two *marks*: the begin or end of a call's forward or backward, or a parameter's
+A *interval* is what happens between two *marks*: the begin or end of a call's forward or backward, or a parameter's
 gradient being there. Of its many allocations it keeps how far memory rose in it and what it left.
 """
 
@@ -30,7 +30,7 @@ from evenly.errors import EvenlyError, UserError, describe, place_of
 from evenly.model import lstm
 from evenly.model.blocks import Block, find_blocks
 from evenly.model.costs import flops_of, moves_bytes
-from evenly.model.fake import fake_mode, fake_model, fake_tensor, running_fake
+from evenly.model.fake import fake_mode, fake_model, fake_tensor, operation_of, running_fake
 from evenly.model.parts import BlockCost, Kind, ModelCosts, OpCost, Recompute
 from evenly.planner.hollow import Hollow, as_held
 
@@ -75,7 +75,7 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What ends a stretch.
+    """What ends a interval.
 
     what: "begin" or "end" of the call's pass; "gradient": that of the parameter is there, and "freed" again; "" the
           end of a pass.
@@ -90,7 +90,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """What happens up to `mark`: `peak` is the highest above the begin of the stretch, `left` what it leaves."""
+    """What happens up to `mark`: `peak` is the highest above the begin of the interval, `left` what it leaves."""
 
     peak: Bytes
     left: Bytes
@@ -130,7 +130,7 @@ class Parameter:
 class Profile:
     """One forward and backward of a microbatch.
 
-    stretches:  in the order of time; both passes end with a mark of their own.
+    intervals:  in the order of time; both passes end with a mark of their own.
     calls:      of blocks, in the order of the forward pass.
     parameters: by first name. buffer_bytes: of all buffers.
     used:       for each place (a call's number, -1 before the first, number of calls after the last) the parameters
@@ -155,12 +155,12 @@ class Profile:
 
     @property
     def forward(self) -> tuple[Interval, ...]:
-        """The stretches of the forward pass."""
+        """The intervals of the forward pass."""
         return tuple(one for one in self.intervals if one.mark.stage == "forward")
 
     @property
     def backward(self) -> tuple[Interval, ...]:
-        """The stretches of the backward pass."""
+        """The intervals of the backward pass."""
         return tuple(one for one in self.intervals if one.mark.stage == "backward")
 
 
@@ -197,7 +197,7 @@ def profile_module(
         try:  # so the batch has its numbers
             return read(hollow=True)
         except Exception as problem:
-            said_more = getattr(problem, "func", None) is not None
+            said_more = operation_of(problem) != ""
             raise _refusal(problem if said_more else first) from problem
 
 
@@ -245,7 +245,7 @@ def between(few: Profile, many: Profile, elements: int) -> Profile:
     def held(a: Bytes, b: Bytes) -> Bytes:
         return Bytes(middle(a.activations, b.activations), middle(a.temporaries, b.temporaries))
 
-    stretches = tuple(Interval(held(a.peak, b.peak), held(a.left, b.left), b.mark) for a, b in pairs)
+    intervals = tuple(Interval(held(a.peak, b.peak), held(a.left, b.left), b.mark) for a, b in pairs)
     calls = tuple(
         ProfiledCall(b.block, middle(a.input_bytes, b.input_bytes), middle(a.output_bytes, b.output_bytes))
         for a, b in zip(few.calls, many.calls, strict=True)
@@ -255,7 +255,7 @@ def between(few: Profile, many: Profile, elements: int) -> Profile:
     summed = {key: tuple(round(size * elements / many.elements) for size in many.summed[key]) for key in many.summed}
     return replace(
         many,
-        stretches=stretches,
+        intervals=intervals,
         calls=calls,
         turning_bytes=turnings,
         works=works,
@@ -317,7 +317,7 @@ def _part(readings: Mapping[Recompute, Profile], name: str, place: int, owner: i
 
 
 def _rise(reading: Profile, stage: Pass, place: int) -> tuple[int, int]:
-    """How far memory rises above where it was in the stretches of a place, and what they leave."""
+    """How far memory rises above where it was in the intervals of a place, and what they leave."""
     now = most = 0
     for where, one in places_of(reading):
         if one.mark.stage == stage and where == place:
@@ -327,7 +327,9 @@ def _rise(reading: Profile, stage: Pass, place: int) -> tuple[int, int]:
 
 
 def places_of(reading: Profile) -> Iterator[tuple[int, Interval]]:
-    """Every stretch with its place: a call with the code after it; -1 before the first, their number after the last."""
+    """Every interval with its place: a call with the code after it; -1 before the first, their number after the
+    last.
+    """
     place, count = MODEL, len(reading.calls)
     for one in reading.intervals:
         yield place, one
@@ -357,12 +359,12 @@ def stage_of_reading(reading: Profile, begin: int, end: int) -> Profile:
             before = at
         if begin <= before < end or not last:
             kept.append(one)
-    return replace(reading, stretches=tuple(map(_without_model, kept)))
+    return replace(reading, intervals=tuple(map(_without_model, kept)))
 
 
-def _without_model(stretch: Interval) -> Interval:
-    of_model = stretch.mark.call == MODEL and stretch.mark.what in ("begin", "end")
-    return replace(stretch, mark=Event("", stretch.mark.stage)) if of_model else stretch
+def _without_model(interval: Interval) -> Interval:
+    of_model = interval.mark.call == MODEL and interval.mark.what in ("begin", "end")
+    return replace(interval, mark=Event("", interval.mark.stage)) if of_model else interval
 
 
 # ------------------------------------------------------------------------------------------------------------ reading
@@ -397,7 +399,7 @@ class _ProfileRecorder:
         self.memory = _Memory(self)
 
     def mark(self, mark: Event) -> None:
-        """Ends a stretch, and what was said in it belongs to where the model was."""
+        """Ends a interval, and what was said in it belongs to where the model was."""
         if len(self.said) > self.heard:
             self.summed.setdefault((self.stage, self.place), []).extend(self.said[self.heard :])
             self.heard = len(self.said)
@@ -430,7 +432,7 @@ class _ProfileRecorder:
                 handle.remove()
         works, turnings = self.memory.works(), self.memory.turning_bytes
         return Profile(
-            intervals=tuple(self.memory.stretches),
+            intervals=tuple(self.memory.intervals),
             calls=tuple(self.calls),
             parameters=parameters,
             buffer_bytes=sum(buffers.values()),
@@ -571,7 +573,7 @@ class _Memory(TorchDispatchMode):
         self._works: dict[tuple[Pass, int], Counter[OpCost]] = {}
         self._weights: set[int] = set()  # storages of parameters, and of their copies in another type
         self.turning_bytes: dict[tuple[Pass, int], list[int]] = {}
-        self.stretches: list[Interval] = []
+        self.intervals: list[Interval] = []
 
     def know(self, tensors: Iterable[torch.Tensor], *, weights: bool = False) -> None:
         """Storages that are there already."""
@@ -582,8 +584,8 @@ class _Memory(TorchDispatchMode):
                 self._weights.add(id(storage))
 
     def mark(self, mark: Event) -> None:
-        """Ends a stretch."""
-        self.stretches.append(Interval(Bytes(*self._peak), Bytes(*self._now), mark))
+        """Ends a interval."""
+        self.intervals.append(Interval(Bytes(*self._peak), Bytes(*self._now), mark))
         self._now, self._peak = [0, 0], (0, 0)
 
     def works(self) -> dict[tuple[Pass, int], list[OpCost]]:
@@ -684,7 +686,7 @@ def _check(total: torch.Tensor) -> None:
 
 def _refusal(problem: Exception) -> UserError:
     """What the code did that cannot be done without numbers."""
-    operation = getattr(problem, "func", None)  # of torch's errors of tensors without numbers
-    if operation is None:
+    operation = operation_of(problem)
+    if not operation:
         return UserError(ASKED, f"it does not run so: {describe(problem)}", REMEDY)
-    return UserError(ASKED, f"{str(operation).removesuffix('.default')}{place_of(problem)} needs numbers", REMEDY)
+    return UserError(ASKED, f"{operation}{place_of(problem)} needs numbers", REMEDY)

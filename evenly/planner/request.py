@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from evenly.hardware.cluster import Cluster
+from evenly.hardware.devices import Device
 from evenly.job import Precision
 from evenly.model.parts import ModelCosts
-from evenly.plan import Plan
+from evenly.plan import Plan, PlanSpec
 from evenly.planner.prediction import MemoryByCause, Prediction
 from evenly.planner.speeds import Library
 from evenly.planner.training_config import TrainingConfig
@@ -53,6 +54,10 @@ class CostSource(Protocol):
         """Why it cannot run so; None where it can."""
         ...
 
+    def layers(self, plan: Plan, device: Device) -> Sequence[int] | None:
+        """Blocks of every stage of `plan` where a run of it decides them; None leaves them to the cost model."""
+        ...
+
     def parts(self, plan: Plan, setup: TrainingConfig) -> ModelCosts:
         """Its parts as one rank has them."""
         ...
@@ -83,7 +88,7 @@ class PlanRequest:
     subject: CostSource
     cluster: Cluster
     batch: int
-    only: Plan = field(default_factory=Plan)
+    only: PlanSpec = field(default_factory=PlanSpec)
     memory_bytes: float | None = None
     max_devices: int | None = None
     step_s: float | None = None

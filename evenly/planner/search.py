@@ -16,8 +16,8 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from evenly.errors import PlanError, UserError
-from evenly.plan import Plan
-from evenly.plan.plan import largest_shard
+from evenly.plan import Plan, PlanSpec
+from evenly.plan.spec import largest_shard
 from evenly.planner.costed_plan import (
     CostedPlan,
     costed_plan_of,
@@ -36,7 +36,7 @@ CHUNKS = (2, 3, 4, 5, 6, 8)  # stages per rank of interleaved, as far as there a
 MICROBATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 UNEVEN = 1.1  # places of stages for each block
 # Of what the prediction knows nothing, with what it takes for granted.
-UNKNOWN = {"replicas": None, "gather": None, "compile": "off", "offload": "none"}
+UNKNOWN = {"replicas": None, "output_device": None, "compile": "off", "offload": "none"}
 SLACK = 1 - 1e-9  # of bounds, for rounding
 GIB = 2**30
 
@@ -50,7 +50,7 @@ class PlanChoice(NamedTuple):
     zero: int
     shard: int | None
     recompute: str
-    sequence: str | None
+    sequence_parallel: bool | None
     microbatch: int
     schedule: str | None
     stages_per_rank: int | None
@@ -69,9 +69,9 @@ def search(question: PlanRequest) -> PlanResult:
     return _on(question, question.max_devices or question.cluster.size)
 
 
-def _refuse_unknown(only: Plan) -> None:
+def _refuse_unknown(only: PlanSpec) -> None:
     """Raises `UserError` where it states what the prediction knows nothing of."""
-    if stated := [f"{key}={value}" for key, value in only.stated.items() if key in UNKNOWN and value != UNKNOWN[key]]:
+    if stated := [f"{key}={value}" for key, value in only.explicit.items() if key in UNKNOWN and value != UNKNOWN[key]]:
         raise UserError(
             f"find a plan that is {only}",
             f"what {', '.join(stated)} does to memory and time is not predicted",
@@ -87,7 +87,7 @@ def _on(question: PlanRequest, devices: int) -> PlanResult:
         raise UserError(
             f"plan {question.subject.name} with a batch of {question.batch} on {devices} devices",
             "no plan splits this batch and model over them"
-            + (f" and is {question.only}" if question.only.stated else ""),
+            + (f" and is {question.only}" if question.only.explicit else ""),
             "give a batch of at least as many samples as there are devices, or leave more of the plan open with --only",
         )
     judge = _Judge(question)
@@ -181,7 +181,7 @@ class _Judge:
 
     def seconds(self, choice: PlanChoice, one: CostedPlan) -> list[float]:
         """Of every part on one microbatch; alike for all choices that differ in nothing that counts here."""
-        key = (choice.tensor, choice.microbatch, choice.recompute, choice.sequence, choice.zero == 3)
+        key = (choice.tensor, choice.microbatch, choice.recompute, choice.sequence_parallel, choice.zero == 3)
         key = (*key, choice.data, choice.shard) if choice.zero == 3 else key
         if key not in self._seconds:
             self._seconds[key] = seconds_of_parts(one)
@@ -235,7 +235,7 @@ def plan_of(choice: PlanChoice, question: PlanRequest, precision: Any) -> Plan:
         chosen["microbatch"] = question.only.microbatch
     for axis in ("tensor", "pipeline"):
         chosen[axis] = chosen[axis] if chosen[axis] > 1 else None
-    return replace(question.only, **chosen).resolve(precision)
+    return replace(question.only, **chosen).complete(precision)
 
 
 def _fewest(question: PlanRequest, step_s: float) -> PlanResult:
@@ -311,10 +311,10 @@ def _zeros(question: PlanRequest, data: int) -> Iterator[tuple[int, Any]]:
             yield zero, node
 
 
-def _sequences(only: Plan, tensor: int, pipeline: int) -> Sequence[str | None]:
+def _sequences(only: PlanSpec, tensor: int, pipeline: int) -> Sequence[bool | None]:
     if tensor == 1 or pipeline > 1:
-        return [only.sequence]
-    return _stated(only.sequence, (None, "split"))
+        return [only.sequence_parallel]
+    return _stated(only.sequence_parallel, (False, True))
 
 
 def _orders(question: PlanRequest, pipeline: int) -> Iterator[tuple[str | None, int | None]]:
@@ -360,7 +360,9 @@ def _change(question: PlanRequest, least: Prediction) -> str:
     words = f"devices with {need / GIB:.1f} GiB ({need / limit - 1:.0%} more) would do for {least.plan}"
     for factor in (2, 4, 8, 16, 32, 64):
         larger = replace(question.cluster, nodes=question.cluster.nodes * factor)
-        more = replace(question, cluster=larger, batch=max(question.batch, larger.size), max_devices=None, only=Plan())
+        more = replace(
+            question, cluster=larger, batch=max(question.batch, larger.size), max_devices=None, only=PlanSpec()
+        )
         judge = _Judge(more)
         fitting = next((choice for choice in choices_of(more, larger.size) if judge.has_room(choice)), None)
         if fitting is not None:

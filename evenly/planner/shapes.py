@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from evenly.hardware.devices import Device
 from evenly.job import Precision
 from evenly.model.parts import ModelCosts
 from evenly.plan import Plan
@@ -57,9 +58,12 @@ class ShapeSource:
 
     def refusal(self, plan: Plan) -> str | None:
         """Experts are found by their tokens' numbers, which a stage that lacks them has not."""
-        if self.shape.experts > 1 and plan.splits_blocks:
+        if self.shape.experts > 1 and plan.pipeline.active:
             return "a block whose experts depend on numbers is not cut into stages"
         return None
+
+    def layers(self, plan: Plan, device: Device) -> None:
+        """Nobody runs a shape: the cost model cuts it."""
 
     def parts(self, plan: Plan, setup: TrainingConfig) -> ModelCosts:
         """Its parts; equal asks are answered once."""

@@ -10,21 +10,12 @@ from dataclasses import asdict
 from typing import Any
 
 from evenly.plan import Plan
+from evenly.plan.plan import in_words
 from evenly.planner.prediction import MemoryByCause, Prediction, TimeByCause
 from evenly.report.comm import size_in_words, time_in_words
 
 # Causes that follow from the model and the device, which nobody asks to take less.
 GIVEN = ("matmul", "attention")
-# What a plan is without being told; a row leaves it out.
-DEFAULTS: Mapping[str, Any] = {
-    "tensor": 1,
-    "pipeline": 1,
-    "zero": 0,
-    "sequence": "whole",
-    "recompute": "none",
-    "compile": "off",
-    "offload": "none",
-}
 # Said once above the table where all plans have it in common.
 COMMON = ("precision", "exact", "compile", "offload")
 LEAST_SHARE = 0.005  # of a whole, for a part of it to be named
@@ -57,7 +48,7 @@ def _shown(amounts: Mapping[str, float], most: int | None = None) -> list[str]:
 
 def devices_of(one: Prediction) -> int:
     """How many devices its plan uses."""
-    return one.plan.devices or 1
+    return one.plan.devices
 
 
 def rate_per_device(one: Prediction) -> float:
@@ -70,23 +61,15 @@ def rate_per_device(one: Prediction) -> float:
 
 def common(plans: Sequence[Prediction]) -> dict[str, Any]:
     """What all plans have in common of what is said above the table."""
-    first = plans[0].plan.stated if plans else {}
-    return {
-        key: first[key]
-        for key in COMMON
-        if key in first and all(getattr(one.plan, key) == first[key] for one in plans) and key not in _defaults(first)
-    }
-
-
-def _defaults(stated: Mapping[str, Any]) -> list[str]:
-    return [key for key, value in stated.items() if DEFAULTS.get(key) == value]
+    words = [one.plan.words for one in plans] or [{}]
+    return {key: value for key in COMMON if (value := words[0].get(key)) and all(w.get(key) == value for w in words)}
 
 
 def short(plan: Plan, said: Mapping[str, Any]) -> str:
-    """The plan's text without what it is by default, and without what is `said` elsewhere."""
-    stated = plan.stated
-    left_out = {*_defaults(stated), *said}
-    return " ".join(f"{key}={value}" for key, value in stated.items() if key not in left_out) or str(plan)
+    """The plan's text without where it is cut and without what is `said` elsewhere."""
+    return " ".join(
+        f"{key}={in_words(value)}" for key, value in plan.words.items() if key not in {*said, "split_points"}
+    )
 
 
 def title(model: str, devices: str, plans: Sequence[Prediction], *, assumed: bool) -> str:

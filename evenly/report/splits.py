@@ -55,7 +55,7 @@ def in_a_line(explanation: Row) -> str:
         return f"nothing is split over {explanation['ranks']} ranks; evenly run refuses this plan"
     return (
         f"{explanation['share']:.1%} of the model's elements are split over {explanation['ranks']} ranks; "
-        f"whole=PATTERN in the plan (several: A|B) keeps parameters whole, for example whole={names[0]}"
+        f"tensor_exclude=PATTERN in the plan (several: A|B) keeps parameters whole, as tensor_exclude={names[0]}"
     )
 
 

@@ -42,7 +42,7 @@ def stage_rows(document: Row) -> list[tuple[str, ...]]:
 
 def stages_in_a_line(document: Row) -> str:
     """Where the stages begin, as it is told in a plan, and what several hold."""
-    line = f"in the plan this cut is cut={document['cut']}"
+    line = f"in the plan this cut is split_points={document['cut']}"
     shared = [f"{name} (stages {', '.join(map(str, stages))})" for name, stages in document["shared"].items()]
     return f"{line}; held by several stages: {', '.join(shared[:5])}{', ...' * (len(shared) > 5)}" if shared else line
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from evenly.errors import UserError
 from evenly.launch.environment import launcher_options
-from evenly.plan import Plan, parse_plan
+from evenly.plan import PlanSpec, parse_plan
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class RunOptions:
     search:  whether the best plan is sought that states what `plan` does.
     """
 
-    plan: Plan | None = None
+    plan: PlanSpec | None = None
     out: Path | None = None
     steps: int | None = None
     resume: bool = False
@@ -42,15 +42,6 @@ class RunOptions:
         plan, out = values["plan"], values["out"]
         others = values["steps"], values["resume"], values["devices"], values["search"]
         return cls(plan and parse_plan(plan), out and Path(out), *others)
-
-
-def asked_plan(text: str | None) -> tuple[Plan | None, bool]:
-    """What `text` states, None for nothing, and whether the word `auto` in it asks for the best such plan."""
-    if text is None:
-        return None, False
-    words = text.replace(",", " ").split()
-    rest = [word for word in words if word != "auto"]
-    return (parse_plan(" ".join(rest)) if rest or not words else None), "auto" in words
 
 
 def merge_options(given: RunOptions) -> RunOptions:

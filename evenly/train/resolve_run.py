@@ -22,7 +22,7 @@ from evenly.comm.world import World
 from evenly.errors import EvenlyError, PlanError, UserError
 from evenly.job import Job
 from evenly.launch.environment import ProcessInfo
-from evenly.plan import Exact, Plan, parse_plan, with_microbatch
+from evenly.plan import Exact, Plan, PlanSpec, parse_plan, with_microbatch
 from evenly.train.options import RunOptions
 
 
@@ -60,7 +60,7 @@ def connect_and_resolve(job: Job, options: RunOptions, place: ProcessInfo) -> tu
     """Connects the ranks of `place`, and decides; what the first rank raises, all raise."""
     if place.size == 1:
         decision = decide(job, options, place)
-        return decision, connect(place, axes=decision.plan.axes, even_alone=decision.plan.stage > 0)
+        return decision, connect(place, axes=decision.plan.axes, even_alone=decision.plan.data.zero_stage > 0)
     world = join(place)
     try:
         decision = decided_by_rank0(lambda: decide(job, options, place), world.group("files"))
@@ -73,17 +73,17 @@ def connect_and_resolve(job: Job, options: RunOptions, place: ProcessInfo) -> tu
 def decide(job: Job, options: RunOptions, place: ProcessInfo) -> ResolvedRun:
     """How `job` runs on the ranks of `place`; called on one rank, before a model is built anywhere."""
     recorded = recorded_in(options.out) if options.resume and options.out else PreviousRun()
-    plan = options.plan or Plan()  # where nobody has named one, all ranks share each batch
+    plan = options.plan or PlanSpec()  # where nobody has named one, all ranks share each batch
     plan = replace(plan, exact=plan.exact or recorded.exact)
     if options.search:
         from evenly.planner.auto import as_recorded, choose_plan  # takes half as long to import as all else of a run
 
         # A microbatch that is neither stated nor recorded is the search's to choose.
-        asked = job if recorded.microbatch is None else with_microbatch(job, Plan(), recorded=recorded.microbatch)
+        asked = job if recorded.microbatch is None else with_microbatch(job, PlanSpec(), recorded=recorded.microbatch)
         found = choose_plan(asked, plan, place)
         microbatch = with_microbatch(job, found.plan, recorded=recorded.microbatch).microbatch
         return ResolvedRun(found.plan, microbatch, as_recorded(found))
-    plan = fit_here(plan, place, options.devices).resolve(job.precision)
+    plan = fit_here(plan, place, options.devices).complete(job.precision)
     return ResolvedRun(plan, with_microbatch(job, plan, recorded=recorded.microbatch).microbatch)
 
 
@@ -115,7 +115,7 @@ def recorded_in(out: Path) -> PreviousRun:
         return PreviousRun()
 
 
-def fit_here(plan: Plan, place: ProcessInfo, devices: int | None = None) -> Plan:
+def fit_here(plan: PlanSpec, place: ProcessInfo, devices: int | None = None) -> PlanSpec:
     """`plan` fitted to the ranks of `place`; where it has replicas, to the `devices` of this one process."""
     if plan.replicas is None:
         return plan.fit(place.size)

@@ -44,7 +44,7 @@ from evenly.engine.find_splits import find_splits
 from evenly.engine.precision import LossScale, autocast, first_scale, place_batch
 from evenly.engine.stage_work import StageWork, filled_up
 from evenly.engine.step_totals import StepTotals, StepTotalsBuilder, as_loss
-from evenly.errors import RunError, UserError
+from evenly.errors import RunError, UserError, note_step
 from evenly.job import Job, Loss
 from evenly.launch.allocator import LargeBlocks, free_memory_bytes, hand_back_freed_memory, keep_freed_memory
 from evenly.launch.environment import available_cores, chosen_threads, find_here
@@ -53,10 +53,10 @@ from evenly.observe.records import Records
 from evenly.parallel.core.memory import HOST, Category, MemoryCounter, local, on, state_tensors
 from evenly.parallel.core.sharded_init import ShardedInit
 from evenly.parallel.data.replicas import Replica
-from evenly.plan import Plan
+from evenly.plan import Plan, PlanSpec, asked_plan
 from evenly.plan.schedule import runnable
 from evenly.train.interrupt import Interrupt
-from evenly.train.options import RunOptions, asked_plan, merge_options
+from evenly.train.options import RunOptions, merge_options
 from evenly.train.resolve_run import ResolvedRun, connect_and_resolve
 
 if TYPE_CHECKING:
@@ -149,7 +149,6 @@ class Run:
 
     def __init__(self, job: Job, decision: ResolvedRun, world: World, options: RunOptions) -> None:
         plan, job = decision.plan, decision.settled(job)
-        assert plan.precision is not None  # the plan is resolved
         self.job, self.plan, self.world, self.out = job, plan, world, options.out
         self.steps, self.steps_done = options.steps or job.steps, 0
         self._data: Group = world.group("data")
@@ -157,6 +156,8 @@ class Run:
         self.precision = plan.precision
         self.composed: Composed = build_and_compose(job, plan, world)
         self.model = self.composed.model
+        if self.composed.pipeline is not None:  # stages are found in the model
+            self.plan = plan = plan.with_stages(self.composed.pipeline.model.staging.counts)
         self.devices = list(dict.fromkeys(replica.device for replica in self.composed.replicas))
         self.optimizer = build_optimizer(job, self.composed.parameters(), plan)
         self._cut_optimizer: ShardedOptimizer | None = None
@@ -185,7 +186,7 @@ class Run:
         self._metrics = Records(main and main / "metrics.jsonl")
         # From the step after that on: counting takes its time.
         self._spans_of = range(min(self.steps_done + 2, self.steps - 1), self.steps_done + 2 + STEPS_WITH_SPANS)
-        folder = self.out if plan.splits_blocks else None
+        folder = self.out if plan.pipeline.active else None
         self._timeline = Records(folder and folder / "timeline" / f"rank{world.rank}.jsonl")
         self._events = Records(self.out and self.out / "events" / f"rank{world.rank}.jsonl")
         self._events.event("started", rank=world.rank, size=world.size, step=self.steps_done, pid=os.getpid())
@@ -226,7 +227,7 @@ class Run:
                 account.check(self.steps_done + 1)
                 grad_norm, skipped = self._update(account)
         except Exception as problem:
-            problem.evenly_step = self.steps_done + 1  # type: ignore[attr-defined]  # read by the launcher
+            note_step(problem, self.steps_done + 1)  # for the launcher
             raise
         lr = float(self._learning_rate)
         self._end_step(account)
@@ -304,13 +305,17 @@ class Run:
         """The most backwards that any rank of the data axis runs in a step."""
         if self.composed.pipeline is None:
             return share.rounds
-        return self._runnable(share.rounds) * self.plan.stages_of_each_rank
+        return self._runnable(share.rounds) * self.plan.pipeline.stages_per_rank
 
     def _runnable(self, microbatches: int) -> int:
         """With as many as it takes for the schedule."""
-        assert isinstance(self.plan.pipeline, int)
-        per_rank = self.plan.stages_of_each_rank
-        return runnable(self.plan.order, self.plan.pipeline, per_rank, microbatches) if microbatches else 0
+        assert isinstance(self.plan.pipeline.size, int)
+        per_rank = self.plan.pipeline.stages_per_rank
+        return (
+            runnable(self.plan.pipeline.schedule, self.plan.pipeline.size, per_rank, microbatches)
+            if microbatches
+            else 0
+        )
 
     def _through_stages(self, pipeline: Pipeline, batch: Batch, ledger: StepTotalsBuilder) -> None:
         """Forward and backward of the batch's microbatches through the stages of this rank."""
@@ -616,8 +621,7 @@ class Run:
 
 def build_and_compose(job: Job, plan: Plan, world: World) -> Composed:
     """The job's model as the plan runs it; where ranks cut it, each holds its share and one large tensor at a time."""
-    assert plan.precision is not None  # the plan is resolved
-    cut = plan.stage == 3 or plan.splits_tensors or plan.splits_blocks
+    cut = plan.data.zero_stage == 3 or plan.tensor.active or plan.pipeline.active
     if cut:
         hand_back_freed_memory()
     with ShardedInit(world.group("world")) if cut else nullcontext() as parking:
@@ -637,7 +641,7 @@ def build_and_compose(job: Job, plan: Plan, world: World) -> Composed:
 
 
 def _find_stages(job: Job, model: torch.nn.Module, plan: Plan, world: World) -> tuple[StagedModel, StagePlan] | None:
-    if not plan.splits_blocks:
+    if not plan.pipeline.active:
         return None
     from evenly.engine.find_stages import find_stages  # torch's parts behind it take a while to import
 
@@ -647,7 +651,7 @@ def _find_stages(job: Job, model: torch.nn.Module, plan: Plan, world: World) -> 
 def start(
     job: Job,
     *,
-    plan: Plan | str | None = None,
+    plan: PlanSpec | str | None = None,
     out: Path | str | None = None,
     steps: int | None = None,
     resume: bool = False,
@@ -663,7 +667,7 @@ def start(
     What `evenly run` was told on its command line stands in for what is left out here.
     Raises `UserError` (with `PlanError`) where the job, the plan and the world do not fit together.
     """
-    named, sought = (plan, False) if isinstance(plan, Plan) else asked_plan(plan)
+    named, sought = (plan, False) if isinstance(plan, PlanSpec) else asked_plan(plan)
     return start_as_told(job, RunOptions(named, Path(out) if out else None, steps, resume, search=sought))
 
 
@@ -694,8 +698,6 @@ def write_plan(run: Run, path: Path, *, predicted: Mapping[str, Any] | None = No
         "seed": job.seed,
         "parameters": run.composed.elements,
     }
-    if run.composed.pipeline is not None:
-        decisions["cut"] = run.composed.pipeline.model.staging.cut
     if predicted is not None:
         decisions["predicted"] = predicted
     path.write_text(json.dumps(decisions, indent=1) + "\n")

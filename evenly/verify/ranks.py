@@ -12,7 +12,7 @@ import torch
 from evenly.errors import PlanError
 from evenly.job import Job, Precision
 from evenly.jobfile import load_job
-from evenly.plan import Plan, with_microbatch
+from evenly.plan import PlanSpec, with_microbatch
 from evenly.train import Run, start
 from evenly.verify.compare import RankComparison
 from evenly.verify.downcasts import DowncastWatch
@@ -21,7 +21,7 @@ from evenly.verify.trajectory import Trajectory
 
 
 def write_reference(
-    path: Path, settings: dict[str, Any], dtype: Precision, plan: Plan, steps: int, folder: Path
+    path: Path, settings: dict[str, Any], dtype: Precision, plan: PlanSpec, steps: int, folder: Path
 ) -> PlanError | str:
     """Trains the job of file `path` in the plain loop and keeps its trajectory in `folder`; one process.
 
@@ -57,13 +57,13 @@ def keep_reference(job: Job, steps: int, folder: Path) -> None:
 
 
 def compare_file(
-    path: Path, settings: dict[str, Any], dtype: Precision, plan: Plan, steps: int, folder: Path
+    path: Path, settings: dict[str, Any], dtype: Precision, plan: PlanSpec, steps: int, folder: Path
 ) -> RankComparison:
     """Runs the job of file `path` under `plan` on this rank and holds it against the trajectory in `folder`."""
     return compare_job(replace(load_job(path, settings), precision=dtype), plan, steps, folder)
 
 
-def compare_job(job: Job, plan: str | Plan, steps: int, folder: Path) -> RankComparison:
+def compare_job(job: Job, plan: str | PlanSpec, steps: int, folder: Path) -> RankComparison:
     """Runs `job` under `plan` on this rank and holds every step against the trajectory `folder`/reference.
 
     With exact=bitwise the engine's own run on one device is kept beside it, as `folder`/single, and later plans are

@@ -12,7 +12,7 @@ from typing import Any
 from evenly.errors import EvenlyError, PlanError, UserError
 from evenly.job import Precision
 from evenly.launch.agent import Launch, start_ranks
-from evenly.plan import Plan, parse_plan
+from evenly.plan import PlanSpec, parse_plan
 from evenly.verify.compare import RankComparison, Row, judge
 from evenly.verify.ranks import compare_file, write_reference
 
@@ -77,21 +77,21 @@ class _References:
         self.with_bits: set[Path] = set()
         self.note = ""
 
-    def of(self, plan: Plan) -> Path:
+    def of(self, plan: PlanSpec) -> Path:
         """The folder that `plan` is held against. Raises `PlanError` where its microbatch does not go with the job."""
         folder = self._folder / f"microbatch-{plan.microbatch}"
         if folder not in self.made:
             self._make(plan, folder)
             self.made.add(folder)
         if plan.exact == "bitwise" and folder not in self.with_bits:
-            alone = Plan(data=1, microbatch=plan.microbatch, exact="bitwise")
+            alone = PlanSpec(data=1, microbatch=plan.microbatch, exact="bitwise")
             if plan != alone:
                 self._say(f"single: for the bits of the others{_of_microbatch(plan)}")
                 _run_plan(self._question, alone, folder)
             self.with_bits.add(folder)
         return folder
 
-    def _make(self, plan: Plan, folder: Path) -> None:
+    def _make(self, plan: PlanSpec, folder: Path) -> None:
         question = self._question
         self._say(f"reference: a plain loop on one device{_of_microbatch(plan)}")
         where = (question.path, question.settings, question.dtype)
@@ -101,7 +101,7 @@ class _References:
         self.note = self.note or found
 
 
-def _of_microbatch(plan: Plan) -> str:
+def _of_microbatch(plan: PlanSpec) -> str:
     return "" if plan.microbatch is None else f", microbatch={plan.microbatch}"
 
 
@@ -115,7 +115,7 @@ def _verify_plan(
         if plan.precision not in (None, question.dtype):
             raise PlanError(f"plan {text}", f"verification in {question.dtype}", f"give --dtype {plan.precision}")
         fitted = plan.fit(world)
-        fitted.resolve(question.dtype)
+        fitted.complete(question.dtype)
         folder = references.of(fitted)
         say(f"{text}: {world} device{'s' * (world != 1)}")
         return replace(judge(text, _run_plan(question, fitted, folder)), world=world)
@@ -129,13 +129,13 @@ def _verify_plan(
         return Row(text, world, status, reason=" | ".join(filter(None, (problem.asked, problem.found))))
 
 
-def _run_plan(question: VerifyRequest, plan: Plan, folder: Path) -> list[RankComparison]:
+def _run_plan(question: VerifyRequest, plan: PlanSpec, folder: Path) -> list[RankComparison]:
     arguments = (question.path, question.settings, question.dtype, plan, question.steps, folder)
     results = start_ranks(compare_file, arguments, Launch(devices=plan.ranks or 1))
     return [results[rank] for rank in sorted(results)]
 
 
-def world_of(plan: Plan, devices: int | None, text: str = "") -> int:
+def world_of(plan: PlanSpec, devices: int | None, text: str = "") -> int:
     """Devices for `plan`: its own if it states sizes, else `devices`, else the smallest that shows it.
 
     text: what it was read from; some names stand for several axes.

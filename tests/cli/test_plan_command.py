@@ -48,7 +48,7 @@ def test_the_groups_of_gpt2_in_a_table(tmp_path: Path) -> None:
     )
     assert found["transformer.h.*.ln_1.weight"] == ["3", "layer_norm", "in", "transformer.h.0.ln_1"]
     last = done.stdout.splitlines()[-1]
-    assert last.startswith("99.2% of the model's elements are split over 2 ranks") and "whole=PATTERN" in last
+    assert last.startswith("99.2% of the model's elements are split over 2 ranks") and "tensor_exclude=PATTERN" in last
 
 
 def test_the_groups_of_gpt2_as_json(tmp_path: Path) -> None:
@@ -77,8 +77,8 @@ def test_what_is_split_in_another_way_says_so(tmp_path: Path) -> None:
 
 
 def test_patterns_keep_parameters_whole(tmp_path: Path) -> None:
-    found = explained(TENSOR_JOBS, "--only", "data=2 tensor=4 whole=tok.*|*.up.bias", folder=tmp_path)
-    assert found["ranks"] == 4 and found["plan"] == "data=2 tensor=4 whole=tok.*|*.up.bias"
+    found = explained(TENSOR_JOBS, "--only", "data=2 tensor=4 tensor_exclude=tok.*|*.up.bias", folder=tmp_path)
+    assert found["ranks"] == 4 and found["plan"] == "data=2 tensor=4 tensor_exclude=tok.*|*.up.bias"
     kept = {group["parameters"][0]["name"]: group["reason"] for group in found["groups"] if "kept" in group["reason"]}
     assert kept["tok.weight"] == "tok.weight is kept whole by 'tok.*'"
     assert kept["blocks.1.up.weight"] == "blocks.1.up.bias is kept whole by '*.up.bias'"
@@ -141,7 +141,7 @@ REFUSALS = {
     "memory without unit": (["gpt2", *EIGHT, "--memory", "80"], "add a unit: 80GiB"),
     "no split of the batch": (["gpt2", *EIGHT, "--global-batch", "3", "--only", "data=8"], "a batch of 3 on 8 devices"),
     "no prediction of offload": (["gpt2", *EIGHT, "--only", "offload=optimizer"], "what offload=optimizer does to"),
-    "no names in a shape": (["gpt2", *EIGHT, "--only", "tensor=2 whole=lm_head.*"], "whole names parameters"),
+    "no names in a shape": (["gpt2", *EIGHT, "--only", "tensor=2 tensor_exclude=lm_head.*"], "whole names parameters"),
     "no time at all": (["gpt2", *EIGHT, "--step-time", "0"], "no step takes so long"),
     "settings of a model": (["gpt2", *EIGHT, "--set", "layers=2"], "for example gpt2:layers=4"),
     "impossible sequence": (["gpt2", *EIGHT, "--sequence", "1000000001"], "is not between 1 and 1000000000"),
@@ -156,7 +156,7 @@ REFUSALS = {
     "no size": ([JOB, "--explain", "--only", "tp"], "takes all devices that a run is given"),
     "unknown plan": ([JOB, "--explain", "--only", "tensro=2"], "did you mean 'tensor'?"),
     "bits": ([JOB, "--explain", "--only", "tensor=2 exact=bitwise"], "use exact=rounding"),
-    "no such pattern": ([JOB, "--explain", "--only", "tensor=2 whole=0.weigt"], "close: 0.weight"),
+    "no such pattern": ([JOB, "--explain", "--only", "tensor=2 tensor_exclude=0.weigt"], "close: 0.weight"),
     "no file": (["no_such_job.py", *EXPLAIN], "no such file"),
     "unknown setting": ([JOB, *EXPLAIN, "--set", "layer=2"], "did you mean layers?"),
     "no trace": ([RECURRENT, *EXPLAIN], "needs numbers"),
@@ -189,7 +189,9 @@ def test_the_stages_of_gpt2_in_a_table(tmp_path: Path) -> None:
     assert found["0"][:4] == ["0", "transformer.h.0", "to", "transformer.h.1"] and found["0"][-2:] == ["the", "batch"]
     assert found["1"][:4] == ["1", "transformer.h.2", "to", "transformer.h.3"] and found["1"][-2:] == ["argument", "0"]
     last = done.stdout.splitlines()[-1]
-    assert last == "in the plan this cut is cut=2; held by several stages: transformer.wte.weight (stages 0, 1)"
+    assert (
+        last == "in the plan this cut is split_points=2; held by several stages: transformer.wte.weight (stages 0, 1)"
+    )
 
 
 def test_the_stages_of_gpt2_as_json(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def segments(flops: list[float], weights: list[int] | None = None, kept: list[in
 
 
 def counts(found: list[CallCost], plan: str, *, limit_bytes: int | None = None, microbatches: int = 8) -> Any:
-    fitted = parse_plan(plan).fit(parse_plan(plan).devices or 4)
+    fitted = parse_plan(plan).fit(parse_plan(plan).devices or 4).complete("float32")
     return counts_of(found, fitted, device="cpu", microbatches=microbatches, limit_bytes=limit_bytes)
 
 
@@ -40,10 +40,10 @@ def test_moving_bytes_counts_where_little_is_computed() -> None:
 
 
 def test_the_plan_says_where() -> None:
-    assert counts(segments([1.0] * 8), "data=1 pipeline=4 cut=1|2|7") == (1, 1, 5, 1)
-    assert counts(segments([1.0] * 8), "data=1 pipeline=2 schedule=zbv cut=1|2|7") == (1, 1, 5, 1)
+    assert counts(segments([1.0] * 8), "data=1 pipeline=4 split_points=1|2|7") == (1, 1, 5, 1)
+    assert counts(segments([1.0] * 8), "data=1 pipeline=2 schedule=zbv split_points=1|2|7") == (1, 1, 5, 1)
     with pytest.raises(PlanError, match="to begin at block 9, and the model calls 8"):
-        counts(segments([1.0] * 8), "data=1 pipeline=2 cut=9")
+        counts(segments([1.0] * 8), "data=1 pipeline=2 split_points=9")
 
 
 def test_more_stages_than_blocks_are_refused() -> None:

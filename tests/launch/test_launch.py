@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 import evenly
-from evenly.errors import SampleError, UserError
+from evenly.errors import SampleError, UserError, note_step
 from evenly.launch.agent import FailedRank, Launch, _first_failure, _Stop, launch, start_ranks
 from evenly.launch.environment import process_environment
 from evenly.launch.rank import LaunchFolder, RankExit, describe, describe_exit
@@ -58,7 +58,7 @@ def raise_in_rank_1(kind: str) -> None:
     if kind == "user":
         raise UserError("train on nothing", "0 samples", "give samples")
     error = ValueError("bad value")
-    error.evenly_step = 12  # type: ignore[attr-defined]
+    note_step(error, 12)
     raise error
 
 
@@ -235,7 +235,7 @@ def test_the_cause_comes_first(tmp_path: Path, endings: Any, exit_codes: dict[in
 
 def test_a_mistake_within_a_step_is_told_with_the_step(tmp_path: Path) -> None:
     folder, error = LaunchFolder(tmp_path, tmp_path, False), UserError("sum the loss", "no weight", "give one")
-    error.evenly_step = 7
+    note_step(error, 7)
     folder.put_exit(_ending(1, error, 1.0))
     told = _first_failure(folder, {}, _Stop())
     assert (told.asked, told.found) == ("rank 1 failed at step 7", "sum the loss: no weight")

@@ -178,28 +178,28 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
         ("branches", "pipeline=2 schedule=zero-bubble", 2, 0.98),
         ("branches", "data=2 pipeline=2", 4, 0.98),
         ("branches", "data=2 pipeline=2 zero=3 schedule=interleaved", 4, 0.98),
-        ("towers", "pipeline=2 cut=5", 2, 0.9),
+        ("towers", "pipeline=2 split_points=5", 2, 0.9),
         ("towers", "tensor=2 pipeline=2", 4, 0.9),
         ("chain", "tensor=2 pipeline=2 recompute=full", 4, 0.9),
-        ("layers", "tensor=2 pipeline=2 cut=4", 4, 0.9),
-        ("layers", "tensor=2 pipeline=2 cut=3", 4, 0.9),
+        ("layers", "tensor=2 pipeline=2 split_points=4", 4, 0.9),
+        ("layers", "tensor=2 pipeline=2 split_points=3", 4, 0.9),
         ("whole_penalty", "pipeline=2 schedule=zbv", 2, 0.0),  # all of it is on all ranks
         ("whole_penalty", "data=2 pipeline=2 zero=1", 4, 0.9),
         ("conv_norm", "data=2 pipeline=2 zero=2", 4, 0.9),
-        ("twice", "pipeline=2 schedule=gpipe cut=4", 2, 0.5),
+        ("twice", "pipeline=2 schedule=gpipe split_points=4", 2, 0.5),
         ("chain", "pipeline=2 recompute=full", 2, 0.98),
         ("chain", "pipeline=2 schedule=zbv recompute=selective", 2, 0.98),
         ("first", "pipeline=2 schedule=zbv", 2, 0.98),
         ("chain", "pipeline=2 offload=optimizer", 2, 0.98),
         ("chain", "data=2 pipeline=2 zero=3 schedule=zero-bubble", 4, 0.98),
         ("several", "data=2 pipeline=2 zero=3 schedule=dualpipev", 4, 0.9),
-        ("frozen_ends", "pipeline=4 cut=2|4|6", 4, 0.98),
-        ("frozen_ends", "pipeline=2 schedule=zbv cut=2|4|6", 2, 0.98),
-        ("frozen_middle", "data=2 pipeline=2 zero=1 schedule=interleaved cut=2|4|6", 4, 0.98),
-        ("turned", "pipeline=2 schedule=zbv cut=2|4|5", 2, 0.98),
-        ("turned", "pipeline=2 schedule=zero-bubble cut=4", 2, 0.98),
-        ("unread", "pipeline=2 cut=4", 2, 0.98),
-        ("unread", "data=2 pipeline=2 zero=1 schedule=zbv cut=2|4|6", 4, 0.98),
+        ("frozen_ends", "pipeline=4 split_points=2|4|6", 4, 0.98),
+        ("frozen_ends", "pipeline=2 schedule=zbv split_points=2|4|6", 2, 0.98),
+        ("frozen_middle", "data=2 pipeline=2 zero=1 schedule=interleaved split_points=2|4|6", 4, 0.98),
+        ("turned", "pipeline=2 schedule=zbv split_points=2|4|5", 2, 0.98),
+        ("turned", "pipeline=2 schedule=zero-bubble split_points=4", 2, 0.98),
+        ("unread", "pipeline=2 split_points=4", 2, 0.98),
+        ("unread", "data=2 pipeline=2 zero=1 schedule=zbv split_points=2|4|6", 4, 0.98),
         ("rarely", "pipeline=2", 2, 0.8),
         ("rarely", "data=2 pipeline=2 zero=1", 4, 0.8),
         ("overwriting", "pipeline=2 schedule=zbv", 2, 0.98),
@@ -297,7 +297,7 @@ def test_each_rank_holds_and_steps_its_stages(ranks: KeptRanks) -> None:
 
 def test_what_nothing_uses_has_no_gradient_on_any_stage(ranks: KeptRanks) -> None:
     """An optimizer does more with a gradient of zeros than with none."""
-    (_, stepped, _, gradients), (_, _, _, others) = ranks.run(held, "unread", "pipeline=2 cut=4")
+    (_, stepped, _, gradients), (_, _, _, others) = ranks.run(held, "unread", "pipeline=2 split_points=4")
     unread = {"blocks.1.note.weight", "blocks.3.note.weight"}
     assert {name for name, there in gradients.items() if not there} == {f"{n[:-6]}{e}" for n in unread for e in ENDS}
     assert unread.isdisjoint(stepped)
@@ -333,7 +333,7 @@ REFUSED: dict[str, tuple[Callable[[], evenly.Job], str, str]] = {
     "leaves": (lambda: text_job(model=Leaves), "pipeline=2", "an evaluation calls blocks that training does not"),
     "shared": (lambda: prepared("shared"), "pipeline=2", "it has no repeated blocks that its forward calls"),
     "stages": (lambda: prepared("chain"), "pipeline=2 schedule=interleaved stages_per_rank=5", "it has 10 stages"),
-    "cut": (lambda: prepared("chain"), "pipeline=2 cut=9", "a stage is to begin at block 9, and the model calls 8"),
+    "cut": (lambda: prepared("chain"), "pipeline=2 split_points=9", "to begin at block 9, and the model calls 8"),
     "sync": (lambda: points_job(model=Sync), "pipeline=2", "SyncBatchNorm"),
     "optimizer": (
         lambda: prepared("chain", optimizer=lambda p: Lars(p, lr=0.1)), "pipeline=2", "optimizer Lars under pipeline=2"

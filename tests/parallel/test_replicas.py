@@ -20,7 +20,7 @@ from evenly.verify.compare import judge
 from evenly.verify.ranks import compare_job, keep_reference
 
 STEPS = 5
-PLANS = ["dp replicas=2", "balanced-dp replicas=3", "replicas=5 gather=4"]  # a short batch has 3 microbatches
+PLANS = ["dp replicas=2", "balanced-dp replicas=3", "replicas=5 output_device=4"]  # a short batch has 3 microbatches
 
 
 @pytest.fixture(autouse=True)
@@ -167,7 +167,7 @@ def peaks_of(plan: str) -> list[int]:
 
 def test_gathered_outputs_burden_one_device_and_kept_ones_none() -> None:
     for gather in (0, 2):
-        peaks = peaks_of(f"replicas=4 gather={gather}")
+        peaks = peaks_of(f"replicas=4 output_device={gather}")
         assert peaks.index(max(peaks)) == gather and max(peaks) > 1.3 * sum(peaks) / 4
     peaks = peaks_of("balanced-dp replicas=4")
     assert max(peaks) < 1.05 * sum(peaks) / 4

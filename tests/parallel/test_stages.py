@@ -40,7 +40,7 @@ def built(job: evenly.Job) -> nn.Module:
 
 def fitted(text: str, precision: Any = "float64") -> Plan:
     plan = parse_plan(f"{text} data=1")
-    return plan.fit(plan.devices or 1).resolve(precision)
+    return plan.fit(plan.devices or 1).complete(precision)
 
 
 def batches_of(job: evenly.Job, step: int = 0) -> list[Any]:
@@ -142,10 +142,10 @@ BY_HAND = [
     *((name, "pipeline=3") for name in ("first_bias", "ragged", "conv_norm")),
     *((name, "pipeline=5") for name in ("skips", "towers", "learned_bias", "tied")),
     *((name, "pipeline=8") for name in ("several", "branches", "whole_penalty")),
-    ("towers", "pipeline=3 cut=1|8"),
-    ("skips", "pipeline=3 cut=4|7"),
-    ("chain", "pipeline=2 schedule=zbv cut=1|2|3"),
-    ("twice", "pipeline=3 cut=3|7"),
+    ("towers", "pipeline=3 split_points=1|8"),
+    ("skips", "pipeline=3 split_points=4|7"),
+    ("chain", "pipeline=2 schedule=zbv split_points=1|2|3"),
+    ("twice", "pipeline=3 split_points=3|7"),
     ("twice", "pipeline=8"),
     ("first", "pipeline=3"),
     ("first", "pipeline=8"),
@@ -266,7 +266,7 @@ class OverwritingSkips(Skips):
         self.blocks = nn.ModuleList(OverwritingBlock() for _ in range(LAYERS))
 
 
-@pytest.mark.parametrize("plan", ["pipeline=2 cut=2", "pipeline=4", "pipeline=8"])
+@pytest.mark.parametrize("plan", ["pipeline=2 split_points=2", "pipeline=4", "pipeline=8"])
 def test_blocks_may_overwrite_what_a_later_stage_needs(plan: str) -> None:
     assert_as_on_one_device(text_job(model=OverwritingSkips, precision="float64", eval_data=None), plan)
 
@@ -325,7 +325,7 @@ def test_a_tied_weight_stays_tied() -> None:
 def test_the_list_of_parameters_keeps_its_order_on_every_rank(position: int) -> None:
     job = PIPELINE_JOBS["whole_penalty"](precision="float64", eval_data=None)
     group = Group("pipeline", [0, 1, 2], own=position, handle=None, device=torch.device("cpu"))
-    plan = fitted("pipeline=3 schedule=interleaved cut=1|2|3|4|6")
+    plan = fitted("pipeline=3 schedule=interleaved split_points=1|2|3|4|6")
     model = StagedModel(built(job), "cpu")
     pipeline = Pipeline.of(model, stage_plan_of(job, model, plan, device="cpu")[0], plan, group)
     expected = [(tuple(p.shape), p.dtype, p.requires_grad) for p in built(job).parameters()]
@@ -386,7 +386,7 @@ def test_a_stage_is_sent_what_it_and_later_ones_need() -> None:
     assert [len(places) for places in skips] == [0, 2, 4, 2]
     kept = TensorSite(("blocks.1", 0), "out", "")
     assert kept in skips[2] and kept not in skips[3]  # of it, what block 6 is called with is made before
-    memory = staged(PIPELINE_JOBS["towers"](eval_data=None), "pipeline=3 cut=4|6").stage_inputs[True]
+    memory = staged(PIPELINE_JOBS["towers"](eval_data=None), "pipeline=3 split_points=4|6").stage_inputs[True]
     assert TensorSite(None, "in", "0.1") in memory[2]
 
 
@@ -652,7 +652,11 @@ REFUSED: dict[str, tuple[evenly.Job, str, str]] = {
     ),
     "stages": (PIPELINE_JOBS["chain"](), "pipeline=9", "it has 9 stages, and the model calls 8 blocks"),
     "V": (PIPELINE_JOBS["chain"](), "pipeline=5 schedule=zbv", "it has 10 stages, and the model calls 8 blocks"),
-    "cut": (PIPELINE_JOBS["chain"](), "pipeline=2 cut=8", "a stage is to begin at block 8, and the model calls 8"),
+    "cut": (
+        PIPELINE_JOBS["chain"](),
+        "pipeline=2 split_points=8",
+        "a stage is to begin at block 8, and the model calls 8",
+    ),
 }
 
 

@@ -61,7 +61,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
         ("heads-4", "tensor=2 recompute=full", 2, 0.95),
         ("packed", "tensor=2 recompute=selective", 2, 0.95),
         ("packed", "tensor=2 offload=optimizer", 2, 0.95),
-        ("packed", "tensor=2 whole=embed.*|head.*", 2, 0.3),
+        ("packed", "tensor=2 tensor_exclude=embed.*|head.*", 2, 0.3),
         ("heads-2", "data=2 tensor=2", 4, 0.95),
         ("heads-2", "data=2 tensor=2 zero=1", 4, 0.95),
         ("packed", "data=2 tensor=2 zero=2", 4, 0.95),
@@ -70,12 +70,12 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
         ("threes", "data=2 tensor=2 zero=1", 4, 0.95),
         ("packed", "data=1 tensor=2 zero=2", 2, 0.95),
         ("packed", "data=1 tensor=2 zero=3 offload=parameters", 2, 0.95),
-        ("heads-4", "tensor=2 sequence=split", 2, 0.95),
-        ("heads-2", "tensor=4 sequence=split", 4, 0.8),
-        ("packed", "tensor=2 sequence=split recompute=full", 2, 0.95),
-        ("encoder", "tensor=2 sequence=split", 2, 0.95),
-        ("decoder", "tensor=4 sequence=split", 4, 0.95),
-        ("packed", "data=2 tensor=2 zero=3 sequence=split", 4, 0.95),
+        ("heads-4", "tensor=2 sequence_parallel=on", 2, 0.95),
+        ("heads-2", "tensor=4 sequence_parallel=on", 4, 0.8),
+        ("packed", "tensor=2 sequence_parallel=on recompute=full", 2, 0.95),
+        ("encoder", "tensor=2 sequence_parallel=on", 2, 0.95),
+        ("decoder", "tensor=4 sequence_parallel=on", 4, 0.95),
+        ("packed", "data=2 tensor=2 zero=3 sequence_parallel=on", 4, 0.95),
     ],
 )
 def test_a_split_model_computes_what_one_device_does(
@@ -153,7 +153,7 @@ def test_a_block_sums_twice_forward_and_twice_backward(name: str, ranks: KeptRan
 def test_along_the_sequence_a_sum_is_half_scattered_and_half_gathered(
     name: str, positions: int, ranks: KeptRanks
 ) -> None:
-    for found in ranks.run(collectives, name, "tensor=2 sequence=split"):
+    for found in ranks.run(collectives, name, "tensor=2 sequence_parallel=on"):
         activations = {what: count for what, count in found.items() if "small" not in what}
         assert activations == {
             "forward reduce_scatter": 2 * BLOCKS + 1,
@@ -241,8 +241,8 @@ class Lars(torch.optim.SGD):
 REFUSED: dict[str, tuple[Callable[[], evenly.Job], str, str]] = {
     "nothing": (lambda: threes_job(model=Filters), "tensor=2", "no parameter of the model can be split over 2 ranks"),
     "untraceable": (lambda: threes_job(model=Numbers), "tensor=2", "aten._local_scalar_dense (test_tensor.py:"),
-    "all-whole": (packed_job, "tensor=2 whole=*", "is kept whole by '*'"),
-    "misspelt": (packed_job, "tensor=2 whole=heed.weight", "close: head.weight"),
+    "all-whole": (packed_job, "tensor=2 tensor_exclude=*", "is kept whole by '*'"),
+    "misspelt": (packed_job, "tensor=2 tensor_exclude=heed.weight", "close: head.weight"),
     "optimizer": (lambda: packed_job(optimizer=lambda p: Lars(p, lr=0.1)), "tensor=2", "optimizer Lars under tensor=2"),
 }
 

@@ -6,7 +6,7 @@ import pytest
 from jobs import classifier_job, language_job
 
 from evenly.errors import PlanError
-from evenly.plan import Plan, with_microbatch
+from evenly.plan import PlanSpec, with_microbatch
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from evenly.plan import Plan, with_microbatch
 def test_the_first_that_says_it_decides(
     stated: int | None, recorded: int | None, planned: int | None, used: int
 ) -> None:
-    job = with_microbatch(classifier_job(microbatch=stated), Plan(microbatch=planned), recorded=recorded)
+    job = with_microbatch(classifier_job(microbatch=stated), PlanSpec(microbatch=planned), recorded=recorded)
     assert job.samples_per_microbatch == used
 
 
@@ -34,14 +34,14 @@ def test_the_first_that_says_it_decides(
 )
 def test_a_plan_cannot_change_what_the_numbers_follow(stated: int | None, recorded: int | None, message: str) -> None:
     with pytest.raises(PlanError, match=f"{message}, and the numbers follow it") as caught:
-        with_microbatch(classifier_job(microbatch=stated), Plan(data=2, microbatch=4), recorded=recorded)
+        with_microbatch(classifier_job(microbatch=stated), PlanSpec(data=2, microbatch=4), recorded=recorded)
     assert caught.value.asked == "plan data=2 microbatch=4 for job 'classifier'"
 
 
 def test_a_budget_is_no_number_of_samples() -> None:
     job = language_job()
-    assert with_microbatch(job, Plan(), recorded=2) is job
+    assert with_microbatch(job, PlanSpec(), recorded=2) is job
     with pytest.raises(PlanError, match="the job states microbatch_cost=40"):
-        with_microbatch(job, Plan(microbatch=4))
+        with_microbatch(job, PlanSpec(microbatch=4))
     both = language_job(microbatch=4)
-    assert with_microbatch(both, Plan(microbatch=4)) is both
+    assert with_microbatch(both, PlanSpec(microbatch=4)) is both

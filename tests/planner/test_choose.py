@@ -15,7 +15,7 @@ import evenly
 from evenly.errors import PlanError, UserError
 from evenly.hardware.cluster import Cluster
 from evenly.launch.environment import find_here
-from evenly.plan import Plan, parse_plan
+from evenly.plan import PlanSpec, parse_plan
 from evenly.planner.auto import as_recorded, choose_plan
 from evenly.planner.costed_plan import predict_plan, training_config_of
 from evenly.planner.job_memory import memory_of_ranks
@@ -57,7 +57,7 @@ def test_a_job_is_planned_with_its_own_microbatch_and_precision() -> None:
 def test_its_operations_are_those_of_the_model() -> None:
     job = even_job()
     subject = JobSource(job)
-    plan = Plan(data=1, microbatch=None, recompute="none").resolve("float32")
+    plan = PlanSpec(data=1, microbatch=None, recompute="none").complete("float32")
     found = predict_plan(asked(job), plan)
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -73,7 +73,7 @@ def test_its_operations_are_those_of_the_model() -> None:
 
 def test_memory_is_that_of_the_ranks() -> None:
     job = tower_job()
-    plan = parse_plan("data=2 pipeline=2 schedule=1f1b recompute=none").resolve("float32")
+    plan = parse_plan("data=2 pipeline=2 schedule=1f1b recompute=none").complete("float32")
     memory = memory_of_ranks(JobProfiler(job), plan)
     found = predict_plan(asked(job), plan)
     worst = [max(meter.peak for meter in memory[:2]), max(meter.peak for meter in memory[2:])]
@@ -82,7 +82,7 @@ def test_memory_is_that_of_the_ranks() -> None:
 
 def test_a_plan_that_the_model_refuses_is_not_answered() -> None:
     with pytest.raises(PlanError):
-        predict_plan(asked(tower_job()), Plan(data=1, pipeline=64).resolve("float32"))
+        predict_plan(asked(tower_job()), PlanSpec(data=1, pipeline=64).complete("float32"))
 
 
 def test_a_model_in_which_nothing_repeats_is_planned_without_stages() -> None:
@@ -90,14 +90,14 @@ def test_a_model_in_which_nothing_repeats_is_planned_without_stages() -> None:
     assert JobSource(job).blocks == 0
     assert {choice.pipeline for choice in choices_of(asked(job), 4)} == {1}
     assert search(asked(job)).plans
-    assert search(asked(job, only=Plan(recompute="full"))).plans
+    assert search(asked(job, only=PlanSpec(recompute="full"))).plans
 
 
 def test_products_that_are_changed_in_place_are_not_kept() -> None:
     job = classifier_job(model=InPlace)
     assert {found.plan.recompute for found in search(asked(job)).plans} <= {"none", "full"}
     with pytest.raises(UserError, match="changes the result of a matrix product in place"):
-        search(asked(job, only=Plan(recompute="selective")))
+        search(asked(job, only=PlanSpec(recompute="selective")))
 
 
 def test_a_model_that_needs_numbers_is_refused_with_the_place() -> None:
@@ -111,8 +111,8 @@ def test_what_the_tensor_axis_splits_is_in_the_parts() -> None:
         pytest.skip("nothing of it can be split")
     whole, split = (
         subject.parts(
-            parse_plan(text).resolve("float32"),
-            training_config_of(asked(tower_job()), parse_plan(text).resolve("float32")),
+            parse_plan(text).complete("float32"),
+            training_config_of(asked(tower_job()), parse_plan(text).complete("float32")),
         )
         for text in ("data=1", "data=1 tensor=2")
     )
@@ -122,19 +122,19 @@ def test_what_the_tensor_axis_splits_is_in_the_parts() -> None:
 
 def test_a_job_without_a_microbatch_leaves_it_to_the_plans() -> None:
     job = even_job(microbatch=None)
-    answer = search(asked(job, only=Plan(data=2)))
+    answer = search(asked(job, only=PlanSpec(data=2)))
     assert all(found.plan.microbatch is not None for found in answer.plans)
     sizes = {choice.microbatch for choice in choices_of(asked(job), 2)}
     assert len(sizes) > 1
 
 
 def test_auto_on_one_device_is_that_device() -> None:
-    found = choose_plan(tower_job(), Plan(), find_here())
+    found = choose_plan(tower_job(), PlanSpec(), find_here())
     assert found.plan.ranks == 1 and found.plan.recompute == "none" and found.limit_bytes > 2**28
 
 
 def test_auto_keeps_what_is_said() -> None:
-    found = choose_plan(tower_job(), Plan(recompute="full"), find_here())
+    found = choose_plan(tower_job(), PlanSpec(recompute="full"), find_here())
     assert found.plan.recompute == "full"
 
 
@@ -142,7 +142,7 @@ def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     small = Cluster(1, 1, "cpu", own={"memory_gib": 1e-6})
     monkeypatch.setattr("evenly.planner.auto.cluster_of", lambda place: small)
     with pytest.raises(PlanError, match="no plan fits") as problem:
-        choose_plan(tower_job(), Plan(), find_here())
+        choose_plan(tower_job(), PlanSpec(), find_here())
     assert "GiB" in problem.value.do
 
 
@@ -157,7 +157,7 @@ def test_a_run_under_auto_writes_what_was_predicted(tmp_path: Path) -> None:
 
 
 def test_the_record_has_every_cause() -> None:
-    found = choose_plan(tower_job(), Plan(), find_here())
+    found = choose_plan(tower_job(), PlanSpec(), find_here())
     document = as_recorded(found)
     assert sum(document["time_s"].values()) == pytest.approx(found.step_s)
     one = document["memory_bytes"][0]

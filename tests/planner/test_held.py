@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 import evenly
-from evenly.errors import PlanError
 from evenly.parallel.data import shards
 from evenly.parallel.pipeline.orders import orders
-from evenly.plan import parse_plan
+from evenly.plan import Plan, parse_plan
 from evenly.plan.schedule import in_flight
 from evenly.planner.job_memory import memory_of_ranks
 from evenly.planner.job_profile import JobProfiler
@@ -87,8 +86,13 @@ def peaks(plans: list[str]) -> list[list[int]]:
 
 def predicted(plan: str, ranks: int) -> list[int]:
     parsed = parse_plan(plan)
-    fitted = parsed.fit(ranks if parsed.replicas is None else parsed.devices or 1)
-    return [meter.peak for meter in memory_of_ranks(JobProfiler(small_job(), step=1), fitted)]
+    job = small_job()
+    fitted = parsed.fit(ranks if parsed.replicas is None else parsed.devices or 1).complete(job.precision)
+    return [meter.peak for meter in memory_of_ranks(JobProfiler(job, step=1), fitted)]
+
+
+def complete(plan: str) -> Plan:
+    return parse_plan(plan).complete(small_job().precision)
 
 
 ALONE = [
@@ -153,7 +157,7 @@ def test_blocks_that_stay_whole_are_counted(ranks: Any, monkeypatch: pytest.Monk
 def test_a_pipeline_holds_as_many_microbatches_as_its_schedule_has_in_flight() -> None:
     reader = JobProfiler(replace(small_job(), data=[torch.zeros(LENGTH + 1, dtype=torch.int64)] * 64))
     for schedule in ("naive", "gpipe", "1f1b"):
-        plan = parse_plan(f"data=1 pipeline=4 schedule={schedule}")
+        plan = complete(f"data=1 pipeline=4 schedule={schedule}")
         held = [meter.at_peak["activations"] for meter in memory_of_ranks(reader, plan)]
         (counts,) = zip(*in_flight(orders(schedule, 4, 1, 8)), strict=True)
         # Of the ranks between the first and the last, which are alike but for how many they hold.
@@ -162,15 +166,15 @@ def test_a_pipeline_holds_as_many_microbatches_as_its_schedule_has_in_flight() -
 
 def test_sharding_divides_what_a_rank_keeps() -> None:
     reader = JobProfiler(small_job())
-    whole, cut = (memory_of_ranks(reader, parse_plan(f"data=4 zero={zero}"))[0].at_peak for zero in (0, 1))
+    whole, cut = (memory_of_ranks(reader, complete(f"data=4 zero={zero}"))[0].at_peak for zero in (0, 1))
     assert cut["optimizer"] == pytest.approx(whole["optimizer"] / 4, rel=0.02)
-    third = memory_of_ranks(reader, parse_plan("data=4 zero=3"))[0].at_peak
+    third = memory_of_ranks(reader, complete("data=4 zero=3"))[0].at_peak
     assert third["parameters"] == pytest.approx(whole["parameters"] / 4, rel=0.05)
 
 
 def test_causes_add_up_to_the_peak() -> None:
     for plan in ("data=2", "data=2 zero=3", "data=1 tensor=2", "data=1 pipeline=2"):
-        for meter in memory_of_ranks(JobProfiler(small_job()), parse_plan(plan)):
+        for meter in memory_of_ranks(JobProfiler(small_job()), complete(plan)):
             assert meter.by_cause.peak == meter.peak
 
 
@@ -178,8 +182,3 @@ def test_the_norm_takes_two_parts_of_gradients_in_float64() -> None:
     assert norm_bytes([10, 20, 5], 4) == 8 * 30
     assert norm_bytes([1 << 17], 4) == 8 * (1 << 17)
     assert norm_bytes([10, 20], 8) == 0
-
-
-def test_a_plan_that_waits_for_its_size_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"does not say how many ranks"):
-        memory_of_ranks(JobProfiler(small_job()), parse_plan("tp"))

@@ -20,12 +20,12 @@ from evenly.engine.precision import STEPS_BEFORE_GROWTH, LossScale, first_scale,
 from evenly.engine.step_totals import StepTotals, StepTotalsBuilder, as_loss
 from evenly.errors import PlanError, RunError, UserError
 from evenly.job import Job, Loss
-from evenly.plan import Plan
+from evenly.plan import Plan, PlanSpec
 from evenly.train import start
 from evenly.train.interrupt import Interrupt
 from evenly.train.options import RunOptions
 
-SINGLE = Plan(data=1)
+SINGLE = PlanSpec(data=1).complete("float32")
 ALONE = replace(World.alone(), groups={"data": Group.alone(), "files": Group.alone("files")})
 
 
@@ -115,7 +115,7 @@ def test_a_signal_asks_and_the_handler_is_given_back() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [RunOptions(), RunOptions(Plan(data=2, zero=3, exact="rounding"), Path("a b"), 7, True)]
+    "options", [RunOptions(), RunOptions(PlanSpec(data=2, zero=3, exact="rounding"), Path("a b"), 7, True)]
 )
 def test_options_survive_the_way_to_the_ranks(options: RunOptions) -> None:
     assert RunOptions.from_text(options.to_text()) == options
@@ -149,9 +149,9 @@ def clamped() -> nn.Module:
 
 
 def test_hooks_of_gradients_and_plans_that_hold_parts_do_not_go_together() -> None:
-    refuse_gradient_hooks(nn.Linear(3, 3), Plan(zero=3))
+    refuse_gradient_hooks(nn.Linear(3, 3), PlanSpec(data=2, zero=3).complete("float32"))
     with pytest.raises(PlanError, match=r"parameter weight has a hook[^$]*use ddp, zero1 or zero2"):
-        refuse_gradient_hooks(clamped(), Plan(zero=3))
+        refuse_gradient_hooks(clamped(), PlanSpec(data=2, zero=3).complete("float32"))
     with (
         pytest.raises(PlanError, match="parameter weight has a hook"),
         start(classifier_job(model=clamped), plan="single zero3 offload=parameters"),
@@ -187,7 +187,7 @@ def test_an_eps_that_is_0_in_the_type_of_the_weights_is_refused() -> None:
         build_optimizer(classifier_job(), [*model.parameters()], SINGLE)
 
 
-ROUNDING, BITWISE = Plan(data=1, exact="rounding"), Plan(data=1, exact="bitwise")
+ROUNDING, BITWISE = (PlanSpec(data=1, exact=exact).complete("float32") for exact in ("rounding", "bitwise"))
 IN_ORDER, TURNED = torch.zeros(5, 3), torch.zeros(3, 5).t()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from evenly.hardware.cluster_text import parse_cluster
-from evenly.plan.plan import Plan, parse_plan
+from evenly.plan import Plan, parse_plan
 from evenly.planner.costed_plan import predict_plan
 from evenly.planner.known import find_shape
 from evenly.planner.preview import preview
@@ -23,7 +23,7 @@ def question(batch: int) -> PlanRequest:
 
 
 def plan_of(text: str) -> Plan:
-    return parse_plan(f"{text} zero=0 microbatch=1 recompute=none precision=bfloat16").resolve("bfloat16")
+    return parse_plan(f"{text} zero=0 microbatch=1 recompute=none precision=bfloat16").complete("bfloat16")
 
 
 def drawn(timeline: Timeline) -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from evenly.errors import PlanError, UserError
 from evenly.hardware.cluster_text import parse_cluster
-from evenly.plan import Plan, parse_plan
+from evenly.plan import PlanSpec, parse_plan
 from evenly.plan.cut import cut
 from evenly.planner.costed_plan import equal_blocks, predict_plan
 from evenly.planner.known import find_shape
@@ -67,39 +67,42 @@ def test_what_is_stated_is_in_every_answer() -> None:
     answer = search(question(SMALL, "8xA100", 32, only=only))
     assert answer.plans
     for found in answer.plans:
-        assert (found.plan.tensor, found.plan.recompute, found.plan.microbatch) == (2, "full", 2)
+        assert (found.plan.tensor.size, found.plan.recompute, found.plan.microbatch) == (2, "full", 2)
         assert found.plan.ranks == 8
 
 
 @pytest.mark.parametrize(("only", "axis"), [("tp", "tensor"), ("pp", "pipeline"), ("mp", "pipeline")])
 def test_an_axis_that_is_asked_for_has_several_ranks(only: str, axis: str) -> None:
     answer = search(question(SMALL, "8xA100", 32, only=parse_plan(only)))
-    assert answer.plans and all(getattr(found.plan, axis) > 1 for found in answer.plans)
+    assert answer.plans and all(getattr(found.plan, axis).size > 1 for found in answer.plans)
     with pytest.raises(UserError, match="no plan splits"):
         search(question(SMALL, "1xA100", 32, only=parse_plan(only)))
 
 
 def test_groups_that_are_asked_for_are_those_that_would_run() -> None:
     answer = search(question(SMALL, "8xA100", 32, only=parse_plan("hsdp")))
-    assert {found.plan.shard for found in answer.plans if found.plan.data == 8} == {4}
+    assert {found.plan.data.shard for found in answer.plans if found.plan.data.size == 8} == {4}
     for found in answer.plans:
-        assert found.plan.shard == parse_plan(f"hsdp data={found.plan.data}").fit(found.plan.data or 1).shard
+        data = found.plan.data
+        assert data.shard == parse_plan(f"hsdp data={data.size}").fit(data.size).shard
 
 
 def test_answers_are_complete_plans_best_first_and_of_different_families() -> None:
     answer = search(question("gpt2-xl", "8xA100", 64))
     times = [found.step_s for found in answer.plans]
     assert times == sorted(times) and len(times) == 5
-    families = {(p.plan.data, p.plan.tensor, p.plan.pipeline, p.plan.zero) for p in answer.plans}
+    families = {
+        (p.plan.data.size, p.plan.tensor.size, p.plan.pipeline.size, p.plan.data.zero_stage) for p in answer.plans
+    }
     assert len(families) == 5
     for found in answer.plans:
-        assert parse_plan(str(found.plan)) == found.plan
+        assert parse_plan(str(found.plan)).complete("bfloat16") == found.plan
         again = predict_plan(question("gpt2-xl", "8xA100", 64), found.plan)
         assert again.step_s == pytest.approx(found.step_s, rel=1e-12)
 
 
 def test_nothing_fits_and_a_change_that_would_do_is_told() -> None:
-    asked = question("llama-3.1-8b", "1xA100-40", 8, only=Plan(exact="rounding"))
+    asked = question("llama-3.1-8b", "1xA100-40", 8, only=PlanSpec(exact="rounding"))
     answer = search(asked)
     assert not answer.plans and answer.nearest is not None and not answer.nearest.fits
     assert f"{answer.nearest.peak_bytes / 2**30:.1f} GiB" in answer.change
@@ -107,7 +110,7 @@ def test_nothing_fits_and_a_change_that_would_do_is_told() -> None:
     assert told is not None
     larger = replace(asked, cluster=parse_cluster(told[2]), batch=max(8, int(told[1])))
     assert larger.cluster.size == int(told[1]) > 1
-    assert predict_plan(larger, parse_plan(told[3])).fits
+    assert predict_plan(larger, parse_plan(told[3]).complete("bfloat16")).fits
     half = replace(larger, cluster=replace(larger.cluster, nodes=larger.cluster.nodes // 2))
     assert not search(half).plans  # nor do fewer
 
@@ -126,7 +129,7 @@ def test_the_fewest_devices_for_a_step_time() -> None:
     asked = question("gpt2-xl", "4x8xA100", 64)
     one_node = search(replace(asked, max_devices=8)).plans[0].step_s
     answer = search(replace(asked, step_s=one_node * 1.01))
-    assert answer.plans[0].plan.ranks is not None and answer.plans[0].plan.ranks <= 8
+    assert answer.plans[0].plan.ranks <= 8
     assert answer.plans[0].step_s <= one_node * 1.01
     slow = search(replace(asked, step_s=1e-6))
     assert slow.plans[0].plan.ranks == 32 and slow.plans[0].step_s > 1e-6
@@ -139,17 +142,17 @@ def test_max_devices() -> None:
 
 def test_experts_are_not_cut_into_stages() -> None:
     answer = search(question("mixtral-8x7b", "8x8xH100", 64))
-    assert answer.plans and not any(found.plan.splits_blocks for found in answer.plans)
+    assert answer.plans and not any(found.plan.pipeline.active for found in answer.plans)
     with pytest.raises(PlanError, match="experts"):
         predict_plan(
-            question("mixtral-8x7b", "8xH100", 64), parse_plan("data=4 pipeline=2 microbatch=1").resolve("bfloat16")
+            question("mixtral-8x7b", "8xH100", 64), parse_plan("data=4 pipeline=2 microbatch=1").complete("bfloat16")
         )
 
 
 def test_plans_that_agree_to_the_bit_add_up_in_a_wider_type() -> None:
     asked = question(SMALL, "4xA100", 16)
     rounded, exact = (
-        predict_plan(asked, Plan(data=4, microbatch=4, recompute="none", exact=how).resolve("bfloat16"))
+        predict_plan(asked, PlanSpec(data=4, microbatch=4, recompute="none", exact=how).complete("bfloat16"))
         for how in ("rounding", "bitwise")
     )
     assert exact.memory[0].gradients == 3 * rounded.memory[0].gradients
@@ -180,7 +183,7 @@ def test_a_choice_is_a_plan_that_can_be_written() -> None:
             plan = plan_of(choice, asked, "bfloat16")
         except PlanError:
             continue
-        assert plan.ranks == 8 and parse_plan(str(plan)) == plan
+        assert plan.ranks == 8 and parse_plan(str(plan)).complete("bfloat16") == plan
 
 
 @pytest.mark.parametrize("only", ["offload=optimizer", "compile=blocks", "replicas=2"])

@@ -75,7 +75,7 @@ def test_what_is_in_no_group_has_a_reason_by_dim() -> None:
 
 def test_the_share_in_a_line() -> None:
     assert in_a_line(document(group("a.w"))).startswith("25.0% of the model's elements are split over 2 ranks")
-    assert in_a_line(document(group("a.w"))).endswith("whole=a.w")
+    assert in_a_line(document(group("a.w"))).endswith("tensor_exclude=a.w")
     assert (
         in_a_line(document(group("a.w", reason="no"))) == "nothing is split over 2 ranks; evenly run refuses this plan"
     )

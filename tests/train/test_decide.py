@@ -18,8 +18,8 @@ from evenly.comm.operations import gather_values
 from evenly.comm.world import World
 from evenly.errors import PlanError, ResumeError
 from evenly.launch.environment import find_here
-from evenly.plan import Plan, parse_plan
-from evenly.train.options import RunOptions, asked_plan
+from evenly.plan import PlanSpec, asked_plan, parse_plan
+from evenly.train.options import RunOptions
 from evenly.train.resolve_run import PreviousRun, ResolvedRun, connect_and_resolve, recorded_in
 from evenly.train.run import Run
 
@@ -43,9 +43,9 @@ def leave(world: World) -> None:
 
 
 def test_all_ranks_take_what_the_first_has_decided(ranks: KeptRanks) -> None:
-    decision = ResolvedRun(Plan(data=2, zero=1, microbatch=4, precision="float32", exact="rounding"), 4)
+    decision = ResolvedRun(PlanSpec(data=2, zero=1, microbatch=4).complete("float32"), 4)
     assert ranks.run(decided, ["zero1 microbatch=4", None]) == [(decision, [2, 2])] * 2
-    other = ResolvedRun(Plan(data=1, tensor=2, precision="float32", exact="rounding"))
+    other = ResolvedRun(PlanSpec(data=1, tensor=2).complete("float32"))
     assert ranks.run(decided, ["tp", "zero3"]) == [(other, [1, 2])] * 2
 
 
@@ -150,17 +150,17 @@ def test_what_cannot_be_read_records_nothing(tmp_path: Path) -> None:
 
 def test_auto_asks_for_the_best_plan_that_does_what_else_is_said() -> None:
     assert asked_plan("auto") == (None, True)
-    assert asked_plan("ddp") == (Plan(), False)
-    assert asked_plan("tensor=2 auto recompute=full") == (Plan(tensor=2, recompute="full"), True)
+    assert asked_plan("ddp") == (PlanSpec(), False)
+    assert asked_plan("tensor=2 auto recompute=full") == (PlanSpec(tensor=2, recompute="full"), True)
     with pytest.raises(PlanError, match="tensr"):
         asked_plan("auto tensr=2")
-    options = RunOptions(Plan(tensor=2), search=True, steps=3)
+    options = RunOptions(PlanSpec(tensor=2), search=True, steps=3)
     assert RunOptions.from_text(options.to_text()) == options
-    assert RunOptions.from_text(RunOptions(Plan()).to_text()).plan == Plan()
+    assert RunOptions.from_text(RunOptions(PlanSpec()).to_text()).plan == PlanSpec()
 
 
 def test_what_is_predicted_of_a_plan_is_written_beside_it(tmp_path: Path) -> None:
-    plan, predicted = Plan(data=1).resolve("float32"), {"step_s": 0.5, "memory_bytes": [{"peak": 1.0}]}
+    plan, predicted = PlanSpec(data=1).complete("float32"), {"step_s": 0.5, "memory_bytes": [{"peak": 1.0}]}
     with Run(open_job(), ResolvedRun(plan, 5, predicted), connect(find_here()), RunOptions(out=tmp_path)) as run:
         assert run.job.microbatch == 5
     document = json.loads((tmp_path / "plan.json").read_text())

@@ -22,6 +22,10 @@ from evenly.data.stream import block_key
 from evenly.model.blocks import Block
 
 
+class ForwardEnded(Exception):
+    """Ends a forward pass on purpose, before the model's code has come to its end."""
+
+
 @dataclass(frozen=True)
 class BlockCall:
     """One call of a block.

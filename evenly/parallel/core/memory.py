@@ -23,6 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evenly.data.nest import tensors_in
+from evenly.model.fake import is_fake
 
 Category = Literal["parameters", "gradients", "sums", "optimizer", "activations", "temporaries"]
 
@@ -149,7 +150,7 @@ class MemoryCounter(TorchDispatchMode):
         return {one.number for one in held if one is not None}
 
     def _hold(self, tensor: torch.Tensor, number: int) -> _Allocation | None:
-        if type(tensor).__name__ == "FakeTensor":  # made of nothing, as a stage makes forms: no memory
+        if is_fake(type(tensor)):  # made of nothing, as a stage makes forms: no memory
             return None
         try:
             storage = tensor.untyped_storage()
@@ -187,7 +188,7 @@ def of_subclasses(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """
     if all(kind is torch.Tensor or issubclass(kind, torch.nn.Parameter) for kind in types):
         return None
-    if any(kind.__name__ == "FakeTensor" for kind in types):
+    if any(map(is_fake, types)):
         return func(*args, **(kwargs or {}))
     return NotImplemented
 

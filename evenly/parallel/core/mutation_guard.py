@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from evenly.errors import RunError
+from evenly.parallel.core.calls import ForwardEnded
 from evenly.parallel.core.fingerprint import fingerprint
 
 
@@ -50,9 +51,8 @@ class MutationGuard:
         prints = {id(tensor): fingerprint(tensor) for tensor in now if first and not tensor.requires_grad}
         try:
             yield
-        except Exception as problem:
-            if getattr(problem, "ends_stage", False):
-                self._compare(before, {})
+        except ForwardEnded:
+            self._compare(before, {})
             raise
         self._compare(before, prints)
 

@@ -21,6 +21,7 @@ from torch import nn
 from evenly.comm.groups import Group
 from evenly.comm.operations import all_reduce
 from evenly.errors import UserError
+from evenly.model.fake import DeferredTensor
 from evenly.parallel.core.mutation_guard import MutationGuard
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -152,7 +153,7 @@ class RunningStatistics:
 
     def _enter(self, layer: _Layer) -> Any:
         def enter(module: Any, given: Any) -> None:
-            if not module.training or any(getattr(one, "without_numbers", False) for one in given):
+            if not module.training or any(isinstance(one, DeferredTensor) and not one.arrived for one in given):
                 return
             layer.kept = (
                 module.running_mean,

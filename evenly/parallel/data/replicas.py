@@ -55,13 +55,15 @@ class Replicas(Sequence[Replica]):
     They are built and not copied, since a copy loses what hangs together outside of parameters: an attribute that is
     a view of a weight.
 
-    gather: number of the device on which losses are computed; None leaves each to its own.
+    output_device: number of the device on which losses are computed; None leaves each to its own.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], devices: Sequence[str], *, gather: int | None = None) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], devices: Sequence[str], *, output_device: int | None = None
+    ) -> None:
         _check_apart(modules)
         self._replicas = [
-            _replica(number, devices, module, number if gather is None else gather)
+            _replica(number, devices, module, number if output_device is None else output_device)
             for number, module in enumerate(modules)
         ]
 

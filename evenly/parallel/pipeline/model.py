@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 from evenly.data.nest import map_tensors, tensors_by_path
 from evenly.errors import RunError
 from evenly.model.blocks import find_blocks
-from evenly.model.fake import shared_fake_mode
-from evenly.parallel.core.calls import BlockCall
+from evenly.model.fake import operation_of, shared_fake_mode
+from evenly.parallel.core.calls import BlockCall, ForwardEnded
 from evenly.parallel.core.parameter_views import ViewedParameters, viewed_buffers, viewed_parameters
 from evenly.parallel.core.statistics import keeps_statistics
 from evenly.parallel.pipeline.messages import Payload
@@ -47,10 +47,8 @@ class Running(Protocol):
         ...
 
 
-class StageEnd(Exception):
+class StageEnd(ForwardEnded):
     """Ends the run of a stage, through the model's code, at the first block of the next."""
-
-    ends_stage = True
 
     def __init__(self, run: StageRun, payload: Payload) -> None:
         super().__init__("the stage ends here")
@@ -357,12 +355,9 @@ class StagedModel:
                 payload = change(payload)
             return payload, None
         except Exception as problem:
-            operation = getattr(problem, "func", None)  # of torch's errors of tensors without numbers
-            if operation is None:
+            if not (operation := operation_of(problem)):
                 raise
-            raise run.not_sent(
-                f"{str(operation).removesuffix('.default')} needs numbers of an earlier stage"
-            ) from problem
+            raise run.not_sent(f"{operation} needs numbers of an earlier stage") from problem
         finally:
             self.running = None
         if run.stage < self.staging.stages - 1:

@@ -42,7 +42,7 @@ class Pipeline:
     @classmethod
     def of(cls, model: StagedModel, staging: StagePlan, plan: Plan, group: Group) -> Pipeline:
         """Leaves in `model`, in place, what this rank of `group` runs."""
-        ranks = rank_of_stage(plan.order, group.size, plan.stages_of_each_rank)
+        ranks = rank_of_stage(plan.pipeline.schedule, group.size, plan.pipeline.stages_per_rank)
         own = [stage for stage, rank in enumerate(ranks) if rank == group.position]
         names = [name for name, _ in model.model.named_parameters()]
         named = model.model.named_parameters(remove_duplicate=False), model.model.named_buffers(remove_duplicate=False)
@@ -52,7 +52,7 @@ class Pipeline:
         called = {call[0] for call, stage in staging.stage_of.items() if stage in own}
         return cls(
             model=model,
-            engine=ScheduleRunner(model, plan.order, plan.stages_of_each_rank, group),
+            engine=ScheduleRunner(model, plan.pipeline.schedule, plan.pipeline.stages_per_rank, group),
             ties=Ties({name: holders[name] for name in names}, group),
             group=group,
             names=names,

@@ -16,7 +16,7 @@ import torch
 
 from evenly.data.nest import tensors_in
 from evenly.errors import PlanError
-from evenly.model.fake import shared_fake_mode
+from evenly.model.fake import DeferredTensor, shared_fake_mode
 
 ASKED = "running a stage of the model by itself"
 OTHER_AXIS = "use a plan without pipeline (ddp, zero3, tp)"
@@ -48,7 +48,7 @@ class Owner(Protocol):
         ...
 
 
-class RemoteTensor(torch.Tensor):
+class RemoteTensor(DeferredTensor):
     """A tensor without numbers until it is filled. Made by `remote`."""
 
     @staticmethod
@@ -102,13 +102,13 @@ class RemoteTensor(torch.Tensor):
         """What it was filled with."""
         attributes = vars(self)
         if attributes["value"] is None:
-            attributes["value"] = attributes["owner"].find(self)
+            attributes["value"] = attributes["owner"].value_of(self)
         return attributes["value"]
 
     @property
-    def without_numbers(self) -> bool:
-        """Whether it has no numbers by now."""
-        return self.value is None
+    def arrived(self) -> bool:
+        """Whether it has numbers by now."""
+        return self.value is not None
 
     def fill(self, value: torch.Tensor) -> None:
         """From now on it computes as `value`."""

@@ -18,7 +18,7 @@ from torch import nn
 from evenly.data.nest import map_tensors, tensors_by_path, tensors_in
 from evenly.errors import EvenlyError, PlanError, describe
 from evenly.model.costs import CostCounter
-from evenly.model.fake import running_fake
+from evenly.model.fake import operation_of, running_fake
 from evenly.parallel.core.calls import BlockCall, BlockCalls
 from evenly.parallel.pipeline.model import Between, Known, StagedModel, StageRun
 from evenly.parallel.pipeline.remote_tensor import ASKED, OTHER_AXIS, RemoteTensor, is_remote, present, remote
@@ -99,7 +99,7 @@ def _with_needs(model: StagedModel, staging: StagePlan, compute: Callable[[], An
         _run(model, run, compute)
         needs = [*staging.stage_inputs[training]]
         needs[stage] = tuple(run.needs)
-        staging = replace(staging, needs={**staging.stage_inputs, training: tuple(needs)})
+        staging = replace(staging, stage_inputs={**staging.stage_inputs, training: tuple(needs)})
     return staging
 
 
@@ -122,14 +122,12 @@ def _run(model: StagedModel, run: _DiscoveryRun | _Discovery, compute: Callable[
 
 
 def _refusal(problem: Exception) -> PlanError:
-    operation = getattr(problem, "func", None)  # of torch's errors of tensors without numbers
-    if operation is None:
+    operation = operation_of(problem)
+    if not operation:
         return PlanError(
             ASKED, f"the model's code does not run on tensors without numbers: {describe(problem)}", OTHER_AXIS
         )
-    return PlanError(
-        ASKED, f"{str(operation).removesuffix('.default')} needs numbers that another stage has", OTHER_AXIS
-    )
+    return PlanError(ASKED, f"{operation} needs numbers that another stage has", OTHER_AXIS)
 
 
 @dataclass(eq=False)
@@ -241,7 +239,7 @@ class _Discovery(StageRun):
         self.needs: list[TensorSite] = []
         self._placed: dict[int, tuple[RemoteTensor, TensorSite]] = {}
 
-    def find(self, tensor: RemoteTensor) -> torch.Tensor | None:
+    def value_of(self, tensor: RemoteTensor) -> torch.Tensor | None:
         """What is asked for once the stage is entered has to be received, if it can be told where it is met."""
         if not self.entered:
             return None

@@ -193,7 +193,7 @@ def of_the_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         raise RunError(
             f"{name} on a tensor that is split over the ranks of the tensor axis",
             "it would change or watch this rank's part, where the whole is meant",
-            "write it out of place, or keep the parameter behind it whole (whole=PATTERN in the plan)",
+            "write it out of place, or keep the parameter behind it whole (tensor_exclude=PATTERN in the plan)",
         )
     copies: list[torch.Tensor] = []
 
@@ -239,7 +239,7 @@ def _refuse_own_functions(func: Callable[..., Any]) -> None:
             raise RunError(
                 f"{_name(func)} on a split tensor in {code.co_qualname} ({_place(frame)})",
                 "a torch.autograd.Function has a backward of its own, which would see this rank's part alone",
-                "keep the parameters that meet it whole (whole=PATTERN in the plan), or use another axis",
+                "keep the parameters that meet it whole (tensor_exclude=PATTERN in the plan), or use another axis",
             )
         frame = frame.f_back
 

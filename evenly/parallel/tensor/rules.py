@@ -288,7 +288,7 @@ def _embedding(
         raise RunError(
             "an embedding with max_norm, split over the tensor axis",
             "it changes its weight in the forward pass",
-            "leave out max_norm, or keep that weight whole (whole=PATTERN in the plan)",
+            "leave out max_norm, or keep that weight whole (tensor_exclude=PATTERN in the plan)",
         )
     if layout.dim == 1:
         rows = F.embedding(indices, weight, padding_idx, None, norm_type, scale_grad_by_freq, sparse)

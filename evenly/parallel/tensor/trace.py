@@ -31,6 +31,7 @@ from evenly.model.fake import (
     fake_mode,
     fake_model,
     fake_tensor,
+    operation_of,
     running_fake,
 )
 from evenly.parallel.tensor.attention import multi_head_attention
@@ -328,13 +329,13 @@ def _unrecorded(tensor: torch.Tensor, call: TracedCall) -> PlanError:
 def _refusal(problem: Exception, recorder: _Recorder) -> PlanError:
     """What the code did that cannot be done without numbers."""
     failed = recorder.failed[1] if recorder.failed and recorder.failed[0] is problem else None
-    operation = getattr(problem, "func", None)  # of all errors of tensors without numbers
-    if operation is None:
+    operation = operation_of(problem)
+    if not operation:
         what, line = describe(problem), _line(problem)
         place = f" (in the call of {failed.place}{line})" if failed else "" if what.endswith(line) else line
         return PlanError(ASKED, f"it does not run on tensors without numbers: {what}{place}", OTHER_AXIS)
     place = (f" in {failed.module}" if failed and failed.module else "") + _line(problem)
-    return PlanError(ASKED, f"{str(operation).removesuffix('.default')}{place} needs numbers", OTHER_AXIS)
+    return PlanError(ASKED, f"{operation}{place} needs numbers", OTHER_AXIS)
 
 
 def _line(problem: Exception | None = None) -> str:
