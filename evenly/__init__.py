@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from evenly.job import Loss as Loss
     from evenly.launch.agent import launch as launch
     from evenly.plan import Plan as Plan
+    from evenly.plan import PlanSpec as PlanSpec
     from evenly.train import Run as Run
     from evenly.train import start as start
 
@@ -25,6 +26,7 @@ _HOMES = {
     "Job": "evenly.job",
     "Loss": "evenly.job",
     "Plan": "evenly.plan",
+    "PlanSpec": "evenly.plan",
     "Run": "evenly.train",
     "RunError": "evenly.errors",
     "UserError": "evenly.errors",

@@ -18,8 +18,6 @@ from evenly.errors import UserError
 if TYPE_CHECKING:
     from torch import nn
 
-MODEL_CONFIG = "model_config.json"
-
 
 @dataclass(frozen=True)
 class ModelConfig:

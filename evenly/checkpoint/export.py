@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from evenly.checkpoint.config import MODEL_CONFIG, ModelConfig, read_model_config
+from evenly.checkpoint.config import ModelConfig, read_model_config
 from evenly.checkpoint.folder import CheckpointFolder
 from evenly.checkpoint.manifest import Manifest, TensorForm, Unsound, first_of
 from evenly.checkpoint.names import MODEL
 from evenly.checkpoint.pieces import METADATA, Piece, find_pieces, read_tensor, size_bytes, stored_type
 from evenly.errors import CheckpointError, UserError
+from evenly.observe.run_folder import RunFolder
 
 SHARD_BYTES = 5 * 10**9
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
@@ -63,7 +64,7 @@ def export(root: Path, to: Path, *, step: Step = None, shard_bytes: int = SHARD_
     _check_target(to)
     folder = CheckpointFolder(root)
     chosen = choose_step(folder, step)
-    config = read_model_config(root / MODEL_CONFIG)
+    config = read_model_config(RunFolder(root).model_config)
     source = _renamed(_checked_source(folder, chosen), root, config)
     shards = split(source.forms, shard_bytes)
     _write_all(to, source, shards, config)
@@ -143,7 +144,7 @@ def _renamed(source: _Source, root: Path, config: ModelConfig | None) -> _Source
     others = [f"{name} is not in it" for name in source.forms if not name.startswith(config.prefix)]
     if others:
         raise UserError(
-            f"export the submodule {config.prefix.removesuffix('.')} that {root / MODEL_CONFIG} tells of",
+            f"export the submodule {config.prefix.removesuffix('.')} that {RunFolder(root).model_config} tells of",
             first_of(others),
             "it is of another model: remove it to export the weights by the names they have",
         )

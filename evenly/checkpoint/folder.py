@@ -23,6 +23,7 @@ from typing import IO
 
 from evenly.checkpoint.manifest import FileRecord, Manifest, Unsound, from_text, hash_file, to_text
 from evenly.errors import CheckpointError
+from evenly.observe.run_folder import RunFolder
 
 KEEP_LAST = 3
 MANIFEST = "manifest.json"
@@ -40,7 +41,7 @@ class CheckpointFolder:
 
     @property
     def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
+        return RunFolder(self.root).checkpoints
 
     def path(self, step: int) -> Path:
         """Where the valid checkpoint of `step` lies."""

@@ -15,6 +15,7 @@ from evenly.hardware.cluster_text import local_devices
 from evenly.jobfile import check_settings, owns_loop, parse_settings
 from evenly.launch.agent import FailedRank, Launch, start_ranks, warm_up
 from evenly.launch.environment import CHECK_VARIABLE, OPTIONS_VARIABLE, find_here
+from evenly.observe.run_folder import RunFolder
 from evenly.plan import PlanSpec, asked_plan
 
 # What every rank needs; torch._dynamo and the distributed checkpoint are imported by the first optimizer and save.
@@ -90,7 +91,7 @@ def run(request: RunRequest) -> int:
         nodes=nodes,
         node_rank=node_rank,
         rendezvous=rendezvous,
-        log_dir=out and out / "logs",
+        log_dir=out and RunFolder(out).logs,
         preload=PRELOAD,
         environment={
             **({OPTIONS_VARIABLE: options.to_text()} if script else {}),
@@ -204,7 +205,7 @@ def choose_folder(request: RunRequest) -> Path:
     Raises `UserError` if a new run would write into the folder of another, or there is none to resume.
     """
     if request.out is not None:
-        held = (request.out / "metrics.jsonl").exists() or (request.out / "checkpoints").exists()
+        held = RunFolder(request.out).holds_run
         if held and not request.resume:
             raise UserError(
                 f"a new run in {request.out}",

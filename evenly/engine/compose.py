@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -31,8 +31,11 @@ from evenly.plan.schedule import splits_backward
 
 if TYPE_CHECKING:
     from evenly.parallel.data.optimizer import OwnedRows
+    from evenly.parallel.data.partition import PartitionedGradients
+    from evenly.parallel.data.shards import ShardedGradients
     from evenly.parallel.pipeline.model import StagedModel
     from evenly.parallel.pipeline.pipeline import Pipeline
+    from evenly.parallel.pipeline.schedule_runner import ScheduleRunner
     from evenly.parallel.pipeline.stages import StagePlan
     from evenly.parallel.tensor.model import SplitModel
     from evenly.parallel.tensor.splits import ParameterSplit
@@ -52,6 +55,7 @@ class Composed:
     sharded:    share of the parameters' elements that this plan really splits, 0 to 1.
     tensor:     the model's parameters as parts of larger ones, where the tensor axis splits them.
     pipeline:   the model in stages, where the pipeline axis cuts it.
+    runner:     runs the stages of this rank in the order of the schedule.
     in_step:    whether ranks meet inside the model, so that each must run as many microbatches as the others.
     """
 
@@ -65,6 +69,7 @@ class Composed:
     sharded: float = 0.0
     tensor: SplitModel | None = None
     pipeline: Pipeline | None = None
+    runner: ScheduleRunner | None = None
     in_step: bool = False
 
     @property
@@ -125,89 +130,127 @@ def compose(
     splits: Mapping[str, ParameterSplit] | None = None,
     stages: tuple[StagedModel, StagePlan] | None = None,
 ) -> Composed:
-    """Applies `plan` (fitted to the world and resolved) to `modules`, one on each of `devices_of` this rank.
+    """Applies `plan` to `modules`, one on each of `devices_of` this rank.
 
     They are changed in place; the first is the model. splits: of its parameters, where the plan has a tensor axis.
     stages: of the model, where it has a pipeline.
 
     Order: what other stages hold goes first, then what is left is split over the tensor axis, then over data.
     """
-    model, group, in_float64 = modules[0], world.group("data"), plan.exact == "bitwise"
+    model = modules[0]
     pipeline = _pipeline(*stages, plan, world) if stages is not None else None
     blocks = [find_blocks(module) for module in modules] if pipeline is None else [pipeline.blocks]
-    tensor = None
-    if splits is not None:
-        held = {name for name, _ in model.named_parameters()}
-        tensor = _split(model, {name: s for name, s in splits.items() if name in held}, world.group("tensor"), plan)
+    tensor = None if splits is None else _split(model, splits, world.group("tensor"), plan)
     if plan.data.zero_stage < 3 and (pipeline or tensor):
         model.to(world.device)
-    parts_of = _parts_of(pipeline, tensor, world)
-    if pipeline is not None and tensor is not None:
-        pipeline.leaving(tensor.gathered)
-        pipeline.engine.computing = tensor.axis  # recomputation computes the model again
     replicas = Replicas(modules, devices_of(plan, world), output_device=plan.replicas.output_device)
+    statistics = _statistics(replicas, plan, world, pipeline, tensor)
+    forwards = _change_blocks(replicas, blocks, plan)
+    calls = _wrap_calls(replicas, blocks, pipeline)
+    gradients = _gradients(replicas, plan, world, blocks[0], _ownership(pipeline, tensor, world))
+    sharded = None if isinstance(gradients, GradientSum | ReplicaGradients) else gradients
+    return Composed(
+        model=model,
+        replicas=replicas,
+        gradients=gradients,
+        statistics=statistics,
+        forwards=forwards,
+        calls=calls,
+        cuts=sharded.cuts if sharded is not None else _offloaded(model, plan),
+        sharded=max(part.share if part is not None else 0.0 for part in (pipeline, tensor, sharded)),
+        tensor=tensor,
+        pipeline=pipeline,
+        runner=None if pipeline is None else _runner(pipeline, plan, tensor, gradients),
+        in_step=plan.data.zero_stage == 3,
+    )
+
+
+def _statistics(
+    replicas: Replicas, plan: Plan, world: World, pipeline: Pipeline | None, tensor: SplitModel | None
+) -> list[RunningStatistics]:
+    """Of each replica; `whole` says that the model's parameters are all here, and can be watched."""
     elsewhere = pipeline.elsewhere if pipeline is not None else ()
     whole = plan.data.zero_stage < 3 and tensor is None and pipeline is None
-    statistics = [
+    group = world.group("data")
+    return [
         RunningStatistics(r.module, group=group, alone=plan.devices == 1, whole=whole, elsewhere=elsewhere)
         for r in replicas
     ]
-    parts: dict[str, Any] = {
-        "replicas": replicas,
-        "statistics": statistics,
-        "forwards": _change_blocks(replicas, blocks, plan),
-        "calls": _wrap_calls(replicas, blocks, pipeline),
-    }
-    if tensor is not None:
-        parts |= {"tensor": tensor, "sharded": tensor.share}
-    if pipeline is not None:
-        parts |= {"pipeline": pipeline, "sharded": max(pipeline.share, tensor.share if tensor else 0.0)}
-    if plan.data.zero_stage:
-        assert plan.data.shard != "auto"  # the plan is fitted
-        settings: dict[str, Any] = {
-            "world": world,
-            "shard": plan.data.shard,
-            "accumulate_float64": in_float64,
-            "parts": parts_of,
-        }
-        if plan.data.zero_stage == 3:
-            from evenly.parallel.data.shards import ShardedGradients  # takes seconds to import
 
-            sharded = ShardedGradients(
-                model,
-                offload=plan.offload == "parameters",
-                blocks=blocks[0],
-                in_parts=pipeline is not None and splits_backward(plan.pipeline.schedule) and pipeline.engine.in_parts,
-                **settings,
-            )
-            if pipeline is not None:
-                pipeline.leaving(sharded.left)
-                pipeline.engine.prepare = sharded.prepare
-        else:
-            from evenly.parallel.data.partition import PartitionedGradients
 
-            sharded = PartitionedGradients(model, zero=plan.data.zero_stage, **settings)
-        parts |= {"cuts": sharded.cuts, "sharded": max(sharded.share, parts.get("sharded", 0.0))}
-        return Composed(model, gradients=sharded, in_step=plan.data.zero_stage == 3, **parts)
-    if plan.offload == "optimizer":
-        from evenly.parallel.data.optimizer import OwnedRows
+def _gradients(
+    replicas: Replicas, plan: Plan, world: World, blocks: Sequence[Block], ownership: Ownership | None
+) -> GradientSum | ReplicaGradients | PartitionedGradients | ShardedGradients:
+    """What adds up gradients over microbatches and over the data axis, as far as the plan shards them."""
+    model, group, float64 = replicas[0].module, world.group("data"), plan.exact == "bitwise"
+    if plan.data.zero_stage == 3:
+        from evenly.parallel.data.shards import ShardedGradients  # takes seconds to import
 
-        parts["cuts"] = [OwnedRows(name, p, p, slice(None)) for name, p in trainable(model, some=pipeline is None)[0]]
-    if len(replicas) > 1:
-        return Composed(
-            model, gradients=ReplicaGradients(replicas, group=group, accumulate_float64=in_float64), **parts
+        return ShardedGradients(
+            model,
+            world=world,
+            shard=plan.data.shard,
+            accumulate_float64=float64,
+            parts=ownership,
+            offload=plan.offload == "parameters",
+            blocks=blocks,
+            in_parts=_in_parts(plan),
         )
-    return Composed(
-        model, gradients=GradientSum(model, group=group, accumulate_float64=in_float64, parts=parts_of), **parts
+    if plan.data.zero_stage:
+        from evenly.parallel.data.partition import PartitionedGradients
+
+        return PartitionedGradients(
+            model,
+            zero=plan.data.zero_stage,
+            world=world,
+            shard=plan.data.shard,
+            accumulate_float64=float64,
+            parts=ownership,
+        )
+    if len(replicas) > 1:
+        return ReplicaGradients(replicas, group=group, accumulate_float64=float64)
+    return GradientSum(model, group=group, accumulate_float64=float64, parts=ownership)
+
+
+def _offloaded(model: nn.Module, plan: Plan) -> Sequence[OwnedRows]:
+    """The parameters that are stepped as a copy on the host."""
+    if plan.offload != "optimizer":
+        return ()
+    from evenly.parallel.data.optimizer import OwnedRows
+
+    return [OwnedRows(name, p, p, slice(None)) for name, p in trainable(model, some=not plan.pipeline.active)[0]]
+
+
+def _in_parts(plan: Plan) -> bool:
+    """Whether a stage's backward runs in two parts; where it computes activations again, both would do so."""
+    return plan.pipeline.active and splits_backward(plan.pipeline.schedule) and plan.recompute == "none"
+
+
+def _runner(pipeline: Pipeline, plan: Plan, tensor: SplitModel | None, gradients: Gradients) -> ScheduleRunner:
+    """What runs the stages of this rank, with what the other axes do around it."""
+    from evenly.parallel.pipeline.schedule_runner import ScheduleRunner
+
+    hooks = cast("ShardedGradients", gradients) if plan.data.zero_stage == 3 else None
+    return ScheduleRunner(
+        pipeline.model,
+        plan.pipeline,
+        pipeline.group,
+        computing=nullcontext() if tensor is None else tensor.axis,  # recomputation computes the model again
+        in_parts=_in_parts(plan),
+        prepare=None if hooks is None else hooks.prepare,
+        leaving=[*([] if tensor is None else [tensor.gathered]), *([] if hooks is None else [hooks.stage_ended])],
     )
 
 
 def _split(model: nn.Module, splits: Mapping[str, ParameterSplit], group: Group, plan: Plan) -> SplitModel:
-    """Splits the parameters of `model` over the tensor axis."""
+    """Splits those parameters over the tensor axis that `model` still holds."""
     from evenly.parallel.tensor.layout import Layout
     from evenly.parallel.tensor.model import SplitModel
 
-    layouts = {name: Layout.of(s.dim, s.outer, s.units, s.inner, group.size) for name, s in splits.items()}
+    held = {name for name, _ in model.named_parameters()}
+    layouts = {
+        name: Layout.of(s.dim, s.outer, s.units, s.inner, group.size) for name, s in splits.items() if name in held
+    }
     keeping = plan.recompute == "selective"
     return SplitModel(model, layouts, group, sequence=plan.tensor.sequence_parallel, recomputed=keeping)
 
@@ -217,13 +260,10 @@ def _pipeline(model: StagedModel, staging: StagePlan, plan: Plan, world: World) 
     from evenly.parallel.pipeline.pipeline import Pipeline
 
     model.move(world.device)
-    pipeline = Pipeline.of(model, staging, plan, world.group("pipeline"))
-    # A second part of a backward would compute all activations a second time.
-    pipeline.engine.in_parts = plan.recompute == "none"
-    return pipeline
+    return Pipeline.of(model, staging, plan, world.group("pipeline"))
 
 
-def _parts_of(pipeline: Pipeline | None, tensor: SplitModel | None, world: World) -> Ownership | None:
+def _ownership(pipeline: Pipeline | None, tensor: SplitModel | None, world: World) -> Ownership | None:
     """What of the model's parameters this rank has; None for all."""
     if pipeline is None and tensor is None:
         return None
@@ -265,8 +305,7 @@ def _change_blocks(
 
 def devices_of(plan: Plan, world: World) -> list[str]:
     """The devices of this rank: its own, or as many as the plan has replicas. `PlanError` beyond this machine's."""
-    assert plan.replicas.count != "auto"  # the plan is fitted
-    count = plan.replicas.count or 1
+    count = plan.replicas.count
     if world.device == "cpu" or count == 1:
         return [world.device] * count
     found = torch.cuda.device_count()

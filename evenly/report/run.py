@@ -11,6 +11,7 @@ from typing import Any
 
 from evenly.errors import UserError
 from evenly.observe.progress import imbalance
+from evenly.observe.run_folder import RunFolder
 from evenly.report.page import document, heading, picture, table
 
 Row = Mapping[str, Any]
@@ -39,8 +40,8 @@ class RunSummary:
 def read_run(folder: Path) -> RunSummary:
     """The run in `folder`; raises `UserError` where there is none, or its files are not a run's."""
     try:
-        plan = _object((folder / "plan.json").read_text(encoding="utf-8"))
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        plan = _object(RunFolder(folder).plan.read_text(encoding="utf-8"))
+        lines = RunFolder(folder).metrics.read_text(encoding="utf-8").splitlines()
         records = [_object(line) for line in lines if line.endswith("}")]  # the last may be half written
         steps = {record["step"]: record for record in records if _is_step(record)}
         evaluations = {record["step"]: record for record in records if _is_number(record.get("eval_loss", ""))}

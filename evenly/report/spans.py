@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from evenly.errors import UserError
+from evenly.observe.run_folder import RunFolder
 from evenly.plan.schedule import Action, Kind
 from evenly.planner.timeline import Span
 
@@ -45,7 +46,7 @@ class _Record:
 
 def read_recorded(folder: Path) -> RecordedPipeline | None:
     """What lies in `folder`/timeline; None where nothing does. Raises `UserError` for files of another kind."""
-    files = [records for path in (folder / "timeline").glob("rank*.jsonl") if (records := _read(path))]
+    files = [records for path in RunFolder(folder).timelines() if (records := _read(path))]
     if not files:
         return None
     positions = {records[-1].span.rank: records[-1].position for records in files}

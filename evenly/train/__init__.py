@@ -1,5 +1,7 @@
 """The step, precision, the run and its loop."""
 
-from evenly.train.run import Batch, Evaluation, Run, StepReport, start
+from evenly.engine.batch import Batch
+from evenly.train.reports import Evaluation, StepReport
+from evenly.train.run import Run, start
 
 __all__ = ["Batch", "Evaluation", "Run", "StepReport", "start"]

@@ -13,7 +13,8 @@ from evenly.jobfile import load_job
 from evenly.observe.progress import Watcher, make_watcher
 from evenly.train.interrupt import Interrupt
 from evenly.train.options import RunOptions
-from evenly.train.run import Evaluation, Run, StepReport, start_as_told
+from evenly.train.reports import Evaluation, StepReport
+from evenly.train.run import Run, start_with_options
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def run_job_file(path: Path, settings: dict[str, Any], options: RunOptions, json
     if json_only:
         _send_stdout_to_stderr()
     job = load_job(path, settings)
-    with start_as_told(job, options) as run:
+    with start_with_options(job, options) as run:
         return train(run)
 
 

@@ -55,7 +55,7 @@ def restore(run: Run, store: CheckpointStore) -> None:
     run.composed.gradients.all_gather_parameters()  # a rank has read its own pieces
     if run.schedule is not None:
         run.schedule.load_state_dict(checkpoint.values["schedule"])
-    run.loss_scale = LossScale(*checkpoint.values["loss_scale"])
+    run.updater.loss_scale = LossScale(*checkpoint.values["loss_scale"])
     run.steps_done = checkpoint.step
 
 
@@ -89,7 +89,7 @@ def _rules(run: Run) -> dict[str, Any]:
         "microbatch": job.samples_per_microbatch,
         "microbatch_cost": job.microbatch_cost,
         "shuffle": job.shuffle,
-        "precision": run.precision,
+        "precision": run.plan.precision,
         "schedule": run.schedule is not None,
     }
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, load_model, save_file
 from torch import nn, optim
 
 import evenly
-from evenly.checkpoint.config import MODEL_CONFIG, find_model_config, write_model_config
+from evenly.checkpoint.config import find_model_config, write_model_config
 from evenly.checkpoint.export import Exported, export, split
 from evenly.checkpoint.folder import CheckpointFolder, record_file
 from evenly.checkpoint.manifest import Manifest, TensorForm
@@ -25,6 +25,7 @@ from evenly.checkpoint.pieces import TYPES, find_pieces, read_tensor
 from evenly.checkpoint.state import read_state
 from evenly.checkpoint.store import CheckpointStore, Snapshot
 from evenly.errors import CheckpointError, UserError
+from evenly.observe.run_folder import RunFolder
 
 WIDTHS = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 MODELS: dict[str, Callable[[], Any]] = {
@@ -47,7 +48,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 def save(folder: Path, model: nn.Module, *steps: int, scores: dict[int, float] | None = None) -> None:
     """What a run of `model` leaves in its folder, with checkpoints of `steps`."""
     folder.mkdir(exist_ok=True)
-    write_model_config(model, folder / MODEL_CONFIG)
+    write_model_config(model, RunFolder(folder).model_config)
     store = CheckpointStore(folder)
     for step in steps:
         store.save(Snapshot(step, *read_state(model, optim.SGD(model.parameters()))), score=(scores or {}).get(step))
@@ -331,7 +332,7 @@ def test_a_foreign_file_is_refused_even_with_a_right_hash(content: bytes, reason
 )
 def test_a_configuration_of_another_form_or_model_is_refused(text: str, reason: str, tmp_path: Path) -> None:
     save(tmp_path, nn.Linear(2, 1), 1)
-    (tmp_path / MODEL_CONFIG).write_text(text)
+    (RunFolder(tmp_path).model_config).write_text(text)
     with pytest.raises(UserError, match=rf"{reason}[^$]*remove it"):
         export(tmp_path, tmp_path / "out")
 
@@ -374,10 +375,10 @@ def test_only_a_model_of_transformers_has_a_configuration(tmp_path: Path) -> Non
             self.config = {"width": 2}
 
     assert find_model_config(Own()) is None
-    write_model_config(MODELS["vit"](), tmp_path / MODEL_CONFIG)
-    assert json.loads((tmp_path / MODEL_CONFIG).read_text())["model_class"] == "ViTForImageClassification"
-    write_model_config(Own(), tmp_path / MODEL_CONFIG)  # another job in the same folder
-    assert not (tmp_path / MODEL_CONFIG).exists()
+    write_model_config(MODELS["vit"](), RunFolder(tmp_path).model_config)
+    assert json.loads((RunFolder(tmp_path).model_config).read_text())["model_class"] == "ViTForImageClassification"
+    write_model_config(Own(), RunFolder(tmp_path).model_config)  # another job in the same folder
+    assert not (RunFolder(tmp_path).model_config).exists()
 
 
 def test_what_was_exported_is_told(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_reasons_tell_where_the_best_goes_and_by_what_others_lose() -> None:
     assert lines == [
         "1. time: matmul 1.5 s, data 250 ms, bubble 250 ms",
         "   memory of rank 1 of the pipeline: activations 21 GiB, parameters 5 GiB",
-        f"   in full: {PIPELINE}",
+        "   in full: data=2 pipeline=2 microbatch=1 precision=bfloat16 exact=rounding",
         "2. 25.0% slower: tensor +850 ms, bubble -250 ms, matmul -100 ms; would win with 59% less time of tensor",
     ]
 

@@ -12,9 +12,10 @@ from jobs import classifier_job
 from kept_ranks import KeptRanks
 
 import evenly.data.loader as loader
+import evenly.engine.executor as executor
+import evenly.engine.updater as updater
 import evenly.parallel.core.statistics as statistics
 import evenly.parallel.data.gradients as gradients
-import evenly.train.run as run
 from evenly.job import Loss
 from evenly.verify.compare import RankComparison, judge
 from evenly.verify.ranks import compare_job, keep_reference
@@ -28,8 +29,8 @@ def rank() -> int:
 
 def mean_of_means(patch: pytest.MonkeyPatch) -> None:
     """Every microbatch counts the same, however much it holds."""
-    plain = run.as_loss
-    patch.setattr(run, "as_loss", lambda *a: Loss(plain(*a).total / float(plain(*a).weight), 1.0))
+    plain = executor.as_loss
+    patch.setattr(executor, "as_loss", lambda *a: Loss(plain(*a).total / float(plain(*a).weight), 1.0))
 
 
 def repeated_evaluation_sample(patch: pytest.MonkeyPatch) -> None:
@@ -66,8 +67,8 @@ def averaged_gradients(patch: pytest.MonkeyPatch) -> None:
 
 def dropout_by_rank(patch: pytest.MonkeyPatch) -> None:
     """The stream of a microbatch follows the rank that runs it."""
-    plain = run.stream_key
-    patch.setattr(run, "stream_key", lambda seed, *place: plain(seed, *place, rank()))
+    plain = executor.stream_key
+    patch.setattr(executor, "stream_key", lambda seed, *place: plain(seed, *place, rank()))
 
 
 def augmentation_by_rank(patch: pytest.MonkeyPatch) -> None:
@@ -95,7 +96,7 @@ def lost_microbatch(patch: pytest.MonkeyPatch) -> None:
 
 def schedule_by_rank_steps(patch: pytest.MonkeyPatch) -> None:
     """The schedule is stepped once per rank, as it is when it counts what all ranks did."""
-    plain = run.build_schedule
+    plain = updater.build_schedule
 
     def build(job: Any, optimizer: Any) -> Any:
         schedule = plain(job, optimizer)
@@ -103,7 +104,7 @@ def schedule_by_rank_steps(patch: pytest.MonkeyPatch) -> None:
         schedule.step = lambda: (step(), step())
         return schedule
 
-    patch.setattr(run, "build_schedule", build)
+    patch.setattr(updater, "build_schedule", build)
 
 
 def statistics_of_own_rank(patch: pytest.MonkeyPatch) -> None:

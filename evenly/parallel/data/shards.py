@@ -206,7 +206,7 @@ class ShardedGradients(Gradients):
         """What the first forward would do, while parameters are shown as they are."""
         fully_shard.state(self._model)._lazy_init()  # pyright: ignore
 
-    def left(self, outputs: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def stage_ended(self, outputs: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """What ends the forward of the model, where it ends by an exception with these outputs."""
         state: Any = fully_shard.state(self._model)  # pyright: ignore[reportFunctionMemberAccess, reportUnknownMemberType]
         return [*state._post_forward(self._model, (), tuple(outputs))]

@@ -254,7 +254,7 @@ class StagedModel:
     """Shows the code of `model`, while a stage of it runs, what that stage has; `keep_stages` leaves what this rank
     runs.
 
-    device: where it is now. `blocks` are all of the model's; leaving: what becomes of what a stage sends on.
+    device: where it is now. `blocks` are all of the model's.
     """
 
     def __init__(self, model: nn.Module, device: str) -> None:
@@ -263,7 +263,6 @@ class StagedModel:
         self._staging: StagePlan | None = None
         self._passed: dict[Any, _Passed] = {}
         self._places: list[tuple[ViewedParameters, str, Known]] = []
-        self.leaving: list[Callable[[Payload], Payload]] = []
         self.blocks = find_blocks(model)
         # After hooks that gather parameters, which come first however late they are registered.
         model.register_forward_pre_hook(self._begin)
@@ -350,10 +349,7 @@ class StagedModel:
         except StageEnd as leave:
             if leave.run is not run:
                 raise
-            payload = leave.payload
-            for change in self.leaving:
-                payload = change(payload)
-            return payload, None
+            return leave.payload, None
         except Exception as problem:
             if not (operation := operation_of(problem)):
                 raise

@@ -1,8 +1,8 @@
-"""The pipeline axis of a run: the model in stages, the engine that runs them, and what several ranks hold."""
+"""The pipeline axis of a run: the model in stages, and what several ranks hold."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -11,9 +11,7 @@ from torch import nn
 
 from evenly.comm.groups import Group
 from evenly.model.blocks import Block
-from evenly.parallel.pipeline.messages import Payload
 from evenly.parallel.pipeline.model import StagedModel
-from evenly.parallel.pipeline.schedule_runner import ScheduleRunner
 from evenly.parallel.pipeline.stages import StagePlan
 from evenly.parallel.pipeline.ties import Ties
 from evenly.plan import Plan
@@ -31,7 +29,6 @@ class Pipeline:
     """
 
     model: StagedModel
-    engine: ScheduleRunner
     ties: Ties
     group: Group
     names: Sequence[str]
@@ -52,7 +49,6 @@ class Pipeline:
         called = {call[0] for call, stage in staging.stage_of.items() if stage in own}
         return cls(
             model=model,
-            engine=ScheduleRunner(model, plan.pipeline.schedule, plan.pipeline.stages_per_rank, group),
             ties=Ties({name: holders[name] for name in names}, group),
             group=group,
             names=names,
@@ -72,7 +68,3 @@ class Pipeline:
         elements = dict(zip(self.names, (one.numel() for one in self.parameters()), strict=True))
         everywhere = sum(elements[name] for name in self.ties.everywhere)
         return 1 - everywhere / sum(elements.values())
-
-    def leaving(self, change: Callable[[Payload], Payload]) -> None:
-        """Has what a stage sends on go through `change` first, after others."""
-        self.model.leaving.append(change)

@@ -1,6 +1,6 @@
 """Runs a rank's actions of a step: its stages on the microbatches of the batch, in the order of the schedule.
 
-The order is that of `orders`, and the split backward torch's. Messages and shapes are our own (`messages`), since the
+The order is that of `orders`. Messages and shapes are our own (`messages`), since the
 microbatches of one step may differ in shape, and the loss is the job's.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -19,7 +19,8 @@ from evenly.parallel.pipeline.backward import backward, begin_backward, non_view
 from evenly.parallel.pipeline.messages import Arriving, ArrivingGradients, Payload, StageChannel
 from evenly.parallel.pipeline.model import StagedModel
 from evenly.parallel.pipeline.orders import Taken, orders, taken_by
-from evenly.plan.schedule import Action, Kind, Schedule, rank_of_stage
+from evenly.plan.axes import PipelineAxis
+from evenly.plan.schedule import Action, Kind, rank_of_stage
 
 AHEAD = 2  # messages that a rank waits for before it needs them
 WITHIN = 8  # of its next actions
@@ -69,22 +70,30 @@ class _Passing:
 class ScheduleRunner:
     """The pipeline as one rank runs it.
 
-    schedule, stages_per_rank: as in the plan. group: the ranks of the pipeline axis.
+    axis:      as in the plan. group: its ranks.
+    computing: around every backward.
+    in_parts:  whether the gradients of inputs come first where the schedule asks for that; else all come together.
+    prepare:   called before every pass. leaving: what a stage's output goes through before it is sent on, in turn.
     """
 
-    def __init__(self, model: StagedModel, schedule: Schedule, stages_per_rank: int, group: Group) -> None:
-        self._model, self._group = model, group
-        self._schedule: Schedule = schedule
-        self._per_rank = stages_per_rank
-        self._ranks = rank_of_stage(schedule, group.size, stages_per_rank)
+    def __init__(
+        self,
+        model: StagedModel,
+        axis: PipelineAxis,
+        group: Group,
+        *,
+        computing: AbstractContextManager[object],
+        in_parts: bool,
+        prepare: Callable[[], object] | None,
+        leaving: Sequence[Callable[[Payload], Payload]],
+    ) -> None:
+        self._model, self._axis, self._group = model, axis, group
+        self._ranks = rank_of_stage(axis.schedule, axis.size, axis.stages_per_rank)
+        self._computing, self._in_parts, self._prepare, self._leaving = computing, in_parts, prepare, leaving
         self._mail = StageChannel(group, len(self._ranks))
         self._work: Any = None
         self._likes: list[Hashable] = []  # of each microbatch, what the forms within the model follow from
         self._training, self._last = True, False
-        self.computing: AbstractContextManager[object] = nullcontext()  # around every backward
-        self.in_parts = True  # where the schedule asks for the gradients of inputs first; else they come together
-        self.prepare: Callable[[], object] = lambda: None  # before every pass
-        self.spans: list[ActionSpan] | None = None  # where they are recorded
         self._forget()
 
     def _forget(self) -> None:
@@ -95,32 +104,44 @@ class ScheduleRunner:
         self._local_gradients: dict[Pass, list[torch.Tensor | None]] = {}
 
     # --------------------------------------------------------------------------------------------------- a pass
-    def step(self, microbatches: int, work: MicrobatchWork) -> None:
-        """Forward and backward of all microbatches."""
+    def step(self, microbatches: int, work: MicrobatchWork, spans: list[ActionSpan] | None = None) -> None:
+        """Forward and backward of all microbatches; what was done when is added to `spans`."""
         self._training = True
-        self._perform(self._orders(microbatches), self._acknowledged(microbatches), microbatches, work)
+        self._perform(self._orders(microbatches), self._acknowledged(microbatches), microbatches, work, spans)
 
     def evaluate(self, microbatches: int, work: MicrobatchWork) -> None:
         """The forward of all microbatches."""
         self._training = False
         forward = ("forward", "send_forward", "recv_forward")
         actions = [action for action in self._orders(microbatches) if action.kind in forward]
-        self._perform(actions, {}, microbatches, work)
+        self._perform(actions, {}, microbatches, work, None)
 
     def _orders(self, microbatches: int) -> Sequence[Action]:
         if not microbatches:
             return ()
-        return orders(self._schedule, self._group.size, self._per_rank, microbatches)[self._group.position]
+        return orders(self._axis.schedule, self._axis.size, self._axis.stages_per_rank, microbatches)[
+            self._group.position
+        ]
 
     def _acknowledged(self, microbatches: int) -> Taken:
         if not microbatches:
             return {}
-        return taken_by(self._schedule, self._group.size, self._per_rank, microbatches)[self._group.position]
+        return taken_by(self._axis.schedule, self._axis.size, self._axis.stages_per_rank, microbatches)[
+            self._group.position
+        ]
 
-    def _perform(self, actions: Sequence[Action], taken: Taken, microbatches: int, work: MicrobatchWork) -> None:
+    def _perform(
+        self,
+        actions: Sequence[Action],
+        taken: Taken,
+        microbatches: int,
+        work: MicrobatchWork,
+        spans: list[ActionSpan] | None,
+    ) -> None:
         self._work = work
         self._likes = [(self._training, work.shape_key(number)) for number in range(microbatches)]
-        self.prepare()
+        if self._prepare is not None:
+            self._prepare()
         clock = time.time() - time.perf_counter()  # the machine's, which may be set back meanwhile
         try:
             last = max((n for n, action in enumerate(actions) if action.kind in self._backwards), default=-1)
@@ -132,9 +153,9 @@ class ScheduleRunner:
                 for sent in taken.get(action, ()):
                     back = sent.kind == "send_backward"
                     self._mail.acknowledged(sent.stage + (not back), sent.microbatch, back=back)
-                if self.spans is not None:
+                if spans is not None:
                     end = clock + time.perf_counter()
-                    self.spans.append(ActionSpan(action.kind, action.stage, action.microbatch, begin, end))
+                    spans.append(ActionSpan(action.kind, action.stage, action.microbatch, begin, end))
             self._mail.finish()
         finally:
             self._work = None
@@ -180,6 +201,9 @@ class ScheduleRunner:
             return found[0]
 
         payload, _ = self._model.forward(stage, given, compute, training=self._training)
+        if payload is not None:
+            for change in self._leaving:
+                payload = change(payload)
         outputs = [None if one is None else non_view_alias(one) for one in (found if payload is None else payload)]
         if payload is not None and self._ranks[stage + 1] == self._group.position:
             self._inboxes[stage + 1, microbatch] = [
@@ -198,7 +222,7 @@ class ScheduleRunner:
     @property
     def _backwards(self) -> tuple[Kind, ...]:
         """Kinds of actions after which parameters have gradients."""
-        return ("backward", "backward_weight") if self.in_parts else ("backward", "backward_input")
+        return ("backward", "backward_weight") if self._in_parts else ("backward", "backward_input")
 
     def _recv_backward(self, at: Pass) -> None:
         self._expect_gradients(at)
@@ -216,7 +240,7 @@ class ScheduleRunner:
     def _backward(self, at: Pass) -> None:
         passing = self._passing.pop(at)
         self._work.before_backward(last=self._last)
-        with self.computing:
+        with self._computing:
             backward(*self._differentiated(at, passing))
         self._hand_back(at, passing)
         self._work.after_backward()
@@ -226,8 +250,8 @@ class ScheduleRunner:
         self._work.before_backward(last=self._last)
         outputs, gradients = self._differentiated(at, passing)
         inputs = [one for one in passing.inputs if one is not None and one.requires_grad]
-        with self.computing:
-            if self.in_parts:
+        with self._computing:
+            if self._in_parts:
                 passing.rest = begin_backward(outputs, gradients, inputs, self._model.parameters(at[0]))
             else:
                 backward(outputs, gradients)
@@ -238,7 +262,7 @@ class ScheduleRunner:
         rest = self._passing.pop(at).rest
         self._work.before_backward(last=self._last)
         if rest is not None:
-            with self.computing:
+            with self._computing:
                 rest()
         self._work.after_backward()
 

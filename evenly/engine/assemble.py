@@ -1,0 +1,53 @@
+"""From a job and a plan to the model as this rank runs it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+
+from evenly.comm.world import World
+from evenly.engine.build import build_model, check_same_start, refuse_gradient_hooks
+from evenly.engine.compose import Composed, compose, devices_of
+from evenly.engine.find_splits import find_splits
+from evenly.job import Job
+from evenly.launch.allocator import hand_back_freed_memory, keep_freed_memory
+from evenly.parallel.core.sharded_init import ShardedInit
+from evenly.plan import Plan
+
+if TYPE_CHECKING:
+    from evenly.parallel.pipeline.model import StagedModel
+    from evenly.parallel.pipeline.stages import StagePlan
+
+
+def build_and_compose(job: Job, plan: Plan, world: World) -> Composed:
+    """The job's model as the plan runs it; where ranks shard it, each holds its share and one large tensor at a time.
+
+    A collective. Raises `PlanError`, on all ranks alike, where the model cannot be split so.
+    """
+    sharded = plan.data.zero_stage == 3 or plan.tensor.active or plan.pipeline.active
+    if sharded:
+        hand_back_freed_memory()
+    with ShardedInit(world.group("world")) if sharded else nullcontext() as init:
+        # What is offloaded stays on the CPU; splitting takes each part to the rank's device.
+        devices = ["cpu"] if sharded else devices_of(plan, world)
+        modules = [build_model(job, precision=plan.precision, device=device) for device in devices]
+        if init is not None:
+            init.freeze()
+            refuse_gradient_hooks(modules[0], plan)
+        check_same_start(modules[0], world, init)
+        splits = find_splits(job, modules[0], plan, world)
+        stages = _find_stages(job, modules[0], plan, world)
+        composed = compose(modules, plan, world, splits, stages)
+    if sharded and world.device == "cpu":
+        keep_freed_memory()
+    return composed
+
+
+def _find_stages(job: Job, model: torch.nn.Module, plan: Plan, world: World) -> tuple[StagedModel, StagePlan] | None:
+    if not plan.pipeline.active:
+        return None
+    from evenly.engine.find_stages import find_stages  # torch's parts behind it take a while to import
+
+    return find_stages(job, model, plan, world)

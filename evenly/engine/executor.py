@@ -1,0 +1,190 @@
+"""Executors turn this rank's share of a batch into the totals of a step and the gradients of all ranks.
+
+`Executor` is what both have in common: the job's loss of one microbatch, and the sums over ranks that end a step.
+`MicrobatchExecutor` runs forward and backward of each microbatch in turn; `pipeline_executor` runs stages.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from evenly.comm.groups import Group
+from evenly.comm.operations import all_reduce
+from evenly.comm.world import World
+from evenly.data.generators import undisturbed
+from evenly.data.loader import Microbatch, Share
+from evenly.data.stream import stream_key
+from evenly.engine.batch import Batch
+from evenly.engine.compose import Composed
+from evenly.engine.precision import autocast, place_batch
+from evenly.engine.step_totals import StepTotals, StepTotalsBuilder, as_loss
+from evenly.errors import RunError
+from evenly.job import Job, Loss
+from evenly.observe.memory import peak_bytes
+from evenly.parallel.core.memory import HOST, Category, MemoryCounter, on
+from evenly.parallel.data.replicas import Replica
+from evenly.plan import Plan
+
+
+class Executor(ABC):
+    """Runs the batches of `job` through the model that `composed` holds.
+
+    counter: counts what tensors take up, in the steps in which that is asked for.
+    """
+
+    def __init__(self, job: Job, plan: Plan, composed: Composed, world: World) -> None:
+        self.job, self.plan, self.composed, self.world = job, plan, composed, world
+        self.devices = list(dict.fromkeys(replica.device for replica in composed.replicas))
+        self.counter: MemoryCounter | None = None
+        self._tensor: Group | None = world.groups.get("tensor")
+
+    # ------------------------------------------------------------------------------------------------ a pass
+    def step(self, batch: Batch, *, scale: float, stop: Callable[[], bool], spans: list[Any] | None) -> StepTotals:
+        """Forward and backward of the batch; leaves the summed gradients in the model's parameters.
+
+        scale: factor of the loss that is differentiated. stop: asked once, whether this rank is to end the run.
+        spans: takes what a rank of a pipeline does when; None where nobody reads it.
+        """
+        gradients = self.composed.gradients
+        builder = StepTotalsBuilder(
+            self.world,
+            microbatches=len(batch.share.microbatches),
+            layers=self.composed.layers,
+            devices=len(self.devices),
+        )
+        with undisturbed(*self.devices):
+            self.allocating("sums")
+            gradients.begin(numbers=builder.size, rounds=self.rounds(batch.share))
+            self.run_batch(batch, builder, scale=scale, spans=spans)
+            memory_bytes = [peak_bytes(device) for device in self.devices]
+            gradients.start_reduce(self.combine(builder.numbers(memory_bytes=memory_bytes, stop=stop())))
+            with on(HOST):
+                batch.microbatches.ahead()
+            return builder.read(gradients.finish_reduce())
+
+    def evaluate(self, batch: Batch) -> StepTotals:
+        """The forward of the batch, in evaluation mode; leaves training undisturbed."""
+        builder = StepTotalsBuilder(self.world, microbatches=len(batch.share.microbatches))
+        self.composed.train(False)
+        try:
+            with torch.no_grad(), undisturbed(*self.devices):
+                self.evaluate_batch(batch, builder)
+        finally:
+            self.composed.train(True)
+        numbers = torch.as_tensor(builder.numbers(), dtype=torch.float64, device=self.world.device)
+        return builder.read(all_reduce(numbers, self.world.group("world"), label="evaluation").tolist())
+
+    @abstractmethod
+    def rounds(self, share: Share) -> int:
+        """The most backwards that any rank of the data axis runs in a step."""
+
+    @abstractmethod
+    def run_batch(self, batch: Batch, builder: StepTotalsBuilder, *, scale: float, spans: list[Any] | None) -> None:
+        """Forward and backward of every microbatch; losses go to `builder`, gradients to the sums."""
+
+    @abstractmethod
+    def evaluate_batch(self, batch: Batch, builder: StepTotalsBuilder) -> None:
+        """The forward of every microbatch; losses go to `builder`."""
+
+    def combine(self, numbers: list[float] | torch.Tensor) -> list[float] | torch.Tensor:
+        """What the ranks that ran the same microbatches as this one know of the step together."""
+        if self._tensor is None:
+            return numbers
+        vector = torch.as_tensor(numbers, dtype=torch.float64, device=self.world.device)
+        return all_reduce(vector, self._tensor, label="losses and weights")
+
+    # ------------------------------------------------------------------------------------------ a microbatch
+    def training_loss(self, replica: Replica, microbatch: Microbatch, step: int, builder: StepTotalsBuilder) -> Loss:
+        """The loss of `microbatch`, entered in `builder`; of a filler, a loss without effect."""
+        key = stream_key(self.job.seed, "microbatch", step, microbatch.number)
+        if not microbatch.counts:
+            return Loss(self._loss(replica, microbatch, key).total * 0, 0)
+        statistics = self.composed.statistics[replica.number]
+        with statistics.recording(microbatch.number):
+            loss = self._loss(replica, microbatch, key)
+        self.enter(builder, microbatch, loss, statistics.calls(microbatch.number))
+        return loss
+
+    def evaluation_loss(self, replica: Replica, microbatch: Microbatch, builder: StepTotalsBuilder) -> None:
+        """The loss of `microbatch`, entered in `builder`."""
+        loss = self._loss(replica, microbatch, stream_key(self.job.seed, "evaluation", microbatch.number))
+        if microbatch.counts:
+            self.enter(builder, microbatch, loss, [])
+
+    def enter(self, builder: StepTotalsBuilder, microbatch: Microbatch, loss: Loss | None, calls: list[int]) -> None:
+        """Enters what a microbatch came to; on one rank of the tensor axis, since the others have the same numbers."""
+        if self._tensor is None or self._tensor.position == 0:
+            builder.add(microbatch.number, loss, calls)
+
+    def _loss(self, replica: Replica, microbatch: Microbatch, key: int) -> Loss:
+        """The job's loss, with random numbers from the stream `key`."""
+        drawing = self.composed.calls[replica.number].drawing(key)
+        precision = self.plan.precision
+        with on(replica.loss_number), autocast(precision, replica.device), self.composed.computing, drawing:
+            batch = place_batch(microbatch.batch, precision, replica.loss_device)
+            return as_loss(self.job.loss(replica.called, batch), microbatch.samples)
+
+    def differentiated(self, loss: Loss, scale: float) -> torch.Tensor | None:
+        """What the backward begins with; None for a constant."""
+        if not loss.total.requires_grad:
+            # A constant has gradient zero, which is what a microbatch without anything that counts adds.
+            if float(loss.weight) > 0 or self.composed.in_step:
+                raise RunError(
+                    "the loss must depend on the model's parameters",
+                    "its total requires no gradient",
+                    "do not detach it",
+                )
+            return None
+        return loss.total if scale == 1.0 else loss.total * scale
+
+    # ---------------------------------------------------------------------------------------------- memory
+    def allocating(self, category: Category) -> None:
+        """What is allocated from now on counts as `category`."""
+        if self.counter is not None:
+            self.counter.category = category
+
+    def track_gradients(self) -> None:
+        """Counts what gradients are added up in."""
+        if self.counter is not None:
+            self.composed.gradients.track(self.counter)
+
+
+class MicrobatchExecutor(Executor):
+    """Runs the microbatches in turn, as many at a time as there are replicas of the model."""
+
+    def rounds(self, share: Share) -> int:
+        """One for each microbatch of the rank that has most."""
+        return share.rounds
+
+    def run_batch(self, batch: Batch, builder: StepTotalsBuilder, *, scale: float, spans: list[Any] | None) -> None:
+        """Forward and backward, microbatch after microbatch."""
+        gradients, replicas = self.composed.gradients, self.composed.replicas
+        for microbatches in batch.rounds(len(replicas)):
+            self.allocating("activations")
+            losses = [
+                self.training_loss(replica, microbatch, batch.share.step, builder)
+                for replica, microbatch in zip(replicas, microbatches, strict=False)
+            ]
+            if batch.left == 0:
+                gradients.expect_last()
+            self.allocating("temporaries")
+            for microbatch, loss in zip(microbatches, losses, strict=False):
+                gradients.counting = microbatch.counts
+                self._backward(loss, scale)
+                gradients.finish_backward()
+                self.track_gradients()
+
+    def _backward(self, loss: Loss, scale: float) -> None:
+        if (total := self.differentiated(loss, scale)) is not None:
+            with self.composed.computing:  # recomputation computes the model again
+                total.backward()
+
+    def evaluate_batch(self, batch: Batch, builder: StepTotalsBuilder) -> None:
+        """The forward, microbatch after microbatch."""
+        for microbatches in batch.rounds(len(self.composed.replicas)):
+            for replica, microbatch in zip(self.composed.replicas, microbatches, strict=False):
+                self.evaluation_loss(replica, microbatch, builder)

@@ -1,0 +1,149 @@
+"""The executor of a pipeline: the stages of this rank run the microbatches in the order of the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+
+from evenly.comm.operations import all_reduce
+from evenly.comm.world import World
+from evenly.data.generators import drawn_past_torch
+from evenly.data.loader import Microbatch, Share
+from evenly.data.nest import tensors_by_path
+from evenly.engine.batch import Batch
+from evenly.engine.compose import Composed
+from evenly.engine.executor import Executor
+from evenly.engine.step_totals import StepTotalsBuilder
+from evenly.errors import RunError
+from evenly.job import Job
+from evenly.parallel.pipeline.pipeline import Pipeline
+from evenly.parallel.pipeline.schedule_runner import ScheduleRunner
+from evenly.plan import Plan
+from evenly.plan.schedule import runnable
+
+# Microbatches for each stage that an evaluation sends through at once: more would be held at once, too.
+EVALUATED_PER_STAGE = 8
+
+
+class PipelineExecutor(Executor):
+    """Runs the batches of `job` through the stages of this rank."""
+
+    def __init__(
+        self, job: Job, plan: Plan, composed: Composed, world: World, *, pipeline: Pipeline, runner: ScheduleRunner
+    ) -> None:
+        super().__init__(job, plan, composed, world)
+        self._pipeline, self._runner = pipeline, runner
+
+    def rounds(self, share: Share) -> int:
+        """One for each stage of this rank and each microbatch, those included that fill up the schedule."""
+        return self._runnable(share.rounds) * self.plan.pipeline.stages_per_rank
+
+    def _runnable(self, microbatches: int) -> int:
+        axis = self.plan.pipeline
+        return runnable(axis.schedule, axis.size, axis.stages_per_rank, microbatches) if microbatches else 0
+
+    def run_batch(self, batch: Batch, builder: StepTotalsBuilder, *, scale: float, spans: list[Any] | None) -> None:
+        """Forward and backward of all microbatches through the stages of this rank."""
+        microbatches = self._filled([*chain.from_iterable(batch.rounds(1))])
+        work = _Training(self, microbatches, builder, batch.share.step, scale)
+        self._runner.step(len(microbatches), work, spans)
+
+    def evaluate_batch(self, batch: Batch, builder: StepTotalsBuilder) -> None:
+        """The forward of all microbatches, some at a time."""
+        for few in batch.rounds(EVALUATED_PER_STAGE * self.plan.pipeline.stages):
+            microbatches = self._filled(few)
+            self._runner.evaluate(len(microbatches), _Evaluating(self, microbatches, builder))
+
+    def _filled(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+        """As many as the schedule needs: the last of them again and again, without counting it."""
+        filler = [replace(microbatches[-1], counts=False)] if microbatches else []
+        return [*microbatches, *filler * (self._runnable(len(microbatches)) - len(microbatches))]
+
+    def combine(self, numbers: list[float] | torch.Tensor) -> list[float] | torch.Tensor:
+        """What the ranks of the pipeline know together, and which shared parameters any of them has used."""
+        ties, gradients = self._pipeline.ties, self.composed.gradients
+        flags = ties.flags(gradients.used())
+        vector = torch.as_tensor(super().combine(numbers), dtype=torch.float64, device=self.world.device)
+        vector = torch.cat([vector, vector.new_tensor(flags)])
+        vector = all_reduce(vector, self._pipeline.group, label="losses and weights")
+        gradients.mark_used(ties.used(vector[len(vector) - len(flags) :].tolist()))
+        return vector[: len(vector) - len(flags)]
+
+
+@dataclass(frozen=True)
+class _Evaluating:
+    """The microbatches of an evaluation, as the stages ask for them (`MicrobatchWork`)."""
+
+    executor: PipelineExecutor
+    microbatches: Sequence[Microbatch]
+    builder: StepTotalsBuilder
+
+    def shape_key(self, microbatch: int) -> Hashable:
+        """The shapes and types of its tensors."""
+        found = self.microbatches[microbatch]
+        tensors = tensors_by_path(found.batch)
+        return (found.samples, *((path, tuple(tensor.shape), tensor.dtype) for path, tensor in tensors))
+
+    def forward(self, microbatch: int) -> torch.Tensor | None:
+        """The forward of a stage, which may end by the stage's own exception; what there is to differentiate."""
+        found = self.microbatches[microbatch]
+        try:
+            return self._compute(found)
+        finally:
+            if drawn_past_torch():
+                raise RunError(
+                    "running the model in stages",
+                    "its forward draws from Python's or numpy's generator, and stages would draw other numbers",
+                    "draw from torch, or use a plan without pipeline",
+                )
+            self._computed(found)
+
+    def _compute(self, microbatch: Microbatch) -> torch.Tensor | None:
+        self.executor.evaluation_loss(self.executor.composed.replicas[0], microbatch, self.builder)
+        return None
+
+    def _computed(self, microbatch: Microbatch) -> None:
+        """After the forward of a stage, however it ended."""
+
+    def before_backward(self, *, last: bool) -> None:
+        """There is none."""
+
+    def after_backward(self) -> None:
+        """There is none."""
+
+
+@dataclass(frozen=True)
+class _Training(_Evaluating):
+    """The microbatches of a step."""
+
+    step: int
+    scale: float
+
+    def _compute(self, microbatch: Microbatch) -> torch.Tensor | None:
+        executor = self.executor
+        executor.allocating("activations")
+        loss = executor.training_loss(executor.composed.replicas[0], microbatch, self.step, self.builder)
+        return executor.differentiated(loss, self.scale)
+
+    def _computed(self, microbatch: Microbatch) -> None:
+        if microbatch.counts:
+            self.executor.enter(
+                self.builder, microbatch, None, self.executor.composed.statistics[0].calls(microbatch.number)
+            )
+
+    def before_backward(self, *, last: bool) -> None:
+        """A stage is about to compute gradients; for the last time in this step on this rank, or not."""
+        self.executor.allocating("temporaries")
+        if last:
+            self.executor.composed.gradients.expect_last()
+
+    def after_backward(self) -> None:
+        """Parameters have new gradients."""
+        self.executor.composed.gradients.collect()
+        self.executor.composed.gradients.finish_backward()
+        self.executor.track_gradients()
+        self.executor.allocating("activations")  # what is received until the next pass

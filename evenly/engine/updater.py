@@ -1,0 +1,106 @@
+"""The update of a step: the summed gradient becomes a change of the parameters."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from evenly.comm.operations import gather_values
+from evenly.comm.world import World
+from evenly.engine.build import build_optimizer, build_schedule
+from evenly.engine.compose import Composed
+from evenly.engine.precision import LossScale, first_scale
+from evenly.engine.step_totals import StepTotals
+from evenly.errors import RunError
+from evenly.job import Job
+from evenly.parallel.core.memory import HOST, MemoryCounter, state_tensors
+from evenly.plan import Plan
+
+if TYPE_CHECKING:
+    from evenly.parallel.data.optimizer import ShardedOptimizer
+
+
+class Updater:
+    """The job's optimizer and learning-rate schedule, as the plan runs them, and the scale of the loss."""
+
+    def __init__(self, job: Job, plan: Plan, composed: Composed, world: World) -> None:
+        self._job, self._plan, self._composed, self._world = job, plan, composed, world
+        self.optimizer = build_optimizer(job, composed.parameters(), plan)
+        self._sharded: ShardedOptimizer | None = None
+        if composed.cuts:
+            from evenly.parallel.data.optimizer import ShardedOptimizer  # takes seconds to import
+
+            self._sharded = ShardedOptimizer(composed.model, self.optimizer, composed.cuts, offload=plan.offload)
+        self.schedule = build_schedule(job, self.optimizer)
+        self.loss_scale: LossScale = first_scale(plan.precision, job.global_batch)
+
+    def apply(self, totals: StepTotals, step: int, counter: MemoryCounter | None) -> tuple[float, bool]:
+        """Applies the gradient of `step`; its norm before clipping, and whether the update was skipped."""
+        gradients = self._composed.gradients
+        if counter is not None:
+            gradients.track(counter)
+        if self._composed.pipeline is not None:
+            self._composed.pipeline.ties.sum(gradients.named_gradients())
+        divisor = totals.weight * self.loss_scale.factor
+        norm = gradients.norm() / divisor
+        gradients.divide(divisor)
+        # Added up by other ranks in another order it differs in the last bits of float64, and so would the clipping.
+        grad_norm = float(norm.float() if self._plan.exact == "bitwise" else norm)
+        if self._skips(grad_norm, step):
+            return grad_norm, True
+        if self._job.clip_norm is not None and (factor := self._job.clip_norm / (grad_norm + 1e-6)) < 1:
+            gradients.scale(factor)
+        if self._sharded is None:
+            self.optimizer.step()
+        else:
+            self._sharded.step(gradients.named_gradients())
+            gradients.all_gather_parameters()
+        if counter is not None:
+            counter.track(state_tensors(self.optimizer), "optimizer", self.device_number)
+        return grad_norm, False
+
+    def _skips(self, grad_norm: float, step: int) -> bool:
+        """Whether float16 has overflowed, which lowers the scale of the loss. Raises `RunError` in other types."""
+        finite = math.isfinite(grad_norm)
+        if not finite and self._plan.precision != "float16":
+            raise RunError(
+                f"step {step}: the gradient must be finite",
+                f"its norm is {grad_norm}; first in {self._first_not_finite()}",
+                "look for a square root or division at zero, or too high a learning rate",
+            )
+        if self._plan.precision == "float16":
+            self.loss_scale = self.loss_scale.after(finite=finite)
+        return not finite
+
+    def end_step(self) -> None:
+        """Lets the learning-rate schedule go on."""
+        if self.schedule is not None:
+            with warnings.catch_warnings():
+                # The schedule counts steps, those that float16 skipped included.
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+                self.schedule.step()
+
+    def as_saved(self) -> AbstractContextManager[None]:
+        """Within, what ranks hold parts of are DTensors, in the model and in the optimizer."""
+        return nullcontext() if self._sharded is None else self._sharded.as_dtensors()
+
+    @property
+    def learning_rate(self) -> Any:
+        """Of the first parameter group."""
+        return self.optimizer.param_groups[0]["lr"]
+
+    @property
+    def device_number(self) -> int:
+        """Number of the device where the optimizer's state lies."""
+        return HOST if self._plan.offload in ("optimizer", "parameters") else 0
+
+    def _first_not_finite(self) -> str:
+        """A parameter whose gradient is not finite, on the first rank that has one; all ranks ask."""
+        named = self._composed.gradients.named_gradients()
+        mine = (name for name, gradient in named if gradient is not None and not bool(torch.isfinite(gradient).all()))
+        found = gather_values(next(mine, None), self._world.group("world"))
+        return next(filter(None, found), "no single gradient (their sum overflows)")

@@ -1,0 +1,56 @@
+"""The files of a run's folder: here alone they have their names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder that a run writes into."""
+
+    root: Path
+
+    @property
+    def plan(self) -> Path:
+        """What decides the run's numbers and how they are split, one JSON document."""
+        return self.root / "plan.json"
+
+    @property
+    def metrics(self) -> Path:
+        """Steps and evaluations, a JSON object a line."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def model_config(self) -> Path:
+        """The class and the config of a transformers model, from which an export is read again."""
+        return self.root / "model_config.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
+        return self.root / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        """The folder of what ranks print."""
+        return self.root / "logs"
+
+    def events(self, rank: int) -> Path:
+        """What happened on `rank`: started, evaluated, saved, ended; a JSON object a line."""
+        return self.root / "events" / f"rank{rank}.jsonl"
+
+    def timeline(self, rank: int) -> Path:
+        """What `rank` of a pipeline computed and sent when, a JSON object a line."""
+        return self.root / "timeline" / f"rank{rank}.jsonl"
+
+    def timelines(self) -> Iterator[Path]:
+        """Those that ranks have written."""
+        return (self.root / "timeline").glob("rank*.jsonl")
+
+    @property
+    def holds_run(self) -> bool:
+        """Whether a run has written into it."""
+        return self.metrics.exists() or self.checkpoints.exists()

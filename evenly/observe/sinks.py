@@ -1,0 +1,75 @@
+"""Where the records of a run go: a list of sinks, of which the files in the run's folder are one."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from evenly.observe.run_folder import RunFolder
+
+Stream = Literal["metrics", "events", "timeline"]
+
+
+class Sink(Protocol):
+    """Takes the records of one rank; `evenly.start(job, sinks=[...])` adds some to a run."""
+
+    def write(self, stream: Stream, record: Mapping[str, Any]) -> None:
+        """Takes one record, as soon as it is known.
+
+        stream: "metrics" has a record for each step and each evaluation, on rank 0 alone; "events" what happened on
+        this rank and when; "timeline" the actions of this rank of a pipeline, in a few steps of a run with a folder.
+        """
+        ...
+
+    def close(self) -> None:
+        """The run has ended; called once."""
+        ...
+
+
+class JsonLines:
+    """A file of one JSON object a line, readable at any moment. Lines are whole: each is written in one call."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Writes `record` as one line; a number that is not finite, which JSON does not know, as null."""
+        strict = {name: _finite_or_none(value) for name, value in record.items()}
+        self._file.write(json.dumps(strict, allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        """Closes the file; safe to call twice."""
+        self._file.close()
+
+
+class FolderSink:
+    """The files of a run's folder. Rank 0 writes the metrics; every rank its own events and timeline."""
+
+    def __init__(self, folder: RunFolder, rank: int) -> None:
+        self._paths: dict[Stream, Path] = {
+            "metrics": folder.metrics,
+            "events": folder.events(rank),
+            "timeline": folder.timeline(rank),
+        }
+        self._files: dict[Stream, JsonLines] = {}
+        if rank == 0:  # it says that a run is here, before the first step is done
+            self._files["metrics"] = JsonLines(folder.metrics)
+
+    def write(self, stream: Stream, record: Mapping[str, Any]) -> None:
+        """Adds `record` to the file of its stream."""
+        if stream not in self._files:
+            self._files[stream] = JsonLines(self._paths[stream])
+        self._files[stream].add(record)
+
+    def close(self) -> None:
+        """Closes the files."""
+        for file in self._files.values():
+            file.close()
+
+
+def _finite_or_none(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

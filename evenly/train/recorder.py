@@ -1,0 +1,100 @@
+"""What a run writes down: its records go to a list of sinks, its decisions into plan.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from evenly.checkpoint.config import write_model_config
+from evenly.comm.world import World
+from evenly.observe.run_folder import RunFolder
+from evenly.observe.sinks import FolderSink, Sink
+from evenly.train.reports import Evaluation, StepReport
+
+if TYPE_CHECKING:
+    from evenly.train.run import Run
+
+STEPS_WITH_SPANS = 5  # of a pipeline, whose actions are written down
+
+
+class RunRecorder:
+    """Makes records of what happens on this rank, and hands them to the sinks.
+
+    counted: the step whose tensors are counted: when the optimizer has its state, and somebody will read it; None of a
+             run without a folder.
+    spanned: the steps whose actions are written down; after the counted one, since counting takes its time.
+    """
+
+    def __init__(
+        self, folder: RunFolder | None, world: World, sinks: Sequence[Sink], *, steps_done: int, steps: int
+    ) -> None:
+        self._rank, self._is_main = world.rank, world.is_main
+        own = [FolderSink(folder, world.rank)] if folder is not None else []
+        self._sinks: list[Sink] = [*own, *sinks]
+        self.counted = min(steps_done + 1, steps - 1) if folder is not None else None
+        self.spanned = range(min(steps_done + 2, steps - 1), steps_done + 2 + STEPS_WITH_SPANS) if folder else range(0)
+        self._event("started", rank=world.rank, size=world.size, step=steps_done, pid=os.getpid())
+
+    def step(self, report: StepReport) -> None:
+        """A step was done."""
+        if self._is_main and self._sinks:
+            record = {**vars(report), "samples_per_s": report.samples_per_s, "tokens_per_s": report.tokens_per_s}
+            self._metrics({name: value for name, value in record.items() if value is not None})
+
+    def evaluated(self, step: int, found: Evaluation) -> None:
+        """An evaluation was done after `step`."""
+        self._event("evaluated", step=step, **vars(found))
+        self._metrics({"step": step, "eval_loss": found.loss, "eval_weight": found.weight})
+
+    def saved(self, step: int) -> None:
+        """A checkpoint of `step` was begun."""
+        self._event("saved", step=step)
+
+    def spans(self, step: int, position: int, spans: Sequence[Any]) -> None:
+        """What this rank, at `position` of its pipeline, did when in `step`."""
+        for span in spans:
+            record = {"step": step, "rank": self._rank, "position": position, **span._asdict()}
+            for sink in self._sinks:
+                sink.write("timeline", record)
+
+    def close(self, step: int, *, failed: bool) -> None:
+        """The run ends after `step`; safe to call twice."""
+        if self._sinks:
+            self._event("failed" if failed else "ended", step=step)
+        for sink in self._sinks:
+            sink.close()
+        self._sinks = []
+
+    def _metrics(self, record: Mapping[str, Any]) -> None:
+        for sink in self._sinks if self._is_main else ():
+            sink.write("metrics", record)
+
+    def _event(self, name: str, **details: Any) -> None:
+        for sink in self._sinks:
+            sink.write("events", {"time": time.time(), "event": name, **details})
+
+
+def write_decisions(run: Run, folder: RunFolder, predicted: Mapping[str, Any] | None) -> None:
+    """Writes what decides the run's numbers, how they are split and what was predicted of that; on one rank."""
+    folder.root.mkdir(parents=True, exist_ok=True)
+    if run.steps_done < run.steps or not folder.plan.exists():  # else what was done there says more
+        job = run.job
+        decisions: dict[str, Any] = {
+            "job": job.name,
+            "plan": str(run.plan),
+            "world": run.world.size,
+            "steps": run.steps,
+            "global_batch": job.global_batch,
+            "microbatch": None if job.microbatch_cost is not None else job.samples_per_microbatch,
+            "microbatch_cost": job.microbatch_cost,
+            "seed": job.seed,
+            "parameters": run.composed.elements,
+        }
+        if predicted is not None:
+            decisions["predicted"] = predicted
+        folder.plan.write_text(json.dumps(decisions, indent=1) + "\n")
+    pipeline = run.composed.pipeline
+    write_model_config(run.model, folder.model_config, pipeline.tensors if pipeline is not None else ())

@@ -1,0 +1,54 @@
+"""What a step and an evaluation did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from evenly.parallel.core.memory import Category
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step did; the same on every rank but for `step_s`.
+
+    step:          number of steps done, this one included.
+    loss, weight:  of the whole batch.
+    grad_norm:     of the batch's gradient, before clipping.
+    lr:            learning rate of this step, of the first parameter group.
+    samples:       of the whole batch.
+    step_s:        seconds since the step before ended (loading included).
+    memory_bytes:  peak of each device so far, rank by rank (virtual devices of one CPU process count as one).
+    memory:        of the one step in which a run with a folder counts tensors: bytes by category at the moment when
+                   a device held most, for each device, rank by rank; None of other steps.
+    skipped:       float16 only: whether the gradient overflowed and the update was left out.
+    """
+
+    step: int
+    loss: float
+    weight: float
+    grad_norm: float
+    lr: float
+    samples: int
+    step_s: float
+    memory_bytes: list[int]
+    memory: list[dict[Category, int]] | None = None
+    skipped: bool = False
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples of the whole batch per second."""
+        return self.samples / self.step_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """What the loss counted (tokens of a language model) of the whole batch, per second."""
+        return self.weight / self.step_s
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The loss over the whole evaluation set, every sample exactly once; the same on every rank."""
+
+    loss: float
+    weight: float
+    samples: int
