@@ -92,7 +92,7 @@ class Explanation:
     ranks:    of the tensor axis.
     share:    of the model's `elements`, those that are split.
     groups:   all that could be split over some number of ranks.
-    whole:    parameters that are in no group -> for each dim the reason.
+    unsplit:  parameters that are in no group -> for each dim the reason.
     """
 
     plan: str
@@ -100,7 +100,7 @@ class Explanation:
     share: float
     elements: int
     groups: tuple[ExplainedGroup, ...]
-    kept_full: dict[str, tuple[str, ...]]
+    unsplit: dict[str, tuple[str, ...]]
 
 
 def explain_splits(job: Job, spec: PlanSpec) -> Explanation:
@@ -127,6 +127,7 @@ def explain_splits(job: Job, spec: PlanSpec) -> Explanation:
         tensor_exclude=spec.tensor_exclude,
         microbatch=spec.microbatch,
         precision=spec.precision,
+        exact=spec.exact,
     )
     plan = sized.complete(job.precision)
     derivation = _fake_derivation(with_microbatch(job, plan), plan.precision)
@@ -138,7 +139,7 @@ def explain_splits(job: Job, spec: PlanSpec) -> Explanation:
         share=choice.share,
         elements=sum(derivation.elements.values()),
         groups=tuple(_explained(group, reasons.get(group, "")) for group in derivation.groups),
-        kept_full={name: why for name, why in derivation.forbidden.items() if all(why)},
+        unsplit={name: why for name, why in derivation.forbidden.items() if all(why)},
     )
 
 

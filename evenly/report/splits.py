@@ -40,7 +40,7 @@ def group_rows(explanation: Row) -> list[tuple[str, ...]]:
 def full_rows(explanation: Row) -> list[tuple[str, ...]]:
     """Names of parameters in no group, their number, and why."""
     kinds: dict[Any, list[tuple[str, Sequence[str]]]] = {}
-    for name, reasons in explanation["whole"].items():
+    for name, reasons in explanation["unsplit"].items():
         kinds.setdefault((_template(name), *map(_template, reasons)), []).append((name, reasons))
     return [
         (folded(name for name, _ in alike), str(len(alike)), _by_dim([reasons for _, reasons in alike]))

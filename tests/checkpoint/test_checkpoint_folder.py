@@ -134,8 +134,8 @@ def test_claim_removes_what_killed_runs_left(tmp_path: Path) -> None:
 CLAIM = """
 import sys
 from pathlib import Path
-from evenly.checkpoint.folder import Folder
-folder = Folder(Path(sys.argv[1]))
+from evenly.checkpoint.folder import CheckpointFolder
+folder = CheckpointFolder(Path(sys.argv[1]))
 lock = folder.claim()
 folder.begin(7)
 print("claimed", flush=True)

@@ -61,7 +61,7 @@ def test_the_groups_of_gpt2_as_json(tmp_path: Path) -> None:
     assert found["groups"][2]["sums"] == ["transformer.h.0.attn.c_proj"]
     assert found["groups"][2]["forward_bytes"] == 4 * 64 * 64 * 4  # of 4 samples of 64 tokens, 64 numbers in float32
     assert found["share"] == pytest.approx(sum(group["elements"] for group in found["groups"]) / found["elements"])
-    assert found["whole"]["transformer.ln_f.bias"] == ["layer_norm in transformer.h.0.ln_1"]
+    assert found["unsplit"]["transformer.ln_f.bias"] == ["layer_norm in transformer.h.0.ln_1"]
 
 
 def test_heads_that_do_not_divide_stay_whole(tmp_path: Path) -> None:
@@ -141,7 +141,10 @@ REFUSALS = {
     "memory without unit": (["gpt2", *EIGHT, "--memory", "80"], "add a unit: 80GiB"),
     "no split of the batch": (["gpt2", *EIGHT, "--global-batch", "3", "--only", "data=8"], "a batch of 3 on 8 devices"),
     "no prediction of offload": (["gpt2", *EIGHT, "--only", "offload=optimizer"], "what offload=optimizer does to"),
-    "no names in a shape": (["gpt2", *EIGHT, "--only", "tensor=2 tensor_exclude=lm_head.*"], "whole names parameters"),
+    "no names in a shape": (
+        ["gpt2", *EIGHT, "--only", "tensor=2 tensor_exclude=lm_head.*"],
+        "tensor_exclude names parameters",
+    ),
     "no time at all": (["gpt2", *EIGHT, "--step-time", "0"], "no step takes so long"),
     "settings of a model": (["gpt2", *EIGHT, "--set", "layers=2"], "for example gpt2:layers=4"),
     "impossible sequence": (["gpt2", *EIGHT, "--sequence", "1000000001"], "is not between 1 and 1000000000"),

@@ -251,15 +251,15 @@ def spans(plan: str, out: Path) -> tuple[int, list[ActionSpan]]:
 
 @pytest.mark.parametrize("plan", ["mp", "pp", "pp schedule=zbv"])
 def test_a_step_is_what_the_schedule_says(plan: str, tmp_path: Path, ranks: KeptRanks) -> None:
-    fitted = parse_plan(plan).fit(2)
-    expected = orders(fitted.order, 2, fitted.stages_of_each_rank, 4)
+    axis = parse_plan(plan).fit(2).complete("float32").pipeline
+    expected = orders(axis.schedule, 2, axis.stages_per_rank, 4)
     for rank, found in ranks.run(spans, plan, tmp_path / "run"):
         assert [(span.kind, span.stage, span.microbatch) for span in found] == [
             (action.kind, action.stage, action.microbatch) for action in expected[rank]
         ]
         sent = Counter(span.kind for span in found if span.kind not in COMPUTE)
         there, back = ("send_forward", "recv_backward") if rank == 0 else ("recv_forward", "send_backward")
-        if fitted.order != "zbv":
+        if axis.schedule != "zbv":
             assert sent == {there: 4, back: 4}
 
 

@@ -417,10 +417,10 @@ class Met:
     def __init__(self) -> None:
         self.met = 0
 
-    def find(self, tensor: RemoteTensor) -> torch.Tensor | None:
+    def value_of(self, tensor: RemoteTensor) -> torch.Tensor | None:
         return None
 
-    def meet(self, tensors: list[torch.Tensor]) -> None:
+    def note_inputs(self, tensors: list[torch.Tensor]) -> None:
         self.met += 1
 
 

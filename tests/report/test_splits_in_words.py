@@ -33,7 +33,7 @@ def group(*names: str, units: int = 4, outer: int = 1, reason: str = "") -> dict
 
 
 def document(*groups: dict[str, Any], **whole: list[str]) -> dict[str, Any]:
-    return {"ranks": 2, "share": 0.25, "elements": 1000, "groups": groups, "whole": whole}
+    return {"ranks": 2, "share": 0.25, "elements": 1000, "groups": groups, "unsplit": whole}
 
 
 def test_groups_of_repeated_blocks_are_one_row() -> None:
