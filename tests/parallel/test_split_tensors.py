@@ -17,7 +17,7 @@ from kept_ranks import KeptRanks
 from torch import nn
 from torch.nn import functional as F
 
-import evenly.parallel.tensor.rules  # noqa: F401  # registers them
+import evenly.parallel.tensor.ops  # noqa: F401  # registers them
 from evenly.comm.connect import connect, disconnect
 from evenly.errors import RunError
 from evenly.launch.environment import find_here
@@ -244,7 +244,8 @@ CASES = {
     "hook-unchanged": Case(lambda x: hooked(x * 2, lambda g: None), ((2, 6),), {0: (1, 1, 6)}),
     "no-gradient": Case(lambda x, y: y * without_gradient(x), ((2, 6), (2, 6)), {0: (1, 1, 6)}),
     "indices-of": Case(lambda x: x[torch.where(x > 0)[0]] * 1.0, ((3, 6),), {0: (1, 1, 6)}, gathered=2),
-    "unknown": Case(lambda x: torch.cumsum(x, -1), ((2, 6),), {0: (1, 1, 6)}, gathered=1),
+    "along-the-split": Case(lambda x: torch.cumsum(x, -1), ((2, 6),), {0: (1, 1, 6)}, gathered=1),
+    "unknown": Case(lambda x: torch.kron(x, torch.ones(2)), ((2, 6),), {0: (1, 1, 6)}, gathered=1),
     "unknown-of-several": Case(
         lambda x, y: torch.kron(x, y), ((2, 6), (6, 2)), {0: (1, 1, 6), 1: (0, 1, 6)}, gathered=1
     ),
@@ -432,7 +433,7 @@ REFUSED: dict[str, tuple[Callable[[T, T], Any], str]] = {
     "own-backward": (lambda w, x: Doubled.apply(x, w), "Doubled.forward (test_split_tensors.py:"),
     "own-backward-later": (lambda w, x: Doubled.apply(x.detach(), w), "Doubled.forward (test_split_tensors.py:"),
     "pointer": (lambda w, _: w.data_ptr(), "data_ptr on a tensor that is split"),
-    "and": (lambda w, _: (w > 0).__iand__(w > 1), "__iand__ on a tensor that is split"),
+    "xor": (lambda w, _: (w > 0).__ixor__(w > 1), "__ixor__ on a tensor that is split"),
     "beyond": (lambda w, _: F.embedding(torch.tensor([6]), w), "index out of range"),
     "max-norm": (lambda w, _: F.embedding(torch.tensor([1]), w, max_norm=1.0), "max_norm"),
 }

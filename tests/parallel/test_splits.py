@@ -30,7 +30,7 @@ from traced import (
 )
 
 from evenly.parallel.tensor.graph import Graph
-from evenly.parallel.tensor.propagation import RULES
+from evenly.parallel.tensor.ops import OPS
 from evenly.parallel.tensor.splits import Derivation, SplitGroup, derive
 from evenly.parallel.tensor.trace import trace
 
@@ -497,7 +497,7 @@ def test_units_stand_for_each_other(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_atoms_multiply_to_the_size_of_their_dim(name: str) -> None:
     traced = trace(*CASES[name]())
-    graph = Graph(traced, RULES)
+    graph = Graph(traced, {name: op.propagate for name, op in OPS.items()})
     assert graph.dims.keys() == set(range(len(traced.values)))
     for index, value in enumerate(traced.values):
         lengths = [graph.atoms.length(graph.atoms.now(dim)) for dim in graph.dims[index]]

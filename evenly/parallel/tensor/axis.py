@@ -1,7 +1,7 @@
 """Tensors that are split over the ranks of the tensor axis, and how they become whole again.
 
 A `SplitTensor` is, in memory and to autograd, this rank's part; to whoever asks for its shape, and to every function of
-torch, it is the whole tensor. Functions with a rule (`rules`) compute on the parts. For any other the whole is gathered
+torch, it is the whole tensor. Functions in the table of `ops` compute on the parts. For any other the whole is gathered
 first: this costs communication, and never a number.
 
 A plain tensor is *whole*: every rank holds the same values, and the same gradient, which is complete. This stays so
@@ -163,8 +163,8 @@ def own_part(tensor: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
     return own.flatten(layout.dim, layout.dim + 1).clone(memory_format=torch.contiguous_format)
 
 
-# A function of torch -> how it computes on parts; filled by `rules`.
-RULES: dict[Callable[..., Any], Callable[..., Any]] = {}
+# A function of torch -> how it computes on parts; filled by `ops`.
+EXECUTIONS: dict[Callable[..., Any], Callable[..., Any]] = {}
 # What no part and no copy of the whole could stand in for.
 REFUSED = (
     *("retain_grad", "requires_grad_", "backward", "set_", "data_ptr", "storage", "untyped_storage"),
@@ -177,9 +177,9 @@ def compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     """`func` of whole tensors, some of which are split; torch sees the parts as ordinary tensors in here."""
     if not torch.is_grad_enabled():
         _refuse_own_functions(func)
-    rule = RULES.get(func)
-    if rule is not None:
-        result = rule(func, *args, **kwargs)
+    execute = EXECUTIONS.get(func)
+    if execute is not None:
+        result = execute(func, *args, **kwargs)
         if result is not NotImplemented:
             return result
     return of_the_whole(func, args, kwargs)

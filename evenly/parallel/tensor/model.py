@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-import evenly.parallel.tensor.rules  # noqa: F401  # pyright: ignore  # what its tensors compute with
+import evenly.parallel.tensor.ops  # noqa: F401  # pyright: ignore  # what its tensors compute with
 from evenly.comm.groups import Group
 from evenly.parallel.core.parameter_views import View, viewed_parameters
 from evenly.parallel.tensor.axis import Axis, SplitTensor, is_split, own_part

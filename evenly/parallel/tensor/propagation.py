@@ -1,7 +1,7 @@
-"""The rules: what each of torch's functions demands of the dims of its tensors, if they are to be split.
+"""How a split passes through functions of torch: what each demands of the dims of its tensors.
 
-A rule takes a call, unites and bars atoms of its inputs, and gives its outputs their dims. In a form that it does not
-know it raises `NoRule`, and the call bars all that it touches.
+A function of this module takes a traced call, unites and forbids dims of its inputs, and gives its outputs theirs. In a
+form that it does not know it raises `NoRule`, and the call forbids all dims that it touches.
 """
 
 from __future__ import annotations
@@ -45,11 +45,6 @@ def pointwise(graph: Graph, call: TracedCall) -> None:
 def pointwise_of_first(graph: Graph, call: TracedCall) -> None:
     """The first tensor element by element; others tell a type, or are broadcast to."""
     graph.give(call, aligned(graph, call, [subject(call)], graph.output_shape(call)))
-
-
-def broadcast_each(graph: Graph, call: TracedCall) -> None:
-    for which, ref in enumerate(refs_in(call.arguments)):
-        graph.give(call, aligned(graph, call, [ref], graph.output_shape(call, which)), which)
 
 
 def created(graph: Graph, call: TracedCall) -> None:
@@ -332,8 +327,9 @@ def contract(graph: Graph, call: TracedCall, operands: Sequence[tuple[Ref, Label
 def linear(graph: Graph, call: TracedCall) -> None:
     x, weight, bias = subject(call), tensor(call, 1, "weight"), argument(call, 2, "bias")
     batch = [*range(len(graph.shape(x)) - 1)]
-    rows = ["out"] * (len(graph.shape(weight)) - 1)
-    dims = contract(graph, call, [(x, [*batch, "in"]), (weight, [*rows, "in"])], [*batch, *rows])
+    if len(graph.shape(weight)) != 2:
+        raise NoRule
+    dims = contract(graph, call, [(x, [*batch, "in"]), (weight, ["out", "in"])], [*batch, "out"])
     if isinstance(bias, Ref):
         graph.unite(dims[-1], aligned(graph, call, [bias], graph.output_shape(call)[-1:])[0], call)
     graph.give(call, dims)
@@ -342,15 +338,15 @@ def linear(graph: Graph, call: TracedCall) -> None:
 def product(graph: Graph, call: TracedCall, first: Ref, second: Ref) -> Dims:
     """The dims of `first @ second`."""
     ranks = len(graph.shape(first)), len(graph.shape(second))
+    if min(ranks) < 2:
+        raise NoRule  # of a vector: too little to be worth a rule
     batches = [[*range(-(rank - 2), 0)] for rank in ranks]  # counted from the right, as they are broadcast
-    rows = ["row"] * (ranks[0] > 1)
-    columns = ["column"] * (ranks[1] > 1)
-    operands = [(first, [*batches[0], *rows, "in"]), (second, [*batches[1], "in", *columns])]
-    return contract(graph, call, operands, [*max(batches, key=len), *rows, *columns])
+    operands = [(first, [*batches[0], "row", "in"]), (second, [*batches[1], "in", "column"])]
+    return contract(graph, call, operands, [*max(batches, key=len), "row", "column"])
 
 
 def matmul(graph: Graph, call: TracedCall) -> None:
-    operands = subject(call), tensor(call, 1, "other", "mat2", "tensor2", "vec")
+    operands = subject(call), tensor(call, 1, "other", "mat2", "tensor2")
     graph.give(call, product(graph, call, *(operands if call.function != "__rmatmul__" else operands[::-1])))
 
 
@@ -465,98 +461,3 @@ def cross_entropy(graph: Graph, call: TracedCall) -> None:
     for dim in others if not each else ():
         graph.forbid(dim, call)
     graph.give(call, others if each else [])
-
-
-# ------------------------------------------------------------------------------------------------------------ the table
-
-
-def _names(text: str) -> list[str]:
-    return text.split()
-
-
-POINTWISE = _names(
-    """
-    add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow float_power rsub
-    maximum minimum fmax fmin atan2 hypot lerp addcmul addcdiv where masked_fill clamp clip clamp_min clamp_max
-    eq ne lt le gt ge not_equal less less_equal greater greater_equal isclose
-    logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift
-    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ __floordiv__
-    __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__
-    __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __iadd__ __isub__ __imul__ __itruediv__ __iand__ __ior__
-    """
-)
-OF_FIRST = _names(
-    """
-    abs absolute neg negative exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sin cos tan asin acos
-    atan sinh cosh tanh asinh acosh atanh erf erfc erfinv sigmoid logit sign sgn floor ceil round trunc frac
-    relu relu6 gelu silu mish elu selu celu leaky_relu softplus softsign hardtanh hardswish hardsigmoid logsigmoid
-    tanhshrink hardshrink softshrink threshold __neg__ __pos__ __abs__ __invert__ positive bitwise_not logical_not
-    isnan isinf isfinite nan_to_num real data detach clone contiguous alias
-    to type type_as float double half bfloat16 int long short bool byte char cpu cuda requires_grad_
-    dropout zeros_like ones_like empty_like full_like rand_like randn_like bernoulli zero_ fill_ normal_ uniform_
-    zero fill expand expand_as broadcast_to
-    """
-)
-CREATED = _names(
-    """
-    zeros ones empty full eye arange linspace tensor as_tensor scalar_tensor rand randn randint randperm
-    new_zeros new_ones new_empty new_full new_tensor
-    """
-)
-VIEWED = _names(
-    """
-    view reshape flatten unflatten squeeze unsqueeze view_as reshape_as ravel
-    """
-)
-
-_RULES: dict[str, Rule] = {
-    **dict.fromkeys(POINTWISE, pointwise),
-    **dict.fromkeys(OF_FIRST, pointwise_of_first),
-    **dict.fromkeys(CREATED, created),
-    **dict.fromkeys(VIEWED, viewed),
-    **dict.fromkeys(_names("transpose swapaxes swapdims"), transposed),
-    **dict.fromkeys(_names("t T mT H mH adjoint"), last_two_transposed),
-    **dict.fromkeys(_names("movedim moveaxis"), moved),
-    **{name: along(1) for name in _names("softmax log_softmax softmin cumsum cumprod logcumsumexp flip narrow")},
-    **{name: along(1, -1) for name in _names("sort argsort")},
-    "topk": along(2, -1),
-    "normalize": along(2, 1),
-    "roll": along(2),
-    **{
-        name: reduced(1)
-        for name in _names(
-            "amax amin argmax argmin prod nansum nanmean any all logsumexp var std var_mean std_mean "
-            "count_nonzero median"
-        )
-    },
-    **dict.fromkeys(_names("sum mean"), summed),
-    "norm": reduced(2),
-    **dict.fromkeys(_names("max min"), extreme),
-    **dict.fromkeys(_names("tril triu"), triangle),
-    **{name: pieces(2) for name in _names("split chunk tensor_split unsafe_split unsafe_chunk split_with_sizes")},
-    **dict.fromkeys(_names("cat concat concatenate"), cat),
-    **dict.fromkeys(_names("matmul mm bmm mv dot __matmul__ __rmatmul__"), matmul),
-    **dict.fromkeys(_names("addmm baddbmm"), matmul_added),
-    **dict.fromkeys(_names("repeat tile"), repeated),
-    **dict.fromkeys(_names("layer_norm rms_norm"), normalized),
-    "permute": permuted,
-    "repeat_interleave": repeated_each,
-    "broadcast_tensors": broadcast_each,
-    "pad": padded,
-    "glu": gated,
-    "unbind": unbound,
-    "stack": stacked,
-    "__getitem__": indexed,
-    "select": selected,
-    "linear": linear,
-    "einsum": einsum,
-    "scaled_dot_product_attention": attention,
-    "embedding": embedding,
-    "cross_entropy": cross_entropy,
-}
-_IN_PLACE = {
-    f"{name}_": _RULES[name]
-    for name in [*POINTWISE, *OF_FIRST, "squeeze", "unsqueeze", "tril", "triu", "softmax", "cumsum", "cumprod"]
-    if not name.startswith("_") and not name.endswith("_")
-}
-RULES = {**_IN_PLACE, **_RULES}

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from evenly.parallel.tensor.dim_factors import Dim
 from evenly.parallel.tensor.graph import Graph
-from evenly.parallel.tensor.propagation import RULES
+from evenly.parallel.tensor.ops import OPS
 from evenly.parallel.tensor.trace import CallTrace, TracedCall
 
 Run = tuple[int, ...]  # one atom, or two neighbours
@@ -103,7 +103,7 @@ class _SplitSearch:
 
     def __init__(self, trace: CallTrace) -> None:
         self.trace = trace
-        self.graph = Graph(trace, RULES)
+        self.graph = Graph(trace, {name: op.propagate for name, op in OPS.items()})
         self.atoms = self.graph.atoms
         self.dims = {index: [self.atoms.now(dim) for dim in dims] for index, dims in self.graph.dims.items()}
         self.parameters = [*dict.fromkeys(trace.parameters.values())]

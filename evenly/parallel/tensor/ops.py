@@ -1,0 +1,161 @@
+"""The functions of torch that the tensor axis knows: one table, from a function's name to what it means for a split.
+
+Every entry says both how a split of the inputs passes to the outputs (`propagate`, on the dims of a traced call) and
+how the function is computed on the parts (`execute`): nothing is derived through a function that cannot be executed.
+A function that is not here needs its tensors in full: what it takes is not split, and where a split tensor meets it
+all the same, that is gathered first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from evenly.parallel.tensor import execution as e
+from evenly.parallel.tensor import execution_products as products
+from evenly.parallel.tensor import propagation as p
+from evenly.parallel.tensor.axis import EXECUTIONS
+from evenly.parallel.tensor.graph import Rule
+
+T = torch.Tensor
+HOMES = (torch, T, F)
+
+
+@dataclass(frozen=True)
+class Op:
+    """What one name stands for.
+
+    propagate: takes the graph and a traced call; unites and forbids dims of the inputs, and gives the outputs theirs.
+    execute:   takes the function and its arguments, of which some are split; the result, or `NotImplemented` to have
+               them gathered.
+    homes:     where functions of this name take these arguments.
+    """
+
+    propagate: Rule
+    execute: e.Execution
+    homes: Sequence[Any] = HOMES
+
+
+def functions_of(name: str, homes: Sequence[Any] = HOMES) -> list[Callable[..., Any]]:
+    """torch's functions, methods and attributes of this name, as a subclass of Tensor is asked for them."""
+    found = [(home, getattr(home, name, None)) for home in (homes if not name.startswith("__") else (T,))]
+    return [one if callable(one) else one.__get__ for home, one in found if callable(one) or (home is T and one)]
+
+
+def _table(propagate: Rule, execute: e.Execution, names: str) -> dict[str, Op]:
+    return {name: Op(propagate, execute) for name in names.split()}
+
+
+# Of several tensors, broadcast against each other.
+POINTWISE = """
+    add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow float_power rsub
+    maximum minimum fmax fmin atan2 hypot lerp addcmul addcdiv where masked_fill clamp clip clamp_min clamp_max
+    eq ne lt le gt ge not_equal less less_equal greater greater_equal isclose
+    logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift
+    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ __floordiv__
+    __rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__
+    __eq__ __ne__ __lt__ __le__ __gt__ __ge__
+"""
+# Of the first tensor; others say a type.
+OF_FIRST = """
+    abs absolute neg negative exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sin cos tan asin acos
+    atan sinh cosh tanh asinh acosh atanh erf erfc erfinv sigmoid logit sign sgn floor ceil round trunc frac
+    relu relu6 gelu silu mish elu selu celu leaky_relu softplus softsign hardtanh hardswish hardsigmoid logsigmoid
+    tanhshrink hardshrink softshrink threshold __neg__ __pos__ __abs__ __invert__ positive bitwise_not logical_not
+    isnan isinf isfinite nan_to_num real detach clone contiguous
+    to type type_as float double half bfloat16 int long short bool byte char cpu cuda
+    zeros_like ones_like empty_like full_like fill
+"""
+IN_PLACE = "copy_ zero_ fill_ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __iand__ __ior__"
+
+_OPS: dict[str, Op] = {
+    **_table(p.pointwise, e.elementwise, POINTWISE),
+    **_table(p.pointwise_of_first, e.elementwise, OF_FIRST),
+    **_table(p.pointwise_of_first, e.dropout, "dropout"),
+    **_table(p.pointwise_of_first, e.expand, "expand broadcast_to"),
+    **_table(p.pointwise_of_first, e.expand_as, "expand_as"),
+    **_table(p.pointwise_of_first, e.create_alike, "rand_like randn_like"),
+    **_table(p.created, e.create, "new_zeros new_ones new_empty new_full"),
+    **_table(
+        p.created, e.gather, "zeros ones empty full eye arange linspace tensor as_tensor scalar_tensor new_tensor"
+    ),
+    **_table(p.created, e.gather, "rand randn randint randperm"),
+    **_table(p.viewed, e.view, "view reshape"),
+    **_table(p.viewed, e.view_as, "view_as reshape_as"),
+    **_table(p.viewed, e.flatten, "flatten ravel"),
+    **_table(p.viewed, e.unflatten, "unflatten"),
+    **_table(p.viewed, e.unsqueeze, "unsqueeze"),
+    **_table(p.viewed, e.squeeze, "squeeze"),
+    **_table(p.transposed, e.transpose, "transpose swapaxes swapdims"),
+    **_table(p.last_two_transposed, e.reverse_dims, "t T"),
+    **_table(p.last_two_transposed, e.matrix_transpose, "mT mH H adjoint"),
+    **_table(p.permuted, e.permute, "permute"),
+    **_table(p.moved, e.movedim, "movedim moveaxis"),
+    **_table(p.repeated, e.repeat, "repeat"),
+    **_table(p.repeated, e.tile, "tile"),
+    **_table(p.repeated_each, e.repeat_interleave, "repeat_interleave"),
+    **_table(p.triangle, e.triangle, "tril triu"),
+    **_table(p.padded, e.pad, "pad"),
+    **_table(p.along(1), e.along(1), "softmax log_softmax softmin cumsum cumprod logcumsumexp flip"),
+    **_table(p.along(1), e.narrow, "narrow"),
+    **_table(p.along(1, -1), e.along(1, -1), "sort argsort"),
+    **_table(p.along(2, -1), e.along(2, -1), "topk"),
+    **_table(p.along(2, 1), e.along(2, 1), "normalize"),
+    **_table(p.along(2), e.along(2), "roll"),
+    **_table(p.reduced(1), e.reduced(1), "amax amin argmax argmin prod nansum nanmean any all logsumexp"),
+    **_table(p.reduced(1), e.reduced(1), "var std var_mean std_mean count_nonzero median"),
+    **_table(p.reduced(2), e.reduced(2), "norm"),
+    **_table(p.extreme, e.extreme, "max min"),
+    **_table(p.summed, e.sum_or_mean, "sum mean"),
+    **_table(p.pieces(2), e.split, "split split_with_sizes unsafe_split"),
+    **_table(p.pieces(2), e.chunk, "chunk unsafe_chunk"),
+    **_table(p.gated, e.glu, "glu"),
+    **_table(p.unbound, e.unbind, "unbind"),
+    **_table(p.cat, e.cat, "cat concat concatenate"),
+    **_table(p.stacked, e.stack, "stack"),
+    **_table(p.indexed, e.getitem, "__getitem__"),
+    **_table(p.selected, e.select, "select"),
+    **_table(p.normalized, e.normalize_rows, "layer_norm rms_norm"),
+    **_table(p.linear, products.linear, "linear"),
+    **_table(p.matmul, products.matmul, "matmul mm bmm __matmul__"),
+    **_table(p.matmul, products.matmul_reversed, "__rmatmul__"),
+    **_table(p.matmul_added, products.add_product, "addmm baddbmm"),
+    **_table(p.einsum, products.einsum, "einsum"),
+    **_table(p.attention, products.attention, "scaled_dot_product_attention"),
+    **_table(p.cross_entropy, products.cross_entropy, "cross_entropy"),
+    # torch.embedding takes its arguments the other way round.
+    "embedding": Op(p.embedding, products.embedding, homes=(F,)),
+}
+# Every function of elements whose result may take the place of its first argument.
+_IN_PLACE = {
+    f"{name}_": Op(_OPS[name].propagate, e.in_place)
+    for name in (POINTWISE + OF_FIRST).split()
+    if not name.startswith("_") and functions_of(f"{name}_")
+}
+OPS: dict[str, Op] = {**_OPS, **_IN_PLACE, **_table(p.pointwise, e.in_place, IN_PLACE)}
+
+# What asks about a tensor, and what is made of other calls: no dims pass through these.
+ATTRIBUTES = """
+    dtype device requires_grad grad_fn is_leaf layout ndim is_cuda is_sparse is_cpu is_meta is_mps is_quantized
+    is_nested _version grad
+"""
+METHODS = "dim ndimension is_floating_point is_complex get_device element_size is_contiguous"
+QUERIES: dict[Callable[..., Any], e.Execution] = {
+    **dict.fromkeys([T.shape.__get__, T.size], e.shape),  # pyright: ignore
+    **dict.fromkeys([T.numel, T.nelement, torch.numel], e.numel),
+    **{getattr(T, name).__get__: e.same_of_a_part for name in ATTRIBUTES.split()},
+    **{getattr(T, name): e.same_of_a_part for name in METHODS.split()},
+    **dict.fromkeys([torch.is_floating_point, torch.is_complex, torch.is_tensor], e.same_of_a_part),
+    T.__format__: e.text,
+    T.__len__: e.length,
+    T.__iter__: e.iterate,
+    T.register_hook: e.register_hook,
+    F.multi_head_attention_forward: products.attention_module,
+}
+
+EXECUTIONS.update({function: op.execute for name, op in OPS.items() for function in functions_of(name, op.homes)})
+EXECUTIONS.update(QUERIES)
