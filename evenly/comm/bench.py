@@ -27,7 +27,6 @@ from evenly.comm.operations import (
     all_to_all,
     barrier,
     broadcast,
-    even_sizes,
     gather,
     recv,
     reduce,
@@ -36,6 +35,7 @@ from evenly.comm.operations import (
     send,
 )
 from evenly.comm.ring import ring_all_reduce
+from evenly.comm.transport import even_sizes
 from evenly.launch.environment import find_here
 
 MOST_BYTES = 256 * 2**20

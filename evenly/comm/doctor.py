@@ -404,8 +404,7 @@ def _trials() -> dict[str, Callable[[Any], bool]]:
         return total.equal(full(sum(range(group.size)) if group.position == 0 else group.position, 3, group))
 
     def all_reduced(group: Any) -> bool:
-        ones = torch.ones(PROBE_BYTES // 4, device=group.device)
-        return bool((o.all_reduce(ones, group) == group.size).all())
+        return bool((o.all_reduce(torch.ones(PROBE_BYTES // 4, device=group.device), group) == group.size).all())
 
     def scattered(group: Any) -> bool:
         whole = joined(group) if group.position == 0 else None
@@ -414,9 +413,8 @@ def _trials() -> dict[str, Callable[[Any], bool]]:
     def reduce_scattered(group: Any) -> bool:
         return o.reduce_scatter(joined(group), group, sizes=sizes(group)).equal(own(group) * group.size)
 
-    def exchanged(group: Any) -> bool:
-        sent = full(group.position, group.size, group)
-        return o.all_to_all(sent, group).equal(torch.arange(group.size, device=group.device).float())
+    def exchanged(g: Any) -> bool:
+        return o.all_to_all(full(g.position, g.size, g), g).equal(torch.arange(g.size, device=g.device).float())
 
     return {
         "send and recv": pass_on,

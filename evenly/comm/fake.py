@@ -10,6 +10,7 @@ import torch
 
 from evenly.comm import operations
 from evenly.comm.groups import Group
+from evenly.comm.transport import even_sizes
 
 
 def fake_group(name: str, size: int, position: int = 0) -> Group:
@@ -78,7 +79,7 @@ def _reduce_scatter(
     adding: bool = False,
     label: str = "",
 ) -> _CompletedWork:
-    lengths = operations.even_sizes(tensor.shape[dim], group.size) if sizes is None else sizes
+    lengths = even_sizes(tensor.shape[dim], group.size) if sizes is None else sizes
     sent = tensor.movedim(dim, 0).contiguous()
     received = [torch.empty_like(sent)]  # the ranks' pieces
 

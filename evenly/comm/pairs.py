@@ -25,7 +25,7 @@ import torch
 
 from evenly.comm import operations
 from evenly.comm.groups import Group
-from evenly.comm.operations import even_sizes
+from evenly.comm.transport import even_sizes
 
 
 def copy(tensor: torch.Tensor, group: Group, *, in_place: bool = False) -> torch.Tensor:

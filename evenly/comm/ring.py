@@ -19,7 +19,8 @@ from typing import Literal
 import torch
 
 from evenly.comm.groups import Group
-from evenly.comm.operations import Pending, even_sizes, irecv, isend
+from evenly.comm.operations import irecv, isend
+from evenly.comm.transport import Pending, even_sizes
 
 SLICE_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20  # of torch's DistributedDataParallel

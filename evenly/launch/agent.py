@@ -15,18 +15,14 @@ import logging
 import multiprocessing
 import os
 import pickle
-import select
 import signal
 import socket
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 from uuid import uuid4
 
@@ -38,7 +34,8 @@ from evenly.launch.environment import (
     process_environment,
     rank_environment,
 )
-from evenly.launch.rank import STOP_SIGNALS, LaunchFolder, RankTask, Task, describe_exit, end_rank, rank_main
+from evenly.launch.rank import LaunchFolder, RankTask, Task, describe_exit, end_rank, rank_main
+from evenly.launch.signals import StopRequest, forwarded_signals, hold_signals, signal_rank
 from evenly.launch.watch import Watch
 from evenly.observe.diagnosis import Diagnosis, explain
 
@@ -46,10 +43,6 @@ Start = Literal["forkserver", "spawn", "fork"]
 
 # What every rank needs before its function can run.
 PRELOAD = ("torch", "torch.distributed", "torch.distributed.elastic.multiprocessing", "evenly.launch.rank")
-
-# How long ranks may take to finish their step, and a launcher to start any rank, after a stop signal.
-STOP_TIMEOUT_S = 30.0
-START_TIMEOUT_S = 3.0
 
 # Each look of the agent takes milliseconds from the ranks' cores: at torch's 0.1 s, 10 % of a slow one.
 LOOK_EVERY_S = 0.5
@@ -126,7 +119,7 @@ def start_ranks(fn: Callable[..., Any], args: Sequence[Any], launch: Launch) -> 
         stack.enter_context(_main_module(needed=task.needs_main))
         folder = _folder(launch, stack)
         stack.callback(folder.remove)
-        stop = stack.enter_context(_forwarded_signals(folder))
+        stop = stack.enter_context(forwarded_signals(folder))
         environment = {**process_environment(), CONTROL_VARIABLE: str(folder.control), **launch.environment}
         results = _run(RankTask(task, folder, environment), launch, stop)
     folder.remove_logs()
@@ -144,7 +137,7 @@ def warm_up(preload: Sequence[str] = ()) -> None:
     from multiprocessing import forkserver
 
     # Stop signals are the launcher's to handle, also while the server imports.
-    with changed_environment(rank_environment(process_environment())), _held():
+    with changed_environment(rank_environment(process_environment())), hold_signals():
         forkserver.set_forkserver_preload([*PRELOAD, *preload])
         forkserver.ensure_running()
     atexit.register(_stop_forkserver)
@@ -156,7 +149,7 @@ def _stop_forkserver() -> None:
 
     pid = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
     if pid is not None and multiprocessing.parent_process() is None:
-        _signal(pid, signal.SIGKILL)
+        signal_rank(pid, signal.SIGKILL)
 
 
 @contextmanager
@@ -288,119 +281,10 @@ def _lock(folder: Path) -> int:
 # --- signals --------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Stop:
-    """What signals have asked of this launch so far."""
-
-    signum: int = 0
-    since_s: float = 0.0
-    hard: bool = False
-
-    def ask(self, signum: int) -> None:
-        self.hard = self.hard or self.signum != 0
-        if not self.signum:
-            self.signum, self.since_s = signum, time.monotonic()
-
-    @property
-    def waited_s(self) -> float:
-        return time.monotonic() - self.since_s if self.signum else 0.0
-
-
-@contextmanager
-def _held() -> Generator[None]:
-    """Processes started inside are born with the stop signals blocked; a rank unblocks them once settled."""
-    from multiprocessing import resource_tracker
-
-    # Starting it would unblock signals of this thread.
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def _forwarded_signals(folder: LaunchFolder) -> Generator[_Stop]:
-    """Forward stop signals to the ranks. A thread does it: the main thread may be waiting inside torch."""
-    stop = _Stop()
-    with ExitStack() as stack:
-        if threading.current_thread() is threading.main_thread():
-            stack.enter_context(_forwarding(folder, stop))
-        stack.enter_context(_held())
-        yield stop
-
-
-@contextmanager
-def _forwarding(folder: LaunchFolder, stop: _Stop) -> Generator[None]:
-    """Signals of this process go through a pipe to a thread. Only a main thread can ask for that."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    # Started before the signals are held: this thread is the one that gets them.
-    thread = threading.Thread(target=_forward, args=(reader, folder, stop), name="evenly-signals", daemon=True)
-    thread.start()
-    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    # The agent takes SIGQUIT for itself and does not give it back.
-    handlers = {number: signal.signal(number, _noted) for number in (*STOP_SIGNALS, signal.SIGQUIT)}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        signal.set_wakeup_fd(wakeup)
-        os.close(writer)
-        thread.join()
-        os.close(reader)
-
-
-def _noted(signum: int, frame: FrameType | None) -> None:
-    """The wake-up pipe has told the forwarding thread already."""
-
-
-def _forward(reader: int, folder: LaunchFolder, stop: _Stop) -> None:
-    """Read signal numbers until the pipe closes; tell every rank, also those that start later."""
-    told: set[int] = set()
-    while True:
-        readable, _, _ = select.select([reader], [], [], 0.05 if stop.signum else None)
-        numbers = os.read(reader, 64) if readable else None
-        if numbers == b"":
-            return
-        for number in numbers or b"":
-            if number in STOP_SIGNALS:
-                stop.ask(number)
-        if stop.signum:
-            stop.hard = stop.hard or stop.waited_s > STOP_TIMEOUT_S
-            _tell(folder, stop, told)
-
-
-def _tell(folder: LaunchFolder, stop: _Stop, told: set[int]) -> None:
-    """Send SIGINT once to each rank that has started, or kill them all."""
-    for rank, pid in folder.pids().items():
-        if stop.hard:
-            end_rank(pid)
-        elif rank not in told:
-            _signal(pid, signal.SIGINT)
-        told.add(rank)
-    if not told and (stop.hard or stop.waited_s > START_TIMEOUT_S):
-        # The nodes have not met, and nothing but its end ends that wait.
-        folder.remove()
-        folder.remove_logs()
-        name = signal.Signals(stop.signum).name
-        os.write(2, f"the run was stopped by {name} before any rank had started\n".encode())
-        os._exit(128 + stop.signum)
-
-
-def _signal(pid: int, signum: int) -> None:
-    try:
-        os.kill(pid, signum)
-    except ProcessLookupError:
-        pass
-
-
 # --- the agent ------------------------------------------------------------------------------------------
 
 
-def _run(orders: RankTask, launch: Launch, stop: _Stop) -> dict[int, bytes]:
+def _run(orders: RankTask, launch: Launch, stop: StopRequest) -> dict[int, bytes]:
     """Run the agent until all ranks have returned; raises the first failure."""
     from torch.distributed import DistNetworkError, DistStoreError
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -496,7 +380,7 @@ def _no_rendezvous(launch: Launch, error: Exception) -> UserError:
     )
 
 
-def _first_failure(folder: LaunchFolder, exit_codes: Mapping[int, int], stop: _Stop) -> FailedRank:
+def _first_failure(folder: LaunchFolder, exit_codes: Mapping[int, int], stop: StopRequest) -> FailedRank:
     endings = folder.exits()
     told = {ending.rank for ending in endings}
     endings += [describe_exit(rank, code) for rank, code in exit_codes.items() if rank not in told]
@@ -536,7 +420,7 @@ def _stalled(folder: LaunchFolder, trouble: Diagnosis) -> FailedRank:
     )
 
 
-def _stopped(stop: _Stop) -> FailedRank:
+def _stopped(stop: StopRequest) -> FailedRank:
     return FailedRank(
         f"the run was stopped by {signal.Signals(stop.signum).name}",
         "its ranks were killed" if stop.hard else "a rank ended in the middle of its work",

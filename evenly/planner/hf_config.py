@@ -11,86 +11,10 @@ from difflib import get_close_matches
 from typing import Any
 
 from evenly.errors import UserError
-from evenly.planner.shape import Activation, Norm, Positions, QueryKeyNorm, Shape, limits
-
-# One size under the names that families have for it.
-HIDDEN = ("hidden_size", "n_embd", "n_embed", "d_model")
-LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
-FFN = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "d_ff")
-SEQUENCE = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-
-GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_python", "gelu_pytorch_tanh", "quick_gelu")
-PLAIN: dict[str, Activation] = {**dict.fromkeys(GELU, "gelu"), "relu": "relu", "relu2": "squared-relu"}
-GATED: dict[str, Activation] = {**dict.fromkeys(GELU, "geglu"), "silu": "swiglu", "swish": "swiglu"}
+from evenly.planner.hf_values import FFN, GATED, HEADS, HIDDEN, LAYERS, PLAIN, SEQUENCE, ConfigValues
+from evenly.planner.shape import Activation, Norm, Positions, QueryKeyNorm, Shape
 
 MAKE = "name a known model, describe one as transformer:layers=24,hidden=2048,heads=16, or mend the file"
-
-
-class _Config:
-    """A mapping of which every value that is read is checked; `problems` collects what is wrong."""
-
-    def __init__(self, values: Mapping[str, Any], prefix: str = "") -> None:
-        self.values, self.prefix = values, prefix
-        self.problems: list[str] = []
-
-    def given(self, *names: str) -> tuple[str, Any]:
-        """The first of `names` that has a value, and it; the first name and None where none has."""
-        found = ((name, value) for name in names if (value := self.values.get(name)) is not None)
-        return next(found, (names[0], None))
-
-    def refuse(self, name: str, value: object, wanted: str) -> None:
-        shown = repr(value)
-        self.problems.append(
-            f"{self.prefix}{name} is {shown if len(shown) <= 40 else shown[:37] + '...'}, not {wanted}"
-        )
-
-    def size(self, *names: str, default: int | None = None, as_field: str = "hidden") -> int:
-        """A whole number within what `Shape` allows for `as_field`; 1 after a problem."""
-        name, value = self.given(*names)
-        least, most = limits(as_field)
-        if value is None and default is not None:
-            return default
-        if value is None:
-            self.problems.append(f"{self.prefix}{' or '.join(names)} is missing")
-        elif type(value) is not int or not least <= value <= most:
-            self.refuse(name, value, f"a whole number from {least} to {most}")
-        else:
-            return value
-        return max(1, least)
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.values.get(name)
-        if value is not None and type(value) is not bool:
-            self.refuse(name, value, "true or false")
-        return value if type(value) is bool else default
-
-    def word(self, *names: str, default: str) -> str:
-        name, value = self.given(*names)
-        if value is not None and not isinstance(value, str):
-            self.refuse(name, value, "a word")
-        return value if isinstance(value, str) else default
-
-    def table(self, name: str) -> _Config:
-        """A mapping within this one, empty where it is left out; its problems are told with these."""
-        value = self.values.get(name)
-        if value is not None and not isinstance(value, Mapping):
-            self.refuse(name, value, "a table")
-        inner = _Config(value if isinstance(value, Mapping) else {}, f"{self.prefix}{name}.")
-        inner.problems = self.problems
-        return inner
-
-    def must(self, name: str, default: object, *allowed: object) -> None:
-        """Refuses a model that a shape cannot describe."""
-        _, value = self.given(name)
-        if (default if value is None else value) not in allowed:
-            self.refuse(name, value, " or ".join(map(repr, allowed)))
-
-    def activation(self, known: dict[str, Activation], *names: str, default: str) -> Activation:
-        word = self.word(*names, default=default)
-        if word not in known:
-            self.refuse(names[0], word, f"one of {', '.join(known)}")
-        return known.get(word, "gelu")
 
 
 def shape_of_config(config: Mapping[str, Any]) -> Shape:
@@ -107,7 +31,7 @@ def shape_of_config(config: Mapping[str, Any]) -> Shape:
         raise UserError(
             asked, found, f"known types are {', '.join(READERS)}; else describe it as transformer:layers=..."
         )
-    values = _Config(config)
+    values = ConfigValues(config)
     shape = READERS[model_type](values)
     problems = [*dict.fromkeys(values.problems)] or [*shape.problems()]
     if problems:
@@ -119,7 +43,7 @@ def shape_of_config(config: Mapping[str, Any]) -> Shape:
 
 
 def _shape(
-    config: _Config,
+    config: ConfigValues,
     *,
     norm: Norm,
     activation: Activation,
@@ -153,13 +77,13 @@ def _shape(
     return Shape(norm=norm, activation=activation, positions=positions, bias=bias, **{**sizes, **others})
 
 
-def _name(config: _Config) -> str:
+def _name(config: ConfigValues) -> str:
     """Of the model as its file has it, without its owner or path."""
     name = config.word("_name_or_path", default="").rstrip("/").rpartition("/")[2]
     return name if name.isprintable() and 0 < len(name) <= 60 else str(config.values["model_type"])
 
 
-def _sequence(config: _Config, default: int) -> int:
+def _sequence(config: ConfigValues, default: int) -> int:
     """Tokens that it was trained with, where its positions were stretched afterwards; else the most it can take."""
     stretched = (config, config.table("rope_scaling"), config.table("rope_parameters"))
     trained = [one for one in stretched if one.given("original_max_position_embeddings")[1] is not None]
@@ -168,20 +92,20 @@ def _sequence(config: _Config, default: int) -> int:
     return config.size(*SEQUENCE, default=default)
 
 
-def _head_dim(config: _Config, default: int | None = None) -> dict[str, Any]:
+def _head_dim(config: ConfigValues, default: int | None = None) -> dict[str, Any]:
     """Stated where it is not the width divided by the heads."""
     if default is None and config.given("head_dim")[1] is None:
         return {}
     return {"head_dim": config.size("head_dim", default=default)}
 
 
-def _kv_heads(config: _Config, default: int | None = None) -> int:
+def _kv_heads(config: ConfigValues, default: int | None = None) -> int:
     heads = config.size(*HEADS, as_field="heads")
     return config.size("num_key_value_heads", default=heads if default is None else default)
 
 
 def _like_llama(
-    config: _Config,
+    config: ConfigValues,
     *,
     attention_bias: bool = False,
     mlp_bias: bool = False,
@@ -206,7 +130,7 @@ def _like_llama(
     return _shape(config, bias=mlp_bias, tied=tied, **{**given, **_head_dim(config), **others})
 
 
-def _window(config: _Config, *, of_all: bool = True, default: int | None = None) -> int | None:
+def _window(config: ConfigValues, *, of_all: bool = True, default: int | None = None) -> int | None:
     """Of attention where all layers have one."""
     if not of_all or ("sliding_window" in config.values and config.values["sliding_window"] is None):
         return None
@@ -217,7 +141,7 @@ def _window(config: _Config, *, of_all: bool = True, default: int | None = None)
 # --- families ------------------------------------------------------------------------------------------
 
 
-def _gpt2(config: _Config) -> Shape:
+def _gpt2(config: ConfigValues) -> Shape:
     config.must("add_cross_attention", False, False)
     activation = config.activation(PLAIN, "activation_function", default="gelu_new")
     return _shape(
@@ -232,7 +156,7 @@ def _gpt2(config: _Config) -> Shape:
     )
 
 
-def _bert(config: _Config, *, unused_positions: int = 0) -> Shape:
+def _bert(config: ConfigValues, *, unused_positions: int = 0) -> Shape:
     """With the head that predicts masked tokens: a linear layer and a norm before the embedding's weight and a bias."""
     config.must("add_cross_attention", False, False)
     config.must("position_embedding_type", "absolute", "absolute")
@@ -251,21 +175,21 @@ def _bert(config: _Config, *, unused_positions: int = 0) -> Shape:
     )
 
 
-def _roberta(config: _Config) -> Shape:
+def _roberta(config: ConfigValues) -> Shape:
     """Counts positions from the one after that of padding, 2."""
     return _bert(config, unused_positions=2)
 
 
-def _llama(config: _Config) -> Shape:
+def _llama(config: ConfigValues) -> Shape:
     attention_bias, mlp_bias = config.flag("attention_bias", False), config.flag("mlp_bias", False)
     return _like_llama(config, attention_bias=attention_bias, mlp_bias=mlp_bias)
 
 
-def _mistral(config: _Config) -> Shape:
+def _mistral(config: ConfigValues) -> Shape:
     return _like_llama(config, kv_heads=_kv_heads(config, 8), window=_window(config, default=4096))
 
 
-def _mixtral(config: _Config) -> Shape:
+def _mixtral(config: ConfigValues) -> Shape:
     return _like_llama(
         config,
         kv_heads=_kv_heads(config, 8),
@@ -276,16 +200,16 @@ def _mixtral(config: _Config) -> Shape:
     )
 
 
-def _qwen_window(config: _Config) -> int | None:
+def _qwen_window(config: ConfigValues) -> int | None:
     first = config.size("max_window_layers", default=28, as_field="encoder_layers")
     return _window(config, of_all=config.flag("use_sliding_window", False) and first == 0)
 
 
-def _qwen2(config: _Config) -> Shape:
+def _qwen2(config: ConfigValues) -> Shape:
     return _like_llama(config, qkv_bias=True, window=_qwen_window(config))
 
 
-def _qwen3(config: _Config) -> Shape:
+def _qwen3(config: ConfigValues) -> Shape:
     return _like_llama(
         config,
         attention_bias=config.flag("attention_bias", False),
@@ -295,7 +219,7 @@ def _qwen3(config: _Config) -> Shape:
     )
 
 
-def _qwen3_moe(config: _Config) -> Shape:
+def _qwen3_moe(config: ConfigValues) -> Shape:
     config.must("decoder_sparse_step", 1, 1)
     return _like_llama(
         config,
@@ -310,7 +234,7 @@ def _qwen3_moe(config: _Config) -> Shape:
     )
 
 
-def _first_layers(config: _Config, name: str) -> int:
+def _first_layers(config: ConfigValues, name: str) -> int:
     """How many layers a list names that may name only the first, in their order."""
     value = config.values.get(name) or []
     if not isinstance(value, list) or value != [*range(len(value))]:
@@ -319,7 +243,7 @@ def _first_layers(config: _Config, name: str) -> int:
     return len(value)
 
 
-def _t5(config: _Config) -> Shape:
+def _t5(config: ConfigValues) -> Shape:
     buckets, heads = config.size("relative_attention_num_buckets", default=32), config.size(*HEADS, as_field="heads")
     encoder_layers = config.size("num_layers", as_field="layers")
     gated, _, word = config.word("feed_forward_proj", default="relu").rpartition("-")
@@ -340,7 +264,7 @@ def _t5(config: _Config) -> Shape:
     )
 
 
-def _vit(config: _Config) -> Shape:
+def _vit(config: ConfigValues) -> Shape:
     """As it classifies: a class token before the patches, and a head with a bias."""
     side, patch = (config.size(name, default=default) for name, default in (("image_size", 224), ("patch_size", 16)))
     if side % patch:
@@ -363,14 +287,14 @@ def _vit(config: _Config) -> Shape:
     )
 
 
-def _classes(config: _Config) -> int:
+def _classes(config: ConfigValues) -> int:
     labels = config.values.get("id2label")
     if labels is not None and not isinstance(labels, Mapping):
         config.refuse("id2label", labels, "a table of classes")
     return len(labels) if isinstance(labels, Mapping) else config.size("num_labels", default=2, as_field="outputs")
 
 
-def _bloom(config: _Config) -> Shape:
+def _bloom(config: ConfigValues) -> Shape:
     """Its embedding has a norm."""
     return _shape(
         config,
@@ -384,7 +308,7 @@ def _bloom(config: _Config) -> Shape:
     )
 
 
-def _opt(config: _Config) -> Shape:
+def _opt(config: ConfigValues) -> Shape:
     """Its first two positions are never used."""
     hidden = config.size(*HIDDEN)
     config.must("word_embed_proj_dim", hidden, hidden)
@@ -402,7 +326,7 @@ def _opt(config: _Config) -> Shape:
     )
 
 
-def _gpt_neox(config: _Config) -> Shape:
+def _gpt_neox(config: ConfigValues) -> Shape:
     attention_bias = config.flag("attention_bias", True)
     layers, hidden = config.size(*LAYERS, as_field="layers"), config.size(*HIDDEN)
     return _shape(
@@ -417,7 +341,7 @@ def _gpt_neox(config: _Config) -> Shape:
     )
 
 
-def _falcon(config: _Config) -> Shape:
+def _falcon(config: ConfigValues) -> Shape:
     """Attention and MLP beside each other, after one norm or one each."""
     grouped = config.flag("new_decoder_architecture", False)
     heads = config.size(*HEADS, as_field="heads")
@@ -436,23 +360,23 @@ def _falcon(config: _Config) -> Shape:
     )
 
 
-def _gemma(config: _Config) -> Shape:
+def _gemma(config: ConfigValues) -> Shape:
     return _like_gemma(config, kv_heads=_kv_heads(config, 16))
 
 
-def _gemma2(config: _Config) -> Shape:
+def _gemma2(config: ConfigValues) -> Shape:
     """Norms before and after attention and MLP; every other layer has a window."""
     return _like_gemma(config, kv_heads=_kv_heads(config, 4), norms=4)
 
 
-def _like_gemma(config: _Config, **others: Any) -> Shape:
+def _like_gemma(config: ConfigValues, **others: Any) -> Shape:
     attention_bias = config.flag("attention_bias", False)
     head_dim = _head_dim(config, 256)
     activation = config.activation(GATED, "hidden_activation", "hidden_act", default="gelu_pytorch_tanh")
     return _like_llama(config, attention_bias=attention_bias, tied=True, activation=activation, **head_dim, **others)
 
 
-def _phi(config: _Config) -> Shape:
+def _phi(config: ConfigValues) -> Shape:
     """Attention and MLP beside each other after one norm; the head has a bias."""
     qk_norm: QueryKeyNorm = "head" if config.flag("qk_layernorm", False) else "none"
     return _shape(
@@ -469,11 +393,11 @@ def _phi(config: _Config) -> Shape:
     )
 
 
-def _phi3(config: _Config) -> Shape:
+def _phi3(config: ConfigValues) -> Shape:
     return _like_llama(config, window=_window(config))
 
 
-def _mpt(config: _Config) -> Shape:
+def _mpt(config: ConfigValues) -> Shape:
     attention = config.table("attn_config")
     attention.must("attn_type", "multihead_attention", "multihead_attention")
     bias = not config.flag("no_bias", True)
@@ -490,7 +414,7 @@ def _mpt(config: _Config) -> Shape:
     )
 
 
-def _nemotron(config: _Config) -> Shape:
+def _nemotron(config: ConfigValues) -> Shape:
     attention_bias, mlp_bias = config.flag("attention_bias", False), config.flag("mlp_bias", False)
     activation = config.activation(PLAIN, "hidden_act", default="relu2")
     return _like_llama(
@@ -498,16 +422,16 @@ def _nemotron(config: _Config) -> Shape:
     )
 
 
-def _olmo(config: _Config) -> Shape:
+def _olmo(config: ConfigValues) -> Shape:
     attention_bias = config.flag("attention_bias", False)
     return _like_llama(config, attention_bias=attention_bias, norm="layernorm-no-weight")
 
 
-def _olmo2(config: _Config) -> Shape:
+def _olmo2(config: ConfigValues) -> Shape:
     return _like_llama(config, attention_bias=config.flag("attention_bias", False), qk_norm="all")
 
 
-READERS: dict[str, Callable[[_Config], Shape]] = {
+READERS: dict[str, Callable[[ConfigValues], Shape]] = {
     "bert": _bert,
     "bloom": _bloom,
     "falcon": _falcon,

@@ -11,20 +11,10 @@ from evenly.plan import Plan
 from evenly.plan.axes import DeviceReplicas
 from evenly.plan.schedule import Action, rank_of_stage, runnable, splits_backward
 from evenly.planner.job_profile import JobProfiler, Stages
-from evenly.planner.memory import (
-    FullSums,
-    Meter,
-    ShardedSums,
-    ShardSums,
-    Sums,
-    Unit,
-    norm_bytes,
-    own_elements,
-    play,
-    state_bytes,
-)
+from evenly.planner.memory import FullSums, Meter, ShardedSums, Sums, norm_bytes, own_elements, play, state_bytes
 from evenly.planner.optimizer_costs import OptimizerCosts
 from evenly.planner.profile import MODEL, Bytes, Event, Interval, Parameter, Pass, Profile, stage_of_reading
+from evenly.planner.shard_sums import ShardSums, Unit
 
 AHEAD, WITHIN = 2, 8  # as of `parallel.pipeline.schedule_runner`
 

@@ -29,7 +29,8 @@ from evenly.parallel.tensor.layout import Layout
 from evenly.parallel.tensor.splits import Derivation
 from evenly.plan import Plan
 from evenly.planner.optimizer_costs import OptimizerCosts, optimizer_costs
-from evenly.planner.profile import Profile, between, profile_module
+from evenly.planner.profile import Profile, between
+from evenly.planner.profile_recorder import profile_module
 
 
 @dataclass(frozen=True)

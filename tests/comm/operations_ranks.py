@@ -18,7 +18,6 @@ from evenly.comm.operations import (
     all_to_all,
     barrier,
     broadcast,
-    even_sizes,
     gather,
     irecv,
     isend,
@@ -28,6 +27,7 @@ from evenly.comm.operations import (
     scatter,
     send,
 )
+from evenly.comm.transport import even_sizes
 from evenly.errors import EvenlyError, UserError
 
 DTYPES = [

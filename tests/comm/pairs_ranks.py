@@ -11,7 +11,7 @@ from operations_ranks import Findings, group_of_all
 
 from evenly.comm import pairs
 from evenly.comm.groups import Group
-from evenly.comm.operations import all_reduce, even_sizes
+from evenly.comm.operations import all_reduce
 from evenly.comm.ring import (
     Ran,
     buckets_of,
@@ -20,6 +20,7 @@ from evenly.comm.ring import (
     ring_all_reduce,
     ring_all_reduce_in_buckets,
 )
+from evenly.comm.transport import even_sizes
 
 
 def adjoint(seed: int) -> list[str]:

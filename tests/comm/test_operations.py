@@ -10,7 +10,8 @@ import torch.distributed as dist
 from kept_ranks import KeptRanks
 
 from evenly.comm.groups import Group, mesh_lines
-from evenly.comm.operations import AwakeWork, all_gather, all_reduce, even_sizes, gather_values
+from evenly.comm.operations import all_gather, all_reduce, gather_values
+from evenly.comm.transport import AwakeWork, even_sizes
 
 SIZES = [2, 3, 4, 8]
 
@@ -68,7 +69,7 @@ class Slow(dist.Work):
 
 
 def test_who_waits_for_torchs_work_stays_awake_until_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evenly.comm.operations.AWAKE_S", 60)
+    monkeypatch.setattr("evenly.comm.transport.AWAKE_S", 60)
     slow = Slow()
     awake = AwakeWork(slow)
     assert isinstance(awake, dist.Work) and awake.wait()

@@ -17,9 +17,10 @@ import pytest
 
 import evenly
 from evenly.errors import SampleError, UserError, note_step
-from evenly.launch.agent import FailedRank, Launch, _first_failure, _Stop, launch, start_ranks
+from evenly.launch.agent import FailedRank, Launch, _first_failure, launch, start_ranks
 from evenly.launch.environment import process_environment
 from evenly.launch.rank import LaunchFolder, RankExit, describe, describe_exit
+from evenly.launch.signals import StopRequest
 
 # Threads of torch's store and of the tests' own runners may exist where a rank is forked.
 FORK = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
@@ -230,20 +231,20 @@ def test_the_cause_comes_first(tmp_path: Path, endings: Any, exit_codes: dict[in
     folder = LaunchFolder(tmp_path, tmp_path, False)
     for rank, error, time_s in endings:
         folder.put_exit(_ending(rank, error, time_s))
-    assert _first_failure(folder, exit_codes, _Stop()).rank == first
+    assert _first_failure(folder, exit_codes, StopRequest()).rank == first
 
 
 def test_a_mistake_within_a_step_is_told_with_the_step(tmp_path: Path) -> None:
     folder, error = LaunchFolder(tmp_path, tmp_path, False), UserError("sum the loss", "no weight", "give one")
     note_step(error, 7)
     folder.put_exit(_ending(1, error, 1.0))
-    told = _first_failure(folder, {}, _Stop())
+    told = _first_failure(folder, {}, StopRequest())
     assert (told.asked, told.found) == ("rank 1 failed at step 7", "sum the loss: no weight")
 
 
 def test_a_real_error_while_stopping_is_shown_and_a_loss_is_not(tmp_path: Path) -> None:
     folder = LaunchFolder(tmp_path, tmp_path, False)
-    stop = _Stop()
+    stop = StopRequest()
     stop.ask(signal.SIGINT)
     folder.put_exit(_ending(0, LOST, 1.0))
     assert _first_failure(folder, {}, stop).exit_code == 130

@@ -9,7 +9,8 @@ from torch import nn
 from evenly.model.costs import CostCounter
 from evenly.model.lstm import workspace_bytes
 from evenly.parallel.core.memory import MemoryCounter
-from evenly.planner.profile import Profile, profile_module
+from evenly.planner.profile import Profile
+from evenly.planner.profile_recorder import profile_module
 
 STEPS, SAMPLES, WIDTH, HIDDEN = 9, 4, 5, 11
 

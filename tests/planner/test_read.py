@@ -16,7 +16,8 @@ from evenly.data.nest import tensors_in
 from evenly.errors import UserError
 from evenly.parallel.core.memory import MemoryCounter
 from evenly.planner.optimizer_costs import optimizer_costs
-from evenly.planner.profile import Profile, between, parts_of, profile_module
+from evenly.planner.profile import Profile, between, parts_of
+from evenly.planner.profile_recorder import profile_module
 
 WIDTH, SAMPLES = 8, 4
 

@@ -25,7 +25,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evenly.comm.groups import Group
-from evenly.comm.operations import broadcast, even_sizes
+from evenly.comm.operations import broadcast
+from evenly.comm.transport import even_sizes
 from evenly.data.nest import tensors_in
 from evenly.parallel.core.fingerprint import fingerprint_of_bytes
 from evenly.parallel.core.memory import of_subclasses

@@ -27,7 +27,8 @@ from torch import nn
 
 from evenly.comm.added import add
 from evenly.comm.groups import Group
-from evenly.comm.operations import Pending, all_reduce
+from evenly.comm.operations import all_reduce
+from evenly.comm.transport import Pending
 from evenly.errors import RunError, UserError
 from evenly.parallel.core.memory import MemoryCounter
 

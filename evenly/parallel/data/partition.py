@@ -32,7 +32,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from evenly.comm.added import add
-from evenly.comm.operations import Pending, adds_here, all_gather, all_reduce, reduce_scatter
+from evenly.comm.operations import adds_here, all_gather, all_reduce, reduce_scatter
+from evenly.comm.transport import Pending
 from evenly.comm.world import World
 from evenly.parallel.core.memory import MemoryCounter
 from evenly.parallel.data.gradients import (

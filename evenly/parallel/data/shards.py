@@ -28,7 +28,8 @@ from torch.distributed.tensor import DTensor
 
 from evenly.comm.backend import all_gather_single
 from evenly.comm.groups import Group
-from evenly.comm.operations import AwakeWork, Pending, adds_here, reduce_scatter
+from evenly.comm.operations import adds_here, reduce_scatter
+from evenly.comm.transport import AwakeWork, Pending
 from evenly.comm.world import World
 from evenly.errors import PlanError, RunError
 from evenly.model.blocks import Block, find_blocks
@@ -112,19 +113,7 @@ class ShardedGradients(Gradients):
         in_parts: bool = False,
     ) -> None:
         trainable(model, some=parts is None or parts.stages is None)
-        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-            raise PlanError(
-                f"plan zero=3 with torch {torch.__version__}",
-                "its fully_shard goes wrong where a parameter is used on some ranks only",
-                "use torch 2.13 or newer, or plan zero2",
-            )
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 0:
-                raise PlanError(
-                    "cutting the model over ranks",
-                    f"parameter {name} has no dims, and fully_shard cuts along the first",
-                    "give it shape (1,), or use plan zero2",
-                )
+        _refuse_what_cannot_shard(model)
         self._world, self._group, self._offload, self._parts = world, world.group("data"), offload, parts
         self._model, self._in_parts = model, in_parts
         units = units_of(model, find_blocks(model) if blocks is None else blocks)
@@ -355,6 +344,23 @@ class _AddedHere(_InNewMemory):
     ) -> None:
         self._given = False
         reduce_scatter(input_tensor, self._group, into=output_tensor)
+
+
+def _refuse_what_cannot_shard(model: nn.Module) -> None:
+    """Raises `PlanError` for a torch or a model with which fully_shard goes wrong."""
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise PlanError(
+            f"plan zero=3 with torch {torch.__version__}",
+            "its fully_shard goes wrong where a parameter is used on some ranks only",
+            "use torch 2.13 or newer, or plan zero2",
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise PlanError(
+                "sharding the model over ranks",
+                f"parameter {name} has no dims, and fully_shard cuts along the first",
+                "give it shape (1,), or use plan zero2",
+            )
 
 
 def _own_modules(unit: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from evenly.comm.groups import Group
-from evenly.comm.operations import Pending, recv, send
+from evenly.comm.operations import recv, send
+from evenly.comm.transport import Pending
 from evenly.errors import RunError
 
 Payload = list[torch.Tensor | None]  # what a stage receives, by its needs; None where this microbatch has nothing there

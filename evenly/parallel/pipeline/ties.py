@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from evenly.comm.groups import Group
-from evenly.comm.operations import Pending, recv, send
+from evenly.comm.operations import recv, send
+from evenly.comm.transport import Pending
 
 
 class Ties:

@@ -11,7 +11,9 @@ part by part. Random numbers are drawn as torch draws them: in the same order, f
 
 from __future__ import annotations
 
+import inspect
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,60 +22,41 @@ from torch.nn import functional as F
 T = torch.Tensor
 
 
-def multi_head_attention(
-    query: T,
-    key: T,
-    value: T,
-    embed_dim_to_check: int,
-    num_heads: int,
-    in_proj_weight: T | None,
-    in_proj_bias: T | None,
-    bias_k: T | None,
-    bias_v: T | None,
-    add_zero_attn: bool,
-    dropout_p: float,
-    out_proj_weight: T,
-    out_proj_bias: T | None,
-    training: bool = True,
-    key_padding_mask: T | None = None,
-    need_weights: bool = True,
-    attn_mask: T | None = None,
-    use_separate_proj_weight: bool = False,
-    q_proj_weight: T | None = None,
-    k_proj_weight: T | None = None,
-    v_proj_weight: T | None = None,
-    static_k: T | None = None,
-    static_v: T | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> Any:
-    """What torch's function returns; `NotImplemented` where something is put behind the keys, or would not fit.
+SIGNATURE = inspect.signature(F.multi_head_attention_forward)
+
+
+def multi_head_attention(*args: Any, **kwargs: Any) -> Any:
+    """What torch's function returns for these arguments; `NotImplemented` where keys are added, or would not fit.
 
     query [L, B, E], key [S, B, K], value [S, B, V], or all without B; to the output [L, B, out] and, if
     `need_weights`, the weights [B, L, S] or [B, H, L, S].
     """
-    inputs, put_behind = (query, key, value), (bias_k, bias_v, static_k, static_v)
-    if add_zero_attn or any(one is not None for one in put_behind):
+    bound = SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    a = SimpleNamespace(**bound.arguments)
+    inputs: tuple[T, T, T] = (a.query, a.key, a.value)
+    if a.add_zero_attn or any(one is not None for one in (a.bias_k, a.bias_v, a.static_k, a.static_v)):
         return NotImplemented
-    if not _fit(inputs, embed_dim_to_check, num_heads, use_separate_proj_weight):
+    if not _fit(inputs, a.embed_dim_to_check, a.num_heads, a.use_separate_proj_weight):
         return NotImplemented
-    if not _masks_fit(inputs, num_heads, attn_mask, key_padding_mask) or (is_causal and attn_mask is None):
+    if not _masks_fit(inputs, a.num_heads, a.attn_mask, a.key_padding_mask) or (a.is_causal and a.attn_mask is None):
         return NotImplemented
-    weights = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else in_proj_weight
-    q, k, v = (_heads(x, num_heads) for x in _projected(inputs, weights, in_proj_bias))
-    dropout_p = dropout_p if training else 0.0
-    by_hint = is_causal and key_padding_mask is None and not need_weights
-    mask = _added(None if by_hint else attn_mask, key_padding_mask, q)
-    if need_weights:
+    of_each = (a.q_proj_weight, a.k_proj_weight, a.v_proj_weight)
+    weights = of_each if a.use_separate_proj_weight else a.in_proj_weight
+    q, k, v = (_heads(x, a.num_heads) for x in _projected(inputs, weights, a.in_proj_bias))
+    dropout_p = a.dropout_p if a.training else 0.0
+    by_hint = a.is_causal and a.key_padding_mask is None and not a.need_weights
+    mask = _added(None if by_hint else a.attn_mask, a.key_padding_mask, q)
+    if a.need_weights:
         mixed, seen = _with_weights(q, k, v, mask, dropout_p)
     else:
         mixed, seen = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, by_hint), None
-    out = F.linear(mixed.transpose(1, 2).flatten(2), out_proj_weight, out_proj_bias)  # [B, L, out]
-    out = out.transpose(0, 1).contiguous() if query.dim() == 3 else out.squeeze(0)
+    out = F.linear(mixed.transpose(1, 2).flatten(2), a.out_proj_weight, a.out_proj_bias)  # [B, L, out]
+    out = out.transpose(0, 1).contiguous() if a.query.dim() == 3 else out.squeeze(0)
     if seen is None:
         return out, None
-    seen = seen if query.dim() == 3 else seen.squeeze(0)
-    return out, seen.mean(dim=-3) if average_attn_weights else seen
+    seen = seen if a.query.dim() == 3 else seen.squeeze(0)
+    return out, seen.mean(dim=-3) if a.average_attn_weights else seen
 
 
 def _fit(inputs: tuple[T, T, T], width: int, heads: int, separate: bool) -> bool:

@@ -1,0 +1,357 @@
+"""What the operations of `comm.operations` are made of: works under way, and tensors as backends carry them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from time import perf_counter, sleep
+from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from evenly.comm.added import add
+from evenly.comm.agreement import check_call
+from evenly.comm.groups import Group
+from evenly.errors import UserError
+from evenly.observe.recorder import CollectiveCall, call_text, here
+
+DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+_DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
+# On the CPU a rank that waits for a collective gives way to other threads for so long before it sleeps.
+AWAKE_S = 0.002
+_give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: sleep(0))
+Reduction = Literal["sum", "mean", "min", "max", "product"]
+P = ParamSpec("P")
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+_TORCH = {
+    "sum": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+LOCAL: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "product": torch.mul,
+}
+# What no backend reduces, and the type that holds its values and that they do.
+_REDUCED_AS = {
+    torch.bool: torch.uint8,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+}
+REDUCED = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    *_REDUCED_AS,
+)
+
+
+class Pending(Protocol[T_co]):
+    """An operation under way."""
+
+    def wait(self) -> T_co:
+        """Returns its result once it is done; may be called again."""
+        ...
+
+
+class _Work(Protocol):
+    def is_completed(self) -> bool: ...
+
+    def wait(self) -> object: ...
+
+
+class SinglePending(Generic[T]):
+    """Works of torch, and what is left to do after them; `told` if torch tells of them that they are completed."""
+
+    told = True
+
+    def __init__(self, group: Group, serial: int, works: Sequence[_Work], finish: Callable[[], T]) -> None:
+        self._group, self._serial = group, serial
+        self._works, self._finish = works, finish
+        self._result: list[T] = []
+
+    def wait(self) -> T:
+        if not self._result:
+            for work in self._works:
+                if self.told and self._group.device.type == "cpu":
+                    _stay_awake(work)
+                work.wait()
+            if self._group.recorder is not None and self._serial:
+                self._group.recorder.leave(self._serial)
+            self._result.append(self._finish())
+        return self._result[0]
+
+
+class MessagesPending(SinglePending[T]):
+    """From one rank to another: torch does not tell that they have come."""
+
+    told = False
+
+
+def _stay_awake(work: _Work) -> None:
+    """Gives way to other threads, the backend's among them, until `work` is done, for a moment at most.
+
+    To wake a thread takes up to milliseconds on a virtual machine, longer than an operation on a few numbers.
+    """
+    until = perf_counter() + AWAKE_S
+    while not work.is_completed() and perf_counter() < until:
+        _give_way()
+
+
+class AwakeWork(dist.Work):
+    """A work of torch's on the CPU, for others to wait for: who does stays awake for a moment."""
+
+    def __init__(self, work: dist.Work) -> None:
+        super().__init__()
+        self._work = work
+
+    def wait(self, *args: Any, **kwargs: Any) -> bool:
+        """Returns once the work is done."""
+        _stay_awake(self._work)
+        return self._work.wait(*args, **kwargs)
+
+
+def enter(
+    group: Group,
+    operation: str,
+    tensor: torch.Tensor | None,
+    *,
+    free: tuple[int, ...] = (),
+    detail: str = "",
+    label: str = "",
+    collective: bool = True,
+) -> int:
+    """Notes the beginning of an operation, checks it if the group does; the recorder's serial, 0 without one."""
+    position = group.position  # refuses ranks outside
+    if group.size > 1:
+        group.check_open()
+    if tensor is not None and tensor.device.type != group.device.type:
+        raise UserError(
+            f"{operation} of a tensor on {tensor.device}",
+            f"group {group.label} talks about tensors on {group.device.type}",
+            "move the tensor there",
+        )
+    number = group.operations + 1 if collective else 0
+    group.operations += collective
+    if group.recorder is None and not group.checked:
+        return 0
+    shape = None if tensor is None else _known_shape(tensor, free)
+    dtype = "" if tensor is None else _DTYPE_NAMES[tensor.dtype]
+    call = CollectiveCall(operation, group.label, dtype, shape, detail, label, here())
+    serial = 0 if group.recorder is None else group.recorder.enter(number, call_text(call))
+    if group.checked and collective and group.size > 1:
+        check_call(call, number, group, position)
+    return serial
+
+
+def _known_shape(tensor: torch.Tensor, free: tuple[int, ...]) -> tuple[int | None, ...]:
+    if not free:
+        return tuple(tensor.shape)
+    lengths: list[int | None] = list(tensor.shape)
+    for dim in free:
+        if not -tensor.ndim <= dim < tensor.ndim:
+            raise UserError(f"pieces along dim {dim}", f"the tensor has {tensor.ndim} dims", "give a dim it has")
+        lengths[dim] = None
+    return tuple(lengths)
+
+
+def detail_of(words: str, sizes: Sequence[int] | None) -> str:
+    return words if sizes is None else f"{words} in {list(sizes)}"
+
+
+def contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` itself where its memory is dense and in order, else a copy that is."""
+    if tensor.layout is not torch.strided:
+        raise UserError("talk about a tensor", f"its layout is {tensor.layout}", "make it dense first")
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def put_back(landing: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    if landing.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(landing)
+    return tensor
+
+
+def delivered(result: torch.Tensor, into: torch.Tensor | None, adding: bool) -> torch.Tensor:
+    if into is None:
+        return result
+    return into.add_(result) if adding else put_back(result, into)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor, 1D."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def works_of(work: Any) -> list[_Work]:
+    return [] if work is None else [work]
+
+
+def post_send(carried: torch.Tensor, to: int, group: Group, tag: int = 0) -> _Work:
+    work = dist.isend(carried, group=group.handle, group_dst=to, tag=tag)
+    assert work is not None  # this rank is in the group
+    return work
+
+
+def post_recv(landing: torch.Tensor, source: int, group: Group, tag: int = 0) -> _Work:
+    work = dist.irecv(landing, group=group.handle, group_src=source, tag=tag)
+    assert work is not None  # this rank is in the group
+    return work
+
+
+def carried_as(tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+    """What is reduced in the place of `tensor`: contiguous, of a type that backends reduce; itself if it can."""
+    asked, dtype = f"{reduction} of {tensor.dtype} over ranks", tensor.dtype
+    if reduction not in _TORCH and reduction != "mean":
+        raise UserError(asked, "there is no such reduction", "use sum, mean, min, max or product")
+    if dtype.is_complex and reduction in ("sum", "mean"):
+        return torch.view_as_real(contiguous(tensor))
+    if dtype not in REDUCED:
+        raise UserError(asked, "it has no meaning or no backend makes it", "convert the tensor first")
+    if dtype is torch.bool and reduction in ("sum", "mean"):
+        raise UserError(asked, "a sum of booleans is not one", "convert it to an integer, or take max for `any`")
+    if reduction == "mean" and not dtype.is_floating_point:
+        raise UserError(asked, "a mean of integers is not one", "convert it to a floating type")
+    carried = contiguous(tensor)
+    return carried.to(_REDUCED_AS[dtype]) if dtype in _REDUCED_AS else carried
+
+
+def torch_reduction(reduction: Reduction) -> Any:
+    return _TORCH["sum" if reduction == "mean" else reduction]  # gloo has no mean
+
+
+def reduced_back(carried: torch.Tensor, tensor: torch.Tensor, ranks: int, reduction: Reduction) -> torch.Tensor:
+    if reduction == "mean":
+        carried.div_(ranks)
+    if tensor.is_complex():
+        carried = torch.view_as_complex(carried.contiguous())
+    return put_back(carried, tensor)
+
+
+def added_up(pieces: Sequence[torch.Tensor], into: torch.Tensor, adding: bool) -> torch.Tensor:
+    """In the order of positions, whatever came first."""
+    flat = into.view(-1)
+    if not adding:
+        flat.copy_(pieces[0])
+    for piece in pieces if adding else pieces[1:]:
+        add(flat, piece)
+    return into
+
+
+def reduced_here(pieces: Sequence[torch.Tensor], dtype: torch.dtype, reduction: Reduction) -> torch.Tensor:
+    """In the order of positions, whatever came first; in memory of its own."""
+    total = pieces[0].to(dtype, copy=True)
+    for piece in pieces[1:]:
+        if reduction in ("sum", "mean"):
+            add(total, piece)
+        else:
+            total = LOCAL[reduction](total, piece)
+    return total
+
+
+def with_length(shape: Sequence[int], dim: int, length: int) -> list[int]:
+    lengths = list(shape)
+    lengths[dim] = length
+    return lengths
+
+
+def cut_pieces(tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> list[torch.Tensor]:
+    return list(tensor.detach().split(list(sizes), dim))
+
+
+def sizes_of_cut(tensor: torch.Tensor, dim: int, sizes: Sequence[int] | None, group: Group) -> list[int]:
+    _known_shape(tensor, (dim,))
+    length = tensor.shape[dim]
+    if sizes is None:
+        return even_sizes(length, group.size)
+    if len(sizes) != group.size or sum(sizes) != length or min(sizes) < 0:
+        raise UserError(
+            f"{group.size} pieces of a tensor of length {length} along dim {dim}",
+            f"sizes {list(sizes)}",
+            "give one size per rank, that add up to the length",
+        )
+    return list(sizes)
+
+
+def sizes_of_join(tensor: torch.Tensor, dim: int, sizes: Sequence[int] | None, group: Group) -> list[int]:
+    _known_shape(tensor, (dim,))
+    length = tensor.shape[dim]
+    if sizes is None:
+        return exchange_numbers([length] * group.size, group)
+    if len(sizes) != group.size or sizes[group.position] != length:
+        raise UserError(
+            f"join pieces along dim {dim}, that of position {group.position} of length {length}",
+            f"sizes {list(sizes)}",
+            "give the length of every rank's piece, by position",
+        )
+    return list(sizes)
+
+
+def exchange_numbers(numbers: Sequence[int], group: Group) -> list[int]:
+    """Number i goes to position i; returns those that came, by position."""
+    if group.size == 1:
+        return list(numbers)
+    mine = torch.tensor(list(numbers), dtype=torch.int64, device=group.device)
+    theirs = torch.empty_like(mine)
+    dist.all_to_all_single(theirs, mine, group=group.handle)
+    return [int(number) for number in theirs.tolist()]
+
+
+def exchange_pieces(
+    pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], group: Group
+) -> SinglePending[list[torch.Tensor]]:
+    """Piece i goes to position i; the pieces that come have `shapes` and the same dtype."""
+    sent = torch.cat([contiguous(piece).view(-1) for piece in pieces])
+    expected = [torch.Size(shape).numel() for shape in shapes]
+    exchange = exchange_packed(sent, [piece.numel() for piece in pieces], expected, group)
+
+    def finish() -> list[torch.Tensor]:
+        parts = exchange.wait().split(expected)
+        return [part.view(list(shape)) for part, shape in zip(parts, shapes, strict=True)]
+
+    return SinglePending(group, 0, (), finish)
+
+
+def exchange_packed(
+    sent: torch.Tensor, counts: Sequence[int], expected: Sequence[int], group: Group
+) -> SinglePending[torch.Tensor]:
+    """`exchange_pieces` of pieces that lie one behind the other in `sent`, 1D; so do those that come. Lengths in
+    elements.
+    """
+    width, landing = sent.element_size(), sent.new_empty(sum(expected))
+    there, back = ([width * count for count in one] for one in (counts, expected))
+    # The group's own method, as in `all_reduce`.
+    work = group.handle.alltoall_base(as_bytes(landing), as_bytes(sent), back, there)
+    return SinglePending(group, 0, [work], lambda: landing)
+
+
+_ANNOUNCED_DIMS = 16
+
+
+def announce(pieces: Sequence[torch.Tensor], source: int, group: Group) -> tuple[list[int], torch.dtype]:
+    """Shape of this rank's piece and dtype, from the rank at `source`, the only one with `pieces`."""
+    numbers = torch.zeros(group.size, 2 + _ANNOUNCED_DIMS, dtype=torch.int64)
+    for position, piece in enumerate(pieces):
+        numbers[position, 0], numbers[position, 1] = DTYPES.index(piece.dtype), piece.ndim
+        numbers[position, 2 : 2 + piece.ndim] = torch.tensor(piece.shape)
+    if group.size > 1:
+        numbers = numbers.to(group.device)
+        dist.broadcast(numbers, group=group.handle, group_src=source)
+    code, dims, *lengths = numbers[group.position].tolist()
+    return lengths[:dims], DTYPES[code]
+
+
+def even_sizes(length: int, parts: int) -> list[int]:
+    """Lengths of `parts` pieces of `length`, as even as can be, the longer ones first."""
+    least, longer = divmod(length, parts)
+    return [least + (part < longer) for part in range(parts)]

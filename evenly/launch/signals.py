@@ -1,0 +1,128 @@
+"""Signals to a launcher, on their way to its ranks: the first asks them to stop, the second ends them."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+from evenly.launch.rank import STOP_SIGNALS, LaunchFolder, end_rank
+
+# How long ranks may take to finish their step, and a launcher to start any rank, after a stop signal.
+STOP_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 3.0
+
+
+@dataclass
+class StopRequest:
+    """What signals have asked of this launch so far."""
+
+    signum: int = 0
+    since_s: float = 0.0
+    hard: bool = False
+
+    def ask(self, signum: int) -> None:
+        self.hard = self.hard or self.signum != 0
+        if not self.signum:
+            self.signum, self.since_s = signum, time.monotonic()
+
+    @property
+    def waited_s(self) -> float:
+        return time.monotonic() - self.since_s if self.signum else 0.0
+
+
+@contextmanager
+def hold_signals() -> Generator[None]:
+    """Processes started inside are born with the stop signals blocked; a rank unblocks them once settled."""
+    from multiprocessing import resource_tracker
+
+    # Starting it would unblock signals of this thread.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def forwarded_signals(folder: LaunchFolder) -> Generator[StopRequest]:
+    """Forward stop signals to the ranks. A thread does it: the main thread may be waiting inside torch."""
+    stop = StopRequest()
+    with ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            stack.enter_context(forwarding(folder, stop))
+        stack.enter_context(hold_signals())
+        yield stop
+
+
+@contextmanager
+def forwarding(folder: LaunchFolder, stop: StopRequest) -> Generator[None]:
+    """Signals of this process go through a pipe to a thread. Only a main thread can ask for that."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    # Started before the signals are held: this thread is the one that gets them.
+    thread = threading.Thread(target=_forward, args=(reader, folder, stop), name="evenly-signals", daemon=True)
+    thread.start()
+    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    # The agent takes SIGQUIT for itself and does not give it back.
+    handlers = {number: signal.signal(number, _noted) for number in (*STOP_SIGNALS, signal.SIGQUIT)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        signal.set_wakeup_fd(wakeup)
+        os.close(writer)
+        thread.join()
+        os.close(reader)
+
+
+def _noted(signum: int, frame: FrameType | None) -> None:
+    """The wake-up pipe has told the forwarding thread already."""
+
+
+def _forward(reader: int, folder: LaunchFolder, stop: StopRequest) -> None:
+    """Read signal numbers until the pipe closes; tell every rank, also those that start later."""
+    told: set[int] = set()
+    while True:
+        readable, _, _ = select.select([reader], [], [], 0.05 if stop.signum else None)
+        numbers = os.read(reader, 64) if readable else None
+        if numbers == b"":
+            return
+        for number in numbers or b"":
+            if number in STOP_SIGNALS:
+                stop.ask(number)
+        if stop.signum:
+            stop.hard = stop.hard or stop.waited_s > STOP_TIMEOUT_S
+            tell_ranks(folder, stop, told)
+
+
+def tell_ranks(folder: LaunchFolder, stop: StopRequest, told: set[int]) -> None:
+    """Send SIGINT once to each rank that has started, or kill them all."""
+    for rank, pid in folder.pids().items():
+        if stop.hard:
+            end_rank(pid)
+        elif rank not in told:
+            signal_rank(pid, signal.SIGINT)
+        told.add(rank)
+    if not told and (stop.hard or stop.waited_s > START_TIMEOUT_S):
+        # The nodes have not met, and nothing but its end ends that wait.
+        folder.remove()
+        folder.remove_logs()
+        name = signal.Signals(stop.signum).name
+        os.write(2, f"the run was stopped by {name} before any rank had started\n".encode())
+        os._exit(128 + stop.signum)
+
+
+def signal_rank(pid: int, signum: int) -> None:
+    try:
+        os.kill(pid, signum)
+    except ProcessLookupError:
+        pass

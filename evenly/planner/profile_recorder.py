@@ -1,0 +1,427 @@
+"""Profiles a model: its forward and backward run on tensors that take no memory, and every operation is noted."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from evenly.data.nest import map_tensors, tensors_in
+from evenly.errors import EvenlyError, UserError, describe, place_of
+from evenly.model import lstm
+from evenly.model.blocks import Block, find_blocks
+from evenly.model.costs import flops_of, moves_bytes
+from evenly.model.fake import fake_mode, fake_model, fake_tensor, operation_of, running_fake
+from evenly.model.parts import Kind, OpCost
+from evenly.planner.hollow import Hollow, as_held
+from evenly.planner.profile import AFTER, MODEL, Bytes, Event, Interval, Parameter, Pass, Profile, ProfiledCall, T
+
+ASKED = "reading the model (it is run once without numbers)"
+REMEDY = (
+    "let shapes follow from the batch, not from what the model computes: no .item() of that, no mask of it as index"
+)
+_aten = torch.ops.aten
+ATTENTION = {
+    _aten._scaled_dot_product_flash_attention_for_cpu,
+    _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_efficient_attention,
+    _aten._scaled_dot_product_cudnn_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    _aten._scaled_dot_product_flash_attention_backward,
+    _aten._scaled_dot_product_efficient_attention_backward,
+    _aten._scaled_dot_product_cudnn_attention_backward,
+}
+
+
+def profile_module(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], torch.Tensor],
+    batch: Any,
+    *,
+    change: Callable[[nn.Module, Sequence[Block]], AbstractContextManager[Any]] | None = None,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    hollow: bool = False,
+    said: Sequence[int] = (),
+) -> Profile:
+    """What `loss(model, batch)`, a scalar, and its backward do. Neither the model nor a random state is changed.
+
+    model: on any device, meta among them. batch: any nest of tensors; its numbers count only where shapes within the
+    model follow from them.
+    change: what a plan does to the model and its blocks, in place; around: within what forward and backward run.
+    hollow: for a change that gives tensors another class, which those without numbers have already (`planner.hollow`).
+    said: a list to which `change` appends bytes of what the tensor axis adds up over ranks, as it happens.
+
+    Raises `UserError`, naming the operation, where the code needs numbers or does not run without them.
+    """
+    read = partial(_profile_as, model, loss, batch, change=change, around=around, said=said)
+    with running_fake():
+        try:
+            return read(hollow=hollow)
+        except EvenlyError:
+            raise
+        except Exception as problem:
+            if hollow:
+                raise _refusal(problem) from problem
+            first = problem
+        try:  # so the batch has its numbers
+            return read(hollow=True)
+        except Exception as problem:
+            said_more = operation_of(problem) != ""
+            raise _refusal(problem if said_more else first) from problem
+
+
+def _profile_as(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], torch.Tensor],
+    batch: Any,
+    *,
+    change: Callable[[nn.Module, Sequence[Block]], AbstractContextManager[Any]] | None,
+    around: Callable[[], AbstractContextManager[Any]],
+    hollow: bool,
+    said: Sequence[int],
+) -> Profile:
+    mode = Hollow() if hollow else fake_mode()
+    fakes = nullcontext() if hollow else mode
+    faked = fake_model(model, fakes, _unnoted).train()
+    blocks = find_blocks(faked)
+    if isinstance(mode, Hollow):
+        mode.know((*faked.parameters(), *faked.buffers()))
+    nest = map_tensors(torch.clone if hollow else lambda tensor: fake_tensor(tensor, fakes), batch)
+    changed = nullcontext() if change is None else change(faked, blocks)
+    with mode, changed, torch.enable_grad():
+        return _ProfileRecorder(faked, blocks, said).read(partial(loss, faked, nest), nest, around)
+
+
+def _unnoted(*_: object) -> None:
+    """Nobody asks for the tensors of the copy."""
+
+
+@dataclass(eq=False)
+class _ProfileRecorder:
+    """Runs a model without numbers and notes what it does."""
+
+    model: nn.Module
+    blocks: Sequence[Block]
+    said: Sequence[int] = ()
+    calls: list[ProfiledCall] = field(default_factory=list[ProfiledCall])
+    inside: list[int] = field(default_factory=list[int])
+
+    def __post_init__(self) -> None:
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        self.names = {key: tuple(found) for key, found in names.items()}
+        self.stage: Pass = "forward"
+        self.place = -1  # where the model is
+        self.used: dict[int, set[str]] = {}
+        self.begun: set[int] = set()  # calls whose backward has
+        self.ended: set[int] = set()
+        self.turned = False  # whether that of the model has begun
+        self.returned: tuple[int, list[weakref.ref[torch.Tensor]]] = (MODEL, [])  # by the last call
+        self.next: dict[int, int] = {}  # call -> the one that is given what it returned
+        self.summed: dict[tuple[Pass, int], list[int]] = {}
+        self.heard = len(self.said)
+        self.output_bytes = 0
+        self.memory = _Memory(self)
+
+    def mark(self, mark: Event) -> None:
+        """Ends a interval, and what was said in it belongs to where the model was."""
+        if len(self.said) > self.heard:
+            self.summed.setdefault((self.stage, self.place), []).extend(self.said[self.heard :])
+            self.heard = len(self.said)
+        self.memory.mark(mark)
+
+    def read(
+        self, compute: Callable[[], torch.Tensor], batch: Any, around: Callable[[], AbstractContextManager[Any]]
+    ) -> Profile:
+        self.memory.know((*self.model.buffers(), *tensors_in(batch)))
+        self.memory.know(self.model.parameters(), weights=True)
+        parameters = {names[0]: self._parameter(names) for names in self.names.values()}
+        buffers = {id(b.untyped_storage()): b.untyped_storage().nbytes() for b in self.model.buffers()}
+        handles = self._hook()
+        try:
+            with self.memory, _Calls(self.memory):
+                with around():
+                    total = compute()
+                self.mark(Event("", "forward"))
+                self.stage, self.place = "backward", len(self.calls)
+                _check(total)
+                with around():
+                    total.backward()
+                for number in reversed(range(len(self.calls))):
+                    self._ended(number)
+                self.mark(Event("end", "backward", MODEL))
+                del total
+                self.mark(Event("", "backward"))
+        finally:
+            for handle in handles:
+                handle.remove()
+        works, turnings = self.memory.works(), self.memory.turning_bytes
+        return Profile(
+            intervals=tuple(self.memory.intervals),
+            calls=tuple(self.calls),
+            parameters=parameters,
+            buffer_bytes=sum(buffers.values()),
+            used={place: frozenset(names) for place, names in self.used.items()},
+            works=self._joined(works),
+            turning_bytes={place: sum(found) for (_, place), found in self._joined(turnings).items()},
+            summed=self._joined(self.summed),
+            output_bytes=self.output_bytes,
+            elements=sum(tensor.numel() for tensor in tensors_in(batch)),
+        )
+
+    def _joined(self, found: Mapping[tuple[Pass, int], Iterable[T]]) -> dict[tuple[Pass, int], tuple[T, ...]]:
+        """With the code after a call counted to it, and that after the last apart."""
+        joined: dict[tuple[Pass, int], tuple[T, ...]] = {}
+        count = len(self.calls)
+        for (stage, place), values in found.items():
+            number = place if place < AFTER else place - AFTER if place - AFTER < count - 1 else count
+            joined[stage, number] = (*joined.get((stage, number), ()), *values)
+        return joined
+
+    def _parameter(self, names: tuple[str, ...]) -> Parameter:
+        parameter = self.model.get_parameter(names[0])
+        return Parameter(names, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+
+    def _hook(self) -> list[Any]:
+        handles: list[Any] = []
+        for block in self.blocks:
+            handles.append(block.module.register_forward_pre_hook(self._enter(block), with_kwargs=True, prepend=True))
+            handles.append(block.module.register_forward_hook(self._leave))
+        handles.append(self.model.register_forward_pre_hook(self._enter_model))
+        handles.append(self.model.register_forward_hook(self._leave_model))
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                handles.append(parameter.register_post_accumulate_grad_hook(self._finished))
+        return handles
+
+    def _enter_model(self, *_: Any) -> None:
+        if self.stage == "forward":
+            self.mark(Event("begin", "forward", MODEL))
+
+    def _leave_model(self, _: nn.Module, __: Any, result: Any) -> None:
+        if self.stage == "forward":
+            self.mark(Event("end", "forward", MODEL))
+            self.place = len(self.calls)
+            with as_held():
+                self.output_bytes = sum(map(_bytes, tensors_in(result)))
+                for tensor in _with_gradient(result):
+                    tensor.register_hook(self._model_begun)
+
+    def _model_begun(self, _: torch.Tensor) -> None:
+        """The gradient of what the model returned is there."""
+        if not self.turned:
+            self.turned = True
+            self.mark(Event("begin", "backward", MODEL))
+
+    def _enter(self, block: Block) -> Callable[..., None]:
+        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if self.stage == "backward" or self.inside:
+                return  # recomputed, or a block within its own call
+            with as_held():
+                self._called(block, _with_gradient((args, kwargs)))
+
+        return enter
+
+    def _called(self, block: Block, given: Sequence[torch.Tensor]) -> None:
+        number = len(self.calls)
+        self.calls.append(ProfiledCall(block.name, sum(map(_bytes, given))))
+        self.mark(Event("begin", "forward", number))
+        self.inside.append(number)
+        self.place = number
+        if given and any(one() is given[0] for one in self.returned[1]):
+            self.next[self.returned[0]] = number
+        for tensor in given[:1]:
+            tensor.register_hook(partial(self._left, number))
+
+    def _leave(self, module: nn.Module, _: Any, result: Any) -> None:
+        if self.stage == "backward" or not self.inside:
+            return
+        number = self.inside.pop()
+        with as_held():
+            given = _with_gradient(result)
+            self.calls[number] = replace(self.calls[number], output_bytes=sum(map(_bytes, given)))
+            self.mark(Event("end", "forward", number))
+            self.place = AFTER + number
+            self.returned = number, [weakref.ref(tensor) for tensor in given]
+            for tensor in given:
+                tensor.register_hook(partial(self._begun, number))
+
+    def _begun(self, number: int, _: torch.Tensor) -> None:
+        """The gradient of what the call returned is there, and so the backward of who was given that has ended."""
+        if number in self.next:
+            self._ended(self.next[number])
+        if number not in self.begun and number not in self.ended:
+            self.begun.add(number)
+            self.mark(Event("begin", "backward", number))
+            self.place = number
+
+    def _left(self, number: int, _: torch.Tensor) -> None:
+        """The gradient of what the call was given is there."""
+        self._ended(number)
+
+    def _ended(self, number: int) -> None:
+        if number not in self.ended:
+            self.ended.add(number)
+            self.mark(Event("end", "backward", number))
+            self.place = number - 1
+
+    def _finished(self, parameter: torch.Tensor) -> None:
+        name = self.names[id(parameter)][0]
+        self.used.setdefault(self.place, set()).add(name)
+        self.mark(Event("gradient", "backward", self.place, name))
+        parameter.grad = None
+        self.mark(Event("freed", "backward", self.place, name))
+
+
+class _Calls(TorchFunctionMode):
+    """Tells `memory` of every call of torch from Python, not of those that it makes within."""
+
+    def __init__(self, memory: _Memory) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._memory.called = True
+        return func(*args, **(kwargs or {}))
+
+
+class _Memory(TorchDispatchMode):
+    """Follows every storage that is made within, and counts what operations cost."""
+
+    def __init__(self, reader: _ProfileRecorder) -> None:
+        super().__init__()
+        self._reader = reader
+        self.called = False  # from Python, and no operation since
+        self._known: dict[int, Any] = {}
+        self._now = [0, 0]  # since the last mark: what the forward has made, what the backward
+        self._peak = (0, 0)
+        self._works: dict[tuple[Pass, int], Counter[OpCost]] = {}
+        self._weights: set[int] = set()  # storages of parameters, and of their copies in another type
+        self.turning_bytes: dict[tuple[Pass, int], list[int]] = {}
+        self.intervals: list[Interval] = []
+
+    def know(self, tensors: Iterable[torch.Tensor], *, weights: bool = False) -> None:
+        """Storages that are there already."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._known[id(storage)] = storage
+            if weights:
+                self._weights.add(id(storage))
+
+    def mark(self, mark: Event) -> None:
+        """Ends a interval."""
+        self.intervals.append(Interval(Bytes(*self._peak), Bytes(*self._now), mark))
+        self._now, self._peak = [0, 0], (0, 0)
+
+    def works(self) -> dict[tuple[Pass, int], list[OpCost]]:
+        """What was computed, equal operations as one."""
+        return {
+            key: [replace(work, times=work.times * times) for work, times in found.items()]
+            for key, found in self._works.items()
+        }
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with as_held():
+            results = func(*args, **(kwargs or {}))
+            if func.overloadpacket is lstm.FORWARD:
+                results = lstm.with_workspace(results, args)
+            for tensor in tensors_in(results):
+                self._follow(tensor)
+            if moves_bytes(func) and (works := _works_of(func, args, kwargs or {}, results)):
+                if self.called:
+                    works.append(OpCost(kind="host"))
+                    self.called = False
+                self._works.setdefault((self._reader.stage, self._reader.place), Counter()).update(works)
+                if self._reader.stage == "forward":
+                    self._meet_weights(func, (args, kwargs or {}), results)
+        return results
+
+    def _meet_weights(self, func: Any, given: Any, results: Any) -> None:
+        if not any(id(tensor.untyped_storage()) in self._weights for tensor in tensors_in(given)):
+            return
+        made = next(iter(tensors_in(results)), None)
+        if made is not None and func.overloadpacket is _aten._to_copy:
+            self._weights.add(id(made.untyped_storage()))
+        elif made is not None:
+            self.turning_bytes.setdefault(("forward", self._reader.place), []).append(_bytes(made))
+
+    def _follow(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._known:
+            return
+        made_in = 0 if self._reader.stage == "forward" else 1
+        size = storage.nbytes()
+        self._known[key] = None
+        weakref.finalize(storage, self._freed, key, made_in, size)
+        self._now[made_in] += size
+        if sum(self._now) > sum(self._peak):
+            self._peak = (self._now[0], self._now[1])
+
+    def _freed(self, key: int, made_in: int, size: int) -> None:
+        self._known.pop(key, None)
+        self._weights.discard(key)
+        self._now[made_in] -= size
+
+
+def _works_of(func: Any, args: Any, kwargs: Any, results: Any) -> list[OpCost]:
+    """What an operation costs; nothing where it touches nothing."""
+    packet = func.overloadpacket
+    moved = float(sum(map(_bytes, tensors_in((args, kwargs, results)))))
+    if packet in (lstm.FORWARD, lstm.BACKWARD):
+        return [*lstm.products(packet, args), OpCost(kind="memory", moved_bytes=moved)]
+    flops = flops_of(func, args, kwargs, results)
+    if not moved and not flops:
+        return []
+    kind: Kind = "attention" if packet in ATTENTION else "matmul" if flops else "memory"
+    rows, inner, columns = _sizes(packet, args) if kind == "matmul" else (0, 0, 0)
+    work = OpCost(
+        kind=kind,
+        flops=flops,
+        moved_bytes=moved,
+        rows=rows,
+        inner=inner,
+        columns=columns,
+        recomputed=kind == "memory",
+    )
+    return [work]
+
+
+def _sizes(packet: Any, args: Any) -> tuple[int, int, int]:
+    """Rows, inner and columns of a product; 0 for other operations."""
+    first = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}.get(packet)
+    if first is None:
+        return 0, 0, 0
+    left, right = args[first], args[first + 1]
+    return int(left.shape[-2]), int(left.shape[-1]), int(right.shape[-1])
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _with_gradient(nest: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors_in(nest) if tensor.requires_grad]
+
+
+def _check(total: torch.Tensor) -> None:
+    if not total.requires_grad:
+        raise UserError(ASKED, "the loss does not depend on the model's parameters", "do not detach it")
+
+
+def _refusal(problem: Exception) -> UserError:
+    """What the code did that cannot be done without numbers."""
+    operation = operation_of(problem)
+    if not operation:
+        return UserError(ASKED, f"it does not run so: {describe(problem)}", REMEDY)
+    return UserError(ASKED, f"{operation}{place_of(problem)} needs numbers", REMEDY)
