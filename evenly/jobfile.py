@@ -63,7 +63,7 @@ def _remedy(problem: Exception) -> str:
     names = [field.name for field in fields(Job)]
     unknown = re.search(r"Job\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(problem))
     if unknown is None:
-        return "mend the file"
+        return "fix the file"
     known = ELSEWHERE.get(unknown[1]) or next(iter(get_close_matches(unknown[1], names, n=1)), None)
     return f"did you mean {known}?" if known else f"a Job has {', '.join(names)}"
 
@@ -146,7 +146,7 @@ def _parse(path: Path) -> ast.Module:
     try:
         return ast.parse(path.read_bytes(), str(path))
     except (SyntaxError, ValueError) as problem:
-        raise UserError(f"job file {path}", f"it is not Python: {problem}", "mend the file") from problem
+        raise UserError(f"job file {path}", f"it is not Python: {problem}", "fix the file") from problem
 
 
 def _find_function(path: Path) -> Callable[..., Any]:
@@ -163,7 +163,7 @@ def _find_function(path: Path) -> Callable[..., Any]:
     except EvenlyError:
         raise
     except Exception as problem:
-        raise UserError(f"job file {path}", f"it raised {describe(problem)}", "mend the file") from problem
+        raise UserError(f"job file {path}", f"it raised {describe(problem)}", "fix the file") from problem
     function = getattr(module, "job", None)
     if not callable(function):
         found = "no `job`" if function is None else f"`job` is a {type(function).__name__}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,6 +69,7 @@ BARE_SECONDS = 0.03  # of `python -c pass` on an ordinary machine
 STARTS = 30
 
 ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 COLLECTIVES = (
     "all_gather",
     "all_gather_coalesced",
@@ -310,3 +313,116 @@ def test_one_file_touches_the_environment() -> None:
 
 def test_only_comm_calls_collectives() -> None:
     assert uses("torch.distributed", COLLECTIVES, outside=("evenly.comm",)) == []
+
+
+# --- size ----------------------------------------------------------------------------------------------
+
+FILE_LINES, FUNCTION_LINES, CLASS_LINES, ARGUMENTS = 500, 60, 300, 9
+# Lines of each package: it may shrink, and grows only by a larger number here, with a reason beside it.
+PACKAGE_LINES = {
+    "__init__": 500,
+    "checkpoint": 1900,
+    "cli": 1220,
+    "comm": 2250,
+    "data": 820,
+    "engine": 1680,
+    "hardware": 920,
+    "launch": 1630,
+    "model": 480,
+    "observe": 700,
+    "parallel": 1,
+    "parallel.core": 1130,
+    "parallel.data": 1760,
+    "parallel.tensor": 3360,
+    "parallel.pipeline": 2100,
+    "plan": 1140,
+    "planner": 6140,
+    "report": 1430,
+    "train": 1000,
+    "verify": 650,
+}
+# Parameters of a command are the options that it has on the command line.
+COMMANDS = PACKAGE / "cli" / "main.py"
+
+
+def package_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).parts
+    if len(parts) == 1:
+        return "__init__"
+    return ".".join(parts[:2]) if parts[0] == "parallel" and len(parts) > 2 else parts[0]
+
+
+def lines_of(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def length(node: ast.AST) -> int:
+    return node.end_lineno - node.lineno + 1  # type: ignore[attr-defined, no-any-return]
+
+
+def definitions(kind: type[ast.AST] | tuple[type[ast.AST], ...]) -> Iterator[tuple[str, Any]]:
+    for name, path in modules().items():
+        yield from ((name, node) for node in ast.walk(tree_of(path)) if isinstance(node, kind))
+
+
+def test_files_are_short() -> None:
+    assert {name: n for name, path in modules().items() if (n := lines_of(path)) > FILE_LINES} == {}
+
+
+def test_functions_and_classes_are_short() -> None:
+    functions = {
+        f"{name}.{node.name}": length(node) for name, node in definitions(FUNCTIONS) if length(node) > FUNCTION_LINES
+    }
+    classes = {
+        f"{name}.{node.name}": length(node) for name, node in definitions(ast.ClassDef) if length(node) > CLASS_LINES
+    }
+    assert (functions, classes) == ({}, {})
+
+
+def test_functions_take_few_arguments() -> None:
+    def count(node: ast.FunctionDef) -> int:
+        given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        return sum(one.arg not in ("self", "cls") for one in given)
+
+    many = {
+        f"{name}.{node.name}": count(node)
+        for name, node in definitions(FUNCTIONS)
+        if count(node) > ARGUMENTS and modules()[name] != COMMANDS
+    }
+    assert many == {}
+
+
+def test_packages_do_not_grow() -> None:
+    totals: dict[str, int] = {}
+    for path in modules().values():
+        totals[package_of(path)] = totals.get(package_of(path), 0) + lines_of(path)
+    assert {package: n for package, n in totals.items() if n > PACKAGE_LINES.get(package, 0)} == {}
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    where: dict[str, list[str]] = {}
+    for name, node in definitions(ast.ClassDef):
+        where.setdefault(node.name, []).append(name)
+    assert {name: homes for name, homes in where.items() if len(homes) > 1} == {}
+
+
+# --- words ---------------------------------------------------------------------------------------------
+
+# Words of a private dialect, for which the field has its own: `fake tensor`, `remote tensor`, `offloaded`, `again`, ...
+DIALECT = re.compile(
+    r"\b(anew|beside|told|mend(s|ed|ing)?|numberless|without numbers|absent|parked|thawed|barred|[Aa]toms?|turnings?"
+    r"|stagework|StageWork|[Ll]edger|silent_group|take_over|give_back|not_a_sum|staging_of|[Ff]ates?|Trouble|Parking"
+    r"|Absent|Shown|Staging|Segment|Meeting|Mail|Course|Apart|Unchanged|BlockForwards|JobReader|Setup)\b"
+)
+
+
+def test_the_words_are_the_field_s() -> None:
+    root = PACKAGE.parent
+    texts = [*modules().values(), *(root / "docs").rglob("*.md"), root / "README.md"]
+    found = [
+        f"{path.relative_to(root)}:{number}: {match[0]}"
+        for path in texts
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if (match := DIALECT.search(line)) is not None
+    ]
+    assert found == []

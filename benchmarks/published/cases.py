@@ -169,7 +169,7 @@ def _cluster(row: Cells) -> Cluster:
 
 def _network_kind(stated: str, notes: str) -> str | None:
     if "Omni-Path" in stated:
-        # Notes tell which runs came before the machine was mended.
+        # Notes tell which runs came before the machine was repaired.
         return "omnipath-misbound" if "Before the 02-25 PCIe/NUMA fix" in notes else "omnipath"
     return "efa" if "EFA" in stated or "AWS" in stated else None
 

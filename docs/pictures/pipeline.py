@@ -22,7 +22,7 @@ NAMES: dict[Schedule, str] = {
     "interleaved": "interleaved, 2 stages per rank",
     "zero-bubble": "zero-bubble",
 }
-# Numbers of microbatches that are drawn beside each other.
+# Numbers of microbatches that are drawn next to each other.
 BANDS = ((1, 4), (8,))
 LEFT, TOP, GAP = 14, 34, 24
 

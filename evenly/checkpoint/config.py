@@ -1,4 +1,4 @@
-"""What an export must know of a model beside its tensors: the configuration of a transformers model.
+"""What an export must know of a model besides its tensors: the configuration of a transformers model.
 
 The checkpoint does not know the model, so a run writes this into its folder when it begins. A transformers model is
 recognised by what its class says of itself; transformers is not imported. No torch at import.

@@ -196,7 +196,7 @@ def _header(forms: Mapping[str, TensorForm]) -> bytes:
 
 
 def _texts(source: _Source, shards: Mapping[str, Sequence[str]], config: ModelConfig | None) -> dict[str, str]:
-    """File -> text of the files beside the tensors."""
+    """File -> text of the files besides the tensors."""
     texts: dict[str, str] = {}
     if len(shards) > 1:
         total = {"total_size": sum(map(size_bytes, source.forms.values()))}

@@ -185,7 +185,7 @@ class CheckpointStore:
     def _choose(self, asked: str, step: int | None) -> int:
         steps = self.steps()
         if not steps:
-            raise ResumeError(asked, "there is none", "start the run anew, or give the folder of another run")
+            raise ResumeError(asked, "there is none", "start the run again, or give the folder of another run")
         if step is not None and step not in steps:
             raise ResumeError(asked, f"there are those of {', '.join(map(str, steps))}", "choose one of them")
         return steps[-1] if step is None else step
@@ -202,7 +202,7 @@ class CheckpointStore:
         sound = self._ranks.first(asked, lambda: self._folder.newest_sound(but=step))
         if sound is None:
             return CheckpointError(
-                asked, reason, "there is no other sound checkpoint in this folder: start the run anew"
+                asked, reason, "there is no other sound checkpoint in this folder: start the run again"
             )
         return CheckpointError(asked, reason, f"resume from step {sound}, the newest sound checkpoint")
 

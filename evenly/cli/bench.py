@@ -63,7 +63,7 @@ def bench_device(*, save: Path | None, json_only: bool) -> int:
 
 
 def with_links(cluster: Cluster, backend: str, links: Mapping[tuple[str, int], Link]) -> Cluster:
-    """The cluster with these links beside those it has, unless another backend measured them."""
+    """The cluster with these links besides those it has, unless another backend measured them."""
     older = cluster.links if cluster.backend == backend else {}
     return replace(cluster, backend=backend, links={**older, **links})
 

@@ -206,7 +206,7 @@ def bench_comm_command(
 @bench_app.command("device")
 def bench_device_command(
     save: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Save the rates in a cluster file, beside what it holds.")
+        Path | None, typer.Option(metavar="FILE", help="Save the rates in a cluster file, besides what it holds.")
     ] = None,
     json_only: Json = False,
     debug: Debug = False,

@@ -106,7 +106,7 @@ def _join(place: ProcessInfo, backend: str, device: str) -> None:
     try:
         dist.init_process_group(
             backend,
-            store=_meetings.next(method, place) if place.size > 1 else dist.HashStore(),
+            store=_rendezvous.next(method, place) if place.size > 1 else dist.HashStore(),
             rank=place.rank,
             world_size=place.size,
             device_id=torch.device(device) if backend == "nccl" else None,
@@ -119,7 +119,7 @@ def _join(place: ProcessInfo, backend: str, device: str) -> None:
         ) from problem
 
 
-class _Meetings:
+class _Rendezvous:
     """Where ranks find each other: one store as long as the place is the same, with keys of its own each time.
 
     torch names the keys of every world alike. In a store that outlives a world, as the elastic agent's does, a rank
@@ -141,4 +141,4 @@ class _Meetings:
         return dist.PrefixStore(f"world {self._count}", self._store)
 
 
-_meetings = _Meetings()
+_rendezvous = _Rendezvous()

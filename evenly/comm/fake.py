@@ -33,7 +33,7 @@ class _CompletedWork:
 def fake_collectives(summed: Callable[[int], object]) -> Generator[None]:
     """Within, the collectives that gradients flow through allocate what they would on the CPU, and do nothing.
 
-    summed: is told the bytes of each tensor that would be added up over ranks.
+    summed: gets the bytes of each tensor that would be added up over ranks.
     """
 
     def all_reduce(tensor: torch.Tensor, *_: Any, **__: Any) -> _CompletedWork:

@@ -336,8 +336,8 @@ def all_to_all(
     if group.size == 1:
         return SinglePending(group, serial, (), tensor.detach().clone)
     if received is None:
-        told = lengths if same else [tensor.shape[join]] * group.size
-        received = exchange_numbers(told, group)
+        own = lengths if same else [tensor.shape[join]] * group.size
+        received = exchange_numbers(own, group)
     shape = tensor.shape if same else with_length(tensor.shape, dim, lengths[group.position])
     exchange = exchange_pieces(cut_pieces(tensor, dim, lengths), [with_length(shape, join, n) for n in received], group)
     return SinglePending(group, serial, (), lambda: torch.cat(exchange.wait(), join))

@@ -71,7 +71,7 @@ def bytes_sent(position: int, chunk_bytes: Sequence[int]) -> int:
 def ring_all_reduce(tensor: torch.Tensor, group: Group, *, watch: Callable[[Ran], None] | None = None) -> torch.Tensor:
     """Replaces `tensor` (contiguous) by its sum over the ranks of `group`, in place; the same bits on all ranks.
 
-    watch: told after each step.
+    watch: called after each step.
     """
     position, ranks = group.position, group.size
     chunks = list(tensor.detach().view(-1).split(even_sizes(tensor.numel(), ranks)))

@@ -71,9 +71,11 @@ class _Work(Protocol):
 
 
 class SinglePending(Generic[T]):
-    """Works of torch, and what is left to do after them; `told` if torch tells of them that they are completed."""
+    """Works of torch, and what remains to be done after them; `completes` if torch says of them that they are
+    completed.
+    """
 
-    told = True
+    completes = True
 
     def __init__(self, group: Group, serial: int, works: Sequence[_Work], finish: Callable[[], T]) -> None:
         self._group, self._serial = group, serial
@@ -83,7 +85,7 @@ class SinglePending(Generic[T]):
     def wait(self) -> T:
         if not self._result:
             for work in self._works:
-                if self.told and self._group.device.type == "cpu":
+                if self.completes and self._group.device.type == "cpu":
                     _stay_awake(work)
                 work.wait()
             if self._group.recorder is not None and self._serial:
@@ -95,7 +97,7 @@ class SinglePending(Generic[T]):
 class MessagesPending(SinglePending[T]):
     """From one rank to another: torch does not tell that they have come."""
 
-    told = False
+    completes = False
 
 
 def _stay_awake(work: _Work) -> None:

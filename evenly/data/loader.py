@@ -159,9 +159,7 @@ class _SampleReader(Dataset["Microbatch | SampleError"]):
         try:
             return self._data[index]
         except Exception as problem:
-            raise SampleError(
-                f"reading sample {index}", describe(problem), "mend or leave out this sample"
-            ) from problem
+            raise SampleError(f"reading sample {index}", describe(problem), "fix or leave out this sample") from problem
 
     def _put_together(self, item: _Item, samples: list[Any]) -> Any:
         try:
@@ -172,7 +170,7 @@ class _SampleReader(Dataset["Microbatch | SampleError"]):
                 f"collating samples {item.indices}"
                 + ("" if index is None else f" (sample {index} does not fit the others)"),
                 describe(problem),
-                "mend the job's collate, or give it one that puts such samples together (padding, say)",
+                "fix the job's collate, or give it one that puts such samples together (padding, say)",
             ) from problem
 
     def _first_odd(self, indices: list[int], samples: list[Any]) -> int | None:

@@ -195,11 +195,11 @@ def refuse_gradient_hooks(model: nn.Module, plan: Plan) -> None:
             )
 
 
-def check_same_start(model: nn.Module, world: World, parking: ShardedInit | None = None) -> None:
+def check_same_start(model: nn.Module, world: World, init: ShardedInit | None = None) -> None:
     """Raises `RunError`, on all ranks alike, if a parameter or buffer differs between ranks."""
     state = {name: t for name, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
-    parked = {name: None if parking is None else parking.fingerprint(t) for name, t in state.items()}
-    mine = {name: fingerprint(t) if (known := parked[name]) is None else known for name, t in state.items()}
+    offloaded = {name: None if init is None else init.fingerprint(t) for name, t in state.items()}
+    mine = {name: fingerprint(t) if (known := offloaded[name]) is None else known for name, t in state.items()}
     prints = gather_values(mine, world.group("files"))
     for rank, theirs in enumerate(prints):
         for name in prints[0]:

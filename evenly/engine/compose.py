@@ -255,12 +255,12 @@ def _split(model: nn.Module, splits: Mapping[str, ParameterSplit], group: Group,
     return SplitModel(model, layouts, group, sequence=plan.tensor.sequence_parallel, recomputed=keeping)
 
 
-def _pipeline(model: StagedModel, staging: StagePlan, plan: Plan, world: World) -> Pipeline:
+def _pipeline(model: StagedModel, stage_plan: StagePlan, plan: Plan, world: World) -> Pipeline:
     """Leaves of `model` what this rank runs."""
     from evenly.parallel.pipeline.pipeline import Pipeline
 
     model.move(world.device)
-    return Pipeline.of(model, staging, plan, world.group("pipeline"))
+    return Pipeline.of(model, stage_plan, plan, world.group("pipeline"))
 
 
 def _ownership(pipeline: Pipeline | None, tensor: SplitModel | None, world: World) -> Ownership | None:

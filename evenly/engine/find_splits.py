@@ -55,7 +55,7 @@ def choose_splits(plan: Plan, derivation: Derivation) -> Selection:
     choice = _selection(plan, derivation)
     if not choice.splits:
         reasons = dict.fromkeys(reason for _, reason in choice.unsplit)
-        reasons |= dict.fromkeys(why for barred in derivation.forbidden.values() for why in barred if why)
+        reasons |= dict.fromkeys(why for forbidden in derivation.forbidden.values() for why in forbidden if why)
         raise PlanError(
             f"plan {plan}",
             f"no parameter of the model can be split over {choice.ranks} ranks: {'; '.join([*reasons][:3])}",

@@ -52,11 +52,13 @@ def stage_plan_of(job: Job, model: StagedModel, plan: Plan, *, device: str) -> t
     caches = CachesOff(model.model)
     try:
         compute = _compute(job, model.model, plan.precision, evaluation=False)
-        segments = find_call_costs(model, compute)
+        call_costs = find_call_costs(model, compute)
         microbatches = len(share_of_step(job, 0, rank=0, ranks=plan.axes["data"]).own)
-        counts = counts_of(segments, plan, device=device, microbatches=microbatches, limit_bytes=_device_bytes(device))
+        counts = counts_of(
+            call_costs, plan, device=device, microbatches=microbatches, limit_bytes=_device_bytes(device)
+        )
         if job.eval_data is None:
-            return find_stage_plan(model, segments, counts, compute, None), segments
+            return find_stage_plan(model, call_costs, counts, compute, None), call_costs
         evaluate = _compute(job, model.model, plan.precision, evaluation=True)
 
         def evaluated() -> Any:
@@ -66,13 +68,13 @@ def stage_plan_of(job: Job, model: StagedModel, plan: Plan, *, device: str) -> t
             finally:
                 model.model.train()
 
-        return find_stage_plan(model, segments, counts, compute, evaluated), segments
+        return find_stage_plan(model, call_costs, counts, compute, evaluated), call_costs
     finally:
         caches.close()
 
 
 def call_costs_of(job: Job, model: StagedModel, plan: Plan) -> list[CallCost]:
-    """The segments of `model` as the job's first microbatch calls them; nothing is computed."""
+    """The call_costs of `model` as the job's first microbatch calls them; nothing is computed."""
     caches = CachesOff(model.model)
     try:
         return find_call_costs(model, _compute(job, model.model, plan.precision, evaluation=False))
@@ -94,34 +96,34 @@ def _compute(job: Job, model: nn.Module, precision: str, *, evaluation: bool) ->
 
 
 def counts_of(
-    segments: Sequence[CallCost], plan: Plan, *, device: str, microbatches: int, limit_bytes: int | None
+    call_costs: Sequence[CallCost], plan: Plan, *, device: str, microbatches: int, limit_bytes: int | None
 ) -> tuple[int, ...]:
-    """How many segments each stage of `plan` (fitted) gets.
+    """How many call_costs each stage of `plan` (fitted) gets.
 
     device: type of the ranks' devices. microbatches: of a rank's share of a step. limit_bytes: what a device has, or
-    None where that is no matter. Raises `PlanError` where there are too few segments, or nothing fits.
+    None where that is no matter. Raises `PlanError` where there are too few call_costs, or nothing fits.
     """
     stages = plan.pipeline.stages
-    if len(segments) < stages:
+    if len(call_costs) < stages:
         raise PlanError(
             f"plan {plan}",
-            f"it has {stages} stages, and the model calls {len(segments)} blocks",
-            f"use at most {len(segments)} stages (pipeline x stages_per_rank)",
+            f"it has {stages} stages, and the model calls {len(call_costs)} blocks",
+            f"use at most {len(call_costs)} stages (pipeline x stages_per_rank)",
         )
     if not plan.pipeline.split_points:
-        costs = [_cost(segment, device) for segment in segments]
-        return cut(costs, stages, memory=_memory(segments, plan, microbatches, limit_bytes))
-    begins = [0, *plan.pipeline.split_points, len(segments)]
-    if begins[-2] >= len(segments):
+        costs = [_cost(call_cost, device) for call_cost in call_costs]
+        return cut(costs, stages, memory=_memory(call_costs, plan, microbatches, limit_bytes))
+    begins = [0, *plan.pipeline.split_points, len(call_costs)]
+    if begins[-2] >= len(call_costs):
         raise PlanError(
             f"plan {plan}",
-            f"a stage is to begin at block {begins[-2]}, and the model calls {len(segments)}",
-            f"name blocks from 1 to {len(segments) - 1}",
+            f"a stage is to begin at block {begins[-2]}, and the model calls {len(call_costs)}",
+            f"name blocks from 1 to {len(call_costs) - 1}",
         )
     return tuple(end - begin for begin, end in pairwise(begins))
 
 
-def _memory(segments: Sequence[CallCost], plan: Plan, microbatches: int, limit_bytes: int | None) -> Memory | None:
+def _memory(call_costs: Sequence[CallCost], plan: Plan, microbatches: int, limit_bytes: int | None) -> Memory | None:
     """What bounds the cut: parameters with gradients and two numbers of Adam for each, and kept activations.
 
     zero cuts the parts that its stage names over the data axis, as in arXiv 1910.02054.
@@ -132,8 +134,8 @@ def _memory(segments: Sequence[CallCost], plan: Plan, microbatches: int, limit_b
     kept = 0 if plan.recompute == "full" else 1
     copies = sum(1 / cut_over if plan.data.zero_stage >= stage else 1 for stage in (3, 2, 1, 1))
     return Memory(
-        weight_bytes=[round(segment.weight_bytes * copies) for segment in segments],
-        activation_bytes=[segment.kept_bytes * kept for segment in segments],
+        weight_bytes=[round(call_cost.weight_bytes * copies) for call_cost in call_costs],
+        activation_bytes=[call_cost.kept_bytes * kept for call_cost in call_costs],
         in_flight=held,
         limit_bytes=[limit_bytes // plan.pipeline.stages_per_rank] * len(held),
     )
@@ -147,9 +149,9 @@ def _held_at_once(plan: Plan, microbatches: int) -> list[int]:
     return [next(of_ranks[rank]) for rank in rank_of_stage(plan.pipeline.schedule, plan.pipeline.size, per_rank)]
 
 
-def _cost(segment: CallCost, device: str) -> float:
+def _cost(call_cost: CallCost, device: str) -> float:
     """Of its forward, in floating-point operations of a device of that type."""
-    return segment.flops + segment.moved_bytes * FLOPS_PER_BYTE[device]
+    return call_cost.flops + call_cost.moved_bytes * FLOPS_PER_BYTE[device]
 
 
 def _device_bytes(device: str) -> int | None:
@@ -206,26 +208,28 @@ def explain_stages(job: Job, spec: PlanSpec) -> StagesExplained:
     plan = replace(spec, data=spec.data or 1).complete(job.precision)
     job = with_microbatch(job, plan)
     model = StagedModel(build_model(job, precision=plan.precision, device=None), "cpu")
-    staging, segments = stage_plan_of(job, model, plan, device="cpu")
+    stage_plan, call_costs = stage_plan_of(job, model, plan, device="cpu")
     microbatches = len(share_of_step(job, 0, rank=0, ranks=plan.axes["data"]).own)
     held = _held_at_once(plan, microbatches)
-    costs = [_cost(segment, "cpu") for segment in segments]
+    costs = [_cost(call_cost, "cpu") for call_cost in call_costs]
     ranks = rank_of_stage(plan.pipeline.schedule, plan.pipeline.size, plan.pipeline.stages_per_rank)
     stages: list[ExplainedStage] = []
     for stage, rank in enumerate(ranks):
-        own = [n for n, segment in enumerate(segments) if staging.stage_of[segment.call] == stage]
-        forms = [model.known[name].form for name, owners in staging.owners.items() if stage in owners]
+        own = [n for n, call_cost in enumerate(call_costs) if stage_plan.stage_of[call_cost.call] == stage]
+        forms = [model.known[name].form for name, owners in stage_plan.owners.items() if stage in owners]
         stages.append(
             ExplainedStage(
                 stage=stage,
                 rank=rank,
-                blocks=tuple(segments[n].call[0] for n in own),
+                blocks=tuple(call_costs[n].call[0] for n in own),
                 cost=sum(costs[n] for n in own) / sum(costs),
                 elements=sum(form.numel() for form in forms),
                 weight_bytes=sum(form.nbytes for form in forms),
-                kept_bytes=sum(segments[n].kept_bytes for n in own),
+                kept_bytes=sum(call_costs[n].kept_bytes for n in own),
                 in_flight=held[stage],
-                receives=tuple(map(str, staging.stage_inputs[True][stage])),
+                receives=tuple(map(str, stage_plan.stage_inputs[True][stage])),
             )
         )
-    return StagesExplained(str(spec), plan.pipeline.schedule, microbatches, staging.cut, tuple(stages), staging.shared)
+    return StagesExplained(
+        str(spec), plan.pipeline.schedule, microbatches, stage_plan.cut, tuple(stages), stage_plan.shared
+    )

@@ -305,8 +305,8 @@ def _run(orders: RankTask, launch: Launch, stop: StopRequest) -> dict[int, bytes
     finally:
         for pid in orders.folder.pids().values():
             end_rank(pid)
-    if watch.trouble is not None:
-        raise _stalled(orders.folder, watch.trouble)
+    if watch.diagnosis is not None:
+        raise _stalled(orders.folder, watch.diagnosis)
     raise _first_failure(orders.folder, exit_codes, stop)
 
 
@@ -381,19 +381,19 @@ def _no_rendezvous(launch: Launch, error: Exception) -> UserError:
 
 
 def _first_failure(folder: LaunchFolder, exit_codes: Mapping[int, int], stop: StopRequest) -> FailedRank:
-    endings = folder.exits()
-    told = {ending.rank for ending in endings}
-    endings += [describe_exit(rank, code) for rank, code in exit_codes.items() if rank not in told]
-    first = min(endings, key=lambda ending: ending.order, default=None)
+    exits = folder.exits()
+    reported = {found.rank for found in exits}
+    exits += [describe_exit(rank, code) for rank, code in exit_codes.items() if rank not in reported]
+    first = min(exits, key=lambda found: found.order, default=None)
     if stop.signum and (stop.hard or first is None or first.kind in ("peer", "interrupted")):
         return _stopped(stop)
     if first is None:
         return FailedRank("the run failed", "no rank left an error", f"see the logs: {folder.logs}", rank=None)
-    trouble = explain(
-        folder.records(), now_s=first.time_s, fates={e.rank: e.exit_reason for e in endings if e.exit_reason}
+    diagnosis = explain(
+        folder.records(), now_s=first.time_s, exit_reasons={e.rank: e.exit_reason for e in exits if e.exit_reason}
     )
-    if trouble is not None and first.kind in ("peer", "aborted"):  # then it is not the rank's own failure
-        return _stalled(folder, trouble)
+    if diagnosis is not None and first.kind in ("peer", "aborted"):  # then it is not the rank's own failure
+        return _stalled(folder, diagnosis)
     log = folder.log(first.rank)
     whose = "its" if not first.is_mistake else f"rank {first.rank}'s"
     where = f"see {whose} log: {log}" if log.exists() else f"see the logs: {folder.logs}"
@@ -402,7 +402,7 @@ def _first_failure(folder: LaunchFolder, exit_codes: Mapping[int, int], stop: St
         asked, found = first.asked, first.found
     return FailedRank(
         asked,
-        found + (f"; {trouble.text}" if trouble else ""),
+        found + (f"; {diagnosis.text}" if diagnosis else ""),
         f"{first.do}; {where}" if first.do else where,
         rank=first.rank,
         exit_code=first.exit_code,
@@ -410,13 +410,13 @@ def _first_failure(folder: LaunchFolder, exit_codes: Mapping[int, int], stop: St
     )
 
 
-def _stalled(folder: LaunchFolder, trouble: Diagnosis) -> FailedRank:
+def _stalled(folder: LaunchFolder, diagnosis: Diagnosis) -> FailedRank:
     stacks = ", with the stacks of all ranks" if [*folder.logs.glob("*.stacks")] else ""
     return FailedRank(
         "the ranks did not come together",
-        trouble.text,
+        diagnosis.text,
         f"let every rank do the same operations in the same order; the logs{stacks}: {folder.logs}",
-        rank=trouble.ranks[0],
+        rank=diagnosis.ranks[0],
     )
 
 

@@ -1,4 +1,4 @@
-"""The C library's allocator, told to keep what a rank frees.
+"""The C library's allocator, made to keep what a rank frees.
 
 A training step frees its activations and needs as much again in the next. glibc hands large freed blocks back to the
 system, and the next step takes a page fault for every 4 KiB of them: on a CPU up to a third of a step's time.
@@ -27,17 +27,17 @@ _LARGEST_FROM_HEAP_BYTES = 32 * 2**20  # the most that glibc accepts
 _HANDED_BACK_BYTES = 2**20
 _OWN_MAPPINGS = 65_536  # blocks that may lie outside of the heap, which are handed back once freed: glibc's default
 _CGROUP = Path("/sys/fs/cgroup")
-_PLENTY = 2  # times what ranks hold must be left beside it, and so much at most a rank may come to hold
+_PLENTY = 2  # times what ranks hold must be left besides it, and so much at most a rank may come to hold
 _SETTLED = 2  # steps after which a rank has held all that a step needs, the optimizer's state too
 
 
 def keep_freed_memory() -> bool:
-    """Lets this process keep up to 2 GiB of freed memory, in blocks of up to 32 MiB; whether it could be told so."""
+    """Lets this process keep up to 2 GiB of freed memory, in blocks of up to 32 MiB; whether it can."""
     return _tell(_MOST_KEPT_BYTES, _LARGEST_FROM_HEAP_BYTES)
 
 
 def hand_back_freed_memory() -> bool:
-    """Has this process hand back every large block once it is freed; whether the C library could be told so."""
+    """Has this process hand back every large block once it is freed; whether the C library can."""
     return _tell(_HANDED_BACK_BYTES, _HANDED_BACK_BYTES)
 
 
@@ -54,7 +54,7 @@ class LargeBlocks:
     def after_step(self, peak_bytes: int, free_bytes: Callable[[], int]) -> None:
         """Decides for the steps to come.
 
-        peak_bytes: the most that a rank has held so far. free_bytes: tells what is left on the machine beside it.
+        peak_bytes: the most that a rank has held so far. free_bytes: tells what is left on the machine besides it.
         """
         self._steps += 1
         if self._steps == _SETTLED:

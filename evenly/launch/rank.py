@@ -92,7 +92,7 @@ class RankExit:
 
 @dataclass(frozen=True)
 class LaunchFolder:
-    """Owns every file of a launch: logs, process ids, endings."""
+    """Owns every file of a launch: logs, process ids, exits."""
 
     logs: Path
     control: Path
@@ -108,8 +108,8 @@ class LaunchFolder:
         """Process id by global rank, of the ranks that have started."""
         return {int(path.stem): int(path.read_text()) for path in self.control.glob("*.pid")}
 
-    def put_exit(self, ending: RankExit) -> None:
-        _write(self.control / f"{ending.rank}.json", json.dumps(asdict(ending)))
+    def put_exit(self, found: RankExit) -> None:
+        _write(self.control / f"{found.rank}.json", json.dumps(asdict(found)))
 
     def exits(self) -> list[RankExit]:
         return [RankExit(**json.loads(path.read_text())) for path in self.control.glob("*.json")]
@@ -175,7 +175,7 @@ class Task:
 
 @dataclass(frozen=True)
 class RankTask:
-    """All that a rank is told by its launcher."""
+    """All that a rank gets from its launcher."""
 
     task: Task
     folder: LaunchFolder
@@ -279,18 +279,18 @@ def _fail(folder: LaunchFolder, rank: int, error: BaseException) -> NoReturn:
     """Tell the launcher, then end this process without waiting for threads that may hang."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     folder.note_failing(rank)
-    ending = describe(rank, error)
+    found = describe(rank, error)
     with folder.log(rank).open("a") as log:
-        log.write(ending.traceback)
-    folder.put_exit(ending)
+        log.write(found.traceback)
+    folder.put_exit(found)
     sys.stdout.flush()
     sys.stderr.flush()
-    time.sleep(LINGER_S if ending.kind == "peer" else SETTLE_S)
-    os._exit(ending.exit_code)
+    time.sleep(LINGER_S if found.kind == "peer" else SETTLE_S)
+    os._exit(found.exit_code)
 
 
 def describe(rank: int, error: BaseException) -> RankExit:
-    """The ending of a rank whose function raised `error`."""
+    """The exit of a rank whose function raised `error`."""
     asked, found, do = _words(error)
     step = step_of(error)
     return RankExit(
@@ -307,7 +307,7 @@ def describe(rank: int, error: BaseException) -> RankExit:
 
 
 def describe_exit(rank: int, exit_code: int) -> RankExit:
-    """The ending of a rank that left no words; a negative `exit_code` is a signal."""
+    """The exit of a rank that left no words; a negative `exit_code` is a signal."""
     if exit_code >= 0:
         return RankExit(
             rank=rank,

@@ -85,12 +85,12 @@ def forwarding(folder: LaunchFolder, stop: StopRequest) -> Generator[None]:
 
 
 def _noted(signum: int, frame: FrameType | None) -> None:
-    """The wake-up pipe has told the forwarding thread already."""
+    """The wake-up pipe has woken the forwarding thread already."""
 
 
 def _forward(reader: int, folder: LaunchFolder, stop: StopRequest) -> None:
     """Read signal numbers until the pipe closes; tell every rank, also those that start later."""
-    told: set[int] = set()
+    asked: set[int] = set()
     while True:
         readable, _, _ = select.select([reader], [], [], 0.05 if stop.signum else None)
         numbers = os.read(reader, 64) if readable else None
@@ -101,18 +101,18 @@ def _forward(reader: int, folder: LaunchFolder, stop: StopRequest) -> None:
                 stop.ask(number)
         if stop.signum:
             stop.hard = stop.hard or stop.waited_s > STOP_TIMEOUT_S
-            tell_ranks(folder, stop, told)
+            tell_ranks(folder, stop, asked)
 
 
-def tell_ranks(folder: LaunchFolder, stop: StopRequest, told: set[int]) -> None:
+def tell_ranks(folder: LaunchFolder, stop: StopRequest, asked: set[int]) -> None:
     """Send SIGINT once to each rank that has started, or kill them all."""
     for rank, pid in folder.pids().items():
         if stop.hard:
             end_rank(pid)
-        elif rank not in told:
+        elif rank not in asked:
             signal_rank(pid, signal.SIGINT)
-        told.add(rank)
-    if not told and (stop.hard or stop.waited_s > START_TIMEOUT_S):
+        asked.add(rank)
+    if not asked and (stop.hard or stop.waited_s > START_TIMEOUT_S):
         # The nodes have not met, and nothing but its end ends that wait.
         folder.remove()
         folder.remove_logs()

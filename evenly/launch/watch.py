@@ -2,7 +2,7 @@
 
 A thread of the launcher reads what the ranks record. When one has been inside an operation for longer than the limit
 and the records show who keeps it waiting, the stacks of all ranks are written to the logs, the cause is kept as
-`trouble`, and all ranks are ended. Waiting that the records do not explain is left to the time limit of the backend:
+`diagnosis`, and all ranks are ended. Waiting that the records do not explain is left to the time limit of the backend:
 ranks of other nodes cannot be seen from here.
 """
 
@@ -32,7 +32,7 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
 class Watch:
-    """Runs beside the ranks while the `with` block lasts.
+    """Runs besides the ranks while the `with` block lasts.
 
     limit_s: how long a rank may wait for another.
     """
@@ -41,7 +41,7 @@ class Watch:
         self._folder, self._limit_s = folder, limit_s
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="evenly watch", daemon=True)
-        self.trouble: Diagnosis | None = None
+        self.diagnosis: Diagnosis | None = None
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -53,7 +53,7 @@ class Watch:
 
     def _watch(self) -> None:
         pause_s = min(MOST_BETWEEN_LOOKS_S, self._limit_s / 10)
-        while self.trouble is None and not self._over.wait(pause_s):
+        while self.diagnosis is None and not self._over.wait(pause_s):
             if self._folder.longest_wait_s() > self._limit_s:
                 self._act()
 
@@ -65,16 +65,16 @@ class Watch:
         save_stacks(self._folder)
         # Records once more: on a busy machine the ranks may have met meanwhile, or been late to say where they are.
         records = self._folder.records()
-        trouble = self._diagnosis(records)
-        if trouble is None:
+        diagnosis = self._diagnosis(records)
+        if diagnosis is None:
             return
         seen = {record.rank: record.where for record in records}
         elsewhere = [
             f"; rank {rank} also has a thread or data worker in {', '.join(places)}"
-            for rank in trouble.ranks
+            for rank in diagnosis.ranks
             if (places := users_places(self._folder.stacks(rank), besides=seen.get(rank, "")))
         ]
-        self.trouble = Diagnosis(trouble.ranks, trouble.text + "".join(elsewhere))
+        self.diagnosis = Diagnosis(diagnosis.ranks, diagnosis.text + "".join(elsewhere))
         for pid in self._folder.pids().values():
             end_rank(pid)
 
@@ -96,7 +96,7 @@ def _lives(pid: int) -> bool:
 
 
 def save_stacks(folder: LaunchFolder) -> None:
-    """Asks every rank, with its data workers, for the stacks of its threads, and puts them beside the logs."""
+    """Asks every rank, with its data workers, for the stacks of its threads, and puts them next to the logs."""
     for rank, pid in folder.pids().items():
         try:
             processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]

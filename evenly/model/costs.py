@@ -1,4 +1,4 @@
-"""What operations cost, counted as torch runs them, with or without numbers."""
+"""What operations cost, counted as torch runs them, of fake tensors too."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ATTENTION_ON_CPU = {
 }
 
 
-# What makes a tensor and neither reads nor writes one, beside views.
+# What makes a tensor and neither reads nor writes one, besides views.
 _MAKES_ONLY = {
     _aten._unsafe_view,
     _aten.empty,

@@ -43,7 +43,7 @@ def operation_of(problem: Exception) -> str:
 
 
 def fake_mode() -> Any:
-    """torch's mode of tensors without numbers."""
+    """torch's mode of fake tensors."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -67,7 +67,7 @@ def fake_tensor(tensor: torch.Tensor, fakes: Any, device: str = "cpu") -> torch.
 def fake_model(model: nn.Module, fakes: Any, note: Callable[[torch.Tensor, Source, str], object]) -> nn.Module:
     """A copy of `model` that shares no tensor with it and has its ties.
 
-    note: is told each tensor of the copy, what it is, and every name that it has ("" for a constant).
+    note: gets each tensor of the copy, what it is, and every name that it has ("" for a constant).
     """
     memo: dict[int, Any] = {}
 

@@ -26,7 +26,7 @@ def with_workspace(results: tuple[torch.Tensor, ...], given: Any) -> tuple[torch
 
 
 def workspace_bytes(steps: int, samples: int, width: int, *, hidden: int, itemsize: int) -> int:
-    """What one direction of a layer keeps for its backward pass beside its results, with the room that this will need.
+    """What one direction of a layer keeps for its backward pass besides its results, with the room that this will need.
 
     steps, samples, width: of its input. Source: `set_offsets` and `get_good_ld` of oneDNN's src/cpu/rnn/rnn_utils.cpp:
     each kind of state has two layers of steps + 1 entries, and a page of its own to begin at.

@@ -47,7 +47,7 @@ class BlockCost:
     forward, backward: what it computes; the backward pass without any recomputation.
     input_bytes:    of the activation that it takes from the part before it, and that its gradient has.
     kept_bytes:     what its forward pass leaves for the backward pass, under each recomputation, its input included.
-    forward_peak_bytes, backward_peak_bytes: the most that a pass holds beside what is kept and the gradients of
+    forward_peak_bytes, backward_peak_bytes: the most that a pass holds besides what is kept and the gradients of
                     parameters.
     tensor_bytes:   what the tensor axis reduces in the forward pass (and again in the backward pass), in bytes of the
                     whole tensor of every all-reduce. tensor_bytes_again: of those that a part which recomputes

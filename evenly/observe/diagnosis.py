@@ -26,18 +26,22 @@ class Diagnosis:
     text: str
 
 
-def explain(records: Iterable[RankRecord], *, now_s: float, fates: Mapping[int, str] | None = None) -> Diagnosis | None:
+def explain(
+    records: Iterable[RankRecord], *, now_s: float, exit_reasons: Mapping[int, str] | None = None
+) -> Diagnosis | None:
     """The cause of a stall or a failure, None where the records show none.
 
-    fates: what became of ranks that are gone, as 'was killed by SIGKILL'. now_s: as of `time.time()`.
+    exit_reasons: what became of ranks that are gone, as 'was killed by SIGKILL'. now_s: as of `time.time()`.
     """
     by_rank = {record.rank: record for record in records}
     groups = {entry.call.group for record in by_rank.values() for entry in record.entries if entry.number}
-    troubles = [_of_group(name, by_rank, now_s, fates or {}) for name in sorted(groups)]
-    found = [trouble for trouble in troubles if trouble is not None] or _of_point_to_point(by_rank, now_s, fates or {})
+    diagnoses = [_of_group(name, by_rank, now_s, exit_reasons or {}) for name in sorted(groups)]
+    found = [diagnosis for diagnosis in diagnoses if diagnosis is not None] or _of_point_to_point(
+        by_rank, now_s, exit_reasons or {}
+    )
     waiting = {rank for rank, record in by_rank.items() if inside(record)}
     # Of several, the one whose ranks do not themselves wait for another.
-    return min(found, key=lambda trouble: len(waiting.intersection(trouble.ranks)), default=None)
+    return min(found, key=lambda diagnosis: len(waiting.intersection(diagnosis.ranks)), default=None)
 
 
 def disagreement(calls: Mapping[int, CollectiveCall]) -> str:
@@ -57,7 +61,7 @@ def inside(record: RankRecord) -> Entry | None:
 
 # ------------------------------------------------------------------------------------------------ collectives
 def _of_group(
-    group: str, by_rank: Mapping[int, RankRecord], now_s: float, fates: Mapping[int, str]
+    group: str, by_rank: Mapping[int, RankRecord], now_s: float, exit_reasons: Mapping[int, str]
 ) -> Diagnosis | None:
     entries = {rank: _entries_of(by_rank[rank], group) for rank in ranks_of_group(group) if rank in by_rank}
     for number in sorted({number for numbers in entries.values() for number in numbers}):
@@ -69,12 +73,12 @@ def _of_group(
     last = max(reached.values(), default=0)
     there = [rank for rank, number in reached.items() if number == last]
     missing = [rank for rank, number in reached.items() if number < last]
-    missing += [rank for rank in fates if rank in ranks_of_group(group) and rank not in reached]
+    missing += [rank for rank in exit_reasons if rank in ranks_of_group(group) and rank not in reached]
     entry = next((entries[rank][last] for rank in there if last and entries[rank][last].left_s is None), None)
     if entry is None or not missing:
         return None
-    whereabouts = "; ".join(_whereabouts(rank, by_rank.get(rank), now_s, fates) for rank in missing)
-    waiting = [rank for rank in there if rank not in fates]
+    whereabouts = "; ".join(_whereabouts(rank, by_rank.get(rank), now_s, exit_reasons) for rank in missing)
+    waiting = [rank for rank in there if rank not in exit_reasons]
     waits = f"; {ranks_in_words(waiting)} wait{'s' * (len(waiting) == 1)}" if waiting else ""
     text = f"{ranks_in_words(missing)} did not reach {describe(entry)}; {whereabouts}{waits}"
     return Diagnosis(tuple(missing), text)
@@ -91,14 +95,14 @@ def _odd_ones(calls: Mapping[int, CollectiveCall]) -> tuple[int, ...]:
     return tuple(rank for rank, what in asked.items() if what != usual)
 
 
-def _whereabouts(rank: int, record: RankRecord | None, now_s: float, fates: Mapping[int, str]) -> str:
+def _whereabouts(rank: int, record: RankRecord | None, now_s: float, exit_reasons: Mapping[int, str]) -> str:
     """`it is in Lines.__getitem__ (data.py:31) since 40 s`."""
     if record is None:
-        return f"rank {rank} " + fates.get(rank, "has not begun to talk")
+        return f"rank {rank} " + exit_reasons.get(rank, "has not begun to talk")
     entry = inside(record)
     waits = f"in {describe(entry)} of group {entry.call.group}" if entry else f"in {record.where or 'an unknown place'}"
-    if rank in fates:
-        return f"rank {rank} {fates[rank]}, last seen {waits}"
+    if rank in exit_reasons:
+        return f"rank {rank} {exit_reasons[rank]}, last seen {waits}"
     if record.state == "ended":
         return f"rank {rank} has come to its end, after {_count(record)} operations"
     if now_s - record.beat_s > SILENT_AFTER_S:
@@ -115,17 +119,20 @@ def _count(record: RankRecord) -> int:
 _PEER = re.compile(r"(?:to|from) (\d+)")
 
 
-def _of_point_to_point(by_rank: Mapping[int, RankRecord], now_s: float, fates: Mapping[int, str]) -> list[Diagnosis]:
+def _of_point_to_point(
+    by_rank: Mapping[int, RankRecord], now_s: float, exit_reasons: Mapping[int, str]
+) -> list[Diagnosis]:
     """Ranks inside a send or receive: where the other side of each is."""
-    troubles: list[Diagnosis] = []
+    diagnoses: list[Diagnosis] = []
     for rank, record in by_rank.items():
         entry = inside(record)
         peer = _PEER.search(entry.call.detail) if entry and not entry.number else None
-        if entry and peer and rank not in fates:
+        if entry and peer and rank not in exit_reasons:
             other = ranks_of_group(entry.call.group)[int(peer[1])]
-            text = f"rank {rank} waits in {describe(entry)}; {_whereabouts(other, by_rank.get(other), now_s, fates)}"
-            troubles.append(Diagnosis((other,), text))
-    return troubles
+            where = _whereabouts(other, by_rank.get(other), now_s, exit_reasons)
+            text = f"rank {rank} waits in {describe(entry)}; {where}"
+            diagnoses.append(Diagnosis((other,), text))
+    return diagnoses
 
 
 # ------------------------------------------------------------------------------------------------------ words

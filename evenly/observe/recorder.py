@@ -1,7 +1,7 @@
 """What a rank has said lately and where it is now, in a file that outlives it.
 
 A rank *enters* an operation (a collective, a send) and *leaves* it. Each is one *entry* of a ring of `ENTRIES`; the
-newest overwrite the oldest. A thread beside the rank *beats*: it writes where the main thread is, and since when. Both
+newest overwrite the oldest. A thread besides the rank *beats*: it writes where the main thread is, and since when. Both
 go into a memory-mapped file: writing costs microseconds and no system call, and what was written stays readable after
 SIGKILL.
 
@@ -155,12 +155,12 @@ def read(path: Path) -> RankRecord | None:
     try:
         memory = path.read_bytes()
         magic, rank, beat_s, since_s, length = _HEADER.unpack_from(memory)
-        told: dict[str, str] = json.loads(memory[_HEADER.size : _HEADER.size + length])
+        values: dict[str, str] = json.loads(memory[_HEADER.size : _HEADER.size + length])
         entries = [entry for slot in range(1, ENTRIES + 1) if (entry := _entry(memory, slot * SLOT_BYTES))]
         if magic != MAGIC:
             return None
         return RankRecord(
-            rank, beat_s, since_s, told["where"], told["state"], tuple(sorted(entries, key=lambda e: e.serial))
+            rank, beat_s, since_s, values["where"], values["state"], tuple(sorted(entries, key=lambda e: e.serial))
         )
     except (OSError, ValueError, KeyError, TypeError, struct.error):
         return None

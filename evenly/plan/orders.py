@@ -107,7 +107,7 @@ def _interleaved(beyond: int, ranks: int, stages: int, microbatches: int, back: 
 
     A round has one microbatch per rank, or a few more where that makes rounds of equal length; backward the stages run
     from the last. The last rank has a round through all its stages but one ahead of one forward, one backward; the
-    others `beyond` more: two for every rank that follows, so that gradients do not wait for forward passes on the way.
+    others `beyond` more: two for every rank that follows, so that gradients do not wait for forward passes in between.
     """
     rounds = max(1, microbatches // ranks)
     length = microbatches // rounds

@@ -1,1 +1,1 @@
-"""What a plan costs, told before it runs; never runs anything."""
+"""What a plan costs, predicted before it runs; never runs anything."""

@@ -195,7 +195,7 @@ def predicted(
 
 
 def model_flops(parts: ModelCosts, setup: TrainingConfig) -> float:
-    """Of a step on all devices: three times the forward pass, without what is computed anew."""
+    """Of a step on all devices: three times the forward pass, without what is computed again."""
     forward = sum(_flops(part) for part in (parts.before, *parts.blocks, parts.after))
     return 3 * forward * setup.tensor * setup.context * setup.batch / setup.microbatch
 

@@ -30,7 +30,7 @@ class Holdings:
               outside of blocks is besides. reduced: per parameter, of the gradients of one unit before they are cut.
     logit:    per logit, when the loss is computed.
     casts:    per parameter of a block, of a copy in a narrower type that is kept from its forward pass to its backward
-              pass, unless it is computed anew.
+              pass, unless it is computed again.
     rest:     of a rank, besides: context of the driver, communicators, what the allocator cannot use.
     """
 
@@ -137,7 +137,7 @@ def _of_rank(
     outside = ([parts.before] if 0 in stages else []) + ([parts.after] if last in stages else [])
     elements = sum(part.parameters for part in [*every, *outside])
     elements += parts.tied_parameters if last in stages and 0 not in stages else 0
-    # A block that is computed anew is whole while its backward pass runs.
+    # A block that is computed again is whole while its backward pass runs.
     again = max((block.kept_bytes["none"] - block.kept_bytes[setup.recompute] for block in every), default=0)
     working = max((block.backward_peak_bytes for block in every), default=0)
     return MemoryByCause(

@@ -1,6 +1,6 @@
 """Shapes from configurations of Hugging Face transformers, which are `config.json` files. No torch, no transformers.
 
-The file may come from anywhere: every value is checked before it is used, and all that is wrong is told at once.
+The file may come from anywhere: every value is checked before it is used, and all that is wrong is reported at once.
 What a file leaves out is what transformers takes for its `model_type`.
 """
 
@@ -14,7 +14,7 @@ from evenly.errors import UserError
 from evenly.planner.hf_values import FFN, GATED, HEADS, HIDDEN, LAYERS, PLAIN, SEQUENCE, ConfigValues
 from evenly.planner.shape import Activation, Norm, Positions, QueryKeyNorm, Shape
 
-MAKE = "name a known model, describe one as transformer:layers=24,hidden=2048,heads=16, or mend the file"
+MAKE = "name a known model, describe one as transformer:layers=24,hidden=2048,heads=16, or fix the file"
 
 
 def shape_of_config(config: Mapping[str, Any]) -> Shape:
@@ -342,7 +342,7 @@ def _gpt_neox(config: ConfigValues) -> Shape:
 
 
 def _falcon(config: ConfigValues) -> Shape:
-    """Attention and MLP beside each other, after one norm or one each."""
+    """Attention and MLP next to each other, after one norm or one each."""
     grouped = config.flag("new_decoder_architecture", False)
     heads = config.size(*HEADS, as_field="heads")
     kv_heads = config.size("num_kv_heads", "n_head_kv", default=heads) if grouped else heads
@@ -377,7 +377,7 @@ def _like_gemma(config: ConfigValues, **others: Any) -> Shape:
 
 
 def _phi(config: ConfigValues) -> Shape:
-    """Attention and MLP beside each other after one norm; the head has a bias."""
+    """Attention and MLP next to each other after one norm; the head has a bias."""
     qk_norm: QueryKeyNorm = "head" if config.flag("qk_layernorm", False) else "none"
     return _shape(
         config,

@@ -65,7 +65,7 @@ class ConfigValues:
         return value if isinstance(value, str) else default
 
     def table(self, name: str) -> ConfigValues:
-        """A mapping within this one, empty where it is left out; its problems are told with these."""
+        """A mapping within this one, empty where it is left out; its problems are reported with these."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, Mapping):
             self.refuse(name, value, "a table")

@@ -2,7 +2,7 @@
 
 Operations on *hollow* tensors compute nothing: what they return is hollow too, allocated and left as it is, so that the
 machine gives it no memory (pages that are never touched). Only views are made by torch itself. Shapes are those that
-tensors without numbers (`model.fake`) would have. What is computed from a batch alone, masks and places, has its
+fake tensors (`model.fake`) would have. What is computed from a batch alone, masks and places, has its
 numbers, and code may look at them.
 """
 

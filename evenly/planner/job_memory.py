@@ -363,9 +363,9 @@ class _StageReplay:
         begin, end = self.rank.stages.calls(at[0])
         if at[0] == 0:  # nobody waits
             return
-        size = sum(size for place, size in reading.turning_bytes.items() if begin <= place < end)
+        size = sum(size for place, size in reading.branch_bytes.items() if begin <= place < end)
         last = len(reading.calls)
-        size += reading.turning_bytes.get(last, 0) if end == last else 0
+        size += reading.branch_bytes.get(last, 0) if end == last else 0
         self.deferred[at] = size
         self.meter.add("temporaries", size)
         self.meter.for_a_while("temporaries", most_temporaries(reading.backward))

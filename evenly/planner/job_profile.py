@@ -58,7 +58,7 @@ class JobProfiler:
     step: int = 0
     _models: dict[str, nn.Module] = field(default_factory=dict[str, nn.Module])
     _derivations: dict[str, Derivation] = field(default_factory=dict[str, Derivation])
-    _segments: dict[str, tuple[list[Any], list[str]]] = field(default_factory=dict[str, Any])
+    _call_costs: dict[str, tuple[list[Any], list[str]]] = field(default_factory=dict[str, Any])
     _readings: dict[tuple[Any, ...], Profile] = field(default_factory=dict[tuple[Any, ...], Profile])
 
     def model(self, precision: str) -> nn.Module:
@@ -141,17 +141,17 @@ class JobProfiler:
         from evenly.parallel.pipeline.model import StagedModel  # torch's parts behind these take a while to import
         from evenly.parallel.pipeline.stages import owners_of, stage_of_calls
 
-        if plan.precision not in self._segments:
+        if plan.precision not in self._call_costs:
             model = StagedModel(build_model(self.job, precision=plan.precision, device=None), "cpu")
-            self._segments[plan.precision] = call_costs_of(self.job, model, plan), [*model.known]
-        segments, names = self._segments[plan.precision]
+            self._call_costs[plan.precision] = call_costs_of(self.job, model, plan), [*model.known]
+        call_costs, names = self._call_costs[plan.precision]
         microbatches = len(self.share(0, plan.axes["data"]).own)
         on_gpu = device is not None and device.name != "cpu"
         limit_bytes = round(device.memory_bytes) if device is not None and on_gpu else None
         kind = "cuda" if on_gpu else "cpu"
-        counts = counts_of(segments, plan, device=kind, microbatches=microbatches, limit_bytes=limit_bytes)
-        stage_of = stage_of_calls([segment.call for segment in segments], counts)
-        return Stages(counts, owners_of(names, segments, stage_of))
+        counts = counts_of(call_costs, plan, device=kind, microbatches=microbatches, limit_bytes=limit_bytes)
+        stage_of = stage_of_calls([call_cost.call for call_cost in call_costs], counts)
+        return Stages(counts, owners_of(names, call_costs, stage_of))
 
     def optimizer_costs(self, plan: Plan) -> OptimizerCosts:
         """What the job's optimizer keeps of each parameter, and needs for its step."""

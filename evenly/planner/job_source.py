@@ -95,7 +95,7 @@ class JobSource:
         return self._as_run(plan).stages(plan, device).counts
 
     def parts(self, plan: Plan, setup: TrainingConfig) -> ModelCosts:
-        """As it was read; what a plan computes anew is not in the parts. Parts that are alike are one."""
+        """As it was read; what a plan computes again is not in the parts. Parts that are alike are one."""
         found = parts_of({"none": self._as_run(plan).reading(replace(plan, recompute="none"))})
         made: dict[object, BlockCost] = {}
         return ModelCosts(

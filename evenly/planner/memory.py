@@ -1,7 +1,7 @@
 """Memory of evenly's own plans: what a rank holds from the begin of a step to its end, and at most.
 
 Nothing is fitted: the intervals of a reading (`planner.profile`) are put one behind the other as the engines run the
-microbatches, and what the engines hold beside them is added and taken away where they do. A *meter* follows the sum.
+microbatches, and what the engines hold besides them is added and taken away where they do. A *meter* follows the sum.
 
 Causes are those of `MemoryByCause`, with the sums in a wider type apart from the gradients made of them, as the tracker
 counts them.
@@ -83,7 +83,7 @@ def _both(activations: int, temporaries: int) -> tuple[tuple[Cause, int], tuple[
 
 
 class Sums(ABC):
-    """What one way of adding up gradients holds, beside what the passes do; the calls are those of a step."""
+    """What one way of adding up gradients holds, besides what the passes do; the calls are those of a step."""
 
     def __init__(self, meter: Meter) -> None:
         self.meter = meter
@@ -247,7 +247,7 @@ class ShardedSums(Sums):
             self._send_with(name, ready)
 
     def _send_with(self, name: str, end: int) -> None:
-        """Sends while the gradient that came last is still there, beside its total or as that."""
+        """Sends while the gradient that came last is still there, besides its total or as that."""
         widened = self._widens(name)
         size = self._parameters[name].bytes if widened or end > self._bucket_of[name] >= self._sent else 0
         self.meter.add("temporaries", size if widened else 0)

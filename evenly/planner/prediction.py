@@ -13,7 +13,7 @@ class MemoryByCause:
     """Bytes of one rank at its peak, by what takes them.
 
     activations: kept for the backward pass, of all microbatches in flight. gathered: whole parameters that a rank has
-    for a while under zero=3. buffers: of reductions and messages. temporaries: what one pass needs beside all that,
+    for a while under zero=3. buffers: of reductions and messages. temporaries: what one pass needs besides all that,
     logits and the loss among it. context: what the device's driver and its communicators take.
     """
 
@@ -34,7 +34,7 @@ class MemoryByCause:
 
 @dataclass(frozen=True, kw_only=True)
 class TimeByCause:
-    """Seconds of a step, by what takes them, of the slowest rank; what runs beside computing counts where it shows.
+    """Seconds of a step, by what takes them, of the slowest rank; what overlaps with computing counts where it shows.
 
     matmul, attention, memory: computing, by kind of operation. recompute: what is computed again, of all kinds.
     tensor, data, pipeline: communication of that axis that nothing hides. bubble: waiting for other stages.

@@ -1,4 +1,4 @@
-"""Reading a model by running it once without numbers: what each part computes, keeps and needs for a while.
+"""Reading a model by running it once on fake tensors: what each part computes, keeps and needs for a while.
 
 The job's own loss runs forward and backward on tensors that have shapes and no numbers. Every storage that an operation
 makes is followed from then until it is freed, and every operation's cost is counted, each with the part of the model to
@@ -105,7 +105,7 @@ class Profile:
     used:       for each place (a call's number, -1 before the first, number of calls after the last) the parameters
                 that it uses.
     works:      operations by pass and place.
-    turning_bytes: by place, of the results of operations on parameters: a backward pass that leaves the gradients of
+    branch_bytes: by place, of the results of operations on parameters: a backward pass that leaves the gradients of
                 parameters for later keeps the gradients of these.
     summed:     by pass and place, bytes of each tensor that the tensor axis adds up over ranks.
     output_bytes: of what the model returned to the loss. elements: of the batch's tensors.
@@ -117,7 +117,7 @@ class Profile:
     buffer_bytes: int
     used: dict[int, frozenset[str]]
     works: dict[tuple[Pass, int], tuple[OpCost, ...]]
-    turning_bytes: dict[int, int]
+    branch_bytes: dict[int, int]
     summed: dict[tuple[Pass, int], tuple[int, ...]] = field(default_factory=dict[tuple[Pass, int], tuple[int, ...]])
     output_bytes: int = 0
     elements: int = 0
@@ -156,14 +156,14 @@ def between(few: Profile, many: Profile, elements: int) -> Profile:
         ProfiledCall(b.block, middle(a.input_bytes, b.input_bytes), middle(a.output_bytes, b.output_bytes))
         for a, b in zip(few.calls, many.calls, strict=True)
     )
-    turnings = {place: middle(few.turning_bytes.get(place, 0), size) for place, size in many.turning_bytes.items()}
+    branches = {place: middle(few.branch_bytes.get(place, 0), size) for place, size in many.branch_bytes.items()}
     works = {key: _between_works(few.works.get(key, ()), many.works[key], at, few is many) for key in many.works}
     summed = {key: tuple(round(size * elements / many.elements) for size in many.summed[key]) for key in many.summed}
     return replace(
         many,
         intervals=intervals,
         calls=calls,
-        turning_bytes=turnings,
+        branch_bytes=branches,
         works=works,
         summed=summed,
         output_bytes=middle(few.output_bytes, many.output_bytes),

@@ -25,7 +25,7 @@ from evenly.model.parts import Kind, OpCost
 from evenly.planner.hollow import Hollow, as_held
 from evenly.planner.profile import AFTER, MODEL, Bytes, Event, Interval, Parameter, Pass, Profile, ProfiledCall, T
 
-ASKED = "reading the model (it is run once without numbers)"
+ASKED = "reading the model (it is run once on fake tensors)"
 REMEDY = (
     "let shapes follow from the batch, not from what the model computes: no .item() of that, no mask of it as index"
 )
@@ -57,7 +57,7 @@ def profile_module(
     model: on any device, meta among them. batch: any nest of tensors; its numbers count only where shapes within the
     model follow from them.
     change: what a plan does to the model and its blocks, in place; around: within what forward and backward run.
-    hollow: for a change that gives tensors another class, which those without numbers have already (`planner.hollow`).
+    hollow: for a change that gives tensors another class, which fake tensors have already (`planner.hollow`).
     said: a list to which `change` appends bytes of what the tensor axis adds up over ranks, as it happens.
 
     Raises `UserError`, naming the operation, where the code needs numbers or does not run without them.
@@ -107,7 +107,7 @@ def _unnoted(*_: object) -> None:
 
 @dataclass(eq=False)
 class _ProfileRecorder:
-    """Runs a model without numbers and notes what it does."""
+    """Runs a model on fake tensors and notes what it does."""
 
     model: nn.Module
     blocks: Sequence[Block]
@@ -165,7 +165,7 @@ class _ProfileRecorder:
         finally:
             for handle in handles:
                 handle.remove()
-        works, turnings = self.memory.works(), self.memory.turning_bytes
+        works, branches = self.memory.works(), self.memory.branch_bytes
         return Profile(
             intervals=tuple(self.memory.intervals),
             calls=tuple(self.calls),
@@ -173,7 +173,7 @@ class _ProfileRecorder:
             buffer_bytes=sum(buffers.values()),
             used={place: frozenset(names) for place, names in self.used.items()},
             works=self._joined(works),
-            turning_bytes={place: sum(found) for (_, place), found in self._joined(turnings).items()},
+            branch_bytes={place: sum(found) for (_, place), found in self._joined(branches).items()},
             summed=self._joined(self.summed),
             output_bytes=self.output_bytes,
             elements=sum(tensor.numel() for tensor in tensors_in(batch)),
@@ -307,7 +307,7 @@ class _Memory(TorchDispatchMode):
         self._peak = (0, 0)
         self._works: dict[tuple[Pass, int], Counter[OpCost]] = {}
         self._weights: set[int] = set()  # storages of parameters, and of their copies in another type
-        self.turning_bytes: dict[tuple[Pass, int], list[int]] = {}
+        self.branch_bytes: dict[tuple[Pass, int], list[int]] = {}
         self.intervals: list[Interval] = []
 
     def know(self, tensors: Iterable[torch.Tensor], *, weights: bool = False) -> None:
@@ -353,7 +353,7 @@ class _Memory(TorchDispatchMode):
         if made is not None and func.overloadpacket is _aten._to_copy:
             self._weights.add(id(made.untyped_storage()))
         elif made is not None:
-            self.turning_bytes.setdefault(("forward", self._reader.place), []).append(_bytes(made))
+            self.branch_bytes.setdefault(("forward", self._reader.place), []).append(_bytes(made))
 
     def _follow(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -420,7 +420,7 @@ def _check(total: torch.Tensor) -> None:
 
 
 def _refusal(problem: Exception) -> UserError:
-    """What the code did that cannot be done without numbers."""
+    """What the code did that needs the numbers of a tensor."""
     operation = operation_of(problem)
     if not operation:
         return UserError(ASKED, f"it does not run so: {describe(problem)}", REMEDY)

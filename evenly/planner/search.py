@@ -280,7 +280,7 @@ def choices_of(question: PlanRequest, devices: int) -> Iterator[PlanChoice]:
                 [*_microbatches(question, data)],
                 [*_orders(question, pipeline)],
             ):
-                # What is computed anew comes with a whole backward pass: nothing is left to split.
+                # What is computed again comes with a whole backward pass: nothing is left to split.
                 if recompute == "none" or schedule not in SPLITTING or only.schedule is not None:
                     yield PlanChoice(
                         data, tensor, pipeline, zero, shard, recompute, sequence, microbatch, schedule, chunks

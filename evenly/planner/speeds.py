@@ -107,7 +107,7 @@ class Library:
     gather:         "overlapped" or "serial": whether zero=3 communicates while it computes. gather_share: of the
                     network's rate that its collectives reach. gather_copy_bytes: moved per parameter, of flattening
                     and casting.
-    contention:     share of a collective's time by which computing beside it gets slower.
+    contention:     share of a collective's time by which computing besides it gets slower.
     reduces_whole:  whether every rank gets all reduced gradients though zero=1 cuts the update.
     weight_bytes, gradient_bytes: of a weight as gathered, and of a gradient as reduced.
     optimizer_bytes: moved per parameter by the update.

@@ -2,7 +2,7 @@
 
 A pass through a block takes the device the sum of its operations, and the host as long as it needs to start them;
 whichever is slower is waited for. Collectives of the tensor axis stand between the operations, save the share that the
-library hides; those of zero=3 run beside them. A pipeline's passes are simulated in the order of its schedule. Then
+library hides; those of zero=3 overlap with them. A pipeline's passes are simulated in the order of its schedule. Then
 comes what the last backward pass does not hide of the gradients' reduction, and the update.
 """
 
@@ -23,7 +23,7 @@ from evenly.planner.timeline import Costs, step_seconds
 from evenly.planner.training_config import TrainingConfig
 from evenly.planner.zerobubble import greedy_seconds
 
-SHARPNESS = 6  # of the change between two that run beside each other: the slower counts, and a little of the other
+SHARPNESS = 6  # of the change between two that overlap: the slower counts, and a little of the other
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class StageTime:
     parameters: int = 0
 
 
-def beside(one: float, other: float) -> float:
-    """Seconds of two that run beside each other."""
+def overlapped(one: float, other: float) -> float:
+    """Seconds of two that overlap."""
     larger, smaller = (one, other) if one > other else (other, one)
     return larger * (1 + (smaller / larger) ** SHARPNESS) ** (1 / SHARPNESS) if larger else 0.0
 
@@ -88,7 +88,7 @@ def forward_pass(part: BlockCost, setup: TrainingConfig, machine: Machine, *, ho
 
 
 def backward_pass(part: BlockCost, setup: TrainingConfig, machine: Machine, *, host: float = 1.0) -> Pass:
-    """The backward pass of `part`, with what it computes anew."""
+    """The backward pass of `part`, with what it computes again."""
     found = _computed(part.backward, machine)
     found.tensor = _tensor_seconds(part.tensor_bytes, setup, machine)
     found = _with_host(found, 1.5 * host, setup, machine)
@@ -120,7 +120,7 @@ def _with_host(found: Pass, host: float, setup: TrainingConfig, machine: Machine
     library = machine.library
     starting = host * (library.host_s + (library.tensor_host_s if setup.tensor > 1 else 0.0))
     device = found.seconds
-    found.host += beside(device, starting) - device
+    found.host += overlapped(device, starting) - device
     return found
 
 
@@ -140,7 +140,7 @@ def _gathered(found: Pass, part: BlockCost, setup: TrainingConfig, machine: Mach
         found.data += talk + copy
     else:
         slowed = computing + library.contention * min(talk, computing) + copy
-        found.data += beside(slowed, talk) - computing
+        found.data += overlapped(slowed, talk) - computing
     return found
 
 
@@ -275,7 +275,7 @@ def _simulated(stages: Sequence[StageTime], message: float, setup: TrainingConfi
     if setup.pipeline == 1:
         whole = setup.microbatches * (forward[0] + backward[0])
         return whole, [whole]
-    # What is computed anew comes with a backward pass that is whole.
+    # What is computed again comes with a backward pass that is whole.
     weights = [stage.backward.weights if setup.recompute == "none" else 0.0 for stage in stages]
     costs = Costs(
         forward=forward,

@@ -100,7 +100,7 @@ class Timeline:
 
     @property
     def bubble(self) -> list[float]:
-        """For every rank its bubble, 0 to 1: what is left of the step beside its computing."""
+        """For every rank its bubble, 0 to 1: what is left of the step besides its computing."""
         whole = self.makespan_s
         return [1 - busy / whole if whole else 0.0 for busy in self.busy_s]
 
@@ -108,7 +108,7 @@ class Timeline:
 def costs_of(run: Timeline) -> Costs:
     """The costs of a step as run: means of each stage's passes of each kind, and of its messages.
 
-    How long a message is under way is told by the receives that were waiting when it set out; others came later than
+    How long a message is under way follows from the receives that were waiting when it set out; others came later than
     it did. Ranks whose clocks differ tell it wrong by as much.
     """
     passes_s: dict[tuple[Kind, int], list[float]] = {}

@@ -35,7 +35,7 @@ class Kernels:
     dropout:      whether a mask is drawn where a block's output joins (and in naive attention).
     loss_bytes:   read and written per logit by loss and its gradient.
     kept_hidden, kept_ffn: elements per token, in widths of the residual stream and of the MLP, that a block keeps
-                  beside those that fused kernels need.
+                  besides those that fused kernels need.
     gathers_kept: whether what the tensor axis gathers from split tokens is kept whole.
     """
 
@@ -315,7 +315,7 @@ def _passes(shape: Shape, kind: Kind, split: Split, kernels: Kernels) -> OpCost:
 
 
 def _widest(shape: Shape, kind: Kind, split: Split) -> float:
-    """Elements that the backward pass of a block holds beside what was kept: gradients about the MLP's activation."""
+    """Elements that the backward pass of a block holds besides what was kept: gradients about the MLP's activation."""
     inner = split.tokens * _mlp_width(shape, kind) * shape.mlp_matrices / split.tensor
     return split.own_tokens * shape.hidden * 2 + inner
 

@@ -1,4 +1,4 @@
-"""What was predicted of a run's plan beside what was measured: memory of every device by category, and time."""
+"""What was predicted of a run's plan next to what was measured: memory of every device by category, and time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from evenly.report.page import heading, table
 from evenly.report.run import RunSummary
 
 # A column of the table -> what is predicted of it, and what of the counted tensors is held against that. Whole
-# parameters that zero=3 gathers are counted as parameters, and the wider sums of gradients beside these.
+# parameters that zero=3 gathers are counted as parameters, and the wider sums of gradients besides these.
 COLUMNS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "parameters, gathered": (("parameters", "gathered"), ("parameters",)),
     "gradients": (("gradients",), ("gradients", "sums")),
@@ -61,7 +61,7 @@ def _are_amounts(value: Any) -> TypeGuard[dict[str, float]]:
 
 
 def step_rows(run: RunSummary, predicted: Predicted) -> list[tuple[str, ...]]:
-    """Time of a step and memory of the fullest device, each beside what was measured; causes of the time below it."""
+    """Time of a step and memory of the fullest device, each next to what was measured; causes of the time below it."""
     # What a rank has taken is measured without what its device's driver takes.
     peak = max(rank.get("peak", 0) - rank.get("context", 0) for rank in predicted.memory) / 2**20
     step_s = samples_per_s = measured = None

@@ -43,7 +43,7 @@ def full_rows(explanation: Row) -> list[tuple[str, ...]]:
     for name, reasons in explanation["unsplit"].items():
         kinds.setdefault((_template(name), *map(_template, reasons)), []).append((name, reasons))
     return [
-        (folded(name for name, _ in alike), str(len(alike)), _by_dim([reasons for _, reasons in alike]))
+        (abbreviated(name for name, _ in alike), str(len(alike)), _by_dim([reasons for _, reasons in alike]))
         for alike in kinds.values()
     ]
 
@@ -59,7 +59,7 @@ def in_a_line(explanation: Row) -> str:
     )
 
 
-def folded(texts: Iterable[str]) -> str:
+def abbreviated(texts: Iterable[str]) -> str:
     """Texts that differ in numbers of blocks as one, with * where they differ."""
     first, *others = texts
     numbers = [NUMBER.findall(first), *map(NUMBER.findall, others)]
@@ -94,7 +94,8 @@ def _group_row(groups: Sequence[Row], elements: int, split: set[str]) -> tuple[s
         for one in group["parameters"]:
             alike.setdefault(_layout(one), []).append(one["name"])
     shown = (
-        f"{folded(names)}[{dim}]" + (f" {outer}x" if outer > 1 else "") for (_, dim, outer, *_), names in alike.items()
+        f"{abbreviated(names)}[{dim}]" + (f" {outer}x" if outer > 1 else "")
+        for (_, dim, outer, *_), names in alike.items()
     )
     moved = (sum(group[key] for group in groups) for key in ("forward_bytes", "backward_bytes"))
     return (
@@ -110,7 +111,7 @@ def _group_row(groups: Sequence[Row], elements: int, split: set[str]) -> tuple[s
 def _verdict(groups: Sequence[Row], split: set[str]) -> str:
     if groups[0]["split"]:
         return "split"
-    reason = folded(group["reason"] for group in groups)
+    reason = abbreviated(group["reason"] for group in groups)
     otherwise = all(one["name"] in split for group in groups for one in group["parameters"])
     return f"{'otherwise' if otherwise else 'whole'}: {reason}"
 
@@ -119,7 +120,7 @@ def _by_dim(alike: Sequence[Sequence[str]]) -> str:
     """Reasons of like parameters as one: `[0, 1] softmax; [2] cat`; of a single dim the reason alone."""
     dims: dict[str, list[str]] = {}
     for dim, reasons in enumerate(zip(*alike, strict=True)):
-        dims.setdefault(folded(reasons), []).append(str(dim))
+        dims.setdefault(abbreviated(reasons), []).append(str(dim))
     if len(alike[0]) < 2:
         return "".join(dims) or "has no dims"
     return "; ".join(f"[{', '.join(numbers)}] {reason}" for reason, numbers in dims.items())

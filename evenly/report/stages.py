@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evenly.report.comm import size_in_words
-from evenly.report.splits import folded
+from evenly.report.splits import abbreviated
 
 Row = Mapping[str, Any]
 
@@ -41,7 +41,7 @@ def stage_rows(document: Row) -> list[tuple[str, ...]]:
 
 
 def stages_in_a_line(document: Row) -> str:
-    """Where the stages begin, as it is told in a plan, and what several hold."""
+    """Where the stages begin, as a plan has it, and what several hold."""
     line = f"in the plan this cut is split_points={document['cut']}"
     shared = [f"{name} (stages {', '.join(map(str, stages))})" for name, stages in document["shared"].items()]
     return f"{line}; held by several stages: {', '.join(shared[:5])}{', ...' * (len(shared) > 5)}" if shared else line
@@ -51,7 +51,7 @@ def _blocks(names: Sequence[str]) -> str:
     """The first and the last of each run of blocks of one list."""
     runs: list[list[str]] = []
     for name in names:
-        if runs and folded([runs[-1][-1], name]).count("*") == 1:
+        if runs and abbreviated([runs[-1][-1], name]).count("*") == 1:
             runs[-1].append(name)
         else:
             runs.append([name])

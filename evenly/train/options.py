@@ -13,7 +13,7 @@ from evenly.plan import PlanSpec, parse_plan
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What a run is told beside its job.
+    """What a run is asked for, besides its job.
 
     plan:    None where nobody has named one.
     steps:   of the whole run; None takes the job's.
@@ -47,13 +47,13 @@ class RunOptions:
 def merge_options(given: RunOptions) -> RunOptions:
     """`given` by the script, completed by the command line's; raises `UserError` where both say something different."""
     text = launcher_options()
-    told = RunOptions.from_text(text) if text else RunOptions()
+    stated = RunOptions.from_text(text) if text else RunOptions()
     for field in fields(RunOptions):
-        here, there = getattr(given, field.name), getattr(told, field.name)
+        here, there = getattr(given, field.name), getattr(stated, field.name)
         if here and there and here != there:
             raise UserError(
                 f"{field.name} {there} on the command line",
                 f"the script itself asks for {here}",
                 "say it in one of the two places",
             )
-    return RunOptions(*(getattr(given, f.name) or getattr(told, f.name) for f in fields(RunOptions)))
+    return RunOptions(*(getattr(given, f.name) or getattr(stated, f.name) for f in fields(RunOptions)))

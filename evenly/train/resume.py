@@ -80,7 +80,7 @@ def _parts(run: Run, names: Iterable[str]) -> SplitCheckpoint | None:
 
 
 def _rules(run: Run) -> dict[str, Any]:
-    """What the order of samples and the random streams follow from, beside the step number."""
+    """What the order of samples and the random streams follow from, besides the step number."""
     job = run.job
     return {
         "seed": job.seed,

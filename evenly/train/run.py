@@ -65,7 +65,7 @@ class Run:
         self.model = self.composed.model
         self.plan = decision.plan
         if self.composed.pipeline is not None:  # stages are found in the model
-            self.plan = self.plan.with_stages(self.composed.pipeline.model.staging.counts)
+            self.plan = self.plan.with_stages(self.composed.pipeline.model.stage_plan.counts)
         self.executor = make_executor(job, self.plan, self.composed, world)
         self.devices = self.executor.devices
         self.updater = Updater(job, self.plan, self.composed, world)

@@ -66,7 +66,7 @@ def compare_file(
 def compare_job(job: Job, plan: str | PlanSpec, steps: int, folder: Path) -> RankComparison:
     """Runs `job` under `plan` on this rank and holds every step against the trajectory `folder`/reference.
 
-    With exact=bitwise the engine's own run on one device is kept beside it, as `folder`/single, and later plans are
+    With exact=bitwise the engine's own run on one device is kept besides it, as `folder`/single, and later plans are
     held against its bits.
     """
     expected, single = Trajectory(folder / "reference"), Trajectory(folder / "single")

@@ -145,7 +145,7 @@ def _collated(job: Job, samples: list[Any]) -> Any:
 
 @contextmanager
 def _drawing(model: torch.nn.Module, key: int) -> Generator[None]:
-    """Within, everything is drawn from the stream `key`, and anew at the begin and at the end of every block."""
+    """Within, everything is drawn from the stream `key`, and again at the beginning and at the end of every block."""
     calls: dict[str, int] = {}
     handles: list[Any] = []
     for block in find_blocks(model):

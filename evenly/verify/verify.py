@@ -51,7 +51,7 @@ class VerifyRequest:
 def verify(
     question: VerifyRequest, plans: list[str], *, devices: int | None, say: Callable[[str], None]
 ) -> Verification:
-    """Runs each of `plans`, and what it is held against; `say` is told what is under way.
+    """Runs each of `plans`, and what it is held against; `say` gets what is under way.
 
     devices: number of devices of plans that state none; by default the smallest that shows the plan.
 

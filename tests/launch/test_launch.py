@@ -206,15 +206,15 @@ def _is_server(process: psutil.Process) -> bool:
 
 
 def _ending(rank: int, error: BaseException, time_s: float) -> RankExit:
-    ending = describe(rank, error)
-    return RankExit(**{**vars(ending), "time_s": time_s})
+    found = describe(rank, error)
+    return RankExit(**{**vars(found), "time_s": time_s})
 
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4")
 
 
 @pytest.mark.parametrize(
-    ("endings", "exit_codes", "first"),
+    ("exits", "exit_codes", "first"),
     [
         ([(0, ValueError("a"), 2.0), (1, ValueError("b"), 1.0)], {}, 1),
         ([(0, LOST, 1.0), (1, ValueError("b"), 2.0)], {}, 1),
@@ -227,9 +227,9 @@ LOST = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer 
         ([], {3: 1}, 3),
     ],
 )
-def test_the_cause_comes_first(tmp_path: Path, endings: Any, exit_codes: dict[int, int], first: int) -> None:
+def test_the_cause_comes_first(tmp_path: Path, exits: Any, exit_codes: dict[int, int], first: int) -> None:
     folder = LaunchFolder(tmp_path, tmp_path, False)
-    for rank, error, time_s in endings:
+    for rank, error, time_s in exits:
         folder.put_exit(_ending(rank, error, time_s))
     assert _first_failure(folder, exit_codes, StopRequest()).rank == first
 

@@ -33,9 +33,11 @@ def record(
     return replace(plain, **changed)
 
 
-def text_of(*records: RankRecord, **fates: str) -> str:
-    trouble = explain(records, now_s=NOW_S, fates={int(rank[1:]): fate for rank, fate in fates.items()})
-    return "" if trouble is None else trouble.text
+def text_of(*records: RankRecord, **exit_reasons: str) -> str:
+    diagnosis = explain(
+        records, now_s=NOW_S, exit_reasons={int(rank[1:]): reason for rank, reason in exit_reasons.items()}
+    )
+    return "" if diagnosis is None else diagnosis.text
 
 
 def test_a_missing_rank_is_named_with_operation_line_and_its_own_place() -> None:

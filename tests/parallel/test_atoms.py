@@ -10,50 +10,50 @@ from hypothesis import strategies as st
 from evenly.parallel.tensor.dim_factors import Dim, DimFactors
 
 
-def sizes(atoms: DimFactors, dim: Dim) -> list[int]:
-    return [atoms.size[atom] for atom in atoms.now(dim)]
+def sizes(factors: DimFactors, dim: Dim) -> list[int]:
+    return [factors.size[factor] for factor in factors.now(dim)]
 
 
 def test_a_view_refines_what_it_cuts() -> None:
-    atoms = DimFactors()
-    wide = atoms.new(24)
-    heads, width = atoms.regroup([wide], [4, 6], "view")
-    assert (sizes(atoms, heads), sizes(atoms, width), sizes(atoms, wide)) == ([4], [6], [4, 6])
-    assert atoms.now(wide) == (*atoms.now(heads), *atoms.now(width))
-    (back,) = atoms.regroup([heads, width], [24], "view")
-    assert atoms.now(back) == atoms.now(wide)
+    factors = DimFactors()
+    wide = factors.new(24)
+    heads, width = factors.regroup([wide], [4, 6], "view")
+    assert (sizes(factors, heads), sizes(factors, width), sizes(factors, wide)) == ([4], [6], [4, 6])
+    assert factors.now(wide) == (*factors.now(heads), *factors.now(width))
+    (back,) = factors.regroup([heads, width], [24], "view")
+    assert factors.now(back) == factors.now(wide)
 
 
 def test_what_is_united_with_a_part_is_refined_too() -> None:
-    atoms = DimFactors()
-    queries, kv, times = atoms.new(8), atoms.new(2), atoms.new(4)
-    other = atoms.new(8)
-    atoms.unite(other, queries, "")
-    atoms.unite(queries, (*kv, *times), "")
-    assert atoms.now(other) == atoms.now(queries) == (*atoms.now(kv), *atoms.now(times))
+    factors = DimFactors()
+    queries, kv, times = factors.new(8), factors.new(2), factors.new(4)
+    other = factors.new(8)
+    factors.unite(other, queries, "")
+    factors.unite(queries, (*kv, *times), "")
+    assert factors.now(other) == factors.now(queries) == (*factors.now(kv), *factors.now(times))
 
 
 def test_a_bar_holds_for_parts_and_for_the_united() -> None:
-    atoms = DimFactors()
-    one, two = atoms.new(6), atoms.new(6)
-    atoms.forbid(one, "first")
-    atoms.forbid(one, "second")
-    atoms.unite(two, one, "")
-    atoms.regroup([two], [2, 3], "view")
-    assert [atoms.reason(atom) for atom in atoms.now(two)] == ["first", "first"]
+    factors = DimFactors()
+    one, two = factors.new(6), factors.new(6)
+    factors.forbid(one, "first")
+    factors.forbid(one, "second")
+    factors.unite(two, one, "")
+    factors.regroup([two], [2, 3], "view")
+    assert [factors.reason(factor) for factor in factors.now(two)] == ["first", "first"]
 
 
 def test_where_no_refinement_fits_only_the_crossing_is_barred() -> None:
-    atoms = DimFactors()
-    left = (*atoms.new(5), *atoms.new(2), *atoms.new(3), *atoms.new(7))
-    right = (*atoms.new(5), *atoms.new(3), *atoms.new(2), *atoms.new(7))
-    atoms.unite(left, right, "crossing")
-    assert [atoms.reason(atom) for atom in atoms.now(left)] == ["", "crossing", "crossing", ""]
-    assert [atoms.reason(atom) for atom in atoms.now(right)] == ["", "crossing", "crossing", ""]
-    assert (left[0] in atoms.now(right)) or atoms.now(left)[0] == atoms.now(right)[0]
-    (dim,) = atoms.regroup([atoms.new(4)], [4], "")
-    assert atoms.regroup([dim, atoms.new(3)], [6, 2], "odd view")[0] != ()
-    assert atoms.reason(atoms.now(dim)[0]) == "odd view"
+    factors = DimFactors()
+    left = (*factors.new(5), *factors.new(2), *factors.new(3), *factors.new(7))
+    right = (*factors.new(5), *factors.new(3), *factors.new(2), *factors.new(7))
+    factors.unite(left, right, "crossing")
+    assert [factors.reason(factor) for factor in factors.now(left)] == ["", "crossing", "crossing", ""]
+    assert [factors.reason(factor) for factor in factors.now(right)] == ["", "crossing", "crossing", ""]
+    assert (left[0] in factors.now(right)) or factors.now(left)[0] == factors.now(right)[0]
+    (dim,) = factors.regroup([factors.new(4)], [4], "")
+    assert factors.regroup([dim, factors.new(3)], [6, 2], "odd view")[0] != ()
+    assert factors.reason(factors.now(dim)[0]) == "odd view"
 
 
 FACTORS = st.lists(st.sampled_from([1, 2, 2, 3, 4, 5]), max_size=4)
@@ -62,19 +62,19 @@ FACTORS = st.lists(st.sampled_from([1, 2, 2, 3, 4, 5]), max_size=4)
 @given(st.lists(st.tuples(FACTORS, FACTORS, st.randoms(use_true_random=False)), max_size=6))
 def test_sizes_stay(steps: list[tuple[list[int], list[int], object]]) -> None:
     """Dims of the same factors in another order, viewed and united at will."""
-    atoms = DimFactors()
+    factors = DimFactors()
     dims: list[tuple[Dim, int]] = []
     for first, second, order in steps:
         factors = [*first, *second]
         shuffled = [*factors]
         order.shuffle(shuffled)  # type: ignore[attr-defined]
-        whole = atoms.new(prod(factors))
-        parts = atoms.regroup([whole], factors, "view")
-        other = atoms.regroup([atoms.new(prod(factors))], shuffled, "view")
+        whole = factors.new(prod(factors))
+        parts = factors.regroup([whole], factors, "view")
+        other = factors.regroup([factors.new(prod(factors))], shuffled, "view")
         dims += [(whole, prod(factors)), *zip(parts, factors, strict=True), *zip(other, shuffled, strict=True)]
         for dim, size in dims:
             for same, length in dims:
                 if length == size:
-                    atoms.unite(dim, same, "united")
-        atoms.unite([a for part in parts for a in part], [a for part in other for a in part], "united")
-    assert all(prod(sizes(atoms, dim)) == size for dim, size in dims)
+                    factors.unite(dim, same, "united")
+        factors.unite([a for part in parts for a in part], [a for part in other for a in part], "united")
+    assert all(prod(sizes(factors, dim)) == size for dim, size in dims)

@@ -108,7 +108,7 @@ def test_a_gated_mlp_packed_in_one_weight() -> None:
 
 
 def test_a_residual_mlp_with_three_heads() -> None:
-    """Without a norm the stream itself can be split; softmax bars the width of a head."""
+    """Without a norm the stream itself can be split; softmax forbids the width of a head."""
     assert groups((ResidualMLP(), class_loss, points())) == [
         [*linear("up", units=3, inner=7), *row("down", units=3, inner=7)],
         [*row("up", units=5), *linear("down", units=5), *row("last", units=5)],
@@ -500,11 +500,11 @@ def test_atoms_multiply_to_the_size_of_their_dim(name: str) -> None:
     graph = Graph(traced, {name: op.propagate for name, op in OPS.items()})
     assert graph.dims.keys() == set(range(len(traced.values)))
     for index, value in enumerate(traced.values):
-        lengths = [graph.atoms.length(graph.atoms.now(dim)) for dim in graph.dims[index]]
+        lengths = [graph.factors.length(graph.factors.now(dim)) for dim in graph.dims[index]]
         assert lengths == [max(size, 1) for size in value.shape]
 
 
 def test_a_tied_head_and_a_batch_of_one() -> None:
-    """Dims of size 1 hold no atoms; a batch of one row is split like any other."""
+    """Dims of size 1 hold no factors; a batch of one row is split like any other."""
     one = (LanguageModel(Attention(SIZE, 4, 8)), next_token_loss, tokens(rows=1))
     assert groups(one) == groups(own(Attention(SIZE, 4, 8)))

@@ -57,17 +57,17 @@ class ByHand:
     """All stages of `job` in one process, each with a model of its own of which it holds what it runs."""
 
     def __init__(self, job: evenly.Job, plan: str) -> None:
-        self.job, self.staging = job, staged(job, plan)
-        self.models = [StagedModel(built(job), "cpu") for _ in range(self.staging.stages)]
+        self.job, self.stage_plan = job, staged(job, plan)
+        self.models = [StagedModel(built(job), "cpu") for _ in range(self.stage_plan.stages)]
         for stage, model in enumerate(self.models):
-            model.keep_stages(self.staging, [stage])
+            model.keep_stages(self.stage_plan, [stage])
         self.calls = [BlockCalls(model.blocks, "cpu", model.call) for model in self.models]
 
     def step(self, batch: Any, key: int) -> float:
         """Forward and backward of a microbatch; its loss."""
         passed: list[tuple[list[torch.Tensor | None], list[torch.Tensor | None]]] = []
         inputs: list[torch.Tensor | None] = []
-        for stage in range(self.staging.stages):
+        for stage in range(self.stage_plan.stages):
             given = [None if one is None else non_view_alias(one) for one in inputs]
             payload, loss = self.forward(stage, given, batch, key)
             outputs = [loss] if payload is None else [None if one is None else non_view_alias(one) for one in payload]
@@ -274,12 +274,12 @@ def test_blocks_may_overwrite_what_a_later_stage_needs(plan: str) -> None:
 # ------------------------------------------------------------------------------------------------- what stages hold
 def test_what_other_stages_hold_takes_no_memory_here() -> None:
     job = PIPELINE_JOBS["tied"](precision="float64", eval_data=None)
-    staging, whole = staged(job, "pipeline=2"), built(job)
+    stage_plan, whole = staged(job, "pipeline=2"), built(job)
     names = [name for name, _ in whole.named_parameters()]
     held: list[set[str]] = []
     for stage in range(2):
         model = StagedModel(built(job), "cpu")
-        elsewhere = model.keep_stages(staging, [stage])
+        elsewhere = model.keep_stages(stage_plan, [stage])
         held.append({name for name, _ in model.model.named_parameters()})
         assert held[stage].isdisjoint(elsewhere) and held[stage] | {*elsewhere} == {*names}
         assert all(p.is_meta and isinstance(p, nn.Parameter) for p in elsewhere.values())
@@ -289,7 +289,7 @@ def test_what_other_stages_hold_takes_no_memory_here() -> None:
             assert parameter.untyped_storage().nbytes() == parameter.nbytes
         assert {id(p) for p in model.parameters(stage)} == {id(p) for p in model.model.parameters()}
     assert held[0] & held[1] == {"embed.weight"}
-    assert staging.shared == {"embed.weight": (0, 1)}
+    assert stage_plan.shared == {"embed.weight": (0, 1)}
     assert "blocks.0.up.weight" in held[0] and "blocks.7.up.weight" in held[1] and "norm.weight" in held[1]
 
 
@@ -339,12 +339,12 @@ def test_the_list_of_parameters_keeps_its_order_on_every_rank(position: int) -> 
 def test_everything_is_held_by_somebody() -> None:
     """A parameter that nothing uses belongs to the first stage, the statistics of a layer to whoever runs it."""
     job = PIPELINE_JOBS["branches"](precision="float64", eval_data=None)
-    staging = staged(job, "pipeline=4")
-    assert staging.owners["never"] == (0,) and staging.owners["blocks.2.never.weight"] == (0,)
-    assert staging.owners["blocks.7.up.weight"] == (3,)
-    staging = staged(PIPELINE_JOBS["conv_norm"](precision="float64"), "pipeline=2")
-    assert staging.owners["0.2.running_mean"] == (0,) and staging.owners["8.norm_two.running_var"] == (1,)
-    assert staging.shared == {}
+    stage_plan = staged(job, "pipeline=4")
+    assert stage_plan.owners["never"] == (0,) and stage_plan.owners["blocks.2.never.weight"] == (0,)
+    assert stage_plan.owners["blocks.7.up.weight"] == (3,)
+    stage_plan = staged(PIPELINE_JOBS["conv_norm"](precision="float64"), "pipeline=2")
+    assert stage_plan.owners["0.2.running_mean"] == (0,) and stage_plan.owners["8.norm_two.running_var"] == (1,)
+    assert stage_plan.shared == {}
 
 
 # ---------------------------------------------------------------------------------------------- what stages are sent
@@ -355,18 +355,18 @@ def segments_of(job: evenly.Job) -> list[CallCost]:
 
 def test_segments_of_like_blocks_cost_the_same() -> None:
     draws = torch.get_rng_state()
-    segments = segments_of(PIPELINE_JOBS["tied"](precision="float64"))
+    call_costs = segments_of(PIPELINE_JOBS["tied"](precision="float64"))
     assert torch.equal(torch.get_rng_state(), draws)
-    assert [segment.call for segment in segments] == [(f"blocks.{n}", 0) for n in range(LAYERS)]
-    middle = segments[1:-1]
+    assert [call_cost.call for call_cost in call_costs] == [(f"blocks.{n}", 0) for n in range(LAYERS)]
+    middle = call_costs[1:-1]
     assert len({(s.flops, s.moved_bytes, s.weight_bytes, s.kept_bytes) for s in middle}) == 1
     assert middle[0].flops > 0 and middle[0].kept_bytes > 0 and middle[0].moved_bytes > 0
     block = Block()
     assert middle[0].tensors == {f"blocks.1.{name}" for name, _ in block.named_parameters()}
     assert middle[0].weight_bytes == 8 * sum(p.numel() for p in block.parameters())
-    assert {"embed.weight", "place"} < segments[0].tensors - segments[1].tensors
-    assert {"embed.weight", "norm.bias"} < segments[-1].tensors
-    assert segments[-1].flops > middle[0].flops  # the head
+    assert {"embed.weight", "place"} < call_costs[0].tensors - call_costs[1].tensors
+    assert {"embed.weight", "norm.bias"} < call_costs[-1].tensors
+    assert call_costs[-1].flops > middle[0].flops  # the head
 
 
 def test_nothing_is_computed_to_find_the_stages() -> None:
@@ -405,7 +405,7 @@ class Shapes(Chain):
 def test_the_shape_of_an_absent_tensor_need_not_be_sent() -> None:
     job = text_job(model=Shapes, precision="float64", eval_data=None)
     stages = assert_as_on_one_device(job, "pipeline=4")
-    assert [len(places) for places in stages.staging.stage_inputs[True]] == [0, 1, 1, 1]
+    assert [len(places) for places in stages.stage_plan.stage_inputs[True]] == [0, 1, 1, 1]
 
 
 # ---------------------------------------------------------------------------------------------------- absent tensors

@@ -16,7 +16,7 @@ from evenly.planner.known import find_shape
 from evenly.planner.prediction import TimeByCause
 from evenly.planner.shapes import split_of
 from evenly.planner.speeds import library_named, library_names, speeds_of
-from evenly.planner.time import Machine, beside, message_seconds, spread, stage_times, step_time
+from evenly.planner.time import Machine, message_seconds, overlapped, spread, stage_times, step_time
 from evenly.planner.training_config import TrainingConfig
 from evenly.planner.transformer import Split, transformer_parts
 
@@ -201,9 +201,9 @@ def test_more_nodes_wait_for_each_other_longer() -> None:
 
 
 def test_two_that_run_beside_each_other_take_as_long_as_the_slower() -> None:
-    assert beside(0.0, 0.0) == 0 and beside(3.0, 0.0) == beside(0.0, 3.0) == 3
-    assert max(4.0, 3.0) <= beside(4.0, 3.0) <= 4.2 and beside(1.0, 1.0) < 1.2
-    assert beside(1.0, 100.0) == pytest.approx(100)
+    assert overlapped(0.0, 0.0) == 0 and overlapped(3.0, 0.0) == overlapped(0.0, 3.0) == 3
+    assert max(4.0, 3.0) <= overlapped(4.0, 3.0) <= 4.2 and overlapped(1.0, 1.0) < 1.2
+    assert overlapped(1.0, 100.0) == pytest.approx(100)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from evenly.report.comm import size_in_words
-from evenly.report.splits import folded, full_rows, group_rows, in_a_line
+from evenly.report.splits import abbreviated, full_rows, group_rows, in_a_line
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from evenly.report.splits import folded, full_rows, group_rows, in_a_line
     ],
 )
 def test_texts_that_differ_in_numbers_of_blocks(texts: list[str], one: str) -> None:
-    assert folded(texts) == one
+    assert abbreviated(texts) == one
 
 
 def group(*names: str, units: int = 4, outer: int = 1, reason: str = "") -> dict[str, Any]:

@@ -5,7 +5,7 @@ freed. It counts what tensors hold, not what an allocator rounds that up to. Sto
 once they are claimed; memory that numpy or a library allocates is not seen.
 
 A storage lies on the device of the tensors that it was computed from, or where there are none on the device at work
-(`on`): so devices of one process are told apart even where they are virtual and share the CPU's memory. An operation
+(`on`): so devices of one process are distinguished even where they are virtual and share the CPU's memory. An operation
 that mixes tensors of several devices, which GPUs would refuse, is noted.
 """
 

@@ -1,4 +1,4 @@
-"""Recomputation: activations of a block are not kept for the backward but computed anew there.
+"""Recomputation: activations of a block are not kept for the backward but computed again there.
 
 `full` keeps what goes into a block; `selective` also what its matrix products and its attention give, which cost most
 to compute. A recurrent layer changes its products in place: a block that has one keeps none of them. The second forward
@@ -88,7 +88,7 @@ def _refuse_caches(arguments: Iterable[Any]) -> None:
     for argument in arguments:
         if hasattr(argument, "get_seq_length"):  # what the caches of transformers have in common
             raise RunError(
-                "computing a block anew",
+                "computing a block again",
                 f"it is given a {type(argument).__name__}, which a second forward would fill twice",
                 "call the model with use_cache=False",
             )

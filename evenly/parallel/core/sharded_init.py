@@ -1,14 +1,14 @@
 """Building a model that no rank can hold: its own constructor, the same values, one large tensor whole at a time.
 
 The job's constructor and initialisers run as they are on every rank, and draw the same random numbers. While they run,
-every large storage but the last one used is *parked*: each rank keeps one slice of its bytes and frees the rest. An
-operation that reads a parked tensor finds it whole again, put together from the slices of all ranks; one that
-overwrites it altogether needs no slices. Storages are parked and not tensors, so that views and tied weights stay views
-and tied.
+every large storage but the last one used is *offloaded*: each rank keeps one slice of its bytes and frees the rest. An
+operation that reads a offloaded tensor finds it whole again, put together from the slices of all ranks; one that
+overwrites it altogether needs no slices. Storages are offloaded and not tensors, so that views and tied weights stay
+views and tied.
 
 Order: `with` the constructor and what comes after it; `freeze` when the model is built, since from then on large
-storages may differ between ranks (shards) and are no longer parked; what is still parked when the block ends is made
-whole.
+storages may differ between ranks (shards) and are no longer offloaded; what is still offloaded when the block ends is
+made whole.
 
 All ranks do the same operations in the same order: restoring is a collective. Who reads memory past torch's operations
 (numpy, a deep copy) finds it whole too, and from then on it stays so. Not seen is who pickles a large tensor.
@@ -50,13 +50,13 @@ READ_MEMORY = {
 
 @dataclass(eq=False)
 class _Large:
-    """A large storage. `slice` is this rank's part of its bytes while it is parked, None while it is whole."""
+    """A large storage. `slice` is this rank's part of its bytes while it is offloaded, None while it is whole."""
 
     storage: weakref.ref[torch.UntypedStorage]
     size: int
-    pinned: bool  # never parked
+    pinned: bool  # never offloaded
     slice: torch.Tensor | None = None
-    fingerprint: int = 0  # of the bytes when they were parked last
+    fingerprint: int = 0  # of the bytes when they were offloaded last
 
 
 class ShardedInit(TorchDispatchMode):
@@ -75,7 +75,7 @@ class ShardedInit(TorchDispatchMode):
         self._settled = True
 
     def fingerprint(self, tensor: torch.Tensor) -> int | None:
-        """Of the bytes of the storage of a parked tensor, None of any other."""
+        """Of the bytes of the storage of a offloaded tensor, None of any other."""
         large = self._large.get(_key(tensor))
         return None if large is None or large.slice is None else large.fingerprint
 
@@ -122,7 +122,7 @@ class ShardedInit(TorchDispatchMode):
             large.pinned = True
 
     def _use(self, tensor: torch.Tensor, *, fill: bool) -> None:
-        """Makes the storage of `tensor`, if it is parked, whole, and the one used last."""
+        """Makes the storage of `tensor`, if it is offloaded, whole, and the one used last."""
         key = _key(tensor)
         if key in self._large:
             large = self._large[key] = self._large.pop(key)
@@ -176,13 +176,13 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 class _ShardReader(TorchFunctionMode):
     """Makes whole what is about to be read past torch's operations: by numpy, as a list, as bytes to copy."""
 
-    def __init__(self, parking: ShardedInit) -> None:
+    def __init__(self, init: ShardedInit) -> None:
         super().__init__()
-        self._parking = parking
+        self._init = init
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in READ_MEMORY:
-            self._parking.pin(args[0])
+            self._init.pin(args[0])
         return func(*args, **(kwargs or {}))
 
 

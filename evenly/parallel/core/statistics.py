@@ -1,7 +1,7 @@
 """Running statistics of normalisation layers, the same on every rank as on one device.
 
-On one device BatchNorm folds the statistics s_1, s_2, ... of one microbatch after the other into its running ones:
-r <- (1 - m) r + m s. A rank sees only its own microbatches, so during a step nothing is folded: each call's s is
+On one device BatchNorm adds the statistics s_1, s_2, ... of one microbatch after the other into its running ones:
+r <- (1 - m) r + m s. A rank sees only its own microbatches, so during a step nothing is added up: each call's s is
 recorded, and afterwards every rank computes r_N = (1 - m)^N r_0 + sum_k m (1 - m)^(N - k) s_k from the one sum over
 ranks that this needs. With momentum None the average is a plain one: r_N = (n_0 r_0 + sum_k s_k) / (n_0 + N).
 

@@ -153,7 +153,7 @@ class ShardedOptimizer:
         return gradient if gradient is None or self._plain else _dtensor(gradient, held)
 
     def _shown(self, cut: OwnedRows) -> Any:
-        """The parameter for a checkpoint, which makes state beside it.
+        """The parameter for a checkpoint, which makes state besides it.
 
         With memory of its own where it is cut, since torch stages a view with all that it is a view of.
         """
@@ -196,7 +196,7 @@ class ShardedOptimizer:
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of `tensor` in the host's memory; pinned beside a GPU, so that copies need not wait for each other."""
+    """A copy of `tensor` in the host's memory; pinned next to a GPU, so that copies need not wait for each other."""
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)
 
 

@@ -333,7 +333,7 @@ class PartitionedGradients(Gradients):
         self._begin_round(sending=self._rounds > 0)
 
     def _hook(self, index: int, bucket: ShardedBucket, part: RowRange) -> Callable[[torch.Tensor], None]:
-        def fold(parameter: torch.Tensor) -> None:
+        def accumulate(parameter: torch.Tensor) -> None:
             gradient = parameter.grad
             assert gradient is not None  # autograd calls the hook with the gradient in place
             parameter.grad = None
@@ -347,7 +347,7 @@ class PartitionedGradients(Gradients):
                 bucket.waiting -= 1
                 self._send_full()
 
-        return fold
+        return accumulate
 
     def _send_full(self) -> None:
         """Sends buckets while the next in order is full."""
@@ -407,10 +407,10 @@ def _cut(part: RowRange, rows: slice, mesh: DeviceMesh) -> OwnedRows:
 
 
 def _add_to(scalar: Scalar) -> Callable[[torch.Tensor], None]:
-    def fold(parameter: torch.Tensor) -> None:
+    def accumulate(parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         assert gradient is not None  # autograd calls the hook with the gradient in place
         parameter.grad, scalar.used = None, True
         scalar.total = gradient.double() if scalar.total is None else scalar.total + gradient.double()
 
-    return fold
+    return accumulate

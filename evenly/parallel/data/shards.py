@@ -49,7 +49,7 @@ from evenly.parallel.data.partition import RowLayout
 
 SMALL_BYTES = 4 << 20  # so much is gathered with the root: cut apart it saves less than it costs to begin gathering
 WHOLE_BYTES = 16 << 20  # so much stays whole between forward and backward: to gather it again costs more than it holds
-ORDERS = 65_521  # so many orders of units are told apart; a prime, whose square is exact in float64 times any world
+ORDERS = 65_521  # so many orders of units are distinguished; a prime, whose square is exact in float64 times any world
 
 
 def large_ones(sizes: Sequence[int]) -> list[bool]:

@@ -1,8 +1,8 @@
 """The backward pass of one stage on one microbatch: all at once, or in two parts, the gradients of its inputs first.
 
-In two parts. The nodes of autograd's graph that lead to an input are *on the way*. The first part runs them, and keeps
-the gradients that arrive where the path of a parameter turns off (its *branch_nodes*). The second begins there, for
-each group of parameters that share a branch by itself, so that hardly anything on the way runs again. A branch that is
+In two parts. The nodes of autograd's graph that lead to an input are the *input path*. The first part runs them, and
+keeps the gradients that arrive where the path of a parameter turns off (its *branch_nodes*). The second begins there,
+for each group of parameters that share a branch by itself, so that hardly anything of it runs again. A branch that is
 reached from another one gets what was kept, which is all that arrives there. An output that no input leads to is a
 branch too, at which its own gradient arrives.
 
@@ -65,7 +65,7 @@ def begin_backward(
 
 @dataclass(eq=False)
 class _Branch:
-    """A node on the way from which parameters branch off; `arrived` by its outputs, once it has run."""
+    """A node of the input path from which parameters branch off; `arrived` by its outputs, once it has run."""
 
     arrived: tuple[Gradient, ...] = ()
 
@@ -115,7 +115,7 @@ class _Graph:
         return found
 
     def branch_nodes(self, leaf: Any, input_path: set[Any]) -> set[Any]:
-        """The first nodes on the way, and the roots, above `leaf`."""
+        """The first nodes of the input path, and the roots, above `leaf`."""
         found: set[Any] = set()
         seen: set[Any] = set()
         left = [leaf]
@@ -201,7 +201,7 @@ class NonViewAlias(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        """Unchanged."""
+        """The gradient as it came."""
         return gradients[0]
 
 

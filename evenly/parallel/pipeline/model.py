@@ -1,8 +1,8 @@
 """A model of which each rank holds and runs some stages, every one by the model's own code.
 
 A *run* is one forward of one stage. It executes all of the job's loss from the begin: the blocks of earlier stages are
-passed by, and give absent tensors; at the stage's first block it is *entered*: what it received takes the place of what
-is absent, and its parameters have numbers from there on; at the first block of the next stage it is *left*, with what
+passed by, and give remote tensors; at the stage's first block it is *entered*: what it received takes the place of what
+is remote, and its parameters have numbers from there on; at the first block of the next stage it is *left*, with what
 that stage needs. The last stage runs to the end and has the loss.
 
 Held are the parameters of the rank's stages; the others are hidden, and without memory.
@@ -67,11 +67,11 @@ class StageRun:
     """One forward of `stage`, of which `inbox` was received."""
 
     def __init__(self, model: StagedModel, stage: int, inbox: Payload, *, training: bool) -> None:
-        staging = model.staging
+        stage_plan = model.stage_plan
         self._model, self.stage = model, stage
         self.entered = stage == 0
-        self._calls = staging.calls[training]
-        self._needs = staging.stage_inputs[training]
+        self._calls = stage_plan.calls[training]
+        self._needs = stage_plan.stage_inputs[training]
         self._wanted = {place for needs in self._needs[stage + 1 :] for place in needs if place.call is not None}
         self._inbox = dict(zip(self._needs[stage], inbox, strict=True)) if stage else {}
         self._count = 0  # calls so far
@@ -80,14 +80,14 @@ class StageRun:
         self._made: dict[str, int] = {}  # tensors that the model's code has made since, by function
         self._met: dict[TensorSite, torch.Tensor] = {}  # tensors where a later stage, or this one, may want them
         self._shown: dict[str, RemoteTensor] = {}
-        self._places: dict[int, tuple[nn.Module, str, Known]] = {}  # of absent parameters, by id
+        self._places: dict[int, tuple[nn.Module, str, Known]] = {}  # of remote parameters, by id
 
     def forget(self) -> None:
-        """Lets go of what was received and met: the run and the absent tensors that it made hold each other."""
+        """Lets go of what was received and met: the run and the remote tensors that it made hold each other."""
         for held in (self._inbox, self._met, self._shown, self._places):
             held.clear()
 
-    # ------------------------------------------------------------------------------- as an absent tensor's owner
+    # ------------------------------------------------------------------------------- as a remote tensor's owner
     @property
     def watching(self) -> AbstractContextManager[object] | None:
         """Nothing is watched."""
@@ -114,7 +114,7 @@ class StageRun:
         return self._shown[known.name]
 
     def _holds(self, known: Known) -> bool:
-        return self.entered and self.stage in self._model.staging.owners[known.name]
+        return self.entered and self.stage in self._model.stage_plan.owners[known.name]
 
     # ----------------------------------------------------------------------------------------------------- calls
     def call(self, call: BlockCall) -> Any:
@@ -123,7 +123,7 @@ class StageRun:
         if self._count >= len(self._calls) or self._calls[self._count] != now:
             raise self._other_call(now)
         self._count += 1
-        stage = self._model.staging.stage_of[now]
+        stage = self._model.stage_plan.stage_of[now]
         if stage < self.stage:
             return self._skip(call, now)
         if not self.entered:
@@ -156,7 +156,7 @@ class StageRun:
         return result
 
     def _enter(self, call: BlockCall) -> None:
-        """What was received takes the place of what is absent."""
+        """What was received takes the place of what is remote."""
         self.entered = True
         for path, tensor in tensors_by_path((call.args, call.kwargs)):
             if is_remote(tensor):
@@ -237,7 +237,7 @@ def _check_form(place: TensorSite, met: RemoteTensor, value: torch.Tensor) -> No
 
 
 class Between(TorchFunctionMode):
-    """Within, a run is told what the model's code makes."""
+    """Within, a run gets what the model's code makes."""
 
     def __init__(self, run: StageRun) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ class StagedModel:
     def __init__(self, model: nn.Module, device: str) -> None:
         self.model, self.device = model, device
         self.running: Running | None = None
-        self._staging: StagePlan | None = None
+        self._stage_plan: StagePlan | None = None
         self._passed: dict[Any, _Passed] = {}
         self._places: list[tuple[ViewedParameters, str, Known]] = []
         self.blocks = find_blocks(model)
@@ -273,17 +273,17 @@ class StagedModel:
             self._show(module, module.named_buffers(recurse=False, remove_duplicate=False), viewed_buffers, known)
 
     @property
-    def staging(self) -> StagePlan:
+    def stage_plan(self) -> StagePlan:
         """What its stages are."""
-        assert self._staging is not None  # it was given
-        return self._staging
+        assert self._stage_plan is not None  # it was given
+        return self._stage_plan
 
-    def stage_as(self, staging: StagePlan) -> None:
+    def stage_as(self, stage_plan: StagePlan) -> None:
         """From now on its stages are these."""
-        self._staging = staging
+        self._stage_plan = stage_plan
 
     def move(self, device: str) -> None:
-        """From now on absent tensors are those of `device`."""
+        """From now on remote tensors are those of `device`."""
         self.device = device
         for known in self.known.values():
             known.form = _form(known.form, device)
@@ -292,22 +292,22 @@ class StagedModel:
         """The tensors that are shown otherwise, as they are held."""
         return ((shown[name], known) for shown, name, known in self._places)
 
-    def keep_stages(self, staging: StagePlan, own: Sequence[int]) -> dict[str, torch.Tensor]:
+    def keep_stages(self, stage_plan: StagePlan, own: Sequence[int]) -> dict[str, torch.Tensor]:
         """Keeps what the stages `own` hold; returns by name what stands for the rest.
 
         All ranks come by all tensors in the same order: each may have to be put together from what they hold.
         """
-        self._staging = staging
+        self._stage_plan = stage_plan
         placeholders: dict[str, torch.Tensor] = {}
         held: dict[str, torch.Tensor] = {known.name: shown[name] for shown, name, known in reversed(self._places)}
         for name in self.known:
             tensor = held.pop(name)
             whole = tensor.detach().unsqueeze(0)
-            if set(staging.owners[name]) & set(own):
+            if set(stage_plan.owners[name]) & set(own):
                 tensor.data = whole.squeeze(0).clone()
             del tensor, whole
         for shown, name, known in self._places:
-            if not set(staging.owners[known.name]) & set(own):
+            if not set(stage_plan.owners[known.name]) & set(own):
                 shown.hide(name, placeholders.setdefault(known.name, _placeholder(shown[name])))
         return placeholders
 
@@ -337,7 +337,7 @@ class StagedModel:
         """Runs `stage`; `compute` runs the job's loss. What it sends on, or (None, the result) of the last stage."""
         run = StageRun(self, stage, inbox, training=training)
         try:
-            return self._forward(run, compute, watching=self.staging.receives_between(training=training))
+            return self._forward(run, compute, watching=self.stage_plan.receives_between(training=training))
         finally:
             run.forget()
 
@@ -356,7 +356,7 @@ class StagedModel:
             raise run.not_sent(f"{operation} needs numbers of an earlier stage") from problem
         finally:
             self.running = None
-        if run.stage < self.staging.stages - 1:
+        if run.stage < self.stage_plan.stages - 1:
             raise RunError(
                 f"running stage {run.stage} of the model",
                 "the model's code came to its end before the next stage began",
@@ -370,7 +370,7 @@ class StagedModel:
         held = {
             id(p): p
             for shown, name, known in self._places
-            if stage in self.staging.owners[known.name] and isinstance(p := shown.local(name), nn.Parameter)
+            if stage in self.stage_plan.owners[known.name] and isinstance(p := shown.local(name), nn.Parameter)
         }
         return [*held.values()]
 
@@ -384,7 +384,7 @@ class StagedModel:
         return self.running.call(call)
 
     def skipped(self, run: StageRun, call: BlockCall) -> Any:
-        """What a block of an earlier stage returns, absent."""
+        """What a block of an earlier stage returns, as remote tensors."""
         given = dict(tensors_by_path((call.args, call.kwargs)))
         key = key_of((call.block.name, call.block.module.training, call.args, call.kwargs))
         known = self._passed.get(key) if key is not None else None
@@ -403,7 +403,7 @@ class StagedModel:
 
 @dataclass(frozen=True)
 class _Passed:
-    """What a block gives, found once: `nest` of tensors without numbers; `same`: id of one -> the argument it is."""
+    """What a block gives, found once: `nest` of fake tensors; `same`: id of one -> the argument it is."""
 
     nest: Any
     same: dict[int, str]

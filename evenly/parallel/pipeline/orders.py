@@ -49,7 +49,7 @@ def taken_by(schedule: Schedule, ranks: int, stages_per_rank: int, microbatches:
     found: tuple[dict[Action, tuple[Action, ...]], ...] = tuple({} for _ in all_orders)
     rank_of = rank_of_stage(schedule, ranks, stages_per_rank)
     for order in all_orders:
-        had: dict[int, list[Action]] = {}  # by sender, since it was last told
+        had: dict[int, list[Action]] = {}  # by sender, since it was last acknowledged
         for action in order:
             sent = _other_end(action)
             if sent is not None and action.kind in RECEIVES:
@@ -93,7 +93,7 @@ def _in_turn(order: Iterable[Action], arriving: Sequence[deque[Action]], rank_of
 
 
 def _message_after(action: Action, rank_of: Sequence[int]) -> tuple[Action, Action] | None:
-    """What `action` has another rank told: the send, and the receive over there."""
+    """What `action` says of another rank: the send, and the receive over there."""
     if action.kind not in MESSAGES:
         return None
     send, receive, step = MESSAGES[action.kind]

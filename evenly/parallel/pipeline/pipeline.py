@@ -37,16 +37,16 @@ class Pipeline:
     blocks: list[Block]
 
     @classmethod
-    def of(cls, model: StagedModel, staging: StagePlan, plan: Plan, group: Group) -> Pipeline:
+    def of(cls, model: StagedModel, stage_plan: StagePlan, plan: Plan, group: Group) -> Pipeline:
         """Leaves in `model`, in place, what this rank of `group` runs."""
         ranks = rank_of_stage(plan.pipeline.schedule, group.size, plan.pipeline.stages_per_rank)
         own = [stage for stage, rank in enumerate(ranks) if rank == group.position]
         names = [name for name, _ in model.model.named_parameters()]
         named = model.model.named_parameters(remove_duplicate=False), model.model.named_buffers(remove_duplicate=False)
         tensors = [name for name, _ in chain(*named)]
-        elsewhere = model.keep_stages(staging, own)
-        holders = {name: sorted({ranks[stage] for stage in stages}) for name, stages in staging.owners.items()}
-        called = {call[0] for call, stage in staging.stage_of.items() if stage in own}
+        elsewhere = model.keep_stages(stage_plan, own)
+        holders = {name: sorted({ranks[stage] for stage in stages}) for name, stages in stage_plan.owners.items()}
+        called = {call[0] for call, stage in stage_plan.stage_of.items() if stage in own}
         return cls(
             model=model,
             ties=Ties({name: holders[name] for name in names}, group),

@@ -1,7 +1,7 @@
 """Tensors that another stage has, as a stage's own run of the model's code meets them.
 
-A stage runs the model's code as it is written. What other stages compute is *absent* in it: it has a shape, a type and
-a device, and no numbers, and so has all that is computed of it. As soon as the stage has received a tensor, the absent
+A stage runs the model's code as it is written. What other stages compute is *remote* in it: it has a shape, a type and
+a device, and no numbers, and so has all that is computed of it. As soon as the stage has received a tensor, the remote
 one is *filled*, wherever the code has kept it, and computes as what it was filled with.
 """
 
@@ -32,11 +32,11 @@ PLAIN = (int, float, complex, str, bytes, torch.dtype, torch.device, torch.layou
 
 
 class Owner(Protocol):
-    """Whose run of the model's code met an absent tensor."""
+    """Whose run of the model's code met a remote tensor."""
 
     @property
     def watching(self) -> AbstractContextManager[object] | None:
-        """What runs around every function of absent tensors."""
+        """What runs around every function of remote tensors."""
         ...
 
     def value_of(self, tensor: RemoteTensor) -> torch.Tensor | None:
@@ -44,12 +44,12 @@ class Owner(Protocol):
         ...
 
     def note_inputs(self, tensors: list[torch.Tensor]) -> None:
-        """These were among the arguments of a function that gave a tensor without numbers."""
+        """These were among the arguments of a function that gave a fake tensor."""
         ...
 
 
 class RemoteTensor(DeferredTensor):
-    """A tensor without numbers until it is filled. Made by `remote`."""
+    """A tensor with a shape and no numbers until it is filled. Made by `remote`."""
 
     @staticmethod
     def __new__(cls: Any, form: torch.Tensor) -> RemoteTensor:
@@ -71,7 +71,7 @@ class RemoteTensor(DeferredTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """With all absent arguments filled the function itself; else its shapes alone."""
+        """With all remote arguments filled the function itself; else its shapes alone."""
         with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
             kwargs = kwargs or {}
             tensors = [*tensors_in((args, kwargs))]
@@ -89,7 +89,7 @@ class RemoteTensor(DeferredTensor):
 
     @property
     def form(self) -> torch.Tensor:
-        """A tensor without numbers of the same shape."""
+        """A fake tensor of the same shape."""
         return vars(self)["form"]
 
     @property
@@ -120,7 +120,7 @@ class RemoteTensor(DeferredTensor):
 
 
 def remote(form: torch.Tensor, owner: Owner) -> RemoteTensor:
-    """An absent tensor of the shape of `form`, which has no numbers."""
+    """A remote tensor of the shape of `form`, which has no numbers."""
     made = RemoteTensor(form)
     vars(made).update(form=form, owner=owner, value=None)
     return made
@@ -132,14 +132,14 @@ def is_remote(tensor: Any) -> bool:
 
 
 def present(tensor: torch.Tensor) -> torch.Tensor:
-    """What an absent tensor was filled with, if it was; any other as it is."""
+    """What a remote tensor was filled with, if it was; any other as it is."""
     if isinstance(tensor, RemoteTensor) and (value := tensor.value) is not None:
         return value
     return tensor
 
 
 def key_of(nest: Any) -> tuple[Any, ...] | None:
-    """What the forms that a function of `nest` gives follow from; None where that cannot be told."""
+    """What the forms that a function of `nest` gives follow from; None where that is unknown."""
     found: list[Any] = [torch.is_grad_enabled()]
     found += [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
     try:
@@ -167,7 +167,7 @@ def _asks_for_form(func: Any) -> bool:
 def _without_numbers(
     func: Any, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor], met: list[RemoteTensor]
 ) -> Any:
-    """What `func` gives, its tensors absent."""
+    """What `func` gives, its tensors remote."""
     owner = met[0].owner
     target = _overwritten(func, args, kwargs)
     key = None if target is not None or owner.watching is not None else key_of((func, args, kwargs))

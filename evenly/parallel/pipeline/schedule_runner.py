@@ -90,7 +90,7 @@ class ScheduleRunner:
         self._model, self._axis, self._group = model, axis, group
         self._ranks = rank_of_stage(axis.schedule, axis.size, axis.stages_per_rank)
         self._computing, self._in_parts, self._prepare, self._leaving = computing, in_parts, prepare, leaving
-        self._mail = StageChannel(group, len(self._ranks))
+        self._channel = StageChannel(group, len(self._ranks))
         self._work: Any = None
         self._likes: list[Hashable] = []  # of each microbatch, what the forms within the model follow from
         self._training, self._last = True, False
@@ -152,11 +152,11 @@ class ScheduleRunner:
                 getattr(self, f"_{action.kind}")((action.stage, action.microbatch))
                 for sent in taken.get(action, ()):
                     back = sent.kind == "send_backward"
-                    self._mail.acknowledged(sent.stage + (not back), sent.microbatch, back=back)
+                    self._channel.acknowledged(sent.stage + (not back), sent.microbatch, back=back)
                 if spans is not None:
                     end = clock + time.perf_counter()
                     spans.append(ActionSpan(action.kind, action.stage, action.microbatch, begin, end))
-            self._mail.finish()
+            self._channel.finish()
         finally:
             self._work = None
             self._forget()
@@ -168,7 +168,7 @@ class ScheduleRunner:
             at = (action.stage, action.microbatch)
             if action.kind == "recv_backward":
                 self._expect_gradients(at)
-            elif self._mail.expects(action.stage, self._likes[action.microbatch]):
+            elif self._channel.expects(action.stage, self._likes[action.microbatch]):
                 self._expect_inputs(at)
             else:
                 return
@@ -181,8 +181,8 @@ class ScheduleRunner:
     def _expect_inputs(self, at: Pass) -> None:
         if at not in self._arriving and at not in self._inboxes:
             stage, microbatch = at
-            needs = self._model.staging.stage_inputs[self._training][stage]
-            self._arriving[at] = self._mail.begin_recv(
+            needs = self._model.stage_plan.stage_inputs[self._training][stage]
+            self._arriving[at] = self._channel.begin_recv(
                 self._ranks[stage - 1],
                 tensors=len(needs),
                 stage=stage,
@@ -216,7 +216,7 @@ class ScheduleRunner:
         stage, microbatch = at
         passing = self._passing[at] if self._training else self._passing.pop(at)
         to, like = self._ranks[stage + 1], self._likes[microbatch]
-        self._mail.send(passing.outputs, to, stage=stage + 1, microbatch=microbatch, like=like)
+        self._channel.send(passing.outputs, to, stage=stage + 1, microbatch=microbatch, like=like)
 
     # ------------------------------------------------------------------------------------------------- backward
     @property
@@ -233,7 +233,7 @@ class ScheduleRunner:
         if passing is not None and at not in self._gradients and not passing.gradients:
             stage, microbatch = at
             source = self._ranks[stage + 1]
-            self._gradients[at] = self._mail.begin_recv_gradients(
+            self._gradients[at] = self._channel.begin_recv_gradients(
                 passing.outputs, source, stage=stage + 1, microbatch=microbatch
             )
 
@@ -291,5 +291,5 @@ class ScheduleRunner:
     def _send_backward(self, at: Pass) -> None:
         stage, microbatch = at
         to = self._ranks[stage - 1]
-        self._mail.send_gradients(self._returning, to, stage=stage, microbatch=microbatch)
+        self._channel.send_gradients(self._returning, to, stage=stage, microbatch=microbatch)
         self._returning = []

@@ -1,8 +1,8 @@
 """What is found out of a model, without computing anything of it, before it is put into stages.
 
-First, in one run of the job's loss in which all parameters are absent: which blocks are called, in which order; what is
+First, in one run of the job's loss in which all parameters are remote: which blocks are called, in which order; what is
 computed from each call to the next, and with which parameters. Then, with stages chosen and run by themselves on
-tensors without numbers, from the last to the first: what each has to receive.
+fake tensors, from the last to the first: what each has to receive.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from evenly.parallel.pipeline.stages import CallCost, CallOf, StagePlan, TensorS
 
 
 def find_call_costs(model: StagedModel, compute: Callable[[], Any]) -> list[CallCost]:
-    """The segments of one forward; `compute` runs the job's loss. Raises `PlanError` where it cannot run so."""
+    """The call_costs of one forward; `compute` runs the job's loss. Raises `PlanError` where it cannot run so."""
     _refuse_what_runs_past_stages(model)
-    survey = _DiscoveryRun(model)
-    _run(model, survey, compute)
-    if not survey.segments:
+    found = _DiscoveryRun(model)
+    _run(model, found, compute)
+    if not found.call_costs:
         raise PlanError(
             "cutting the model into stages",
             "it has no repeated blocks that its forward calls",
             f"put its layers into a ModuleList or Sequential, or {OTHER_AXIS}",
         )
-    return [draft.segment(model) for draft in survey.segments]
+    return [draft.cost(model) for draft in found.call_costs]
 
 
 def _refuse_what_runs_past_stages(model: StagedModel) -> None:
@@ -63,44 +63,45 @@ def _refuse_what_runs_past_stages(model: StagedModel) -> None:
 
 def find_stage_plan(
     model: StagedModel,
-    segments: Sequence[CallCost],
+    call_costs: Sequence[CallCost],
     counts: Sequence[int],
     compute: Callable[[], Any],
     evaluate: Callable[[], Any] | None,
 ) -> StagePlan:
-    """The staging of `counts` segments per stage; compute, evaluate: run the job's loss in training and evaluation.
+    """The stage_plan of `counts` call_costs per stage; compute, evaluate: run the job's loss in training and
+    evaluation.
 
     Raises `PlanError` where a stage cannot run by itself.
     """
-    calls = tuple(segment.call for segment in segments)
+    calls = tuple(call_cost.call for call_cost in call_costs)
     stage_of = stage_of_calls(calls, counts)
-    owners = owners_of([*model.known], segments, stage_of)
+    owners = owners_of([*model.known], call_costs, stage_of)
     nothing = tuple(() for _ in counts)
-    staging = StagePlan(tuple(counts), {True: calls, False: ()}, stage_of, owners, {True: nothing, False: nothing})
-    staging = _with_needs(model, staging, compute, training=True)
+    stage_plan = StagePlan(tuple(counts), {True: calls, False: ()}, stage_of, owners, {True: nothing, False: nothing})
+    stage_plan = _with_needs(model, stage_plan, compute, training=True)
     if evaluate is None:
-        return staging
-    calls = tuple(segment.call for segment in find_call_costs(model, evaluate))
+        return stage_plan
+    calls = tuple(call_cost.call for call_cost in find_call_costs(model, evaluate))
     if any(call not in stage_of for call in calls):
         raise PlanError(
             ASKED,
             "an evaluation calls blocks that training does not: the model leaves some out by chance (layerdrop)",
             OTHER_AXIS,
         )
-    staging = replace(staging, calls={**staging.calls, False: calls})
-    return _with_needs(model, staging, evaluate, training=False)
+    stage_plan = replace(stage_plan, calls={**stage_plan.calls, False: calls})
+    return _with_needs(model, stage_plan, evaluate, training=False)
 
 
-def _with_needs(model: StagedModel, staging: StagePlan, compute: Callable[[], Any], *, training: bool) -> StagePlan:
-    """`staging` with what each stage receives."""
-    for stage in reversed(range(staging.stages)):
-        model.stage_as(staging)
+def _with_needs(model: StagedModel, stage_plan: StagePlan, compute: Callable[[], Any], *, training: bool) -> StagePlan:
+    """`stage_plan` with what each stage receives."""
+    for stage in reversed(range(stage_plan.stages)):
+        model.stage_as(stage_plan)
         run = _Discovery(model, stage, training=training)
         _run(model, run, compute)
-        needs = [*staging.stage_inputs[training]]
+        needs = [*stage_plan.stage_inputs[training]]
         needs[stage] = tuple(run.needs)
-        staging = replace(staging, stage_inputs={**staging.stage_inputs, training: tuple(needs)})
-    return staging
+        stage_plan = replace(stage_plan, stage_inputs={**stage_plan.stage_inputs, training: tuple(needs)})
+    return stage_plan
 
 
 def _run(model: StagedModel, run: _DiscoveryRun | _Discovery, compute: Callable[[], Any]) -> None:
@@ -124,22 +125,20 @@ def _run(model: StagedModel, run: _DiscoveryRun | _Discovery, compute: Callable[
 def _refusal(problem: Exception) -> PlanError:
     operation = operation_of(problem)
     if not operation:
-        return PlanError(
-            ASKED, f"the model's code does not run on tensors without numbers: {describe(problem)}", OTHER_AXIS
-        )
+        return PlanError(ASKED, f"the model's code does not run on fake tensors: {describe(problem)}", OTHER_AXIS)
     return PlanError(ASKED, f"{operation} needs numbers that another stage has", OTHER_AXIS)
 
 
 @dataclass(eq=False)
 class _Draft:
-    """A segment as it is found; `kept` are the tensors whose memory it keeps."""
+    """The cost of a call, while it is found; `kept` are the tensors whose memory stays until the backward."""
 
     call: CallOf
     tensors: set[str] = field(default_factory=set[str])
     kept: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     counter: CostCounter = field(default_factory=CostCounter)
 
-    def segment(self, model: StagedModel) -> CallCost:
+    def cost(self, model: StagedModel) -> CallCost:
         forms = [model.known[name].form for name in self.tensors]
         return CallCost(
             call=self.call,
@@ -152,7 +151,7 @@ class _Draft:
 
 
 class _DiscoveryRun:
-    """A run in which every parameter is absent."""
+    """A run in which every parameter is remote."""
 
     def __init__(self, model: StagedModel) -> None:
         self._model = model
@@ -160,7 +159,7 @@ class _DiscoveryRun:
         self._names = {id(tensor): known.name for tensor, known in model.real()}
         self._weights = {_memory(known.form) for known in model.known.values()}
         self._before = _Draft(("", 0))  # the first call
-        self.segments: list[_Draft] = []
+        self.call_costs: list[_Draft] = []
 
     @property
     def watching(self) -> AbstractContextManager[object]:
@@ -169,7 +168,7 @@ class _DiscoveryRun:
 
     @property
     def _now(self) -> _Draft:
-        return self.segments[-1] if self.segments else self._before
+        return self.call_costs[-1] if self.call_costs else self._before
 
     def value_of(self, tensor: RemoteTensor) -> None:
         """Nothing has numbers."""
@@ -179,7 +178,7 @@ class _DiscoveryRun:
         self._now.tensors |= {name for tensor in tensors if (name := self._names.get(id(tensor))) is not None}
 
     def shown(self, module: nn.Module, name: str, known: Known) -> RemoteTensor:
-        """Absent, one of each."""
+        """Remote, one of each."""
         if known.name not in self._shown:
             made = self._shown[known.name] = remote(known.form, self)
             self._names[id(made)] = known.name
@@ -189,10 +188,10 @@ class _DiscoveryRun:
         """Nothing to note."""
 
     def call(self, call: BlockCall) -> Any:
-        """Begins a segment and runs the block."""
-        self.segments.append(_Draft((call.block.name, call.number)))
-        if len(self.segments) == 1:
-            first, before = self.segments[0], self._before
+        """Begins the cost of a call, and runs the block."""
+        self.call_costs.append(_Draft((call.block.name, call.number)))
+        if len(self.call_costs) == 1:
+            first, before = self.call_costs[0], self._before
             first.tensors, first.kept, first.counter = before.tensors, before.kept, before.counter
         return call.run(*call.args, **call.kwargs)
 
@@ -232,15 +231,15 @@ class _LeftOver(Exception):
 
 
 class _Discovery(StageRun):
-    """A run of one stage in which what it lacks is found and made up, without numbers."""
+    """A run of one stage in which what it lacks is found, and stood in for by fake tensors."""
 
     def __init__(self, model: StagedModel, stage: int, *, training: bool) -> None:
-        super().__init__(model, stage, [None] * len(model.staging.stage_inputs[training][stage]), training=training)
+        super().__init__(model, stage, [None] * len(model.stage_plan.stage_inputs[training][stage]), training=training)
         self.needs: list[TensorSite] = []
         self._placed: dict[int, tuple[RemoteTensor, TensorSite]] = {}
 
     def value_of(self, tensor: RemoteTensor) -> torch.Tensor | None:
-        """What is asked for once the stage is entered has to be received, if it can be told where it is met."""
+        """What is asked for once the stage is entered has to be received, if it is known where it is met."""
         if not self.entered:
             return None
         if (found := super().value_of(tensor)) is not None:
@@ -252,7 +251,7 @@ class _Discovery(StageRun):
         return tensor.form.clone()  # no leaf: the code may overwrite it
 
     def shown(self, module: nn.Module, name: str, known: Known) -> torch.Tensor | None:
-        """The stage's own parameters, without numbers."""
+        """The stage's own parameters, as fake tensors."""
         found = super().shown(module, name, known)
         return known.form if found is None else found
 
@@ -274,7 +273,7 @@ class _Discovery(StageRun):
 
     def call(self, call: BlockCall) -> Any:
         """As it will be, without what is sent."""
-        stage = self._model.staging.stage_of[call.block.name, call.number]
+        stage = self._model.stage_plan.stage_of[call.block.name, call.number]
         if stage > self.stage:
             if not self.entered:
                 self._enter(call)

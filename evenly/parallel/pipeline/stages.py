@@ -1,7 +1,7 @@
 """Stages as data: which calls of the model's blocks each runs, what it holds, and what it receives.
 
-*segment* a call of a block with all that the model's code computes from there to the next call; the first has what
-comes before it too. A *stage* is a run of segments.
+The cost of a call of a block covers all that the model's code computes from there to the next call; that of the first
+call has what comes before it too. A *stage* is a run of calls.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TensorSite:
 
 @dataclass(frozen=True)
 class CallCost:
-    """What one segment takes.
+    """What one call of a block takes, with what follows it up to the next.
 
     call:     that it begins with.
     tensors:  names of the parameters, and of the buffers of its own, that it uses.
@@ -60,10 +60,10 @@ class CallCost:
 class StagePlan:
     """A model in stages.
 
-    counts:   how many segments each stage has.
+    counts:   how many call_costs each stage has.
     calls:    the calls of a forward in their order, in training and in evaluation.
     stage_of: the stage of each call.
-    owners:   name of a parameter, or of a buffer that belongs to segments -> the stages that hold it, ascending.
+    owners:   name of a parameter, or of a buffer that belongs to call_costs -> the stages that hold it, ascending.
     needs:    per stage what it receives from the one before, in training and in evaluation.
     """
 
@@ -80,7 +80,7 @@ class StagePlan:
 
     @property
     def cut(self) -> str:
-        """As it is told in a plan: the numbers of the calls at which stages begin."""
+        """As a plan has it: the numbers of the calls at which stages begin."""
         return "|".join(map(str, accumulate(self.counts[:-1])))
 
     def receives_between(self, *, training: bool) -> bool:
@@ -100,11 +100,11 @@ def stage_of_calls(calls: Sequence[CallOf], counts: Sequence[int]) -> dict[CallO
 
 
 def owners_of(
-    names: Sequence[str], segments: Sequence[CallCost], stage_of: Mapping[CallOf, int]
+    names: Sequence[str], call_costs: Sequence[CallCost], stage_of: Mapping[CallOf, int]
 ) -> dict[str, tuple[int, ...]]:
     """The stages that use each of `names`; the first where none does."""
     found: dict[str, set[int]] = {name: set() for name in names}
-    for segment in segments:
-        for name in segment.tensors:
-            found[name].add(stage_of[segment.call])
+    for call_cost in call_costs:
+        for name in call_cost.tensors:
+            found[name].add(stage_of[call_cost.call])
     return {name: tuple(sorted(stages or {0})) for name, stages in found.items()}

@@ -13,7 +13,7 @@ forward:
     gather  the whole of a split tensor, for each rank to compute with on its own; gradients are added up and cut
     whole   the whole of a split tensor; of gradients this rank's part is kept
     total   the sum of what the ranks computed, whole
-    rows    the same, split along the rows (the sequence) where the axis is told to
+    rows    the same, split along the rows (the sequence) where the axis is asked to
 
 Random numbers are drawn for the whole tensor, the same on all ranks, of which each uses its part.
 """
@@ -245,7 +245,7 @@ def _refuse_own_functions(func: Callable[..., Any]) -> None:
 
 
 class SplitTensor(torch.Tensor):
-    """This rank's part of a tensor, taken for the whole by all that is not told otherwise.
+    """This rank's part of a tensor, taken for the whole by all code that does not know better.
 
     split_as: how it is split. axis: among whom. held: of a parameter's view, the parameter. rows: the shape of what
     it is a view of, its last dim apart, where that was flattened.

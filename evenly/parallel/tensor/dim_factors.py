@@ -1,9 +1,9 @@
-"""Atoms: what the dims of tensors are made of when one asks which can be split together.
+"""Factors: what the dims of tensors are made of when one asks which can be split together.
 
-A dim is a list of *atoms*, the outermost first, whose sizes multiply to the dim's: a dim of 256 that is viewed as
-4 heads of 64 is [4, 64]. Atoms that must be split together are *united*: from then on they are one. An atom that meets
-a boundary inside it is *refined* into smaller ones, wherever it stands. A *barred* atom can never be split, and
-knows why. Dims of size 1 hold no atoms.
+A dim is a list of *factors*, the outermost first, whose sizes multiply to the dim's: a dim of 256 that is viewed as
+4 heads of 64 is [4, 64]. Factors that must be split together are *united*: from then on they are one. A factor that
+meets a boundary inside it is *refined* into smaller ones, wherever it stands. A *forbidden* factor can never be split,
+and knows why. Dims of size 1 hold no factors.
 """
 
 from __future__ import annotations
@@ -14,54 +14,56 @@ Dim = tuple[int, ...]
 
 
 class DimFactors:
-    """All atoms of one analysis; an atom is a number. Those that were united or refined stand for what they became."""
+    """All factors of one analysis; a factor is a number. Those that were united or refined stand for what they
+    became.
+    """
 
     def __init__(self) -> None:
         self.size: list[int] = []
-        self._became: list[Dim] = []  # empty: still an atom itself
+        self._became: list[Dim] = []  # empty: still a factor itself
         self._barred: list[str] = []  # why; empty: not
 
-    def new(self, size: int, barred: str = "") -> Dim:
-        """A dim of `size` that is one new atom."""
+    def new(self, size: int, forbidden: str = "") -> Dim:
+        """A dim of `size` that is one new factor."""
         if size <= 1:
             return ()
         self.size.append(size)
         self._became.append(())
-        self._barred.append(barred)
+        self._barred.append(forbidden)
         return (len(self.size) - 1,)
 
     def now(self, dim: Iterable[int]) -> Dim:
-        """The atoms that `dim` consists of by now."""
+        """The factors that `dim` consists of by now."""
         found: list[int] = []
-        for atom in dim:
-            if self._became[atom]:
-                self._became[atom] = self.now(self._became[atom])
-                found.extend(self._became[atom])
+        for factor in dim:
+            if self._became[factor]:
+                self._became[factor] = self.now(self._became[factor])
+                found.extend(self._became[factor])
             else:
-                found.append(atom)
+                found.append(factor)
         return tuple(found)
 
     def length(self, dim: Iterable[int]) -> int:
-        """The product of the atoms' sizes."""
+        """The product of the factors' sizes."""
         product = 1
-        for atom in dim:
-            product *= self.size[atom]
+        for factor in dim:
+            product *= self.size[factor]
         return product
 
-    def reason(self, atom: int) -> str:
-        """Why the atom is barred; empty if it is not."""
-        return self._barred[atom]
+    def reason(self, factor: int) -> str:
+        """Why the factor is forbidden; empty if it is not."""
+        return self._barred[factor]
 
     def forbid(self, dim: Iterable[int], why: str) -> None:
         """Never to be split; the first reason stays."""
-        for atom in self.now(dim):
-            self._barred[atom] = self._barred[atom] or why
+        for factor in self.now(dim):
+            self._barred[factor] = self._barred[factor] or why
 
     def unite(self, first: Iterable[int], second: Iterable[int], why: str) -> None:
         """What stands at the same place of two dims of one length is split together.
 
-        Refines both until the atoms are of one size. Where that is impossible (2 x 3 beside 3 x 2) they are barred
-        for `reason`.
+        Refines both until the factors are of one size. Where that is impossible (2 x 3 besides 3 x 2) they are
+        forbidden for `reason`.
         """
         left, right = _FactorReader(self, first), _FactorReader(self, second)
         while (a := left.next()) is not None and (b := right.next()) is not None:
@@ -78,8 +80,8 @@ class DimFactors:
                 self._forbid_until_even(left, right, a, b, why)
 
     def regroup(self, dims: Sequence[Iterable[int]], lengths: Sequence[int], why: str) -> list[Dim]:
-        """The dims of a view of `lengths`, as many elements as `dims` have; refines where the view cuts an atom."""
-        source = _FactorReader(self, [atom for dim in dims for atom in dim])
+        """The dims of a view of `lengths`, as many elements as `dims` have; refines where the view cuts a factor."""
+        source = _FactorReader(self, [factor for dim in dims for factor in dim])
         result: list[Dim] = []
         for place, length in enumerate(lengths):
             dim = self._take(source, length)
@@ -90,19 +92,19 @@ class DimFactors:
         return result
 
     def _take(self, source: _FactorReader, length: int) -> Dim | None:
-        """The next atoms, of `length` together; None where no refinement has a boundary there."""
+        """The next factors, of `length` together; None where no refinement has a boundary there."""
         start, taken = source.rest(), 1
         dim: list[int] = []
         while taken < length:
-            atom = source.next()
+            factor = source.next()
             needed, odd = divmod(length, taken)
-            if atom is None:  # of no elements at all
+            if factor is None:  # of no elements at all
                 return None
-            if odd == 0 and needed % self.size[atom] == 0:
-                dim.append(atom)
-                taken *= self.size[atom]
-            elif odd == 0 and self.size[atom] % needed == 0:
-                head, tail = self._refine(atom, needed)
+            if odd == 0 and needed % self.size[factor] == 0:
+                dim.append(factor)
+                taken *= self.size[factor]
+            elif odd == 0 and self.size[factor] % needed == 0:
+                head, tail = self._refine(factor, needed)
                 source.put_back(tail)
                 return (*dim, head)
             else:
@@ -110,15 +112,15 @@ class DimFactors:
                 return None
         return tuple(dim)
 
-    def _merge(self, atom: int, into: int) -> None:
-        self._became[atom] = (into,)
-        self._barred[into] = self._barred[into] or self._barred[atom]
+    def _merge(self, factor: int, into: int) -> None:
+        self._became[factor] = (into,)
+        self._barred[into] = self._barred[into] or self._barred[factor]
 
-    def _refine(self, atom: int, outer: int) -> tuple[int, int]:
-        """`atom` as outer x rest."""
-        why = self._barred[atom]
-        head, tail = self.new(outer, why), self.new(self.size[atom] // outer, why)
-        self._became[atom] = (*head, *tail)
+    def _refine(self, factor: int, outer: int) -> tuple[int, int]:
+        """`factor` as outer x rest."""
+        why = self._barred[factor]
+        head, tail = self.new(outer, why), self.new(self.size[factor] // outer, why)
+        self._became[factor] = (*head, *tail)
         return head[0], tail[0]
 
     def _forbid_until_even(self, left: _FactorReader, right: _FactorReader, a: int, b: int, why: str) -> None:
@@ -127,20 +129,20 @@ class DimFactors:
         of_left, of_right = self.size[a], self.size[b]
         while of_left != of_right:
             behind = left if of_left < of_right else right
-            atom = behind.next()
-            assert atom is not None, "dims of one length"
-            self.forbid((atom,), why)
+            factor = behind.next()
+            assert factor is not None, "dims of one length"
+            self.forbid((factor,), why)
             if behind is left:
-                of_left *= self.size[atom]
+                of_left *= self.size[factor]
             else:
-                of_right *= self.size[atom]
+                of_right *= self.size[factor]
 
 
 class _FactorReader:
-    """Reads a dim atom by atom, as it is by then: refinements and unions while reading are seen."""
+    """Reads a dim factor by factor, as it is by then: refinements and unions while reading are seen."""
 
-    def __init__(self, atoms: DimFactors, dim: Iterable[int]) -> None:
-        self._atoms = atoms
+    def __init__(self, factors: DimFactors, dim: Iterable[int]) -> None:
+        self._atoms = factors
         self._ahead = [*dim][::-1]
 
     def next(self) -> int | None:
@@ -150,8 +152,8 @@ class _FactorReader:
             return first
         return None
 
-    def put_back(self, atom: int) -> None:
-        self._ahead.append(atom)
+    def put_back(self, factor: int) -> None:
+        self._ahead.append(factor)
 
     def rest(self) -> Dim:
         return tuple(self._ahead[::-1])

@@ -202,8 +202,8 @@ def attention(
         parts = [_grouped_part(tensor, layout, groups, axis) for tensor in (key, value)]
         enable_gqa = all(part is not None for part in parts)
         if not enable_gqa:
-            spread = [_repeat(tensor, groups) for tensor in (key, value)]
-            parts = [part_for(tensor, layout, axis) for tensor in spread]
+            repeated = [_repeat(tensor, groups) for tensor in (key, value)]
+            parts = [part_for(tensor, layout, axis) for tensor in repeated]
     else:
         parts = [part_for(tensor, layout, axis) for tensor in (key, value)]
     mask = None if attn_mask is None else part_for(attn_mask, layout, axis)

@@ -1,6 +1,7 @@
-"""The dims of all tensors of a trace as atoms, after the rule of every call was applied.
+"""The dims of all tensors of a trace as factors, after the rule of every call was applied.
 
-A call without a rule, or in a form that its rule does not know (`NoRule`), bars all that it touches. Some calls compute
+A call without a rule, or in a form that its rule does not know (`NoRule`), forbids all that it touches. Some calls
+compute
 with a split dim that their output no longer has: a contraction and a lookup, whose outputs are summed over ranks, and a
 cross entropy of split classes. They are noted as `PartialSum`s.
 """
@@ -35,13 +36,13 @@ class Graph:
     """The dims of all values of a trace.
 
     dims:       value -> its dims; known once the value was made.
-    meetings:   call -> what ends in it.
+    partial_sums: call -> what ends in it.
     multiplied: call -> how many products make one element of its output, for contractions.
     """
 
     trace: CallTrace
     rules: Mapping[str, Rule]
-    atoms: DimFactors = field(default_factory=DimFactors)
+    factors: DimFactors = field(default_factory=DimFactors)
     dims: dict[int, Dims] = field(default_factory=dict[int, Dims])
     partial_sums: dict[int, list[PartialSum]] = field(default_factory=dict[int, list[PartialSum]])
     multiplied: dict[int, int] = field(default_factory=dict[int, int])
@@ -53,7 +54,7 @@ class Graph:
     def __post_init__(self) -> None:
         for index, value in enumerate(self.trace.values):
             if value.source != "call":
-                self.dims[index] = [self.atoms.new(size) for size in value.shape]
+                self.dims[index] = [self.factors.new(size) for size in value.shape]
             if value.source == "batch":
                 self._from_batch.add(index)
             if value.source == "parameter":
@@ -74,20 +75,20 @@ class Graph:
         return self.trace.values[call.outputs[which]].shape
 
     def new(self, size: int) -> Dim:
-        return self.atoms.new(size)
+        return self.factors.new(size)
 
     def forbidden(self, size: int, call: TracedCall) -> Dim:
-        return self.atoms.new(size, call.place)
+        return self.factors.new(size, call.place)
 
     def forbid(self, dim: Iterable[int], call: TracedCall) -> None:
-        self.atoms.forbid(dim, call.place)
+        self.factors.forbid(dim, call.place)
 
     def unite(self, first: Dim, second: Dim, call: TracedCall) -> None:
-        self.atoms.unite(first, second, call.place)
+        self.factors.unite(first, second, call.place)
 
     def give(self, call: TracedCall, dims: Sequence[Dim], which: int = 0) -> None:
         """The output's dims; a value changed in place keeps its own and has them united."""
-        if [self.atoms.length(dim) for dim in dims] != [max(size, 1) for size in self.output_shape(call, which)]:
+        if [self.factors.length(dim) for dim in dims] != [max(size, 1) for size in self.output_shape(call, which)]:
             raise NoRule
         for first, second in zip(self.dims.setdefault(call.outputs[which], [*dims]), dims, strict=True):
             self.unite(first, second, call)

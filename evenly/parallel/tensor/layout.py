@@ -74,7 +74,7 @@ class Layout:
         return mine == theirs and self.ranks == other.ranks
 
     def stretched(self, times: int) -> Layout:
-        """Of a dim in which every element of this one stands `times` times, one copy beside the other."""
+        """Of a dim in which every element of this one stands `times` times, one copy besides the other."""
         return replace(self, inner=self.inner * times)
 
     def viewed(self, shape: Sequence[int], target: Sequence[int]) -> Layout | None:

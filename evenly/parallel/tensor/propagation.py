@@ -61,7 +61,7 @@ def viewed(graph: Graph, call: TracedCall) -> None:
     ref, shape = subject(call), graph.output_shape(call)
     if graph.trace.values[ref.index].elements != graph.trace.values[call.outputs[0]].elements:
         raise NoRule  # as another type
-    graph.give(call, graph.atoms.regroup(graph.of(ref), shape, call.place))
+    graph.give(call, graph.factors.regroup(graph.of(ref), shape, call.place))
 
 
 def transposed(graph: Graph, call: TracedCall) -> None:
@@ -227,7 +227,7 @@ def unbound(graph: Graph, call: TracedCall) -> None:
 
 
 def cat(graph: Graph, call: TracedCall) -> None:
-    """One behind the other along a dim, which is barred; the others are united."""
+    """One behind the other along a dim, which is forbidden; the others are united."""
     refs = [ref for ref in refs_in(argument(call, 0, "tensors")) if graph.shape(ref) != (0,)]
     shape = graph.output_shape(call)
     place = counted(argument(call, 1, "dim", "axis", default=0), len(shape))
@@ -237,7 +237,7 @@ def cat(graph: Graph, call: TracedCall) -> None:
 
 
 def stacked(graph: Graph, call: TracedCall) -> None:
-    """One behind the other along a new dim, which is barred."""
+    """One behind the other along a new dim, which is forbidden."""
     place = counted(argument(call, 1, "dim", default=0), len(graph.output_shape(call)))
     parts = [[*graph.of(ref)] for ref in refs_in(argument(call, 0, "tensors"))]
     for part in parts:
@@ -258,7 +258,7 @@ def give_united(graph: Graph, call: TracedCall, parts: Sequence[Dims], place: in
 
 
 def indexed(graph: Graph, call: TracedCall) -> None:
-    """`x[...]` of numbers, slices, None and Ellipsis: whole slices pass, numbers and parts bar their dim."""
+    """`x[...]` of numbers, slices, None and Ellipsis: whole slices pass, numbers and parts forbid their dim."""
     index = argument(call, 1)
     items = [*(index if isinstance(index, tuple) else (index,))]
     if any(
@@ -304,7 +304,7 @@ def contract(graph: Graph, call: TracedCall, operands: Sequence[tuple[Ref, Label
     """Products summed over the labels that `output` lacks, as `einsum` does: dims of one label are united.
 
     What is summed of an activation and a weight may be split, its output is then summed over ranks; of two
-    activations, or within one, it is barred.
+    activations, or within one, it is forbidden.
     """
     by_label: dict[Hashable, Dim] = {}
     for ref, labels in operands:
@@ -320,7 +320,7 @@ def contract(graph: Graph, call: TracedCall, operands: Sequence[tuple[Ref, Label
                 graph.ends_in_sum(dim, "sum")
             else:
                 graph.forbid(dim, call)
-            graph.multiplies(graph.atoms.length(dim))
+            graph.multiplies(graph.factors.length(dim))
     return [by_label.get(label, ()) for label in output]
 
 
@@ -368,15 +368,15 @@ def einsum(graph: Graph, call: TracedCall) -> None:
     terms = inputs.split(",")
     if len(terms) != len(refs):
         raise NoRule
-    spread = [len(graph.shape(ref)) - len(term.replace("...", "")) for ref, term in zip(refs, terms, strict=True)]
-    labels = [_labels(term, count) for term, count in zip(terms, spread, strict=True)]
-    graph.give(call, contract(graph, call, [*zip(refs, labels, strict=True)], _labels(output, max(spread))))
+    repeated = [len(graph.shape(ref)) - len(term.replace("...", "")) for ref, term in zip(refs, terms, strict=True)]
+    labels = [_labels(term, count) for term, count in zip(terms, repeated, strict=True)]
+    graph.give(call, contract(graph, call, [*zip(refs, labels, strict=True)], _labels(output, max(repeated))))
 
 
-def _labels(term: str, spread: int) -> list[Hashable]:
+def _labels(term: str, repeated: int) -> list[Hashable]:
     """One per dim; those of `...` are numbers from the right."""
     before, dots, after = term.partition("...")
-    return [*before, *(range(-spread, 0) if dots else ()), *after]
+    return [*before, *(range(-repeated, 0) if dots else ()), *after]
 
 
 def attention(graph: Graph, call: TracedCall) -> None:

@@ -1,8 +1,8 @@
 """Which parameters of a model can be split, which of them together, and what each such group communicates.
 
-Read from a trace: the rules unite the atoms (see `atoms`) of all tensors that must be split together. Every atom that
-is left unbarred and stands in a parameter is a *group*: wherever it stands, its *units* can be dealt to ranks. Two
-neighbouring atoms can be one group too: where heads of queries are 2 kv heads x 4, all 8 can be dealt.
+Read from a trace: the rules unite the factors (see `factors`) of all tensors that must be split together. Every factor
+that is left unbarred and stands in a parameter is a *group*: wherever it stands, its *units* can be dealt to ranks. Two
+neighbouring factors can be one group too: where heads of queries are 2 kv heads x 4, all 8 can be dealt.
 
 A group is checked by following it through the calls: which tensors are split, where their parts are summed over
 ranks, and which whole tensors meet them, whose gradients are summed in turn.
@@ -18,7 +18,7 @@ from evenly.parallel.tensor.graph import Graph
 from evenly.parallel.tensor.ops import OPS
 from evenly.parallel.tensor.trace import CallTrace, TracedCall
 
-Run = tuple[int, ...]  # one atom, or two neighbours
+Run = tuple[int, ...]  # one factor, or two neighbours
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ class SplitGroup:
 class Derivation:
     """What can be split, and why the rest cannot.
 
-    groups:   in order of their first parameter; of two neighbouring atoms last.
+    groups:   in order of their first parameter; of two neighbouring factors last.
     elements: of each parameter, by its first name.
     aliases:  every name of every parameter -> its first.
-    barred:   parameter -> for each dim the reason why it is in no group, empty where it is in one.
+    forbidden:   parameter -> for each dim the reason why it is in no group, empty where it is in one.
     """
 
     groups: tuple[SplitGroup, ...]
@@ -75,7 +75,7 @@ class Derivation:
 
 
 class NotTogether(Exception):
-    """Atoms that cannot be split as one group after all."""
+    """Factors that cannot be split as one group after all."""
 
 
 def derive(trace: CallTrace) -> Derivation:
@@ -104,18 +104,18 @@ class _SplitSearch:
     def __init__(self, trace: CallTrace) -> None:
         self.trace = trace
         self.graph = Graph(trace, {name: op.propagate for name, op in OPS.items()})
-        self.atoms = self.graph.atoms
-        self.dims = {index: [self.atoms.now(dim) for dim in dims] for index, dims in self.graph.dims.items()}
+        self.factors = self.graph.factors
+        self.dims = {index: [self.factors.now(dim) for dim in dims] for index, dims in self.graph.dims.items()}
         self.parameters = [*dict.fromkeys(trace.parameters.values())]
         self.used = {index for call in trace.calls for index in call.inputs}
         self.ended = {
-            at: [(self.atoms.now(meeting.dim), meeting.kind) for meeting in meetings]
-            for at, meetings in self.graph.partial_sums.items()
+            at: [(self.factors.now(partial.dim), partial.kind) for partial in sums]
+            for at, sums in self.graph.partial_sums.items()
         }
-        self.calls_of = self._calls_by_atom()
+        self.calls_of = self._calls_by_factor()
 
     def groups(self) -> list[SplitGroup]:
-        """Single atoms by their first parameter, then pairs."""
+        """Single factors by their first parameter, then pairs."""
         found: list[SplitGroup] = []
         for run in (*self._runs(1), *self._runs(2)):
             try:
@@ -130,10 +130,10 @@ class _SplitSearch:
             return "no call takes it"
         if not dim:
             return "has one element"
-        return next(filter(None, map(self.atoms.reason, dim)), "would stand twice in a tensor")
+        return next(filter(None, map(self.factors.reason, dim)), "would stand twice in a tensor")
 
     def _runs(self, length: int) -> Iterable[Run]:
-        """Neighbouring unbarred atoms of parameters, each run once."""
+        """Neighbouring unbarred factors of parameters, each run once."""
         runs = (
             dim[start : start + length]
             for index in self.parameters
@@ -141,33 +141,33 @@ class _SplitSearch:
             for dim in self.dims[index]
             for start in range(len(dim) - length + 1)
         )
-        return (run for run in dict.fromkeys(runs) if not any(map(self.atoms.reason, run)) and len({*run}) == length)
+        return (run for run in dict.fromkeys(runs) if not any(map(self.factors.reason, run)) and len({*run}) == length)
 
-    def _calls_by_atom(self) -> dict[int, list[int]]:
+    def _calls_by_factor(self) -> dict[int, list[int]]:
         calls: dict[int, dict[int, None]] = {}
         for at, call in enumerate(self.trace.calls):
             for index in (*call.inputs, *call.outputs):
                 for dim in self.dims[index]:
-                    for atom in dim:
-                        calls.setdefault(atom, {})[at] = None
-        return {atom: [*found] for atom, found in calls.items()}
+                    for factor in dim:
+                        calls.setdefault(factor, {})[at] = None
+        return {factor: [*found] for factor, found in calls.items()}
 
 
 @dataclass(eq=False)
 class _Following:
-    """One run of atoms followed through the calls, its parameters split and all else whole at first."""
+    """One run of factors followed through the calls, its parameters split and all else whole at first."""
 
     search: _SplitSearch
     run: Run
     split: set[int] = field(default_factory=set[int])
-    entered: set[int] = field(default_factory=set[int])  # whole, and meeting split ones
+    entered: set[int] = field(default_factory=set[int])  # full, and used with split ones
     summed: list[int] = field(default_factory=list[int])
     sums: dict[str, None] = field(default_factory=dict[str, None])
     products: int = 0
 
     def group(self) -> SplitGroup:
         """Raises `NotTogether` where a split tensor would hold the run in no single place."""
-        atoms, values = self.search.atoms, self.search.trace.values
+        factors, values = self.search.factors, self.search.trace.values
         used, alone = self.search.used, len(self.run) == 1
         parameters = [index for index in self.search.parameters if index in used and self._holds(index, strict=alone)]
         if len(parameters) < len(self.run):  # neighbours in one parameter alone are split as well each by itself
@@ -176,7 +176,7 @@ class _Following:
         for at in self.search.calls_of.get(self.run[0], []):
             self._follow(at, self.search.trace.calls[at])
         return SplitGroup(
-            units=atoms.length(self.run),
+            units=factors.length(self.run),
             parameters=tuple(self._parameter(index) for index in parameters),
             elements=sum(values[index].elements for index in parameters),
             forward_bytes=sum(values[index].bytes for index in self.summed),
@@ -189,7 +189,7 @@ class _Following:
         """Whether the value has the run, once. `NotTogether` where it is there twice or in pieces, if `strict`."""
         dims = self.search.dims[index]
         whole = sum(len(_starts(dim, self.run)) for dim in dims)
-        single = sum(atom in self.run for dim in dims for atom in dim)
+        single = sum(factor in self.run for dim in dims for factor in dim)
         if whole == 1 and single == len(self.run):
             return True
         if single and strict:
@@ -197,11 +197,11 @@ class _Following:
         return False
 
     def _parameter(self, index: int) -> ParameterSplit:
-        atoms, dims = self.search.atoms, self.search.dims[index]
+        factors, dims = self.search.factors, self.search.dims[index]
         ((at, start),) = [(at, start) for at, dim in enumerate(dims) for start in _starts(dim, self.run)]
         outer, inner = dims[at][:start], dims[at][start + len(self.run) :]
         name = self.search.trace.values[index].name
-        return ParameterSplit(name, at, atoms.length(outer), atoms.length(self.run), atoms.length(inner))
+        return ParameterSplit(name, at, factors.length(outer), factors.length(self.run), factors.length(inner))
 
     def _follow(self, at: int, call: TracedCall) -> None:
         inputs = {*call.inputs}

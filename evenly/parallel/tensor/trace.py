@@ -1,4 +1,4 @@
-"""What a model computes, as plain data: the calls of torch's functions in one forward, with shapes and without numbers.
+"""What a model computes, as plain data: the calls of torch's functions in one forward, with shapes alone.
 
 *value* a tensor that takes part: parameter, buffer, batch, constant or the result of a call · *call* one function of
 torch as the model's code calls it. A function of `torch.nn.functional` is one call, whatever it calls in turn, but for
@@ -327,13 +327,13 @@ def _unrecorded(tensor: torch.Tensor, call: TracedCall) -> PlanError:
 
 
 def _refusal(problem: Exception, recorder: _Recorder) -> PlanError:
-    """What the code did that cannot be done without numbers."""
+    """What the code did that needs the numbers of a tensor."""
     failed = recorder.failed[1] if recorder.failed and recorder.failed[0] is problem else None
     operation = operation_of(problem)
     if not operation:
         what, line = describe(problem), _line(problem)
         place = f" (in the call of {failed.place}{line})" if failed else "" if what.endswith(line) else line
-        return PlanError(ASKED, f"it does not run on tensors without numbers: {what}{place}", OTHER_AXIS)
+        return PlanError(ASKED, f"it does not run on fake tensors: {what}{place}", OTHER_AXIS)
     place = (f" in {failed.module}" if failed and failed.module else "") + _line(problem)
     return PlanError(ASKED, f"{operation}{place} needs numbers", OTHER_AXIS)
 
