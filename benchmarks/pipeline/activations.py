@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,11 +22,11 @@ import evenly
 from evenly.launch.agent import Launch, start_ranks
 from evenly.parallel.core.memory import MemoryCounter
 from evenly.parallel.pipeline.orders import orders
-from evenly.plan.schedule import Action, Kind, Schedule, stages_per_rank
+from evenly.plan.schedule import SCHEDULES, Action, Kind, Schedule, stages_per_rank
 
 RANKS, MICROBATCHES, BLOCKS, WIDTH, SAMPLES = (2, 4), 8, 16, 64, 128
 INNERS = (4 * WIDTH,) * BLOCKS
-SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+SCHEDULES: tuple[Schedule, ...] = (*SCHEDULES,)
 CHANGES: dict[Kind, int] = {"forward": 1, "backward": -1, "backward_weight": -1}
 
 

@@ -19,14 +19,14 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from tower import BLOCKS, DISTURBED, WIDTH, bind, keep, kept, load, tower_job, waited_s
 
 import evenly
 from evenly.launch.agent import Launch, start_ranks
 from evenly.parallel.pipeline.orders import orders
-from evenly.plan.schedule import Schedule, stages_per_rank
+from evenly.plan.schedule import SCHEDULES, Schedule, stages_per_rank
 from evenly.planner.timeline import Costs, Timeline, costs_of, ideal_bubble, simulate
 from evenly.report.spans import read_recorded
 
@@ -127,11 +127,11 @@ def show(schedule: str, microbatches: int, found: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("schedules", nargs="*", choices=[[], *get_args(Schedule)])
+    parser.add_argument("schedules", nargs="*", choices=[[], *(*SCHEDULES,)])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=8)
     args = parser.parse_args()
-    cases: list[Case] = [(s, m) for s in args.schedules or get_args(Schedule) for m in MICROBATCHES]
+    cases: list[Case] = [(s, m) for s in args.schedules or (*SCHEDULES,) for m in MICROBATCHES]
     steps: dict[Case, list[Timeline]] = {case: [] for case in cases}
     loads = [load()]
     for _ in range(args.rounds):

@@ -87,9 +87,36 @@ def device_names() -> list[str]:
     return list(_kinds())
 
 
+def register_device(name: str, facts: Mapping[str, Any]) -> None:
+    """Adds a kind of device, with facts in the words of devices.toml; `names` may be left out.
+
+    Raises `UserError` for a name that is taken, and for what is missing or no such fact.
+    """
+    asked = f"register the device {name!r}"
+    if known_device(name) is not None:
+        raise UserError(asked, "such a kind is known already", "give its facts in a cluster file, or another name")
+    device_with(name, {key: value for key, value in facts.items() if key != "names"})
+    _registered[name] = {"names": [], "source": "registered", **facts}
+    _read_again()
+
+
+def unregister_device(name: str) -> None:
+    """Takes back `register_device`."""
+    del _registered[name]
+    _read_again()
+
+
+def _read_again() -> None:
+    for cached in (_facts, _kinds, _by_key):
+        cached.cache_clear()
+
+
+_registered: dict[str, dict[str, Any]] = {}
+
+
 @cache
 def _facts() -> dict[str, dict[str, Any]]:
-    return tomllib.loads(FILE.read_text(encoding="utf-8"))
+    return {**tomllib.loads(FILE.read_text(encoding="utf-8")), **_registered}
 
 
 @cache

@@ -8,13 +8,23 @@ gradients of weights in the order of those of its inputs. Only looped-bfs goes b
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 
-from evenly.plan.schedule import Action, Kind, Schedule, in_flight, rank_of_stage, runnable
+from evenly.plan.schedule import (
+    SCHEDULES,
+    Action,
+    Kind,
+    Schedule,
+    ScheduleRules,
+    in_flight,
+    rank_of_stage,
+    runnable,
+)
 
 Step = tuple[Kind, int]  # which of the rank's own stages
 Pass = tuple[Kind, int, int]  # stage of the model, microbatch
+Rule = Callable[[int, int, int, int], Sequence[Step]]
 
 FORWARD: list[Step] = [("forward", 0), ("forward", 1)]  # of the two stages of a V
 BACKWARD: list[Step] = [("backward", 0), ("backward", 1)]
@@ -39,17 +49,16 @@ def passes(schedule: Schedule, ranks: int, stages_per_rank: int, microbatches: i
     stages = [[stage for stage, holder in enumerate(placed) if holder == rank] for rank in range(ranks)]
     if schedule == "looped-bfs":
         return [_looped(own, microbatches) for own in stages]
-    rules = (_rule(schedule, rank, ranks, stages_per_rank, microbatches) for rank in range(ranks))
+    rules = (RULES[schedule](rank, ranks, stages_per_rank, microbatches) for rank in range(ranks))
     return [_numbered(rule, own, microbatches) for rule, own in zip(rules, stages, strict=True)]
 
 
 def in_flight_of(schedule: Schedule, ranks: int, stages_per_rank: int, microbatches: int) -> list[list[int]]:
     """`plan.schedule.in_flight` of the schedule, quick for any runnable number of microbatches."""
-    if schedule in ("gpipe", "looped-bfs"):
-        return [[microbatches] * stages_per_rank for _ in range(ranks)]
+    rules = SCHEDULES[schedule]
     least = 4 * ranks  # what is in flight no longer changes once a step has a few rounds
-    whole_rounds = schedule not in ("interleaved", "zero-bubble") or microbatches % ranks == 0
-    enough = min(microbatches, least) if whole_rounds else microbatches
+    whole_rounds = not rules.equal_rounds or microbatches % ranks == 0
+    enough = min(microbatches, least) if rules.steady and whole_rounds else microbatches
     return [[*held] for held in _in_flight(schedule, ranks, stages_per_rank, enough)]
 
 
@@ -75,20 +84,6 @@ def _numbered(rule: Iterable[Step], stages: Sequence[int], microbatches: int) ->
         if number < microbatches:
             found.append((kind, stages[own], number))
     return found
-
-
-def _rule(schedule: Schedule, rank: int, ranks: int, stages: int, microbatches: int) -> Sequence[Step]:
-    following = ranks - 1 - rank
-    if schedule == "zbv":
-        return [*_zbv(rank, ranks, max(microbatches, 2 * ranks - 1))]
-    if schedule == "dualpipev":
-        return [*_dualpipev(rank, ranks, microbatches)]
-    if schedule == "interleaved":
-        return _interleaved(2 * following, ranks, stages, microbatches)
-    if schedule == "zero-bubble":
-        return _zero_bubble(rank, ranks, stages, microbatches)
-    ahead = {"naive": 0, "gpipe": microbatches, "1f1b": following}[schedule]
-    return _alternating(ahead, FORWARD[:1] * microbatches, BACKWARD[:1] * microbatches)
 
 
 def _alternating(ahead: int, forwards: Sequence[Step], backwards: Sequence[Step]) -> list[Step]:
@@ -183,3 +178,36 @@ def _dualpipev(rank: int, ranks: int, microbatches: int) -> Iterator[Step]:
     for weight in weights[:following]:
         yield from (weight, INPUT[0])
     yield from weights[following:]
+
+
+def _in_turn(ahead: Callable[[int, int], int]) -> Rule:
+    """One stage per rank; `ahead` forward passes first, by the ranks that follow and the microbatches."""
+
+    def rule(rank: int, ranks: int, _: int, microbatches: int) -> list[Step]:
+        number = ahead(ranks - 1 - rank, microbatches)
+        return _alternating(number, FORWARD[:1] * microbatches, BACKWARD[:1] * microbatches)
+
+    return rule
+
+
+# The order of each schedule: for a rank, of so many ranks with so many stages each, on so many microbatches.
+RULES: dict[Schedule, Rule] = {
+    "naive": _in_turn(lambda following, microbatches: 0),
+    "gpipe": _in_turn(lambda following, microbatches: microbatches),
+    "1f1b": _in_turn(lambda following, microbatches: following),
+    "interleaved": lambda rank, p, v, m: _interleaved(2 * (p - 1 - rank), p, v, m),
+    "zero-bubble": _zero_bubble,
+    "zbv": lambda rank, p, _, m: [*_zbv(rank, p, max(m, 2 * p - 1))],
+    "dualpipev": lambda rank, p, _, m: [*_dualpipev(rank, p, m)],
+}
+
+
+def register_schedule(name: Schedule, rules: ScheduleRules, order: Rule) -> None:
+    """Adds a schedule, which plans then name: `schedule=NAME`. Raises `ValueError` for a name that is taken.
+
+    order: for (rank, ranks, stages per rank, microbatches) the passes of that rank in a step, each a kind and which of
+    its own stages, 0 the earliest in the model; every stage takes its microbatches from the first to the last.
+    """
+    if name in SCHEDULES:
+        raise ValueError(f"there is a schedule {name!r} already")
+    SCHEDULES[name], RULES[name] = rules, order

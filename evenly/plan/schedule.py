@@ -23,7 +23,7 @@ Kind = Literal[
     "send_backward",
     "recv_backward",
 ]
-Schedule = Literal["naive", "gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
+Schedule = str  # a name in SCHEDULES
 
 COMPUTE: frozenset[Kind] = frozenset(["forward", "backward", "backward_input", "backward_weight"])
 LETTERS: dict[Kind, str] = {
@@ -58,25 +58,56 @@ class Action:
         return f"{LETTERS[self.kind]}{self.stage}.{self.microbatch}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScheduleRules:
+    """What a schedule places where, and which numbers of microbatches it runs. Its order is in `plan.orders`.
+
+    stages:          of every rank; None leaves them to the plan, which has `usual` where it does not say.
+    as_v:            stages go there and back over the ranks: rank r holds r and 2 * ranks - 1 - r.
+    splits_backward: whether gradients of parameters are computed apart from those of inputs.
+    equal_rounds:    whether microbatches run in rounds of equal length, their number over that of ranks, rounded down.
+    every_stage:     whether there must be a microbatch for every stage.
+    steady:          whether, after a few rounds, more microbatches leave the number in flight as it is.
+    """
+
+    stages: int | None = None
+    usual: int = 1
+    as_v: bool = False
+    splits_backward: bool = False
+    equal_rounds: bool = False
+    every_stage: bool = False
+    steady: bool = False
+
+
+SCHEDULES: dict[Schedule, ScheduleRules] = {
+    "naive": ScheduleRules(stages=1, steady=True),
+    "gpipe": ScheduleRules(stages=1),
+    "1f1b": ScheduleRules(stages=1, steady=True),
+    "interleaved": ScheduleRules(usual=2, equal_rounds=True, steady=True),
+    "looped-bfs": ScheduleRules(usual=2),
+    "zero-bubble": ScheduleRules(splits_backward=True, equal_rounds=True, steady=True),
+    "zbv": ScheduleRules(stages=2, as_v=True, splits_backward=True, steady=True),
+    "dualpipev": ScheduleRules(stages=2, as_v=True, splits_backward=True, every_stage=True, steady=True),
+}
+
+
 def stages_per_rank(schedule: Schedule, asked: int | None) -> int:
     """Stages that every rank holds; None takes the schedule's own. Raises `PlanError` for a number that it cannot."""
-    if schedule in ("naive", "gpipe", "1f1b"):
-        return _exactly(1, schedule, asked, "use interleaved, looped-bfs or zero-bubble for several stages per rank")
-    if _is_v(schedule):
-        return _exactly(2, schedule, asked, "use interleaved, looped-bfs or zero-bubble for another number")
-    if asked is not None and asked < 1:
-        raise PlanError(f"schedule={schedule} stages_per_rank={asked}", "a rank has at least one stage", "ask for more")
-    return asked or (1 if schedule == "zero-bubble" else 2)
-
-
-def _exactly(number: int, schedule: Schedule, asked: int | None, otherwise: str) -> int:
-    if asked not in (None, number):
+    rules = SCHEDULES[schedule]
+    if rules.stages is None:
+        if asked is not None and asked < 1:
+            raise PlanError(
+                f"schedule={schedule} stages_per_rank={asked}", "a rank has at least one stage", "ask for more"
+            )
+        return asked or rules.usual
+    if asked not in (None, rules.stages):
+        free = [name for name, other in SCHEDULES.items() if other.stages is None]
         raise PlanError(
             f"schedule={schedule} stages_per_rank={asked}",
-            f"this schedule has exactly {number} stage{'s' * (number > 1)} per rank",
-            f"leave out stages_per_rank, or {otherwise}",
+            f"this schedule has exactly {rules.stages} stage{'s' * (rules.stages > 1)} per rank",
+            f"leave out stages_per_rank, or use {', '.join(free[:-1])} or {free[-1]} for another number",
         )
-    return number
+    return rules.stages
 
 
 def rank_of_stage(schedule: Schedule, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
@@ -87,14 +118,14 @@ def rank_of_stage(schedule: Schedule, ranks: int, stages_per_rank: int) -> tuple
     last stage.
     """
     stages = range(ranks * stages_per_rank)
-    if _is_v(schedule):
+    if SCHEDULES[schedule].as_v:
         return tuple(min(stage, 2 * ranks - 1 - stage) for stage in stages)
     return tuple(stage % ranks for stage in stages)
 
 
 def splits_backward(schedule: Schedule) -> bool:
     """Whether gradients of parameters are computed apart from those of inputs: what the next stage needs goes first."""
-    return schedule == "zero-bubble" or _is_v(schedule)
+    return SCHEDULES[schedule].splits_backward
 
 
 def runnable(schedule: Schedule, ranks: int, stages_per_rank: int, microbatches: int) -> int:
@@ -104,9 +135,10 @@ def runnable(schedule: Schedule, ranks: int, stages_per_rank: int, microbatches:
     of equal length, and their number is that of microbatches over ranks, rounded down; dualpipev needs a microbatch
     for every stage. The others run any number.
     """
-    if schedule in ("interleaved", "zero-bubble"):
+    rules = SCHEDULES[schedule]
+    if rules.equal_rounds:
         return next(number for number in count(microbatches) if number % max(1, number // ranks) == 0)
-    return max(microbatches, ranks * stages_per_rank) if schedule == "dualpipev" else microbatches
+    return max(microbatches, ranks * stages_per_rank) if rules.every_stage else microbatches
 
 
 def in_flight(orders: Sequence[Sequence[Action]]) -> list[list[int]]:
@@ -124,7 +156,3 @@ def _most_held(order: Sequence[Action], stage: int) -> int:
         held += change.get(action.kind, 0) if action.stage == stage else 0
         most = max(most, held)
     return most
-
-
-def _is_v(schedule: Schedule) -> bool:
-    return schedule in ("zbv", "dualpipev")

@@ -16,7 +16,7 @@ from evenly.errors import PlanError
 from evenly.job import PRECISIONS, Precision
 from evenly.plan.axes import DataAxis, DeviceReplicas, PipelineAxis, TensorAxis, ZeroStage
 from evenly.plan.plan import Compile, Exact, Offload, Plan, Recompute, in_words
-from evenly.plan.schedule import Schedule, stages_per_rank
+from evenly.plan.schedule import SCHEDULES, Schedule, stages_per_rank
 
 SYNONYMS = {"dp": "data", "tp": "tensor", "pp": "pipeline"}
 OPEN = (None, "auto")
@@ -292,7 +292,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "tensor_exclude": _patterns,
     "sequence_parallel": _switch,
     "pipeline": _size,
-    "schedule": _one_of(get_args(Schedule)),
+    "schedule": lambda value: _one_of(SCHEDULES)(value),
     "stages_per_rank": _count,
     "split_points": _split_points,
     "replicas": _size,

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import cast
 
 from evenly.model.parts import BlockCost, ModelCosts
 from evenly.plan.orders import Pass, passes
-from evenly.plan.schedule import Schedule, rank_of_stage, runnable
+from evenly.plan.schedule import SCHEDULES, Schedule, rank_of_stage, runnable
 from evenly.planner.prediction import MemoryByCause
 from evenly.planner.training_config import TrainingConfig
 
@@ -77,7 +76,7 @@ def _held(rank: int, stages: Sequence[int], kept: Sequence[int], setup: Training
         return kept[rank] * min(setup.microbatches, 2 * p)
     schedule = _schedule(setup)
     most = runnable(schedule, p, v, setup.microbatches)
-    if schedule not in ("gpipe", "looped-bfs"):
+    if SCHEDULES[schedule].steady:
         # What is in flight no longer changes once a step has a few rounds.
         most = min(most, runnable(schedule, p, v, 4 * p))
     weights = [kept[stage] for stage in stages]
@@ -114,7 +113,7 @@ def _own_stages(schedule: Schedule, ranks: int, stages_per_rank: int, rank: int)
 
 
 def _schedule(setup: TrainingConfig) -> Schedule:
-    return cast(Schedule, "zero-bubble" if setup.schedule == "zb-1p" else setup.schedule)
+    return "zero-bubble" if setup.schedule == "zb-1p" else setup.schedule
 
 
 def _places(setup: TrainingConfig) -> Sequence[int]:

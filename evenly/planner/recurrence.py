@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from evenly.plan.orders import Pass, passes
-from evenly.plan.schedule import Kind, Schedule, rank_of_stage
+from evenly.plan.schedule import SCHEDULES, Kind, Schedule, rank_of_stage
 
 KINDS: Sequence[Kind] = ("forward", "backward", "backward_input", "backward_weight")
 ROUNDING = 1e-12  # of ends, relative
@@ -104,9 +104,10 @@ def duration(
 
 def _round_length(schedule: Schedule, ranks: int, microbatches: int) -> int:
     """Microbatches after which a schedule repeats; 0 where it does not, or where a longer step has other rounds."""
-    if schedule in ("interleaved", "zero-bubble"):
+    rules = SCHEDULES[schedule]
+    if rules.equal_rounds:
         return ranks if microbatches % ranks == 0 else 0
-    return 0 if schedule in ("gpipe", "looped-bfs") else 1
+    return 1 if rules.steady else 0
 
 
 @lru_cache(maxsize=256)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from evenly.errors import PlanError, UserError
 from evenly.plan import Plan, PlanSpec
+from evenly.plan.schedule import splits_backward
 from evenly.plan.spec import largest_shard
 from evenly.planner.costed_plan import (
     CostedPlan,
@@ -30,8 +31,7 @@ from evenly.planner.prediction import Prediction
 from evenly.planner.request import PlanRequest, PlanResult
 from evenly.planner.time import message_seconds, tail_seconds
 
-SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "zbv")
-SPLITTING = ("zero-bubble", "zbv")
+SOUGHT = ("1f1b", "interleaved", "zero-bubble", "zbv")  # schedules
 CHUNKS = (2, 3, 4, 5, 6, 8)  # stages per rank of interleaved, as far as there are blocks for them
 MICROBATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 UNEVEN = 1.1  # places of stages for each block
@@ -281,7 +281,12 @@ def choices_of(question: PlanRequest, devices: int) -> Iterator[PlanChoice]:
                 [*_orders(question, pipeline)],
             ):
                 # What is computed again comes with a whole backward pass: nothing is left to split.
-                if recompute == "none" or schedule not in SPLITTING or only.schedule is not None:
+                if (
+                    recompute == "none"
+                    or schedule is None
+                    or not splits_backward(schedule)
+                    or only.schedule is not None
+                ):
                     yield PlanChoice(
                         data, tensor, pipeline, zero, shard, recompute, sequence, microbatch, schedule, chunks
                     )
@@ -323,7 +328,7 @@ def _orders(question: PlanRequest, pipeline: int) -> Iterator[tuple[str | None, 
     if pipeline == 1:
         yield None, None
         return
-    for schedule in _stated(question.only.schedule, SCHEDULES):
+    for schedule in _stated(question.only.schedule, SOUGHT):
         if schedule != "interleaved":
             if pipeline * (2 if schedule in ("zbv", "dualpipev") else 1) <= blocks:
                 yield schedule, question.only.stages_per_rank

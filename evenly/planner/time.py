@@ -11,12 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 from evenly.hardware.cluster import Cluster
 from evenly.hardware.network import LinkedRanks, place, seconds
 from evenly.model.parts import BlockCost, ModelCosts, OpCost
-from evenly.plan.schedule import Schedule, runnable
+from evenly.plan.schedule import SCHEDULES, runnable
 from evenly.planner.prediction import TimeByCause
 from evenly.planner.speeds import Library, Speeds
 from evenly.planner.timeline import Costs, step_seconds
@@ -223,7 +222,7 @@ def step_time(parts: ModelCosts, setup: TrainingConfig, machine: Machine) -> tup
 
 def _stages_of(rank: int, setup: TrainingConfig) -> Sequence[int]:
     p, v = setup.pipeline, setup.stages_per_rank
-    if setup.schedule in ("zbv", "dualpipev") and p > 1:
+    if setup.schedule in SCHEDULES and SCHEDULES[setup.schedule].as_v and p > 1:
         return (rank, 2 * p - 1 - rank)
     return range(rank, p * v, p)
 
@@ -285,7 +284,7 @@ def _simulated(stages: Sequence[StageTime], message: float, setup: TrainingConfi
     )
     if setup.schedule == "zb-2p":
         return _greedy(costs, setup)
-    schedule = cast(Schedule, "zero-bubble" if setup.schedule == "zb-1p" else setup.schedule)
+    schedule = "zero-bubble" if setup.schedule == "zb-1p" else setup.schedule
     most = runnable(schedule, setup.pipeline, setup.stages_per_rank, setup.microbatches)
     return step_seconds(schedule, setup.pipeline, setup.stages_per_rank, most, costs)
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from statistics import median_low
-from typing import Any, get_args
+from typing import Any
 
-from evenly.plan.schedule import COMPUTE, Action, Kind, Schedule
+from evenly.plan.schedule import COMPUTE, SCHEDULES, Action, Kind, Schedule
 from evenly.planner.timeline import Timeline, costs_of, ideal_bubble, simulate
 from evenly.report.comm import time_in_words
 from evenly.report.gantt import ROW, legend, rows, svg
@@ -66,7 +66,8 @@ def pipeline_of(recorded: RecordedPipeline, plan: Row) -> PipelineView | None:
 
 def _schedule(plan: Row) -> Schedule | None:
     words = str(plan.get("plan")).split()
-    return next((name for name in get_args(Schedule) if f"schedule={name}" in words), None)
+    named = next((word.removeprefix("schedule=") for word in words if word.startswith("schedule=")), "1f1b")
+    return named if named in SCHEDULES else None
 
 
 def _run(recorded: RecordedPipeline, group: Sequence[int], step: int) -> Timeline:

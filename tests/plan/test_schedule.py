@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import get_args
 
 import pytest
 
 from evenly.errors import PlanError
-from evenly.plan.schedule import Action, Schedule, rank_of_stage, runnable, splits_backward, stages_per_rank
+from evenly.plan.schedule import SCHEDULES, Action, Schedule, rank_of_stage, runnable, splits_backward, stages_per_rank
 
-SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+SCHEDULES: tuple[Schedule, ...] = (*SCHEDULES,)
 
 
 def test_stages_go_round_the_ranks_or_there_and_back() -> None:
