@@ -16,12 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
-from evenly.checkpoint.manifest import TensorForm, differences, first_of
+from evenly.checkpoint.manifest import TensorForm, first_of
 from evenly.checkpoint.names import MODEL, OPTIMIZER, plain_name
 from evenly.checkpoint.plain import encode
-from evenly.checkpoint.tensors import form_of
 from evenly.errors import CheckpointError, ResumeError, UserError
 
 # Options of a group that say how it is computed, not what: they belong to the run, not to its state.
@@ -46,28 +44,6 @@ def read_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tupl
         if plain:
             state[name] = plain
     return tensors, {"optimizer": {"class": type(optimizer).__name__, "options": options, "state": state}}
-
-
-def write_state(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    tensors: Mapping[str, Tensor],
-    values: Mapping[str, Any],
-) -> None:
-    """The inverse of `read_state`: into the model in place, into the optimizer as copies.
-
-    Raises `ResumeError` if they are not of this model or this optimizer; then nothing was written.
-    """
-    check_values(model, optimizer, values)
-    forms = {name: form_of(tensor) for name, tensor in tensors.items()}
-    mine = targets(model, optimizer, forms)
-    found = differences(forms, {name: form_of(tensor) for name, tensor in mine.items()})
-    if found:
-        raise ResumeError(ASKED, first_of(found), "use the job that it was saved by")
-    with torch.no_grad():
-        for name, tensor in mine.items():
-            tensor.copy_(tensors[name])
-    install(model, optimizer, mine, values)
 
 
 def targets(
@@ -140,7 +116,7 @@ def parameter_of(name: str) -> str:
 def _model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     seen: set[object] = set()
     found: dict[str, Tensor] = {}
-    for name, value in _plain_model(model).state_dict(keep_vars=True).items():
+    for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             raise UserError(f"save {name} of the model", "it is extra state of a module", "keep it in a buffer")
         if _identity(value) not in seen:
@@ -152,13 +128,9 @@ def _model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 def _parameter_names(model: torch.nn.Module) -> dict[int, str]:
     """id of a parameter -> its first name."""
     names: dict[int, str] = {}
-    for name, parameter in _plain_model(model).named_parameters(remove_duplicate=False):
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), plain_name(name))
     return names
-
-
-def _plain_model(model: torch.nn.Module) -> torch.nn.Module:
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def _identity(tensor: Tensor) -> object:

@@ -58,16 +58,6 @@ def steps_of(position: int, ranks: int) -> list[Step]:
     return adding + handing
 
 
-def order_of(chunk: int, ranks: int) -> list[int]:
-    """The positions in the order in which a chunk is summed: it starts at its own and goes round once."""
-    return [(chunk + step) % ranks for step in range(ranks)]
-
-
-def bytes_sent(position: int, chunk_bytes: Sequence[int]) -> int:
-    """What the rank at `position` sends in all; 2 (p - 1) / p of the tensor where chunks are equal."""
-    return sum(chunk_bytes[step.sent] for step in steps_of(position, len(chunk_bytes)))
-
-
 def ring_all_reduce(tensor: torch.Tensor, group: Group, *, watch: Callable[[Ran], None] | None = None) -> torch.Tensor:
     """Replaces `tensor` (contiguous) by its sum over the ranks of `group`, in place; the same bits on all ranks.
 

@@ -38,11 +38,6 @@ def steps_per_epoch(length: int, global_batch: int) -> int:
     return -(-length // global_batch)
 
 
-def epoch_of(step: int, *, length: int, global_batch: int) -> int:
-    """The epoch, from 0, that `step` belongs to."""
-    return step // steps_per_epoch(length, global_batch)
-
-
 def batch_indices(*, seed: int, step: int, length: int, global_batch: int, shuffle: bool = True) -> list[int]:
     """The indices of the batch of `step`, in order; fewer than `global_batch` only at an epoch's end."""
     if step < 0:

@@ -8,7 +8,6 @@ from functools import cache
 from itertools import pairwise
 from math import floor
 
-from evenly.errors import PlanError
 from evenly.job import Precision
 from evenly.model.parts import BlockCost, ModelCosts
 from evenly.plan import Plan
@@ -102,15 +101,6 @@ def costed_plan_of(question: PlanRequest, plan: Plan) -> CostedPlan:
     layers = question.subject.layers(plan, question.cluster.device)
     shown = plan.with_stages(layers) if layers is not None and plan.pipeline.active else plan
     return CostedPlan(shown, setup, question.subject.parts(plan, setup), machine, layers)
-
-
-def predict_plan(question: PlanRequest, plan: Plan) -> Prediction:
-    """What is predicted of a complete plan. Raises `PlanError` where the model cannot run so."""
-    one = costed_plan_of(question, plan)
-    if (why := question.subject.refusal(plan)) is not None:
-        raise PlanError(f"plan {plan}", why, "leave that axis to others")
-    layers = layers_of(one)
-    return predicted(question, one, memory_of(question, one, layers), *time_of(one, layers))
 
 
 def layers_of(one: CostedPlan, seconds: Sequence[float] | None = None) -> tuple[int, ...]:

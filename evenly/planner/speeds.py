@@ -148,11 +148,6 @@ def library_named(name: str) -> Library:
     return Library(kernels=kernels, holdings=holdings, **facts)
 
 
-def library_names() -> list[str]:
-    """Of all known libraries."""
-    return [name for name in _tables()["libraries"] if name != "any"]
-
-
 def speeds_of(cluster: Cluster) -> Speeds:
     """Of the devices of `cluster`; what was measured of them wins."""
     found = speeds_of_device(cluster.device)

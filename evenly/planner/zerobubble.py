@@ -48,16 +48,6 @@ class _Rank:
         return self.order[-1]
 
 
-def greedy_zero_bubble(ranks: int, microbatches: int, costs: Costs, limit: int) -> tuple[tuple[Action, ...], ...]:
-    """For every rank, of one stage each, what it computes in a step, in order.
-
-    Whenever a rank is free it takes a backward pass of inputs, whose gradient the rank before waits for; where none can
-    begin, a forward pass, while fewer than `limit` (at least 1) microbatches are between their forward pass and their
-    backward pass of weights; else such a pass of weights, which can fill any gap.
-    """
-    return tuple(tuple(state.order) for state in _done(ranks, microbatches, costs, limit))
-
-
 def greedy_seconds(ranks: int, microbatches: int, costs: Costs, limit: int) -> float:
     """When the last pass of these orders ends, if the first begins at 0: what `simulate` finds of them."""
     return max(state.free_s for state in _done(ranks, microbatches, costs, limit))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -10,10 +10,34 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler as schedules
 
+from evenly.checkpoint.manifest import differences, first_of
 from evenly.checkpoint.plain import decode, encode
-from evenly.checkpoint.state import read_state, targets, write_state
+from evenly.checkpoint.state import check_values, install, read_state, targets
 from evenly.checkpoint.tensors import form_of
-from evenly.errors import CheckpointError, UserError
+from evenly.errors import CheckpointError, ResumeError, UserError
+
+
+def write_state(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, Tensor],
+    values: Mapping[str, Any],
+) -> None:
+    """The inverse of `read_state`: into the model in place, into the optimizer as copies.
+
+    Raises `ResumeError` if they are not of this model or this optimizer; then nothing was written.
+    """
+    check_values(model, optimizer, values)
+    forms = {name: form_of(tensor) for name, tensor in tensors.items()}
+    mine = targets(model, optimizer, forms)
+    found = differences(forms, {name: form_of(tensor) for name, tensor in mine.items()})
+    if found:
+        raise ResumeError("taking up a state", first_of(found), "use the job that it was saved by")
+    with torch.no_grad():
+        for name, tensor in mine.items():
+            tensor.copy_(tensors[name])
+    install(model, optimizer, mine, values)
+
 
 Make = Callable[[Any], torch.optim.Optimizer]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,9 @@ from evenly.comm.operations import all_reduce
 from evenly.comm.ring import (
     Ran,
     buckets_of,
-    bytes_sent,
-    order_of,
     ring_all_reduce,
     ring_all_reduce_in_buckets,
+    steps_of,
 )
 from evenly.comm.transport import even_sizes
 
@@ -145,3 +144,13 @@ def _in_order(inputs: list[torch.Tensor]) -> torch.Tensor:
             total = total + pieces[position][chunk]
         chunks.append(total)
     return torch.cat(chunks).view(shape)
+
+
+def order_of(chunk: int, ranks: int) -> list[int]:
+    """The positions in the order in which a chunk is summed: it starts at its own and goes round once."""
+    return [(chunk + step) % ranks for step in range(ranks)]
+
+
+def bytes_sent(position: int, chunk_bytes: Sequence[int]) -> int:
+    """What the rank at `position` sends in all; 2 (p - 1) / p of the tensor where chunks are equal."""
+    return sum(chunk_bytes[step.sent] for step in steps_of(position, len(chunk_bytes)))

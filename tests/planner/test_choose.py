@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import InPlace, Sentences, Unlike, classifier_job, tower_job
+from predicted import predict_plan
 
 import evenly
 from evenly.errors import PlanError, UserError
@@ -17,7 +18,7 @@ from evenly.hardware.cluster import Cluster
 from evenly.launch.environment import find_here
 from evenly.plan import PlanSpec, parse_plan
 from evenly.planner.auto import as_recorded, choose_plan
-from evenly.planner.costed_plan import predict_plan, training_config_of
+from evenly.planner.costed_plan import training_config_of
 from evenly.planner.job_memory import memory_of_ranks
 from evenly.planner.job_profile import JobProfiler
 from evenly.planner.job_source import JobSource

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from predicted import predict_plan
 
 from evenly.hardware.cluster_text import parse_cluster
 from evenly.plan import Plan, parse_plan
-from evenly.planner.costed_plan import predict_plan
 from evenly.planner.known import find_shape
 from evenly.planner.preview import preview
 from evenly.planner.request import PlanRequest

@@ -7,12 +7,13 @@ from dataclasses import replace
 from math import inf
 
 import pytest
+from predicted import predict_plan
 
 from evenly.errors import PlanError, UserError
 from evenly.hardware.cluster_text import parse_cluster
 from evenly.plan import PlanSpec, parse_plan
 from evenly.plan.cut import cut
-from evenly.planner.costed_plan import equal_blocks, predict_plan
+from evenly.planner.costed_plan import equal_blocks
 from evenly.planner.known import find_shape
 from evenly.planner.request import PlanRequest
 from evenly.planner.search import _Judge, choices_of, plan_of, search

@@ -6,12 +6,13 @@ from dataclasses import replace
 from math import isfinite
 
 import pytest
+from predicted import library_names
 
 from evenly.hardware.cluster import Cluster, Rates
 from evenly.hardware.devices import device_names, find_device
 from evenly.model.parts import OpCost
 from evenly.planner.costed_plan import library_of
-from evenly.planner.speeds import _tables, library_named, library_names, speeds_of, speeds_of_device
+from evenly.planner.speeds import _tables, library_named, speeds_of, speeds_of_device
 
 PRECISIONS = ("float64", "float32", "bfloat16", "float16", "float8", "mxfp8", "nvfp4")
 KERNELS = {library_named(name).kernel for name in library_names()}

@@ -6,6 +6,7 @@ from dataclasses import astuple, replace
 from math import inf
 
 import pytest
+from predicted import library_names
 
 from evenly.hardware.cluster import Cluster
 from evenly.hardware.devices import device_names
@@ -15,7 +16,7 @@ from evenly.planner.count import parameters
 from evenly.planner.known import find_shape
 from evenly.planner.prediction import TimeByCause
 from evenly.planner.shapes import split_of
-from evenly.planner.speeds import library_named, library_names, speeds_of
+from evenly.planner.speeds import library_named, speeds_of
 from evenly.planner.time import Machine, message_seconds, overlapped, spread, stage_times, step_time
 from evenly.planner.training_config import TrainingConfig
 from evenly.planner.transformer import Split, transformer_parts

@@ -7,9 +7,14 @@ from random import Random
 
 import pytest
 
-from evenly.plan.schedule import in_flight
+from evenly.plan.schedule import Action, in_flight
 from evenly.planner.timeline import Costs, Timeline, ideal_bubble, simulate
-from evenly.planner.zerobubble import greedy_seconds, greedy_zero_bubble
+from evenly.planner.zerobubble import _done, greedy_seconds
+
+
+def greedy_zero_bubble(ranks: int, microbatches: int, costs: Costs, limit: int) -> tuple[tuple[Action, ...], ...]:
+    """For every rank what it computes in a step, in order."""
+    return tuple(tuple(state.order) for state in _done(ranks, microbatches, costs, limit))
 
 
 def equal(ranks: int, transfer_s: float = 0.0) -> Costs:

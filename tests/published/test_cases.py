@@ -11,9 +11,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks is no installed package
 
+from predicted import library_names
+
 from benchmarks.published.cases import LIBRARIES, case_of, library_of, parts_of, predict_row
 from benchmarks.published.rows import COLUMNS, TRAINING, Incomplete
-from evenly.planner.speeds import library_named, library_names
+from evenly.planner.speeds import library_named
 
 RUN = {
     "source": "somebody",
