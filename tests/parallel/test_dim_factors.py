@@ -65,13 +65,13 @@ def test_sizes_stay(steps: list[tuple[list[int], list[int], object]]) -> None:
     factors = DimFactors()
     dims: list[tuple[Dim, int]] = []
     for first, second, order in steps:
-        factors = [*first, *second]
-        shuffled = [*factors]
+        lengths = [*first, *second]
+        shuffled = [*lengths]
         order.shuffle(shuffled)  # type: ignore[attr-defined]
-        whole = factors.new(prod(factors))
-        parts = factors.regroup([whole], factors, "view")
-        other = factors.regroup([factors.new(prod(factors))], shuffled, "view")
-        dims += [(whole, prod(factors)), *zip(parts, factors, strict=True), *zip(other, shuffled, strict=True)]
+        whole = factors.new(prod(lengths))
+        parts = factors.regroup([whole], lengths, "view")
+        other = factors.regroup([factors.new(prod(lengths))], shuffled, "view")
+        dims += [(whole, prod(lengths)), *zip(parts, lengths, strict=True), *zip(other, shuffled, strict=True)]
         for dim, size in dims:
             for same, length in dims:
                 if length == size:
