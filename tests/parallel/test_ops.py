@@ -37,6 +37,8 @@ CALLS: dict[str, Callable[[Callable[..., Any], T], Any]] = {
     "masked_fill_": lambda f, x: f(x.clone(), x.detach() > 0.5, 2.0),
     "threshold": lambda f, x: f(x, 0.5, 0.1),
     "threshold_": lambda f, x: f(x.clone(), 0.5, 0.1),
+    **{name: lambda f, x: f(x, 0.2, 0.8) for name in ("clamp", "clip")},
+    **{name: lambda f, x: f(x.clone(), 0.2, 0.8) for name in ("clamp_", "clip_")},
     "lerp": lambda f, x: f(x, -x, 0.3),
     "full_like": lambda f, x: f(x, 2.0),
     "fill": lambda f, x: f(x, 2.0),
@@ -271,6 +273,7 @@ def branches_that_differ(groups: list[list[str]], expected: list[dict[str, T]]) 
     for names, single in zip(groups, expected, strict=True):
         found = trained(names, "tensor=2")
         if isinstance(found, str):
+            wrong[", ".join(names)] = f"refused: {found}"
             continue
         for name, tensor in single.items():
             if (found[name] - tensor).abs().max() > 1e-12 * max(1.0, float(tensor.abs().max())):

@@ -245,6 +245,7 @@ CASES = {
     "no-gradient": Case(lambda x, y: y * without_gradient(x), ((2, 6), (2, 6)), {0: (1, 1, 6)}),
     "indices-of": Case(lambda x: x[torch.where(x > 0)[0]] * 1.0, ((3, 6),), {0: (1, 1, 6)}, gathered=2),
     "along-the-split": Case(lambda x: torch.cumsum(x, -1), ((2, 6),), {0: (1, 1, 6)}, gathered=1),
+    "sorted-along-the-split": Case(lambda x: torch.sort(x, axis=1)[0], ((3, 6),), {0: (1, 1, 6)}, gathered=1),
     "unknown": Case(lambda x: torch.kron(x, torch.ones(2)), ((2, 6),), {0: (1, 1, 6)}, gathered=1),
     "unknown-of-several": Case(
         lambda x, y: torch.kron(x, y), ((2, 6), (6, 2)), {0: (1, 1, 6), 1: (0, 1, 6)}, gathered=1

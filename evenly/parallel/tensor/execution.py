@@ -398,7 +398,7 @@ def glu(_: Any, tensor: SplitTensor, dim: int = -1) -> Any:
 
 
 # ---------------------------------------------------------------------------------------- along or over dims
-def along(position: int, default: Any = None, names: Sequence[str] = ("dim", "dims")) -> Execution:
+def along(position: int, default: Any = None, names: Sequence[str] = ("dim", "dims", "axis")) -> Execution:
     """Functions that mix the elements of the dims given as argument `position`, and keep the others apart."""
 
     def execute(func: Any, tensor: SplitTensor, *args: Any, **kwargs: Any) -> Any:
