@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evenly.checkpoint.names import plain_name
 from evenly.errors import UserError
 
 if TYPE_CHECKING:
@@ -52,10 +51,10 @@ def find_model_config(model: nn.Module, names: Iterable[str] = ()) -> ModelConfi
     name, module = next(
         ((name, module) for name, module in model.named_modules() if _is_transformers(module)), ("", None)
     )
+    from evenly.torch_private import plain_name  # the model has imported torch
+
     prefix = plain_name(f"{name}." if name else "")
-    if module is None or not all(
-        tensor.startswith(prefix) for tensor in (*_tensor_names(model), *map(plain_name, names))
-    ):
+    if module is None or not all(plain_name(tensor).startswith(prefix) for tensor in (*_tensor_names(model), *names)):
         return None
     if any(type(part).__module__.startswith("peft.") for part in model.modules()):
         return None
@@ -84,11 +83,9 @@ def _is_transformers(module: nn.Module) -> bool:
 
 
 def _tensor_names(model: nn.Module) -> Iterator[str]:
-    """All names of parameters and buffers, those of tied ones too, as checkpoints have them."""
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        yield plain_name(name)
-    for name, _ in model.named_buffers(remove_duplicate=False):
-        yield plain_name(name)
+    """All names of parameters and buffers, those of tied ones too."""
+    yield from (name for name, _ in model.named_parameters(remove_duplicate=False))
+    yield from (name for name, _ in model.named_buffers(remove_duplicate=False))
 
 
 def _described(model_class: str, prefix: str, config: Any) -> ModelConfig | None:

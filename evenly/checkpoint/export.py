@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 from evenly.checkpoint.config import ModelConfig, read_model_config
 from evenly.checkpoint.folder import CheckpointFolder
-from evenly.checkpoint.manifest import Manifest, TensorForm, Unsound, first_of
-from evenly.checkpoint.names import MODEL
+from evenly.checkpoint.manifest import MODEL, Manifest, TensorForm, Unsound, first_of
 from evenly.checkpoint.pieces import METADATA, Piece, find_pieces, read_tensor, size_bytes, stored_type
 from evenly.errors import CheckpointError, UserError
 from evenly.observe.run_folder import RunFolder

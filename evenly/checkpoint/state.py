@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from evenly.checkpoint.manifest import TensorForm, first_of
-from evenly.checkpoint.names import MODEL, OPTIMIZER, plain_name
+from evenly.checkpoint.manifest import MODEL, OPTIMIZER, TensorForm, first_of
 from evenly.checkpoint.plain import encode
 from evenly.errors import CheckpointError, ResumeError, UserError
+from evenly.torch_private import plain_name
 
 # Options of a group that say how it is computed, not what: they belong to the run, not to its state.
 EXECUTION = ("foreach", "fused", "capturable", "differentiable")

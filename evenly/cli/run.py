@@ -18,8 +18,8 @@ from evenly.launch.environment import CHECK_VARIABLE, OPTIONS_VARIABLE, find_her
 from evenly.observe.run_folder import RunFolder
 from evenly.plan import PlanSpec, asked_plan
 
-# What every rank needs; torch._dynamo and the distributed checkpoint are imported by the first optimizer and save.
-PRELOAD = ["evenly.train.loop", "evenly.train.resume", "torch._dynamo"]
+# What every rank needs; pipelining imports what the first optimizer does, which takes a second.
+PRELOAD = ["evenly.train.loop", "evenly.train.resume", "torch.distributed.pipelining"]
 EXIT_INTERRUPTED = 130
 
 

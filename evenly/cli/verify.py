@@ -12,8 +12,8 @@ from evenly.job import PRECISIONS
 from evenly.jobfile import owns_loop, parse_settings
 from evenly.launch.agent import warm_up
 
-# What every rank needs; torch._dynamo is imported by the first optimizer.
-PRELOAD = ["evenly.verify.ranks", "torch._dynamo"]
+# What every rank needs; pipelining imports what the first optimizer does, which takes a second.
+PRELOAD = ["evenly.verify.ranks", "torch.distributed.pipelining"]
 
 
 def run_verify(

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import torch
 
-from evenly.comm.backend import all_gather_single
 from evenly.comm.groups import Group
 from evenly.errors import RunError
 from evenly.observe.diagnosis import disagreement
 from evenly.observe.recorder import LONGEST_TEXT, CollectiveCall, call_from, call_text
+from evenly.torch_private import all_gather_single
 
 
 def check_call(call: CollectiveCall, number: int, group: Group, position: int) -> None:

@@ -26,7 +26,6 @@ from typing import Any, Generic
 import torch
 import torch.distributed as dist
 
-from evenly.comm.backend import all_gather_single, reduce_scatter_single
 from evenly.comm.groups import Group
 from evenly.comm.transport import (
     MessagesPending,
@@ -59,6 +58,7 @@ from evenly.comm.transport import (
     works_of,
 )
 from evenly.errors import UserError
+from evenly.torch_private import all_gather_single, reduce_scatter_single
 
 
 class Operation(Generic[P, T]):

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from time import perf_counter, sleep
 from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from evenly.comm.added import add
 from evenly.comm.agreement import check_call
 from evenly.comm.groups import Group
 from evenly.errors import UserError
@@ -357,3 +357,14 @@ def even_sizes(length: int, parts: int) -> list[int]:
     """Lengths of `parts` pieces of `length`, as even as can be, the longer ones first."""
     least, longer = divmod(length, parts)
     return [least + (part < longer) for part in range(parts)]
+
+
+def add(total: torch.Tensor, more: torch.Tensor) -> None:
+    """total += more, in the type of `total`. torch first makes a copy of `more` in the wider type, numpy converts as it
+    goes.
+    """
+    if more.dtype is torch.float32 and total.dtype is torch.float64 and not more.is_cuda:
+        with np.errstate(invalid="ignore"):  # a gradient that overflowed is found by its norm
+            np.add(total.numpy(), more.numpy(), out=total.numpy())
+    else:
+        total.add_(more)

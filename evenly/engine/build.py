@@ -17,9 +17,9 @@ from evenly.engine.precision import place_model
 from evenly.errors import EvenlyError, PlanError, RunError, UserError, describe
 from evenly.job import Job
 from evenly.parallel.core.fingerprint import fingerprint
-from evenly.parallel.core.hooks import accumulated_hooks, gradient_hooks
 from evenly.parallel.core.sharded_init import ShardedInit
 from evenly.plan import Plan
+from evenly.torch_private import has_accumulated_hooks, has_gradient_hooks
 
 T = TypeVar("T")
 
@@ -176,7 +176,7 @@ def _refuse_odd(model: nn.Module) -> None:
             found, do = "it has no shape yet", "call the model once where it is built, or give its layers their sizes"
         elif parameter.is_complex():
             found, do = f"it is of {parameter.dtype}", "hold its parts as real numbers (torch.view_as_real)"
-        elif accumulated_hooks(parameter):
+        elif has_accumulated_hooks(parameter):
             found = "it has a hook for its accumulated gradient, which would see one microbatch's"
             do = "change the loss instead, or clip by the job's clip_norm"
         else:
@@ -187,7 +187,7 @@ def _refuse_odd(model: nn.Module) -> None:
 def refuse_gradient_hooks(model: nn.Module, plan: Plan) -> None:
     """Raises `PlanError` where a plan that holds parts of parameters would leave out what hooks do to gradients."""
     for name, parameter in model.named_parameters():
-        if gradient_hooks(parameter):
+        if has_gradient_hooks(parameter):
             raise PlanError(
                 f"plan {plan}",
                 f"parameter {name} has a hook for its gradient, which no rank has whole",

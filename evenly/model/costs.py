@@ -6,23 +6,23 @@ import math
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from evenly.data.nest import tensors_in
 from evenly.model import lstm
+from evenly.torch_private import ATTENTION_BACKWARD_ON_CPU, ATTENTION_ON_CPU, UNSAFE_VIEW, TorchDispatchMode
 
 _aten = torch.ops.aten
 # Of torch's flop counter, on a GPU: it does not know the CPU's kernels. By (query, key) among the arguments.
 _ATTENTION_ON_CPU = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: (4.0, 0),
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: (10.0, 1),
+    ATTENTION_ON_CPU: (4.0, 0),
+    ATTENTION_BACKWARD_ON_CPU: (10.0, 1),
 }
 
 
 # What makes a tensor and neither reads nor writes one, besides views.
 _MAKES_ONLY = {
-    _aten._unsafe_view,
+    UNSAFE_VIEW,
     _aten.empty,
     _aten.empty_like,
     _aten.empty_strided,

@@ -1,6 +1,6 @@
 """Running a model's own code on tensors that have a shape and a type but no numbers, and take no memory.
 
-torch calls them fake tensors; they and their mode stand under its private names, here alone.
+torch calls them fake tensors.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from evenly.data.generators import undisturbed
+from evenly.torch_private import FAKE_TENSOR_LOGGER, fake_mode, masks_not_compared
 
 Source = Literal["parameter", "buffer", "constant"]
 
@@ -29,24 +30,6 @@ class DeferredTensor(torch.Tensor):
     def arrived(self) -> bool:
         """Whether it has numbers by now."""
         raise NotImplementedError
-
-
-def is_fake(kind: type) -> bool:
-    """Whether tensors of this class are torch's fake tensors, which take no memory."""
-    return kind.__name__ == "FakeTensor"  # importing the class takes a second, which a plain run does not need
-
-
-def operation_of(problem: Exception) -> str:
-    """The operation that a fake tensor could not run for want of numbers; '' where something else went wrong."""
-    operation = getattr(problem, "func", None)  # torch's errors of fake tensors have it, and no other
-    return "" if operation is None else str(operation).removesuffix(".default")
-
-
-def fake_mode() -> Any:
-    """torch's mode of fake tensors."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @cache
@@ -90,38 +73,19 @@ def fake_model(model: nn.Module, fakes: Any, note: Callable[[torch.Tensor, Sourc
 @contextmanager
 def running_fake() -> Generator[None]:
     """Within, a model's code can run so, and disturbs no random state."""
-    with _random_state_kept(), _quiet(), _masks_not_compared():
+    with _random_state_kept(), _quiet(), masks_not_compared():
         yield
 
 
 @contextmanager
 def _quiet() -> Generator[None]:
     """Within, torch does not log what fails for want of numbers: it is raised too."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger = logging.getLogger(FAKE_TENSOR_LOGGER)
     before, logger.disabled = logger.disabled, True
     try:
         yield
     finally:
         logger.disabled = before
-
-
-@contextmanager
-def _masks_not_compared() -> Generator[None]:
-    """Within, `nn.TransformerEncoder` and `nn.TransformerDecoder` take a mask as it is.
-
-    They would look at its numbers, only to find whether it could be left out for being causal. Under torch's private
-    name.
-    """
-
-    def said_to_be_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
-        return is_causal is True
-
-    home: Any = nn.modules.transformer
-    before, home._detect_is_causal_mask = home._detect_is_causal_mask, said_to_be_causal
-    try:
-        yield
-    finally:
-        home._detect_is_causal_mask = before
 
 
 @contextmanager

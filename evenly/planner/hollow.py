@@ -9,28 +9,31 @@ numbers, and code may look at them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from evenly.data.nest import map_tensors, tensors_in
-from evenly.model.fake import fake_mode
-
-# Within, tensors of subclasses are to Python what they are in memory.
-as_held: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass  # pyright: ignore
+from evenly.torch_private import (
+    PACK_PADDED_SEQUENCE,
+    RESHAPE_ALIAS,
+    UNSAFE_VIEW,
+    TorchDispatchMode,
+    fake_mode,
+    memory_key,
+    without_subclasses,
+)
 
 _aten = torch.ops.aten
 # Not views by their schema, and no copies.
 SAME_MEMORY = {
-    _aten._unsafe_view, _aten._reshape_alias, _aten.detach, _aten.alias, _aten.lift_fresh, _aten.set_,
+    UNSAFE_VIEW, RESHAPE_ALIAS, _aten.detach, _aten.alias, _aten.lift_fresh, _aten.set_,
 }  # fmt: skip
 
 
 # Of the numbers of what follows the first argument, not of its own, the shape of what these return is made.
-SHAPED_BY_OTHERS = {_aten.index, _aten.masked_select, _aten._pack_padded_sequence}
+SHAPED_BY_OTHERS = {_aten.index, _aten.masked_select, PACK_PADDED_SEQUENCE}
 
 
 class Hollow(TorchDispatchMode):
@@ -51,7 +54,7 @@ class Hollow(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one operation."""
-        with as_held():
+        with without_subclasses():
             return self._run(func, args, kwargs or {})
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -74,13 +77,13 @@ class Hollow(TorchDispatchMode):
 
         with self._fakes:
             results = func(*map_tensors(faked, args), **map_tensors(faked, kwargs))
-        storages = {_storage(fake): given[id(fake)] for fake in tensors_in([*fakes.values()])}
+        storages = {memory_key(fake): given[id(fake)] for fake in tensors_in([*fakes.values()])}
 
         def real(fake: torch.Tensor) -> torch.Tensor:
             if id(fake) in given:
                 self.know([given[id(fake)]])  # what was written into it has no numbers
                 return given[id(fake)]
-            if (base := storages.get(_storage(fake))) is not None:
+            if (base := storages.get(memory_key(fake))) is not None:
                 return base.as_strided(fake.shape, fake.stride(), fake.storage_offset())
             made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="cpu")
             self.know([made])
@@ -90,7 +93,3 @@ class Hollow(TorchDispatchMode):
 
     def _any_hollow(self, nest: Any) -> bool:
         return any(id(tensor.untyped_storage()) in self._hollow for tensor in tensors_in(nest))
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]

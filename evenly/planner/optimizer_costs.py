@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from evenly.data.nest import tensors_in
 from evenly.errors import UserError, describe
+from evenly.torch_private import TorchDispatchMode
 
 SHAPE = (17, 13)  # of the small parameters: no product of one's lengths is the other's
 STEPS = 2  # the state is there after the first

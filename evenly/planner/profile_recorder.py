@@ -13,33 +13,31 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from evenly.data.nest import map_tensors, tensors_in
 from evenly.errors import EvenlyError, UserError, describe, place_of
 from evenly.model import lstm
 from evenly.model.blocks import Block, find_blocks
 from evenly.model.costs import flops_of, moves_bytes
-from evenly.model.fake import fake_mode, fake_model, fake_tensor, operation_of, running_fake
+from evenly.model.fake import fake_model, fake_tensor, running_fake
 from evenly.model.parts import Kind, OpCost
-from evenly.planner.hollow import Hollow, as_held
+from evenly.planner.hollow import Hollow
 from evenly.planner.profile import AFTER, MODEL, Bytes, Event, Interval, Parameter, Pass, Profile, ProfiledCall, T
+from evenly.torch_private import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    TO_COPY,
+    TorchDispatchMode,
+    fake_mode,
+    operation_of,
+    without_subclasses,
+)
 
 ASKED = "reading the model (it is run once on fake tensors)"
 REMEDY = (
     "let shapes follow from the batch, not from what the model computes: no .item() of that, no mask of it as index"
 )
 _aten = torch.ops.aten
-ATTENTION = {
-    _aten._scaled_dot_product_flash_attention_for_cpu,
-    _aten._scaled_dot_product_flash_attention,
-    _aten._scaled_dot_product_efficient_attention,
-    _aten._scaled_dot_product_cudnn_attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward,
-    _aten._scaled_dot_product_flash_attention_backward,
-    _aten._scaled_dot_product_efficient_attention_backward,
-    _aten._scaled_dot_product_cudnn_attention_backward,
-}
 
 
 def profile_module(
@@ -212,7 +210,7 @@ class _ProfileRecorder:
         if self.stage == "forward":
             self.mark(Event("end", "forward", MODEL))
             self.place = len(self.calls)
-            with as_held():
+            with without_subclasses():
                 self.output_bytes = sum(map(_bytes, tensors_in(result)))
                 for tensor in _with_gradient(result):
                     tensor.register_hook(self._model_begun)
@@ -227,7 +225,7 @@ class _ProfileRecorder:
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             if self.stage == "backward" or self.inside:
                 return  # recomputed, or a block within its own call
-            with as_held():
+            with without_subclasses():
                 self._called(block, _with_gradient((args, kwargs)))
 
         return enter
@@ -247,7 +245,7 @@ class _ProfileRecorder:
         if self.stage == "backward" or not self.inside:
             return
         number = self.inside.pop()
-        with as_held():
+        with without_subclasses():
             given = _with_gradient(result)
             self.calls[number] = replace(self.calls[number], output_bytes=sum(map(_bytes, given)))
             self.mark(Event("end", "forward", number))
@@ -331,7 +329,7 @@ class _Memory(TorchDispatchMode):
         }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with as_held():
+        with without_subclasses():
             results = func(*args, **(kwargs or {}))
             if func.overloadpacket is lstm.FORWARD:
                 results = lstm.with_workspace(results, args)
@@ -350,7 +348,7 @@ class _Memory(TorchDispatchMode):
         if not any(id(tensor.untyped_storage()) in self._weights for tensor in tensors_in(given)):
             return
         made = next(iter(tensors_in(results)), None)
-        if made is not None and func.overloadpacket is _aten._to_copy:
+        if made is not None and func.overloadpacket is TO_COPY:
             self._weights.add(id(made.untyped_storage()))
         elif made is not None:
             self.branch_bytes.setdefault(("forward", self._reader.place), []).append(_bytes(made))
@@ -383,7 +381,7 @@ def _works_of(func: Any, args: Any, kwargs: Any, results: Any) -> list[OpCost]:
     flops = flops_of(func, args, kwargs, results)
     if not moved and not flops:
         return []
-    kind: Kind = "attention" if packet in ATTENTION else "matmul" if flops else "memory"
+    kind: Kind = "attention" if packet in (*ATTENTION, *ATTENTION_BACKWARD) else "matmul" if flops else "memory"
     rows, inner, columns = _sizes(packet, args) if kind == "matmul" else (0, 0, 0)
     work = OpCost(
         kind=kind,

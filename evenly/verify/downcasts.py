@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from evenly.torch_private import TO_COPY, TorchDispatchMode
 
 
 class DowncastWatch(TorchDispatchMode):
@@ -21,7 +22,7 @@ class DowncastWatch(TorchDispatchMode):
     ) -> Any:
         """Runs `func`, and looks at what becomes of float64."""
         result = func(*args, **(kwargs or {}))
-        converts = func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float64
+        converts = func is TO_COPY.default and args[0].dtype == torch.float64
         if converts and result.dtype.is_floating_point and result.dtype != torch.float64:
             self.found = str(result.dtype).removeprefix("torch.")
         return result

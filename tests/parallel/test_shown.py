@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from evenly.parallel.core.parameter_views import ViewedParameters, local_parameters, viewed_buffers, viewed_parameters
+from evenly.parallel.core.parameter_views import ViewedParameters, local_parameters, viewed_tensors
 
 
 def module() -> nn.BatchNorm1d:
@@ -17,7 +17,7 @@ def module() -> nn.BatchNorm1d:
 
 def hidden(*names: str) -> tuple[nn.BatchNorm1d, ViewedParameters]:
     made = module()
-    shown = viewed_parameters(made)
+    shown = viewed_tensors(made, "_parameters")
     for name in names:
         held = shown.local(name)
         assert held is not None
@@ -32,7 +32,7 @@ def names(made: nn.Module) -> list[str]:
 def test_without_views_nothing_changes() -> None:
     made, plain = module(), module()
     parameter = made.weight
-    assert viewed_parameters(made) is viewed_parameters(made)
+    assert viewed_tensors(made, "_parameters") is viewed_tensors(made, "_parameters")
     assert made.weight is parameter and made._parameters["weight"] is parameter
     assert names(made) == names(plain) == ["weight", "bias"]
     assert [*made.state_dict()] == [*plain.state_dict()]
@@ -93,7 +93,7 @@ def test_what_is_hidden_is_seen_in_its_place_where_a_view_shows_it() -> None:
 
 def test_a_missing_parameter_stays_missing() -> None:
     linear = nn.Linear(2, 2, bias=False)
-    shown = viewed_parameters(linear)
+    shown = viewed_tensors(linear, "_parameters")
     shown.add_view(lambda name, held: None)
     assert linear.bias is None and shown["bias"] is None and shown.local("bias") is None
     assert [name for name, _ in local_parameters(linear.named_modules())] == ["weight"]
@@ -111,7 +111,7 @@ def test_a_parameter_that_comes_later_is_shown_behind_the_others() -> None:
 
 def test_buffers_are_shown_and_hidden_too() -> None:
     made = module()
-    shown = viewed_buffers(made)
+    shown = viewed_tensors(made, "_buffers")
     held = shown.local("running_var")
     assert held is not None
     shown.hide("running_var", torch.empty_like(held, device="meta"))

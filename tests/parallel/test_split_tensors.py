@@ -21,11 +21,11 @@ import evenly.parallel.tensor.ops  # noqa: F401  # registers them
 from evenly.comm.connect import connect, disconnect
 from evenly.errors import RunError
 from evenly.launch.environment import find_here
-from evenly.parallel.core.memory import as_held, with_views
 from evenly.parallel.tensor import axis as tensors
 from evenly.parallel.tensor.axis import Axis, SplitTensor, is_split
 from evenly.parallel.tensor.layout import Layout
 from evenly.parallel.tensor.model import SplitModel
+from evenly.torch_private import with_torch_function, without_subclasses
 
 T = torch.Tensor
 
@@ -318,13 +318,15 @@ def test_functions_of_parts_are_those_of_the_whole(ranks: KeptRanks, size: int) 
 
 
 def what_is_shown() -> list[bool]:
-    """Whether a split tensor is taken for the whole: outside, within `as_held`, and with that lifted again."""
+    """Whether a split tensor is taken for the whole: outside, within `without_subclasses`, and with that lifted
+    again.
+    """
     with axis_of_all() as axis:
         tensor = axis.part(torch.zeros(6), Layout.of(0, 1, 6, 1, axis.group.size))
         found = [tensor.shape == (6,)]
-        with as_held():
+        with without_subclasses():
             found.append(tensor.shape == (6,))
-            with with_views():
+            with with_torch_function():
                 found.append(tensor.shape == (6,))
             found.append(tensor.shape == (6,))
         return [*found, tensor.shape == (6,)]

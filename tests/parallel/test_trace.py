@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from traced import Attention, own, transformer
 
 from evenly.errors import PlanError
-from evenly.model.fake import fake_mode
 from evenly.parallel.tensor.trace import CallTrace, Ref, trace
+from evenly.torch_private import fake_mode
 
 
 class Small(nn.Module):

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from torch import nn
-
 from evenly.data.generators import reseed, seed
 from evenly.data.stream import block_key
 from evenly.model.blocks import Block
+from evenly.torch_private import unwrap_call, wrap_call
 
 
 class ForwardEnded(Exception):
@@ -95,17 +94,3 @@ class BlockCalls:
     def _reseed(self, name: str, number: int, edge: Literal["begin", "end"]) -> None:
         assert self._key is not None  # a call is under way
         reseed(block_key(self._key, name, number, edge), self._device)
-
-
-# torch's private names for what a call of a module runs: what `module.compile()` has put there, else all of it.
-def wrap_call(module: nn.Module, call: Callable[..., Any]) -> Any:
-    """Has `call(run, *args, **kwargs)` run in place of each call, hooks included; returns what `unwrap_call` wants."""
-    before: Any = module._compiled_call_impl  # pyright: ignore[reportPrivateUsage]
-    run: Any = before or module._call_impl  # pyright: ignore[reportPrivateUsage]
-    module._compiled_call_impl = partial(call, run)  # pyright: ignore[reportPrivateUsage]
-    return before
-
-
-def unwrap_call(module: nn.Module, before: Any) -> None:
-    """Undoes `wrap_call`."""
-    module._compiled_call_impl = before  # pyright: ignore[reportPrivateUsage]

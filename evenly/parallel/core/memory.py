@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from evenly.data.nest import tensors_in
-from evenly.model.fake import is_fake
+from evenly.torch_private import TorchDispatchMode, is_fake, without_subclasses
 
 Category = Literal["parameters", "gradients", "sums", "optimizer", "activations", "temporaries"]
 
@@ -31,15 +30,6 @@ HOST = -1  # where batches are read: its tensors are counted apart, and go with 
 
 # The number of the device at work among those of this process, and whether tensors of others are carried to it.
 _working: ContextVar[tuple[int, bool]] = ContextVar("working", default=(0, False))
-
-
-# Within, tensors of subclasses are to Python what they are in memory.
-as_held: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass  # pyright: ignore
-
-
-def with_views() -> AbstractContextManager[Any]:
-    """The inverse within `as_held`, under torch's private name: what a subclass does with its tensors is done again."""
-    return torch._C._EnableTorchFunction()  # pyright: ignore
 
 
 class _On:
@@ -133,7 +123,7 @@ class MemoryCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (other := of_subclasses(func, types, args, kwargs)) is not None:
             return other  # DTensors are counted by the operations on their local tensors
-        with as_held():
+        with without_subclasses():
             working, carrying = _working.get()
             found = set() if carrying else self._numbers((args, kwargs or {})) - {HOST}
             if len(found) > 1:

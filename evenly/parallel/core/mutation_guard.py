@@ -15,6 +15,7 @@ from torch import nn
 from evenly.errors import RunError
 from evenly.parallel.core.calls import ForwardEnded
 from evenly.parallel.core.fingerprint import fingerprint
+from evenly.torch_private import version
 
 
 class MutationGuard:
@@ -46,7 +47,7 @@ class MutationGuard:
     def watching(self) -> Generator[None]:
         """Around a forward. Raises `RunError` that names what has changed."""
         now: list[torch.Tensor] = [getattr(module, name) for _, module, name in self._watched]
-        before = [(tensor, tensor._version) for tensor in now]
+        before = [(tensor, version(tensor)) for tensor in now]
         first, self._first = self._first, False
         prints = {id(tensor): fingerprint(tensor) for tensor in now if first and not tensor.requires_grad}
         try:
@@ -57,10 +58,10 @@ class MutationGuard:
         self._compare(before, prints)
 
     def _compare(self, before: list[tuple[torch.Tensor, int]], prints: dict[int, int]) -> None:
-        for (full, module, name), (tensor, version) in zip(self._watched, before, strict=True):
+        for (full, module, name), (tensor, count) in zip(self._watched, before, strict=True):
             now: Any = getattr(module, name)
             written = id(tensor) in prints and now is tensor and fingerprint(tensor) != prints[id(tensor)]
-            if now is not tensor or tensor._version != version or written:
+            if now is not tensor or version(tensor) != count or written:
                 kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
                 raise RunError(
                     f"{kind} {full} changes in the forward pass",

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from evenly.torch_private import TensorDict, set_tensor_dict, tensor_dict
+
 View = Callable[[str, torch.Tensor | None], Any]
 
 
@@ -71,26 +73,18 @@ class ViewedParameters(dict[str, Any]):
         return next((shown for view in self._views if (shown := view(name, held)) is not None), None)
 
 
-# torch's private names for where nn.Module looks its tensors up.
-def viewed_parameters(module: nn.Module) -> ViewedParameters:
-    """The parameters of `module`, from now on as its code shall see them."""
-    held = module._parameters  # pyright: ignore[reportPrivateUsage]
-    if not isinstance(held, ViewedParameters):
-        held = module._parameters = ViewedParameters(held)  # pyright: ignore[reportPrivateUsage]
-    return held
+def viewed_tensors(module: nn.Module, kind: TensorDict) -> ViewedParameters:
+    """The parameters, or the buffers, of `module`, from now on as its code shall see them."""
+    local = tensor_dict(module, kind)
+    if not isinstance(local, ViewedParameters):
+        local = ViewedParameters(local)
+        set_tensor_dict(module, kind, local)
+    return local
 
 
 def local_parameters(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Parameter]]:
     """Those of `modules`, which have names, by name as the engine finds them, even while the job computes."""
     for name, one in modules:
-        for own, parameter in dict.items(one._parameters):  # pyright: ignore[reportPrivateUsage]
+        for own, parameter in dict.items(tensor_dict(one, "_parameters")):
             if parameter is not None:
                 yield f"{name}.{own}" if name else own, parameter
-
-
-def viewed_buffers(module: nn.Module) -> ViewedParameters:
-    """The buffers of `module`, from now on as its code shall see them."""
-    held = module._buffers  # pyright: ignore[reportPrivateUsage]
-    if not isinstance(held, ViewedParameters):
-        held = module._buffers = ViewedParameters(held)  # pyright: ignore[reportPrivateUsage]
-    return held

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from evenly.errors import PlanError, RunError
 from evenly.parallel.core.forwards import Forward
+from evenly.torch_private import ATTENTION
 
 _aten = torch.ops.aten
 KEPT = {
@@ -28,10 +29,7 @@ KEPT = {
     _aten.bmm.default,
     _aten.baddbmm.default,
     _aten.convolution.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
+    *(kernel.default for kernel in ATTENTION),
 }
 
 

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from evenly.comm.groups import Group
 from evenly.comm.operations import broadcast
@@ -30,6 +29,7 @@ from evenly.comm.transport import even_sizes
 from evenly.data.nest import tensors_in
 from evenly.parallel.core.fingerprint import fingerprint_of_bytes
 from evenly.parallel.core.memory import of_subclasses
+from evenly.torch_private import TorchDispatchMode
 
 LEAST_BYTES = 1 << 20  # smaller storages stay where they are
 NO_STORAGE = 0

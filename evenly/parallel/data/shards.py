@@ -26,7 +26,6 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from evenly.comm.backend import all_gather_single
 from evenly.comm.groups import Group
 from evenly.comm.operations import adds_here, reduce_scatter
 from evenly.comm.transport import AwakeWork, Pending
@@ -46,6 +45,7 @@ from evenly.parallel.data.gradients import (
 from evenly.parallel.data.mesh import groups_of, shard_mesh
 from evenly.parallel.data.optimizer import OwnedRows
 from evenly.parallel.data.partition import RowLayout
+from evenly.torch_private import all_gather_single, end_sharded_forward, initialize_sharding, reduce_sharded
 
 SMALL_BYTES = 4 << 20  # so much is gathered with the root: cut apart it saves less than it costs to begin gathering
 WHOLE_BYTES = 16 << 20  # so much stays whole between forward and backward: to gather it again costs more than it holds
@@ -193,12 +193,11 @@ class ShardedGradients(Gradients):
 
     def prepare(self) -> None:
         """What the first forward would do, while parameters are shown as they are."""
-        fully_shard.state(self._model)._lazy_init()  # pyright: ignore
+        initialize_sharding(self._model)
 
     def stage_ended(self, outputs: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """What ends the forward of the model, where it ends by an exception with these outputs."""
-        state: Any = fully_shard.state(self._model)  # pyright: ignore[reportFunctionMemberAccess, reportUnknownMemberType]
-        return [*state._post_forward(self._model, (), tuple(outputs))]
+        return end_sharded_forward(self._model, outputs)
 
     def start_reduce(self, numbers: Sequence[float] | torch.Tensor = ()) -> None:
         """The gradients are on their way since the backward, if it did not compute them in parts."""
@@ -245,13 +244,9 @@ class ShardedGradients(Gradients):
                     self._used[self._numbers[name]] = True
 
     def _reduce(self) -> None:
-        """Reduces and cuts all gradients, as the end of the last backward would: under torch's private names."""
+        """Reduces and cuts all gradients, as the end of the last backward would."""
         self._expect(last=True)
-        state: Any = fully_shard.state(self._model)  # pyright: ignore[reportFunctionMemberAccess, reportUnknownMemberType]
-        for one in state._state_ctx.all_states:
-            for group in one._fsdp_param_groups:
-                group.post_backward()
-        state._root_post_backward_final_callback()
+        reduce_sharded(self._model)
 
     def norm(self) -> torch.Tensor:
         if self._parts is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import torch
 from torch import nn
@@ -22,13 +22,14 @@ from torch.overrides import TorchFunctionMode
 from evenly.data.nest import map_tensors, tensors_by_path
 from evenly.errors import RunError
 from evenly.model.blocks import find_blocks
-from evenly.model.fake import operation_of, shared_fake_mode
+from evenly.model.fake import shared_fake_mode
 from evenly.parallel.core.calls import BlockCall, ForwardEnded
-from evenly.parallel.core.parameter_views import ViewedParameters, viewed_buffers, viewed_parameters
+from evenly.parallel.core.parameter_views import ViewedParameters, viewed_tensors
 from evenly.parallel.core.statistics import keeps_statistics
 from evenly.parallel.pipeline.messages import Payload
 from evenly.parallel.pipeline.remote_tensor import OTHER_AXIS, RemoteTensor, is_remote, key_of, present, remote
 from evenly.parallel.pipeline.stages import BEGIN, CallOf, StagePlan, TensorSite
+from evenly.torch_private import TensorDict, operation_of, tensor_dict
 
 
 class Running(Protocol):
@@ -269,8 +270,8 @@ class StagedModel:
         known = _known_tensors(model, device)
         self.known = {one.name: one for one in known.values()}
         for module in model.modules():
-            self._show(module, module.named_parameters(recurse=False, remove_duplicate=False), viewed_parameters, known)
-            self._show(module, module.named_buffers(recurse=False, remove_duplicate=False), viewed_buffers, known)
+            for kind in get_args(TensorDict):
+                self._show(module, kind, known)
 
     @property
     def stage_plan(self) -> StagePlan:
@@ -311,17 +312,11 @@ class StagedModel:
                 shown.hide(name, placeholders.setdefault(known.name, _placeholder(shown[name])))
         return placeholders
 
-    def _show(
-        self,
-        module: nn.Module,
-        named: Iterable[tuple[str, torch.Tensor]],
-        place: Callable[[nn.Module], ViewedParameters],
-        known: Mapping[int, Known],
-    ) -> None:
-        mine = {name: known[id(tensor)] for name, tensor in named if id(tensor) in known}
+    def _show(self, module: nn.Module, kind: TensorDict, known: Mapping[int, Known]) -> None:
+        mine = {name: known[id(tensor)] for name, tensor in tensor_dict(module, kind).items() if id(tensor) in known}
         if not mine:
             return
-        shown = place(module)
+        shown = viewed_tensors(module, kind)
         self._places += [(shown, name, one) for name, one in mine.items()]
 
         def view(name: str, _: torch.Tensor | None) -> torch.Tensor | None:

@@ -17,6 +17,7 @@ import torch
 from evenly.data.nest import tensors_in
 from evenly.errors import PlanError
 from evenly.model.fake import DeferredTensor, shared_fake_mode
+from evenly.torch_private import without_subclasses, wrapper_subclass
 
 ASKED = "running a stage of the model by itself"
 OTHER_AXIS = "use a plan without pipeline (ddp, zero3, tp)"
@@ -54,15 +55,7 @@ class RemoteTensor(DeferredTensor):
     @staticmethod
     def __new__(cls: Any, form: torch.Tensor) -> RemoteTensor:
         """A tensor of torch's that wraps no numbers, of the shape, strides, type and device of `form`."""
-        made: Any = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
-            cls,
-            form.shape,
-            strides=form.stride(),
-            dtype=form.dtype,
-            device=form.device,
-            requires_grad=form.requires_grad,
-        )
-        return made
+        return wrapper_subclass(cls, form)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,7 +65,7 @@ class RemoteTensor(DeferredTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """With all remote arguments filled the function itself; else its shapes alone."""
-        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+        with without_subclasses():
             kwargs = kwargs or {}
             tensors = [*tensors_in((args, kwargs))]
             met = [one for one in tensors if isinstance(one, RemoteTensor)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -18,11 +18,12 @@ from torch import nn
 from evenly.data.nest import map_tensors, tensors_by_path, tensors_in
 from evenly.errors import EvenlyError, PlanError, describe
 from evenly.model.costs import CostCounter
-from evenly.model.fake import operation_of, running_fake
+from evenly.model.fake import running_fake
 from evenly.parallel.core.calls import BlockCall, BlockCalls
 from evenly.parallel.pipeline.model import Between, Known, StagedModel, StageRun
 from evenly.parallel.pipeline.remote_tensor import ASKED, OTHER_AXIS, RemoteTensor, is_remote, present, remote
 from evenly.parallel.pipeline.stages import CallCost, CallOf, StagePlan, TensorSite, owners_of, stage_of_calls
+from evenly.torch_private import TensorDict, has_forward_hooks, memory_key, operation_of
 
 
 def find_call_costs(model: StagedModel, compute: Callable[[], Any]) -> list[CallCost]:
@@ -41,11 +42,11 @@ def find_call_costs(model: StagedModel, compute: Callable[[], Any]) -> list[Call
 
 def _refuse_what_runs_past_stages(model: StagedModel) -> None:
     """Raises `PlanError` for what would compute with other stages' parameters, or not run where they are passed by."""
-    held = {_memory(tensor): known.name for tensor, known in model.real()}
+    held = {memory_key(tensor): known.name for tensor, known in model.real()}
     for name, module in model.model.named_modules():
         for attribute, value in vars(module).items():
-            found = () if attribute in ("_parameters", "_buffers") else tensors_in(value)
-            if kept := next((held[_memory(tensor)] for tensor in found if _memory(tensor) in held), None):
+            found = () if attribute in get_args(TensorDict) else tensors_in(value)
+            if kept := next((held[memory_key(tensor)] for tensor in found if memory_key(tensor) in held), None):
                 raise PlanError(
                     ASKED,
                     f"{name or 'the model'} ({type(module).__name__}) keeps {kept} in {attribute} too, "
@@ -53,7 +54,7 @@ def _refuse_what_runs_past_stages(model: StagedModel) -> None:
                     f"find it by its own name where it is used (LSTM and GRU: build them of cells), or {OTHER_AXIS}",
                 )
     for block in model.blocks:
-        if block.module._forward_hooks or block.module._forward_pre_hooks:  # pyright: ignore[reportPrivateUsage]
+        if has_forward_hooks(block.module):
             raise PlanError(
                 ASKED,
                 f"block {block.name} has a forward hook, which does not run on stages that pass the block by",
@@ -157,7 +158,7 @@ class _DiscoveryRun:
         self._model = model
         self._shown: dict[str, RemoteTensor] = {}
         self._names = {id(tensor): known.name for tensor, known in model.real()}
-        self._weights = {_memory(known.form) for known in model.known.values()}
+        self._weights = {memory_key(known.form) for known in model.known.values()}
         self._before = _Draft(("", 0))  # the first call
         self.call_costs: list[_Draft] = []
 
@@ -215,15 +216,10 @@ class _Watching:
         self._hooks.__exit__(*problem)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        key = _memory(tensor)
+        key = memory_key(tensor)
         if key not in self._weights:
             self._draft.kept[key] = tensor
         return tensor
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    """Which memory a tensor would have."""
-    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 class _LeftOver(Exception):

@@ -36,8 +36,8 @@ from evenly.comm import pairs
 from evenly.comm.groups import Group
 from evenly.data.nest import map_tensors
 from evenly.errors import RunError
-from evenly.parallel.core.memory import as_held
 from evenly.parallel.tensor.layout import Layout
+from evenly.torch_private import version, without_subclasses, without_torch_function
 
 
 @dataclass(eq=False)
@@ -74,7 +74,7 @@ class Axis:
         """The split tensor of which `held` is this rank's part; one object, under whatever names it is asked for."""
         key = (id(held), torch.is_grad_enabled())
         if key not in self._shown:
-            with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+            with without_torch_function():
                 view = held.view_as(held)  # not a call of the job's
             self._shown[key] = self.split(view, layout)
             self._shown[key].local = held
@@ -90,11 +90,11 @@ class Axis:
             return self.gather_full(tensor) if is_split(tensor) else tensor
         name = "_evenly_multiplied" if products else "_evenly_entered"
         known: tuple[int, torch.Tensor] | None = vars(tensor).get(name)
-        if known is not None and known[0] == tensor._version:
+        if known is not None and known[0] == version(tensor):
             return known[1]
         entered = self._gather(tensor) if is_split(tensor) else pairs.copy(tensor, self.group, in_place=products)
         if tensor.grad_fn is not None:  # a leaf outlives the graph
-            setattr(tensor, name, (tensor._version, entered))
+            setattr(tensor, name, (version(tensor), entered))
         return entered
 
     def _gather(self, tensor: SplitTensor) -> torch.Tensor:
@@ -131,7 +131,7 @@ class Axis:
     def gather_full(self, tensor: SplitTensor) -> torch.Tensor:
         """The whole of a split tensor."""
         layout = tensor.split_as
-        with as_held():
+        with without_subclasses():
             opened = tensor.unflatten(layout.dim, (layout.outer, layout.sizes[self.position]))
             joined = pairs.join(opened, self.group, layout.dim + 1, layout.sizes)
             return in_order(joined.flatten(layout.dim, layout.dim + 1), memory_order(tensor))
@@ -261,12 +261,12 @@ class SplitTensor(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Computes `func` of whole tensors."""
-        with as_held():
+        with without_subclasses():
             return compute(func, args, kwargs or {})
 
     def __repr__(self, **_: Any) -> str:
         """Local: printing on one rank must not wait for the others."""
-        with as_held():
+        with without_subclasses():
             return f"SplitTensor({self.split_as.full_shape(self.shape)}, {self.split_as}, {self.dtype})"
 
 
@@ -278,7 +278,7 @@ class FullCopy(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Computes `func` as of plain tensors."""
-        with as_held():
+        with without_subclasses():
             return (compute if SplitTensor in types else of_the_whole)(func, args, kwargs or {})
 
 

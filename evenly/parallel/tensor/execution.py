@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from evenly.parallel.core.memory import as_held
 from evenly.parallel.tensor.axis import Axis, SplitTensor, is_split, memory_order, own_part
 from evenly.parallel.tensor.layout import Layout
+from evenly.torch_private import without_subclasses
 
 Execution = Callable[..., Any]
 T = torch.Tensor
@@ -61,7 +61,7 @@ def register_hook(func: Any, tensor: SplitTensor, hook: Callable[[T], T | None])
         changed = hook(shown)
         if changed is None or changed is shown:
             return None
-        with as_held():
+        with without_subclasses():
             return part_for(changed, layout.at(layout.dim - shown.dim()), axis)
 
     return func(tensor, of_part)

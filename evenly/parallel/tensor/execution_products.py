@@ -16,11 +16,11 @@ from torch.nn import functional as F
 
 from evenly.comm.operations import all_reduce
 from evenly.errors import RunError
-from evenly.parallel.core.memory import with_views
 from evenly.parallel.tensor.attention import multi_head_attention
 from evenly.parallel.tensor.axis import Axis, SplitTensor, is_split
 from evenly.parallel.tensor.execution import elementwise, own_noise, part_for, repeat_interleave, shape_of
 from evenly.parallel.tensor.layout import Layout
+from evenly.torch_private import with_torch_function
 
 T = torch.Tensor
 
@@ -259,7 +259,7 @@ def _rows_of_probabilities(weights: T) -> T:
 
 def attention_module(_: Any, *args: Any, **kwargs: Any) -> Any:
     """By the rules of the calls that it is made of."""
-    with with_views():
+    with with_torch_function():
         return multi_head_attention(*args, **kwargs)
 
 

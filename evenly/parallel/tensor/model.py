@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import evenly.parallel.tensor.ops  # noqa: F401  # pyright: ignore  # what its tensors compute with
 from evenly.comm.groups import Group
-from evenly.parallel.core.parameter_views import View, viewed_parameters
+from evenly.parallel.core.parameter_views import View, viewed_tensors
 from evenly.parallel.tensor.axis import Axis, SplitTensor, is_split, own_part
 from evenly.parallel.tensor.layout import Layout
 from evenly.parallel.tensor.padding import PaddingZeroed
@@ -47,7 +47,7 @@ class SplitModel:
         for module in model.modules():
             held = module.named_parameters(recurse=False, remove_duplicate=False)
             if mine := {name: by_parameter[id(p)] for name, p in held if id(p) in by_parameter}:
-                viewed_parameters(module).add_view(self._view(mine))
+                viewed_tensors(module, "_parameters").add_view(self._view(mine))
         for name, layout in layouts.items():
             named[name].data = own_part(named[name], layout, group.position)
         self._padding = [

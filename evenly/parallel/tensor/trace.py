@@ -28,13 +28,12 @@ from evenly.data.nest import map_tensors, tensors_in
 from evenly.errors import PlanError, describe
 from evenly.model.fake import (
     Source,
-    fake_mode,
     fake_model,
     fake_tensor,
-    operation_of,
     running_fake,
 )
 from evenly.parallel.tensor.attention import multi_head_attention
+from evenly.torch_private import fake_mode, operation_of
 
 ASKED = "to find what of the model can be split (tensor=N)"
 OTHER_AXIS = "use another axis for this model: plan ddp, zero3"
@@ -289,7 +288,7 @@ def _is_torchs(func: Any) -> bool:
 @cache
 def _torchs_functions() -> frozenset[Any]:
     homes: Iterable[Any] = (torch, torch.Tensor, nn.functional)
-    held = (getattr(home, name, None) for home in homes for name in dir(home) if not name.startswith("_C"))
+    held = (getattr(home, name, None) for home in homes for name in dir(home))
     return frozenset(one for one in held if callable(one) and not isinstance(one, type)) - {*MISNAMED}
 
 

@@ -1,0 +1,188 @@
+"""Every name of torch that torch does not promise to keep: a new torch is a review of this file and of its test.
+
+What is relied on stands with each name; `tests/test_torch_private.py` holds it against the torch that is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+# ------------------------------------------------------------------------------------------------ operators of aten
+_aten = torch.ops.aten
+# Attention by kernel. (query, key) are the first two arguments; of a backward the second and third.
+ATTENTION_ON_CPU = _aten._scaled_dot_product_flash_attention_for_cpu
+ATTENTION_BACKWARD_ON_CPU = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+ATTENTION = (
+    ATTENTION_ON_CPU,
+    _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_efficient_attention,
+    _aten._scaled_dot_product_cudnn_attention,
+)
+ATTENTION_BACKWARD = (
+    ATTENTION_BACKWARD_ON_CPU,
+    _aten._scaled_dot_product_flash_attention_backward,
+    _aten._scaled_dot_product_efficient_attention_backward,
+    _aten._scaled_dot_product_cudnn_attention_backward,
+)
+TO_COPY = _aten._to_copy  # `.to()` of another type or device
+UNSAFE_VIEW, RESHAPE_ALIAS = _aten._unsafe_view, _aten._reshape_alias  # views that are none by their schema
+PACK_PADDED_SEQUENCE = _aten._pack_padded_sequence
+
+# ------------------------------------------------------------------------------------------- subclasses of tensors
+# Within, tensors of subclasses are to Python what they are in memory; no subclass's `__torch_function__` is called.
+without_subclasses: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass  # pyright: ignore
+# Within, no mode's is called either.
+without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction  # pyright: ignore
+# The inverse of both, within them.
+with_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C._EnableTorchFunction  # pyright: ignore
+
+
+def wrapper_subclass(cls: type[torch.Tensor], form: torch.Tensor) -> Any:
+    """A tensor of class `cls` that wraps no numbers, of the shape, strides, type and device of `form`."""
+    make: Any = torch.Tensor._make_wrapper_subclass  # pyright: ignore
+    given: dict[str, Any] = dict(dtype=form.dtype, device=form.device, requires_grad=form.requires_grad)
+    return make(cls, form.shape, strides=form.stride(), **given)
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often the tensor, or one that shares its memory, was changed in place."""
+    return tensor._version
+
+
+def memory_key(tensor: torch.Tensor) -> int:
+    """Which memory a tensor has, or would have if it is fake: equal for tensors that share it."""
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+
+
+# ---------------------------------------------------------------------------------------------------- fake tensors
+def fake_mode() -> Any:
+    """torch's mode of fake tensors, in which tensors of other kinds may take part."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # a second, which a plain run does not need
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(kind: type) -> bool:
+    """Whether tensors of this class are torch's fake tensors, which take no memory."""
+    return kind.__name__ == "FakeTensor"
+
+
+def operation_of(problem: Exception) -> str:
+    """The operation that a fake tensor could not run for want of values; '' where something else went wrong."""
+    operation = getattr(problem, "func", None)  # torch's errors of fake tensors have it, and no other
+    return "" if operation is None else str(operation).removesuffix(".default")
+
+
+FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"  # logs what it raises too
+
+
+@contextmanager
+def masks_not_compared() -> Generator[None]:
+    """Within, `nn.TransformerEncoder` and `nn.TransformerDecoder` take a mask as it is.
+
+    They would look at its values, only to find whether it could be left out for being causal.
+    """
+
+    def said_to_be_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return is_causal is True
+
+    home: Any = nn.modules.transformer
+    before, home._detect_is_causal_mask = home._detect_is_causal_mask, said_to_be_causal
+    try:
+        yield
+    finally:
+        home._detect_is_causal_mask = before
+
+
+# --------------------------------------------------------------------------------------------------------- modules
+TensorDict = Literal["_parameters", "_buffers"]  # where `nn.Module` looks its tensors up
+
+
+def tensor_dict(module: nn.Module, kind: TensorDict) -> dict[str, Any]:
+    """The module's own parameters or buffers, those that are None among them."""
+    return getattr(module, kind)
+
+
+def set_tensor_dict(module: nn.Module, kind: TensorDict, tensors: Mapping[str, Any]) -> None:
+    """Has `module` look its parameters or buffers up in `tensors`, a kind of dict."""
+    setattr(module, kind, tensors)
+
+
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # parts that torch's wrappers put into names
+
+
+def plain_name(name: str) -> str:
+    """A name of a module, parameter or buffer without the parts of torch's wrappers."""
+    for part in WRAPPERS:
+        name = name.replace(part, "")
+    return name
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether anything runs before or after its forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)  # pyright: ignore[reportPrivateUsage]
+
+
+def has_gradient_hooks(parameter: Any) -> bool:
+    """Whether any hook sees, and may change, the gradient of each backward."""
+    return bool(parameter._backward_hooks)
+
+
+def has_accumulated_hooks(parameter: Any) -> bool:
+    """Whether any hook sees the gradient after it was added to what is there."""
+    return bool(parameter._post_accumulate_grad_hooks)
+
+
+def wrap_call(module: nn.Module, call: Callable[..., Any]) -> Any:
+    """Has `call(run, *args, **kwargs)` run in place of each call, hooks included; returns what `unwrap_call` wants.
+
+    `run` is what `module.compile()` has put there, else all that a call of a module does.
+    """
+    before: Any = module._compiled_call_impl  # pyright: ignore[reportPrivateUsage]
+    run: Any = before or module._call_impl  # pyright: ignore[reportPrivateUsage]
+    module._compiled_call_impl = partial(call, run)  # pyright: ignore[reportPrivateUsage]
+    return before
+
+
+def unwrap_call(module: nn.Module, before: Any) -> None:
+    """Undoes `wrap_call`."""
+    module._compiled_call_impl = before  # pyright: ignore[reportPrivateUsage]
+
+
+# ---------------------------------------------------------------------------------------------------- distributed
+# Renamed in torch 2.13, which warns about the older name.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor")  # noqa: B009
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor")  # noqa: B009
+
+
+def initialize_sharding(model: nn.Module) -> None:
+    """What the first forward of a model under `fully_shard` would do, before it."""
+    _fsdp_state(model)._lazy_init()
+
+
+def end_sharded_forward(model: nn.Module, outputs: Sequence[Any]) -> list[Any]:
+    """What ends the forward of a model under `fully_shard`, where its code ended by an exception with these outputs."""
+    return [*_fsdp_state(model)._post_forward(model, (), tuple(outputs))]
+
+
+def reduce_sharded(model: nn.Module) -> None:
+    """Reduces and cuts the gradients of all units, as the end of the last backward would."""
+    state = _fsdp_state(model)
+    for one in state._state_ctx.all_states:
+        for group in one._fsdp_param_groups:
+            group.post_backward()
+    state._root_post_backward_final_callback()
+
+
+def _fsdp_state(model: nn.Module) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard.state(model)  # pyright: ignore

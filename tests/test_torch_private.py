@@ -1,0 +1,356 @@
+"""What is relied on of torch's private names holds for the torch that is installed: a test for each."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+
+from evenly import torch_private
+from evenly.torch_private import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    ATTENTION_BACKWARD_ON_CPU,
+    ATTENTION_ON_CPU,
+    FAKE_TENSOR_LOGGER,
+    PACK_PADDED_SEQUENCE,
+    RESHAPE_ALIAS,
+    TO_COPY,
+    UNSAFE_VIEW,
+    WRAPPERS,
+    TorchDispatchMode,
+    all_gather_single,
+    end_sharded_forward,
+    fake_mode,
+    has_accumulated_hooks,
+    has_forward_hooks,
+    has_gradient_hooks,
+    initialize_sharding,
+    is_fake,
+    masks_not_compared,
+    memory_key,
+    operation_of,
+    plain_name,
+    reduce_scatter_single,
+    reduce_sharded,
+    set_tensor_dict,
+    tensor_dict,
+    unwrap_call,
+    version,
+    with_torch_function,
+    without_subclasses,
+    without_torch_function,
+    wrap_call,
+    wrapper_subclass,
+)
+from tests.kept_ranks import KeptRanks, group_of_all
+
+
+class Seen(TorchDispatchMode):
+    """Notes which operations run within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append((func.overloadpacket, args))
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def packets(self) -> list[Any]:
+        return [packet for packet, _ in self.calls]
+
+
+def test_each_name_has_a_test() -> None:
+    tree = ast.parse(Path(torch_private.__file__).read_text(encoding="utf-8"))
+    names = {one.name for one in tree.body if isinstance(one, ast.FunctionDef)}
+    names |= {
+        one.id
+        for node in tree.body
+        if isinstance(node, (ast.Assign, ast.AnnAssign))
+        for one in ast.walk(node)
+        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
+    }
+    used = {node.id for node in ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8"))) if hasattr(node, "id")}
+    public = {name for name in names if not name.startswith("_")} - {"TensorDict"}
+    assert public - used == set()
+
+
+# ------------------------------------------------------------------------------------------------ operators of aten
+def test_attention_on_the_cpu_by_its_operators() -> None:
+    query = torch.randn(2, 3, 5, 4, requires_grad=True)
+    key = torch.randn(2, 3, 7, 4)
+    with Seen() as seen:
+        F.scaled_dot_product_attention(query, key, key).sum().backward()
+    forward = next(args for packet, args in seen.calls if packet is ATTENTION_ON_CPU)
+    backward = next(args for packet, args in seen.calls if packet is ATTENTION_BACKWARD_ON_CPU)
+    assert [one.shape for one in forward[:2]] == [query.shape, key.shape]
+    assert [one.shape for one in backward[1:3]] == [query.shape, key.shape]
+
+
+@pytest.mark.parametrize("kernel", [*ATTENTION, *ATTENTION_BACKWARD], ids=str)
+def test_kernels_of_attention_exist(kernel: Any) -> None:
+    assert "default" in kernel.overloads()
+    names = [one.name for one in kernel.default._schema.arguments[:3]]
+    assert names[names.index("query") + 1] == "key"
+    assert names.index("query") == (kernel in ATTENTION_BACKWARD)
+
+
+def test_a_copy_in_another_type() -> None:
+    with Seen() as seen:
+        torch.ones(3).to(torch.float64)
+    assert seen.packets[1:] == [TO_COPY]
+
+
+def test_views_that_are_none_by_their_schema() -> None:
+    with Seen() as seen:
+        (torch.ones(2, 3, 4) @ torch.ones(4, 5)).shape  # noqa: B018
+    assert UNSAFE_VIEW in seen.packets
+    for packet in (UNSAFE_VIEW, RESHAPE_ALIAS):
+        tensor = torch.ones(6)
+        arguments = ([2, 3], [3, 1]) if packet is RESHAPE_ALIAS else ([2, 3],)
+        assert packet.default(tensor, *arguments).data_ptr() == tensor.data_ptr()
+        assert not packet.default.is_view or packet is RESHAPE_ALIAS
+
+
+def test_packing_sequences_by_its_operator() -> None:
+    with Seen() as seen:
+        nn.utils.rnn.pack_padded_sequence(torch.ones(4, 2, 3), torch.tensor([4, 2]))
+    assert PACK_PADDED_SEQUENCE in seen.packets
+
+
+# ------------------------------------------------------------------------------------------- subclasses of tensors
+class Doubled(torch.Tensor):
+    """Its sum is twice what it is."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with without_subclasses():
+            result = func(*args, **(kwargs or {}))
+            return 2 * result if func is torch.sum else result
+
+
+class Tripled(torch.overrides.TorchFunctionMode):
+    """Within, sums are three times what they are."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (3 if func is torch.sum else 1) * func(*args, **(kwargs or {}))
+
+
+def test_subclasses_without_and_with_their_functions() -> None:
+    tensor = torch.ones(2)
+    tensor.__class__ = Doubled
+    assert torch.sum(tensor) == 4
+    with without_subclasses():
+        assert torch.sum(tensor) == 2
+        with with_torch_function():
+            assert torch.sum(tensor) == 4
+    with Tripled():
+        with without_subclasses():
+            assert torch.sum(tensor).item() == 6
+        with without_torch_function():
+            assert torch.sum(tensor) == 2
+            with with_torch_function():
+                assert torch.sum(torch.ones(2)).item() == 6
+
+
+def test_a_tensor_that_wraps_no_numbers() -> None:
+    class Empty(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise NotImplementedError
+
+    form = torch.ones(3, 4, dtype=torch.bfloat16).t().requires_grad_()
+    made = wrapper_subclass(Empty, form)
+    assert type(made) is Empty
+    same = [(one.shape, one.stride(), one.dtype, one.device, one.requires_grad) for one in (made, form)]
+    assert same[0] == same[1]
+
+
+def test_a_version_counts_changes_in_place() -> None:
+    tensor = torch.ones(3)
+    before = version(tensor)
+    tensor[1:].add_(1)
+    assert version(tensor) == before + 1
+    tensor + 1
+    assert version(tensor) == before + 1
+
+
+def test_memory_by_its_key() -> None:
+    with fake_mode():
+        fake = torch.ones(4, 2)
+        assert memory_key(fake) == memory_key(fake.t()) != memory_key(fake.clone())
+    tensor = torch.ones(4, 2)
+    assert memory_key(tensor) == memory_key(tensor[1:]) != memory_key(tensor.clone())
+
+
+# ---------------------------------------------------------------------------------------------------- fake tensors
+def test_fake_tensors_are_known_and_take_real_ones_along() -> None:
+    with fake_mode():
+        fake = torch.ones(3)
+        assert is_fake(type(fake))
+        assert is_fake(type(fake + torch.ones(3)))
+        assert not is_fake(torch.Tensor)
+
+
+def test_an_operation_that_needs_values_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    with fake_mode():
+        fake = torch.ones(3)
+        with pytest.raises(RuntimeError) as caught:
+            fake.nonzero().tolist()
+    assert "aten" in operation_of(caught.value) or "nonzero" in str(caught.value)
+    assert operation_of(ValueError("of the user's")) == ""
+    assert FAKE_TENSOR_LOGGER in logging.root.manager.loggerDict
+
+
+def test_masks_are_not_compared_within() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    inputs, mask = torch.ones(1, 4, 8), torch.zeros(4, 4)
+    with Seen() as seen, masks_not_compared():
+        encoder(inputs, mask=mask)
+    assert torch.ops.aten.eq not in seen.packets
+    with Seen() as seen:
+        encoder(inputs, mask=mask)
+    assert torch.ops.aten.eq in seen.packets
+
+
+# --------------------------------------------------------------------------------------------------------- modules
+def test_where_modules_look_their_tensors_up() -> None:
+    norm = nn.BatchNorm1d(3, affine=True)
+    assert [*tensor_dict(norm, "_parameters")] == ["weight", "bias"]
+    assert [*tensor_dict(norm, "_buffers")] == ["running_mean", "running_var", "num_batches_tracked"]
+    other = nn.Parameter(torch.zeros(3))
+    set_tensor_dict(norm, "_parameters", {"weight": other, "bias": None})
+    assert norm.weight is other
+    assert [*norm.named_parameters()] == [("weight", other)]
+
+
+def test_hooks_of_a_module_and_of_a_parameter() -> None:
+    for register in ("register_forward_hook", "register_forward_pre_hook"):
+        linear = nn.Linear(2, 2)
+        assert not has_forward_hooks(linear)
+        handle = getattr(linear, register)(lambda *_: None)
+        assert has_forward_hooks(linear)
+        handle.remove()
+        assert not has_forward_hooks(linear)
+    weight = linear.weight
+    assert (has_gradient_hooks(weight), has_accumulated_hooks(weight)) == (False, False)
+    weight.register_hook(lambda _: None)
+    assert (has_gradient_hooks(weight), has_accumulated_hooks(weight)) == (True, False)
+    linear.bias.register_post_accumulate_grad_hook(lambda _: None)
+    assert (has_gradient_hooks(linear.bias), has_accumulated_hooks(linear.bias)) == (False, True)
+
+
+def test_a_call_is_wrapped_hooks_included_and_unwrapped() -> None:
+    linear, seen = nn.Linear(2, 2), []
+    linear.register_forward_hook(lambda *_: seen.append("hook"))
+
+    def call(run: Any, *args: Any) -> Any:
+        seen.append("before")
+        result = run(*args)
+        seen.append("after")
+        return result
+
+    outer = wrap_call(linear, call)
+    inner = wrap_call(linear, call)
+    linear(torch.ones(2))
+    assert seen == ["before", "before", "hook", "after", "after"]
+    unwrap_call(linear, inner)
+    unwrap_call(linear, outer)
+    seen.clear()
+    linear(torch.ones(2))
+    assert seen == ["hook"]
+
+
+def test_names_without_the_parts_of_wrappers() -> None:
+    compiled = torch.compile(nn.Linear(2, 2), backend="eager")
+    wrapped = checkpoint_wrapper(nn.Linear(2, 2))
+    names = [name for module in (compiled, wrapped) for name, _ in nn.Sequential(module).named_parameters()]
+    assert all(any(part in name for part in WRAPPERS) for name in names[:2])  # a checkpoint's wrapper hides its own
+    assert {plain_name(name) for name in names} == {"0.weight", "0.bias"}
+    assert WRAPPERS[1].removesuffix(".") in dict(wrapped.named_children())
+
+
+# ---------------------------------------------------------------------------------------------------- distributed
+def in_one_tensor() -> list[torch.Tensor]:
+    with group_of_all() as group:
+        own = torch.tensor([1.0, 2.0]) * (group.position + 1)
+        gathered, row = torch.empty(4), torch.empty(1)
+        all_gather_single(gathered, own)
+        reduce_scatter_single(row, own)
+        return [gathered, row]
+
+
+def test_one_tensor_is_gathered_and_scattered(ranks: KeptRanks) -> None:
+    for position, (gathered, row) in enumerate(ranks.run(in_one_tensor, size=2)):
+        assert gathered.tolist() == [1, 2, 2, 4]
+        assert row.tolist() == [3 * (position + 1)]
+
+
+class Ended(Exception):
+    pass
+
+
+class Halves(nn.Module):
+    """Its forward may end by an exception."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 1, bias=False)
+        self.ends = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = self.second(self.first(x))
+        if self.ends:
+            self.output = result
+            raise Ended
+        return result
+
+
+def sharded() -> dict[str, Any]:
+    """Gradients of a model under `fully_shard`, whose forward ended by an exception, reduced by hand."""
+    torch.manual_seed(5)
+    model = Halves().double()
+    with group_of_all() as group:
+        mesh = init_device_mesh("cpu", (group.size,))
+        for unit in (model.first, model.second, model):
+            fully_shard(unit, mesh=mesh)
+        initialize_sharding(model)
+        model.set_requires_gradient_sync(False)
+        model.ends = True
+        try:
+            model(torch.ones(2, 3, dtype=torch.float64) * (group.position + 1))
+        except Ended:
+            [output] = end_sharded_forward(model, [model.output])
+        output.sum().backward()
+        model.set_requires_gradient_sync(True)
+        reduce_sharded(model)
+        return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+
+
+def test_a_sharded_model_ends_its_forward_and_reduces_when_asked(ranks: KeptRanks) -> None:
+    torch.manual_seed(5)
+    model = Halves().double()
+    for scale in (1, 2):
+        (model(torch.ones(2, 3, dtype=torch.float64) * scale).sum() / 2).backward()
+    for found in ranks.run(sharded, size=2):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad)
+
+
+def test_pipelining_imports_what_the_first_optimizer_does() -> None:
+    program = "import sys, torch.distributed.pipelining; sys.exit('torch._dynamo' not in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
