@@ -51,9 +51,7 @@ def load_job(path: Path, settings: dict[str, Any]) -> Job:
         raise UserError(f"job() of {path}", f"it raised {describe(problem)}", _remedy(problem)) from problem
     if not isinstance(job, Job):
         raise UserError(
-            f"job() of {path} must return an evenly.Job",
-            f"it returned a {type(job).__name__}",
-            "return the Job",
+            f"job() of {path} must return an evenly.Job", f"it returned a {type(job).__name__}", "return the Job"
         )
     return job
 
@@ -139,9 +137,7 @@ def _parse(path: Path) -> ast.Module:
         )
         what = "a folder" if path.is_dir() else "no such file"
         raise UserError(
-            f"job file {path}",
-            what,
-            f"did you mean {path.parent / near[0]}?" if near else "give a Python file",
+            f"job file {path}", what, f"did you mean {path.parent / near[0]}?" if near else "give a Python file"
         )
     try:
         return ast.parse(path.read_bytes(), str(path))

@@ -98,13 +98,7 @@ def free_port() -> int:
 
 
 def _environment(rank: int, size: int, port: int) -> dict[str, str]:
-    numbers = {
-        "RANK": rank,
-        "WORLD_SIZE": size,
-        "LOCAL_RANK": rank,
-        "LOCAL_WORLD_SIZE": size,
-        "MASTER_PORT": port,
-    }
+    numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     values = {name: str(number) for name, number in numbers.items()}
     return {**values, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 

@@ -146,11 +146,7 @@ def after_restart(seen: list[Beat], at: float, step: int) -> dict:
 
 def recover_all(args: argparse.Namespace, env: dict[str, str]) -> None:
     unshared = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    ways = {
-        "standalone": (TORCHRUN, {}),
-        "static": (TORCHRUN_STATIC, {}),
-        "standalone_unshared": (TORCHRUN, unshared),
-    }
+    ways = {"standalone": (TORCHRUN, {}), "static": (TORCHRUN_STATIC, {}), "standalone_unshared": (TORCHRUN, unshared)}
     for name in args.only or ["ddp_snapshot", "hf_save"]:
         for way, (launcher, more) in ways.items():
             launcher = [*launcher, "--max-restarts", "1"]

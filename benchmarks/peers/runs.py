@@ -66,15 +66,7 @@ class Run:
         port, self._mark = str(free_port()), uuid.uuid4().hex
         command = [part.format(port=port) for part in launcher or contender.launcher]
         command += [str(HERE / "runners" / contender.script), *contender.arguments, "--workload", workload]
-        command += [
-            "--steps",
-            str(steps),
-            "--out",
-            str(self.out),
-            "--ranks",
-            str(contender.ranks),
-            *arguments,
-        ]
+        command += ["--steps", str(steps), "--out", str(self.out), "--ranks", str(contender.ranks), *arguments]
         environment = {
             **os.environ,
             **_environment(contender.threads),

@@ -131,8 +131,7 @@ def _weights(manifest: Manifest, pieces: Mapping[str, list[Piece]]) -> _Source:
     if not names:
         raise Unsound("it holds no model")
     return _Source(
-        {new: manifest.tensors[name] for name, new in names.items()},
-        {new: pieces[name] for name, new in names.items()},
+        {new: manifest.tensors[name] for name, new in names.items()}, {new: pieces[name] for name, new in names.items()}
     )
 
 

@@ -64,10 +64,7 @@ def targets(
 
 
 def install(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    tensors: Mapping[str, Tensor],
-    values: Mapping[str, Any],
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], values: Mapping[str, Any]
 ) -> None:
     """Give the optimizer the filled `targets` as its own, and its saved options and plain state."""
     saved = values["optimizer"]

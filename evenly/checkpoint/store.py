@@ -23,15 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from evenly.checkpoint.folder import CheckpointFolder
-from evenly.checkpoint.manifest import (
-    FileRecord,
-    Manifest,
-    TensorForm,
-    Unsound,
-    differences,
-    fingerprint,
-    first_of,
-)
+from evenly.checkpoint.manifest import FileRecord, Manifest, TensorForm, Unsound, differences, fingerprint, first_of
 from evenly.checkpoint.plain import decode, encode, merge
 from evenly.checkpoint.ranks import Ranks
 from evenly.checkpoint.tensors import check_contents, form_of, own_files, read_tensors, save_tensors
@@ -252,10 +244,7 @@ class CheckpointStore:
 def _staging_options() -> StagingOptions:
     on_gpu = torch.cuda.is_available()
     return StagingOptions(
-        use_pinned_memory=on_gpu,
-        use_shared_memory=False,
-        use_async_staging=False,
-        use_non_blocking_copy=on_gpu,
+        use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
     )
 
 

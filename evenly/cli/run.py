@@ -208,9 +208,7 @@ def choose_folder(request: RunRequest) -> Path:
         held = RunFolder(request.out).holds_run
         if held and not request.resume:
             raise UserError(
-                f"a new run in {request.out}",
-                "it already holds a run",
-                "add --resume, or choose another --out",
+                f"a new run in {request.out}", "it already holds a run", "add --resume, or choose another --out"
             )
         if request.resume and not held:
             raise UserError(

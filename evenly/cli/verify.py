@@ -17,14 +17,7 @@ PRELOAD = ["evenly.verify.ranks", "torch.distributed.pipelining"]
 
 
 def run_verify(
-    job: Path,
-    plans: str,
-    *,
-    devices: int | None,
-    steps: int,
-    dtype: str,
-    settings: list[str],
-    json_only: bool,
+    job: Path, plans: str, *, devices: int | None, steps: int, dtype: str, settings: list[str], json_only: bool
 ) -> int:
     """Verifies; returns 0 if every plan is equal, 1 otherwise."""
     if dtype not in PRECISIONS:

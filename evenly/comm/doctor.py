@@ -21,13 +21,7 @@ from typing import Any, Literal
 from evenly.errors import EvenlyError, UserError
 from evenly.launch.agent import Launch, start_ranks
 from evenly.launch.allocator import cgroup_limit_bytes
-from evenly.launch.environment import (
-    LOOPBACK,
-    LOOPBACK_INTERFACE,
-    available_cores,
-    find_process,
-    process_environment,
-)
+from evenly.launch.environment import LOOPBACK, LOOPBACK_INTERFACE, available_cores, find_process, process_environment
 
 Verdict = Literal["ok", "note", "problem"]
 
@@ -141,11 +135,7 @@ def _backends() -> Iterable[Finding]:
         advice = "install a torch that has torch.distributed"
         yield Finding(name="backends", value="torch.distributed is missing", verdict="problem", advice=advice)
         return
-    have = {
-        "gloo": dist.is_gloo_available(),
-        "nccl": dist.is_nccl_available(),
-        "mpi": dist.is_mpi_available(),
-    }
+    have = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
     value = ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in have.items())
     missing = "nccl" if torch.cuda.is_available() else "gloo"
     if have[missing]:
@@ -187,10 +177,7 @@ def _shared_memory() -> Iterable[Finding]:
     small = total_bytes < SMALL_SHM_BYTES
     advice = "data workers pass batches through it and die with a bus error: give the container --shm-size=8g"
     yield Finding(
-        name="/dev/shm",
-        value=_gib(total_bytes),
-        verdict="problem" if small else "ok",
-        advice=advice if small else "",
+        name="/dev/shm", value=_gib(total_bytes), verdict="problem" if small else "ok", advice=advice if small else ""
     )
 
 

@@ -37,12 +37,7 @@ LOCAL: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "product": torch.mul,
 }
 # What no backend reduces, and the type that holds its values and that they do.
-_REDUCED_AS = {
-    torch.bool: torch.uint8,
-    torch.int16: torch.int32,
-    torch.uint16: torch.int32,
-    torch.uint32: torch.int64,
-}
+_REDUCED_AS = {torch.bool: torch.uint8, torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
 REDUCED = (
     torch.float64,
     torch.float32,

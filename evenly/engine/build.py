@@ -84,9 +84,7 @@ def build_optimizer(job: Job, parameters: Sequence[nn.Parameter], plan: Plan) ->
     known = {id(p) for p in parameters}
     if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
         raise UserError(
-            "the job's optimizer",
-            "it holds parameters that are not the model's",
-            "give it the `params` passed in",
+            "the job's optimizer", "it holds parameters that are not the model's", "give it the `params` passed in"
         )
     _leave_out(optimizer, [p for p in parameters if p.is_meta])
     choose_kernels(optimizer, plan)
@@ -154,9 +152,7 @@ def build_schedule(job: Job, optimizer: torch.optim.Optimizer) -> torch.optim.lr
     assert schedule is not None
     if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise UserError(
-            "schedule ReduceLROnPlateau",
-            "it follows a measured loss, not the step",
-            "use one that counts steps",
+            "schedule ReduceLROnPlateau", "it follows a measured loss, not the step", "use one that counts steps"
         )
     try:
         json.dumps(schedule.state_dict())

@@ -82,15 +82,7 @@ def _launched(environ: Mapping[str, str]) -> ProcessInfo | None:
 def _alone(environ: Mapping[str, str]) -> ProcessInfo:
     port = _number(environ, "MASTER_PORT") if "MASTER_PORT" in environ else _port_of("plain")
     return ProcessInfo(
-        rank=0,
-        local_rank=0,
-        size=1,
-        local_size=1,
-        node=0,
-        nodes=1,
-        address=LOOPBACK,
-        port=port,
-        launcher="plain",
+        rank=0, local_rank=0, size=1, local_size=1, node=0, nodes=1, address=LOOPBACK, port=port, launcher="plain"
     )
 
 
@@ -211,9 +203,7 @@ def first_host(nodelist: str) -> str:
     host = re.sub(r"\[([0-9]+)(?:[-,][0-9,-]*)?\]", r"\1", entry)
     if not re.fullmatch(r"[\w.-]+", host):
         raise UserError(
-            "the first host of a Slurm node list",
-            f"{nodelist!r} cannot be read",
-            "set MASTER_ADDR to rank 0's host",
+            "the first host of a Slurm node list", f"{nodelist!r} cannot be read", "set MASTER_ADDR to rank 0's host"
         )
     return host
 
@@ -225,9 +215,7 @@ def tasks_per_node(counts: str) -> list[int]:
         match = re.fullmatch(r"\s*([0-9]+)(?:\(x([0-9]+)\))?\s*", part)
         if not match:
             raise UserError(
-                "the tasks of each Slurm node",
-                f"{counts!r} cannot be read",
-                "start the ranks with torchrun instead",
+                "the tasks of each Slurm node", f"{counts!r} cannot be read", "start the ranks with torchrun instead"
             )
         tasks += [int(match[1])] * int(match[2] or 1)
     return tasks
@@ -236,12 +224,7 @@ def tasks_per_node(counts: str) -> list[int]:
 # --- Open MPI and PMI ----------------------------------------------------------------------------------
 
 
-OPEN_MPI = (
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-)
+OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
 PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
@@ -289,10 +272,7 @@ def _checked(place: ProcessInfo, environ: Mapping[str, str], names: tuple[str, .
         for wrong, text in (
             (place.size < 1, "the number of ranks is below 1"),
             (not 0 <= place.rank < place.size, "the rank is not below the number of ranks"),
-            (
-                not 0 <= place.local_rank < place.local_size,
-                "the local rank is not below the ranks of its node",
-            ),
+            (not 0 <= place.local_rank < place.local_size, "the local rank is not below the ranks of its node"),
             (place.local_size > place.size, "the node has more ranks than there are"),
             (not 0 <= place.node < place.nodes, "the node's number is not below the number of nodes"),
             (not 0 < place.port < 2**16, f"port {place.port} is not between 1 and 65535"),

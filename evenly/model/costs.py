@@ -14,10 +14,7 @@ from evenly.torch_private import ATTENTION_BACKWARD_ON_CPU, ATTENTION_ON_CPU, UN
 
 _aten = torch.ops.aten
 # Of torch's flop counter, on a GPU: it does not know the CPU's kernels. By (query, key) among the arguments.
-_ATTENTION_ON_CPU = {
-    ATTENTION_ON_CPU: (4.0, 0),
-    ATTENTION_BACKWARD_ON_CPU: (10.0, 1),
-}
+_ATTENTION_ON_CPU = {ATTENTION_ON_CPU: (4.0, 0), ATTENTION_BACKWARD_ON_CPU: (10.0, 1)}
 
 
 # What makes a tensor and neither reads nor writes one, besides views.

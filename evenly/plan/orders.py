@@ -11,16 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 
-from evenly.plan.schedule import (
-    SCHEDULES,
-    Action,
-    Kind,
-    Schedule,
-    ScheduleRules,
-    in_flight,
-    rank_of_stage,
-    runnable,
-)
+from evenly.plan.schedule import SCHEDULES, Action, Kind, Schedule, ScheduleRules, in_flight, rank_of_stage, runnable
 
 Step = tuple[Kind, int]  # which of the rank's own stages
 Pass = tuple[Kind, int, int]  # stage of the model, microbatch

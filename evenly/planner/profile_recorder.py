@@ -384,13 +384,7 @@ def _works_of(func: Any, args: Any, kwargs: Any, results: Any) -> list[OpCost]:
     kind: Kind = "attention" if packet in (*ATTENTION, *ATTENTION_BACKWARD) else "matmul" if flops else "memory"
     rows, inner, columns = _sizes(packet, args) if kind == "matmul" else (0, 0, 0)
     work = OpCost(
-        kind=kind,
-        flops=flops,
-        moved_bytes=moved,
-        rows=rows,
-        inner=inner,
-        columns=columns,
-        recomputed=kind == "memory",
+        kind=kind, flops=flops, moved_bytes=moved, rows=rows, inner=inner, columns=columns, recomputed=kind == "memory"
     )
     return [work]
 

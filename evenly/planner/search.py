@@ -19,14 +19,7 @@ from evenly.errors import PlanError, UserError
 from evenly.plan import Plan, PlanSpec
 from evenly.plan.schedule import splits_backward
 from evenly.plan.spec import largest_shard
-from evenly.planner.costed_plan import (
-    CostedPlan,
-    costed_plan_of,
-    layers_of,
-    predicted,
-    seconds_of_parts,
-    time_of,
-)
+from evenly.planner.costed_plan import CostedPlan, costed_plan_of, layers_of, predicted, seconds_of_parts, time_of
 from evenly.planner.prediction import Prediction
 from evenly.planner.request import PlanRequest, PlanResult
 from evenly.planner.time import message_seconds, tail_seconds

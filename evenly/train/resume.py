@@ -99,7 +99,5 @@ def _check_rules(run: Run, values: dict[str, Any]) -> None:
     different = [f"{key} was {saved.get(key)}, is now {mine[key]}" for key in mine if saved.get(key) != mine[key]]
     if different:
         raise ResumeError(
-            f"resuming {run.job.name!r}",
-            "; ".join(different),
-            "resume with the settings of the run that saved it",
+            f"resuming {run.job.name!r}", "; ".join(different), "resume with the settings of the run that saved it"
         )

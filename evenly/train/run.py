@@ -101,9 +101,7 @@ class Run:
             yield Batch(share(step), microbatches)
             if self.steps_done == step:
                 raise RunError(
-                    f"batch of step {step + 1}",
-                    "it was not given to run.step",
-                    "give every batch to run.step once",
+                    f"batch of step {step + 1}", "it was not given to run.step", "give every batch to run.step once"
                 )
 
     def step(self, batch: Batch) -> StepReport:

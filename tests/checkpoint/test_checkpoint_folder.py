@@ -78,10 +78,7 @@ def test_prune_leaves_the_unreadable_alone_and_does_not_count_it(tmp_path: Path)
         (lambda path: (path / FILE).unlink(), "is missing"),
         (lambda path: (path / FILE).write_bytes(b"numb"), "has 4 bytes, its manifest says 7"),
         (lambda path: (path / FILE).write_bytes(b"nUmbers"), "was altered"),
-        (
-            lambda path: (path / "extra.safetensors").write_bytes(b""),
-            "extra.safetensors is not in its manifest",
-        ),
+        (lambda path: (path / "extra.safetensors").write_bytes(b""), "extra.safetensors is not in its manifest"),
         (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
         (lambda path: (path / "manifest.json").write_bytes(b"\xff\xfe"), "cannot be read"),
         (lambda path: _link(path / FILE), "is a symbolic link"),

@@ -43,8 +43,7 @@ def test_one_changed_character_is_seen_or_means_the_same(place: int, character: 
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "x", "{", "3", "null", "[]", "{}", '"text"', '{"format": 1}', '{"format": ["evenly-checkpoint"]}'],
+    "text", ["", "x", "{", "3", "null", "[]", "{}", '"text"', '{"format": 1}', '{"format": ["evenly-checkpoint"]}']
 )
 def test_any_other_text_is_unsound(text: str) -> None:
     with pytest.raises(Unsound):
@@ -61,15 +60,9 @@ def test_any_other_text_is_unsound(text: str) -> None:
         ({"step": True}, "step"),
         ({"score": "low"}, "score"),
         ({"values": []}, "values"),
-        (
-            {"files": {"../evil.safetensors": {"size_bytes": 1, "blake2b": ""}}},
-            "no name of a checkpoint file",
-        ),
+        ({"files": {"../evil.safetensors": {"size_bytes": 1, "blake2b": ""}}}, "no name of a checkpoint file"),
         ({"files": {"/etc/x.safetensors": {"size_bytes": 1, "blake2b": ""}}}, "no name of a checkpoint file"),
-        (
-            {"files": {".hidden.safetensors": {"size_bytes": 1, "blake2b": ""}}},
-            "no name of a checkpoint file",
-        ),
+        ({"files": {".hidden.safetensors": {"size_bytes": 1, "blake2b": ""}}}, "no name of a checkpoint file"),
         ({"files": {"a.safetensors\n": {"size_bytes": 1, "blake2b": ""}}}, "no name of a checkpoint file"),
         ({"files": {"a.pt": {"size_bytes": 1, "blake2b": ""}}}, "no name of a checkpoint file"),
         ({"files": {"a.safetensors": {"size_bytes": "1", "blake2b": ""}}}, "malformed"),

@@ -168,11 +168,7 @@ def test_a_failure_of_one_rank_is_raised_on_all_and_loses_nothing(ranks: KeptRan
     (first, second), after_failure, after_next = results[0]
     assert "rank 1" in first and os.strerror(errno.EFBIG) in first and second == "nothing raised"
     assert (after_failure, after_next) == ([1], [1, 3])
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
-        ".lock",
-        "step-00000001",
-        "step-00000003",
-    ]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [".lock", "step-00000001", "step-00000003"]
 
 
 def load_error(group: Any, rank: int, folder: Path) -> str:

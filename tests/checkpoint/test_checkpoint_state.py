@@ -18,10 +18,7 @@ from evenly.errors import CheckpointError, ResumeError, UserError
 
 
 def write_state(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    tensors: Mapping[str, Tensor],
-    values: Mapping[str, Any],
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], values: Mapping[str, Any]
 ) -> None:
     """The inverse of `read_state`: into the model in place, into the optimizer as copies.
 
@@ -77,11 +74,7 @@ def trained(make: Make, steps: int = 3, dtype: torch.dtype = torch.float32) -> t
 
 
 def bits(tensor: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
-    return (
-        tensor.dtype,
-        tensor.shape,
-        tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),
-    )
+    return (tensor.dtype, tensor.shape, tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def state_bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:

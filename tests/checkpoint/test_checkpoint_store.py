@@ -25,28 +25,9 @@ from evenly.checkpoint.store import CheckpointStore, Snapshot
 from evenly.checkpoint.tensors import file_numbers
 from evenly.errors import CheckpointError, UserError
 
-DTYPES = [
-    "float64",
-    "float32",
-    "bfloat16",
-    "float16",
-    "int64",
-    "int32",
-    "int16",
-    "int8",
-    "uint8",
-    "bool",
-    "complex64",
-]
+DTYPES = ["float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64"]
 SHAPES: list[tuple[int, ...]] = [(3, 4), (), (0,), (2, 0, 3)]
-VALUES = {
-    "plan": "ddp",
-    "seed": 3,
-    "betas": (0.9, 0.95),
-    "milestones": Counter({3: 2}),
-    "scale": 65536.0,
-    "x": None,
-}
+VALUES = {"plan": "ddp", "seed": 3, "betas": (0.9, 0.95), "milestones": Counter({3: 2}), "scale": 65536.0, "x": None}
 
 
 def odd_tensors() -> dict[str, Tensor]:
@@ -337,10 +318,7 @@ def test_no_checkpoint_and_no_such_step_say_what_there_is(store: CheckpointStore
 @pytest.mark.parametrize(
     ("into", "reason"),
     [
-        (
-            {"model.w": torch.zeros(4, dtype=torch.float64)},
-            r"float32\[4\] in the checkpoint, float64\[4\] here",
-        ),
+        ({"model.w": torch.zeros(4, dtype=torch.float64)}, r"float32\[4\] in the checkpoint, float64\[4\] here"),
         ({"model.w": torch.zeros(5)}, r"float32\[4\] in the checkpoint, float32\[5\] here"),
         ({"model.w": torch.zeros(4), "model.v": torch.zeros(1)}, "model.v is not in the checkpoint"),
         ({}, "model.w is in the checkpoint only"),

@@ -12,13 +12,7 @@ from operations_ranks import Findings, group_of_all
 from evenly.comm import pairs
 from evenly.comm.groups import Group
 from evenly.comm.operations import all_reduce
-from evenly.comm.ring import (
-    Ran,
-    buckets_of,
-    ring_all_reduce,
-    ring_all_reduce_in_buckets,
-    steps_of,
-)
+from evenly.comm.ring import Ran, buckets_of, ring_all_reduce, ring_all_reduce_in_buckets, steps_of
 from evenly.comm.transport import even_sizes
 
 

@@ -19,18 +19,7 @@ def named(findings: list[Finding], name: str) -> Finding:
 def test_every_question_is_answered() -> None:
     findings = examine({}, probe=False)
     names = [finding.name for finding in findings]
-    for name in (
-        "python",
-        "torch",
-        "devices",
-        "backends",
-        "cores",
-        "memory",
-        "disk",
-        "loopback",
-        "port",
-        "rank",
-    ):
+    for name in ("python", "torch", "devices", "backends", "cores", "memory", "disk", "loopback", "port", "rank"):
         assert name in names or (name == "devices" and "cuda:0" in names)
     assert len(set(names)) == len(names)
     assert named(findings, "rank").value == "rank 0 of 1, node 0 of 1 (plain)"
@@ -59,13 +48,7 @@ def test_every_fault_comes_with_advice() -> None:
 
 @pytest.mark.parametrize(
     ("version", "verdict"),
-    [
-        ("2.10.0", "problem"),
-        ("2.11.0", "ok"),
-        ("2.15.1+cu128", "ok"),
-        ("2.16.0", "problem"),
-        ("3.0", "problem"),
-    ],
+    [("2.10.0", "problem"), ("2.11.0", "ok"), ("2.15.1+cu128", "ok"), ("2.16.0", "problem"), ("3.0", "problem")],
 )
 def test_torch_versions(version: str, verdict: str) -> None:
     assert torch_version(version, version).verdict == verdict

@@ -8,13 +8,7 @@ import pytest
 import torch
 from jobs import Points, classifier_job, language_job
 
-from evenly.data.loader import (
-    Loader,
-    microbatches_of_step,
-    share_of_evaluation,
-    share_of_step,
-    worker_count,
-)
+from evenly.data.loader import Loader, microbatches_of_step, share_of_evaluation, share_of_step, worker_count
 from evenly.data.nest import map_tensors
 from evenly.errors import SampleError
 
@@ -109,8 +103,7 @@ def test_a_bad_sample_read_ahead_is_told_in_its_place() -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
-    ("data", "index", "what"),
-    [(Broken(37), 17, "disk gone"), (Odd(37), 23, "does not fit the others")],
+    ("data", "index", "what"), [(Broken(37), 17, "disk gone"), (Odd(37), 23, "does not fit the others")]
 )
 def test_an_error_names_the_sample(data: Any, index: int, what: str, workers: int) -> None:
     job = classifier_job(data=data)

@@ -115,10 +115,7 @@ def test_find_place(environ: dict[str, str], expected: tuple[Any, ...]) -> None:
         ({"RANK": "0"}, ["RANK=0", "WORLD_SIZE not set"]),
         ({"WORLD_SIZE": "2"}, ["WORLD_SIZE=2", "RANK not set"]),
         ({"LOCAL_RANK": "0"}, ["RANK and WORLD_SIZE not set"]),
-        (
-            {"RANK": "0", "WORLD_SIZE": "1"},
-            ["LOCAL_RANK and LOCAL_WORLD_SIZE and MASTER_ADDR and MASTER_PORT not set"],
-        ),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, ["LOCAL_RANK and LOCAL_WORLD_SIZE and MASTER_ADDR and MASTER_PORT not set"]),
         (without(TORCHRUN, "MASTER_PORT"), ["MASTER_PORT not set"]),
         (TORCHRUN | {"RANK": "4"}, ["RANK=4", "WORLD_SIZE=4", "not below the number of ranks"]),
         (TORCHRUN | {"RANK": "one"}, ["RANK=one", "not a whole number"]),
@@ -221,15 +218,7 @@ def test_a_rank_takes_its_launchers_environment_and_keeps_its_rank(monkeypatch: 
 def test_world_cannot_be_changed_and_names_its_axes() -> None:
     groups = {"data": object(), "tensor": None}
     world = World(
-        rank=1,
-        local_rank=1,
-        size=2,
-        local_size=2,
-        node=0,
-        nodes=1,
-        device="cpu",
-        backend="gloo",
-        groups=groups,
+        rank=1, local_rank=1, size=2, local_size=2, node=0, nodes=1, device="cpu", backend="gloo", groups=groups
     )
     groups["pipeline"] = None
     assert not world.is_main

@@ -452,10 +452,7 @@ def test_two_nodes_form_one_world(tmp_path: Path, launcher: Any) -> None:
     processes = [launcher("nodes", str(tmp_path), str(node), rendezvous, "fork") for node in (0, 1)]
     with ThreadPoolExecutor() as pool:
         outputs = list(pool.map(lambda process: process.communicate(timeout=600), processes))
-    assert [output for output, _ in outputs] == [
-        "{0: (0, 4, 0), 1: (1, 4, 0)}\n",
-        "{2: (2, 4, 1), 3: (3, 4, 1)}\n",
-    ]
+    assert [output for output, _ in outputs] == ["{0: (0, 4, 0), 1: (1, 4, 0)}\n", "{2: (2, 4, 1), 3: (3, 4, 1)}\n"]
 
 
 def _free_port() -> int:

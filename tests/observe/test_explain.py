@@ -6,13 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from evenly.observe.diagnosis import (
-    explain,
-    number_ranges,
-    numbers_of,
-    ranks_in_words,
-    ranks_of_group,
-)
+from evenly.observe.diagnosis import explain, number_ranges, numbers_of, ranks_in_words, ranks_of_group
 from evenly.observe.recorder import CollectiveCall, Entry, RankRecord
 
 NOW_S = 1000.0

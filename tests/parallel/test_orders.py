@@ -106,11 +106,7 @@ def run_to_the_end(orders_of_ranks: tuple[Order, ...], placed: tuple[int, ...]) 
 
 
 def step(
-    action: Action,
-    rank: int,
-    placed: tuple[int, ...],
-    channels: dict[tuple[int, int], list[Action]],
-    have: set[Action],
+    action: Action, rank: int, placed: tuple[int, ...], channels: dict[tuple[int, int], list[Action]], have: set[Action]
 ) -> bool:
     """Whether the rank can act; `have` is what it computed and received."""
     stage, microbatch = action.stage, action.microbatch

@@ -154,9 +154,7 @@ CASES = {
         lambda *t: by_heads_of_itself(*t, attn_mask=~MASK, key_padding_mask=PADDING), (X, *PACKED), PACKED_HEADS
     ),
     "multi-head-mask-by-head": Case(
-        lambda x, w, b, o, m: by_heads_of_itself(x, w, b, o, attn_mask=m),
-        (X, *PACKED, (12, 5, 5)),
-        PACKED_HEADS,
+        lambda x, w, b, o, m: by_heads_of_itself(x, w, b, o, attn_mask=m), (X, *PACKED, (12, 5, 5)), PACKED_HEADS
     ),
     "multi-head-causal": Case(
         lambda *t: by_heads_of_itself(*t, attn_mask=~MASK, is_causal=True), (X, *PACKED), PACKED_HEADS

@@ -150,10 +150,7 @@ def test_masks_are_not_looked_at_to_find_whether_they_are_causal() -> None:
     mask = nn.Transformer.generate_square_subsequent_mask(5)
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 1, enable_nested_tensor=False)
     decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 16), 1)
-    for model, call in (
-        (encoder, lambda m, x: m(x, mask).sum()),
-        (decoder, lambda m, x: m(x, x, mask).sum()),
-    ):
+    for model, call in ((encoder, lambda m, x: m(x, mask).sum()), (decoder, lambda m, x: m(x, x, mask).sum())):
         traced = trace(model, call, torch.zeros(5, 3, 8))
         (attention, *_) = [call for call in traced.calls if call.function == "scaled_dot_product_attention"]
         assert traced.values[attention.inputs[3]].shape == (5, 5)

@@ -25,10 +25,7 @@ SIZES = {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}
 def of(elements: int) -> ModelCosts:
     """A model of so many parameters in one block, which keeps nothing."""
     block = replace(
-        PARTS.blocks[0],
-        parameters=elements,
-        kept_bytes={"none": 0, "selective": 0, "full": 0},
-        backward_peak_bytes=0,
+        PARTS.blocks[0], parameters=elements, kept_bytes={"none": 0, "selective": 0, "full": 0}, backward_peak_bytes=0
     )
     end = replace(PARTS.after, parameters=0, kept_bytes={"none": 0, "selective": 0, "full": 0}, logits=0)
     return ModelCosts(before=replace(PARTS.before, parameters=0), blocks=[block], after=end)

@@ -155,12 +155,7 @@ class TestCompared:
             "p90": pytest.approx(0.9),
             "bias": pytest.approx(math.sqrt(2) - 1),
         }
-        assert found["sources"]["a"]["memory"] == {
-            "rows": 1,
-            "median": 0.25,
-            "p90": 0.25,
-            "bias": pytest.approx(0.25),
-        }
+        assert found["sources"]["a"]["memory"] == {"rows": 1, "median": 0.25, "p90": 0.25, "bias": pytest.approx(0.25)}
         assert found["overall"]["memory_b"]["median"] == 0.5
         assert found["sources"]["b"]["time"]["rows"] == 0
         assert found["overall"]["fits"] == {

@@ -21,9 +21,7 @@ class WrappedForwards:
         self._modules = [block.module for block in blocks]
         if not self._modules:
             raise PlanError(
-                asked,
-                "the model has no repeated blocks",
-                f"leave out {asked}, or put its layers into a ModuleList",
+                asked, "the model has no repeated blocks", f"leave out {asked}, or put its layers into a ModuleList"
             )
         for module in self._modules:
             for change in changes:

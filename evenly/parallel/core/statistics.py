@@ -155,12 +155,7 @@ class RunningStatistics:
         def enter(module: Any, given: Any) -> None:
             if not module.training or any(isinstance(one, DeferredTensor) and not one.arrived for one in given):
                 return
-            layer.kept = (
-                module.running_mean,
-                module.running_var,
-                module.num_batches_tracked,
-                module.momentum,
-            )
+            layer.kept = (module.running_mean, module.running_var, module.num_batches_tracked, module.momentum)
             module.running_mean = torch.zeros_like(module.running_mean)
             module.running_var = torch.zeros_like(module.running_var)
             module.num_batches_tracked = None

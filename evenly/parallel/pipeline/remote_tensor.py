@@ -26,7 +26,7 @@ OVERWRITING = re.compile(
 )
 # What is asked of a tensor and follows from its form.
 OF_FORM = frozenset(
-    ["size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "get_device", "__len__"],
+    ["size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "get_device", "__len__"]
 ) | frozenset(["is_floating_point", "is_complex", "is_signed", "is_contiguous"])
 ATTRIBUTES_OF_FORM = frozenset(["shape", "ndim", "dtype", "device", "layout", "is_cuda", "itemsize", "nbytes"])
 PLAIN = (int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, type)

@@ -26,12 +26,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from evenly.data.nest import map_tensors, tensors_in
 from evenly.errors import PlanError, describe
-from evenly.model.fake import (
-    Source,
-    fake_model,
-    fake_tensor,
-    running_fake,
-)
+from evenly.model.fake import Source, fake_model, fake_tensor, running_fake
 from evenly.parallel.tensor.attention import multi_head_attention
 from evenly.torch_private import fake_mode, operation_of
 
