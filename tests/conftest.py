@@ -30,8 +30,8 @@ def ranks() -> Iterator[KeptRanks]:
 @pytest.fixture(autouse=True)
 def _small_blocks_are_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """As kept ranks have it: the blocks of small models are units of zero=3, cut as those of large ones are."""
-    monkeypatch.setattr("evenly.parallel.data.shards.SMALL_BYTES", 0)
-    monkeypatch.setattr("evenly.parallel.data.shards.WHOLE_BYTES", 0)
+    monkeypatch.setattr("evenly.parallel.data.grouping.SMALL_BYTES", 0)
+    monkeypatch.setattr("evenly.parallel.data.grouping.WHOLE_BYTES", 0)
 
 
 @pytest.fixture(autouse=True)

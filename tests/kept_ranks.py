@@ -106,10 +106,12 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
 def _serve(connection: Connection) -> None:
     import torch
 
-    from evenly.parallel.data import shards
+    from evenly.parallel.data import grouping
 
     torch.set_num_threads(1)
-    shards.SMALL_BYTES = shards.WHOLE_BYTES = 0  # the blocks of small models are units, cut as those of large ones are
+    grouping.SMALL_BYTES = grouping.WHOLE_BYTES = (
+        0  # the blocks of small models are units, cut as those of large ones are
+    )
     while True:
         try:
             function, args, environment, path = connection.recv()

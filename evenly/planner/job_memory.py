@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from evenly.parallel.data.shards import large_ones, replicated_ones
-from evenly.parallel.pipeline.orders import orders, taken_by
+from evenly.parallel.data.grouping import unit_members
+from evenly.parallel.pipeline.orders import orders, receives_ahead, taken_by
 from evenly.plan import Plan
 from evenly.plan.axes import DeviceReplicas
 from evenly.plan.schedule import Action, rank_of_stage, runnable, splits_backward
@@ -15,8 +15,6 @@ from evenly.planner.memory import FullSums, Meter, ShardedSums, Sums, norm_bytes
 from evenly.planner.optimizer_costs import OptimizerCosts
 from evenly.planner.profile import MODEL, Bytes, Event, Interval, Parameter, Pass, Profile, stage_of_reading
 from evenly.planner.shard_sums import ShardSums, Unit
-
-AHEAD, WITHIN = 2, 8  # as of `parallel.pipeline.schedule_runner`
 
 
 def memory_of_ranks(reader: JobProfiler, plan: Plan) -> list[Meter]:
@@ -136,17 +134,15 @@ class _DataReplay:
         calls: dict[str, set[int]] = {}
         for number, call in enumerate(self.first.calls):
             calls.setdefault(call.block, set()).add(number)
-        units: list[Unit] = []
-        for block in self.reader.blocks(self.plan):
-            inside = [one for one in self.parameters if all(_within(name, block.name) for name in one.names)]
-            if inside:
-                units.append(Unit(inside, frozenset(calls.get(block.name, ()))))
-        large = large_ones([sum(one.bytes for one in unit.parameters) for unit in units])
-        units = [unit for unit, is_large in zip(units, large, strict=True) if is_large]
-        apart = {one.names for unit in units for one in unit.parameters}
-        whole = replicated_ones([sum(one.bytes for one in unit.parameters) for unit in units])
-        units = [replace(unit, whole=stays) for unit, stays in zip(units, whole, strict=True)]
-        return [Unit([one for one in self.parameters if one.names not in apart]), *units]
+        found = unit_members(
+            [(one.names, one.bytes) for one in self.parameters], [b.name for b in self.reader.blocks(self.plan)]
+        )
+        units = [
+            Unit([self.parameters[number] for number in one.members], frozenset(calls.get(one.block, ())), one.whole)
+            for one in found
+        ]
+        apart = {number for one in found for number in one.members}
+        return [Unit([one for number, one in enumerate(self.parameters) if number not in apart]), *units]
 
     def stepped(self) -> Mapping[str, Sequence[int]]:
         """Shapes of what this rank steps."""
@@ -272,7 +268,7 @@ class _PipelineReplay(_DataReplay):
         last = max(number for number, action in enumerate(actions) if action.kind in backwards)
         run = _StageReplay(self, sums)
         for number, action in enumerate(actions):
-            run.expect(actions[number : number + WITHIN])
+            run.expect(receives_ahead(actions, number))
             if number == last:
                 sums.expect_last()
             run.do(action)
@@ -290,9 +286,8 @@ class _StageReplay:
         self.sent: dict[tuple[int, int], int] = {}  # gradients
         self.deferred: dict[tuple[int, int], int] = {}
 
-    def expect(self, following: Sequence[Action]) -> None:
+    def expect(self, coming: Sequence[Action]) -> None:
         """Begins to receive what comes next."""
-        coming = [action for action in following if action.kind in ("recv_forward", "recv_backward")][:AHEAD]
         for action in coming:
             at = (action.stage, action.microbatch)
             if action.kind == "recv_forward" or at in self.held:
@@ -422,10 +417,6 @@ def padded_bytes(parameter: Parameter, ranks: int) -> int:
     if not parameter.shape or ranks == 1:
         return parameter.bytes
     return -(-parameter.shape[0] // ranks) * _product(parameter.shape[1:]) * parameter.dtype.itemsize
-
-
-def _within(name: str, block: str) -> bool:
-    return name.startswith(f"{block}.")
 
 
 def _product(shape: Sequence[int]) -> int:

@@ -19,7 +19,8 @@ from typing import Literal
 
 import torch
 
-from evenly.parallel.data.gradients import BUCKET_BYTES, FIRST_BUCKET_BYTES, SQUARED_AT_ONCE
+from evenly.parallel.data.gradients import SQUARED_AT_ONCE
+from evenly.parallel.data.grouping import bucket_members, tail_stands_alone
 from evenly.parallel.data.partition import IN_FLIGHT, RowLayout
 from evenly.planner.optimizer_costs import OptimizerCosts
 from evenly.planner.prediction import MemoryByCause
@@ -128,17 +129,9 @@ class Sums(ABC):
 
 
 def in_buckets(parameters: Iterable[Parameter]) -> list[list[Parameter]]:
-    """What is reduced together, as `parallel.data.gradients` fills its buckets; in the order of the backward pass."""
-    found: list[list[Parameter]] = []
-    room, dtype = 0, None
-    for parameter in reversed([one for one in parameters if one.trained]):
-        if dtype != parameter.dtype or (room < parameter.bytes and found[-1]):
-            room = BUCKET_BYTES if found else FIRST_BUCKET_BYTES
-            dtype = parameter.dtype
-            found.append([])
-        found[-1].append(parameter)
-        room -= parameter.bytes
-    return found
+    """What is reduced together, in the order of the backward pass."""
+    trained = [one for one in parameters if one.trained]
+    return [[trained[number] for number in bucket] for bucket in bucket_members((p.dtype, p.bytes) for p in trained)]
 
 
 class FullSums(Sums):
@@ -153,8 +146,8 @@ class FullSums(Sums):
         self._elements: list[int] = []
         buckets = in_buckets(parameters)
         last = buckets[-1] if buckets else []
-        apart = not accumulate_float64 and last and last[0].dtype is not torch.float64
-        if apart and sum(one.bytes for one in last) > FIRST_BUCKET_BYTES:
+        widened = accumulate_float64 or not last or last[0].dtype is torch.float64
+        if tail_stands_alone(sum(one.bytes for one in last), widened=widened):
             buckets.append([])
         for number, bucket in enumerate(buckets):
             self._hold(bucket, accumulate_float64=accumulate_float64 or number == len(buckets) - 1)
@@ -193,7 +186,7 @@ class ShardedSums(Sums):
         super().__init__(meter)
         self._zero, self._ranks, self._rounds = zero, ranks, rounds
         self._parameters = {one.names[0]: one for one in parameters}
-        self._buckets = [[one for one in bucket if one.shape] for bucket in in_buckets(parameters)]
+        self._buckets = in_buckets(one for one in parameters if one.shape)
         self._bucket_of = {one.names[0]: n for n, bucket in enumerate(self._buckets) for one in bucket}
         self._lengths = [sum(piece_elements(one, ranks) for one in bucket) for bucket in self._buckets]
         self._sizes = [bucket[0].dtype.itemsize if bucket else WIDE for bucket in self._buckets]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-import evenly.parallel.data.gradients as gradients
 from evenly.comm.groups import Group
 from evenly.errors import RunError, UserError
+from evenly.parallel.data import grouping
 from evenly.parallel.data.gradients import GradientSum, fill_buckets
 
 
@@ -38,8 +38,8 @@ def expected(model: nn.Module, microbatches: list[torch.Tensor]) -> dict[str, to
 def test_microbatches_are_added_up_and_divided(
     accumulate_float64: bool, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gradients, "FIRST_BUCKET_BYTES", bucket_bytes)
-    monkeypatch.setattr(gradients, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(grouping, "FIRST_BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(grouping, "BUCKET_BYTES", bucket_bytes)
     model = Two()
     for step in range(2):  # the second step must not see the first
         microbatches = [torch.randn(n, 3) for n in (4, 1, 2 + step)]
@@ -151,8 +151,8 @@ def test_parameters_of_several_types_are_kept_apart() -> None:
 def test_a_gradient_that_arrives_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils.checkpoint import checkpoint
 
-    monkeypatch.setattr(gradients, "FIRST_BUCKET_BYTES", 1)
-    monkeypatch.setattr(gradients, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(grouping, "FIRST_BUCKET_BYTES", 1)
+    monkeypatch.setattr(grouping, "BUCKET_BYTES", 1)
     model = Two()
     model.unused.requires_grad_(False)  # its bucket would come first, and never be full
     total = GradientSum(model, group=Group.alone(), accumulate_float64=False)

@@ -15,22 +15,23 @@ from torch import nn
 import evenly
 from evenly.errors import PlanError
 from evenly.model.blocks import find_blocks
-from evenly.parallel.data import shards
-from evenly.parallel.data.shards import SMALL_BYTES, large_ones, replicated_ones, units_of
+from evenly.parallel.data import grouping, shards
+from evenly.parallel.data.grouping import SMALL_BYTES, UnitMembers, large_ones, replicated_ones, unit_members
+from evenly.parallel.data.shards import units_of
 
 
 def test_a_block_that_shares_parameters_with_others_is_no_unit() -> None:
     model = Tower()
-    assert [unit.name for unit in units_of(model, find_blocks(model))] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert [unit.name for unit, _ in units_of(model, find_blocks(model))] == ["blocks.0", "blocks.1", "blocks.2"]
     model.blocks[1].feed[0].weight = model.blocks[0].feed[0].weight
-    assert [unit.name for unit in units_of(model, find_blocks(model))] == ["blocks.2"]
+    assert [unit.name for unit, _ in units_of(model, find_blocks(model))] == ["blocks.2"]
     model.blocks[2].gate = nn.Parameter(torch.zeros(11, 6))
     model.embed.weight = model.blocks[2].gate
     assert units_of(model, find_blocks(model)) == []
 
 
 def test_blocks_that_are_small_together_are_no_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evenly.parallel.data.shards.SMALL_BYTES", 10)
+    monkeypatch.setattr("evenly.parallel.data.grouping.SMALL_BYTES", 10)
     assert large_ones([5, 9, 3, 11, 3]) == [True, True, False, True, False]  # the 5 would be too much
     assert large_ones([5, 5, 5]) == [False, False, True]
     assert large_ones([11]) == [True] and large_ones([10]) == [False] and large_ones([]) == []
@@ -41,9 +42,14 @@ def test_blocks_that_are_small_together_are_no_units(monkeypatch: pytest.MonkeyP
 
 
 def test_what_the_backward_begins_with_stays_whole_as_far_as_it_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evenly.parallel.data.shards.WHOLE_BYTES", 10)
+    monkeypatch.setattr("evenly.parallel.data.grouping.WHOLE_BYTES", 10)
     assert replicated_ones([1, 7, 4, 6]) == [False, False, True, True]  # the 1 is asked for after the 7
     assert replicated_ones([11]) == [False] and replicated_ones([]) == []
+
+
+def test_units_follow_from_names_and_sizes() -> None:
+    tied = [(("a.weight", "head.weight"), 8), (("a.bias",), 4), (("b.weight", "b.again"), 8), (("norm",), 2)]
+    assert unit_members(tied, ["a", "b", "empty"]) == [UnitMembers("b", (2,), whole=False)]
 
 
 def test_parameters_shared_inside_a_block_leave_it_a_unit() -> None:
@@ -111,7 +117,7 @@ def test_a_run_goes_on_under_another_plan_with_the_same_bits(
 
 def talk_of_a_step(whole_bytes: int = 0) -> tuple[list[str], set[tuple[torch.dtype, torch.dtype]]]:
     """The order in which forwards enter blocks and gathers are begun; what is sent and what it is added in."""
-    shards.WHOLE_BYTES = whole_bytes
+    grouping.WHOLE_BYTES = whole_bytes
     order: list[str] = []
     types: set[tuple[torch.dtype, torch.dtype]] = set()
     gather, reduce = shards.all_gather_single, shards.reduce_scatter.begin
@@ -132,7 +138,7 @@ def talk_of_a_step(whole_bytes: int = 0) -> tuple[list[str], set[tuple[torch.dty
             run.step(next(run.batches()))
         finally:
             shards.all_gather_single, shards.reduce_scatter.begin = gather, reduce
-            shards.WHOLE_BYTES = 0
+            grouping.WHOLE_BYTES = 0
     return order, types
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import evenly
-from evenly.parallel.data import shards
+from evenly.parallel.data import grouping
 from evenly.parallel.pipeline.orders import orders
 from evenly.plan import Plan, parse_plan
 from evenly.plan.schedule import in_flight
@@ -139,16 +139,16 @@ def test_on_two_ranks(ranks: Any) -> None:
 
 def peaks_with_whole_blocks(plans: list[str], whole_bytes: int) -> list[list[int]]:
     """As `peaks`, where blocks of so many bytes stay whole between forward and backward."""
-    shards.WHOLE_BYTES = whole_bytes
+    grouping.WHOLE_BYTES = whole_bytes
     try:
         return peaks(plans)
     finally:
-        shards.WHOLE_BYTES = 0
+        grouping.WHOLE_BYTES = 0
 
 
 def test_blocks_that_stay_whole_are_counted(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cut = predicted("zero3", 2)
-    monkeypatch.setattr(shards, "WHOLE_BYTES", 160_000)  # three of the four
+    monkeypatch.setattr(grouping, "WHOLE_BYTES", 160_000)  # three of the four
     found = [one for rank in ranks.run(peaks_with_whole_blocks, ["zero3"], 160_000) for one in rank[0]]
     assert predicted("zero3", 2) == pytest.approx(found, rel=0.01)
     assert min(found) > 1.02 * max(cut)

@@ -30,11 +30,8 @@ from evenly.comm.operations import all_reduce
 from evenly.comm.transport import Pending, add
 from evenly.errors import RunError, UserError
 from evenly.parallel.core.memory import MemoryCounter
+from evenly.parallel.data.grouping import bucket_members, tail_stands_alone
 
-# Small enough that the first is sent early in the last backward, large enough that latency does not count: the
-# sizes that torch's DistributedDataParallel arrived at.
-FIRST_BUCKET_BYTES = 1 << 20
-BUCKET_BYTES = 25 << 20
 SQUARED_AT_ONCE = 1 << 16  # elements whose squares are added up; as many stay in a core's cache
 
 
@@ -436,17 +433,9 @@ def check_gradient(name: str, gradient: torch.Tensor, *, sent: bool) -> None:
 
 def in_backward_order(named: Iterable[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
     """What goes into each bucket, of one dtype and device, in the order in which a backward finishes parameters."""
-    groups: list[list[tuple[str, nn.Parameter]]] = []
-    room, kind = 0, None
-    for name, parameter in reversed(list(named)):
-        size = parameter.numel() * parameter.element_size()
-        if kind != (parameter.dtype, parameter.device) or (room < size and groups[-1]):
-            room = BUCKET_BYTES if groups else FIRST_BUCKET_BYTES
-            kind = (parameter.dtype, parameter.device)
-            groups.append([])
-        groups[-1].append((name, parameter))
-        room -= size
-    return groups
+    found = list(named)
+    buckets = bucket_members(((p.dtype, p.device), p.numel() * p.element_size()) for _, p in found)
+    return [[found[number] for number in bucket] for bucket in buckets]
 
 
 def fill_buckets(named: Iterable[tuple[str, nn.Parameter]], *, accumulate_float64: bool) -> list[Bucket]:
@@ -454,8 +443,9 @@ def fill_buckets(named: Iterable[tuple[str, nn.Parameter]], *, accumulate_float6
     numbers = count()
     groups = [[Slot(name, p, next(numbers)) for name, p in group] for group in in_backward_order(named)]
     last = groups[-1]
-    if not accumulate_float64 and last[0].parameter.dtype is not torch.float64 and _bytes(last) > FIRST_BUCKET_BYTES:
-        groups.append([])  # for the tail alone; a small bucket is rather widened than followed by another
+    widened = accumulate_float64 or last[0].parameter.dtype is torch.float64
+    if tail_stands_alone(sum(slot.parameter.nbytes for slot in last), widened=widened):
+        groups.append([])
     device = last[0].parameter.device
     return [
         _bucket(slots, accumulate_float64=accumulate_float64 or slots is groups[-1], device=device) for slots in groups
@@ -466,7 +456,3 @@ def _bucket(slots: list[Slot], *, accumulate_float64: bool, device: torch.device
     """A bucket of `slots`, which share their dtype and device; an empty one stands on `device`."""
     dtype, device = (slots[0].parameter.dtype, slots[0].parameter.device) if slots else (torch.float64, device)
     return Bucket(slots, dtype=dtype, added_in=torch.float64 if accumulate_float64 else dtype, device=device)
-
-
-def _bytes(slots: list[Slot]) -> int:
-    return sum(slot.parameter.numel() * slot.parameter.element_size() for slot in slots)

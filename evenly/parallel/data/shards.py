@@ -18,7 +18,7 @@ Order. Ranks meet inside the forward and the backward of every unit, so each run
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -42,53 +42,23 @@ from evenly.parallel.data.gradients import (
     sum_of_squares,
     trainable,
 )
+from evenly.parallel.data.grouping import unit_members
 from evenly.parallel.data.mesh import groups_of, shard_mesh
 from evenly.parallel.data.optimizer import OwnedRows
 from evenly.parallel.data.partition import RowLayout
 from evenly.torch_private import all_gather_single, end_sharded_forward, initialize_sharding, reduce_sharded
 
-SMALL_BYTES = 4 << 20  # so much is gathered with the root: cut apart it saves less than it costs to begin gathering
-WHOLE_BYTES = 16 << 20  # so much stays whole between forward and backward: to gather it again costs more than it holds
 ORDERS = 65_521  # so many orders of units are distinguished; a prime, whose square is exact in float64 times any world
 
 
-def large_ones(sizes: Sequence[int]) -> list[bool]:
-    """Which blocks of these bytes are worth a unit each: the smallest, as many as are small together, are not."""
-    room, large = SMALL_BYTES, [True] * len(sizes)
-    for number in sorted(range(len(sizes)), key=lambda at: sizes[at]):
-        room -= sizes[number]
-        large[number] = room < 0
-    return large
-
-
-def replicated_ones(sizes: Sequence[int]) -> list[bool]:
-    """Which units of these bytes, in their order, stay whole from the forward on: what the backward begins with."""
-    room, whole = WHOLE_BYTES, [False] * len(sizes)
-    for number in reversed(range(len(sizes))):
-        room -= sizes[number]
-        whole[number] = room >= 0
-    return whole
-
-
-def units_of(model: nn.Module, blocks: Sequence[Block]) -> list[Block]:
-    """Those of its `blocks` that are large and share no parameter with anything outside; the rest is the root's."""
-    owners: dict[int, int] = {}
-    for parameter in chain.from_iterable(module.parameters(recurse=False) for module in model.modules()):
-        owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-
-    def own(block: Block) -> bool:
-        inside: dict[int, int] = {}
-        for parameter in chain.from_iterable(module.parameters(recurse=False) for module in block.module.modules()):
-            inside[id(parameter)] = inside.get(id(parameter), 0) + 1
-        return bool(inside) and all(owners[key] == count for key, count in inside.items())
-
-    units = [block for block in blocks if own(block)]
-    large = large_ones([_replicated_bytes(block.module) for block in units])
-    return [block for block, is_large in zip(units, large, strict=True) if is_large]
-
-
-def _replicated_bytes(module: nn.Module) -> int:
-    return sum(local(p).nbytes for p in module.parameters())
+def units_of(model: nn.Module, blocks: Sequence[Block]) -> list[tuple[Block, bool]]:
+    """The blocks that are units of their own, and whether each stays whole until the backward."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    by_name = {block.name: block for block in blocks}
+    units = unit_members([(found, local(p).nbytes) for p, found in names.items()], by_name)
+    return [(by_name[unit.block], unit.whole) for unit in units]
 
 
 class ShardedGradients(Gradients):
@@ -117,12 +87,10 @@ class ShardedGradients(Gradients):
         self._world, self._group, self._offload, self._parts = world, world.group("data"), offload, parts
         self._model, self._in_parts = model, in_parts
         units = units_of(model, find_blocks(model) if blocks is None else blocks)
-        for unit in units:
+        for unit, _ in units:
             _check_dtypes(unit.name, unit.module)
         _check_dtypes("", model)
-        self._shards, across = self._cut(
-            model, [unit.module for unit in units], shard=shard, accumulate_float64=accumulate_float64
-        )
+        self._shards, across = self._cut(model, units, shard=shard, accumulate_float64=accumulate_float64)
         self._counts_squares = across is None or across.position == 0  # the other groups have the same shards
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         # In parts, gradients of several microbatches are added up before they are reduced.
@@ -154,7 +122,7 @@ class ShardedGradients(Gradients):
         self.cuts = [OwnedRows(name, p, p, RowLayout.of(p.shape, ranks).own(position)) for name, p in self._named]
 
     def _cut(
-        self, model: nn.Module, units: Sequence[nn.Module], *, shard: int, accumulate_float64: bool
+        self, model: nn.Module, units: Sequence[tuple[Block, bool]], *, shard: int, accumulate_float64: bool
     ) -> tuple[Group, Group | None]:
         """Cuts every unit, innermost first; returns the shard group, and that of the ranks with the same shards."""
         mesh = shard_mesh(self._world, shard)
@@ -163,9 +131,9 @@ class ShardedGradients(Gradients):
         how: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
         if self._offload:
             how["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
-        for unit, whole in zip(units, replicated_ones([_replicated_bytes(unit) for unit in units]), strict=True):
+        for unit, whole in units:
             # In parts, the gradients of parameters are found by the parameters that the forward computed with.
-            fully_shard(unit, reshard_after_forward=not (whole or self._in_parts), **how)
+            fully_shard(unit.module, reshard_after_forward=not (whole or self._in_parts), **how)
         fully_shard(model, reshard_after_forward=False, **how)
         return groups_of(mesh, self._group)
 

@@ -30,6 +30,13 @@ MESSAGES: dict[Kind, tuple[Kind, Kind, int]] = {
 }
 
 RECEIVES: frozenset[Kind] = frozenset(["recv_forward", "recv_backward"])
+AHEAD = 2  # messages that a rank waits for before it needs them
+WITHIN = 8  # of its next actions
+
+
+def receives_ahead(actions: Sequence[Action], number: int) -> list[Action]:
+    """The messages that a rank waits for, those that it knows the shapes of, from before its action `number` on."""
+    return [action for action in actions[number : number + WITHIN] if action.kind in RECEIVES][:AHEAD]
 
 
 @cache

@@ -18,12 +18,10 @@ from evenly.comm.groups import Group
 from evenly.parallel.pipeline.backward import backward, begin_backward, non_view_alias
 from evenly.parallel.pipeline.messages import Arriving, ArrivingGradients, Payload, StageChannel
 from evenly.parallel.pipeline.model import StagedModel
-from evenly.parallel.pipeline.orders import Taken, orders, taken_by
+from evenly.parallel.pipeline.orders import Taken, orders, receives_ahead, taken_by
 from evenly.plan.axes import PipelineAxis
 from evenly.plan.schedule import Action, Kind, rank_of_stage
 
-AHEAD = 2  # messages that a rank waits for before it needs them
-WITHIN = 8  # of its next actions
 Pass = tuple[int, int]  # stage, microbatch
 
 
@@ -119,16 +117,14 @@ class ScheduleRunner:
     def _orders(self, microbatches: int) -> Sequence[Action]:
         if not microbatches:
             return ()
-        return orders(self._axis.schedule, self._axis.size, self._axis.stages_per_rank, microbatches)[
-            self._group.position
-        ]
+        axis = self._axis
+        return orders(axis.schedule, axis.size, axis.stages_per_rank, microbatches)[self._group.position]
 
     def _acknowledged(self, microbatches: int) -> Taken:
         if not microbatches:
             return {}
-        return taken_by(self._axis.schedule, self._axis.size, self._axis.stages_per_rank, microbatches)[
-            self._group.position
-        ]
+        axis = self._axis
+        return taken_by(axis.schedule, axis.size, axis.stages_per_rank, microbatches)[self._group.position]
 
     def _perform(
         self,
@@ -147,7 +143,7 @@ class ScheduleRunner:
             last = max((n for n, action in enumerate(actions) if action.kind in self._backwards), default=-1)
             for number, action in enumerate(actions):
                 self._last = number == last
-                self._expect(actions[number : number + WITHIN])
+                self._expect(receives_ahead(actions, number))
                 begin = clock + time.perf_counter()
                 getattr(self, f"_{action.kind}")((action.stage, action.microbatch))
                 for sent in taken.get(action, ()):
@@ -161,10 +157,9 @@ class ScheduleRunner:
             self._work = None
             self._forget()
 
-    def _expect(self, following: Sequence[Action]) -> None:
+    def _expect(self, coming: Sequence[Action]) -> None:
         """Begins to receive what comes next, where its shapes are known."""
-        expected = [action for action in following if action.kind in ("recv_forward", "recv_backward")][:AHEAD]
-        for action in expected:
+        for action in coming:
             at = (action.stage, action.microbatch)
             if action.kind == "recv_backward":
                 self._expect_gradients(at)
