@@ -90,7 +90,7 @@ class Job:
 
     @property
     def length(self) -> int:
-        """Number of training samples."""
+        """The number of training samples."""
         return _length(self.data)
 
     @property

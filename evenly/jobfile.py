@@ -121,7 +121,7 @@ def _instead(value: object, default: object) -> str:
 
 
 def _defaults(taken: ast.arguments) -> dict[str, Any]:
-    """The defaults that stand there as constants."""
+    """Reads the defaults that are constants."""
     places = [*taken.posonlyargs, *taken.args]
     pairs = [*zip(reversed(places), reversed(taken.defaults), strict=False)]
     pairs += [pair for pair in zip(taken.kwonlyargs, taken.kw_defaults, strict=True) if pair[1] is not None]

@@ -91,7 +91,7 @@ def check_values(model: torch.nn.Module, optimizer: torch.optim.Optimizer, value
 
 
 def group_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any] | None]:
-    """Of each group its options; None of one that has no parameters here."""
+    """The options of each group; None for a group that has no parameters here."""
     kind = type(optimizer).__name__
     return [_options(group, kind) if group["params"] else None for group in optimizer.param_groups]
 

@@ -26,7 +26,6 @@ FILE_BYTES = 1 << 30
 
 
 def form_of(tensor: Tensor) -> TensorForm:
-    """Type and global shape."""
     return TensorForm(_dtype_name(tensor.dtype), tuple(tensor.shape))
 
 

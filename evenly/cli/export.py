@@ -33,7 +33,7 @@ def _parse_step(text: str) -> Step:
 
 
 def _how_to_load(done: Exported, to: str) -> list[str]:
-    """Lines of Python."""
+    """Returns lines of Python."""
     if done.model_class is not None:
         return [f"model = {done.model_class}.from_pretrained({to!r})"]
     if len(done.files) == 1:

@@ -274,6 +274,6 @@ def _refusal(question: PlanRequest, answer: PlanResult) -> EvenlyError | None:
 
 
 def _at_least(seconds: float) -> str:
-    """Three digits, rounded up."""
+    """Rounds up to three digits."""
     digit = 10 ** (math.floor(math.log10(seconds)) - 2)
     return f"{math.ceil(seconds / digit) * digit:.3g}"

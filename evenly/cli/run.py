@@ -185,7 +185,7 @@ def devices_here(planned: int | None, nodes: int) -> int:
 
 
 def _one_process(plan: PlanSpec, nodes: int) -> int:
-    """Ranks of a plan of replicas."""
+    """Whether one process runs all ranks, as replicas."""
     if nodes > 1:
         raise PlanError(f"plan {plan} on {nodes} nodes", "replicas share one process", "use ddp")
     return 1

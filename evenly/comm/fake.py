@@ -19,13 +19,10 @@ def fake_group(name: str, size: int, position: int = 0) -> Group:
 
 
 class _CompletedWork:
-    """An operation that is over."""
-
     def __init__(self, result: Callable[[], Any]) -> None:
         self._result = result
 
     def wait(self) -> Any:
-        """What it gives."""
         return self._result()
 
 

@@ -85,7 +85,6 @@ class Group:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.ranks)
 
     @property

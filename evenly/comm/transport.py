@@ -52,7 +52,7 @@ REDUCED = (
 
 
 class Pending(Protocol[T_co]):
-    """An operation under way."""
+    """An operation that is under way."""
 
     def wait(self) -> T_co:
         """Returns its result once it is done; may be called again."""

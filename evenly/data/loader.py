@@ -116,7 +116,7 @@ def worker_count(*, cores: int, local_ranks: int, device: str) -> int:
 
 @dataclass(frozen=True)
 class _Item:
-    """One microbatch to read."""
+    """One microbatch to be read."""
 
     number: int
     indices: list[int]

@@ -122,7 +122,7 @@ def _is_wide(parameter: torch.Tensor) -> bool:
 
 
 def _leave_out(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """Has `optimizer` forget these."""
+    """Makes `optimizer` forget these parameters."""
     elsewhere = {id(parameter) for parameter in parameters}
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if id(parameter) not in elsewhere]

@@ -88,7 +88,7 @@ class Composed:
 
     @property
     def elements(self) -> int:
-        """Of all of the model's parameters together, whichever ranks hold them."""
+        """The elements of all parameters of the model, whichever ranks hold them."""
         layouts = {} if self.tensor is None else self.tensor.layouts
         split = [(p, layouts[name]) for name, p in self.model.named_parameters() if name in layouts]
         elsewhere = sum(math.prod(layout.full_shape(p.shape)) - p.numel() for p, layout in split)
@@ -168,7 +168,7 @@ def compose(
 def _statistics(
     replicas: Replicas, plan: Plan, world: World, pipeline: Pipeline | None, tensor: SplitModel | None
 ) -> list[RunningStatistics]:
-    """Of each replica; `whole` says that the model's parameters are all here, and can be watched."""
+    """The statistics of each replica; `whole` says that all parameters of the model are here and can be watched."""
     elsewhere = pipeline.elsewhere if pipeline is not None else ()
     whole = plan.data.zero_stage < 3 and tensor is None and pipeline is None
     group = world.group("data")
@@ -256,7 +256,7 @@ def _split(model: nn.Module, splits: Mapping[str, ParameterSplit], group: Group,
 
 
 def _pipeline(model: StagedModel, stage_plan: StagePlan, plan: Plan, world: World) -> Pipeline:
-    """Leaves of `model` what this rank runs."""
+    """Reduces `model` to what this rank runs."""
     from evenly.parallel.pipeline.pipeline import Pipeline
 
     model.move(world.device)

@@ -156,7 +156,7 @@ def _explained(group: SplitGroup, reason: str) -> ExplainedGroup:
 
 
 def _fake_derivation(job: Job, precision: str) -> Derivation:
-    """Of a model that takes no memory, so of any size; where its code wants numbers, of the model as it is."""
+    """Derives on fake tensors, so for any size; where the code needs values, on the model as it is."""
     try:
         with torch.device("meta"):
             model = build_model(job, precision=precision, device=None)

@@ -150,7 +150,7 @@ def _held_at_once(plan: Plan, microbatches: int) -> list[int]:
 
 
 def _cost(call_cost: CallCost, device: str) -> float:
-    """Of its forward, in floating-point operations of a device of that type."""
+    """The floating-point operations of its forward on a device of that type."""
     return call_cost.flops + call_cost.moved_bytes * FLOPS_PER_BYTE[device]
 
 

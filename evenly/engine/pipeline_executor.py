@@ -118,8 +118,6 @@ class _Evaluating:
 
 @dataclass(frozen=True)
 class _Training(_Evaluating):
-    """The microbatches of a step."""
-
     step: int
     scale: float
 
@@ -142,7 +140,6 @@ class _Training(_Evaluating):
             self.executor.composed.gradients.expect_last()
 
     def after_backward(self) -> None:
-        """Parameters have new gradients."""
         self.executor.composed.gradients.collect()
         self.executor.composed.gradients.finish_backward()
         self.executor.track_gradients()

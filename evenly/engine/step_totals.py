@@ -32,7 +32,6 @@ class StepTotals:
 
     @cached_property
     def weight(self) -> float:
-        """Sum of the weights."""
         return math.fsum(self.weights)
 
     @cached_property
@@ -69,7 +68,7 @@ class StepTotalsBuilder:
 
     @property
     def size(self) -> int:
-        """Length of the vector."""
+        """The length of the vector."""
         return self._cells + self._world.size * self._devices + 1
 
     def add(self, number: int, loss: Loss | None, calls: list[int]) -> None:

@@ -90,7 +90,7 @@ class Updater:
 
     @property
     def learning_rate(self) -> Any:
-        """Of the first parameter group."""
+        """The learning rate of the first parameter group."""
         return self.optimizer.param_groups[0]["lr"]
 
     @property

@@ -62,7 +62,7 @@ class Cluster:
 
     @property
     def size(self) -> int:
-        """All its devices."""
+        """The number of all its devices."""
         return self.nodes * self.devices
 
     @cached_property
@@ -94,7 +94,7 @@ class Cluster:
         )
 
     def __str__(self) -> str:
-        """As `parse_cluster` reads it: 4x8xH100."""
+        """The form that `parse_cluster` reads: 4x8xH100."""
         sold = known_device(self.kind)
         one_node = self.nodes == 1 and (sold is None or self.devices <= sold.node)
         return f"{self.devices}x{self.kind}" if one_node else f"{self.nodes}x{self.devices}x{self.kind}"

@@ -83,7 +83,7 @@ def device_with(kind: str, own: Mapping[str, Any]) -> Device:
 
 
 def device_names() -> list[str]:
-    """Of all kinds."""
+    """The names of all kinds."""
     return list(_kinds())
 
 
@@ -101,7 +101,7 @@ def register_device(name: str, facts: Mapping[str, Any]) -> None:
 
 
 def unregister_device(name: str) -> None:
-    """Takes back `register_device`."""
+    """Undoes `register_device`."""
     del _registered[name]
     _read_again()
 

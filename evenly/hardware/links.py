@@ -96,7 +96,7 @@ def far_link(name: str) -> dict[str, Any]:
 
 
 def network_names() -> list[str]:
-    """Of all known networks."""
+    """The names of all known networks."""
     return list(_tables()["network"])
 
 

@@ -34,7 +34,7 @@ def moves_bytes(func: Any) -> bool:
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, results: Any) -> float:
-    """Of matrix products, convolutions, attention and LSTM layers; of all else 0."""
+    """The operations of matrix products, convolutions, attention and LSTM layers; 0 for all else."""
     packet = func.overloadpacket
     if packet in _ATTENTION_ON_CPU:
         factor, first = _ATTENTION_ON_CPU[packet]
@@ -57,7 +57,6 @@ class CostCounter(TorchDispatchMode):
         self.flops = self.moved_bytes = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Counts one operation."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if not moves_bytes(func):

@@ -30,7 +30,6 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of checkpoints."""
         return self.root / "checkpoints"
 
     @property

@@ -25,7 +25,7 @@ class Sink(Protocol):
         ...
 
     def close(self) -> None:
-        """The run has ended; called once."""
+        """Called once, when the run has ended."""
         ...
 
 
@@ -42,7 +42,6 @@ class JsonLines:
         self._file.write(json.dumps(strict, allow_nan=False) + "\n")
 
     def close(self) -> None:
-        """Closes the file; safe to call twice."""
         self._file.close()
 
 
@@ -66,7 +65,6 @@ class FolderSink:
         self._files[stream].add(record)
 
     def close(self) -> None:
-        """Closes the files."""
         for file in self._files.values():
             file.close()
 

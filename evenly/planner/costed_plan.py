@@ -92,7 +92,7 @@ class CostedPlan:
 
 
 def costed_plan_of(question: PlanRequest, plan: Plan) -> CostedPlan:
-    """Of a complete and resolved plan."""
+    """Costs a complete and resolved plan."""
     setup = training_config_of(question, plan)
     cpu = question.cluster.device.name == "cpu"
     bitwise = plan.exact == "bitwise"
@@ -123,7 +123,7 @@ def layers_of(one: CostedPlan, seconds: Sequence[float] | None = None) -> tuple[
 
 
 def seconds_of_parts(one: CostedPlan) -> list[float]:
-    """Of both passes of every part on one microbatch, in the model's order; parts that are one are asked once."""
+    """Both passes of every part on one microbatch, in the model's order; equal parts are computed once."""
     found: dict[int, float] = {}
     order = (one.parts.before, *one.parts.blocks, one.parts.after)
     for part in order:
@@ -155,12 +155,12 @@ def equal_blocks(blocks: int, stages: int, each: float, before: float, after: fl
 
 
 def memory_of(question: PlanRequest, one: CostedPlan, layers: Sequence[int]) -> list[MemoryByCause]:
-    """Of every rank of the pipeline."""
+    """The memory of every rank of the pipeline."""
     return question.subject.memory(one.plan, one.setup, layers, one.machine.library)
 
 
 def time_of(one: CostedPlan, layers: tuple[int, ...]) -> tuple[TimeByCause, float]:
-    """Of a candidate's step, and its bubble."""
+    """The time of a step, and its bubble."""
     return step_time(one.parts, replace(one.setup, layers=layers), one.machine)
 
 
@@ -185,7 +185,7 @@ def predicted(
 
 
 def model_flops(parts: ModelCosts, setup: TrainingConfig) -> float:
-    """Of a step on all devices: three times the forward pass, without what is computed again."""
+    """The operations of a step on all devices: three times the forward pass, without recomputation."""
     forward = sum(_flops(part) for part in (parts.before, *parts.blocks, parts.after))
     return 3 * forward * setup.tensor * setup.context * setup.batch / setup.microbatch
 

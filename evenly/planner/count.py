@@ -28,36 +28,36 @@ def active_parameters(shape: Shape) -> int:
 
 
 def embedding_parameters(shape: Shape) -> int:
-    """Of tokens or patches, and of learned positions."""
+    """Counts tokens or patches, and learned positions."""
     positions = shape.sequence if shape.positions == "learned" else 0
     return (shape.vocab + shape.patch + positions) * shape.hidden
 
 
 def head_parameters(shape: Shape) -> int:
-    """Of the head's matrix; none where it is the embedding's."""
+    """Counts the head's matrix; 0 where it is the embedding's."""
     return 0 if shape.tied else shape.hidden * shape.outputs
 
 
 def block_parameters(shape: Shape, *, experts: bool) -> int:
-    """Of one block, of the decoder where there is an encoder; with `experts` or with one MLP."""
+    """Counts one block, of the decoder where there is an encoder; with `experts` or with one MLP."""
     cross = attention_parameters(shape) + norm_parameters(shape) if shape.encoder_layers else 0
     mlp = experts_parameters(shape) if experts else mlp_parameters(shape, shape.ffn)
     return attention_parameters(shape) + cross + mlp + shape.norms * norm_parameters(shape)
 
 
 def encoder_block_parameters(shape: Shape) -> int:
-    """Of one block of the encoder, which attends only to itself."""
+    """Counts one block of the encoder, which attends only to itself."""
     mlp = mlp_parameters(shape, shape.ffn)
     return attention_parameters(shape) + mlp + shape.norms * norm_parameters(shape)
 
 
 def norm_parameters(shape: Shape) -> int:
-    """Of one norm over the width of the residual stream."""
+    """Counts one norm over the width of the residual stream."""
     return shape.norm_vectors * shape.hidden
 
 
 def attention_parameters(shape: Shape) -> int:
-    """Of the projections to queries, keys and values and back, and of norms of queries and keys."""
+    """Counts the projections to queries, keys and values and back, and norms of queries and keys."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     weights = shape.hidden * (2 * queries + 2 * keys)
     biases = shape.qkv_bias * (queries + 2 * keys) + shape.bias * shape.hidden
@@ -66,12 +66,12 @@ def attention_parameters(shape: Shape) -> int:
 
 
 def mlp_parameters(shape: Shape, width: int) -> int:
-    """Of one MLP whose inner width is `width`."""
+    """Counts one MLP whose inner width is `width`."""
     biases = (shape.mlp_matrices - 1) * width + shape.hidden
     return shape.mlp_matrices * shape.hidden * width + shape.bias * biases
 
 
 def experts_parameters(shape: Shape) -> int:
-    """Of all experts of a block, shared ones among them, and of what sends tokens to them."""
+    """Counts all experts of a block, shared ones among them, and the router."""
     router = shape.hidden * shape.experts
     return router + (shape.experts + shape.shared_experts) * mlp_parameters(shape, shape.expert_ffn)

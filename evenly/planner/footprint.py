@@ -161,5 +161,5 @@ def _gathered(
 
 
 def _loss_bytes(after: BlockCost, holdings: Holdings) -> float:
-    """Of the logits of one microbatch with what the loss makes of them, and of what the head keeps."""
+    """The logits of one microbatch with what the loss makes of them, and what the head keeps."""
     return after.logits * holdings.logit + after.kept_bytes["none"]

@@ -78,7 +78,7 @@ def _shape(
 
 
 def _name(config: ConfigValues) -> str:
-    """Of the model as its file has it, without its owner or path."""
+    """The model's name in its file, without its owner or path."""
     name = config.word("_name_or_path", default="").rstrip("/").rpartition("/")[2]
     return name if name.isprintable() and 0 < len(name) <= 60 else str(config.values["model_type"])
 
@@ -131,7 +131,7 @@ def _like_llama(
 
 
 def _window(config: ConfigValues, *, of_all: bool = True, default: int | None = None) -> int | None:
-    """Of attention where all layers have one."""
+    """The attention window, where all layers have one."""
     if not of_all or ("sliding_window" in config.values and config.values["sliding_window"] is None):
         return None
     name, value = config.given("sliding_window")

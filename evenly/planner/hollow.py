@@ -45,7 +45,7 @@ class Hollow(TorchDispatchMode):
         self._hollow: set[int] = set()  # ids of storages
 
     def know(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These are hollow."""
+        """Marks these as hollow."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if id(storage) not in self._hollow:
@@ -53,7 +53,6 @@ class Hollow(TorchDispatchMode):
                 weakref.finalize(storage, self._hollow.discard, id(storage))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs one operation."""
         with without_subclasses():
             return self._run(func, args, kwargs or {})
 

@@ -157,13 +157,13 @@ class _DataReplay:
         return shapes
 
     def held_bytes(self) -> int:
-        """Of parameters and buffers."""
+        """Parameters and buffers."""
         ranks = self.shard if self.plan.data.zero_stage == 3 else 1
         return self.first.buffer_bytes + sum(padded_bytes(one, ranks) for one in self.parameters)
 
 
 def _replicas(reader: JobProfiler, plan: Plan) -> list[Meter]:
-    """The devices of one process (`parallel.data.replicas`)."""
+    """The devices of one process, which `parallel.data.replicas` runs."""
     alone = replace(plan, replicas=DeviceReplicas(1, None))
     return [
         _ReplicaReplay(reader, alone, number, plan.replicas.count, plan.replicas.output_device).step()
@@ -413,7 +413,7 @@ def most_temporaries(intervals: Sequence[Interval]) -> int:
 
 
 def padded_bytes(parameter: Parameter, ranks: int) -> int:
-    """Of a rank's piece as it is filled up to the length of the others'."""
+    """A rank's piece, padded to the length of the others'."""
     if not parameter.shape or ranks == 1:
         return parameter.bytes
     return -(-parameter.shape[0] // ranks) * _product(parameter.shape[1:]) * parameter.dtype.itemsize

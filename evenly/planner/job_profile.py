@@ -89,7 +89,7 @@ class JobProfiler:
         return sorted(self.microbatches, key=_elements)
 
     def reading(self, plan: Plan, number: int = 0) -> Profile:
-        """Of microbatch `number` under `plan` (fitted and resolved)."""
+        """The profile of microbatch `number` under `plan` (fitted and resolved)."""
         few, many = (self._read(plan, microbatch) for microbatch in (self._by_size[0], self._by_size[-1]))
         return between(few, many, _elements(self.microbatches[number]))
 
@@ -161,7 +161,6 @@ class JobProfiler:
         return optimizer_costs(optimizer, {id(p): name for name, p in model.named_parameters()})
 
     def blocks(self, plan: Plan) -> list[Block]:
-        """Of the model."""
         return find_blocks(self.model(plan.precision))
 
     def statistics_bytes(self, plan: Plan) -> tuple[int, int]:

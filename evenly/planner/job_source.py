@@ -31,22 +31,19 @@ class JobSource:
 
     @cached_property
     def reader(self) -> JobProfiler:
-        """Of its model."""
         return JobProfiler(self.job)
 
     @property
     def name(self) -> str:
-        """The job's."""
         return self.job.name or "the job"
 
     @property
     def precision(self) -> Precision:
-        """The job's."""
         return self.job.precision
 
     @cached_property
     def whole(self) -> Profile:
-        """Of its model on one device."""
+        """The profile of the model on one device."""
         return self.reader.reading(PlanSpec(data=1).complete(self.job.precision))
 
     @property
@@ -120,7 +117,7 @@ class JobSource:
         library: Library,
         ranks: Sequence[int] | None = None,
     ) -> list[MemoryByCause]:
-        """Of every rank of the pipeline the device that holds most."""
+        """For every rank of the pipeline the device that holds most."""
         meters = memory_of_ranks(self._as_run(plan), plan.with_stages(layers))
         each = len(meters) // setup.pipeline
         groups = [meters[rank * each : (rank + 1) * each] for rank in range(setup.pipeline)]
@@ -138,5 +135,5 @@ def _computed(part: BlockCost, setup: TrainingConfig, made: dict[object, BlockCo
 
 
 def _works(works: Sequence[OpCost], setup: TrainingConfig) -> tuple[OpCost, ...]:
-    """Selective recomputation does again what multiplies nothing."""
+    """Selective recomputation repeats what multiplies nothing."""
     return tuple(replace(work, dtype=setup.dtype, recomputed=work.kind == "memory") for work in works)

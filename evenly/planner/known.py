@@ -46,7 +46,7 @@ def find_shape(text: str) -> Shape:
 
 
 def known_names() -> list[str]:
-    """Of every known model, as they are shown."""
+    """The names of all known models, as they are shown."""
     return [shape.name for shape, _ in _entries()]
 
 
@@ -129,7 +129,7 @@ def _described(text: str, settings: str) -> Shape:
 
 
 def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a description: a language model, or with `patch` one that sorts images into 1000 classes."""
+    """The defaults of a description: a language model, or with `patch` one that sorts images into 1000 classes."""
     name = f"transformer-{given['layers']}x{given['hidden']}"
     kind = dict(vocab=0, outputs=1000, causal=False) if given.get("patch") else dict(vocab=50304)
     return dict(name=name, sequence=2048, **kind)

@@ -58,7 +58,7 @@ class Meter:
         self.add(cause, -size)
 
     def interval(self, interval: Interval) -> None:
-        """What a interval does."""
+        """Plays an interval."""
         total = self.total + interval.peak.total
         if total > self.peak:
             self.peak, self.at_peak = total, dict(self.now)

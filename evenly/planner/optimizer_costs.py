@@ -34,7 +34,7 @@ class StateOf:
     together: bool
 
     def bytes(self, shape: Sequence[int]) -> int:
-        """Of the state of a parameter of `shape`."""
+        """The state of a parameter of `shape`."""
         elements, last = math.prod(shape), shape[-1] if shape else 1
         return round(elements * self.element + elements / max(1, last) * self.row + last * self.column + self.apart)
 
@@ -46,7 +46,7 @@ class OptimizerCosts:
     states: Mapping[str, StateOf] = field(default_factory=dict[str, StateOf])
 
     def state_bytes(self, name: str, shape: Sequence[int]) -> int:
-        """Of one parameter, of which `shape` is stepped."""
+        """The state of one parameter, of which `shape` is stepped."""
         return self.states[name].bytes(shape) if name in self.states and math.prod(shape) else 0
 
     def temporary_bytes(self, elements: Mapping[str, int]) -> int:

@@ -28,7 +28,6 @@ class MemoryByCause:
 
     @property
     def peak(self) -> float:
-        """All of it."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
@@ -54,7 +53,7 @@ class TimeByCause:
 
     @property
     def step_s(self) -> float:
-        """All of it."""
+        """The seconds of a step."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
@@ -110,12 +109,12 @@ class Prediction:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step."""
+        """The seconds of a step."""
         return self.time.step_s
 
     @property
     def samples_per_s(self) -> float:
-        """Of all devices together."""
+        """The samples of all devices together."""
         return self.samples / self.step_s
 
     @property

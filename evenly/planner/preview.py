@@ -34,7 +34,7 @@ def _orders(plan: Plan, setup: TrainingConfig) -> Orders:
 
 
 def _alone(microbatches: int) -> Sequence[Action]:
-    """What one rank does: microbatch by microbatch."""
+    """The order of one rank: microbatch by microbatch."""
     return [Action(kind, 0, number) for number in range(microbatches) for kind in ("forward", "backward")]
 
 

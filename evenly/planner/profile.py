@@ -35,7 +35,6 @@ class Bytes:
 
     @property
     def total(self) -> int:
-        """Of both."""
         return self.activations + self.temporaries
 
     def __add__(self, other: Bytes) -> Bytes:
@@ -86,12 +85,10 @@ class Parameter:
 
     @property
     def elements(self) -> int:
-        """Their number."""
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """Of its values."""
         return self.elements * self.dtype.itemsize
 
 

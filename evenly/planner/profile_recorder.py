@@ -317,7 +317,7 @@ class _Memory(TorchDispatchMode):
                 self._weights.add(id(storage))
 
     def mark(self, mark: Event) -> None:
-        """Ends a interval."""
+        """Ends an interval."""
         self.intervals.append(Interval(Bytes(*self._peak), Bytes(*self._now), mark))
         self._now, self._peak = [0, 0], (0, 0)
 

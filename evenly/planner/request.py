@@ -23,7 +23,7 @@ class CostSource(Protocol):
 
     @property
     def name(self) -> str:
-        """As it is shown."""
+        """The name that is shown."""
         ...
 
     @property
@@ -38,7 +38,7 @@ class CostSource(Protocol):
 
     @property
     def precision(self) -> Precision:
-        """Of plans that state none."""
+        """The precision of plans that state none."""
         ...
 
     @property
@@ -70,7 +70,7 @@ class CostSource(Protocol):
         library: Library,
         ranks: Sequence[int] | None = None,
     ) -> list[MemoryByCause]:
-        """Of every rank of the pipeline, or some `ranks`, where stage i has `layers[i]` blocks."""
+        """The memory of every rank of the pipeline, or of some `ranks`, where stage i has `layers[i]` blocks."""
         ...
 
 

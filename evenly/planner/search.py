@@ -73,7 +73,6 @@ def _refuse_unknown(only: PlanSpec) -> None:
 
 
 def _on(question: PlanRequest, devices: int) -> PlanResult:
-    """The best plans on `devices`."""
     devices = question.only.ranks or devices
     choices = [*choices_of(question, devices)]
     if not choices:
@@ -139,7 +138,7 @@ class _Judge:
 
     @cached_property
     def precision(self) -> Any:
-        """Of the plans that do not state one."""
+        """The precision of plans that do not state one."""
         return self.question.only.precision or self.question.subject.precision
 
     def candidate(self, choice: PlanChoice) -> CostedPlan | None:
@@ -173,7 +172,7 @@ class _Judge:
         return (step + tail_seconds(one.parts, one.setup, one.machine)) * SLACK
 
     def seconds(self, choice: PlanChoice, one: CostedPlan) -> list[float]:
-        """Of every part on one microbatch; alike for all choices that differ in nothing that counts here."""
+        """Every part on one microbatch; computed once for choices that differ in nothing that counts here."""
         key = (choice.tensor, choice.microbatch, choice.recompute, choice.sequence_parallel, choice.zero == 3)
         key = (*key, choice.data, choice.shard) if choice.zero == 3 else key
         if key not in self._seconds:

@@ -27,12 +27,10 @@ class ShapeSource:
 
     @property
     def name(self) -> str:
-        """As it is shown."""
         return self.shape.name
 
     @property
     def blocks(self) -> int:
-        """Encoder and decoder together."""
         return self.shape.layers + self.shape.encoder_layers
 
     @property
@@ -42,12 +40,10 @@ class ShapeSource:
 
     @property
     def precision(self) -> Precision:
-        """What everybody trains in."""
         return "bfloat16"
 
     @property
     def microbatch(self) -> int | None:
-        """Free."""
         return None
 
     def tensor_sizes(self, most: int) -> Sequence[int]:

@@ -51,7 +51,7 @@ class Speeds:
     idle: float
 
     def seconds(self, work: OpCost, library: Library) -> float:
-        """Of one operation of `library`, as often as it is done."""
+        """The seconds of one operation of `library`, as often as it is done."""
         if work.kind == "host":
             return work.times * self.call_s
         if work.kind == "matmul":
@@ -149,7 +149,7 @@ def library_named(name: str) -> Library:
 
 
 def speeds_of(cluster: Cluster) -> Speeds:
-    """Of the devices of `cluster`; what was measured of them wins."""
+    """The speeds of the devices of `cluster`; measured ones come first."""
     found = speeds_of_device(cluster.device)
     measured = cluster.rates
     matmul = {dtype: max(by_size.values()) for dtype, by_size in measured.matmul.items() if by_size}
@@ -162,7 +162,7 @@ def _by_device() -> dict[str, str]:
 
 
 def speeds_of_device(device: Device) -> Speeds:
-    """Of a kind of device: as fitted, or by the shares that kinds like it reach where none was."""
+    """The speeds of a kind of device: as fitted, or by the shares that similar kinds reach."""
     operations = {name: _facts(device).get(name, value) for name, value in _tables()["operations"].items()}
     return Speeds(
         matmul=_matmul(device),

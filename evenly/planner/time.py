@@ -49,7 +49,6 @@ class Pass:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
         return self.matmul + self.attention + self.memory + self.recompute + self.host + self.tensor + self.data
 
     def add(self, other: Pass, times: float = 1.0) -> None:
@@ -228,7 +227,7 @@ def _stages_of(rank: int, setup: TrainingConfig) -> Sequence[int]:
 
 
 def message_seconds(parts: ModelCosts, setup: TrainingConfig, machine: Machine) -> float:
-    """Of one activation from a stage to the next, as far as it holds up either."""
+    """Sends one activation from a stage to the next, as far as it holds up either."""
     if setup.pipeline == 1:
         return 0.0
     library, size = machine.library, parts.after.input_bytes
@@ -290,12 +289,12 @@ def _simulated(stages: Sequence[StageTime], message: float, setup: TrainingConfi
 
 
 def _waits(stages: int, message: float) -> list[float]:
-    """Of a pass of every stage for what it receives or sends: half as long at either end, which has one neighbour."""
+    """What a pass of every stage waits for messages: half as long at either end, which has one neighbour."""
     return [message * (1 if 0 < number < stages - 1 else 0.5) for number in range(stages)]
 
 
 def _greedy(costs: Costs, setup: TrainingConfig) -> tuple[float, Sequence[float]]:
-    """Of orders made for the times, with twice as many microbatches in flight as there are ranks."""
+    """Simulates orders made for the times, with twice as many microbatches in flight as there are ranks."""
     ranks, microbatches = setup.pipeline, setup.microbatches
     few, more = min(microbatches, 4 * ranks), min(microbatches, 5 * ranks)
     spans = [greedy_seconds(ranks, m, costs, 2 * ranks) for m in {few, more}]
@@ -318,7 +317,7 @@ def part_passes(part: BlockCost, setup: TrainingConfig, machine: Machine, host: 
 
 
 def part_seconds(part: BlockCost, setup: TrainingConfig, machine: Machine) -> float:
-    """Of both passes of a part on one microbatch."""
+    """Both passes of a part on one microbatch."""
     return sum(one.seconds for one in part_passes(part, setup, machine, block_host(part)))
 
 

@@ -44,7 +44,7 @@ class Costs:
     send_s: float = 0.0
 
     def of(self, action: Action) -> float:
-        """Of one action; receives take no time of their own."""
+        """The seconds of one action; receives take no time of their own."""
         if action.kind in SENDS:
             return self.send_s
         seconds: Mapping[Kind, Sequence[float]] = {
@@ -69,7 +69,6 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long it lasts."""
         return self.end_s - self.begin_s
 
 
@@ -204,7 +203,7 @@ class _Simulation:
 
 
 def _needs(action: Action, last_stage: int) -> list[tuple[Sequence[Kind], int]]:
-    """Of which stages one of which actions on the same microbatch has to have ended."""
+    """The stages that must have ended an action on the same microbatch, and which action."""
     stage = action.stage
     if action.kind in ("forward", "recv_forward"):
         return [(("forward",), stage - 1)] if stage else []
@@ -254,7 +253,7 @@ def _counts(schedule: Schedule, ranks: int, stages_per_rank: int, microbatches: 
 
 @cache
 def _split_passes(ranks: int) -> Sequence[int]:
-    """Of dualpipev, for every stage how many of its backward passes are split."""
+    """For every stage of dualpipev how many of its backward passes are split."""
     shortest = passes("dualpipev", ranks, 2, 2 * ranks)
     split = Counter(stage for order in shortest for kind, stage, _ in order if kind == "backward_input")
     return tuple(split[stage] for stage in range(2 * ranks))

@@ -40,12 +40,12 @@ class TrainingConfig:
 
     @property
     def ranks(self) -> int:
-        """World size."""
+        """The world size."""
         return self.data * self.tensor * self.context * self.pipeline
 
     @property
     def microbatches(self) -> int:
-        """Of a step, on the rank that has most."""
+        """The microbatches of a step, on the rank that has most."""
         return -(-self.batch // (self.data * self.microbatch))
 
     @property

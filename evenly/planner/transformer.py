@@ -71,12 +71,12 @@ class Split:
 
     @property
     def tokens(self) -> int:
-        """Of a microbatch, on this rank, where only the tensor axis shares them."""
+        """The tokens of a microbatch on this rank, where only the tensor axis shares them."""
         return self.samples * self.sequence // self.context
 
     @property
     def own_tokens(self) -> float:
-        """Of what lies between the parts that the tensor axis splits over heads and columns."""
+        """The tokens of what lies between the parts that the tensor axis splits over heads and columns."""
         return self.tokens / self.tensor if self.split_sequence else self.tokens
 
     @property
@@ -87,7 +87,7 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """Of block: whether tokens attend to earlier ones only; to the encoder besides; whether it has experts."""
+    """A kind of block: whether tokens attend to earlier ones only, and to the encoder, and whether it has experts."""
 
     causal: bool
     cross: bool = False
@@ -95,7 +95,7 @@ class Kind:
 
 
 def block_kinds(shape: Shape) -> list[Kind]:
-    """Of every block in order: the encoder's, then the decoder's, of which the first may have no experts."""
+    """The kind of every block in order: the encoder's, then the decoder's, of which the first may have no experts."""
     cross = bool(shape.encoder_layers)
     dense = Kind(causal=shape.causal, cross=cross)
     return [
@@ -193,7 +193,7 @@ def _reduced_again(reduced: Sequence[int], selective: Selective, *, whole: bool)
 
 
 def _widths(shape: Shape, tensor: int) -> tuple[int, int]:
-    """Of queries, and of keys and values together, on all ranks of the tensor axis."""
+    """The widths of queries, and of keys and values together, on all ranks of the tensor axis."""
     return shape.heads * shape.head_dim, 2 * max(shape.kv_heads, tensor) * shape.head_dim
 
 
@@ -243,7 +243,7 @@ def product(rows: int, inner: int, columns: int, split: Split, *, times: int = 1
 
 
 def _backward(products: Iterable[OpCost]) -> Iterable[OpCost]:
-    """Of every product those that give the gradients of its input and of its weight."""
+    """For every product those that give the gradients of its input and of its weight."""
     for one in products:
         yield replace(one, rows=one.rows, inner=one.columns, columns=one.inner)
         yield replace(one, rows=one.inner, inner=one.rows, columns=one.columns, of_weights=True)
@@ -357,7 +357,7 @@ def _stream_kept(shape: Shape, kind: Kind, split: Split, kernels: Kernels) -> fl
 
 
 def _inner_kept(shape: Shape, kind: Kind, split: Split, kernels: Kernels) -> float:
-    """Of what the tensor axis splits: queries, keys, values, attention's output; about the MLP's activation."""
+    """What the tensor axis splits: queries, keys, values, attention's output; about the MLP's activation."""
     width, keys = _widths(shape, split.tensor)
     # in front of and behind the activation; a gate has its product besides
     ffn = _mlp_width(shape, kind) * ((3 if shape.gated else 2) + kernels.kept_ffn)
@@ -366,7 +366,7 @@ def _inner_kept(shape: Shape, kind: Kind, split: Split, kernels: Kernels) -> flo
 
 
 def _products_kept(shape: Shape, kind: Kind, split: Split) -> float:
-    """Of what products and attention give: sums over the tensor axis before they are added up, whole on every rank."""
+    """What products and attention return: sums over the tensor axis before they are added up, whole on every rank."""
     width, keys = _widths(shape, split.tensor)
     active = shape.experts_per_token + shape.shared_experts if kind.experts else 1
     parted = (1 + kind.cross) * (2 * width + keys) + _mlp_width(shape, kind) * (shape.mlp_matrices - 1)

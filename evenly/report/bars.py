@@ -24,7 +24,7 @@ class StackedBar:
 
     @property
     def length(self) -> float:
-        """Of all its parts."""
+        """The length of all its parts."""
         return sum(self.parts.values())
 
 

@@ -19,7 +19,7 @@ def document(title: str, *parts: str, style: str = "") -> str:
 
 
 def heading(text: str) -> str:
-    """Of a section."""
+    """The head of a section."""
     return f"<h2>{escape(text)}</h2>"
 
 

@@ -84,7 +84,9 @@ def title(model: str, devices: str, plans: Sequence[Prediction], *, assumed: boo
 
 
 def heads(plans: Sequence[Prediction]) -> tuple[str, ...]:
-    """Of the columns. `rank` is the one of the pipeline axis that needs most memory, `full` of what a device has."""
+    """The columns' heads. `rank` is the one of the pipeline axis that needs most memory, `full` of what a device
+    has.
+    """
     rate = "tokens" if plans[0].tokens else "samples"
     return ("#", "plan", "peak", "full", "rank", "step", f"{rate}/s\n/device", "MFU", "bubble", "most of it")
 
@@ -119,7 +121,7 @@ def _rate(rate: float) -> str:
 
 
 def _largest(time: TimeByCause) -> str:
-    """What takes most of a step."""
+    """The cause that takes most of a step."""
     amounts = by_cause(time)
     return "\n".join(f"{cause} {amounts[cause] / time.step_s:.0%}" for cause in _shown(amounts, 2))
 
@@ -183,7 +185,7 @@ def _to_win(lost: Mapping[str, float], other: Prediction, more: float) -> str:
 
 
 def shortage(nearest: Prediction) -> str:
-    """Of a plan that does not fit, where it needs how much more than there is, and what takes it."""
+    """What a plan that does not fit needs more than there is, and what takes it."""
     amounts = by_cause(nearest.memory[nearest.worst])
     where = "a rank" if _worst(nearest) == "all" else f"rank {nearest.worst} of its pipeline"
     causes = ", ".join(f"{cause} {size(amounts[cause])}" for cause in _shown(amounts, 4))

@@ -98,7 +98,7 @@ def memory_rows(run: RunSummary, predicted: Predicted) -> list[tuple[str, ...]]:
 
 
 def _sums(amounts: Mapping[str, float], columns: Sequence[tuple[str, ...]]) -> list[str]:
-    """MiB of every column and of all."""
+    """The sum in MiB of every column and of all."""
     sums = [sum(amounts.get(name, 0) for name in names) / 2**20 for names in columns]
     return [f"{size:,.2f}" for size in (*sums, sum(sums))]
 

@@ -68,7 +68,7 @@ def abbreviated(texts: Iterable[str]) -> str:
 
 
 def _split(explanation: Row) -> list[str]:
-    """Names of the parameters that are."""
+    """The names of the split parameters."""
     return [one["name"] for group in explanation["groups"] if group["split"] for one in group["parameters"]]
 
 

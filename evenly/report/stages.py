@@ -23,7 +23,6 @@ def stage_title(document: Row) -> str:
 
 
 def stage_rows(document: Row) -> list[tuple[str, ...]]:
-    """A row per stage."""
     return [
         (
             str(stage["stage"]),

@@ -74,7 +74,7 @@ def train(run: Run) -> Summary:
 
 
 class _Progress:
-    """What the loop remembers between steps."""
+    """The state of the loop between steps."""
 
     def __init__(self, run: Run) -> None:
         self.run = run

@@ -39,7 +39,6 @@ class RunRecorder:
         self._event("started", rank=world.rank, size=world.size, step=steps_done, pid=os.getpid())
 
     def step(self, report: StepReport) -> None:
-        """A step was done."""
         if self._is_main and self._sinks:
             record = {**vars(report), "samples_per_s": report.samples_per_s, "tokens_per_s": report.tokens_per_s}
             self._metrics({name: value for name, value in record.items() if value is not None})

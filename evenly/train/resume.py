@@ -71,7 +71,7 @@ def _agree_on_groups(run: Run) -> None:
 
 
 def _parts(run: Run, names: Iterable[str]) -> SplitCheckpoint | None:
-    """Of the tensors of these names in a checkpoint, those that the tensor axis splits."""
+    """The tensors of these names in a checkpoint that the tensor axis splits."""
     if run.composed.tensor is None:
         return None
     from evenly.parallel.tensor.saving import SplitCheckpoint

@@ -29,7 +29,6 @@ class Trajectory:
         (self.folder / "scalars.json").write_text(json.dumps(scalars))
 
     def tensors(self, step: int) -> dict[str, torch.Tensor]:
-        """The state after `step`."""
         return load_file(self._file(step))
 
     def scalars(self) -> tuple[list[float], list[float], float | None, str]:

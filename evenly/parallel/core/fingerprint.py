@@ -8,13 +8,13 @@ WORDS_AT_ONCE = 1 << 16
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
-    """Of a tensor's elements in their order; another tensor hardly has the same."""
+    """A number that depends on a tensor's elements and their order; another tensor hardly has the same."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return fingerprint_of_bytes(real.detach().contiguous().flatten().view(torch.uint8))
 
 
 def fingerprint_of_bytes(content: torch.Tensor) -> int:
-    """Of bytes, 1D: words weigh by their places."""
+    """The fingerprint of bytes, 1D: words weigh by their places."""
     if content.storage_offset() % 8:
         content = content.clone()
     words = content.numel() // 8 * 8

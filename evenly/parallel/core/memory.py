@@ -52,7 +52,7 @@ def on(number: int, *, carrying: bool = False) -> AbstractContextManager[None]:
 
 @dataclass(eq=False)
 class _Allocation:
-    """One live storage."""
+    """A live storage."""
 
     number: int
     category: Category

@@ -77,7 +77,6 @@ class CachesOff:
             config.use_cache = False
 
     def close(self) -> None:
-        """Caches are used again."""
         for config in self._configs:
             config.use_cache = True
 

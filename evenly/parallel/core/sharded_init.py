@@ -75,7 +75,7 @@ class ShardedInit(TorchDispatchMode):
         self._settled = True
 
     def fingerprint(self, tensor: torch.Tensor) -> int | None:
-        """Of the bytes of the storage of a offloaded tensor, None of any other."""
+        """The fingerprint of the storage of an offloaded tensor; None for any other."""
         large = self._large.get(_key(tensor))
         return None if large is None or large.slice is None else large.fingerprint
 
@@ -129,7 +129,6 @@ class ShardedInit(TorchDispatchMode):
             self._restore(large, fill=fill)
 
     def _covers(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is all of its storage."""
         large = self._large.get(_key(tensor))
         return large is not None and tensor.is_contiguous() and tensor.nbytes == large.size
 
@@ -187,6 +186,6 @@ class _ShardReader(TorchFunctionMode):
 
 
 def _key(tensor: torch.Tensor) -> int:
-    """Of the storage of `tensor`; `NO_STORAGE` where it has none in this process's memory."""
+    """The key of the storage of `tensor`; `NO_STORAGE` where it has none in this process's memory."""
     plain = tensor.device.type == "cpu" and tensor.layout is torch.strided
     return id(tensor.untyped_storage()) if plain else NO_STORAGE

@@ -402,7 +402,7 @@ class Ownership:
 
 
 def sum_of_squares(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Of all elements together; a scalar in float64."""
+    """The sum over all elements of all tensors, a scalar in float64."""
     total: torch.Tensor | None = None
     for part in chain.from_iterable(map(_parts_to_square, tensors)):
         if part.is_cuda:

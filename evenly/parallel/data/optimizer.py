@@ -136,7 +136,7 @@ class ShardedOptimizer:
         return on(HOST, carrying=True) if self._offload else nullcontext()
 
     def _hold(self, cut: OwnedRows) -> Any:
-        """What the optimizer steps."""
+        """Makes the optimizer step these tensors."""
         if self._offload:
             return _on_host(cut.own)
         return cut.own if self._plain else cut.piece

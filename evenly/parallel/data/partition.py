@@ -72,7 +72,7 @@ class RowLayout:
 
     @property
     def length(self) -> int:
-        """Elements of a piece."""
+        """The elements of a piece."""
         return self.each * torch.Size(self.rest).numel()
 
     def own(self, position: int) -> slice:
@@ -155,7 +155,6 @@ class ShardedBucket:
         self.label = f"gradient of {first.name} to {last.name}"
 
     def begin(self) -> None:
-        """Forgets the step before."""
         self.sums = self.gradients = NOTHING
 
     def pack(self, ranks: int) -> torch.Tensor:

@@ -272,7 +272,7 @@ class ShardedGradients(Gradients):
 
 
 class _InNewMemory:
-    """Collectives of `fully_shard`."""
+    """The collectives of `fully_shard`, with messages in new memory."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)

@@ -70,7 +70,6 @@ class _Branch:
     arrived: tuple[Gradient, ...] = ()
 
     def keep(self, gradients: tuple[Gradient, ...]) -> None:
-        """Keeps what arrives."""
         self.arrived = gradients
 
     def replace(self, _: tuple[Gradient, ...]) -> tuple[Gradient, ...]:
@@ -87,8 +86,6 @@ class _Group:
 
 
 class _Graph:
-    """Autograd's graph below some nodes."""
-
     def __init__(self, roots: Sequence[Any]) -> None:
         self.roots = {root for root in roots if root is not None}
         self.parents: dict[Any, list[Any]] = {root: [] for root in self.roots}
@@ -156,7 +153,7 @@ def _finish(
     branch_nodes: dict[Any, _Branch],
     input_free_outputs: Sequence[tuple[torch.Tensor, torch.Tensor]],
 ) -> None:
-    """Adds to the parameters their gradients."""
+    """Adds the gradients to the parameters."""
     for group in groups:
         own = {node: branch_nodes[node] for node in group.branch_nodes if node in branch_nodes}
         edges: list[Any] = [output for output, _ in input_free_outputs if output.grad_fn in group.branch_nodes]

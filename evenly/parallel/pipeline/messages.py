@@ -29,7 +29,7 @@ TYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, 
 
 @dataclass(frozen=True)
 class Form:
-    """Of a tensor that is sent; `shape` is None where this microbatch has none."""
+    """The form of a tensor that is sent; `shape` is None where this microbatch has none."""
 
     shape: tuple[int, ...] | None
     dtype: torch.dtype
@@ -37,7 +37,6 @@ class Form:
 
     @classmethod
     def of(cls, tensor: torch.Tensor | None) -> Form:
-        """The form of `tensor`."""
         if tensor is None:
             return cls(None, torch.float32, False)
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)

@@ -39,9 +39,7 @@ class Running(Protocol):
         """What the code sees of `known`, which `module` has under `name`; None for the tensor itself."""
         ...
 
-    def begin(self) -> None:
-        """The model's forward begins."""
-        ...
+    def begin(self) -> None: ...
 
     def call(self, call: BlockCall) -> Any:
         """What a call of a block returns."""
@@ -91,7 +89,6 @@ class StageRun:
     # ------------------------------------------------------------------------------- as a remote tensor's owner
     @property
     def watching(self) -> AbstractContextManager[object] | None:
-        """Nothing is watched."""
         return None
 
     def value_of(self, tensor: RemoteTensor) -> torch.Tensor | None:
@@ -183,7 +180,7 @@ class StageRun:
         self._note(now, "out", result)
 
     def _payload(self, call: BlockCall) -> Payload:
-        """What the next stage needs."""
+        """Returns what the next stage needs."""
         here = {TensorSite(None, "in", path): tensor for path, tensor in tensors_by_path((call.args, call.kwargs))}
         found = [here.get(place, self._met.get(place)) for place in self._needs[self.stage + 1]]
         sent = [None if tensor is None else present(tensor) for tensor in found]
@@ -191,7 +188,6 @@ class StageRun:
         return sent
 
     def _note(self, call: CallOf, side: str, nest: Any) -> None:
-        """Keeps what is wanted at a place."""
         if self._wanted or any(place.call is not None for place in self._inbox):
             for path, tensor in tensors_by_path(nest):
                 self._note_at(TensorSite(call, side, path), tensor)
@@ -245,7 +241,6 @@ class Between(TorchFunctionMode):
         self._run = run
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the function, and tells."""
         results = func(*args, **(kwargs or {}))
         self._run.made(getattr(func, "__name__", ""), results)
         return results
@@ -275,7 +270,7 @@ class StagedModel:
 
     @property
     def stage_plan(self) -> StagePlan:
-        """What its stages are."""
+        """The stages; set by `stage_as`."""
         assert self._stage_plan is not None  # it was given
         return self._stage_plan
 
@@ -361,7 +356,7 @@ class StagedModel:
         return None, result
 
     def parameters(self, stage: int) -> list[nn.Parameter]:
-        """Those that `stage` holds."""
+        """The parameters that `stage` holds."""
         held = {
             id(p): p
             for shown, name, known in self._places

@@ -68,7 +68,7 @@ def taken_by(schedule: Schedule, ranks: int, stages_per_rank: int, microbatches:
 
 
 def _other_end(action: Action) -> Action | None:
-    """Of a send its receive, and the other way round."""
+    """The receive that belongs to a send, or the other way round."""
     for send, receive, step in MESSAGES.values():
         if action.kind == send:
             return Action(receive, action.stage + step, action.microbatch)

@@ -87,7 +87,7 @@ class RemoteTensor(DeferredTensor):
 
     @property
     def owner(self) -> Owner:
-        """Whose run met it."""
+        """The run in which it came up."""
         return vars(self)["owner"]
 
     @property
@@ -108,7 +108,6 @@ class RemoteTensor(DeferredTensor):
         vars(self)["value"] = value
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        """Without numbers, which it may not have."""
         return f"RemoteTensor(shape={tuple(self.form.shape)}, dtype={self.form.dtype})"
 
 
@@ -160,7 +159,7 @@ def _asks_for_form(func: Any) -> bool:
 def _without_numbers(
     func: Any, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor], met: list[RemoteTensor]
 ) -> Any:
-    """What `func` gives, its tensors remote."""
+    """Runs `func` on shapes alone; the tensors of the result are remote."""
     owner = met[0].owner
     target = _overwritten(func, args, kwargs)
     key = None if target is not None or owner.watching is not None else key_of((func, args, kwargs))

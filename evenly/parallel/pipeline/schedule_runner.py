@@ -51,7 +51,7 @@ class MicrobatchWork(Protocol):
         ...
 
     def after_backward(self) -> None:
-        """Parameters have new gradients."""
+        """Called when parameters have new gradients."""
         ...
 
 

@@ -94,7 +94,7 @@ def find_stage_plan(
 
 
 def _with_needs(model: StagedModel, stage_plan: StagePlan, compute: Callable[[], Any], *, training: bool) -> StagePlan:
-    """`stage_plan` with what each stage receives."""
+    """Completes `stage_plan` by what each stage receives."""
     for stage in reversed(range(stage_plan.stages)):
         model.stage_as(stage_plan)
         run = _Discovery(model, stage, training=training)
@@ -179,7 +179,7 @@ class _DiscoveryRun:
         self._now.tensors |= {name for tensor in tensors if (name := self._names.get(id(tensor))) is not None}
 
     def shown(self, module: nn.Module, name: str, known: Known) -> RemoteTensor:
-        """Remote, one of each."""
+        """One remote tensor for each that is known."""
         if known.name not in self._shown:
             made = self._shown[known.name] = remote(known.form, self)
             self._names[id(made)] = known.name

@@ -75,7 +75,7 @@ class StagePlan:
 
     @property
     def stages(self) -> int:
-        """Their number."""
+        """The number of stages."""
         return len(self.counts)
 
     @property
@@ -89,7 +89,7 @@ class StagePlan:
 
     @property
     def shared(self) -> dict[str, tuple[int, ...]]:
-        """What several stages hold."""
+        """The tensors that several stages hold."""
         return {name: stages for name, stages in self.owners.items() if len(stages) > 1}
 
 

@@ -27,7 +27,7 @@ class Ties:
 
     @property
     def names(self) -> list[str]:
-        """Of all that several ranks hold."""
+        """The names of all tensors that several ranks hold."""
         return [*self._owners]
 
     @property
@@ -47,7 +47,7 @@ class Ties:
         return [float(name in found) for name in self._owners]
 
     def used(self, flags: Iterable[float]) -> set[str]:
-        """Of the sum of all ranks' `flags`, the parameters that any of them used."""
+        """The parameters that any rank used, from the sum of all ranks' `flags`."""
         return {name for name, flag in zip(self._owners, flags, strict=True) if flag > 0}
 
     @torch.no_grad()

@@ -59,7 +59,6 @@ class Axis:
 
     @property
     def position(self) -> int:
-        """This rank's."""
         return self.group.position
 
     def __enter__(self) -> None:
@@ -260,7 +259,6 @@ class SplitTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Computes `func` of whole tensors."""
         with without_subclasses():
             return compute(func, args, kwargs or {})
 
@@ -277,7 +275,6 @@ class FullCopy(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Computes `func` as of plain tensors."""
         with without_subclasses():
             return (compute if SplitTensor in types else of_the_whole)(func, args, kwargs or {})
 

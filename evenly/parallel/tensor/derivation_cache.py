@@ -68,7 +68,7 @@ def _group(fields: dict[str, Any]) -> SplitGroup:
 
 
 def key_of(model: nn.Module, loss: Callable[..., Any], batch: Any) -> str:
-    """Of everything that the derivation of `loss(model, batch)` is a function of; the same in every process."""
+    """The hash of everything that the derivation of `loss(model, batch)` depends on; the same in every process."""
     digest = hashlib.sha256()
     for line in _lines(model, loss, batch):
         digest.update(line.encode())

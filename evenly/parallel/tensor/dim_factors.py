@@ -117,7 +117,7 @@ class DimFactors:
         self._barred[into] = self._barred[into] or self._barred[factor]
 
     def _refine(self, factor: int, outer: int) -> tuple[int, int]:
-        """`factor` as outer x rest."""
+        """Splits `factor` into outer x rest."""
         why = self._barred[factor]
         head, tail = self.new(outer, why), self.new(self.size[factor] // outer, why)
         self._became[factor] = (*head, *tail)

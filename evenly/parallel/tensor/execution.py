@@ -48,7 +48,7 @@ def same_of_a_part(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def shape_of(tensor: T) -> tuple[int, ...]:
-    """Of the whole."""
+    """The shape of the full tensor."""
     return tensor.split_as.full_shape(tensor.shape) if is_split(tensor) else tuple(tensor.shape)
 
 
@@ -271,7 +271,7 @@ def tile(_: Any, tensor: SplitTensor, *sizes: Any, **kwargs: Any) -> Any:
 
 
 def pad(func: Any, tensor: SplitTensor, pad: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-    """Of other dims than the split one."""
+    """Pads dims that are not split."""
     back = tensor.dim() - 1 - tensor.split_as.dim  # widths come in pairs, from the last dim on
     if any(pad[2 * back : 2 * back + 2]):
         return NotImplemented
@@ -441,7 +441,7 @@ def extreme(func: Any, tensor: T, *args: Any, **kwargs: Any) -> Any:
 
 
 def _counted(dims: Any, rank: int) -> list[int]:
-    """One dim or several, from 0 on."""
+    """Dims as a list, counted from 0."""
     return [dim % rank for dim in ([dims] if isinstance(dims, int) else dims)]
 
 

@@ -231,7 +231,7 @@ def _grouped_part(tensor: T, layout: Layout, groups: int, axis: Axis) -> T | Non
 
 
 def _repeat(tensor: T, times: int) -> T:
-    """Every head `times` times."""
+    """Repeats every head `times` times."""
     if is_split(tensor):
         return repeat_interleave(None, tensor, times, -3)
     return tensor.repeat_interleave(times, -3)

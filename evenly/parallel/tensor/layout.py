@@ -43,7 +43,7 @@ class Layout:
 
     @property
     def length(self) -> int:
-        """Of the whole dim."""
+        """The length of the full dim."""
         return self.outer * self.units * self.inner
 
     @property
@@ -61,7 +61,7 @@ class Layout:
         return (*shape[: self.dim], self.length, *shape[self.dim + 1 :])
 
     def part(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
-        """The inverse of `whole`."""
+        """The inverse of `full_shape`."""
         return (*shape[: self.dim], self.own_length(rank), *shape[self.dim + 1 :])
 
     def at(self, dim: int) -> Layout:
@@ -74,7 +74,7 @@ class Layout:
         return mine == theirs and self.ranks == other.ranks
 
     def stretched(self, times: int) -> Layout:
-        """Of a dim in which every element of this one stands `times` times, one copy besides the other."""
+        """The layout of a dim in which every element of this one is repeated `times` times."""
         return replace(self, inner=self.inner * times)
 
     def viewed(self, shape: Sequence[int], target: Sequence[int]) -> Layout | None:
@@ -92,7 +92,7 @@ class Layout:
         return None
 
     def pieces(self, lengths: Sequence[int]) -> list[Layout] | None:
-        """Of the pieces that the whole dim is cut into; None where one would end within an outer part."""
+        """The pieces into which the full dim is cut; None where one would end within an outer part."""
         part = self.units * self.inner
         if any(length % part or not length for length in lengths):
             return None

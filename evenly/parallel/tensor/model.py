@@ -74,7 +74,6 @@ class SplitModel:
         return [self.axis.gather_full(one) if is_split(one) else one for one in tensors]
 
     def _splits(self, module: nn.Module) -> bool:
-        """Whether any parameter of `module` is split."""
         split = {id(parameter) for parameter in self.parameters.values()}
         return any(id(parameter) in split for parameter in module.parameters())
 

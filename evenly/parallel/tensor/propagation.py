@@ -446,7 +446,7 @@ def normalized(graph: Graph, call: TracedCall) -> None:
 
 
 def cross_entropy(graph: Graph, call: TracedCall) -> None:
-    """Of class numbers: split classes need three numbers per row from every rank."""
+    """Splits by classes: this needs three numbers per row from every rank."""
     scores, target = subject(call), tensor(call, 1, "target")
     dims = graph.of(scores)
     at = 1 if len(dims) > 1 else 0

@@ -69,7 +69,9 @@ class SplitCheckpoint:
             tensor.copy_(part)
 
     def _layout(self, name: str, shape: Sequence[int], *, whole: bool = False) -> Layout | None:
-        """Of what belongs to a split parameter and has its shape; other state (a counter) is the same on all ranks."""
+        """The layout of what belongs to a split parameter and has its shape; other state (a counter) is the same on all
+        ranks.
+        """
         owner = self._owners.get(name, "")
         layout = self._split.layouts.get(owner)
         if layout is None:

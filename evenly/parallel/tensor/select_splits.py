@@ -65,7 +65,7 @@ def select(derivation: Derivation, ranks: int, whole: Sequence[str] = ()) -> Sel
 
 
 def _worth(group: SplitGroup) -> float:
-    """Elements split per byte moved."""
+    """The elements that are split per byte moved."""
     moved = group.forward_bytes + group.backward_bytes
     return group.elements / moved if moved else inf
 

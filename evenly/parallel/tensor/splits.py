@@ -99,8 +99,6 @@ def derive(trace: CallTrace) -> Derivation:
 
 
 class _SplitSearch:
-    """Finds the groups of one trace."""
-
     def __init__(self, trace: CallTrace) -> None:
         self.trace = trace
         self.graph = Graph(trace, {name: op.propagate for name, op in OPS.items()})
@@ -229,5 +227,4 @@ class _Following:
 
 
 def _starts(dim: Dim, run: Run) -> list[int]:
-    """Where in `dim` the run begins."""
     return [start for start in range(len(dim) - len(run) + 1) if dim[start : start + len(run)] == run]

@@ -55,12 +55,10 @@ class Value:
 
     @property
     def elements(self) -> int:
-        """Their number."""
         return torch.Size(self.shape).numel()
 
     @property
     def bytes(self) -> int:
-        """Of all elements."""
         return self.elements * self.dtype.itemsize
 
 
@@ -155,7 +153,7 @@ def trace(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -
 
 @dataclass(eq=False)
 class _Recorder(TorchFunctionMode):
-    """Notes every call while it is active."""
+    """Records every call while it is active."""
 
     fakes: Any
     calls: list[TracedCall] = field(default_factory=list[TracedCall])
@@ -209,11 +207,9 @@ class _Recorder(TorchFunctionMode):
             self.parameters[name] = self.index_of(tensor)
 
     def index_of(self, tensor: torch.Tensor) -> int:
-        """Of a known tensor."""
         return self._index[id(tensor)]
 
     def trace(self) -> CallTrace:
-        """All that was noted."""
         values = (
             Value(value.shape, value.dtype, tensor.requires_grad, value.source, value.name)
             for tensor, value in self._values
@@ -222,7 +218,7 @@ class _Recorder(TorchFunctionMode):
 
     @property
     def module(self) -> str:
-        """The innermost that runs."""
+        """The innermost module that runs."""
         return self.running[-1] if self.running else ""
 
     def _ref(self, call: TracedCall, tensor: torch.Tensor) -> Ref:
