@@ -24,9 +24,10 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from evenly.checkpoint.folder import CheckpointFolder
 from evenly.checkpoint.manifest import FileRecord, Manifest, TensorForm, Unsound, differences, fingerprint, first_of
+from evenly.checkpoint.pieces import find_pieces
 from evenly.checkpoint.plain import decode, encode, merge
 from evenly.checkpoint.ranks import Ranks
-from evenly.checkpoint.tensors import check_contents, form_of, own_files, read_tensors, save_tensors
+from evenly.checkpoint.tensors import form_of, own_files, read_tensors, save_tensors
 from evenly.comm.groups import Group
 from evenly.errors import CheckpointError, EvenlyError, ResumeError, UserError
 
@@ -188,7 +189,7 @@ class CheckpointStore:
         self._folder.check_files(manifest, names)
         if self._ranks.rank == 0:
             _decoded(manifest)
-            check_contents(self._folder.path(manifest.step), manifest.tensors)
+            find_pieces(self._folder.path(manifest.step), manifest.files, manifest.tensors)
 
     def _refusal(self, asked: str, step: int, reason: str) -> CheckpointError:
         sound = self._ranks.first(asked, lambda: self._folder.newest_sound(but=step))
@@ -234,7 +235,7 @@ class CheckpointStore:
             found = f"the ranks wrote {sorted(files)}, the first rank sees {there}"
             raise CheckpointError(f"save {partial}", found, "use a folder that all ranks share")
         try:
-            check_contents(partial, manifest.tensors)
+            find_pieces(partial, manifest.files, manifest.tensors)
         except Unsound as reason:
             raise CheckpointError(f"save {partial}", str(reason), "report this") from None
         self._folder.commit(manifest)

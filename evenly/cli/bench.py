@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from evenly.cli.tables import print_table
 from evenly.errors import UserError
 from evenly.hardware.cluster import Cluster, Link, Rates
 from evenly.hardware.cluster_file import read_cluster, write_cluster
@@ -85,7 +86,7 @@ def _saved_before(path: Path, devices: int) -> Cluster:
 def _show_rates(kind: str, rates: Rates) -> None:
     sizes = sorted({n for by_size in rates.matmul.values() for n in by_size})
     rows = [[precision, *(_in_tera(by_size.get(n)) for n in sizes)] for precision, by_size in rates.matmul.items()]
-    _print_table(f"{kind}: TFLOP/s of n x n x n matmuls", ["precision", *map(str, sizes)], rows)
+    print_table(f"{kind}: TFLOP/s of n x n x n matmuls", ["precision", *map(str, sizes)], rows)
     if rates.memory is not None:
         print(f"memory: {rates.memory / 1e9:.1f} GB/s, read and written by a copy")
 
@@ -107,17 +108,7 @@ def _show(bench: dict[str, object]) -> None:
     from evenly.report.comm import FIT_HEADS, MEASURED_HEADS, fit_rows, measured_rows
 
     for heads, rows in ((MEASURED_HEADS, measured_rows(bench)), (FIT_HEADS, fit_rows(bench))):
-        _print_table(f"{bench['ranks']} ranks, {bench['link']}", heads, rows)
-
-
-def _print_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*heads, title=title)
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+        print_table(f"{bench['ranks']} ranks, {bench['link']}", heads, rows)
 
 
 def _write_report(folder: Path, bench: dict[str, object], *, quiet: bool) -> None:

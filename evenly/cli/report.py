@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
+from evenly.cli.tables import print_table
 from evenly.errors import UserError
 from evenly.report import predicted as prediction
 from evenly.report.run import MEMORY_HEADS, RunSummary, balance, course_rows, memory_rows, page, read_run
 from evenly.report.spans import read_recorded
 from evenly.report.timeline import HEADS, PipelineView, figures, pipeline_of, pipeline_rows, section, title
 from evenly.report.timeline import trace as trace_of
-
-WIDTH_OF_FILES = 160  # columns, where the output is read by no terminal
 
 
 def report(folder: Path, *, json_only: bool) -> int:
@@ -50,34 +47,12 @@ def _write(path: Path, text: str) -> None:
 
 
 def _show(run: RunSummary, predicted: prediction.Predicted | None, pipeline: PipelineView | None) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
-    course = Table(box=None, show_header=False)
-    for row in course_rows(run):
-        course.add_row(*row)
-    console.print(course)
+    print_table("", ("", ""), course_rows(run))
     if run.memory:
-        heads = f"tensors at the peak, MiB; {balance(run.memory)}"
-        console.print(_table(heads, MEMORY_HEADS, memory_rows(run.memory)))
+        print_table(f"tensors at the peak, MiB; {balance(run.memory)}", MEMORY_HEADS, memory_rows(run.memory))
     if predicted:
-        console.print(_table(prediction.STEP_TITLE, prediction.STEP_HEADS, prediction.step_rows(run, predicted)))
+        print_table(prediction.STEP_TITLE, prediction.STEP_HEADS, prediction.step_rows(run, predicted))
     if predicted and run.memory:
-        rows = prediction.memory_rows(run, predicted)
-        console.print(_table(prediction.MEMORY_TITLE, prediction.MEMORY_HEADS, rows))
+        print_table(prediction.MEMORY_TITLE, prediction.MEMORY_HEADS, prediction.memory_rows(run, predicted))
     if pipeline:
-        console.print(_table(title(pipeline), HEADS, pipeline_rows(pipeline)))
-
-
-def _table(words: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
-
-    shown = Table(box=SIMPLE_HEAD, title=words)
-    for head in heads:
-        shown.add_column(head, overflow="fold")
-    for row in rows:
-        shown.add_row(*map(Text, row))  # a [ in a name opens no markup
-    return shown
+        print_table(title(pipeline), HEADS, pipeline_rows(pipeline))

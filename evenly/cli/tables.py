@@ -11,7 +11,7 @@ WIDTH_OF_FILES = 160  # columns, where the output is read by no terminal
 def print_table(
     title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], *, width_of_files: int = WIDTH_OF_FILES
 ) -> None:
-    """The rows below their heads and the title; nothing where there are none."""
+    """The rows below the title and their heads, if they have any; nothing where there are no rows."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -19,7 +19,14 @@ def print_table(
 
     if not rows:
         return
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    table = Table(
+        title=title or None,
+        show_header=any(heads),
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
+    )
     for head in heads:
         table.add_column(head, overflow="fold")
     for row in rows:

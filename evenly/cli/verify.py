@@ -6,11 +6,16 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from evenly.cli.tables import print_table
 from evenly.errors import UserError
 from evenly.job import PRECISIONS
 from evenly.jobfile import owns_loop, parse_settings
 from evenly.launch.agent import warm_up
+
+if TYPE_CHECKING:
+    from evenly.verify.verify import Verification
 
 # What every rank needs; pipelining imports what the first optimizer does, which takes a second.
 PRELOAD = ["evenly.verify.ranks", "torch.distributed.pipelining"]
@@ -35,7 +40,7 @@ def run_verify(
     if json_only:
         print(json.dumps(asdict(verdict)))
     else:
-        _print_table(verdict)
+        _show(verdict)
     return 0 if verdict.equal else 1
 
 
@@ -47,23 +52,14 @@ def _quiet(_: str) -> None:
     pass
 
 
-def _print_table(verdict: object) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    from evenly.verify.verify import Verification
-
-    assert isinstance(verdict, Verification)
-    title = f"{verdict.job}: {verdict.steps} steps in {verdict.dtype}, largest difference from one device"
-    table = Table(title=title, box=SIMPLE_HEAD)
-    for column in ("plan", "ranks", "status", "loss", "grad norm", "parameters", "other bits"):
-        table.add_column(column, no_wrap=column != "plan")
+def _show(verdict: Verification) -> None:
+    rows: list[tuple[str, ...]] = []
     for row in verdict.plans:
         differences = [_figure(d) for d in (row.loss_diff, row.grad_norm_diff, row.param_diff)]
         bits = "" if row.bits_differ is None else str(row.bits_differ)
-        table.add_row(row.plan, str(row.world), row.status, *differences, bits)
-    Console().print(table)
+        rows.append((row.plan, str(row.world), row.status, *differences, bits))
+    title = f"{verdict.job}: {verdict.steps} steps in {verdict.dtype}, largest difference from one device"
+    print_table(title, ("plan", "ranks", "status", "loss", "grad norm", "parameters", "other bits"), rows)
     if verdict.note:
         print(f"note: {verdict.note}")
     for row in verdict.plans:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], nest: Any) -> Any:
+def map_tensors(function: Callable[[torch.Tensor], Any], nest: Any) -> Any:
     """`nest` with every tensor replaced by `function` of it.
 
-    A nest is a tensor, a mapping, list, tuple, named tuple or dataclass instance of nests, or anything else,
+    A nest is a tensor, a mapping, list, tuple, named tuple, slice or dataclass instance of nests, or anything else,
     which stays as it is. Containers keep their types.
     """
     if isinstance(nest, torch.Tensor):
@@ -20,6 +20,10 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], nest: Any) -> 
     if isinstance(nest, Mapping):
         kind: Any = type(nest)
         return kind({key: map_tensors(function, value) for key, value in nest.items()})
+    if isinstance(nest, slice):
+        return slice(*(map_tensors(function, one) for one in (nest.start, nest.stop, nest.step)))
+    if type(nest).__module__ == "torch.return_types":
+        return type(nest)([map_tensors(function, value) for value in nest])
     if isinstance(nest, tuple) and hasattr(nest, "_fields"):
         return type(nest)(*(map_tensors(function, value) for value in nest))
     if isinstance(nest, list | tuple):

@@ -8,13 +8,13 @@ one is *filled*, wherever the code has kept it, and computes as what it was fill
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
-from evenly.data.nest import tensors_in
+from evenly.data.nest import map_tensors, tensors_in
 from evenly.errors import PlanError
 from evenly.model.fake import DeferredTensor, shared_fake_mode
 from evenly.torch_private import without_subclasses, wrapper_subclass
@@ -78,7 +78,7 @@ class RemoteTensor(DeferredTensor):
         def filled(tensor: torch.Tensor) -> torch.Tensor:
             return values.get(id(tensor), tensor)
 
-        return func(*_map(filled, args), **_map(filled, kwargs))
+        return func(*map_tensors(filled, args), **map_tensors(filled, kwargs))
 
     @property
     def form(self) -> torch.Tensor:
@@ -172,7 +172,7 @@ def _without_numbers(
         if key is not None:
             if len(_known_results) > MOST_KNOWN:
                 _known_results.clear()
-            results = _known_results[key] = _map(_alone, results)
+            results = _known_results[key] = map_tensors(_alone, results)
     own = {} if target is None else {id(one.form): one for one in met}
     found: list[RemoteTensor] = []
 
@@ -180,7 +180,7 @@ def _without_numbers(
         found.append(own[id(form)] if id(form) in own else remote(form, owner))
         return found[-1]
 
-    results = _map(wrapped, results)
+    results = map_tensors(wrapped, results)
     if found or target is not None:
         owner.note_inputs(tensors)
     return results
@@ -200,7 +200,7 @@ def _changed_forms(func: Any, args: Any, kwargs: dict[str, Any], target: Any, ow
 
 
 def _forms(func: Any, args: Any, kwargs: dict[str, Any], owner: Owner) -> Any:
-    args, kwargs = _map(form_of, args), _map(form_of, kwargs)
+    args, kwargs = map_tensors(form_of, args), map_tensors(form_of, kwargs)
     if owner.watching is None:
         with shared_fake_mode():
             return func(*args, **kwargs)
@@ -250,19 +250,3 @@ def _parts_of_key(nest: Any) -> Iterator[Any]:
         yield (type(nest), nest)  # 1 is not True here
     else:
         raise TypeError
-
-
-def _map(change: Callable[[torch.Tensor], Any], nest: Any) -> Any:
-    if isinstance(nest, torch.Tensor):
-        return change(nest)
-    if isinstance(nest, dict):
-        return {key: _map(change, one) for key, one in nest.items()}
-    if isinstance(nest, tuple) and type(nest).__module__ == "torch.return_types":
-        return type(nest)([_map(change, one) for one in nest])
-    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        return type(nest)(*(_map(change, one) for one in nest))
-    if type(nest) in (list, tuple):
-        return type(nest)(_map(change, one) for one in nest)
-    if isinstance(nest, slice):
-        return slice(_map(change, nest.start), _map(change, nest.stop), _map(change, nest.step))
-    return nest
