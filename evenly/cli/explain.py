@@ -42,7 +42,7 @@ def _explained(job: Path, plan: PlanSpec, values: dict[str, Any]) -> list[dict[s
 
 
 def _print_stages(document: Mapping[str, Any]) -> None:
-    from evenly.report.stages import STAGE_HEADS, stage_rows, stage_title, stages_in_a_line
+    from evenly.report.splits import STAGE_HEADS, stage_rows, stage_title, stages_in_a_line
 
     print_table(stage_title(document), STAGE_HEADS, stage_rows(document))
     print(stages_in_a_line(document))

@@ -243,8 +243,7 @@ def _print(question: PlanRequest, plans: Sequence[Prediction], *, assumed: bool)
 
 
 def _draw(path: Path, question: PlanRequest, plans: Sequence[Prediction], *, assumed: bool) -> None:
-    from evenly.planner.preview import preview
-    from evenly.report.planpage import page
+    from evenly.report.planpage import page, preview
 
     timeline = preview(question, plans[0].plan)
     text = page(question.subject.name, _devices(question, plans), plans, timeline, assumed=assumed)

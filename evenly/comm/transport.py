@@ -11,10 +11,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from evenly.comm.agreement import check_call
 from evenly.comm.groups import Group
-from evenly.errors import UserError
-from evenly.observe.recorder import CollectiveCall, call_text, here
+from evenly.errors import RunError, UserError
+from evenly.observe.diagnosis import disagreement
+from evenly.observe.recorder import LONGEST_TEXT, CollectiveCall, call_from, call_text, here
+from evenly.torch_private import all_gather_single
 
 DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 _DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
@@ -363,3 +364,22 @@ def add(total: torch.Tensor, more: torch.Tensor) -> None:
             np.add(total.numpy(), more.numpy(), out=total.numpy())
     else:
         total.add_(more)
+
+
+def check_call(call: CollectiveCall, number: int, group: Group, position: int) -> None:
+    """Raises the same `RunError` on every rank where the ranks of `group` do not ask for the same."""
+    text = call_text(call)
+    padded = text + b" " * (LONGEST_TEXT - len(text))
+    mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(group.device)
+    all_texts = torch.empty(group.size * LONGEST_TEXT, dtype=torch.uint8, device=group.device)
+    all_gather_single(all_texts, mine, group=group.handle)
+    texts = all_texts.cpu().view(group.size, LONGEST_TEXT)
+    if bool((texts == texts[position]).all()):
+        return
+    calls = {rank: call_from(bytes(row.tolist())) for rank, row in zip(group.ranks, texts, strict=True)}
+    if words := disagreement(calls):
+        raise RunError(
+            f"operation #{number} of group {group.label} on all its ranks",
+            f"they ask for different things: {words}",
+            "let every rank call the same operations with the same shapes, in the same order",
+        )

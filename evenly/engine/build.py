@@ -16,7 +16,7 @@ from evenly.data.stream import stream_key
 from evenly.engine.precision import place_model
 from evenly.errors import EvenlyError, PlanError, RunError, UserError, describe
 from evenly.job import Job
-from evenly.parallel.core.fingerprint import fingerprint
+from evenly.parallel.core.mutation_guard import fingerprint
 from evenly.parallel.core.sharded_init import ShardedInit
 from evenly.plan import Plan
 from evenly.torch_private import has_accumulated_hooks, has_gradient_hooks

@@ -19,8 +19,7 @@ from evenly.comm.groups import Group
 from evenly.comm.world import World
 from evenly.errors import PlanError
 from evenly.model.blocks import Block, find_blocks, find_recomputed
-from evenly.parallel.core.calls import BlockCalls
-from evenly.parallel.core.forwards import Forward, WrappedForwards
+from evenly.parallel.core.calls import BlockCalls, Forward, WrappedForwards
 from evenly.parallel.core.memory import on
 from evenly.parallel.core.recompute import CachesOff, recomputing
 from evenly.parallel.core.statistics import RunningStatistics
@@ -34,9 +33,8 @@ if TYPE_CHECKING:
     from evenly.parallel.data.partition import PartitionedGradients
     from evenly.parallel.data.shards import ShardedGradients
     from evenly.parallel.pipeline.model import StagedModel
-    from evenly.parallel.pipeline.pipeline import Pipeline
     from evenly.parallel.pipeline.schedule_runner import ScheduleRunner
-    from evenly.parallel.pipeline.stages import StagePlan
+    from evenly.parallel.pipeline.stages import Pipeline, StagePlan
     from evenly.parallel.tensor.model import SplitModel
     from evenly.parallel.tensor.splits import ParameterSplit
 
@@ -257,7 +255,7 @@ def _split(model: nn.Module, splits: Mapping[str, ParameterSplit], group: Group,
 
 def _pipeline(model: StagedModel, stage_plan: StagePlan, plan: Plan, world: World) -> Pipeline:
     """Reduces `model` to what this rank runs."""
-    from evenly.parallel.pipeline.pipeline import Pipeline
+    from evenly.parallel.pipeline.stages import Pipeline
 
     model.move(world.device)
     return Pipeline.of(model, stage_plan, plan, world.group("pipeline"))

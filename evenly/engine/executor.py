@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,15 +18,13 @@ from evenly.comm.groups import Group
 from evenly.comm.operations import all_reduce
 from evenly.comm.world import World
 from evenly.data.generators import undisturbed
-from evenly.data.loader import Microbatch, Share
+from evenly.data.loader import Microbatch, MicrobatchStream, Share
 from evenly.data.stream import stream_key
-from evenly.engine.batch import Batch
 from evenly.engine.compose import Composed
 from evenly.engine.precision import autocast, place_batch
 from evenly.engine.step_totals import StepTotals, StepTotalsBuilder, as_loss
 from evenly.errors import RunError
 from evenly.job import Job, Loss
-from evenly.observe.memory import peak_bytes
 from evenly.parallel.core.memory import HOST, Category, MemoryCounter, on
 from evenly.parallel.data.replicas import Replica
 from evenly.plan import Plan
@@ -188,3 +188,35 @@ class MicrobatchExecutor(Executor):
         for microbatches in batch.rounds(len(self.composed.replicas)):
             for replica, microbatch in zip(self.composed.replicas, microbatches, strict=False):
                 self.evaluation_loss(replica, microbatch, builder)
+
+
+class Batch:
+    """This rank's share of one batch, or of an evaluation; a training batch is given to `Run.step` once."""
+
+    def __init__(self, share: Share, microbatches: MicrobatchStream) -> None:
+        self.share, self.microbatches = share, microbatches
+        self._left = share.runs
+
+    def rounds(self, size: int) -> Iterator[list[Microbatch]]:
+        """The microbatches in order, `size` at a time."""
+        while self._left:
+            now = min(size, self._left)
+            self._left -= now
+            with on(HOST):
+                microbatches = [next(self.microbatches) for _ in range(now)]
+            yield microbatches
+
+    @property
+    def left(self) -> int:
+        """Microbatches that were not yet run."""
+        return self._left
+
+
+def peak_bytes(device: str) -> int:
+    """Peak of this rank in bytes: of the allocator on a GPU, of the resident set on the CPU."""
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB

@@ -16,8 +16,7 @@ from evenly.errors import EvenlyError, PlanError, UserError
 from evenly.job import Job
 from evenly.launch.environment import cache_folder
 from evenly.parallel.tensor.derivation_cache import cached, key_of
-from evenly.parallel.tensor.select_splits import Selection, select
-from evenly.parallel.tensor.splits import Derivation, ParameterSplit, SplitGroup, derive
+from evenly.parallel.tensor.splits import Derivation, ParameterSplit, Selection, SplitGroup, derive, select
 from evenly.parallel.tensor.trace import trace
 from evenly.plan import Plan, PlanSpec, with_microbatch
 

@@ -14,14 +14,13 @@ from evenly.comm.world import World
 from evenly.data.generators import drawn_past_torch
 from evenly.data.loader import Microbatch, Share
 from evenly.data.nest import tensors_by_path
-from evenly.engine.batch import Batch
 from evenly.engine.compose import Composed
-from evenly.engine.executor import Executor
+from evenly.engine.executor import Batch, Executor
 from evenly.engine.step_totals import StepTotalsBuilder
 from evenly.errors import RunError
 from evenly.job import Job
-from evenly.parallel.pipeline.pipeline import Pipeline
 from evenly.parallel.pipeline.schedule_runner import ScheduleRunner
+from evenly.parallel.pipeline.stages import Pipeline
 from evenly.plan import Plan
 from evenly.plan.schedule import runnable
 

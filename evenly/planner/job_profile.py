@@ -22,7 +22,7 @@ from evenly.errors import UserError
 from evenly.hardware.devices import Device
 from evenly.job import Job
 from evenly.model.blocks import Block, find_blocks, find_recomputed
-from evenly.parallel.core.forwards import WrappedForwards
+from evenly.parallel.core.calls import WrappedForwards
 from evenly.parallel.core.recompute import CachesOff, recomputing
 from evenly.parallel.core.statistics import keeps_statistics
 from evenly.parallel.tensor.layout import Layout

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from evenly.errors import UserError
-from evenly.planner.count import active_parameters, parameters
 from evenly.planner.hf_config import shape_of_config
-from evenly.planner.shape import Shape, limits
+from evenly.planner.shape import Shape, active_parameters, limits, parameters
 
 __all__ = ["active_parameters", "find_shape", "known_names", "parameters"]
 

@@ -2,7 +2,7 @@
 
 Letters as in the literature: s tokens of a sample, b samples of a microbatch, h hidden, a heads, t ranks of the tensor
 axis. Operations are those of Korthikanti et al. 2022 (arXiv 2205.05198), appendix A; parameters those of
-`evenly.planner.count`. In a model of encoder and decoder both read as many tokens as the shape has.
+`evenly.planner.shape`. In a model of encoder and decoder both read as many tokens as the shape has.
 """
 
 from __future__ import annotations

@@ -7,8 +7,15 @@ from dataclasses import asdict
 from html import escape
 from itertools import groupby
 
+from evenly.plan import Plan
+from evenly.plan.orders import compute_orders
+from evenly.plan.schedule import Action, runnable
+from evenly.planner.costed_plan import costed_plan_of, layers_of
 from evenly.planner.prediction import Prediction
-from evenly.planner.timeline import Timeline
+from evenly.planner.request import PlanRequest
+from evenly.planner.time import StageTime, stage_times
+from evenly.planner.timeline import Costs, Orders, Timeline, simulate
+from evenly.planner.training_config import TrainingConfig
 from evenly.report.bars import StackedBar, drawing, stacked
 from evenly.report.gantt import ROW, legend, rows
 from evenly.report.page import document, heading, table
@@ -75,3 +82,38 @@ def _schedule(timeline: Timeline) -> str:
     parts = legend({span.kind for span in timeline.spans}, x=LEFT, y=4)
     parts += rows(timeline, labels, x=LEFT, y=26, pixels_per_s=pixels_per_s)
     return drawing(LEFT + WIDTH + 4, 26 + ROW * timeline.ranks + 4, parts, words="schedule of the first plan")
+
+
+ROUNDS = 2  # microbatches per rank: a schedule fills up, and empties
+ALONE = 6  # microbatches of a device without a pipeline
+MOST_SPANS = 3000
+
+
+def preview(question: PlanRequest, plan: Plan) -> Timeline:
+    """The spans of a step of `plan`, which is complete, with a few of its microbatches; messages are not drawn."""
+    one = costed_plan_of(question, plan)
+    stages = stage_times(one.parts, layers_of(one), one.setup, one.machine)
+    return simulate(_orders(plan, one.setup), _costs(stages))
+
+
+def _orders(plan: Plan, setup: TrainingConfig) -> Orders:
+    p, v = setup.pipeline, setup.stages_per_rank
+    if p == 1:
+        return [_alone(min(setup.microbatches, ALONE))]
+    few = max(1, min(setup.microbatches, ROUNDS * p, MOST_SPANS // (2 * p * v)))
+    return compute_orders(plan.pipeline.schedule, p, v, runnable(plan.pipeline.schedule, p, v, few))
+
+
+def _alone(microbatches: int) -> Sequence[Action]:
+    """The order of one rank: microbatch by microbatch."""
+    return [Action(kind, 0, number) for number in range(microbatches) for kind in ("forward", "backward")]
+
+
+def _costs(stages: Sequence[StageTime]) -> Costs:
+    backward, weights = ([getattr(stage.backward, name) for stage in stages] for name in ("seconds", "weights"))
+    return Costs(
+        forward=[stage.forward.seconds for stage in stages],
+        backward=backward,
+        backward_input=[whole - later for whole, later in zip(backward, weights, strict=True)],
+        backward_weight=weights,
+    )

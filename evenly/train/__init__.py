@@ -1,6 +1,6 @@
 """The step, precision, the run and its loop."""
 
-from evenly.engine.batch import Batch
+from evenly.engine.executor import Batch
 from evenly.train.reports import Evaluation, StepReport
 from evenly.train.run import Run, start
 

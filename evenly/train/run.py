@@ -23,9 +23,8 @@ from evenly.comm.operations import gather_values
 from evenly.comm.world import World
 from evenly.data.loader import Loader, Share, share_of_evaluation, share_of_step, worker_count
 from evenly.engine.assemble import build_and_compose
-from evenly.engine.batch import Batch
 from evenly.engine.compose import Composed
-from evenly.engine.executor import Executor, MicrobatchExecutor
+from evenly.engine.executor import Batch, Executor, MicrobatchExecutor
 from evenly.engine.precision import LossScale
 from evenly.engine.step_totals import StepTotals
 from evenly.engine.updater import Updater

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from evenly.errors import PlanError
 from evenly.job import Job, Precision
 from evenly.jobfile import load_job
 from evenly.plan import PlanSpec, with_microbatch
+from evenly.torch_private import TO_COPY, TorchDispatchMode
 from evenly.train import Run, start
 from evenly.verify.compare import RankComparison
-from evenly.verify.downcasts import DowncastWatch
 from evenly.verify.reference import loss_not_additive, named_tensors, reference_steps
-from evenly.verify.trajectory import Trajectory
 
 
 def write_reference(
@@ -104,3 +106,51 @@ def _compare_bits(
     if run.plan.devices == 1:
         single.add_tensors(step, tensors)
     trace.add_bits(step, tensors, single.tensors(step))
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One folder: a safetensors file per step, and the scalars of all steps as JSON once the run is over."""
+
+    folder: Path
+
+    def add_tensors(self, step: int, tensors: dict[str, torch.Tensor]) -> None:
+        """Keeps the state after `step`."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, self._file(step))
+
+    def finish(
+        self, *, losses: list[float], grad_norms: list[float], eval_loss: float | None, downcast: str = ""
+    ) -> None:
+        """Keeps the scalars, by step; downcast: the type, narrower than asked for, that the model computes in."""
+        scalars = {"losses": losses, "grad_norms": grad_norms, "eval_loss": eval_loss, "downcast": downcast}
+        (self.folder / "scalars.json").write_text(json.dumps(scalars))
+
+    def tensors(self, step: int) -> dict[str, torch.Tensor]:
+        return load_file(self._file(step))
+
+    def scalars(self) -> tuple[list[float], list[float], float | None, str]:
+        """Losses and gradient norms by step, the evaluation loss at the end, and `downcast`."""
+        scalars = json.loads((self.folder / "scalars.json").read_text())
+        return scalars["losses"], scalars["grad_norms"], scalars["eval_loss"], scalars["downcast"]
+
+    def _file(self, step: int) -> Path:
+        return self.folder / f"step-{step}.safetensors"
+
+
+class DowncastWatch(TorchDispatchMode):
+    """A context manager; `found` names the type that float64 numbers were turned into within, empty for none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = ""
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs `func`, and looks at what becomes of float64."""
+        result = func(*args, **(kwargs or {}))
+        converts = func is TO_COPY.default and args[0].dtype == torch.float64
+        if converts and result.dtype.is_floating_point and result.dtype != torch.float64:
+            self.found = str(result.dtype).removeprefix("torch.")
+        return result

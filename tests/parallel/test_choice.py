@@ -6,8 +6,7 @@ import pytest
 from traced import HEADS, VOCABULARY, WIDTH, Attention, Grouped, own, transformer
 
 from evenly.errors import PlanError
-from evenly.parallel.tensor.select_splits import select
-from evenly.parallel.tensor.splits import Derivation, ParameterSplit, SplitGroup, derive
+from evenly.parallel.tensor.splits import Derivation, ParameterSplit, SplitGroup, derive, select
 from evenly.parallel.tensor.trace import trace
 
 SIZE = HEADS * WIDTH

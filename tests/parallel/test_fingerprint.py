@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from evenly.parallel.core.fingerprint import WORDS_AT_ONCE, fingerprint
+from evenly.parallel.core.mutation_guard import WORDS_AT_ONCE, fingerprint
 
 
 @pytest.mark.parametrize(

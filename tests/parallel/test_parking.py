@@ -21,7 +21,7 @@ from evenly.engine.build import check_same_start
 from evenly.errors import RunError
 from evenly.launch.environment import find_here
 from evenly.parallel.core import sharded_init as parking
-from evenly.parallel.core.fingerprint import fingerprint
+from evenly.parallel.core.mutation_guard import fingerprint
 from evenly.parallel.core.sharded_init import ShardedInit
 from evenly.verify.compare import RankComparison, judge
 from evenly.verify.ranks import compare_job, keep_reference

@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import evenly
 from evenly.errors import PlanError, RunError
 from evenly.model.blocks import find_blocks, find_recomputed
-from evenly.parallel.core.forwards import WrappedForwards
+from evenly.parallel.core.calls import WrappedForwards
 from evenly.parallel.core.recompute import recomputing
 from evenly.verify.compare import RankComparison, judge
 from evenly.verify.ranks import compare_job, keep_reference

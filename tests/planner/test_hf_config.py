@@ -12,8 +12,8 @@ from transformers import AutoModelForSeq2SeqLM as AutoModelForText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from evenly.errors import UserError
-from evenly.planner.count import active_parameters, parameters
 from evenly.planner.hf_config import READERS, shape_of_config
+from evenly.planner.shape import active_parameters, parameters
 
 CLASSES: dict[str, Any] = {
     "bert": AutoModelForMaskedLM,

@@ -8,11 +8,11 @@ from predicted import predict_plan
 from evenly.hardware.cluster_text import parse_cluster
 from evenly.plan import Plan, parse_plan
 from evenly.planner.known import find_shape
-from evenly.planner.preview import preview
 from evenly.planner.request import PlanRequest
 from evenly.planner.shapes import ShapeSource
 from evenly.planner.speeds import library_named
 from evenly.planner.timeline import Timeline
+from evenly.report.planpage import preview
 
 COMPUTING = ("matmul", "attention", "memory", "recompute", "host")
 

@@ -12,9 +12,9 @@ from evenly.hardware.cluster import Cluster
 from evenly.hardware.devices import device_names
 from evenly.hardware.network import LinkedRanks, seconds
 from evenly.model.parts import Recompute
-from evenly.planner.count import parameters
 from evenly.planner.known import find_shape
 from evenly.planner.prediction import TimeByCause
+from evenly.planner.shape import parameters
 from evenly.planner.shapes import split_of
 from evenly.planner.speeds import library_named, speeds_of
 from evenly.planner.time import Machine, message_seconds, overlapped, spread, stage_times, step_time

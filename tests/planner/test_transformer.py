@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from evenly.model.parts import BlockCost, ModelCosts, OpCost, Recompute
-from evenly.planner.count import parameters
 from evenly.planner.known import find_shape, known_names
-from evenly.planner.shape import Shape
+from evenly.planner.shape import Shape, parameters
 from evenly.planner.transformer import Kernels, Selective, Split, block_kinds, transformer_parts
 
 S, B, H, A, V = 2048, 4, 4096, 32, 51200

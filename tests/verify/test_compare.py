@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from evenly.verify.compare import RankComparison, difference, judge
-from evenly.verify.downcasts import DowncastWatch
+from evenly.verify.ranks import DowncastWatch
 
 
 def test_numbers_are_compared_as_finely_as_tensors() -> None:

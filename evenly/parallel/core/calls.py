@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from evenly.data.generators import reseed, seed
 from evenly.data.stream import block_key
+from evenly.errors import PlanError
 from evenly.model.blocks import Block
 from evenly.torch_private import unwrap_call, wrap_call
 
@@ -94,3 +95,28 @@ class BlockCalls:
     def _reseed(self, name: str, number: int, edge: Literal["begin", "end"]) -> None:
         assert self._key is not None  # a call is under way
         reseed(block_key(self._key, name, number, edge), self._device)
+
+
+Forward = Callable[..., Any]
+
+
+class WrappedForwards:
+    """Runs the forward of `blocks` through `changes`, innermost first, in place; `close` undoes it.
+
+    asked: the plan's words for that. Raises `PlanError` where there are no blocks.
+    """
+
+    def __init__(self, blocks: Sequence[Block], changes: Sequence[Callable[[Forward], Forward]], *, asked: str) -> None:
+        self._modules = [block.module for block in blocks]
+        if not self._modules:
+            raise PlanError(
+                asked, "the model has no repeated blocks", f"leave out {asked}, or put its layers into a ModuleList"
+            )
+        for module in self._modules:
+            for change in changes:
+                module.forward = change(module.forward)
+
+    def close(self) -> None:
+        """Gives the blocks their own forward back; safe to call twice."""
+        for module in self._modules:
+            vars(module).pop("forward", None)

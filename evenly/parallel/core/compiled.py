@@ -20,7 +20,7 @@ from torch import nn
 from evenly.errors import PlanError
 from evenly.launch.environment import cpp_compiler
 from evenly.model.blocks import find_blocks
-from evenly.parallel.core.forwards import Forward
+from evenly.parallel.core.calls import Forward
 from evenly.parallel.core.statistics import keeps_statistics
 
 BACKEND = "inductor"

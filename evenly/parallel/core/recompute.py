@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from evenly.errors import PlanError, RunError
-from evenly.parallel.core.forwards import Forward
+from evenly.parallel.core.calls import Forward
 from evenly.torch_private import ATTENTION
 
 _aten = torch.ops.aten

@@ -27,8 +27,8 @@ from evenly.comm.groups import Group
 from evenly.comm.operations import broadcast
 from evenly.comm.transport import even_sizes
 from evenly.data.nest import tensors_in
-from evenly.parallel.core.fingerprint import fingerprint_of_bytes
 from evenly.parallel.core.memory import of_subclasses
+from evenly.parallel.core.mutation_guard import fingerprint_of_bytes
 from evenly.torch_private import TorchDispatchMode
 
 LEAST_BYTES = 1 << 20  # smaller storages stay where they are
