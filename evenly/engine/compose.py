@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from evenly.parallel.data.partition import PartitionedGradients
     from evenly.parallel.data.shards import ShardedGradients
     from evenly.parallel.pipeline.model import StagedModel
+    from evenly.parallel.pipeline.pipeline import Pipeline
     from evenly.parallel.pipeline.schedule_runner import ScheduleRunner
-    from evenly.parallel.pipeline.stages import Pipeline, StagePlan
+    from evenly.parallel.pipeline.stages import StagePlan
     from evenly.parallel.tensor.model import SplitModel
     from evenly.parallel.tensor.splits import ParameterSplit
 
@@ -255,7 +256,7 @@ def _split(model: nn.Module, splits: Mapping[str, ParameterSplit], group: Group,
 
 def _pipeline(model: StagedModel, stage_plan: StagePlan, plan: Plan, world: World) -> Pipeline:
     """Reduces `model` to what this rank runs."""
-    from evenly.parallel.pipeline.stages import Pipeline
+    from evenly.parallel.pipeline.pipeline import Pipeline
 
     model.move(world.device)
     return Pipeline.of(model, stage_plan, plan, world.group("pipeline"))

@@ -19,8 +19,8 @@ from evenly.engine.executor import Batch, Executor
 from evenly.engine.step_totals import StepTotalsBuilder
 from evenly.errors import RunError
 from evenly.job import Job
+from evenly.parallel.pipeline.pipeline import Pipeline
 from evenly.parallel.pipeline.schedule_runner import ScheduleRunner
-from evenly.parallel.pipeline.stages import Pipeline
 from evenly.plan import Plan
 from evenly.plan.schedule import runnable
 

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
 from evenly.errors import PlanError
-from evenly.job import PRECISIONS, Precision
+from evenly.job import PRECISIONS, Job, Precision
 from evenly.plan.axes import DataAxis, DeviceReplicas, PipelineAxis, TensorAxis, ZeroStage
 from evenly.plan.plan import Compile, Exact, Offload, Plan, Recompute, in_words
 from evenly.plan.schedule import SCHEDULES, Schedule, stages_per_rank
@@ -394,3 +394,30 @@ def _add(new: Mapping[str, Any], values: dict[str, Any]) -> Iterable[str]:
 def _unknown(word: str, known: Iterable[str], kind: str) -> str:
     near = get_close_matches(word, [*known], n=1)
     return f"unknown {kind} {word!r}" + (f" (did you mean {near[0]!r}?)" if near else "")
+
+
+def with_microbatch(job: Job, plan: Plan | PlanSpec, *, recorded: int | None = None) -> Job:
+    """`job` as a run of it under `plan` cuts its batches.
+
+    recorded: samples per microbatch of the run that this one goes on from.
+
+    A job that states neither `microbatch` nor `microbatch_cost` takes what is recorded, else the plan's, else its own
+    rule. Raises `PlanError` for a plan that names another: sums and random streams follow microbatches.
+    """
+    is_open = job.microbatch is None and job.microbatch_cost is None
+    found = recorded or plan.microbatch if is_open else job.microbatch
+    if plan.microbatch not in (None, found):
+        raise PlanError(
+            f"plan {plan} for job {job.name!r}",
+            f"{_whose(job, recorded)}, and the numbers follow it",
+            "leave microbatch out of the plan",
+        )
+    return replace(job, microbatch=found) if is_open and found else job
+
+
+def _whose(job: Job, recorded: int | None) -> str:
+    if job.microbatch is not None:
+        return f"the job states microbatch={job.microbatch}"
+    if job.microbatch_cost is not None:
+        return f"the job states microbatch_cost={job.microbatch_cost:g}"
+    return f"the run that goes on has microbatch={recorded}"

@@ -25,9 +25,10 @@ from evenly.model.blocks import find_blocks
 from evenly.parallel.core.calls import BlockCalls
 from evenly.parallel.pipeline.backward import backward, non_view_alias
 from evenly.parallel.pipeline.model import StagedModel
+from evenly.parallel.pipeline.pipeline import Pipeline
 from evenly.parallel.pipeline.remote_tensor import RemoteTensor, form_of, is_remote, present, remote
 from evenly.parallel.pipeline.stage_discovery import find_call_costs
-from evenly.parallel.pipeline.stages import CallCost, Pipeline, StagePlan, TensorSite
+from evenly.parallel.pipeline.stages import CallCost, StagePlan, TensorSite
 from evenly.plan import Plan, parse_plan
 
 Gradients = dict[str, torch.Tensor | None]
