@@ -224,8 +224,8 @@ def _padded(vocab: int, library: str, tensor: int) -> int:
     return -(-vocab // multiple) * multiple
 
 
-SCHEDULES = {"": "1f1b", "1F1B": "1f1b", "interleaved 1F1B": "interleaved", "ZB-1p": "zb-1p", "ZB-2p": "zb-2p"}
-SCHEDULES |= {"ZB-V": "zbv", "GPipe": "gpipe", "AFAB": "gpipe"}
+SCHEDULES = {"": "1f1b", "1F1B": "1f1b", "interleaved 1F1B": "interleaved", "ZB-1p": "zero-bubble"}
+SCHEDULES |= {"ZB-2p": "zb-2p", "ZB-V": "zbv", "GPipe": "gpipe", "AFAB": "gpipe"}
 
 
 def _setup(row: Cells, shape: Shape, library: str) -> TrainingConfig:

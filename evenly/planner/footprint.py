@@ -72,9 +72,7 @@ def _held(rank: int, stages: Sequence[int], kept: Sequence[int], setup: Training
     p, v = setup.pipeline, setup.stages_per_rank
     if p == 1:
         return kept[0]
-    if setup.schedule == "zb-2p":
-        return kept[rank] * min(setup.microbatches, 2 * p)
-    schedule = _schedule(setup)
+    schedule = setup.schedule
     most = runnable(schedule, p, v, setup.microbatches)
     if SCHEDULES[schedule].steady:
         # What is in flight no longer changes once a step has a few rounds.
@@ -112,14 +110,8 @@ def _own_stages(schedule: Schedule, ranks: int, stages_per_rank: int, rank: int)
     return [stage for stage, holder in enumerate(places) if holder == rank]
 
 
-def _schedule(setup: TrainingConfig) -> Schedule:
-    return "zero-bubble" if setup.schedule == "zb-1p" else setup.schedule
-
-
 def _places(setup: TrainingConfig) -> Sequence[int]:
-    if setup.schedule == "zb-2p" or setup.pipeline == 1:
-        return range(setup.pipeline)
-    return rank_of_stage(_schedule(setup), setup.pipeline, setup.stages_per_rank)
+    return rank_of_stage(setup.schedule, setup.pipeline, setup.stages_per_rank) if setup.pipeline > 1 else (0,)
 
 
 def _of_rank(

@@ -98,7 +98,8 @@ def duration(
     if not length or microbatches < few:
         return recurrence(schedule, ranks, stages_per_rank, microbatches).duration(0, seconds, delays)
     made = recurrence(schedule, ranks, stages_per_rank, few)
-    assert made.rounds
+    if not made.rounds:  # registered as steady, but its passes do not repeat
+        return recurrence(schedule, ranks, stages_per_rank, microbatches).duration(0, seconds, delays)
     return made.duration((microbatches - few) // length, seconds, delays)
 
 
@@ -115,8 +116,10 @@ def recurrence(schedule: Schedule, ranks: int, stages_per_rank: int, microbatche
     """The passes of the schedule; `microbatches` is a runnable number. Without rounds all of them are its head."""
     placed = rank_of_stage(schedule, ranks, stages_per_rank)
     links = _links(_by_turn(passes(schedule, ranks, stages_per_rank, microbatches), placed), placed)
-    per_stage = 3 if schedule in ("zero-bubble", "zbv") else 2
-    size = per_stage * len(placed) * _round_length(schedule, ranks, microbatches)
+    size = 0
+    if more := _round_length(schedule, ranks, microbatches):
+        longer = passes(schedule, ranks, stages_per_rank, microbatches + more)
+        size = sum(map(len, longer)) - len(links)
     end, rounds = _longest_run(links, size) if size else (len(links), 0)
     body = links[end - size : end] if rounds else []
     reach = max((place for _, *both in body + links[end:] for place in both), default=0)

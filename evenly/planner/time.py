@@ -20,7 +20,6 @@ from evenly.planner.prediction import TimeByCause
 from evenly.planner.speeds import Library, Speeds
 from evenly.planner.timeline import Costs, step_seconds
 from evenly.planner.training_config import TrainingConfig
-from evenly.planner.zerobubble import greedy_seconds
 
 SHARPNESS = 6  # of the change between two that overlap: the slower counts, and a little of the other
 
@@ -221,7 +220,7 @@ def step_time(parts: ModelCosts, setup: TrainingConfig, machine: Machine) -> tup
 
 def _stages_of(rank: int, setup: TrainingConfig) -> Sequence[int]:
     p, v = setup.pipeline, setup.stages_per_rank
-    if setup.schedule in SCHEDULES and SCHEDULES[setup.schedule].as_v and p > 1:
+    if SCHEDULES[setup.schedule].as_v and p > 1:
         return (rank, 2 * p - 1 - rank)
     return range(rank, p * v, p)
 
@@ -281,27 +280,13 @@ def _simulated(stages: Sequence[StageTime], message: float, setup: TrainingConfi
         backward_input=[whole - later for whole, later in zip(backward, weights, strict=True)],
         backward_weight=weights,
     )
-    if setup.schedule == "zb-2p":
-        return _greedy(costs, setup)
-    schedule = "zero-bubble" if setup.schedule == "zb-1p" else setup.schedule
-    most = runnable(schedule, setup.pipeline, setup.stages_per_rank, setup.microbatches)
-    return step_seconds(schedule, setup.pipeline, setup.stages_per_rank, most, costs)
+    how = setup.schedule, setup.pipeline, setup.stages_per_rank
+    return step_seconds(*how, runnable(*how, setup.microbatches), costs)
 
 
 def _waits(stages: int, message: float) -> list[float]:
     """What a pass of every stage waits for messages: half as long at either end, which has one neighbour."""
     return [message * (1 if 0 < number < stages - 1 else 0.5) for number in range(stages)]
-
-
-def _greedy(costs: Costs, setup: TrainingConfig) -> tuple[float, Sequence[float]]:
-    """Simulates orders made for the times, with twice as many microbatches in flight as there are ranks."""
-    ranks, microbatches = setup.pipeline, setup.microbatches
-    few, more = min(microbatches, 4 * ranks), min(microbatches, 5 * ranks)
-    spans = [greedy_seconds(ranks, m, costs, 2 * ranks) for m in {few, more}]
-    # From then on every further microbatch takes as long.
-    each = (max(spans) - min(spans)) / max(1, more - few)
-    sums = zip(costs.forward, costs.backward, strict=True)
-    return min(spans) + each * (microbatches - few), [microbatches * (forward + backward) for forward, backward in sums]
 
 
 def block_host(part: BlockCost) -> float:

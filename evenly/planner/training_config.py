@@ -15,7 +15,7 @@ class TrainingConfig:
                   share the gradients of the data axis. Neighbours on the tensor axis are nearest, then those on the
                   context, data and pipeline axis.
     split_sequence: whether the tensor axis shares tokens where it does not share weights.
-    schedule, stages_per_rank: of the pipeline; besides those of plans there are zb-1p and zb-2p (Qi et al. 2024).
+    schedule, stages_per_rank: of the pipeline.
     zero, shard:  what the data axis cuts over how many of its ranks (None: all).
     microbatch, batch: samples. sequence: tokens of a sample.
     recompute:    which activations are computed again. dtype: what is multiplied.

@@ -135,7 +135,7 @@ def test_the_model_follows_from_its_mlp() -> None:
 )
 def test_schedules_and_their_stages(cells: dict[str, str], schedule: tuple[str, int]) -> None:
     if cells.get("schedule") == "ZB-1p":
-        cells, schedule = {**cells, "source": "zerobubble-2401.10241"}, ("zb-1p", 1)
+        cells, schedule = {**cells, "source": "zerobubble-2401.10241"}, ("zero-bubble", 1)
     setup = case_of(run(**cells)).setup
     assert (setup.schedule, setup.stages_per_rank) == schedule
 

@@ -1,18 +1,19 @@
 """Zero-bubble orders made for given times, each rank doing at any moment the best that it can: to predict others' runs.
 
-evenly runs no such orders: what they save depends on the times being known. The schedules ZB-1p and ZB-2p of Qi et al.
-2024 are of this kind, with a limit of once and twice the number of ranks. With twice, each rank works without a gap
-where times are equal. With once, looking no further than the moment costs some percent: the orders of `zero-bubble`
-(ZB-H1) hold as much and take less time.
+The schedules ZB-1p and ZB-2p of Qi et al. 2024 are of this kind, with a limit of once and twice the number of ranks.
+With twice, each rank works without a gap where times are equal; `zb-2p` is registered so. With once, looking no further
+than the moment costs some percent: the orders of evenly's `zero-bubble` (ZB-H1) hold as much and take less time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from heapq import heapify, heappop, heappush
 
-from evenly.plan.schedule import Action, Kind
+from evenly.plan.orders import Step, register_schedule
+from evenly.plan.schedule import SCHEDULES, Action, Kind, ScheduleRules
 from evenly.planner.timeline import Costs
 
 CLOSE = 1e-9  # relative: what comes so little later than another comes with it
@@ -48,9 +49,9 @@ class _Rank:
         return self.order[-1]
 
 
-def greedy_seconds(ranks: int, microbatches: int, costs: Costs, limit: int) -> float:
-    """When the last pass of these orders ends, if the first begins at 0: what `simulate` finds of them."""
-    return max(state.free_s for state in _done(ranks, microbatches, costs, limit))
+def greedy_orders(ranks: int, microbatches: int, costs: Costs, limit: int) -> tuple[tuple[Action, ...], ...]:
+    """For every rank what it computes in a step, in order, with at most `limit` microbatches in flight."""
+    return tuple(tuple(state.order) for state in _done(ranks, microbatches, costs, limit))
 
 
 def _done(ranks: int, microbatches: int, costs: Costs, limit: int) -> list[_Rank]:
@@ -85,3 +86,18 @@ def _tell(
 
 def _has_come(times_s: Sequence[float], number: int, now_s: float) -> bool:
     return number < len(times_s) and times_s[number] <= now_s * (1 + CLOSE)
+
+
+@cache
+def _of_equal_times(ranks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
+    one = [1.0] * ranks
+    costs = Costs(forward=one, backward=[2.0] * ranks, backward_input=one, backward_weight=one)
+    return greedy_orders(ranks, microbatches, costs, 2 * ranks)
+
+
+def _rule(rank: int, ranks: int, _: int, microbatches: int) -> list[Step]:
+    return [(action.kind, 0) for action in _of_equal_times(ranks, microbatches)[rank]]
+
+
+if "zb-2p" not in SCHEDULES:
+    register_schedule("zb-2p", ScheduleRules(stages=1, splits_backward=True, steady=True), _rule)
