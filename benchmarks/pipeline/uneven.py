@@ -59,29 +59,29 @@ def counts(model: str) -> tuple[int, ...]:
     bind()
     with evenly.start(tower_job(MICROBATCHES, steps=1, **JOBS[model]), plan=PLANS["ours"]) as run:
         assert run.composed.pipeline is not None
-        return run.composed.pipeline.model.staging.counts
+        return run.composed.pipeline.model.stage_plan.counts
 
 
 def predicted(model: str) -> list[float]:
-    """Cost of each segment, as shares of all."""
+    """Cost of each block, as shares of all."""
     job = tower_job(1, steps=1, **JOBS[model])
     tower, batch = job.model(), torch.utils.data.default_collate([job.data[n] for n in range(job.global_batch)])
-    segments = find_call_costs(StagedModel(tower, "cpu"), lambda: job.loss(tower, batch).total)
-    costs = [segment.flops + segment.moved_bytes * FLOPS_PER_BYTE["cpu"] for segment in segments]
+    calls = find_call_costs(StagedModel(tower, "cpu"), lambda: job.loss(tower, batch).total)
+    costs = [call.flops + call.moved_bytes * FLOPS_PER_BYTE["cpu"] for call in calls]
     return [cost / sum(costs) for cost in costs]
 
 
 def measured(model: str, repeats: int = 15) -> list[float]:
-    """Seconds of each segment's forward and backward, as shares of all: medians, in this process."""
+    """Seconds of each block's forward and backward, as shares of all: medians, in this process."""
     job = tower_job(1, steps=1, **JOBS[model])
     tower: Any = job.model()
     batch = torch.utils.data.default_collate([job.data[n] for n in range(job.global_batch)])
-    seconds = [[_segment_s(tower, number, batch) for number in range(len(tower.blocks))] for _ in range(repeats)][2:]
+    seconds = [[_block_s(tower, number, batch) for number in range(len(tower.blocks))] for _ in range(repeats)][2:]
     medians = [statistics.median(of) for of in zip(*seconds, strict=True)]
     return [one / sum(medians) for one in medians]
 
 
-def _segment_s(tower: Any, number: int, batch: Any) -> float:
+def _block_s(tower: Any, number: int, batch: Any) -> float:
     x = torch.randn(batch[0].shape, requires_grad=True)
     begin = time.perf_counter()
     x = tower.blocks[number](x)

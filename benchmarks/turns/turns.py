@@ -1,0 +1,76 @@
+"""Two versions of evenly in one run, step by step in turns: whether a change made a step slower.
+
+    git worktree add ../old COMMIT
+    python benchmarks/turns/turns.py ../old [W1 W4 T2 growing] [--rounds 10]        eight minutes
+
+W1 and W4 are those of peers/ under `ddp`, T2 that of tensor/ under `tensor=2`, growing that of pipeline/uneven.py under
+`pipeline=2`. The ratio is that of the new version's step to the old one's, the median over pairs of the same step.
+Kept in benchmarks/results/turns.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "peers"))
+
+import contenders
+from bench import leave_on_sigterm, median_interval, take_turns
+from contenders import EVENLY, Contender
+from results import environment, save
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE.parent / "results" / "turns.json"
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
+CONTENDERS = {
+    "W1": Contender(EVENLY, "evenly_.py"),
+    "W4": Contender(EVENLY, "evenly_.py"),
+    "T2": Contender(EVENLY, str(HERE.parent / "tensor" / "train.py"), ("evenly",), env={"EVENLY_PLAN": "tensor=2"}),
+    "growing": Contender(EVENLY, str(HERE / "growing.py")),
+}
+
+
+def measure(workload: str, args: argparse.Namespace) -> dict[str, float]:
+    """The new version's step beside the old one's."""
+    for name, tree in (("old", args.old), ("new", args.new)):
+        contender = CONTENDERS[workload]
+        env = {**contender.env, **LOOPBACK, "PYTHONPATH": str(tree.resolve())}
+        contenders.CONTENDERS[name] = replace(contender, env=env)
+    series = take_turns(["old", "new"], workload, args, "turns")
+    old, new = series["old"].seconds, series["new"].seconds
+    ratios = [b / a for a, b in zip(old, new, strict=True)]
+    low, high = median_interval(ratios)
+    return {
+        "old_s": statistics.median(old), "new_s": statistics.median(new), "steps": len(ratios),
+        "ratio": statistics.median(ratios), "ratio_low": low, "ratio_high": high,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old", type=Path, help="a checkout of the version to compare with")
+    parser.add_argument("workloads", nargs="*", metavar="W1|W4|T2|growing")
+    parser.add_argument("--new", type=Path, default=HERE.parents[1], help="another checkout than this one")
+    for option, default in (("--warm", 4), ("--turn", 4), ("--rounds", 10)):
+        parser.add_argument(option, type=int, default=default)
+    args = parser.parse_args()
+    if unknown := {*args.workloads} - CONTENDERS.keys():
+        parser.error(f"{', '.join(sorted(unknown))}: not among {', '.join(CONTENDERS)}")
+    leave_on_sigterm()
+    environment()
+    for workload in args.workloads or CONTENDERS:
+        row = measure(workload, args)
+        print(
+            f"{workload:8} old {row['old_s'] * 1e3:8.2f} ms  new {row['new_s'] * 1e3:8.2f} ms"
+            f"  ratio {row['ratio']:.3f} [{row['ratio_low']:.3f}..{row['ratio_high']:.3f}]  {row['steps']} steps",
+            flush=True,
+        )
+        save("turns", workload, {"new": row}, RESULTS)
+
+
+if __name__ == "__main__":
+    main()
