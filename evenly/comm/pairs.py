@@ -13,7 +13,7 @@ one tensor) or each rank's *own*. The gradient of a tensor is held as the tensor
     exchange        all_to_all                    all_to_all, the other way     split   split along another dim
 
 `copy` and `reduce` are each other's adjoint, as are `split` and `join`, `gather` and `reduce_scatter`. Shapes and
-`sizes` are as in `operations`; every rank of the group calls the same functions, forward and backward.
+`sizes` are as in `collectives`; every rank of the group calls the same functions, forward and backward.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
-from evenly.comm import operations
+from evenly.comm import collectives
 from evenly.comm.groups import Group
+from evenly.comm.operations import all_to_all
 from evenly.comm.transport import even_sizes
 
 
@@ -51,7 +52,7 @@ def split(tensor: torch.Tensor, group: Group, dim: int, sizes: Sequence[int] | N
     return _pair(
         tensor,
         lambda whole: _own_piece(whole, group, dim, sizes),
-        lambda piece: operations.all_gather(piece, group, dim=dim, sizes=sizes),
+        lambda piece: collectives.all_gather(piece, group, dim=dim, sizes=sizes),
     )
 
 
@@ -60,7 +61,7 @@ def join(tensor: torch.Tensor, group: Group, dim: int, sizes: Sequence[int] | No
     sizes = _sizes_of_pieces(tensor, group, dim, sizes)
     return _pair(
         tensor,
-        lambda piece: operations.all_gather(piece, group, dim=dim, sizes=sizes),
+        lambda piece: collectives.all_gather(piece, group, dim=dim, sizes=sizes),
         lambda whole: _own_piece(whole, group, dim, sizes),
     )
 
@@ -70,8 +71,8 @@ def gather(tensor: torch.Tensor, group: Group, dim: int, sizes: Sequence[int] | 
     sizes = _sizes_of_pieces(tensor, group, dim, sizes)
     return _pair(
         tensor,
-        lambda piece: operations.all_gather(piece, group, dim=dim, sizes=sizes),
-        lambda own: operations.reduce_scatter(own, group, dim=dim, sizes=sizes),
+        lambda piece: collectives.all_gather(piece, group, dim=dim, sizes=sizes),
+        lambda own: collectives.reduce_scatter(own, group, dim=dim, sizes=sizes),
     )
 
 
@@ -80,8 +81,8 @@ def reduce_scatter(tensor: torch.Tensor, group: Group, dim: int, sizes: Sequence
     sizes = _sizes(tensor, group, dim, sizes)
     return _pair(
         tensor,
-        lambda own: operations.reduce_scatter(own, group, dim=dim, sizes=sizes),
-        lambda piece: operations.all_gather(piece, group, dim=dim, sizes=sizes),
+        lambda own: collectives.reduce_scatter(own, group, dim=dim, sizes=sizes),
+        lambda piece: collectives.all_gather(piece, group, dim=dim, sizes=sizes),
     )
 
 
@@ -101,8 +102,8 @@ def exchange(
     sizes, lengths = _sizes(tensor, group, cut, sizes), _sizes_of_pieces(tensor, group, join, lengths)
     return _pair(
         tensor,
-        lambda piece: operations.all_to_all(piece, group, dim=cut, sizes=sizes, join=join, received=lengths),
-        lambda piece: operations.all_to_all(piece, group, dim=join, sizes=lengths, join=cut, received=sizes),
+        lambda piece: all_to_all(piece, group, dim=cut, sizes=sizes, join=join, received=lengths),
+        lambda piece: all_to_all(piece, group, dim=join, sizes=lengths, join=cut, received=sizes),
     )
 
 
@@ -114,11 +115,11 @@ def _sizes_of_pieces(tensor: torch.Tensor, group: Group, dim: int, sizes: Sequen
     if sizes is not None:
         return list(sizes)
     own = torch.tensor([tensor.shape[dim]], device=group.device)
-    return [int(length) for length in operations.all_gather(own, group, sizes=[1] * group.size).tolist()]
+    return [int(length) for length in collectives.all_gather(own, group, sizes=[1] * group.size).tolist()]
 
 
 def _summed(tensor: torch.Tensor, group: Group, in_place: bool) -> torch.Tensor:
-    return operations.all_reduce(_same(tensor) if in_place else tensor.clone(), group)
+    return collectives.all_reduce(_same(tensor) if in_place else tensor.clone(), group)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

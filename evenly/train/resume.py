@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from evenly.checkpoint import resume
 from evenly.checkpoint.state import group_options, parameter_of, read_state, set_empty_groups
 from evenly.checkpoint.store import CheckpointStore, Snapshot
-from evenly.comm.operations import gather_values
+from evenly.comm.collectives import gather_values
 from evenly.engine.precision import LossScale
 from evenly.errors import ResumeError
 

@@ -26,8 +26,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from evenly.comm.collectives import adds_here, reduce_scatter
 from evenly.comm.groups import Group
-from evenly.comm.operations import adds_here, reduce_scatter
 from evenly.comm.transport import AwakeWork, Pending
 from evenly.comm.world import World
 from evenly.errors import PlanError, RunError
