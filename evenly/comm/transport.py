@@ -1,4 +1,4 @@
-"""What the operations of `comm.collectives` and `comm.operations` are made of: works under way, and tensors as backends carry them."""
+"""What `collectives` and `operations` are made of: works under way, and tensors as backends carry them."""
 
 from __future__ import annotations
 
