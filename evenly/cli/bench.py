@@ -33,12 +33,13 @@ def bench_comm(
     kept = None if save is None else _saved_before(save, count)
     results = start_ranks(measure, (names, parse_size(most)), Launch(devices=count, preload=["evenly.comm.bench"]))
     bench = results[0]
+    document = asdict(bench)
     if json_only:
-        print(json.dumps(bench.as_json()))
+        print(json.dumps(document))
     else:
-        _show(bench.as_json())
+        _show(document)
     if out is not None:
-        _write_report(out, bench.as_json(), quiet=json_only)
+        _write_report(out, document, quiet=json_only)
     if save is not None and kept is not None:
         links = {(fit.operation, fit.ranks): Link(fit.alpha_s, fit.beta_s_per_byte) for fit in bench.fits}
         write_cluster(save, with_links(kept, bench.link.partition(" on ")[0], links))

@@ -256,7 +256,8 @@ def _draw(path: Path, question: PlanRequest, plans: Sequence[Prediction], *, ass
 
 def _refusal(question: PlanRequest, answer: PlanResult) -> EvenlyError | None:
     """The answer no, with exit code 1 as of a plan that differs in `evenly verify`; None where the answer is yes."""
-    from evenly.report.plans import duration, shortage
+    from evenly.report.comm import time_in_words
+    from evenly.report.plans import shortage
 
     asked = f"plan {question.subject.name} on {question.cluster}"
     if not answer.plans:
@@ -266,8 +267,8 @@ def _refusal(question: PlanRequest, answer: PlanResult) -> EvenlyError | None:
     if limit_s is None or best.step_s <= limit_s:
         return None
     return EvenlyError(
-        f"{asked} with steps of at most {duration(limit_s)}",
-        f"nothing is that fast; the fastest plan takes {duration(best.step_s)} on {best.plan.devices} devices",
+        f"{asked} with steps of at most {time_in_words(limit_s)}",
+        f"nothing is that fast; the fastest plan takes {time_in_words(best.step_s)} on {best.plan.devices} devices",
         f"allow --step-time {_at_least(best.step_s)}, take more or faster devices, or a smaller batch",
     )
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -77,10 +76,6 @@ class Bench:
     nodes: int
     measured: list[Measured]
     fits: list[Fit]
-
-    def as_json(self) -> dict[str, Any]:
-        """All of it in JSON's types."""
-        return asdict(self)
 
 
 def sizes_up_to(most_bytes: int) -> list[int]:

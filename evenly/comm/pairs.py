@@ -48,42 +48,26 @@ def reduce(tensor: torch.Tensor, group: Group, *, in_place: bool = False) -> tor
 
 def split(tensor: torch.Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> torch.Tensor:
     """This rank's piece of a shared tensor along `dim`."""
-    sizes = _sizes(tensor, group, dim, sizes)
-    return _pair(
-        tensor,
-        lambda whole: _own_piece(whole, group, dim, sizes),
-        lambda piece: collectives.all_gather(piece, group, dim=dim, sizes=sizes),
-    )
+    of = group, dim, _sizes(tensor, group, dim, sizes)
+    return _pair(tensor, _own_piece(*of), _gathered(*of))
 
 
 def join(tensor: torch.Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> torch.Tensor:
     """The pieces of all ranks joined along `dim`, shared. sizes: exchanged first where they are not given."""
-    sizes = _sizes_of_pieces(tensor, group, dim, sizes)
-    return _pair(
-        tensor,
-        lambda piece: collectives.all_gather(piece, group, dim=dim, sizes=sizes),
-        lambda whole: _own_piece(whole, group, dim, sizes),
-    )
+    of = group, dim, _sizes_of_pieces(tensor, group, dim, sizes)
+    return _pair(tensor, _gathered(*of), _own_piece(*of))
 
 
 def gather(tensor: torch.Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> torch.Tensor:
     """The pieces of all ranks joined along `dim`, for use by each rank on its own: their gradients are added up."""
-    sizes = _sizes_of_pieces(tensor, group, dim, sizes)
-    return _pair(
-        tensor,
-        lambda piece: collectives.all_gather(piece, group, dim=dim, sizes=sizes),
-        lambda own: collectives.reduce_scatter(own, group, dim=dim, sizes=sizes),
-    )
+    of = group, dim, _sizes_of_pieces(tensor, group, dim, sizes)
+    return _pair(tensor, _gathered(*of), _scattered(*of))
 
 
 def reduce_scatter(tensor: torch.Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> torch.Tensor:
     """This rank's piece, along `dim`, of the sum of the ranks' tensors."""
-    sizes = _sizes(tensor, group, dim, sizes)
-    return _pair(
-        tensor,
-        lambda own: collectives.reduce_scatter(own, group, dim=dim, sizes=sizes),
-        lambda piece: collectives.all_gather(piece, group, dim=dim, sizes=sizes),
-    )
+    of = group, dim, _sizes(tensor, group, dim, sizes)
+    return _pair(tensor, _scattered(*of), _gathered(*of))
 
 
 def exchange(
@@ -127,12 +111,20 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
-def _own_piece(tensor: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) -> torch.Tensor:
-    start = sum(sizes[: group.position])
-    return tensor.narrow(dim, start, sizes[group.position]).clone()
-
-
 _Linear = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _own_piece(group: Group, dim: int, sizes: Sequence[int]) -> _Linear:
+    start, length = sum(sizes[: group.position]), sizes[group.position]
+    return lambda whole: whole.narrow(dim, start, length).clone()
+
+
+def _gathered(group: Group, dim: int, sizes: Sequence[int]) -> _Linear:
+    return lambda piece: collectives.all_gather(piece, group, dim=dim, sizes=sizes)
+
+
+def _scattered(group: Group, dim: int, sizes: Sequence[int]) -> _Linear:
+    return lambda own: collectives.reduce_scatter(own, group, dim=dim, sizes=sizes)
 
 
 def _pair(tensor: torch.Tensor, forward: _Linear, backward: _Linear) -> torch.Tensor:

@@ -12,12 +12,12 @@ Row = Mapping[str, Any]
 
 
 def size_in_words(size_bytes: float) -> str:
-    """1048576 -> '1 MiB'."""
+    """1048576 -> '1 MiB'; no power of ten where there are thousands of GiB."""
     for unit in ("B", "KiB", "MiB"):
         if size_bytes < 999.5:  # beyond, three digits are not enough
             return f"{size_bytes:.3g} {unit}"
         size_bytes /= 1024
-    return f"{size_bytes:.3g} GiB"
+    return f"{size_bytes:,.0f} GiB" if size_bytes >= 999.5 else f"{size_bytes:.3g} GiB"
 
 
 def time_in_words(seconds: float) -> str:
@@ -25,7 +25,7 @@ def time_in_words(seconds: float) -> str:
     for factor, unit in ((1e6, "us"), (1e3, "ms")):
         if seconds * factor < 1000:
             return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds:.3g} s"
+    return f"{seconds:,.0f} s" if seconds >= 999.5 else f"{seconds:.3g} s"
 
 
 def fit_rows(bench: Row) -> list[tuple[str, str, str, str, str]]:

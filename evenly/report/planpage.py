@@ -17,9 +17,10 @@ from evenly.planner.request import PlanRequest
 from evenly.planner.time import StageTime, stage_times
 from evenly.planner.timeline import Costs, Orders, Timeline, simulate
 from evenly.planner.training_config import TrainingConfig
+from evenly.report.comm import size_in_words, time_in_words
 from evenly.report.page import document, heading, table
 from evenly.report.pictures import StackedBar, schedule, stacked
-from evenly.report.plans import common, duration, heads, plan_rows, reasons, short, size, title
+from evenly.report.plans import common, heads, plan_rows, reasons, short, title
 
 
 def page(model: str, devices: str, plans: Sequence[Prediction], timeline: Timeline, *, assumed: bool) -> str:
@@ -47,13 +48,13 @@ def _memory(one: Prediction) -> Any:
         ranks = [*numbers]
         label = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
         bars.append(StackedBar(label, asdict(memory)))
-    return stacked(bars, size, limit=one.limit_bytes)
+    return stacked(bars, size_in_words, limit=one.limit_bytes)
 
 
 def _times(plans: Sequence[Prediction]) -> Any:
     said = common(plans)
     bars = [StackedBar(f"{number}. {short(one.plan, said)}", asdict(one.time)) for number, one in enumerate(plans, 1)]
-    return stacked(bars, duration)
+    return stacked(bars, time_in_words)
 
 
 def _of_schedule(best: Prediction, timeline: Timeline) -> str:
@@ -62,7 +63,7 @@ def _of_schedule(best: Prediction, timeline: Timeline) -> str:
     return (
         f"Plan 1 on {ranks}, with {shown} microbatches, the number of each in its box (paler: a rank's later stages); "
         "messages, the reduction of gradients and the update are left out: "
-        f"{duration(timeline.makespan_s)} of a step of {duration(best.step_s)}"
+        f"{time_in_words(timeline.makespan_s)} of a step of {time_in_words(best.step_s)}"
     )
 
 

@@ -25,16 +25,6 @@ MOST_LESS = 0.75  # of a cause, for it to be worth saying that so much less of i
 # --- numbers in words ----------------------------------------------------------------------------------
 
 
-def size(size_bytes: float) -> str:
-    """As `size_in_words`, without a power of ten where there are thousands of GiB."""
-    return f"{size_bytes / 2**30:,.0f} GiB" if size_bytes >= 999.5 * 2**30 else size_in_words(size_bytes)
-
-
-def duration(seconds: float) -> str:
-    """As `time_in_words`, without a power of ten where there are thousands of seconds."""
-    return f"{seconds:,.0f} s" if seconds >= 999.5 else time_in_words(seconds)
-
-
 def by_cause(parts: MemoryByCause | TimeByCause) -> dict[str, float]:
     """Cause -> how much of it, largest first."""
     return dict(sorted(asdict(parts).items(), key=lambda cause: -cause[1]))
@@ -46,14 +36,9 @@ def _shown(amounts: Mapping[str, float], most: int | None = None) -> list[str]:
     return [cause for cause, amount in amounts.items() if amount >= LEAST_SHARE * whole and amount > 0][:most]
 
 
-def devices_of(one: Prediction) -> int:
-    """How many devices its plan uses."""
-    return one.plan.devices
-
-
 def rate_per_device(one: Prediction) -> float:
     """Tokens per second of a device; samples where these are no sequences."""
-    return (one.tokens or one.samples) / one.step_s / devices_of(one)
+    return (one.tokens or one.samples) / one.step_s / one.plan.devices
 
 
 # --- the table -----------------------------------------------------------------------------------------
@@ -78,7 +63,7 @@ def title(model: str, devices: str, plans: Sequence[Prediction], *, assumed: boo
     batch = f"{one.samples:,} sample{'s' * (one.samples != 1)}" + (f" ({one.tokens:,} tokens)" if one.tokens else "")
     said = "".join(f", {key}={value}" for key, value in common(plans).items())
     return (
-        f"{model} on {devices}, {size(one.limit_bytes)} per device{said};\n"
+        f"{model} on {devices}, {size_in_words(one.limit_bytes)} per device{said};\n"
         f"a step of {batch}{', assumed: --global-batch sets it' if assumed else ''}"
     )
 
@@ -98,10 +83,10 @@ def plan_rows(plans: Sequence[Prediction]) -> list[tuple[str, ...]]:
         (
             str(number),
             short(one.plan, said),
-            size(one.peak_bytes),
+            size_in_words(one.peak_bytes),
             f"{one.peak_bytes / one.limit_bytes:.0%}",
             _worst(one),
-            duration(one.step_s),
+            time_in_words(one.step_s),
             _rate(rate_per_device(one)),
             f"{one.mfu:.1%}",
             f"{one.bubble:.1%}",
@@ -138,8 +123,8 @@ def _of_the_best(best: Prediction) -> list[str]:
     time, memory = by_cause(best.time), by_cause(best.memory[best.worst])
     where = "every rank" if _worst(best) == "all" else f"rank {best.worst} of the pipeline"
     return [
-        f"1. time: {', '.join(f'{cause} {duration(time[cause])}' for cause in _shown(time))}",
-        f"   memory of {where}: {', '.join(f'{cause} {size(memory[cause])}' for cause in _shown(memory))}",
+        f"1. time: {', '.join(f'{cause} {time_in_words(time[cause])}' for cause in _shown(time))}",
+        f"   memory of {where}: {', '.join(f'{cause} {size_in_words(memory[cause])}' for cause in _shown(memory))}",
         f"   in full: {best.plan}",
     ]
 
@@ -148,7 +133,7 @@ def _against(best: Prediction, other: Prediction, number: int) -> str:
     """How another plan compares with the first, and what would have to change for it to win."""
     more = other.step_s - best.step_s
     lost = differences(best, other)
-    words = [f"{cause} {'+' if seconds > 0 else '-'}{duration(abs(seconds))}" for cause, seconds in lost.items()]
+    words = [f"{cause} {'+' if seconds > 0 else '-'}{time_in_words(abs(seconds))}" for cause, seconds in lost.items()]
     line = f"{number}. {_compared(best, other)}{': ' * bool(words)}{', '.join(words[:4])}"
     return line + (_to_win(lost, other, more) if more > 0 else "")
 
@@ -168,7 +153,9 @@ def _compared(best: Prediction, other: Prediction) -> str:
     share, room = other.step_s / best.step_s - 1, other.peak_bytes - best.peak_bytes
     if abs(share) < 0.0005:
         same = abs(room) < 0.0005 * best.peak_bytes
-        return "as fast" if same else f"as fast, with {size(abs(room))} {'more' if room > 0 else 'less'} memory"
+        return (
+            "as fast" if same else f"as fast, with {size_in_words(abs(room))} {'more' if room > 0 else 'less'} memory"
+        )
     return f"{abs(share):.1%} {'slower' if share > 0 else 'faster'}"
 
 
@@ -188,10 +175,10 @@ def shortage(nearest: Prediction) -> str:
     """What a plan that does not fit needs more than there is, and what takes it."""
     amounts = by_cause(nearest.memory[nearest.worst])
     where = "a rank" if _worst(nearest) == "all" else f"rank {nearest.worst} of its pipeline"
-    causes = ", ".join(f"{cause} {size(amounts[cause])}" for cause in _shown(amounts, 4))
+    causes = ", ".join(f"{cause} {size_in_words(amounts[cause])}" for cause in _shown(amounts, 4))
     return (
-        f"nearest is {short(nearest.plan, common([nearest]))}: {where} needs {size(nearest.peak_bytes)} of "
-        f"{size(nearest.limit_bytes)} ({causes})"
+        f"nearest is {short(nearest.plan, common([nearest]))}: {where} needs {size_in_words(nearest.peak_bytes)} of "
+        f"{size_in_words(nearest.limit_bytes)} ({causes})"
     )
 
 
@@ -218,7 +205,7 @@ def _as_json(one: Prediction) -> dict[str, Any]:
     worst = one.memory[one.worst]
     return {
         "plan": str(one.plan),
-        "devices": devices_of(one),
+        "devices": one.plan.devices,
         "fits": one.fits,
         "memory_bytes": _memory_as_json(worst),
         "limit_bytes": one.limit_bytes,

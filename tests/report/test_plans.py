@@ -12,21 +12,10 @@ from evenly.plan import parse_plan
 from evenly.plan.orders import compute_orders
 from evenly.planner.prediction import MemoryByCause, Prediction, TimeByCause
 from evenly.planner.timeline import Costs, simulate
+from evenly.report.comm import size_in_words, time_in_words
 from evenly.report.pictures import StackedBar, stacked
 from evenly.report.planpage import page
-from evenly.report.plans import (
-    common,
-    differences,
-    document,
-    duration,
-    heads,
-    plan_rows,
-    reasons,
-    short,
-    shortage,
-    size,
-    title,
-)
+from evenly.report.plans import common, differences, document, heads, plan_rows, reasons, short, shortage, title
 
 GIB = 2**30
 PIPELINE = "data=2 pipeline=2 schedule=1f1b zero=0 microbatch=1 recompute=none precision=bfloat16 exact=rounding"
@@ -134,8 +123,8 @@ def test_what_lacks_for_the_nearest() -> None:
 
 
 def test_large_numbers_have_no_powers_of_ten() -> None:
-    assert (size(5000 * GIB), size(2 * GIB)) == ("5,000 GiB", "2 GiB")
-    assert (duration(4321.0), duration(2.5)) == ("4,321 s", "2.5 s")
+    assert (size_in_words(5000 * GIB), size_in_words(2 * GIB)) == ("5,000 GiB", "2 GiB")
+    assert (time_in_words(4321.0), time_in_words(2.5)) == ("4,321 s", "2.5 s")
 
 
 def test_the_document_has_the_keys_of_the_outer_contract() -> None:
@@ -204,4 +193,4 @@ def test_ranks_that_hold_the_same_are_one_bar() -> None:
 def test_every_cause_is_drawn() -> None:
     """No cause of memory or time is left out of the bars: they are as long as the whole."""
     time = TimeByCause(**dict.fromkeys(asdict(TimeByCause()), 1.0))
-    assert len(parts_of(stacked([StackedBar("all", asdict(time))], duration))) == 10
+    assert len(parts_of(stacked([StackedBar("all", asdict(time))], time_in_words))) == 10
