@@ -193,11 +193,6 @@ class CheckpointFolder:
         return True
 
 
-def newest_sound(root: Path) -> int | None:
-    """The newest step of the run in `root` whose checkpoint is sound, or None."""
-    return CheckpointFolder(root).newest_sound()
-
-
 def record_file(path: Path) -> FileRecord:
     """Size and hash of a file that was just written."""
     return FileRecord(path.stat().st_size, hash_file(path))

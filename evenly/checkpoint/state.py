@@ -11,7 +11,8 @@ Nothing here runs a step: the state of an optimizer that has not stepped is empt
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from evenly.checkpoint.manifest import MODEL, OPTIMIZER, TensorForm, first_of
 from evenly.checkpoint.plain import encode
+from evenly.checkpoint.store import Checkpoint
 from evenly.errors import CheckpointError, ResumeError, UserError
 from evenly.torch_private import plain_name
 
@@ -44,6 +46,44 @@ def read_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tupl
         if plain:
             state[name] = plain
     return tensors, {"optimizer": {"class": type(optimizer).__name__, "options": options, "state": state}}
+
+
+class SplitAdapter(Protocol):
+    """Knows which of the tensors that a rank holds are parts of a checkpoint's."""
+
+    def shapes_here(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, tuple[int, ...]]:
+        """From shapes in the checkpoint to those of what this rank holds."""
+        ...
+
+    def new_target(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Where to read a checkpoint into, for this rank's `tensors`."""
+        ...
+
+    def set_value(self, read: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Fills `tensors` from what was read."""
+        ...
+
+
+def restore(
+    checkpoint: Checkpoint, model: torch.nn.Module, optimizer: torch.optim.Optimizer, parts: SplitAdapter | None = None
+) -> None:
+    """Continue from `checkpoint`: its tensors into the model in place, its state into the optimizer.
+
+    A collective. A schedule is to be built before and loaded after, since building one sets options.
+    Raises `ResumeError`, with nothing changed, if it is of another model or optimizer.
+    """
+    check_values(model, optimizer, checkpoint.values)
+    forms = checkpoint.forms
+    if parts is None:
+        tensors = targets(model, optimizer, forms)
+        checkpoint.read(tensors)
+    else:
+        shapes = parts.shapes_here({name: form.shape for name, form in forms.items()})
+        tensors = targets(model, optimizer, {name: replace(form, shape=shapes[name]) for name, form in forms.items()})
+        read = dict(parts.new_target(tensors))
+        checkpoint.read(read)
+        parts.set_value(read, tensors)
+    install(model, optimizer, tensors, checkpoint.values)
 
 
 def targets(

@@ -16,12 +16,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from evenly.errors import EvenlyError, UserError
 from evenly.launch.agent import Launch, start_ranks
 from evenly.launch.allocator import cgroup_limit_bytes
 from evenly.launch.environment import LOOPBACK, LOOPBACK_INTERFACE, available_cores, find_process, process_environment
+
+if TYPE_CHECKING:
+    from evenly.comm.groups import Group
 
 Verdict = Literal["ok", "note", "problem"]
 
@@ -310,85 +313,63 @@ def try_operations() -> dict[str, Outcome]:
     import torch
 
     from evenly.comm.connect import connect, disconnect
-    from evenly.comm.groups import Group
 
     world = connect(find_process(process_environment()))
     try:
-        group: Group = world.group("data")
+        group = world.group("data")
         torch.manual_seed(0)  # the same numbers on all ranks
-        return {name: _outcome(act, group) for name, act in _trials().items()}
+        return {name: _outcome(act) for name, act in _trials(group).items()}
     finally:
         disconnect(world)
 
 
-def _outcome(act: Callable[[Any], bool], group: Any) -> Outcome:
+def _outcome(act: Callable[[], bool]) -> Outcome:
     began_s = time.perf_counter()
     try:
-        problem = "" if act(group) else "its result is wrong"
+        problem = "" if act() else "its result is wrong"
     except (RuntimeError, ValueError, EvenlyError) as error:
         problem = str(error).splitlines()[0]
     return Outcome(time.perf_counter() - began_s, problem)
 
 
-def _trials() -> dict[str, Callable[[Any], bool]]:
-    """Operation -> whether its result over a group is what it must be; pieces have one more element per rank."""
+def _trials(group: Group) -> dict[str, Callable[[], bool]]:
+    """Operation -> whether its result over `group` is what it must be; pieces have one more element per rank."""
     import torch
 
     from evenly.comm import operations as o
 
-    def full(value: float, length: int, group: Any) -> torch.Tensor:
-        return torch.full((length,), float(value), device=group.device)
+    position, ranks, device = group.position, group.size, group.device
 
-    def own(group: Any) -> torch.Tensor:
-        return full(group.position, group.position + 1, group)
+    def full(value: float, length: int) -> torch.Tensor:
+        return torch.full((length,), float(value), device=device)
 
-    def joined(group: Any) -> torch.Tensor:
-        return torch.cat([full(position, position + 1, group) for position in range(group.size)])
+    sizes = [1 + rank for rank in range(ranks)]
+    own, joined = full(position, 1 + position), torch.cat([full(rank, 1 + rank) for rank in range(ranks)])
 
-    def sizes(group: Any) -> list[int]:
-        return [position + 1 for position in range(group.size)]
-
-    def pass_on(group: Any) -> bool:
-        if group.size == 1:
+    def pass_on() -> bool:
+        if ranks == 1:
             return True
-        going = o.isend(full(group.position, 3, group), (group.position + 1) % group.size, group)
-        before = (group.position - 1) % group.size
-        came = o.recv(full(-1, 3, group), before, group)
+        before = (position - 1) % ranks
+        going = o.isend(full(position, 3), (position + 1) % ranks, group)
+        came = o.recv(full(-1, 3), before, group)
         going.wait()
-        return came.equal(full(before, 3, group))
+        return came.equal(full(before, 3))
 
-    def gathered(group: Any) -> bool:
-        whole = o.gather(own(group), 0, group)
-        return whole is None if group.position else whole is not None and whole.equal(joined(group))
-
-    def reduced(group: Any) -> bool:
-        total = o.reduce(full(group.position, 3, group), 0, group)
-        return total.equal(full(sum(range(group.size)) if group.position == 0 else group.position, 3, group))
-
-    def all_reduced(group: Any) -> bool:
-        return bool((o.all_reduce(torch.ones(PROBE_BYTES // 4, device=group.device), group) == group.size).all())
-
-    def scattered(group: Any) -> bool:
-        whole = joined(group) if group.position == 0 else None
-        return o.scatter(whole, 0, group, sizes=sizes(group)).equal(own(group))
-
-    def reduce_scattered(group: Any) -> bool:
-        return o.reduce_scatter(joined(group), group, sizes=sizes(group)).equal(own(group) * group.size)
-
-    def exchanged(g: Any) -> bool:
-        return o.all_to_all(full(g.position, g.size, g), g).equal(torch.arange(g.size, device=g.device).float())
+    def gathered() -> bool:
+        whole = o.gather(own, 0, group)
+        return whole is None if position else whole is not None and whole.equal(joined)
 
     return {
         "send and recv": pass_on,
-        "broadcast": lambda g: o.broadcast(full(g.position, 3, g), g.size - 1, g).equal(full(g.size - 1, 3, g)),
-        "reduce": reduced,
-        "scatter": scattered,
+        "broadcast": lambda: o.broadcast(full(position, 3), ranks - 1, group).equal(full(ranks - 1, 3)),
+        "reduce": lambda: o.reduce(full(position, 3), 0, group).equal(full(position or sum(range(ranks)), 3)),
+        "scatter": lambda: o.scatter(None if position else joined, 0, group, sizes=sizes).equal(own),
         "gather": gathered,
-        "all_reduce": all_reduced,
-        "all_gather": lambda g: o.all_gather(own(g), g).equal(joined(g)),
-        "reduce_scatter": reduce_scattered,
-        "all_to_all": exchanged,
-        "barrier": lambda g: o.barrier(g) is None,
+        "all_reduce": lambda: bool((o.all_reduce(full(1, PROBE_BYTES // 4), group) == ranks).all()),
+        "all_gather": lambda: o.all_gather(own, group).equal(joined),
+        "reduce_scatter": lambda: o.reduce_scatter(joined, group, sizes=sizes).equal(own * ranks),
+        "all_to_all": lambda: o.all_to_all(full(position, ranks), group).equal(torch.arange(ranks).to(own)),
+        "barrier": lambda: o.barrier(group) is None,
     }
 
 

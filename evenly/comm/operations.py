@@ -11,16 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evenly.comm.collectives import (
-    Operation,
-    all_gather,
-    all_reduce,
-    broadcast,
-    gather_values,
-    recv,
-    reduce_scatter,
-    send,
-)
+from evenly.comm.collectives import Operation, recv, send
+from evenly.comm.collectives import all_gather as all_gather
+from evenly.comm.collectives import all_reduce as all_reduce
+from evenly.comm.collectives import broadcast as broadcast
+from evenly.comm.collectives import gather_values as gather_values
+from evenly.comm.collectives import reduce_scatter as reduce_scatter
 from evenly.comm.groups import Group
 from evenly.comm.transport import (
     Pending,
@@ -43,23 +39,6 @@ from evenly.comm.transport import (
     works_of,
 )
 from evenly.errors import UserError
-
-__all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "gather",
-    "gather_values",
-    "irecv",
-    "isend",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-    "send",
-]
 
 isend, irecv = send.begin, recv.begin
 
