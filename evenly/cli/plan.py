@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from evenly.planner.request import CostSource, PlanRequest, PlanResult
 
 WIDTH_OF_FILES = 100  # columns, where the output is read by no terminal
-TOKENS_ASSUMED = 2**20  # of a step, where nobody states a batch
+TOKENS_ASSUMED = 2**20  # of a step, where no batch is stated
 LEAST_MEMORY = 2**20
 UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12} | {
     f"{letter}{ending}": 2**power
@@ -130,7 +130,7 @@ def _cluster(request: Request) -> Cluster:
     from evenly.hardware.cluster_text import parse_cluster
 
     if request.cluster is None and not _is_job(request):
-        _subject(request)  # a model that nobody knows is the first thing to be said
+        _subject(request)  # an unknown model is reported first
         raise UserError(
             f"evenly plan {request.subject} without --cluster",
             "the devices are not stated, and those of this machine are hardly meant",

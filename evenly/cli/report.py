@@ -1,4 +1,4 @@
-"""`evenly report`: tells what a run's folder holds, and draws it."""
+"""`evenly report`: summarizes a run from its folder, as tables and as a page."""
 
 from __future__ import annotations
 

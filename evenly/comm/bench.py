@@ -2,7 +2,7 @@
 
 Sizes and bandwidths are those of nccl-tests (doc/PERFORMANCE.md there): the *size* of an operation is that of its
 largest buffer on one rank; *algorithm bandwidth* is size / time; *bus bandwidth* multiplies it by what must cross a
-link per byte of size, so that it can be held against the link's own, whatever the operation and the number of ranks.
+link per byte of size, so that it compares with the link's own, whatever the operation and the number of ranks.
 
 *alpha* and *beta* fit time = alpha + beta x size: what an operation costs at any size, s, and per byte, s/byte
 (Hockney, 1994). Relative errors are made least, so that small sizes count as much as large ones.

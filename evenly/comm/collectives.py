@@ -74,7 +74,7 @@ def send(tensor: torch.Tensor, to: int, group: Group, *, tag: int = 0) -> Pendin
     serial = enter(group, "send", tensor, detail=f"to {to}, tag {tag}", collective=False)
     carried = as_bytes(contiguous(tensor))
     works = [post_send(carried, to, group, tag)] if carried.numel() else []
-    return Pending(group, serial, works, lambda: None, tells=False)
+    return Pending(group, serial, works, lambda: None, polled=False)
 
 
 @Operation
@@ -84,7 +84,7 @@ def recv(tensor: torch.Tensor, source: int, group: Group, *, tag: int = 0) -> Pe
     serial = enter(group, "recv", tensor, detail=f"from {source}, tag {tag}", collective=False)
     landing = contiguous(tensor)
     works = [post_recv(as_bytes(landing), source, group, tag)] if tensor.numel() else []
-    return Pending(group, serial, works, lambda: put_back(landing, tensor), tells=False)
+    return Pending(group, serial, works, lambda: put_back(landing, tensor), polled=False)
 
 
 @Operation
@@ -204,18 +204,15 @@ def reduce_scatter(
 
     if len(set(lengths)) == 1 and not adds_here(group):
         landing = carried.new_empty(lengths[group.position], *carried.shape[1:], dtype=added)
-        work = reduce_scatter_single(
-            landing, carried.to(added), torch_reduction(reduction), group=group.handle, async_op=True
-        )
+        how = torch_reduction(reduction)
+        work = reduce_scatter_single(landing, carried.to(added), how, group=group.handle, async_op=True)
         return Pending(group, serial, works_of(work), lambda: finish(landing))
-    row = carried[0].numel()
-    exchange = exchange_packed(
-        carried.view(-1), [row * n for n in lengths], [row * lengths[group.position]] * group.size, group
-    )
-    piece = (lengths[group.position], *carried.shape[1:])
+    row, piece = carried[0].numel(), (lengths[group.position], *carried.shape[1:])
+    mine = row * lengths[group.position]
+    exchange = exchange_packed(carried.view(-1), [row * n for n in lengths], [mine] * group.size, group)
 
     def add_up() -> torch.Tensor:
-        received = exchange.wait().split(row * lengths[group.position])
+        received = exchange.wait().split(mine)
         if into is not None and plain and reduction == "sum" and dim == 0:
             return added_up(received, into, adding)
         return finish(reduced_here(received, added, reduction).view(piece))

@@ -1,4 +1,4 @@
-"""The doctor: what this machine offers to a run, and in words what would keep one from working.
+"""The doctor: what this machine offers to a run, and what would prevent one from working.
 
 One function per question; each returns findings and raises nothing that a machine can cause.
 """
@@ -48,12 +48,12 @@ class Finding:
 
 
 def _found(name: str, value: str, *, note: str = "", problem: str = "") -> Finding:
-    """A finding with advice on what is wrong: a `problem` keeps runs from working, a `note` does not."""
+    """A finding with advice on what is wrong: a `problem` prevents runs from working, a `note` does not."""
     return Finding(name, value, "problem" if problem else "note" if note else "ok", problem or note)
 
 
 def examine(environ: Mapping[str, str], *, probe: bool = True, world: int = 2) -> list[Finding]:
-    """Everything the doctor can tell, in the order in which to read it.
+    """All findings, in the order in which to read them.
 
     `probe` starts `world` ranks that try every operation, which is the one test that proves a run can work.
     """
@@ -263,7 +263,7 @@ def _process(environ: Mapping[str, str]) -> Iterable[Finding]:
 def _variables(environ: Mapping[str, str]) -> Iterable[Finding]:
     if "CUDA_VISIBLE_DEVICES" in environ and environ["CUDA_VISIBLE_DEVICES"].strip() in ("", "-1"):
         yield _found("CUDA_VISIBLE_DEVICES", "hides all", note="it hides every GPU: unset it to use them")
-    # Their values may hold what should not be shown, as a proxy's password; names suffice.
+    # Their values may contain secrets, as a proxy's password: only names are printed.
     overrides = sorted(name for name in environ if name.startswith(("NCCL_", "GLOO_", "TORCH_NCCL_")))
     if overrides:
         note = "these override how ranks talk: the first thing to unset if a run hangs or is slow"

@@ -1,6 +1,6 @@
-"""Operations over a `Group` besides those of `collectives`, which have their rules: reduce, barrier, scatter, ...
+"""Further operations over a `Group`, by the rules of `collectives`: reduce, barrier, scatter, ...
 
-`from evenly.comm.operations import ...` has all of both.
+Those of `collectives` can be imported from here too.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ isend, irecv = send.begin, recv.begin
 
 @Operation
 def reduce(tensor: torch.Tensor, to: int, group: Group, reduction: Reduction = "sum") -> Pending[torch.Tensor]:
-    """Replaces `tensor` of the rank at position `to` by the reduction over the ranks; the others keep theirs."""
+    """Replaces `tensor` of the rank at position `to` by the reduction over the ranks; other ranks' are unchanged."""
     group.check_position(to, "receiver")
     carried = carried_as(tensor, reduction)
     serial = enter(group, "reduce", tensor, detail=f"{reduction} to {to}")
@@ -94,10 +94,10 @@ def scatter(
             for to, piece in enumerate(sent)
             if to != group.position and piece.numel()
         ]
-        return Pending(group, serial, works, lambda: sent[source].clone(), tells=False)
+        return Pending(group, serial, works, lambda: sent[source].clone(), polled=False)
     landing = torch.empty(shape, dtype=dtype, device=group.device)
     works = [post_recv(as_bytes(landing), source, group)] if landing.numel() else []
-    return Pending(group, serial, works, lambda: landing, tells=False)
+    return Pending(group, serial, works, lambda: landing, polled=False)
 
 
 @Operation
@@ -111,10 +111,10 @@ def gather(
     own = contiguous(tensor)
     if group.position != to:
         works = [post_send(as_bytes(own), to, group)] if own.numel() else []
-        return Pending(group, serial, works, lambda: None, tells=False)
+        return Pending(group, serial, works, lambda: None, polled=False)
     pieces = [own if p == to else own.new_empty(with_length(own.shape, dim, n)) for p, n in enumerate(lengths)]
     works = [post_recv(as_bytes(piece), p, group) for p, piece in enumerate(pieces) if p != to and piece.numel()]
-    return Pending(group, serial, works, lambda: torch.cat(pieces, dim), tells=False)
+    return Pending(group, serial, works, lambda: torch.cat(pieces, dim), polled=False)
 
 
 @Operation

@@ -1,7 +1,7 @@
 """Operations that gradients flow through: each forward with the backward that is its adjoint.
 
-A tensor between ranks is *shared* (every rank holds the same values of one tensor), *split* (each rank holds a piece of
-one tensor) or each rank's *own*. The gradient of a tensor is held as the tensor is. The pairs:
+A tensor between ranks is *shared* (every rank has the same values of one tensor), *split* (each rank has a piece of
+one tensor) or each rank's *own*. The gradient of a tensor is distributed as the tensor is. The pairs:
 
     function        forward                       backward                      from    to
     copy            identity                      all_reduce                    shared  own

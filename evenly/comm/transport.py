@@ -19,9 +19,9 @@ from evenly.torch_private import all_gather_single
 
 DTYPES = {d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
-# On the CPU a rank that waits for a collective gives way to other threads for so long before it sleeps.
-AWAKE_S = 0.002
-_give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: sleep(0))
+# On the CPU a rank that waits for a collective polls it for so long, yielding its core, before it sleeps.
+POLL_S = 0.002
+_yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: sleep(0))
 Reduction = Literal["sum", "mean", "min", "max", "product"]
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -60,23 +60,23 @@ class _Work(Protocol):
 class Pending(Generic[T]):
     """An operation that is under way: works of torch, and what remains to be done after them.
 
-    tells: whether torch reports that the works are completed; it does not of messages between two ranks.
+    polled: whether `wait` polls the works for a moment; torch does not report the end of messages between two ranks.
     """
 
     def __init__(
-        self, group: Group, serial: int, works: Sequence[_Work], finish: Callable[[], T], *, tells: bool = True
+        self, group: Group, serial: int, works: Sequence[_Work], finish: Callable[[], T], *, polled: bool = True
     ) -> None:
         self._group, self._serial = group, serial
         self._works, self._finish = works, finish
-        self._spins = tells and group.device.type == "cpu"
+        self._polls = polled and group.device.type == "cpu"
         self._result: list[T] = []
 
     def wait(self) -> T:
         """Returns its result once it is done; may be called again."""
         if not self._result:
             for work in self._works:
-                if self._spins:
-                    _stay_awake(work)
+                if self._polls:
+                    _poll(work)
                 work.wait()
             if self._group.recorder is not None and self._serial:
                 self._group.recorder.leave(self._serial)
@@ -84,18 +84,18 @@ class Pending(Generic[T]):
         return self._result[0]
 
 
-def _stay_awake(work: _Work) -> None:
-    """Gives way to other threads, the backend's among them, until `work` is done, for a moment at most.
+def _poll(work: _Work) -> None:
+    """Yields the core to other threads, the backend's among them, until `work` is done, for `POLL_S` at most.
 
     To wake a thread takes up to milliseconds on a virtual machine, longer than an operation on a few numbers.
     """
-    until = perf_counter() + AWAKE_S
+    until = perf_counter() + POLL_S
     while not work.is_completed() and perf_counter() < until:
-        _give_way()
+        _yield_core()
 
 
-class AwakeWork(dist.Work):
-    """A work of torch's on the CPU, for others to wait for: who does stays awake for a moment."""
+class PolledWork(dist.Work):
+    """A work of torch's on the CPU that is polled for a moment before the thread that waits for it sleeps."""
 
     def __init__(self, work: dist.Work) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class AwakeWork(dist.Work):
 
     def wait(self, *args: Any, **kwargs: Any) -> bool:
         """Returns once the work is done."""
-        _stay_awake(self._work)
+        _poll(self._work)
         return self._work.wait(*args, **kwargs)
 
 
@@ -296,7 +296,7 @@ def exchange_numbers(numbers: Sequence[int], group: Group) -> list[int]:
 def exchange_packed(
     sent: torch.Tensor, counts: Sequence[int], expected: Sequence[int], group: Group
 ) -> Pending[torch.Tensor]:
-    """Piece i of `sent`, 1D, goes to position i; those that come lie one behind the other too. Lengths in elements."""
+    """Piece i of `sent`, 1D, goes to position i; the received ones are packed likewise. Lengths in elements."""
     width, landing = sent.element_size(), sent.new_empty(sum(expected))
     there, back = ([width * count for count in one] for one in (counts, expected))
     # The group's own method, as in `all_reduce`.

@@ -64,8 +64,9 @@ def fabric_of(
     reduces = in_network and "in_network" in near
     # More devices than a node is sold with, as in a DGX-2, are joined by switches.
     mesh = near["topology"] == "mesh" and per_domain <= device.domain
-    in_seconds = {f"{name}_s": near[f"{name}_us"] / 1e6 for name in ("base", "hop", "tree_hop", "quick_hop", "fill")}
-    far_in_seconds = {f"far_{name}_s": far[f"{name}_us"] / 1e6 for name in ("hop", "tree_hop", "quick_hop")}
+    hops = ("hop_us", "tree_hop_us", "quick_hop_us")
+    in_seconds = {name.removesuffix("us") + "s": near[name] / 1e6 for name in ("base_us", *hops, "fill_us")}
+    far_in_seconds = {"far_" + name.removesuffix("us") + "s": far[name] / 1e6 for name in hops}
     return Fabric(
         ring_rate=near["ring"] * device.link_bytes_per_s,
         peers=per_domain - 1 if mesh else 0,

@@ -52,8 +52,8 @@ def _memory(one: Prediction) -> Any:
 
 
 def _times(plans: Sequence[Prediction]) -> Any:
-    said = common(plans)
-    bars = [StackedBar(f"{number}. {short(one.plan, said)}", asdict(one.time)) for number, one in enumerate(plans, 1)]
+    above = common(plans)
+    bars = [StackedBar(f"{number}. {short(one.plan, above)}", asdict(one.time)) for number, one in enumerate(plans, 1)]
     return stacked(bars, time_in_words)
 
 

@@ -14,9 +14,9 @@ from evenly.plan.plan import in_words
 from evenly.planner.prediction import MemoryByCause, Prediction, TimeByCause
 from evenly.report.comm import size_in_words, time_in_words
 
-# Causes that follow from the model and the device, which nobody asks to take less.
+# Causes that follow from the model and the device, which no advice asks to reduce.
 GIVEN = ("matmul", "attention")
-# Said once above the table where all plans have it in common.
+# Printed once above the table where all plans have it in common.
 COMMON = ("precision", "exact", "compile", "offload")
 LEAST_SHARE = 0.005  # of a whole, for a part of it to be named
 MOST_LESS = 0.75  # of a cause, for it to be worth saying that so much less of it would change the order
@@ -30,7 +30,7 @@ def by_cause(parts: MemoryByCause | TimeByCause) -> dict[str, float]:
     return dict(sorted(asdict(parts).items(), key=lambda cause: -cause[1]))
 
 
-def _shown(amounts: Mapping[str, float], most: int | None = None) -> list[str]:
+def _main_causes(amounts: Mapping[str, float], most: int | None = None) -> list[str]:
     """The largest causes that are worth a word."""
     whole = sum(amounts.values())
     return [cause for cause, amount in amounts.items() if amount >= LEAST_SHARE * whole and amount > 0][:most]
@@ -45,25 +45,25 @@ def rate_per_device(one: Prediction) -> float:
 
 
 def common(plans: Sequence[Prediction]) -> dict[str, Any]:
-    """What all plans have in common of what is said above the table."""
+    """What all plans have in common of what is printed above the table."""
     words = [one.plan.words for one in plans] or [{}]
     return {key: value for key in COMMON if (value := words[0].get(key)) and all(w.get(key) == value for w in words)}
 
 
-def short(plan: Plan, said: Mapping[str, Any]) -> str:
-    """The plan's text without where it is cut and without what is `said` elsewhere."""
+def short(plan: Plan, common_words: Mapping[str, Any]) -> str:
+    """The plan's text without where it is cut and without the `common_words` printed elsewhere."""
     return " ".join(
-        f"{key}={in_words(value)}" for key, value in plan.words.items() if key not in {*said, "split_points"}
+        f"{key}={in_words(value)}" for key, value in plan.words.items() if key not in {*common_words, "split_points"}
     )
 
 
 def title(model: str, devices: str, plans: Sequence[Prediction], *, assumed: bool) -> str:
-    """What is asked, and what all plans have in common; `assumed`: nobody stated the batch."""
+    """What is asked, and what all plans have in common; `assumed`: no batch was stated."""
     one = plans[0]
     batch = f"{one.samples:,} sample{'s' * (one.samples != 1)}" + (f" ({one.tokens:,} tokens)" if one.tokens else "")
-    said = "".join(f", {key}={value}" for key, value in common(plans).items())
+    common_words = "".join(f", {key}={value}" for key, value in common(plans).items())
     return (
-        f"{model} on {devices}, {size_in_words(one.limit_bytes)} per device{said};\n"
+        f"{model} on {devices}, {size_in_words(one.limit_bytes)} per device{common_words};\n"
         f"a step of {batch}{', assumed: --global-batch sets it' if assumed else ''}"
     )
 
@@ -78,11 +78,11 @@ def heads(plans: Sequence[Prediction]) -> tuple[str, ...]:
 
 def plan_rows(plans: Sequence[Prediction]) -> list[tuple[str, ...]]:
     """A row per plan, in the order of `heads`."""
-    said = common(plans)
+    common_words = common(plans)
     return [
         (
             str(number),
-            short(one.plan, said),
+            short(one.plan, common_words),
             size_in_words(one.peak_bytes),
             f"{one.peak_bytes / one.limit_bytes:.0%}",
             _worst(one),
@@ -108,7 +108,7 @@ def _rate(rate: float) -> str:
 def _largest(time: TimeByCause) -> str:
     """The cause that takes most of a step."""
     amounts = by_cause(time)
-    return "\n".join(f"{cause} {amounts[cause] / time.step_s:.0%}" for cause in _shown(amounts, 2))
+    return "\n".join(f"{cause} {amounts[cause] / time.step_s:.0%}" for cause in _main_causes(amounts, 2))
 
 
 # --- why -----------------------------------------------------------------------------------------------
@@ -123,8 +123,8 @@ def _of_the_best(best: Prediction) -> list[str]:
     time, memory = by_cause(best.time), by_cause(best.memory[best.worst])
     where = "every rank" if _worst(best) == "all" else f"rank {best.worst} of the pipeline"
     return [
-        f"1. time: {', '.join(f'{cause} {time_in_words(time[cause])}' for cause in _shown(time))}",
-        f"   memory of {where}: {', '.join(f'{cause} {size_in_words(memory[cause])}' for cause in _shown(memory))}",
+        f"1. time: {', '.join(f'{cause} {time_in_words(time[cause])}' for cause in _main_causes(time))}",
+        f"   memory of {where}: {', '.join(f'{name} {size_in_words(memory[name])}' for name in _main_causes(memory))}",
         f"   in full: {best.plan}",
     ]
 
@@ -162,9 +162,9 @@ def _compared(best: Prediction, other: Prediction) -> str:
 def _to_win(lost: Mapping[str, float], other: Prediction, more: float) -> str:
     """The term by which `other` loses most and that alone could make it win, and how much less it would have to be."""
     for cause, seconds in lost.items():
-        taken = getattr(other.time, cause)
-        if seconds > 0 and more <= MOST_LESS * taken and cause not in GIVEN:
-            return f"; would win with {more / taken:.0%} less time of {cause}"
+        total = getattr(other.time, cause)
+        if seconds > 0 and more <= MOST_LESS * total and cause not in GIVEN:
+            return f"; would win with {more / total:.0%} less time of {cause}"
     return ""
 
 
@@ -175,7 +175,7 @@ def shortage(nearest: Prediction) -> str:
     """What a plan that does not fit needs more than there is, and what takes it."""
     amounts = by_cause(nearest.memory[nearest.worst])
     where = "a rank" if _worst(nearest) == "all" else f"rank {nearest.worst} of its pipeline"
-    causes = ", ".join(f"{cause} {size_in_words(amounts[cause])}" for cause in _shown(amounts, 4))
+    causes = ", ".join(f"{cause} {size_in_words(amounts[cause])}" for cause in _main_causes(amounts, 4))
     return (
         f"nearest is {short(nearest.plan, common([nearest]))}: {where} needs {size_in_words(nearest.peak_bytes)} of "
         f"{size_in_words(nearest.limit_bytes)} ({causes})"

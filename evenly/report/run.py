@@ -1,4 +1,4 @@
-"""What a run's folder tells: its course, and where the memory of every device went."""
+"""What a run's folder records: losses and times by step, and where the memory of every device went."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ MEMORY_HEADS = ("device", *CATEGORIES, "all, MiB", "of the mean")
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A run as its folder tells it.
+    """A run as its folder records it.
 
     plan:   what is in plan.json.
     steps:  a record per step, without those that a resumed run did again.
     evaluations: records with an evaluation loss.
-    memory: bytes by category of each device, rank by rank, at the moment when it held most; empty where they were not
+    memory: bytes by category of each device, rank by rank, at its peak; empty where they were not
             counted.
     """
 
@@ -133,7 +133,7 @@ def balance(memory: Sequence[Mapping[str, int]]) -> str:
 
 
 def page(run: RunSummary, *sections: Any) -> str:
-    """One self-contained HTML file: the course in pictures, the memory of every device, and further `sections`."""
+    """One self-contained HTML file: losses and times as curves, the memory of every device, and further `sections`."""
     parts: list[Any] = [table((), course_rows(run))]
     if run.steps:
         parts += [heading("Loss"), _losses(run), heading("Seconds per step"), _seconds(run)]

@@ -44,7 +44,7 @@ class _Record(NamedTuple):
 
 
 def read_recorded(folder: Path) -> RecordedPipeline | None:
-    """What lies in `folder`/timeline; None where nothing does. Raises `UserError` for files of another kind."""
+    """The recorded spans of the run in `folder`; None without any. Raises `UserError` for files of another kind."""
     files = [records for path in RunFolder(folder).timelines() if (records := _read(path))]
     if not files:
         return None

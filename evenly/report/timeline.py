@@ -1,4 +1,4 @@
-"""A pipeline's steps as run: held against their simulation, drawn, and as a trace.
+"""A pipeline's steps as run: compared with their simulation, drawn, and as a trace.
 
 Ranks with the stages of one replica of the model are a *group*; each is simulated with the mean times of its own
 stages and messages. What is shown is the step of median length.

@@ -25,7 +25,7 @@ def open_store(run: Run) -> CheckpointStore:
     """The checkpoints in the run's folder; an error if another run writes there."""
     assert run.out is not None
     store = CheckpointStore(run.out, run.world.group("files"))
-    store.claim()
+    store.lock()
     return store
 
 

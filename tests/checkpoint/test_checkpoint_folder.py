@@ -124,7 +124,7 @@ def test_claim_removes_what_killed_runs_left(tmp_path: Path) -> None:
     folder.begin(2)
     (folder.partial(2) / FILE).write_bytes(b"half")
     (folder.checkpoints / ".removed-step-00000000").mkdir()
-    folder.claim().close()
+    folder.lock().close()
     assert names(folder) == [".lock", "step-00000001"]
 
 
@@ -133,7 +133,7 @@ import sys
 from pathlib import Path
 from evenly.checkpoint.folder import CheckpointFolder
 folder = CheckpointFolder(Path(sys.argv[1]))
-lock = folder.claim()
+lock = folder.lock()
 folder.begin(7)
 print("claimed", flush=True)
 sys.stdin.read()
@@ -147,10 +147,10 @@ def test_a_running_run_keeps_its_folder_and_a_killed_one_loses_it(tmp_path: Path
     with other:
         assert other.stdout is not None and other.stdout.readline() == "claimed\n"
         with pytest.raises(CheckpointError, match=f"another run writes there .process {other.pid} on "):
-            CheckpointFolder(tmp_path).claim()
+            CheckpointFolder(tmp_path).lock()
         assert CheckpointFolder(tmp_path).partial(7).is_dir()
         other.kill()
-    CheckpointFolder(tmp_path).claim().close()
+    CheckpointFolder(tmp_path).lock().close()
     assert not CheckpointFolder(tmp_path).partial(7).exists()
 
 
