@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import sysconfig
 import traceback
+from functools import lru_cache
 from pathlib import Path
+
+EVENLY = str(Path(__file__).parent)
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 
 class EvenlyError(Exception):
@@ -78,14 +82,21 @@ def describe(problem: BaseException) -> str:
     return f"{type(problem).__name__}: {problem}".rstrip(": ").strip() + place_of(problem)
 
 
-def place_of(problem: BaseException) -> str:
-    """` (file.py:33)`: the last place that led to `problem` in code that no library has; '' without any place."""
-    frames = traceback.extract_tb(problem.__traceback__)
-    own = [frame for frame in frames if not _is_library(frame.filename)] or frames
+def place_of(problem: BaseException | None = None, inside: tuple[str, ...] = ()) -> str:
+    """` (file.py:33)`: the innermost line of the user that led to `problem`, or without one to this call.
+
+    Where no line is the user's, the innermost of all; '' where there is none.
+    inside: folders whose lines are passed over in place of all that is not the user's; '' where no other line is left.
+    """
+    frames = traceback.extract_tb(problem.__traceback__) if problem else traceback.extract_stack()
+    if inside:
+        own = [frame for frame in frames if not frame.filename.startswith(inside)]
+    else:
+        own = [frame for frame in frames if is_users(frame.filename)] or frames
     return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
 
 
-def _is_library(file: str) -> bool:
-    """Whether a source file is of Python, an installed package or evenly; `<string>` and the like have no file."""
-    homes = (sysconfig.get_path("stdlib"), str(Path(__file__).parent))
-    return file.startswith(("<", *homes)) or "site-packages" in file
+@lru_cache(maxsize=4096)
+def is_users(filename: str) -> bool:
+    """Whether a source file is the user's own: neither of this package nor of a library, nor made up as `<string>`."""
+    return not (filename.startswith((EVENLY, "<", *_LIBRARIES)) or "site-packages" in filename)

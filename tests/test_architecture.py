@@ -361,16 +361,16 @@ def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, ARGUMENTS = 500, 60, 300, 9
 # Lines of each package: it may shrink, and grows only by a larger number here, with a reason beside it.
 PACKAGE_LINES = {
-    "__init__": 660,  # torch_private, which came from many files
-    "checkpoint": 1900,
-    "cli": 1220,
-    "comm": 2250,
+    "__init__": 658,  # torch_private, which came from many files
+    "checkpoint": 1773,
+    "cli": 1170,
+    "comm": 2072,
     "data": 820,
     "engine": 1680,
-    "hardware": 950,  # kinds of devices can be registered
-    "launch": 1630,
+    "hardware": 942,  # kinds of devices can be registered
+    "launch": 1593,
     "model": 480,
-    "observe": 700,
+    "observe": 670,
     "parallel": 1,
     "parallel.core": 1130,
     "parallel.data": 1780,  # the layouts of buckets and units, which the planner takes too
@@ -378,7 +378,7 @@ PACKAGE_LINES = {
     "parallel.pipeline": 2100,
     "plan": 1200,  # schedules are a table that others add to
     "planner": 6140,
-    "report": 1460,  # tables of splits and pages of plans, which came from planner/ and cli/
+    "report": 1302,  # tables of splits and pages of plans, which came from planner/ and cli/
     "train": 1000,
     "verify": 650,
 }

@@ -10,10 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from evenly.comm.transport_x import even_sizes
 
 from evenly.comm.connect import connect, disconnect
 from evenly.comm.ring import Ran, ring_all_reduce
+from evenly.comm.transport import even_sizes
 from evenly.launch.agent import Launch, start_ranks
 from evenly.launch.environment import find_here
 

@@ -1,7 +1,7 @@
-"""What an export must know of a model besides its tensors: the configuration of a transformers model.
+"""What an export needs of a model in addition to its tensors: the configuration of a transformers model.
 
 The checkpoint does not know the model, so a run writes this into its folder when it begins. A transformers model is
-recognised by what its class says of itself; transformers is not imported. No torch at import.
+recognised by attributes of its class; transformers is not imported. No torch at import.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ModelConfig:
 
 
 def write_model_config(model: nn.Module, path: Path, names: Iterable[str] = ()) -> None:
-    """Writes what `find_model_config` finds to `path`; if that is nothing, removes what another job may have left."""
+    """Writes what `find_model_config` finds to `path`; if that is nothing, removes the file of an earlier job."""
     found = find_model_config(model, names)
     if found is None:
         path.unlink(missing_ok=True)

@@ -114,7 +114,7 @@ def _check_target(to: Path) -> None:
 
 
 def _checked_source(folder: CheckpointFolder, step: int) -> _Source:
-    """The tensors of the run's model, by their names there, from a checkpoint that is all as its manifest says."""
+    """The tensors of the run's model, by their names there, from a checkpoint that agrees with its manifest."""
     try:
         manifest = folder.manifest(step)
         folder.check_files(manifest, manifest.files)
@@ -182,7 +182,7 @@ def _element_bytes(form: TensorForm) -> int:
 
 
 def _header(forms: Mapping[str, TensorForm]) -> bytes:
-    """Length and table of a safetensors file whose tensors lie one behind the other."""
+    """Length and table of a safetensors file whose tensors are packed one after the other."""
     rows: dict[str, Any] = {METADATA: {"format": "pt"}}
     end = 0
     for name, form in forms.items():
@@ -194,7 +194,7 @@ def _header(forms: Mapping[str, TensorForm]) -> bytes:
 
 
 def _texts(source: _Source, shards: Mapping[str, Sequence[str]], config: ModelConfig | None) -> dict[str, str]:
-    """File -> text of the files besides the tensors."""
+    """File -> text of the files other than those with tensors."""
     texts: dict[str, str] = {}
     if len(shards) > 1:
         total = {"total_size": sum(map(size_bytes, source.forms.values()))}

@@ -3,7 +3,7 @@
     RUN/checkpoints/step-00000010/manifest.json, *.safetensors      valid
     RUN/checkpoints/.partial-step-00000020/                         being written
     RUN/checkpoints/.removed-step-00000010/                         being removed
-    RUN/checkpoints/.lock                                           held by the run that writes here
+    RUN/checkpoints/.lock                                           locked by the run that writes here
 
 A folder has a name that is not hidden only while it is whole: it gets and loses that name by a rename.
 """
@@ -59,13 +59,13 @@ class CheckpointFolder:
         steps = [int(match[1]) for match, path in found if match and path.is_dir()]
         return sorted(step for step in steps if self.path(step).is_dir())
 
-    def claim(self) -> IO[str]:
-        """Become the one run that writes here, and remove what killed runs left behind.
+    def lock(self) -> IO[str]:
+        """Locks the folder for the one run that writes here, and removes leftovers of killed runs.
 
-        The claim ends when the returned file is closed or the process ends. A record lock is used because,
+        The lock is released when the returned file is closed or the process ends. A record lock is used because,
         unlike `flock`, it is not inherited by worker processes that may outlive a killed rank. Where the
         file system has no locks, nothing is removed, since it may belong to a run that is alive.
-        Raises `CheckpointError` if another process holds the claim.
+        Raises `CheckpointError` if another process holds the lock.
         """
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         lock = (self.checkpoints / ".lock").open("a+")
@@ -74,14 +74,14 @@ class CheckpointFolder:
         except OSError as error:
             if error.errno in NO_LOCKS:
                 return lock
-            raise self._taken(lock, error) from error
+            raise self._locked_by(lock, error) from error
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}")
         lock.flush()
         self.remove_leftovers()
         return lock
 
-    def _taken(self, lock: IO[str], error: OSError) -> Exception:
+    def _locked_by(self, lock: IO[str], error: OSError) -> Exception:
         with lock:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 return error
@@ -94,7 +94,7 @@ class CheckpointFolder:
         )
 
     def remove_leftovers(self) -> None:
-        """Remove partial and half-removed folders; only the run that holds the claim may."""
+        """Remove partial and half-removed folders; only the run that holds the lock may."""
         for path in list(self.checkpoints.iterdir()):
             if path.name.startswith((PARTIAL, REMOVED)):
                 shutil.rmtree(path, ignore_errors=True)
@@ -138,8 +138,8 @@ class CheckpointFolder:
         A folder whose manifest cannot be read neither counts nor is removed: a person should see it.
         """
         manifests = dict(self._readable())
-        kept = {*sorted(manifests)[-keep_last:], _best(manifests)}
-        gone = [step for step in manifests if step not in kept]
+        retained = {*sorted(manifests)[-keep_last:], _best(manifests)}
+        gone = [step for step in manifests if step not in retained]
         for step in gone:
             self.remove(step)
         return gone
@@ -191,11 +191,6 @@ class CheckpointFolder:
         except Unsound:
             return False
         return True
-
-
-def newest_sound(root: Path) -> int | None:
-    """The newest step of the run in `root` whose checkpoint is sound, or None."""
-    return CheckpointFolder(root).newest_sound()
 
 
 def record_file(path: Path) -> FileRecord:

@@ -98,17 +98,17 @@ def hash_file(path: Path) -> str:
 
 
 def differences(saved: Mapping[str, TensorForm], wanted: Mapping[str, TensorForm]) -> list[str]:
-    """What keeps the saved tensors from being the wanted ones, a phrase per name."""
+    """How the saved tensors differ from the wanted ones, a phrase per name."""
     found = [f"{name} is not in the checkpoint" for name in wanted if name not in saved]
     found += [f"{name} is in the checkpoint only" for name in saved if name not in wanted]
     both = [name for name in wanted if name in saved and saved[name] != wanted[name]]
     return found + [f"{name} is {saved[name]} in the checkpoint, {wanted[name]} here" for name in both]
 
 
-def first_of(phrases: list[str], shown: int = 3) -> str:
+def first_of(phrases: list[str], most: int = 3) -> str:
     """The first few phrases, and how many more there are."""
-    more = len(phrases) - shown
-    return "; ".join(phrases[:shown]) + (f"; and {more} more" if more > 0 else "")
+    more = len(phrases) - most
+    return "; ".join(phrases[:most]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _fields(manifest: Manifest) -> dict[str, Any]:

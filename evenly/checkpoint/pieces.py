@@ -1,8 +1,8 @@
-"""The tensors of a checkpoint as bytes: where their pieces lie in its files, and one whole tensor at a time.
+"""The tensors of a checkpoint as bytes: where their pieces are in its files, and one whole tensor at a time.
 
 A safetensors file is eight bytes of length, that many bytes of JSON (name -> type, shape, place), then the tensors'
 bytes. Of a tensor whose pieces several ranks wrote, torch's distributed checkpoint notes in each file at which offsets
-of the whole its piece begins. No torch here, and no process group: nothing is held but the tensor that is asked for.
+of the whole its piece begins. No torch here, and no process group: only the requested tensor is in memory.
 """
 
 from __future__ import annotations

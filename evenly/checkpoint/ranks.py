@@ -10,8 +10,8 @@ from typing import Generic, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from evenly.comm.collectives import gather_values
 from evenly.comm.groups import Group
-from evenly.comm.operations import gather_values
 from evenly.errors import CheckpointError, EvenlyError, UserError
 
 T = TypeVar("T")

@@ -3,7 +3,7 @@
 Names are fully qualified parameter names, the same under every plan:
 
     model.<name>             parameters and persistent buffers, each storage once, under its first name
-    optimizer.<name>.<key>   tensors that the optimizer keeps for that parameter
+    optimizer.<name>.<key>   the optimizer's state tensors of that parameter
 
 Nothing here runs a step: the state of an optimizer that has not stepped is empty and stays so.
 """
@@ -11,7 +11,8 @@ Nothing here runs a step: the state of an optimizer that has not stepped is empt
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from evenly.checkpoint.manifest import MODEL, OPTIMIZER, TensorForm, first_of
 from evenly.checkpoint.plain import encode
+from evenly.checkpoint.store import Checkpoint
 from evenly.errors import CheckpointError, ResumeError, UserError
 from evenly.torch_private import plain_name
 
@@ -39,11 +41,49 @@ def read_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tupl
     state: dict[str, Any] = {}
     for group, name, parameter in _parameters(optimizer, names):
         options[name] = _options(group, type(optimizer).__name__)
-        kept, plain = _split(optimizer, name, parameter)
-        tensors.update({f"{OPTIMIZER}{name}.{key}": tensor for key, tensor in kept.items()})
+        own, plain = _split(optimizer, name, parameter)
+        tensors.update({f"{OPTIMIZER}{name}.{key}": tensor for key, tensor in own.items()})
         if plain:
             state[name] = plain
     return tensors, {"optimizer": {"class": type(optimizer).__name__, "options": options, "state": state}}
+
+
+class SplitAdapter(Protocol):
+    """Knows which of the tensors that a rank holds are parts of a checkpoint's."""
+
+    def shapes_here(self, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, tuple[int, ...]]:
+        """From shapes in the checkpoint to those of what this rank holds."""
+        ...
+
+    def new_target(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Where to read a checkpoint into, for this rank's `tensors`."""
+        ...
+
+    def set_value(self, read: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Fills `tensors` from what was read."""
+        ...
+
+
+def restore(
+    checkpoint: Checkpoint, model: torch.nn.Module, optimizer: torch.optim.Optimizer, parts: SplitAdapter | None = None
+) -> None:
+    """Continue from `checkpoint`: its tensors into the model in place, its state into the optimizer.
+
+    A collective. A schedule is to be built before and loaded after, since building one sets options.
+    Raises `ResumeError`, with nothing changed, if it is of another model or optimizer.
+    """
+    check_values(model, optimizer, checkpoint.values)
+    forms = checkpoint.forms
+    if parts is None:
+        tensors = targets(model, optimizer, forms)
+        checkpoint.read(tensors)
+    else:
+        shapes = parts.shapes_here({name: form.shape for name, form in forms.items()})
+        tensors = targets(model, optimizer, {name: replace(form, shape=shapes[name]) for name, form in forms.items()})
+        read = dict(parts.new_target(tensors))
+        checkpoint.read(read)
+        parts.set_value(read, tensors)
+    install(model, optimizer, tensors, checkpoint.values)
 
 
 def targets(
@@ -69,10 +109,10 @@ def install(
     """Give the optimizer the filled `targets` as its own, and its saved options and plain state."""
     saved = values["optimizer"]
     for _, name, parameter in _parameters(optimizer, _parameter_names(model)):
-        kept = {key: tensors[f"{OPTIMIZER}{name}.{key}"] for key in _keys(tensors, name)}
-        kept.update(saved["state"].get(name, {}))
-        if kept:
-            optimizer.state[parameter] = kept
+        own = {key: tensors[f"{OPTIMIZER}{name}.{key}"] for key in _keys(tensors, name)}
+        own.update(saved["state"].get(name, {}))
+        if own:
+            optimizer.state[parameter] = own
         else:
             optimizer.state.pop(parameter, None)
     for group, wanted in _wanted_options(model, optimizer, values):
@@ -174,8 +214,8 @@ def _split(optimizer: torch.optim.Optimizer, name: str, parameter: Tensor) -> tu
             raise UserError(f"save the state {key!r} {where}", "its key is no plain name", "use another optimizer")
         if not isinstance(value, Tensor):
             encode(value, f"the state {key!r} {where}")
-    kept = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-    return kept, {key: value for key, value in state.items() if key not in kept}
+    own = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    return own, {key: value for key, value in state.items() if key not in own}
 
 
 def _keys(tensors: Mapping[str, Tensor], name: str) -> list[str]:
@@ -207,9 +247,9 @@ def _wanted_options(
         unknown = [name for name in members if name not in saved]
         if unknown:
             raise ResumeError(ASKED, f"no optimizer saved {first_of(unknown)}", "use the job that it was saved by")
-        apart = [name for name in members if saved[name] != saved[members[0]]]
-        if apart:
-            found = f"{members[0]} and {apart[0]} of group {number} were saved with different options"
+        differing = [name for name in members if saved[name] != saved[members[0]]]
+        if differing:
+            found = f"{members[0]} and {differing[0]} of group {number} were saved with different options"
             raise ResumeError(ASKED, found, "use the groups that it was saved with")
         if members:
             yield group, saved[members[0]]

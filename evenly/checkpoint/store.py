@@ -2,7 +2,7 @@
 
 Tensors go through torch's distributed checkpoint, which writes every shard once and reads whatever shards
 are asked for; they are stored as safetensors. Plain values go into the manifest, which is JSON. Nothing
-that lies in a checkpoint is ever unpickled.
+in a checkpoint is ever unpickled.
 
 A save stages its tensors to CPU memory and returns; a thread writes them. That thread talks to other
 ranks through a group of its own, so that its collectives never interleave with those of training. Only
@@ -91,22 +91,22 @@ class CheckpointStore:
         self._folder = CheckpointFolder(folder)
         self._ranks = Ranks(group or Group.alone("files"))
         self._stager = DefaultStager(_staging_options())
-        self._claim: IO[str] | None = None
-        self._claimed = False
+        self._lock: IO[str] | None = None
+        self._locked = False
         self._pending: tuple[Future[None], ThreadPoolExecutor] | None = None
 
-    def claim(self) -> None:
-        """Become the one run that saves here and remove what killed runs left; `save` does it if need be.
+    def lock(self) -> None:
+        """Locks the folder for this run and removes leftovers of killed runs; `save` does it if need be.
 
         Raises `CheckpointError` if another process saves here.
         """
-        if not self._claimed:
+        if not self._locked:
             asked = f"save checkpoints in {self._folder.checkpoints}"
-            self._ranks.first(asked, self._take_claim)
-            self._claimed = True
+            self._ranks.first(asked, self._take_lock)
+            self._locked = True
 
-    def _take_claim(self) -> None:
-        self._claim = self._folder.claim()
+    def _take_lock(self) -> None:
+        self._lock = self._folder.lock()
 
     def save(self, snapshot: Snapshot, *, score: float | None = None) -> None:
         """Copy the snapshot, return, and write it while training goes on.
@@ -120,7 +120,7 @@ class CheckpointStore:
         if type(snapshot.step) is not int or snapshot.step < 0:
             raise UserError("save a checkpoint", f"step {snapshot.step!r}", "number steps by whole numbers from 0")
         self.finish()
-        self.claim()
+        self.lock()
         staged = self._stage(snapshot.tensors)
         manifest = Manifest(snapshot.step, _finite(score), {}, _forms(staged), values)
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="evenly-checkpoint")
@@ -139,13 +139,13 @@ class CheckpointStore:
                 executor.shutdown()  # the thread ends with its save
 
     def close(self) -> None:
-        """`finish`, then give up the claim and the staging memory; the store is not used afterwards."""
+        """`finish`, then release the lock and the staging memory; the store is not used afterwards."""
         try:
             self.finish()
         finally:
             self._stager.close()
-            if self._claim is not None:
-                self._claim.close()
+            if self._lock is not None:
+                self._lock.close()
 
     def steps(self) -> list[int]:
         """Steps with a checkpoint, ascending; their contents are not looked at."""

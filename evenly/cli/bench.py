@@ -30,25 +30,26 @@ def bench_comm(
     if unknown := [name for name in names if name not in OPERATIONS]:
         raise UserError(f"measure {', '.join(unknown)}", "no such operation", f"choose from {', '.join(OPERATIONS)}")
     count = devices or max(devices_here(None, 1), 2)
-    kept = None if save is None else _saved_before(save, count)
+    saved = None if save is None else _saved_before(save, count)
     results = start_ranks(measure, (names, parse_size(most)), Launch(devices=count, preload=["evenly.comm.bench"]))
     bench = results[0]
+    document = asdict(bench)
     if json_only:
-        print(json.dumps(bench.as_json()))
+        print(json.dumps(document))
     else:
-        _show(bench.as_json())
+        _show(document)
     if out is not None:
-        _write_report(out, bench.as_json(), quiet=json_only)
-    if save is not None and kept is not None:
+        _write_report(out, document, quiet=json_only)
+    if save is not None and saved is not None:
         links = {(fit.operation, fit.ranks): Link(fit.alpha_s, fit.beta_s_per_byte) for fit in bench.fits}
-        write_cluster(save, with_links(kept, bench.link.partition(" on ")[0], links))
+        write_cluster(save, with_links(saved, bench.link.partition(" on ")[0], links))
         print(f"links saved as {save}", file=sys.stderr)
     return 0
 
 
 def bench_device(*, save: Path | None, json_only: bool) -> int:
     """Measures this machine's first device, shows, and saves its rates where asked for; returns the exit code."""
-    kept = None if save is None else _saved_before(save, local_devices())
+    saved = None if save is None else _saved_before(save, local_devices())
     from evenly.hardware.probe import probe
 
     kind = kind_here()
@@ -57,14 +58,14 @@ def bench_device(*, save: Path | None, json_only: bool) -> int:
         print(json.dumps({"kind": kind, **asdict(rates)}))
     else:
         _show_rates(kind, rates)
-    if save is not None and kept is not None:
-        write_cluster(save, replace(kept, rates=rates))
+    if save is not None and saved is not None:
+        write_cluster(save, replace(saved, rates=rates))
         print(f"rates saved as {save}", file=sys.stderr)
     return 0
 
 
 def with_links(cluster: Cluster, backend: str, links: Mapping[tuple[str, int], Link]) -> Cluster:
-    """The cluster with these links besides those it has, unless another backend measured them."""
+    """The cluster with these links added to those it has, unless another backend measured them."""
     older = cluster.links if cluster.backend == backend else {}
     return replace(cluster, backend=backend, links={**older, **links})
 

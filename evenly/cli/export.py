@@ -1,4 +1,4 @@
-"""`evenly export`: writes a checkpoint's weights for other programs, and says how to load them."""
+"""`evenly export`: writes a checkpoint's weights for other programs, and prints how to load them."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from evenly.planner.request import CostSource, PlanRequest, PlanResult
 
 WIDTH_OF_FILES = 100  # columns, where the output is read by no terminal
-TOKENS_ASSUMED = 2**20  # of a step, where nobody states a batch
+TOKENS_ASSUMED = 2**20  # of a step, where no batch is stated
 LEAST_MEMORY = 2**20
 UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12} | {
     f"{letter}{ending}": 2**power
@@ -130,7 +130,7 @@ def _cluster(request: Request) -> Cluster:
     from evenly.hardware.cluster_text import parse_cluster
 
     if request.cluster is None and not _is_job(request):
-        _subject(request)  # a model that nobody knows is the first thing to be said
+        _subject(request)  # an unknown model is reported first
         raise UserError(
             f"evenly plan {request.subject} without --cluster",
             "the devices are not stated, and those of this machine are hardly meant",
@@ -256,7 +256,8 @@ def _draw(path: Path, question: PlanRequest, plans: Sequence[Prediction], *, ass
 
 def _refusal(question: PlanRequest, answer: PlanResult) -> EvenlyError | None:
     """The answer no, with exit code 1 as of a plan that differs in `evenly verify`; None where the answer is yes."""
-    from evenly.report.plans import duration, shortage
+    from evenly.report.comm import time_in_words
+    from evenly.report.plans import shortage
 
     asked = f"plan {question.subject.name} on {question.cluster}"
     if not answer.plans:
@@ -266,8 +267,8 @@ def _refusal(question: PlanRequest, answer: PlanResult) -> EvenlyError | None:
     if limit_s is None or best.step_s <= limit_s:
         return None
     return EvenlyError(
-        f"{asked} with steps of at most {duration(limit_s)}",
-        f"nothing is that fast; the fastest plan takes {duration(best.step_s)} on {best.plan.devices} devices",
+        f"{asked} with steps of at most {time_in_words(limit_s)}",
+        f"nothing is that fast; the fastest plan takes {time_in_words(best.step_s)} on {best.plan.devices} devices",
         f"allow --step-time {_at_least(best.step_s)}, take more or faster devices, or a smaller batch",
     )
 

@@ -1,4 +1,4 @@
-"""`evenly report`: tells what a run's folder holds, and draws it."""
+"""`evenly report`: summarizes a run from its folder, as tables and as a page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def report(folder: Path, *, json_only: bool) -> int:
     pipeline = pipeline_of(recorded, run.plan) if recorded else None
     predicted = prediction.predicted_of(run)
     sections = [prediction.section(run, predicted)] if predicted else []
-    sections += [section(pipeline)] if pipeline else []
+    sections += section(pipeline) if pipeline else []
     _write(folder / "report.html", page(run, *sections))
     if recorded:
         _write(folder / "timeline.json", json.dumps(trace_of(recorded)))

@@ -1,4 +1,4 @@
-"""`evenly run`: starts the ranks of this machine and tells what came of them."""
+"""`evenly run`: starts the ranks of this machine and prints the result."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _start(request: RunRequest, launch: Launch, settings: dict[str, Any], option
         raise
     summary = results[min(results)]
     if launch.node_rank == 0:
-        _tell(summary, request)
+        _print_summary(summary, request)
     return EXIT_INTERRUPTED if summary.stopped else 0
 
 
@@ -150,11 +150,11 @@ def _run_as_rank(request: RunRequest) -> int:
         return EXIT_INTERRUPTED if stopped else 0
     summary = run_job_file(request.job, parse_settings(request.settings), options, request.json_only)
     if find_here().rank == 0:
-        _tell(summary, request)
+        _print_summary(summary, request)
     return EXIT_INTERRUPTED if summary.stopped else 0
 
 
-def _tell(summary: Any, request: RunRequest) -> None:
+def _print_summary(summary: Any, request: RunRequest) -> None:
     if request.json_only:
         print(json.dumps(asdict(summary)))
         return
@@ -205,12 +205,12 @@ def choose_folder(request: RunRequest) -> Path:
     Raises `UserError` if a new run would write into the folder of another, or there is none to resume.
     """
     if request.out is not None:
-        held = RunFolder(request.out).holds_run
-        if held and not request.resume:
+        exists = RunFolder(request.out).holds_run
+        if exists and not request.resume:
             raise UserError(
                 f"a new run in {request.out}", "it already holds a run", "add --resume, or choose another --out"
             )
-        if request.resume and not held:
+        if request.resume and not exists:
             raise UserError(
                 f"resuming the run in {request.out}", "it holds no run", "check --out, or leave out --resume"
             )

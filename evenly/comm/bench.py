@@ -2,7 +2,7 @@
 
 Sizes and bandwidths are those of nccl-tests (doc/PERFORMANCE.md there): the *size* of an operation is that of its
 largest buffer on one rank; *algorithm bandwidth* is size / time; *bus bandwidth* multiplies it by what must cross a
-link per byte of size, so that it can be held against the link's own, whatever the operation and the number of ranks.
+link per byte of size, so that it compares with the link's own, whatever the operation and the number of ranks.
 
 *alpha* and *beta* fit time = alpha + beta x size: what an operation costs at any size, s, and per byte, s/byte
 (Hockney, 1994). Relative errors are made least, so that small sizes count as much as large ones.
@@ -13,8 +13,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -77,10 +76,6 @@ class Bench:
     nodes: int
     measured: list[Measured]
     fits: list[Fit]
-
-    def as_json(self) -> dict[str, Any]:
-        """All of it in JSON's types."""
-        return asdict(self)
 
 
 def sizes_up_to(most_bytes: int) -> list[int]:
@@ -169,16 +164,29 @@ def _buffer(size_bytes: int, group: Group) -> torch.Tensor:
     return torch.zeros(size_bytes // 4, device=group.device)
 
 
-def _pieces(size_bytes: int, group: Group) -> tuple[torch.Tensor, list[int], torch.Tensor]:
-    whole = _buffer(size_bytes, group)
-    sizes = even_sizes(len(whole), group.size)
-    return whole, sizes, whole.split(sizes)[group.position].clone()
-
-
 def _whole(act: Callable[[torch.Tensor, Group], object]) -> Callable[[int, Group], Callable[[], object]]:
     def make(size_bytes: int, group: Group) -> Callable[[], object]:
         tensor = _buffer(size_bytes, group)
         return lambda: act(tensor, group)
+
+    return make
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A tensor, the sizes of the pieces that ranks have of it, and this rank's."""
+
+    whole: torch.Tensor
+    sizes: list[int]
+    piece: torch.Tensor
+
+
+def _cut(act: Callable[[_Cut, Group], object]) -> Callable[[int, Group], Callable[[], object]]:
+    def make(size_bytes: int, group: Group) -> Callable[[], object]:
+        whole = _buffer(size_bytes, group)
+        sizes = even_sizes(len(whole), group.size)
+        cut = _Cut(whole, sizes, whole.split(sizes)[group.position].clone())
+        return lambda: act(cut, group)
 
     return make
 
@@ -191,40 +199,15 @@ def _send_and_recv(size_bytes: int, group: Group) -> Callable[[], object]:
     return lambda: recv(tensor, 0, group) if group.position == last and last else None
 
 
-def _scatter(size_bytes: int, group: Group) -> Callable[[], object]:
-    whole, sizes, _ = _pieces(size_bytes, group)
-    return lambda: scatter(whole if group.position == 0 else None, 0, group, sizes=sizes)
-
-
-def _gather(size_bytes: int, group: Group) -> Callable[[], object]:
-    _, sizes, piece = _pieces(size_bytes, group)
-    return lambda: gather(piece, 0, group, sizes=sizes)
-
-
-def _all_gather(size_bytes: int, group: Group) -> Callable[[], object]:
-    _, sizes, piece = _pieces(size_bytes, group)
-    return lambda: all_gather(piece, group, sizes=sizes)
-
-
-def _reduce_scatter(size_bytes: int, group: Group) -> Callable[[], object]:
-    whole, sizes, _ = _pieces(size_bytes, group)
-    return lambda: reduce_scatter(whole, group, sizes=sizes)
-
-
-def _all_to_all(size_bytes: int, group: Group) -> Callable[[], object]:
-    whole, sizes, piece = _pieces(size_bytes, group)
-    return lambda: all_to_all(whole, group, sizes=sizes, received=[len(piece)] * group.size)
-
-
 OPERATIONS: dict[str, Callable[[int, Group], Callable[[], object]]] = {
     "send": _send_and_recv,
     "broadcast": _whole(lambda tensor, group: broadcast(tensor, 0, group)),
     "reduce": _whole(lambda tensor, group: reduce(tensor, 0, group)),
-    "scatter": _scatter,
-    "gather": _gather,
+    "scatter": _cut(lambda cut, g: scatter(None if g.position else cut.whole, 0, g, sizes=cut.sizes)),
+    "gather": _cut(lambda cut, group: gather(cut.piece, 0, group, sizes=cut.sizes)),
     "all_reduce": _whole(lambda tensor, group: all_reduce(tensor, group)),
     "ring_all_reduce": _whole(ring_all_reduce),
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
+    "all_gather": _cut(lambda cut, group: all_gather(cut.piece, group, sizes=cut.sizes)),
+    "reduce_scatter": _cut(lambda cut, group: reduce_scatter(cut.whole, group, sizes=cut.sizes)),
+    "all_to_all": _cut(lambda cut, g: all_to_all(cut.whole, g, sizes=cut.sizes, received=[len(cut.piece)] * g.size)),
 }

@@ -1,4 +1,4 @@
-"""The doctor: what this machine offers to a run, and in words what would keep one from working.
+"""The doctor: what this machine offers to a run, and what would prevent one from working.
 
 One function per question; each returns findings and raises nothing that a machine can cause.
 """
@@ -13,15 +13,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from evenly.errors import EvenlyError, UserError
 from evenly.launch.agent import Launch, start_ranks
 from evenly.launch.allocator import cgroup_limit_bytes
 from evenly.launch.environment import LOOPBACK, LOOPBACK_INTERFACE, available_cores, find_process, process_environment
+
+if TYPE_CHECKING:
+    from evenly.comm.groups import Group
 
 Verdict = Literal["ok", "note", "problem"]
 
@@ -31,9 +34,10 @@ SMALL_DISK_BYTES = 5 * GIB
 SMALL_MEMORY_BYTES = 2 * GIB
 RESOLVE_TIMEOUT_S = 5.0
 PROBE_BYTES = 4 << 20
+WANTED_TORCH = "install torch>=2.11,<2.16"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """One thing found. `advice` says what to do, or why it matters; empty where all is well."""
 
@@ -42,13 +46,14 @@ class Finding:
     verdict: Verdict = "ok"
     advice: str = ""
 
-    def as_json(self) -> dict[str, str]:
-        """The four fields as JSON knows them."""
-        return asdict(self)
+
+def _found(name: str, value: str, *, note: str = "", problem: str = "") -> Finding:
+    """A finding with advice on what is wrong: a `problem` prevents runs from working, a `note` does not."""
+    return Finding(name, value, "problem" if problem else "note" if note else "ok", problem or note)
 
 
 def examine(environ: Mapping[str, str], *, probe: bool = True, world: int = 2) -> list[Finding]:
-    """Everything the doctor can tell, in the order in which to read it.
+    """All findings, in the order in which to read them.
 
     `probe` starts `world` ranks that try every operation, which is the one test that proves a run can work.
     """
@@ -64,7 +69,7 @@ def examine(environ: Mapping[str, str], *, probe: bool = True, world: int = 2) -
         _links,
         _port,
         lambda: _hostname(environ),
-        lambda: _place(environ),
+        lambda: _process(environ),
         lambda: _variables(environ),
         *((lambda: _ranks(world),) if probe and has_torch else ()),
     ]
@@ -79,21 +84,16 @@ def as_version(text: str) -> tuple[int, int]:
 
 def _python() -> Iterable[Finding]:
     value = f"{platform.python_version()} ({sys.executable}), {platform.system()} {platform.machine()}"
-    good = sys.version_info >= (3, 11)
-    yield Finding(
-        name="python",
-        value=value,
-        verdict="ok" if good else "problem",
-        advice="" if good else "evenly needs Python 3.11 or later",
-    )
+    old = sys.version_info < (3, 11)
+    yield _found("python", value, problem="evenly needs Python 3.11 or later" if old else "")
     if platform.system() != "Linux":
-        advice = "runs are tested on Linux only; elsewhere gloo on the CPU is what can work"
-        yield Finding(name="system", value=platform.system(), verdict="note", advice=advice)
+        note = "runs are tested on Linux only; elsewhere gloo on the CPU is what can work"
+        yield _found("system", platform.system(), note=note)
 
 
 def _torch() -> Iterable[Finding]:
     if find_spec("torch") is None:
-        yield Finding(name="torch", value="missing", verdict="problem", advice="install torch>=2.11,<2.16")
+        yield _found("torch", "missing", problem=WANTED_TORCH)
         return
     import torch
 
@@ -104,27 +104,23 @@ def _torch() -> Iterable[Finding]:
 
 def torch_version(version: str, value: str) -> Finding:
     """Whether `version` is among those that evenly supports."""
-    if (2, 11) <= as_version(version) < (2, 16):
-        return Finding(name="torch", value=value)
-    return Finding(name="torch", value=value, verdict="problem", advice="install torch>=2.11,<2.16")
+    supported = (2, 11) <= as_version(version) < (2, 16)
+    return _found("torch", value, problem="" if supported else WANTED_TORCH)
 
 
 def _devices() -> Iterable[Finding]:
     import torch
 
     if not torch.cuda.is_available():
-        built = torch.version.cuda is not None
-        advice = "this torch is built for CUDA but finds no GPU: check the driver (nvidia-smi)" if built else ""
-        verdict: Verdict = "note" if built else "ok"
-        yield Finding(name="devices", value="no GPU; ranks are CPU processes", verdict=verdict, advice=advice)
+        note = "this torch is built for CUDA but finds no GPU: check the driver (nvidia-smi)"
+        yield _found("devices", "no GPU; ranks are CPU processes", note=note if torch.version.cuda else "")
         return
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         free_bytes, total_bytes = torch.cuda.mem_get_info(index)
         value = f"{about.name}, {_gib(free_bytes)} free of {_gib(total_bytes)}"
         busy = free_bytes < total_bytes / 2
-        advice = "another process holds more than half of its memory" if busy else ""
-        yield Finding(name=f"cuda:{index}", value=value, verdict="note" if busy else "ok", advice=advice)
+        yield _found(f"cuda:{index}", value, note="another process holds more than half of its memory" if busy else "")
 
 
 def _backends() -> Iterable[Finding]:
@@ -132,26 +128,23 @@ def _backends() -> Iterable[Finding]:
     import torch.distributed as dist
 
     if not dist.is_available():
-        advice = "install a torch that has torch.distributed"
-        yield Finding(name="backends", value="torch.distributed is missing", verdict="problem", advice=advice)
+        problem = "install a torch that has torch.distributed"
+        yield _found("backends", "torch.distributed is missing", problem=problem)
         return
     have = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
     value = ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in have.items())
-    missing = "nccl" if torch.cuda.is_available() else "gloo"
-    if have[missing]:
-        yield Finding(name="backends", value=value)
-    else:
-        advice = f"ranks here talk through {missing}; install a torch that has it"
-        yield Finding(name="backends", value=value, verdict="problem", advice=advice)
+    needed = "nccl" if torch.cuda.is_available() else "gloo"
+    problem = "" if have[needed] else f"ranks here talk through {needed}; install a torch that has it"
+    yield _found("backends", value, problem=problem)
 
 
 def _cores(environ: Mapping[str, str]) -> Iterable[Finding]:
     usable, all_cores = available_cores(), os.cpu_count() or 1
-    yield Finding(name="cores", value=f"{usable} usable of {all_cores}")
+    yield _found("cores", f"{usable} usable of {all_cores}")
     threads = environ.get("OMP_NUM_THREADS", "")
     if threads.isdigit() and int(threads) > usable:
-        advice = f"threads of one rank would wait for each other; unset it or set at most {usable}"
-        yield Finding(name="OMP_NUM_THREADS", value=threads, verdict="problem", advice=advice)
+        problem = f"threads of one rank would wait for each other; unset it or set at most {usable}"
+        yield _found("OMP_NUM_THREADS", threads, problem=problem)
 
 
 def _memory() -> Iterable[Finding]:
@@ -164,9 +157,8 @@ def _memory() -> Iterable[Finding]:
     if limit_bytes is not None and limit_bytes < total_bytes:
         value += f"; this process's group may use {_gib(limit_bytes)}"
         free_bytes = min(free_bytes, limit_bytes)
-    small = free_bytes < SMALL_MEMORY_BYTES
-    advice = "each rank needs about 0.5 GiB before its model; the kernel kills what exceeds the rest" if small else ""
-    yield Finding(name="memory", value=value, verdict="note" if small else "ok", advice=advice)
+    note = "each rank needs about 0.5 GiB before its model; the kernel kills what exceeds the rest"
+    yield _found("memory", value, note=note if free_bytes < SMALL_MEMORY_BYTES else "")
 
 
 def _shared_memory() -> Iterable[Finding]:
@@ -174,23 +166,18 @@ def _shared_memory() -> Iterable[Finding]:
     if not path.is_dir():
         return
     total_bytes = shutil.disk_usage(path).total
-    small = total_bytes < SMALL_SHM_BYTES
-    advice = "data workers pass batches through it and die with a bus error: give the container --shm-size=8g"
-    yield Finding(
-        name="/dev/shm", value=_gib(total_bytes), verdict="problem" if small else "ok", advice=advice if small else ""
-    )
+    problem = "data workers pass batches through it and die with a bus error: give the container --shm-size=8g"
+    yield _found("/dev/shm", _gib(total_bytes), problem=problem if total_bytes < SMALL_SHM_BYTES else "")
 
 
 def _disk(folder: Path) -> Iterable[Finding]:
     free_bytes = shutil.disk_usage(folder).free
     if not os.access(folder, os.W_OK):
-        advice = "a run keeps its folder here; name another with --out"
-        yield Finding(name="disk", value=f"{folder} cannot be written", verdict="problem", advice=advice)
+        problem = "a run keeps its folder here; name another with --out"
+        yield _found("disk", f"{folder} cannot be written", problem=problem)
         return
-    small = free_bytes < SMALL_DISK_BYTES
-    advice = "a checkpoint holds about 12 bytes per parameter" if small else ""
-    value = f"{_gib(free_bytes)} free in {folder}"
-    yield Finding(name="disk", value=value, verdict="note" if small else "ok", advice=advice)
+    note = "a checkpoint holds about 12 bytes per parameter" if free_bytes < SMALL_DISK_BYTES else ""
+    yield _found("disk", f"{_gib(free_bytes)} free in {folder}", note=note)
 
 
 def _links() -> Iterable[Finding]:
@@ -199,12 +186,12 @@ def _links() -> Iterable[Finding]:
     up = [name for name, state in psutil.net_if_stats().items() if state.isup]
     others = [name for name in up if name != LOOPBACK_INTERFACE]
     if LOOPBACK_INTERFACE in up:
-        yield Finding(name="loopback", value=LOOPBACK_INTERFACE)
+        yield _found("loopback", LOOPBACK_INTERFACE)
     else:
-        advice = f"ranks of one machine talk over it: ip link set {LOOPBACK_INTERFACE} up"
-        yield Finding(name="loopback", value="down", verdict="problem", advice=advice)
-    advice = "" if others else "one machine is enough for a run; several need a network"
-    yield Finding(name="network", value=", ".join(others) or "none", verdict="ok" if others else "note", advice=advice)
+        problem = f"ranks of one machine talk over it: ip link set {LOOPBACK_INTERFACE} up"
+        yield _found("loopback", "down", problem=problem)
+    note = "" if others else "one machine is enough for a run; several need a network"
+    yield _found("network", ", ".join(others) or "none", note=note)
 
 
 def _gpu_links() -> Iterable[Finding]:
@@ -216,9 +203,8 @@ def _gpu_links() -> Iterable[Finding]:
         return
     direct = [pair for pair in pairs if torch.cuda.can_device_access_peer(*pair)]
     value = f"{len(direct)} of {len(pairs)} pairs reach each other's memory (NVLink or PCI)"
-    slow = len(direct) < len(pairs)
-    advice = "the other pairs go through the host, which is slower" if slow else ""
-    yield Finding(name="gpu links", value=value, verdict="note" if slow else "ok", advice=advice)
+    note = "the other pairs go through the host, which is slower" if len(direct) < len(pairs) else ""
+    yield _found("gpu links", value, note=note)
 
 
 def _port() -> Iterable[Finding]:
@@ -227,28 +213,23 @@ def _port() -> Iterable[Finding]:
             server.bind((LOOPBACK, 0))
             server.listen()
         except OSError as error:
-            advice = "ranks find each other through a TCP port: allow this user to listen on loopback"
-            yield Finding(name="port", value=str(error), verdict="problem", advice=advice)
+            problem = "ranks find each other through a TCP port: allow this user to listen on loopback"
+            yield _found("port", str(error), problem=problem)
         else:
-            yield Finding(name="port", value=f"can listen on {LOOPBACK} (got {server.getsockname()[1]})")
+            yield _found("port", f"can listen on {LOOPBACK} (got {server.getsockname()[1]})")
 
 
 def _hostname(environ: Mapping[str, str]) -> Iterable[Finding]:
     host = socket.gethostname()
     address, took_s = _resolved(host)
     interface = environ.get("GLOO_SOCKET_IFNAME")
-    value = f"{host} is {address}" if address else f"{host} does not resolve"
-    if address and took_s < 1:
-        yield Finding(name="hostname", value=value)
-    elif address:
-        advice = f"looking it up took {took_s:.1f} s, at every start: add it to /etc/hosts"
-        yield Finding(name="hostname", value=value, verdict="note", advice=advice)
+    if address:
+        note = f"looking it up took {took_s:.1f} s, at every start: add it to /etc/hosts" if took_s >= 1 else ""
     elif interface:
-        advice = f"gloo uses {interface} instead (GLOO_SOCKET_IFNAME)"
-        yield Finding(name="hostname", value=value, verdict="note", advice=advice)
+        note = f"gloo uses {interface} instead (GLOO_SOCKET_IFNAME)"
     else:
-        advice = "one node works over loopback; several need GLOO_SOCKET_IFNAME or a line in /etc/hosts"
-        yield Finding(name="hostname", value=value, verdict="note", advice=advice)
+        note = "one node works over loopback; several need GLOO_SOCKET_IFNAME or a line in /etc/hosts"
+    yield _found("hostname", f"{host} is {address}" if address else f"{host} does not resolve", note=note)
 
 
 def _resolved(host: str) -> tuple[str, float]:
@@ -269,32 +250,30 @@ def _resolve(host: str, found: list[str]) -> None:
         pass
 
 
-def _place(environ: Mapping[str, str]) -> Iterable[Finding]:
+def _process(environ: Mapping[str, str]) -> Iterable[Finding]:
     try:
         place = find_process(environ)
     except UserError as error:
-        yield Finding(name="rank", value=error.found, verdict="problem", advice=error.do)
+        yield Finding("rank", error.found, "problem", error.do)
         return
     value = f"rank {place.rank} of {place.size}, node {place.node} of {place.nodes} ({place.launcher})"
-    yield Finding(name="rank", value=value)
+    yield _found("rank", value)
 
 
 def _variables(environ: Mapping[str, str]) -> Iterable[Finding]:
     if "CUDA_VISIBLE_DEVICES" in environ and environ["CUDA_VISIBLE_DEVICES"].strip() in ("", "-1"):
-        advice = "it hides every GPU: unset it to use them"
-        yield Finding(name="CUDA_VISIBLE_DEVICES", value="hides all", verdict="note", advice=advice)
-    # Their values may hold what should not be shown, as a proxy's password; names suffice.
+        yield _found("CUDA_VISIBLE_DEVICES", "hides all", note="it hides every GPU: unset it to use them")
+    # Their values may contain secrets, as a proxy's password: only names are printed.
     overrides = sorted(name for name in environ if name.startswith(("NCCL_", "GLOO_", "TORCH_NCCL_")))
     if overrides:
-        advice = "these override how ranks talk: the first thing to unset if a run hangs or is slow"
-        yield Finding(name="overrides", value=", ".join(overrides), verdict="note", advice=advice)
+        note = "these override how ranks talk: the first thing to unset if a run hangs or is slow"
+        yield _found("overrides", ", ".join(overrides), note=note)
     proxies = sorted(name for name in environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy"))
     if proxies:
-        advice = "ranks do not use them, downloads of data and models do"
-        yield Finding(name="proxies", value=", ".join(proxies), verdict="note", advice=advice)
+        yield _found("proxies", ", ".join(proxies), note="ranks do not use them, downloads of data and models do")
     if environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
-        advice = "every GPU kernel is waited for: unset it unless you are looking for a fault"
-        yield Finding(name="CUDA_LAUNCH_BLOCKING", value="on", verdict="note", advice=advice)
+        note = "every GPU kernel is waited for: unset it unless you are looking for a fault"
+        yield _found("CUDA_LAUNCH_BLOCKING", "on", note=note)
 
 
 def _ranks(world: int) -> Iterable[Finding]:
@@ -302,24 +281,23 @@ def _ranks(world: int) -> Iterable[Finding]:
     try:
         results = start_ranks(try_operations, (), Launch(devices=world))
     except EvenlyError as error:
-        advice = error.do or "no run of several ranks can work before this does"
-        yield Finding(name=name, value=f"{error.asked}: {error.found}", verdict="problem", advice=advice)
+        problem = error.do or "no run of several ranks can work before this does"
+        yield _found(name, f"{error.asked}: {error.found}", problem=problem)
         return
     took_s, outcomes = time.monotonic() - began_s, results[0]
     reduce_s = max(outcome["all_reduce"].seconds for outcome in results.values())
     rate = PROBE_BYTES / max(reduce_s, 1e-9) / 1e9
-    value = f"done in {took_s:.1f} s; all_reduce of 4 MiB in {reduce_s * 1e3:.1f} ms ({rate:.2f} GB/s)"
-    yield Finding(name=name, value=value)
+    yield _found(name, f"done in {took_s:.1f} s; all_reduce of 4 MiB in {reduce_s * 1e3:.1f} ms ({rate:.2f} GB/s)")
     bad = {
         operation: f"rank {rank}: {outcome[operation].problem}"
         for operation in outcomes
         for rank, outcome in results.items()
         if outcome[operation].problem
     }
-    yield Finding(name="operations", value=f"{len(outcomes) - len(bad)} of {len(outcomes)} work: {', '.join(outcomes)}")
-    for operation, problem in bad.items():
-        advice = "training that needs it cannot work; see torch's build and the variables above"
-        yield Finding(name=operation, value=problem, verdict="problem", advice=advice)
+    yield _found("operations", f"{len(outcomes) - len(bad)} of {len(outcomes)} work: {', '.join(outcomes)}")
+    for operation, value in bad.items():
+        problem = "training that needs it cannot work; see torch's build and the variables above"
+        yield _found(operation, value, problem=problem)
 
 
 @dataclass(frozen=True)
@@ -335,85 +313,63 @@ def try_operations() -> dict[str, Outcome]:
     import torch
 
     from evenly.comm.connect import connect, disconnect
-    from evenly.comm.groups import Group
 
     world = connect(find_process(process_environment()))
     try:
-        group: Group = world.group("data")
+        group = world.group("data")
         torch.manual_seed(0)  # the same numbers on all ranks
-        return {name: _outcome(act, group) for name, act in _trials().items()}
+        return {name: _outcome(act) for name, act in _trials(group).items()}
     finally:
         disconnect(world)
 
 
-def _outcome(act: Callable[[Any], bool], group: Any) -> Outcome:
+def _outcome(act: Callable[[], bool]) -> Outcome:
     began_s = time.perf_counter()
     try:
-        problem = "" if act(group) else "its result is wrong"
+        problem = "" if act() else "its result is wrong"
     except (RuntimeError, ValueError, EvenlyError) as error:
         problem = str(error).splitlines()[0]
     return Outcome(time.perf_counter() - began_s, problem)
 
 
-def _trials() -> dict[str, Callable[[Any], bool]]:
-    """Operation -> whether its result over a group is what it must be; pieces have one more element per rank."""
+def _trials(group: Group) -> dict[str, Callable[[], bool]]:
+    """Operation -> whether its result over `group` is what it must be; pieces have one more element per rank."""
     import torch
 
     from evenly.comm import operations as o
 
-    def full(value: float, length: int, group: Any) -> torch.Tensor:
-        return torch.full((length,), float(value), device=group.device)
+    position, ranks, device = group.position, group.size, group.device
 
-    def own(group: Any) -> torch.Tensor:
-        return full(group.position, group.position + 1, group)
+    def full(value: float, length: int) -> torch.Tensor:
+        return torch.full((length,), float(value), device=device)
 
-    def joined(group: Any) -> torch.Tensor:
-        return torch.cat([full(position, position + 1, group) for position in range(group.size)])
+    sizes = [1 + rank for rank in range(ranks)]
+    own, joined = full(position, 1 + position), torch.cat([full(rank, 1 + rank) for rank in range(ranks)])
 
-    def sizes(group: Any) -> list[int]:
-        return [position + 1 for position in range(group.size)]
-
-    def pass_on(group: Any) -> bool:
-        if group.size == 1:
+    def pass_on() -> bool:
+        if ranks == 1:
             return True
-        going = o.isend(full(group.position, 3, group), (group.position + 1) % group.size, group)
-        before = (group.position - 1) % group.size
-        came = o.recv(full(-1, 3, group), before, group)
+        before = (position - 1) % ranks
+        going = o.isend(full(position, 3), (position + 1) % ranks, group)
+        came = o.recv(full(-1, 3), before, group)
         going.wait()
-        return came.equal(full(before, 3, group))
+        return came.equal(full(before, 3))
 
-    def gathered(group: Any) -> bool:
-        whole = o.gather(own(group), 0, group)
-        return whole is None if group.position else whole is not None and whole.equal(joined(group))
-
-    def reduced(group: Any) -> bool:
-        total = o.reduce(full(group.position, 3, group), 0, group)
-        return total.equal(full(sum(range(group.size)) if group.position == 0 else group.position, 3, group))
-
-    def all_reduced(group: Any) -> bool:
-        return bool((o.all_reduce(torch.ones(PROBE_BYTES // 4, device=group.device), group) == group.size).all())
-
-    def scattered(group: Any) -> bool:
-        whole = joined(group) if group.position == 0 else None
-        return o.scatter(whole, 0, group, sizes=sizes(group)).equal(own(group))
-
-    def reduce_scattered(group: Any) -> bool:
-        return o.reduce_scatter(joined(group), group, sizes=sizes(group)).equal(own(group) * group.size)
-
-    def exchanged(g: Any) -> bool:
-        return o.all_to_all(full(g.position, g.size, g), g).equal(torch.arange(g.size, device=g.device).float())
+    def gathered() -> bool:
+        whole = o.gather(own, 0, group)
+        return whole is None if position else whole is not None and whole.equal(joined)
 
     return {
         "send and recv": pass_on,
-        "broadcast": lambda g: o.broadcast(full(g.position, 3, g), g.size - 1, g).equal(full(g.size - 1, 3, g)),
-        "reduce": reduced,
-        "scatter": scattered,
+        "broadcast": lambda: o.broadcast(full(position, 3), ranks - 1, group).equal(full(ranks - 1, 3)),
+        "reduce": lambda: o.reduce(full(position, 3), 0, group).equal(full(position or sum(range(ranks)), 3)),
+        "scatter": lambda: o.scatter(None if position else joined, 0, group, sizes=sizes).equal(own),
         "gather": gathered,
-        "all_reduce": all_reduced,
-        "all_gather": lambda g: o.all_gather(own(g), g).equal(joined(g)),
-        "reduce_scatter": reduce_scattered,
-        "all_to_all": exchanged,
-        "barrier": lambda g: o.barrier(g) is None,
+        "all_reduce": lambda: bool((o.all_reduce(full(1, PROBE_BYTES // 4), group) == ranks).all()),
+        "all_gather": lambda: o.all_gather(own, group).equal(joined),
+        "reduce_scatter": lambda: o.reduce_scatter(joined, group, sizes=sizes).equal(own * ranks),
+        "all_to_all": lambda: o.all_to_all(full(position, ranks), group).equal(torch.arange(ranks).to(own)),
+        "barrier": lambda: o.barrier(group) is None,
     }
 
 

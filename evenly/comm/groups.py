@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import product
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ import torch.distributed as dist
 from evenly.errors import UserError
 from evenly.observe.diagnosis import number_ranges
 from evenly.observe.recorder import Recorder
+
+if TYPE_CHECKING:
+    from evenly.comm.fake import FakeCollectives
 
 
 class Group:
@@ -32,6 +35,7 @@ class Group:
     rank:    own position, None for a rank outside.
     device:  what tensors must be on for this group's backend.
     checked: whether every operation first compares what all ranks ask for.
+    fake:    what its collectives do in place of torch's, for a group of which there is one rank only.
     """
 
     def __init__(
@@ -44,10 +48,11 @@ class Group:
         device: torch.device,
         recorder: Recorder | None = None,
         checked: bool = False,
+        fake: FakeCollectives | None = None,
     ) -> None:
         self.name, self.ranks, self.device = name, tuple(ranks), device
         self.rank = self.ranks.index(own) if own in self.ranks else None
-        self.recorder, self.checked = recorder, checked
+        self.recorder, self.checked, self.fake = recorder, checked, fake
         self.label = f"{name} [{number_ranges(ranks)}]"
         self.operations = 0  # begun so far; the same on all its ranks when they agree
         self._handle, self._own = handle, own

@@ -1,56 +1,37 @@
-"""What ranks say to each other: point-to-point and the collectives, over a `Group`.
+"""Further operations over a `Group`, by the rules of `collectives`: reduce, barrier, scatter, ...
 
-Every operation is called as a function, which returns when it is done, or begun: `all_reduce.begin(x, group)` returns a
-`Pending` at once, and what was given may be neither read nor written before its `wait()`. All ranks of a group call the
-same collectives in the same order. `to` and `source` are positions in the group. Over a group of one rank each is the
-identity.
-
-*pieces* are what a tensor is cut into along `dim`, or joined from, one per rank in the order of positions; they may
-differ in length and may be empty. Where `sizes` (the lengths of all pieces) are not given they are found: for a cut, as
-`even_sizes`; for a join, by an exchange of numbers first, which `begin` waits for.
-
-Tensors may have any dtype, any strides and no elements; gradients do not flow (see `pairs`). What only moves data moves
-bytes, so every dtype travels everywhere; reductions are made in a type that the backends add in. What a backend lacks
-(pieces of different lengths, `scatter` and `gather`) is made of operations that all have, the same on each.
-
-In a *checked* group each collective first compares what the ranks ask for, and differences raise one `RunError` that
-names each rank's.
+Those of `collectives` can be imported from here too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import update_wrapper
-from typing import Any, Generic
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from evenly.comm.collectives import Operation, recv, send
+from evenly.comm.collectives import all_gather as all_gather
+from evenly.comm.collectives import all_reduce as all_reduce
+from evenly.comm.collectives import broadcast as broadcast
+from evenly.comm.collectives import gather_values as gather_values
+from evenly.comm.collectives import reduce_scatter as reduce_scatter
 from evenly.comm.groups import Group
 from evenly.comm.transport import (
-    MessagesPending,
-    P,
     Pending,
     Reduction,
-    SinglePending,
-    T,
-    added_up,
-    announce,
     as_bytes,
     carried_as,
     contiguous,
     cut_pieces,
-    delivered,
     detail_of,
     enter,
     exchange_numbers,
     exchange_packed,
-    exchange_pieces,
     post_recv,
     post_send,
-    put_back,
     reduced_back,
-    reduced_here,
     sizes_of_cut,
     sizes_of_join,
     torch_reduction,
@@ -58,90 +39,24 @@ from evenly.comm.transport import (
     works_of,
 )
 from evenly.errors import UserError
-from evenly.torch_private import all_gather_single, reduce_scatter_single
-
-
-class Operation(Generic[P, T]):
-    """A function over ranks: call it to have the result, `begin` it to go on meanwhile."""
-
-    def __init__(self, begin: Callable[P, Pending[T]]) -> None:
-        self.begin = begin
-        update_wrapper(self, begin)
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self.begin(*args, **kwargs).wait()
-
-
-# --------------------------------------------------------------------------------------------- point to point
-@Operation
-def send(tensor: torch.Tensor, to: int, group: Group, *, tag: int = 0) -> Pending[None]:
-    """Sends `tensor` to the rank at position `to`, which receives the same shape and dtype under the same `tag`."""
-    group.check_position(to, "receiver")
-    serial = enter(group, "send", tensor, detail=f"to {to}, tag {tag}", collective=False)
-    carried = as_bytes(contiguous(tensor))
-    works = [post_send(carried, to, group, tag)] if carried.numel() else []
-    return MessagesPending(group, serial, works, lambda: None)
-
-
-@Operation
-def recv(tensor: torch.Tensor, source: int, group: Group, *, tag: int = 0) -> Pending[torch.Tensor]:
-    """Fills `tensor` with what the rank at position `source` sends, and returns it."""
-    group.check_position(source, "source")
-    serial = enter(group, "recv", tensor, detail=f"from {source}, tag {tag}", collective=False)
-    landing = contiguous(tensor)
-    works = [post_recv(as_bytes(landing), source, group, tag)] if tensor.numel() else []
-    return MessagesPending(group, serial, works, lambda: put_back(landing, tensor))
-
 
 isend, irecv = send.begin, recv.begin
 
 
-# ------------------------------------------------------------------------------------- whole tensors, in place
-@Operation
-def broadcast(tensor: torch.Tensor, source: int, group: Group) -> Pending[torch.Tensor]:
-    """Replaces `tensor` by that of the rank at position `source`, in place."""
-    group.check_position(source, "source")
-    serial = enter(group, "broadcast", tensor, detail=f"from {source}")
-    if not tensor.numel() or group.size == 1:
-        return SinglePending(group, serial, (), lambda: tensor)
-    landing = contiguous(tensor)
-    work = dist.broadcast(as_bytes(landing), group=group.handle, group_src=source, async_op=True)
-    return SinglePending(group, serial, works_of(work), lambda: put_back(landing, tensor))
-
-
-@Operation
-def all_reduce(
-    tensor: torch.Tensor, group: Group, reduction: Reduction = "sum", *, label: str = ""
-) -> Pending[torch.Tensor]:
-    """Replaces `tensor` by its reduction over the ranks, in place; the same bits on all ranks.
-
-    label: what it is, for messages.
-    """
-    carried = carried_as(tensor, reduction)
-    serial = enter(group, "all_reduce", tensor, detail=reduction, label=label)
-    if not tensor.numel() or group.size == 1:
-        return SinglePending(group, serial, (), lambda: tensor)
-    if reduction == "sum" and carried.data_ptr() == tensor.data_ptr():
-        # The group's own method: what dist.all_reduce does around it takes 0.07 ms, 2 % of a small step.
-        return SinglePending(group, serial, [group.handle.allreduce([carried])], lambda: tensor)
-    work = dist.all_reduce(carried, torch_reduction(reduction), group=group.handle, async_op=True)
-    return SinglePending(group, serial, works_of(work), lambda: reduced_back(carried, tensor, group.size, reduction))
-
-
 @Operation
 def reduce(tensor: torch.Tensor, to: int, group: Group, reduction: Reduction = "sum") -> Pending[torch.Tensor]:
-    """Replaces `tensor` of the rank at position `to` by the reduction over the ranks; the others keep theirs."""
+    """Replaces `tensor` of the rank at position `to` by the reduction over the ranks; other ranks' are unchanged."""
     group.check_position(to, "receiver")
     carried = carried_as(tensor, reduction)
     serial = enter(group, "reduce", tensor, detail=f"{reduction} to {to}")
     if not tensor.numel() or group.size == 1:
-        return SinglePending(group, serial, (), lambda: tensor)
+        return Pending(group, serial, (), lambda: tensor)
     mine = group.position == to
     if not mine and carried.data_ptr() == tensor.data_ptr():
         carried = carried.clone()  # backends use it as room for partial sums
     work = dist.reduce(carried, group_dst=to, op=torch_reduction(reduction), group=group.handle, async_op=True)
     finish = (lambda: reduced_back(carried, tensor, group.size, reduction)) if mine else (lambda: tensor)
-    return SinglePending(group, serial, works_of(work), finish)
+    return Pending(group, serial, works_of(work), finish)
 
 
 @Operation
@@ -149,11 +64,8 @@ def barrier(group: Group) -> Pending[None]:
     """Returns when every rank has come here."""
     serial = enter(group, "barrier", None)
     if group.size == 1:
-        return SinglePending(group, serial, (), lambda: None)
-    return SinglePending(group, serial, works_of(dist.barrier(group=group.handle, async_op=True)), lambda: None)
-
-
-# -------------------------------------------------------------------------------------------- pieces of a tensor
+        return Pending(group, serial, (), lambda: None)
+    return Pending(group, serial, works_of(dist.barrier(group=group.handle, async_op=True)), lambda: None)
 
 
 @Operation
@@ -174,7 +86,7 @@ def scatter(
             "give the tensor at the source and None elsewhere",
         )
     pieces = [] if tensor is None else cut_pieces(tensor, dim, sizes_of_cut(tensor, dim, sizes, group))
-    shape, dtype = announce(pieces, source, group)
+    shape, dtype = _announced(pieces, source, group)
     if pieces:
         sent = [contiguous(piece) for piece in pieces]
         works = [
@@ -182,10 +94,10 @@ def scatter(
             for to, piece in enumerate(sent)
             if to != group.position and piece.numel()
         ]
-        return MessagesPending(group, serial, works, lambda: sent[source].clone())
+        return Pending(group, serial, works, lambda: sent[source].clone(), polled=False)
     landing = torch.empty(shape, dtype=dtype, device=group.device)
     works = [post_recv(as_bytes(landing), source, group)] if landing.numel() else []
-    return MessagesPending(group, serial, works, lambda: landing)
+    return Pending(group, serial, works, lambda: landing, polled=False)
 
 
 @Operation
@@ -199,118 +111,10 @@ def gather(
     own = contiguous(tensor)
     if group.position != to:
         works = [post_send(as_bytes(own), to, group)] if own.numel() else []
-        return MessagesPending(group, serial, works, lambda: None)
+        return Pending(group, serial, works, lambda: None, polled=False)
     pieces = [own if p == to else own.new_empty(with_length(own.shape, dim, n)) for p, n in enumerate(lengths)]
     works = [post_recv(as_bytes(piece), p, group) for p, piece in enumerate(pieces) if p != to and piece.numel()]
-    return MessagesPending(group, serial, works, lambda: torch.cat(pieces, dim))
-
-
-@Operation
-def all_gather(
-    tensor: torch.Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None, label: str = ""
-) -> Pending[torch.Tensor]:
-    """A new tensor on every rank: the ranks' tensors joined along `dim`. label: what it is, for messages."""
-    serial = enter(group, "all_gather", tensor, free=(dim,), detail=detail_of(f"along {dim}", sizes), label=label)
-    lengths = sizes_of_join(tensor, dim, sizes, group)
-    if group.size == 1:
-        return SinglePending(group, serial, (), tensor.detach().clone)
-    longest, own = max(lengths), tensor.detach().movedim(dim, 0)
-    if own.shape[0] < longest:  # backends gather pieces of one size
-        own = torch.cat([own, own.new_empty(longest - own.shape[0], *own.shape[1:])])
-    own = contiguous(own)
-    whole = own.new_empty(group.size * longest, *own.shape[1:])
-    works = works_of(
-        all_gather_single(as_bytes(whole), as_bytes(own), group=group.handle, async_op=True) if own.numel() else None
-    )
-
-    def finish() -> torch.Tensor:
-        if min(lengths) == longest:
-            return whole.movedim(0, dim)
-        starts = range(0, group.size * longest, longest)
-        return torch.cat([whole[s : s + n] for s, n in zip(starts, lengths, strict=True)]).movedim(0, dim)
-
-    return SinglePending(group, serial, works, finish)
-
-
-def _check_target(into: torch.Tensor, shape: Sequence[int]) -> None:
-    if list(into.shape) != list(shape) or not into.is_contiguous():
-        raise UserError(
-            f"reduce_scatter into a tensor of shape {list(into.shape)}",
-            f"this rank's piece has shape {list(shape)}, one element behind the other",
-            "give a contiguous tensor of that shape",
-        )
-
-
-@Operation
-def reduce_scatter(
-    tensor: torch.Tensor,
-    group: Group,
-    reduction: Reduction = "sum",
-    *,
-    dim: int = 0,
-    sizes: Sequence[int] | None = None,
-    into: torch.Tensor | None = None,
-    adding: bool = False,
-    label: str = "",
-) -> Pending[torch.Tensor]:
-    """A new tensor: this rank's piece of the reduction of the ranks' tensors, which all have one shape.
-
-    into: takes the result in place of a new tensor; contiguous, and numbers are added up in its type.
-    adding: whether the result is added to what `into` holds.
-    label: what it is, for messages.
-    """
-    carried, becomes = carried_as(tensor, reduction), tensor.dtype if into is None else into.dtype
-    detail = detail_of(f"{reduction} along {dim}", sizes)
-    serial = enter(group, "reduce_scatter", tensor, detail=detail, label=label)
-    lengths = sizes_of_cut(tensor, dim, sizes, group)
-    dim %= tensor.ndim  # complex numbers are carried with one more dim
-    shape = with_length(tensor.shape, dim, lengths[group.position])
-    if into is not None:
-        _check_target(into, shape)
-    if group.size == 1:
-        return SinglePending(
-            group, serial, (), lambda: delivered(tensor.detach().to(becomes, copy=into is None), into, adding)
-        )
-    if not tensor.numel():
-        return SinglePending(group, serial, (), lambda: delivered(tensor.new_empty(shape, dtype=becomes), into, adding))
-    carried = carried.movedim(dim, 0).contiguous()
-    plain = into is not None and not tensor.is_complex()
-    added = becomes if plain else carried.dtype
-
-    def finish(reduced: torch.Tensor) -> torch.Tensor:
-        if reduction == "mean":
-            reduced.div_(group.size)
-        whole = torch.view_as_complex(reduced) if tensor.is_complex() else reduced
-        return delivered(whole.movedim(0, dim).to(becomes).contiguous(), into, adding)
-
-    if len(set(lengths)) == 1 and not adds_here(group):
-        landing = carried.new_empty(lengths[group.position], *carried.shape[1:], dtype=added)
-        work = reduce_scatter_single(
-            landing, carried.to(added), torch_reduction(reduction), group=group.handle, async_op=True
-        )
-        return SinglePending(group, serial, works_of(work), lambda: finish(landing))
-    row = carried[0].numel()
-    exchange = exchange_packed(
-        carried.view(-1), [row * n for n in lengths], [row * lengths[group.position]] * group.size, group
-    )
-    piece = (lengths[group.position], *carried.shape[1:])
-
-    def add_up() -> torch.Tensor:
-        received = exchange.wait().split(row * lengths[group.position])
-        if into is not None and plain and reduction == "sum" and dim == 0:
-            return added_up(received, into, adding)
-        return finish(reduced_here(received, added, reduction).view(piece))
-
-    return SinglePending(group, serial, (), add_up)
-
-
-def adds_here(group: Group) -> bool:
-    """Whether what `reduce_scatter` reduces are the pieces as they came, exchanged as they are.
-
-    gloo has no other way than to reduce whole tensors on every rank, which moves twice the bytes, in the type that they
-    are added in.
-    """
-    return group.device.type == "cpu"
+    return Pending(group, serial, works, lambda: torch.cat(pieces, dim), polled=False)
 
 
 @Operation
@@ -334,35 +138,35 @@ def all_to_all(
     serial = enter(group, "all_to_all", tensor, free=(dim, join) if same else (join,), detail=detail)
     lengths = sizes_of_cut(tensor, dim, sizes, group)
     if group.size == 1:
-        return SinglePending(group, serial, (), tensor.detach().clone)
+        return Pending(group, serial, (), tensor.detach().clone)
     if received is None:
         own = lengths if same else [tensor.shape[join]] * group.size
         received = exchange_numbers(own, group)
     shape = tensor.shape if same else with_length(tensor.shape, dim, lengths[group.position])
-    exchange = exchange_pieces(cut_pieces(tensor, dim, lengths), [with_length(shape, join, n) for n in received], group)
-    return SinglePending(group, serial, (), lambda: torch.cat(exchange.wait(), join))
+    exchange = _exchange_pieces(
+        cut_pieces(tensor, dim, lengths), [with_length(shape, join, n) for n in received], group
+    )
+    return Pending(group, serial, (), lambda: torch.cat(exchange.wait(), join))
 
 
-# ----------------------------------------------------------------------------------------------- small objects
-def gather_values(value: Any, group: Group) -> list[Any]:
-    """`value` (small, picklable) of every rank, by position, on every rank."""
-    if group.size == 1:
-        return [value]
-    serial = enter(group, "gather_values", None)
-    values: list[Any] = [None] * group.size
-    dist.all_gather_object(values, value, group=group.handle)
-    if group.recorder is not None:
-        group.recorder.leave(serial)
-    return values
+def _exchange_pieces(
+    pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], group: Group
+) -> Pending[list[torch.Tensor]]:
+    """Piece i goes to position i; the pieces that come have `shapes` and the same dtype."""
+    sent = torch.cat([contiguous(piece).view(-1) for piece in pieces])
+    expected = [torch.Size(shape).numel() for shape in shapes]
+    exchange = exchange_packed(sent, [piece.numel() for piece in pieces], expected, group)
+
+    def finish() -> list[torch.Tensor]:
+        parts = exchange.wait().split(expected)
+        return [part.view(list(shape)) for part, shape in zip(parts, shapes, strict=True)]
+
+    return Pending(group, 0, (), finish)
 
 
-# ------------------------------------------------------------------------------------- recording and checking
-
-
-# --------------------------------------------------------------------------------------- tensors on their way
-
-
-# ------------------------------------------------------------------------------------------------- reductions
-
-
-# ----------------------------------------------------------------------------------------------------- pieces
+def _announced(pieces: Sequence[torch.Tensor], source: int, group: Group) -> tuple[Sequence[int], torch.dtype]:
+    """Shape of this rank's piece and dtype, from the rank at `source`, the only one with `pieces`."""
+    forms: list[Any] = [(piece.shape, piece.dtype) for piece in pieces] or [None] * group.size
+    if group.size > 1:
+        dist.broadcast_object_list(forms, group=group.handle, group_src=source, device=group.device)
+    return forms[group.position]

@@ -1,7 +1,7 @@
 """Operations that gradients flow through: each forward with the backward that is its adjoint.
 
-A tensor between ranks is *shared* (every rank holds the same values of one tensor), *split* (each rank holds a piece of
-one tensor) or each rank's *own*. The gradient of a tensor is held as the tensor is. The pairs:
+A tensor between ranks is *shared* (every rank has the same values of one tensor), *split* (each rank has a piece of
+one tensor) or each rank's *own*. The gradient of a tensor is distributed as the tensor is. The pairs:
 
     function        forward                       backward                      from    to
     copy            identity                      all_reduce                    shared  own
@@ -13,7 +13,7 @@ one tensor) or each rank's *own*. The gradient of a tensor is held as the tensor
     exchange        all_to_all                    all_to_all, the other way     split   split along another dim
 
 `copy` and `reduce` are each other's adjoint, as are `split` and `join`, `gather` and `reduce_scatter`. Shapes and
-`sizes` are as in `operations`; every rank of the group calls the same functions, forward and backward.
+`sizes` are as in `collectives`; every rank of the group calls the same functions, forward and backward.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
-from evenly.comm import operations
+from evenly.comm import collectives
 from evenly.comm.groups import Group
+from evenly.comm.operations import all_to_all
 from evenly.comm.transport import even_sizes
 
 
@@ -47,42 +48,26 @@ def reduce(tensor: torch.Tensor, group: Group, *, in_place: bool = False) -> tor
 
 def split(tensor: torch.Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> torch.Tensor:
     """This rank's piece of a shared tensor along `dim`."""
-    sizes = _sizes(tensor, group, dim, sizes)
-    return _pair(
-        tensor,
-        lambda whole: _own_piece(whole, group, dim, sizes),
-        lambda piece: operations.all_gather(piece, group, dim=dim, sizes=sizes),
-    )
+    of = group, dim, _sizes(tensor, group, dim, sizes)
+    return _pair(tensor, _own_piece(*of), _gathered(*of))
 
 
 def join(tensor: torch.Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> torch.Tensor:
     """The pieces of all ranks joined along `dim`, shared. sizes: exchanged first where they are not given."""
-    sizes = _sizes_of_pieces(tensor, group, dim, sizes)
-    return _pair(
-        tensor,
-        lambda piece: operations.all_gather(piece, group, dim=dim, sizes=sizes),
-        lambda whole: _own_piece(whole, group, dim, sizes),
-    )
+    of = group, dim, _sizes_of_pieces(tensor, group, dim, sizes)
+    return _pair(tensor, _gathered(*of), _own_piece(*of))
 
 
 def gather(tensor: torch.Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> torch.Tensor:
     """The pieces of all ranks joined along `dim`, for use by each rank on its own: their gradients are added up."""
-    sizes = _sizes_of_pieces(tensor, group, dim, sizes)
-    return _pair(
-        tensor,
-        lambda piece: operations.all_gather(piece, group, dim=dim, sizes=sizes),
-        lambda own: operations.reduce_scatter(own, group, dim=dim, sizes=sizes),
-    )
+    of = group, dim, _sizes_of_pieces(tensor, group, dim, sizes)
+    return _pair(tensor, _gathered(*of), _scattered(*of))
 
 
 def reduce_scatter(tensor: torch.Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> torch.Tensor:
     """This rank's piece, along `dim`, of the sum of the ranks' tensors."""
-    sizes = _sizes(tensor, group, dim, sizes)
-    return _pair(
-        tensor,
-        lambda own: operations.reduce_scatter(own, group, dim=dim, sizes=sizes),
-        lambda piece: operations.all_gather(piece, group, dim=dim, sizes=sizes),
-    )
+    of = group, dim, _sizes(tensor, group, dim, sizes)
+    return _pair(tensor, _scattered(*of), _gathered(*of))
 
 
 def exchange(
@@ -101,8 +86,8 @@ def exchange(
     sizes, lengths = _sizes(tensor, group, cut, sizes), _sizes_of_pieces(tensor, group, join, lengths)
     return _pair(
         tensor,
-        lambda piece: operations.all_to_all(piece, group, dim=cut, sizes=sizes, join=join, received=lengths),
-        lambda piece: operations.all_to_all(piece, group, dim=join, sizes=lengths, join=cut, received=sizes),
+        lambda piece: all_to_all(piece, group, dim=cut, sizes=sizes, join=join, received=lengths),
+        lambda piece: all_to_all(piece, group, dim=join, sizes=lengths, join=cut, received=sizes),
     )
 
 
@@ -114,11 +99,11 @@ def _sizes_of_pieces(tensor: torch.Tensor, group: Group, dim: int, sizes: Sequen
     if sizes is not None:
         return list(sizes)
     own = torch.tensor([tensor.shape[dim]], device=group.device)
-    return [int(length) for length in operations.all_gather(own, group, sizes=[1] * group.size).tolist()]
+    return [int(length) for length in collectives.all_gather(own, group, sizes=[1] * group.size).tolist()]
 
 
 def _summed(tensor: torch.Tensor, group: Group, in_place: bool) -> torch.Tensor:
-    return operations.all_reduce(_same(tensor) if in_place else tensor.clone(), group)
+    return collectives.all_reduce(_same(tensor) if in_place else tensor.clone(), group)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -126,12 +111,20 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
-def _own_piece(tensor: torch.Tensor, group: Group, dim: int, sizes: Sequence[int]) -> torch.Tensor:
-    start = sum(sizes[: group.position])
-    return tensor.narrow(dim, start, sizes[group.position]).clone()
-
-
 _Linear = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _own_piece(group: Group, dim: int, sizes: Sequence[int]) -> _Linear:
+    start, length = sum(sizes[: group.position]), sizes[group.position]
+    return lambda whole: whole.narrow(dim, start, length).clone()
+
+
+def _gathered(group: Group, dim: int, sizes: Sequence[int]) -> _Linear:
+    return lambda piece: collectives.all_gather(piece, group, dim=dim, sizes=sizes)
+
+
+def _scattered(group: Group, dim: int, sizes: Sequence[int]) -> _Linear:
+    return lambda own: collectives.reduce_scatter(own, group, dim=dim, sizes=sizes)
 
 
 def _pair(tensor: torch.Tensor, forward: _Linear, backward: _Linear) -> torch.Tensor:

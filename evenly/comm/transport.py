@@ -1,4 +1,4 @@
-"""What the operations of `comm.operations` are made of: works under way, and tensors as backends carry them."""
+"""What `collectives` and `operations` are made of: works under way, and tensors as backends carry them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from evenly.observe.diagnosis import disagreement
 from evenly.observe.recorder import LONGEST_TEXT, CollectiveCall, call_from, call_text, here
 from evenly.torch_private import all_gather_single
 
-DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+DTYPES = {d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
-# On the CPU a rank that waits for a collective gives way to other threads for so long before it sleeps.
-AWAKE_S = 0.002
-_give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: sleep(0))
+# On the CPU a rank that waits for a collective polls it for so long, yielding its core, before it sleeps.
+POLL_S = 0.002
+_yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: sleep(0))
 Reduction = Literal["sum", "mean", "min", "max", "product"]
 P = ParamSpec("P")
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 _TORCH = {
     "sum": dist.ReduceOp.SUM,
     "min": dist.ReduceOp.MIN,
@@ -52,37 +51,32 @@ REDUCED = (
 )
 
 
-class Pending(Protocol[T_co]):
-    """An operation that is under way."""
-
-    def wait(self) -> T_co:
-        """Returns its result once it is done; may be called again."""
-        ...
-
-
 class _Work(Protocol):
     def is_completed(self) -> bool: ...
 
     def wait(self) -> object: ...
 
 
-class SinglePending(Generic[T]):
-    """Works of torch, and what remains to be done after them; `completes` if torch says of them that they are
-    completed.
+class Pending(Generic[T]):
+    """An operation that is under way: works of torch, and what remains to be done after them.
+
+    polled: whether `wait` polls the works for a moment; torch does not report the end of messages between two ranks.
     """
 
-    completes = True
-
-    def __init__(self, group: Group, serial: int, works: Sequence[_Work], finish: Callable[[], T]) -> None:
+    def __init__(
+        self, group: Group, serial: int, works: Sequence[_Work], finish: Callable[[], T], *, polled: bool = True
+    ) -> None:
         self._group, self._serial = group, serial
         self._works, self._finish = works, finish
+        self._polls = polled and group.device.type == "cpu"
         self._result: list[T] = []
 
     def wait(self) -> T:
+        """Returns its result once it is done; may be called again."""
         if not self._result:
             for work in self._works:
-                if self.completes and self._group.device.type == "cpu":
-                    _stay_awake(work)
+                if self._polls:
+                    _poll(work)
                 work.wait()
             if self._group.recorder is not None and self._serial:
                 self._group.recorder.leave(self._serial)
@@ -90,24 +84,18 @@ class SinglePending(Generic[T]):
         return self._result[0]
 
 
-class MessagesPending(SinglePending[T]):
-    """From one rank to another: torch does not tell that they have come."""
-
-    completes = False
-
-
-def _stay_awake(work: _Work) -> None:
-    """Gives way to other threads, the backend's among them, until `work` is done, for a moment at most.
+def _poll(work: _Work) -> None:
+    """Yields the core to other threads, the backend's among them, until `work` is done, for `POLL_S` at most.
 
     To wake a thread takes up to milliseconds on a virtual machine, longer than an operation on a few numbers.
     """
-    until = perf_counter() + AWAKE_S
+    until = perf_counter() + POLL_S
     while not work.is_completed() and perf_counter() < until:
-        _give_way()
+        _yield_core()
 
 
-class AwakeWork(dist.Work):
-    """A work of torch's on the CPU, for others to wait for: who does stays awake for a moment."""
+class PolledWork(dist.Work):
+    """A work of torch's on the CPU that is polled for a moment before the thread that waits for it sleeps."""
 
     def __init__(self, work: dist.Work) -> None:
         super().__init__()
@@ -115,7 +103,7 @@ class AwakeWork(dist.Work):
 
     def wait(self, *args: Any, **kwargs: Any) -> bool:
         """Returns once the work is done."""
-        _stay_awake(self._work)
+        _poll(self._work)
         return self._work.wait(*args, **kwargs)
 
 
@@ -305,48 +293,15 @@ def exchange_numbers(numbers: Sequence[int], group: Group) -> list[int]:
     return [int(number) for number in theirs.tolist()]
 
 
-def exchange_pieces(
-    pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], group: Group
-) -> SinglePending[list[torch.Tensor]]:
-    """Piece i goes to position i; the pieces that come have `shapes` and the same dtype."""
-    sent = torch.cat([contiguous(piece).view(-1) for piece in pieces])
-    expected = [torch.Size(shape).numel() for shape in shapes]
-    exchange = exchange_packed(sent, [piece.numel() for piece in pieces], expected, group)
-
-    def finish() -> list[torch.Tensor]:
-        parts = exchange.wait().split(expected)
-        return [part.view(list(shape)) for part, shape in zip(parts, shapes, strict=True)]
-
-    return SinglePending(group, 0, (), finish)
-
-
 def exchange_packed(
     sent: torch.Tensor, counts: Sequence[int], expected: Sequence[int], group: Group
-) -> SinglePending[torch.Tensor]:
-    """`exchange_pieces` of pieces that lie one behind the other in `sent`, 1D; so do those that come. Lengths in
-    elements.
-    """
+) -> Pending[torch.Tensor]:
+    """Piece i of `sent`, 1D, goes to position i; the received ones are packed likewise. Lengths in elements."""
     width, landing = sent.element_size(), sent.new_empty(sum(expected))
     there, back = ([width * count for count in one] for one in (counts, expected))
     # The group's own method, as in `all_reduce`.
     work = group.handle.alltoall_base(as_bytes(landing), as_bytes(sent), back, there)
-    return SinglePending(group, 0, [work], lambda: landing)
-
-
-_ANNOUNCED_DIMS = 16
-
-
-def announce(pieces: Sequence[torch.Tensor], source: int, group: Group) -> tuple[list[int], torch.dtype]:
-    """Shape of this rank's piece and dtype, from the rank at `source`, the only one with `pieces`."""
-    numbers = torch.zeros(group.size, 2 + _ANNOUNCED_DIMS, dtype=torch.int64)
-    for position, piece in enumerate(pieces):
-        numbers[position, 0], numbers[position, 1] = DTYPES.index(piece.dtype), piece.ndim
-        numbers[position, 2 : 2 + piece.ndim] = torch.tensor(piece.shape)
-    if group.size > 1:
-        numbers = numbers.to(group.device)
-        dist.broadcast(numbers, group=group.handle, group_src=source)
-    code, dims, *lengths = numbers[group.position].tolist()
-    return lengths[:dims], DTYPES[code]
+    return Pending(group, 0, [work], lambda: landing)
 
 
 def even_sizes(length: int, parts: int) -> list[int]:

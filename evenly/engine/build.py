@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from evenly.comm.operations import gather_values
+from evenly.comm.collectives import gather_values
 from evenly.comm.world import World
 from evenly.data.generators import seeded
 from evenly.data.stream import stream_key

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from evenly.comm.collectives import all_reduce
 from evenly.comm.groups import Group
-from evenly.comm.operations import all_reduce
 from evenly.comm.world import World
 from evenly.data.generators import undisturbed
 from evenly.data.loader import Microbatch, MicrobatchStream, Share

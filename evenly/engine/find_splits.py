@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from evenly.comm.operations import gather_values
+from evenly.comm.collectives import gather_values
 from evenly.comm.world import World
 from evenly.data.loader import Loader, share_of_step
 from evenly.engine.build import build_model

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from evenly.comm.operations import gather_values
+from evenly.comm.collectives import gather_values
 from evenly.comm.world import World
 from evenly.data.loader import Loader, share_of_evaluation, share_of_step
 from evenly.engine.build import build_model

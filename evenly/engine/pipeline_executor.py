@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from evenly.comm.operations import all_reduce
+from evenly.comm.collectives import all_reduce
 from evenly.comm.world import World
 from evenly.data.generators import drawn_past_torch
 from evenly.data.loader import Microbatch, Share

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from evenly.comm.operations import gather_values
+from evenly.comm.collectives import gather_values
 from evenly.comm.world import World
 from evenly.engine.build import build_optimizer, build_schedule
 from evenly.engine.compose import Composed

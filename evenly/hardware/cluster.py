@@ -67,7 +67,7 @@ class Cluster:
 
     @cached_property
     def device(self) -> Device:
-        """The facts of its kind of device. Raises `UserError` where nobody knows them."""
+        """The facts of its kind of device. Raises `UserError` for an unknown kind."""
         return device_with(self.kind, self.own)
 
     @cached_property

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,27 @@ from evenly.errors import UserError
 from evenly.hardware.cluster import Cluster, Link, Rates
 from evenly.hardware.links import far_link
 
+_Field = tuple[Callable[[Any], bool], str]  # whether a value is one, and what to give
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) and value >= 0
+
+
+NUMBER: _Field = (_is_number, "give a number that is not negative")
+COUNT: _Field = (lambda value: type(value) is int and value >= 1, "give a whole number of at least 1")
+TRUTH: _Field = (lambda value: isinstance(value, bool), "give true or false")
+TEXT: _Field = (lambda value: isinstance(value, str) and '"' not in value, "give a word")
+FIELDS = {
+    "nodes": COUNT,
+    "devices": COUNT,
+    "kind": TEXT,
+    "backend": TEXT,
+    "network_gbit_per_s": NUMBER,
+    "network": TEXT,
+    "cards": COUNT,
+    "in_network": TRUTH,
+}
 HEAD = "see the head of evenly/hardware/cluster_file.py"
 
 
@@ -85,19 +106,18 @@ def read_cluster(path: Path) -> Cluster:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as problem:
         raise UserError(asked, str(problem), "make one with `evenly bench comm --save FILE`") from None
-    rate = content.get("network_gbit_per_s")
+    facts = {
+        name: _value(content.get(name), name, asked, field)
+        for name, field in FIELDS.items()
+        if name in content or name in ("nodes", "devices", "kind")
+    }
+    rate = facts.pop("network_gbit_per_s", None)
     cluster = Cluster(
-        nodes=_count(content, "nodes", asked),
-        devices=_count(content, "devices", asked),
-        kind=_text(content, "kind", asked),
-        backend=_text(content, "backend", asked) if "backend" in content else "",
+        **facts,
         links=_links(content, asked),
         rates=_rates(content, asked),
         own=_table(content, "device", asked),
-        network_bytes_per_s=None if rate is None else _number(content, "network_gbit_per_s", asked) * 1e9 / 8,
-        network=_text(content, "network", asked) if "network" in content else None,
-        cards=_count(content, "cards", asked) if "cards" in content else None,
-        in_network=_truth(content, "in_network", asked) if "in_network" in content else True,
+        network_bytes_per_s=None if rate is None else rate * 1e9 / 8,
     )
     if cluster.network is not None:
         far_link(cluster.network)
@@ -112,21 +132,23 @@ def _links(content: Mapping[str, Any], asked: str) -> dict[tuple[str, int], Link
             if not ranks.isdecimal():
                 raise UserError(asked, f"{where} does not end in a number of ranks", "write it as links.all_reduce.2")
             table = _table({where: numbers}, where, asked)
-            alpha_s, beta = (_number(table, name, asked, f"{where}.") for name in ("alpha_s", "beta_s_per_byte"))
-            links[operation, int(ranks)] = Link(alpha_s, beta)
+            alpha_s, beta = (
+                _value(table.get(name), f"{where}.{name}", asked, NUMBER) for name in ("alpha_s", "beta_s_per_byte")
+            )
+            links[operation, int(ranks)] = Link(float(alpha_s), float(beta))
     return links
 
 
 def _rates(content: Mapping[str, Any], asked: str) -> Rates:
     table = _table(content, "rates", asked)
-    memory = _number(table, "memory", asked, "rates.") if "memory" in table else None
+    memory = float(_value(table["memory"], "rates.memory", asked, NUMBER)) if "memory" in table else None
     matmul: dict[str, dict[int, float]] = {}
     for precision, by_size in _table(table, "matmul", asked).items():
         where = f"rates.matmul.{precision}"
         sizes = _table({where: by_size}, where, asked)
         if wrong := [size for size in sizes if not size.isdecimal()]:
             raise UserError(asked, f"{where} has {', '.join(wrong)}", "name each rate by its n, a whole number")
-        matmul[precision] = {int(size): _number(sizes, size, asked, f"{where}.") for size in sizes}
+        matmul[precision] = {int(n): float(_value(sizes[n], f"{where}.{n}", asked, NUMBER)) for n in sizes}
     return Rates(matmul=matmul, memory=memory)
 
 
@@ -137,29 +159,8 @@ def _table(content: Mapping[str, Any], name: str, asked: str) -> dict[str, Any]:
     return value
 
 
-def _number(content: Mapping[str, Any], name: str, asked: str, where: str = "") -> float:
-    value = content.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (isfinite(value) and value >= 0):
-        raise UserError(asked, f"{where}{name} is {value!r}", "give a number that is not negative")
-    return float(value)
-
-
-def _count(content: Mapping[str, Any], name: str, asked: str) -> int:
-    value = content.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(asked, f"{name} is {value!r}", "give a whole number of at least 1")
-    return value
-
-
-def _truth(content: Mapping[str, Any], name: str, asked: str) -> bool:
-    value = content.get(name)
-    if not isinstance(value, bool):
-        raise UserError(asked, f"{name} is {value!r}", "give true or false")
-    return value
-
-
-def _text(content: Mapping[str, Any], name: str, asked: str) -> str:
-    value = content.get(name)
-    if not isinstance(value, str) or '"' in value:
-        raise UserError(asked, f"{name} is {value!r}", "give a word")
+def _value(value: Any, name: str, asked: str, field: _Field) -> Any:
+    fits, do = field
+    if not fits(value):
+        raise UserError(asked, f"{name} is {value!r}", do)
     return value

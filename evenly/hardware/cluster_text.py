@@ -2,7 +2,7 @@
 
 [NODESx][DEVICESx]KIND[@GBITS[NETWORK]]    devices of a node; without NODES as many nodes as the kind needs
 local                                      the devices of this machine
-FILE.toml                                  see clusterfile.py
+FILE.toml                                  see cluster_file.py
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NETWORK = re.compile(r"(\d+(?:\.\d+)?)([a-z]+)?", re.IGNORECASE)
 
 
 def parse_cluster(text: str) -> Cluster:
-    """The cluster that `text` tells. Raises `UserError` for what is none, for an unknown device with the nearest names.
+    """The cluster that `text` describes. Raises `UserError`, with the nearest names for an unknown device.
 
     The number of nodes may be left out: 64xH100 is eight nodes of eight, since none is sold with more.
     """

@@ -90,7 +90,7 @@ def device_names() -> list[str]:
 def register_device(name: str, facts: Mapping[str, Any]) -> None:
     """Adds a kind of device, with facts in the words of devices.toml; `names` may be left out.
 
-    Raises `UserError` for a name that is taken, and for what is missing or no such fact.
+    Raises `UserError` for a name that exists, and for what is missing or no such fact.
     """
     asked = f"register the device {name!r}"
     if known_device(name) is not None:

@@ -64,24 +64,21 @@ def fabric_of(
     reduces = in_network and "in_network" in near
     # More devices than a node is sold with, as in a DGX-2, are joined by switches.
     mesh = near["topology"] == "mesh" and per_domain <= device.domain
+    hops = ("hop_us", "tree_hop_us", "quick_hop_us")
+    in_seconds = {name.removesuffix("us") + "s": near[name] / 1e6 for name in ("base_us", *hops, "fill_us")}
+    far_in_seconds = {"far_" + name.removesuffix("us") + "s": far[name] / 1e6 for name in hops}
     return Fabric(
         ring_rate=near["ring"] * device.link_bytes_per_s,
         peers=per_domain - 1 if mesh else 0,
-        base_s=near["base_us"] / 1e6,
-        hop_s=near["hop_us"] / 1e6,
-        tree_hop_s=near["tree_hop_us"] / 1e6,
-        quick_hop_s=near["quick_hop_us"] / 1e6,
         quick_share=near["quick_share"],
-        fill_s=near["fill_us"] / 1e6,
         in_network_rate=near["in_network"] * device.link_bytes_per_s if reduces else 0.0,
         in_network_most=near["in_network_most"] * device.link_bytes_per_s if reduces else 0.0,
         in_network_s=near.get("in_network_us", 0.0) / 1e6,
         in_network_fill_s=near.get("in_network_fill_us", 0.0) / 1e6,
         domain_rate=per_device * per_domain,
         card_rate=per_device / cards_per_device,
-        far_hop_s=far["hop_us"] / 1e6,
-        far_tree_hop_s=far["tree_hop_us"] / 1e6,
-        far_quick_hop_s=far["quick_hop_us"] / 1e6,
+        **in_seconds,
+        **far_in_seconds,
     )
 
 

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from evenly.errors import EvenlyError, UserError, step_of
+from evenly.errors import EvenlyError, UserError, place_of, step_of
 from evenly.launch.environment import become_environment, process_environment
 from evenly.observe.recorder import RankRecord, read, waits_since_s
 
@@ -349,14 +349,4 @@ def _words(error: BaseException) -> tuple[str, str, str]:
     found = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if _kind(error) == "peer":
         return "", f"it lost another rank ({found})", "look at the ranks of the other nodes"
-    place = _place(error)
-    return "", (f"{found} ({place})" if place else found), ""
-
-
-def _place(error: BaseException) -> str:
-    """file:line of the innermost frame of the user's own code, of the innermost of all if there is none."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = Path(__file__).parents[1]
-    own = [f for f in frames if "site-packages" not in f.filename and not Path(f.filename).is_relative_to(ours)]
-    frame = (own or frames)[-1] if frames else None
-    return f"{Path(frame.filename).name}:{frame.lineno}" if frame else ""
+    return "", f"{found}{place_of(error)}", ""

@@ -19,9 +19,10 @@ from typing import Self
 
 import psutil
 
+from evenly.errors import is_users
 from evenly.launch.rank import LaunchFolder, end_rank
 from evenly.observe.diagnosis import Diagnosis, explain
-from evenly.observe.recorder import RankRecord, is_users
+from evenly.observe.recorder import RankRecord
 
 MOST_BETWEEN_LOOKS_S = 5.0  # a tenth of the limit where that is less
 STACKS_TIMEOUT_S = 1.0  # of one process

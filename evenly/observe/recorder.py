@@ -19,7 +19,6 @@ import json
 import mmap
 import struct
 import sys
-import sysconfig
 import threading
 import time
 from dataclasses import dataclass
@@ -27,6 +26,8 @@ from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
+
+from evenly.errors import EVENLY, is_users
 
 ENTRIES = 256
 SLOT_BYTES = 640
@@ -39,9 +40,7 @@ _TIME = struct.Struct("<d")
 _LEFT_AT = struct.calcsize("<QQd")
 LONGEST_TEXT = SLOT_BYTES - _ENTRY.size
 
-OURS = str(Path(__file__).parents[1])
-_TALKING = (str(Path(OURS, "comm")), str(Path(OURS, "observe")))
-_LIBRARIES = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+_TALKING = (str(Path(EVENLY, "comm")), str(Path(EVENLY, "observe")))
 
 
 class CollectiveCall(NamedTuple):
@@ -141,7 +140,7 @@ class Recorder:
             frame = users_frame(frame) or frame
             if id(frame) != self._frame:
                 self._frame, self._since_s = id(frame), time.time()
-            self._beat(place_of(frame), "running")
+            self._beat(frame_place(frame), "running")
             del frame  # it keeps its locals alive
 
     def _beat(self, where: str, state: str) -> None:
@@ -216,13 +215,7 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-@lru_cache(maxsize=4096)
-def is_users(filename: str) -> bool:
-    """Whether a source file is the user's own: neither of this package nor of a library."""
-    return not (filename.startswith((OURS, "<")) or "site-packages" in filename or filename.startswith(_LIBRARIES))
-
-
-def place_of(frame: FrameType | None) -> str:
+def frame_place(frame: FrameType | None) -> str:
     """`Lines.__getitem__ (data.py:31)`; '' without a frame."""
     if frame is None:
         return ""
@@ -244,4 +237,4 @@ def here() -> str:
         frame = caller
         while frame.f_back is not None and frame.f_code.co_filename.startswith(_TALKING):
             frame = frame.f_back
-    return place_of(frame)
+    return frame_place(frame)

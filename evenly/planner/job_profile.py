@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from evenly.comm.fake import fake_collectives, fake_group
+from evenly.comm.fake import fake_group
 from evenly.data.loader import Loader, Microbatch, Share, share_of_step
 from evenly.data.nest import tensors_in
 from evenly.engine.build import build_model, call_job, choose_kernels
@@ -194,7 +194,6 @@ class _Changes:
                 recomputed = find_recomputed(model, blocks)
                 stack.callback(WrappedForwards(recomputed, [change], asked=f"recompute={plan.recompute}").close)
             if plan.tensor.active:
-                stack.enter_context(fake_collectives(self.said.append))
                 self._axis = self._split(model, stack).axis
             yield
 
@@ -206,7 +205,7 @@ class _Changes:
         split = SplitModel(
             model,
             self.reader.layouts(plan),
-            fake_group("tensor", plan.tensor.size),
+            fake_group("tensor", plan.tensor.size, self.said.append),
             sequence=plan.tensor.sequence_parallel,
             recomputed=plan.recompute == "selective",
         )

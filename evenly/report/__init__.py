@@ -1,1 +1,1 @@
-"""SHOWING: from what a command measured or a run left to text and pictures; imports no engine."""
+"""Reports: from what a command measured, or a run recorded, to text and pictures; imports no engine."""

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from evenly.report.page import document, heading, picture, table
+from evenly.report.page import document, heading, table
+from evenly.report.pictures import curves
 
 Row = Mapping[str, Any]
 
 
 def size_in_words(size_bytes: float) -> str:
-    """1048576 -> '1 MiB'."""
+    """1048576 -> '1 MiB'; no power of ten where there are thousands of GiB."""
     for unit in ("B", "KiB", "MiB"):
         if size_bytes < 999.5:  # beyond, three digits are not enough
             return f"{size_bytes:.3g} {unit}"
         size_bytes /= 1024
-    return f"{size_bytes:.3g} GiB"
+    return f"{size_bytes:,.0f} GiB" if size_bytes >= 999.5 else f"{size_bytes:.3g} GiB"
 
 
 def time_in_words(seconds: float) -> str:
@@ -24,7 +25,7 @@ def time_in_words(seconds: float) -> str:
     for factor, unit in ((1e6, "us"), (1e3, "ms")):
         if seconds * factor < 1000:
             return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds:.3g} s"
+    return f"{seconds:,.0f} s" if seconds >= 999.5 else f"{seconds:.3g} s"
 
 
 def fit_rows(bench: Row) -> list[tuple[str, str, str, str, str]]:
@@ -46,8 +47,8 @@ def page(bench: Row) -> str:
     """One self-contained HTML file: time and bus bandwidth over size, and both tables."""
     return document(
         f"How fast ranks talk: {bench['ranks']} ranks, {bench['link']}",
-        _picture(bench, "seconds", "time, s", script=True),
-        _picture(bench, "bus_bandwidth", "bus bandwidth, bytes/s", script=False),
+        _picture(bench, "seconds", "time, s"),
+        _picture(bench, "bus_bandwidth", "bus bandwidth, bytes/s"),
         heading("alpha + beta x size"),
         table(FIT_HEADS, fit_rows(bench)),
         heading("Measured"),
@@ -77,15 +78,8 @@ def _of(bench: Row, operation: str) -> list[Row]:
     return [row for row in bench["measured"] if row["operation"] == operation]
 
 
-def _picture(bench: Row, value: str, label: str, *, script: bool) -> str:
-    from plotly import graph_objects  # half a second
-
-    figure = graph_objects.Figure()
-    for operation in dict.fromkeys(row["operation"] for row in bench["measured"]):
-        rows = _of(bench, operation)
-        figure.add_scatter(
-            x=[row["size_bytes"] for row in rows], y=[row[value] for row in rows], name=operation, mode="lines+markers"
-        )
-    figure.update_xaxes(type="log", title="size, bytes")
-    figure.update_yaxes(type="log", title=label)
-    return picture(figure, script=script)
+def _picture(bench: Row, value: str, label: str) -> Any:
+    operations = dict.fromkeys(row["operation"] for row in bench["measured"])
+    rows = {operation: _of(bench, operation) for operation in operations}
+    points = {name: ([row["size_bytes"] for row in of], [row[value] for row in of]) for name, of in rows.items()}
+    return curves(points, x="size, bytes", y=label, log=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from html import escape
 from itertools import groupby
+from typing import Any
 
 from evenly.plan import Plan
 from evenly.plan.orders import compute_orders
@@ -16,23 +17,14 @@ from evenly.planner.request import PlanRequest
 from evenly.planner.time import StageTime, stage_times
 from evenly.planner.timeline import Costs, Orders, Timeline, simulate
 from evenly.planner.training_config import TrainingConfig
-from evenly.report.bars import StackedBar, drawing, stacked
-from evenly.report.gantt import ROW, legend, rows
+from evenly.report.comm import size_in_words, time_in_words
 from evenly.report.page import document, heading, table
-from evenly.report.plans import common, duration, heads, plan_rows, reasons, short, size, title
-
-LEFT, WIDTH = 60, 760
-
-STYLE = (
-    ":root{color-scheme:light dark}body{background:Canvas;color:CanvasText}"
-    "svg{display:block;max-width:100%;height:auto}svg text{fill:currentColor}svg g text{fill:#111}"
-    "table{font-size:13px}td{vertical-align:top}td:nth-child(2),th:nth-child(2),td:last-child,th:last-child"
-    "{text-align:left}tr{border-top:1px solid #8885}pre{white-space:pre-wrap}"
-)
+from evenly.report.pictures import StackedBar, schedule, stacked
+from evenly.report.plans import common, heads, plan_rows, reasons, short, title
 
 
 def page(model: str, devices: str, plans: Sequence[Prediction], timeline: Timeline, *, assumed: bool) -> str:
-    """The page; `timeline`: the first plan's schedule with a few microbatches. Without scripts, and asks no network."""
+    """The page; `timeline`: the first plan's schedule with a few microbatches. It asks no network."""
     best = plans[0]
     return document(
         f"{model} on {devices}",
@@ -45,25 +37,24 @@ def page(model: str, devices: str, plans: Sequence[Prediction], timeline: Timeli
         _times(plans),
         heading("The schedule"),
         f"<p>{_of_schedule(best, timeline)}</p>",
-        _schedule(timeline),
-        style=STYLE,
+        schedule([(range(timeline.ranks), timeline)], longest_s=timeline.makespan_s),
     )
 
 
-def _memory(one: Prediction) -> str:
+def _memory(one: Prediction) -> Any:
     """A bar for every run of ranks that hold the same."""
     bars: list[StackedBar] = []
     for memory, numbers in groupby(range(len(one.memory)), key=one.memory.__getitem__):
         ranks = [*numbers]
         label = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
         bars.append(StackedBar(label, asdict(memory)))
-    return stacked(bars, size, words="memory by cause", limit=one.limit_bytes)
+    return stacked(bars, size_in_words, limit=one.limit_bytes)
 
 
-def _times(plans: Sequence[Prediction]) -> str:
-    said = common(plans)
-    bars = [StackedBar(f"{number}. {short(one.plan, said)}", asdict(one.time)) for number, one in enumerate(plans, 1)]
-    return stacked(bars, duration, words="time of a step by cause")
+def _times(plans: Sequence[Prediction]) -> Any:
+    above = common(plans)
+    bars = [StackedBar(f"{number}. {short(one.plan, above)}", asdict(one.time)) for number, one in enumerate(plans, 1)]
+    return stacked(bars, time_in_words)
 
 
 def _of_schedule(best: Prediction, timeline: Timeline) -> str:
@@ -72,16 +63,8 @@ def _of_schedule(best: Prediction, timeline: Timeline) -> str:
     return (
         f"Plan 1 on {ranks}, with {shown} microbatches, the number of each in its box (paler: a rank's later stages); "
         "messages, the reduction of gradients and the update are left out: "
-        f"{duration(timeline.makespan_s)} of a step of {duration(best.step_s)}"
+        f"{time_in_words(timeline.makespan_s)} of a step of {time_in_words(best.step_s)}"
     )
-
-
-def _schedule(timeline: Timeline) -> str:
-    pixels_per_s = WIDTH / timeline.makespan_s if timeline.makespan_s else 0.0
-    labels = [f"rank {rank}" for rank in range(timeline.ranks)]
-    parts = legend({span.kind for span in timeline.spans}, x=LEFT, y=4)
-    parts += rows(timeline, labels, x=LEFT, y=26, pixels_per_s=pixels_per_s)
-    return drawing(LEFT + WIDTH + 4, 26 + ROW * timeline.ranks + 4, parts, words="schedule of the first plan")
 
 
 ROUNDS = 2  # microbatches per rank: a schedule fills up, and empties

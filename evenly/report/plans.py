@@ -14,9 +14,9 @@ from evenly.plan.plan import in_words
 from evenly.planner.prediction import MemoryByCause, Prediction, TimeByCause
 from evenly.report.comm import size_in_words, time_in_words
 
-# Causes that follow from the model and the device, which nobody asks to take less.
+# Causes that follow from the model and the device, which no advice asks to reduce.
 GIVEN = ("matmul", "attention")
-# Said once above the table where all plans have it in common.
+# Printed once above the table where all plans have it in common.
 COMMON = ("precision", "exact", "compile", "offload")
 LEAST_SHARE = 0.005  # of a whole, for a part of it to be named
 MOST_LESS = 0.75  # of a cause, for it to be worth saying that so much less of it would change the order
@@ -25,60 +25,45 @@ MOST_LESS = 0.75  # of a cause, for it to be worth saying that so much less of i
 # --- numbers in words ----------------------------------------------------------------------------------
 
 
-def size(size_bytes: float) -> str:
-    """As `size_in_words`, without a power of ten where there are thousands of GiB."""
-    return f"{size_bytes / 2**30:,.0f} GiB" if size_bytes >= 999.5 * 2**30 else size_in_words(size_bytes)
-
-
-def duration(seconds: float) -> str:
-    """As `time_in_words`, without a power of ten where there are thousands of seconds."""
-    return f"{seconds:,.0f} s" if seconds >= 999.5 else time_in_words(seconds)
-
-
 def by_cause(parts: MemoryByCause | TimeByCause) -> dict[str, float]:
     """Cause -> how much of it, largest first."""
     return dict(sorted(asdict(parts).items(), key=lambda cause: -cause[1]))
 
 
-def _shown(amounts: Mapping[str, float], most: int | None = None) -> list[str]:
+def _main_causes(amounts: Mapping[str, float], most: int | None = None) -> list[str]:
     """The largest causes that are worth a word."""
     whole = sum(amounts.values())
     return [cause for cause, amount in amounts.items() if amount >= LEAST_SHARE * whole and amount > 0][:most]
 
 
-def devices_of(one: Prediction) -> int:
-    """How many devices its plan uses."""
-    return one.plan.devices
-
-
 def rate_per_device(one: Prediction) -> float:
     """Tokens per second of a device; samples where these are no sequences."""
-    return (one.tokens or one.samples) / one.step_s / devices_of(one)
+    return (one.tokens or one.samples) / one.step_s / one.plan.devices
 
 
 # --- the table -----------------------------------------------------------------------------------------
 
 
 def common(plans: Sequence[Prediction]) -> dict[str, Any]:
-    """What all plans have in common of what is said above the table."""
+    """What all plans have in common of what is printed above the table."""
     words = [one.plan.words for one in plans] or [{}]
     return {key: value for key in COMMON if (value := words[0].get(key)) and all(w.get(key) == value for w in words)}
 
 
-def short(plan: Plan, said: Mapping[str, Any]) -> str:
-    """The plan's text without where it is cut and without what is `said` elsewhere."""
+def short(plan: Plan, common_words: Mapping[str, Any]) -> str:
+    """The plan's text without where it is cut and without the `common_words` printed elsewhere."""
     return " ".join(
-        f"{key}={in_words(value)}" for key, value in plan.words.items() if key not in {*said, "split_points"}
+        f"{key}={in_words(value)}" for key, value in plan.words.items() if key not in {*common_words, "split_points"}
     )
 
 
 def title(model: str, devices: str, plans: Sequence[Prediction], *, assumed: bool) -> str:
-    """What is asked, and what all plans have in common; `assumed`: nobody stated the batch."""
+    """What is asked, and what all plans have in common; `assumed`: no batch was stated."""
     one = plans[0]
     batch = f"{one.samples:,} sample{'s' * (one.samples != 1)}" + (f" ({one.tokens:,} tokens)" if one.tokens else "")
-    said = "".join(f", {key}={value}" for key, value in common(plans).items())
+    common_words = "".join(f", {key}={value}" for key, value in common(plans).items())
     return (
-        f"{model} on {devices}, {size(one.limit_bytes)} per device{said};\n"
+        f"{model} on {devices}, {size_in_words(one.limit_bytes)} per device{common_words};\n"
         f"a step of {batch}{', assumed: --global-batch sets it' if assumed else ''}"
     )
 
@@ -93,15 +78,15 @@ def heads(plans: Sequence[Prediction]) -> tuple[str, ...]:
 
 def plan_rows(plans: Sequence[Prediction]) -> list[tuple[str, ...]]:
     """A row per plan, in the order of `heads`."""
-    said = common(plans)
+    common_words = common(plans)
     return [
         (
             str(number),
-            short(one.plan, said),
-            size(one.peak_bytes),
+            short(one.plan, common_words),
+            size_in_words(one.peak_bytes),
             f"{one.peak_bytes / one.limit_bytes:.0%}",
             _worst(one),
-            duration(one.step_s),
+            time_in_words(one.step_s),
             _rate(rate_per_device(one)),
             f"{one.mfu:.1%}",
             f"{one.bubble:.1%}",
@@ -123,7 +108,7 @@ def _rate(rate: float) -> str:
 def _largest(time: TimeByCause) -> str:
     """The cause that takes most of a step."""
     amounts = by_cause(time)
-    return "\n".join(f"{cause} {amounts[cause] / time.step_s:.0%}" for cause in _shown(amounts, 2))
+    return "\n".join(f"{cause} {amounts[cause] / time.step_s:.0%}" for cause in _main_causes(amounts, 2))
 
 
 # --- why -----------------------------------------------------------------------------------------------
@@ -138,8 +123,8 @@ def _of_the_best(best: Prediction) -> list[str]:
     time, memory = by_cause(best.time), by_cause(best.memory[best.worst])
     where = "every rank" if _worst(best) == "all" else f"rank {best.worst} of the pipeline"
     return [
-        f"1. time: {', '.join(f'{cause} {duration(time[cause])}' for cause in _shown(time))}",
-        f"   memory of {where}: {', '.join(f'{cause} {size(memory[cause])}' for cause in _shown(memory))}",
+        f"1. time: {', '.join(f'{cause} {time_in_words(time[cause])}' for cause in _main_causes(time))}",
+        f"   memory of {where}: {', '.join(f'{name} {size_in_words(memory[name])}' for name in _main_causes(memory))}",
         f"   in full: {best.plan}",
     ]
 
@@ -148,7 +133,7 @@ def _against(best: Prediction, other: Prediction, number: int) -> str:
     """How another plan compares with the first, and what would have to change for it to win."""
     more = other.step_s - best.step_s
     lost = differences(best, other)
-    words = [f"{cause} {'+' if seconds > 0 else '-'}{duration(abs(seconds))}" for cause, seconds in lost.items()]
+    words = [f"{cause} {'+' if seconds > 0 else '-'}{time_in_words(abs(seconds))}" for cause, seconds in lost.items()]
     line = f"{number}. {_compared(best, other)}{': ' * bool(words)}{', '.join(words[:4])}"
     return line + (_to_win(lost, other, more) if more > 0 else "")
 
@@ -168,16 +153,18 @@ def _compared(best: Prediction, other: Prediction) -> str:
     share, room = other.step_s / best.step_s - 1, other.peak_bytes - best.peak_bytes
     if abs(share) < 0.0005:
         same = abs(room) < 0.0005 * best.peak_bytes
-        return "as fast" if same else f"as fast, with {size(abs(room))} {'more' if room > 0 else 'less'} memory"
+        return (
+            "as fast" if same else f"as fast, with {size_in_words(abs(room))} {'more' if room > 0 else 'less'} memory"
+        )
     return f"{abs(share):.1%} {'slower' if share > 0 else 'faster'}"
 
 
 def _to_win(lost: Mapping[str, float], other: Prediction, more: float) -> str:
     """The term by which `other` loses most and that alone could make it win, and how much less it would have to be."""
     for cause, seconds in lost.items():
-        taken = getattr(other.time, cause)
-        if seconds > 0 and more <= MOST_LESS * taken and cause not in GIVEN:
-            return f"; would win with {more / taken:.0%} less time of {cause}"
+        total = getattr(other.time, cause)
+        if seconds > 0 and more <= MOST_LESS * total and cause not in GIVEN:
+            return f"; would win with {more / total:.0%} less time of {cause}"
     return ""
 
 
@@ -188,10 +175,10 @@ def shortage(nearest: Prediction) -> str:
     """What a plan that does not fit needs more than there is, and what takes it."""
     amounts = by_cause(nearest.memory[nearest.worst])
     where = "a rank" if _worst(nearest) == "all" else f"rank {nearest.worst} of its pipeline"
-    causes = ", ".join(f"{cause} {size(amounts[cause])}" for cause in _shown(amounts, 4))
+    causes = ", ".join(f"{cause} {size_in_words(amounts[cause])}" for cause in _main_causes(amounts, 4))
     return (
-        f"nearest is {short(nearest.plan, common([nearest]))}: {where} needs {size(nearest.peak_bytes)} of "
-        f"{size(nearest.limit_bytes)} ({causes})"
+        f"nearest is {short(nearest.plan, common([nearest]))}: {where} needs {size_in_words(nearest.peak_bytes)} of "
+        f"{size_in_words(nearest.limit_bytes)} ({causes})"
     )
 
 
@@ -218,7 +205,7 @@ def _as_json(one: Prediction) -> dict[str, Any]:
     worst = one.memory[one.worst]
     return {
         "plan": str(one.plan),
-        "devices": devices_of(one),
+        "devices": one.plan.devices,
         "fits": one.fits,
         "memory_bytes": _memory_as_json(worst),
         "limit_bytes": one.limit_bytes,

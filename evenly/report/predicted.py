@@ -10,8 +10,8 @@ from typing import Any, TypeGuard, cast
 from evenly.report.page import heading, table
 from evenly.report.run import RunSummary
 
-# A column of the table -> what is predicted of it, and what of the counted tensors is held against that. Whole
-# parameters that zero=3 gathers are counted as parameters, and the wider sums of gradients besides these.
+# A column of the table -> what is predicted of it, and what of the counted tensors is compared with that. Whole
+# parameters that zero=3 gathers are counted as parameters, and the wider sums of gradients with these.
 COLUMNS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "parameters, gathered": (("parameters", "gathered"), ("parameters",)),
     "gradients": (("gradients",), ("gradients", "sums")),
@@ -62,7 +62,7 @@ def _are_amounts(value: Any) -> TypeGuard[dict[str, float]]:
 
 def step_rows(run: RunSummary, predicted: Predicted) -> list[tuple[str, ...]]:
     """Time of a step and memory of the fullest device, each next to what was measured; causes of the time below it."""
-    # What a rank has taken is measured without what its device's driver takes.
+    # The memory of a rank is measured without what its device's driver takes.
     peak = max(rank.get("peak", 0) - rank.get("context", 0) for rank in predicted.memory) / 2**20
     step_s = samples_per_s = measured = None
     if run.steps:
@@ -71,14 +71,14 @@ def step_rows(run: RunSummary, predicted: Predicted) -> list[tuple[str, ...]]:
         measured = max(max(row["memory_bytes"]) for row in run.steps) / 2**20
     causes = sorted(predicted.time_s.items(), key=lambda cause: -cause[1])
     return [
-        ("seconds per step", *_beside(predicted.step_s, step_s, ".4g")),
+        ("seconds per step", *_compared(predicted.step_s, step_s, ".4g")),
         *((f"  {cause}", f"{seconds:.4g}", "", "") for cause, seconds in causes if seconds),
-        ("samples per second", *_beside(predicted.samples_per_s, samples_per_s, ",.1f")),
-        ("largest peak of a rank, MiB", *_beside(peak, measured, ",.0f")),
+        ("samples per second", *_compared(predicted.samples_per_s, samples_per_s, ",.1f")),
+        ("largest peak of a rank, MiB", *_compared(peak, measured, ",.0f")),
     ]
 
 
-def _beside(predicted: float, measured: float | None, form: str) -> tuple[str, str, str]:
+def _compared(predicted: float, measured: float | None, form: str) -> tuple[str, str, str]:
     if measured is None:
         return f"{predicted:{form}}", "", ""
     return f"{predicted:{form}}", f"{measured:{form}}", f"{measured / predicted:.3f}" if predicted else ""

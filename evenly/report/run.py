@@ -1,4 +1,4 @@
-"""What a run's folder tells: its course, and where the memory of every device went."""
+"""What a run's folder records: losses and times by step, and where the memory of every device went."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Any
 from evenly.errors import UserError
 from evenly.observe.progress import imbalance
 from evenly.observe.run_folder import RunFolder
-from evenly.report.page import document, heading, picture, table
+from evenly.report.comm import size_in_words
+from evenly.report.page import document, heading, table
+from evenly.report.pictures import StackedBar, curves, stacked
 
 Row = Mapping[str, Any]
 
@@ -22,12 +24,12 @@ MEMORY_HEADS = ("device", *CATEGORIES, "all, MiB", "of the mean")
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A run as its folder tells it.
+    """A run as its folder records it.
 
     plan:   what is in plan.json.
     steps:  a record per step, without those that a resumed run did again.
     evaluations: records with an evaluation loss.
-    memory: bytes by category of each device, rank by rank, at the moment when it held most; empty where they were not
+    memory: bytes by category of each device, rank by rank, at its peak; empty where they were not
             counted.
     """
 
@@ -130,49 +132,27 @@ def balance(memory: Sequence[Mapping[str, int]]) -> str:
     return f"largest / mean {imbalance(memory):.3f}"
 
 
-def page(run: RunSummary, *sections: str) -> str:
-    """One self-contained HTML file: the course in pictures, the memory of every device, and further `sections`."""
-    parts = [table((), course_rows(run))]
+def page(run: RunSummary, *sections: Any) -> str:
+    """One self-contained HTML file: losses and times as curves, the memory of every device, and further `sections`."""
+    parts: list[Any] = [table((), course_rows(run))]
     if run.steps:
         parts += [heading("Loss"), _losses(run), heading("Seconds per step"), _seconds(run)]
     if run.memory:
-        parts += [heading(f"What tensors take at the peak of each device: {balance(run.memory)}"), _memory(run.memory)]
-        parts += [table(MEMORY_HEADS, memory_rows(run.memory))]
+        bars = [StackedBar(f"device {number}", device) for number, device in enumerate(run.memory)]
+        parts += [heading(f"What tensors take at the peak of each device: {balance(run.memory)}")]
+        parts += [stacked(bars, size_in_words), table(MEMORY_HEADS, memory_rows(run.memory))]
     return document(f"{run.plan.get('job')}, {run.plan.get('plan')}", *parts, *sections)
 
 
-def _losses(run: RunSummary) -> str:
-    from plotly import graph_objects  # half a second
-
-    figure = graph_objects.Figure()
-    figure.add_scatter(x=[r["step"] for r in run.steps], y=[r["loss"] for r in run.steps], name="training")
-    x, y = [r["step"] for r in run.evaluations], [r["eval_loss"] for r in run.evaluations]
-    figure.add_scatter(x=x, y=y, name="evaluation", mode="lines+markers")
-    figure.update_xaxes(title="step")
-    return picture(figure, script=True)
+def _losses(run: RunSummary) -> Any:
+    training = [r["step"] for r in run.steps], [r["loss"] for r in run.steps]
+    evaluation = [r["step"] for r in run.evaluations], [r["eval_loss"] for r in run.evaluations]
+    return curves({"training": training, "evaluation": evaluation}, x="step")
 
 
-def _seconds(run: RunSummary) -> str:
-    from plotly import graph_objects
-
-    figure = graph_objects.Figure()
-    figure.add_scatter(x=[r["step"] for r in run.steps], y=[r["step_s"] for r in run.steps], mode="markers")
-    figure.update_xaxes(title="step")
-    figure.update_yaxes(rangemode="tozero")
-    return picture(figure, script=False)
-
-
-def _memory(memory: Sequence[Mapping[str, int]]) -> str:
-    from plotly import graph_objects
-
-    figure = graph_objects.Figure()
-    for category in CATEGORIES:
-        sizes = [device.get(category, 0) / 2**20 for device in memory]
-        figure.add_bar(x=[*range(len(memory))], y=sizes, name=category)
-    figure.update_layout(barmode="stack")
-    figure.update_xaxes(title="device, rank by rank", dtick=1)
-    figure.update_yaxes(title="MiB")
-    return picture(figure, script=False)
+def _seconds(run: RunSummary) -> Any:
+    steps = [r["step"] for r in run.steps], [r["step_s"] for r in run.steps]
+    return curves({"seconds": steps}, x="step", mode="markers").update_yaxes(rangemode="tozero")
 
 
 def _number(value: float | None) -> str:

@@ -7,11 +7,11 @@ clock. A span of a receive is the wait for it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from evenly.errors import UserError
 from evenly.observe.run_folder import RunFolder
@@ -37,15 +37,14 @@ class RecordedPipeline:
         return [*zip(*(at[position] for position in sorted(at)), strict=False)]
 
 
-@dataclass(frozen=True)
-class _Record:
+class _Record(NamedTuple):
     step: int
     position: int
     span: Span
 
 
 def read_recorded(folder: Path) -> RecordedPipeline | None:
-    """What lies in `folder`/timeline; None where nothing does. Raises `UserError` for files of another kind."""
+    """The recorded spans of the run in `folder`; None without any. Raises `UserError` for files of another kind."""
     files = [records for path in RunFolder(folder).timelines() if (records := _read(path))]
     if not files:
         return None
@@ -71,12 +70,14 @@ def _record(value: Any, stem: str) -> _Record:
     if not isinstance(value, dict):
         raise ValueError("no JSON object")
     step, rank, position, stage, microbatch = (
-        _whole(value, name) for name in ("step", "rank", "position", "stage", "microbatch")
+        _checked(value, name, lambda number: isinstance(number, int) and number >= 0)
+        for name in ("step", "rank", "position", "stage", "microbatch")
     )
-    kind: Any = value.get("kind")
-    begin_s, end_s = _seconds(value, "begin_s"), _seconds(value, "end_s")
-    if kind not in get_args(Kind):
-        raise ValueError(f"kind is {kind!r}")
+    begin_s, end_s = (
+        float(_checked(value, name, lambda number: isinstance(number, int | float) and isfinite(number)))
+        for name in ("begin_s", "end_s")
+    )
+    kind = _checked(value, "kind", lambda kind: kind in get_args(Kind))
     if end_s < begin_s:
         raise ValueError("it ends before it begins")
     if stem != f"rank{rank}":
@@ -84,18 +85,11 @@ def _record(value: Any, stem: str) -> _Record:
     return _Record(step, position, Span(rank, kind, stage, microbatch, begin_s, end_s))
 
 
-def _whole(value: Row, name: str) -> int:
-    number = value.get(name)
-    if not isinstance(number, int) or number < 0:
-        raise ValueError(f"{name} is {number!r}")
-    return number
-
-
-def _seconds(value: Row, name: str) -> float:
-    number = value.get(name)
-    if not isinstance(number, int | float) or not isfinite(number):
-        raise ValueError(f"{name} is {number!r}")
-    return float(number)
+def _checked(value: Row, name: str, fits: Callable[[Any], bool]) -> Any:
+    found = value.get(name)
+    if not fits(found):
+        raise ValueError(f"{name} is {found!r}")
+    return found
 
 
 def _by_step(records: Iterable[_Record]) -> dict[int, list[Span]]:

@@ -63,8 +63,8 @@ def abbreviated(texts: Iterable[str]) -> str:
     """Texts that differ in numbers of blocks as one, with * where they differ."""
     first, *others = texts
     numbers = [NUMBER.findall(first), *map(NUMBER.findall, others)]
-    shown = iter(found[0] if len({*found}) == 1 else "*" for found in zip(*numbers, strict=True))
-    return NUMBER.sub(lambda _: next(shown), first)
+    parts = iter(found[0] if len({*found}) == 1 else "*" for found in zip(*numbers, strict=True))
+    return NUMBER.sub(lambda _: next(parts), first)
 
 
 def _split(explanation: Row) -> list[str]:
@@ -93,13 +93,13 @@ def _group_row(groups: Sequence[Row], elements: int, split: set[str]) -> tuple[s
     for group in groups:
         for one in group["parameters"]:
             alike.setdefault(_layout(one), []).append(one["name"])
-    shown = (
+    names_of_kinds = (
         f"{abbreviated(names)}[{dim}]" + (f" {outer}x" if outer > 1 else "")
         for (_, dim, outer, *_), names in alike.items()
     )
     moved = (sum(group[key] for group in groups) for key in ("forward_bytes", "backward_bytes"))
     return (
-        "\n".join(shown),
+        "\n".join(names_of_kinds),
         str(len(groups)),
         str(first["parameters"][0]["units"]),
         f"{sum(group['elements'] for group in groups) / elements:.1%}",

@@ -1,4 +1,4 @@
-"""A pipeline's steps as run: held against their simulation, drawn, and as a trace.
+"""A pipeline's steps as run: compared with their simulation, drawn, and as a trace.
 
 Ranks with the stages of one replica of the model are a *group*; each is simulated with the mean times of its own
 stages and messages. What is shown is the step of median length.
@@ -15,12 +15,11 @@ from typing import Any
 from evenly.plan.schedule import COMPUTE, SCHEDULES, Action, Kind, Schedule
 from evenly.planner.timeline import Timeline, costs_of, ideal_bubble, simulate
 from evenly.report.comm import time_in_words
-from evenly.report.gantt import ROW, legend, rows, svg
 from evenly.report.page import heading, table
+from evenly.report.pictures import schedule as drawn
 from evenly.report.spans import RecordedPipeline, Row
 
 HEADS = ("rank", "stages", "busy", "bubble as run", "simulated", "in theory")
-LEFT, WIDTH = 60, 1000
 
 
 @dataclass(frozen=True)
@@ -154,28 +153,18 @@ def pipeline_rows(pipeline: PipelineView) -> list[tuple[str, ...]]:
     ]
 
 
-def section(pipeline: PipelineView) -> str:
-    """The step as a part of a page: as run, simulated, and both in numbers."""
-    longest = max(max(group.run.makespan_s, group.simulated.makespan_s) for group in pipeline.groups)
-    pixels_per_s = WIDTH / longest if longest else 0.0
-    return "".join(
-        [
-            heading(title(pipeline)),
-            "<p>As run: a row per rank, the number of the microbatch in its box</p>",
-            _drawn([(group.ranks, group.run) for group in pipeline.groups], pixels_per_s),
-            "<p>The same order with the mean times of every stage and message</p>",
-            _drawn([(group.ranks, group.simulated) for group in pipeline.groups], pixels_per_s),
-            table(HEADS, pipeline_rows(pipeline)),
-        ]
-    )
-
-
-def _drawn(groups: Sequence[tuple[Sequence[int], Timeline]], pixels_per_s: float) -> str:
-    y, parts = 26, legend({span.kind for _, timeline in groups for span in timeline.spans}, x=LEFT, y=4)
-    for ranks, timeline in groups:
-        parts += rows(timeline, [f"rank {rank}" for rank in ranks], x=LEFT, y=y, pixels_per_s=pixels_per_s)
-        y += ROW * len(ranks) + 8
-    return svg(LEFT + WIDTH + 4, y, parts)
+def section(pipeline: PipelineView) -> list[Any]:
+    """The step as parts of a page: as run, simulated, and both in numbers."""
+    groups = pipeline.groups
+    longest_s = max(max(group.run.makespan_s, group.simulated.makespan_s) for group in groups)
+    return [
+        heading(title(pipeline)),
+        "<p>As run: a row per rank, the number of the microbatch in its box</p>",
+        drawn([(group.ranks, group.run) for group in groups], longest_s=longest_s),
+        "<p>The same order with the mean times of every stage and message</p>",
+        drawn([(group.ranks, group.simulated) for group in groups], longest_s=longest_s),
+        table(HEADS, pipeline_rows(pipeline)),
+    ]
 
 
 def trace(recorded: RecordedPipeline) -> dict[str, Any]:

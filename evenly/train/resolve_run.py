@@ -15,9 +15,9 @@ import torch
 from evenly.checkpoint.folder import CheckpointFolder
 from evenly.checkpoint.manifest import Unsound
 from evenly.checkpoint.plain import decode
+from evenly.comm.collectives import gather_values
 from evenly.comm.connect import connect, disconnect, join, lay_out
 from evenly.comm.groups import Group
-from evenly.comm.operations import gather_values
 from evenly.comm.world import World
 from evenly.errors import EvenlyError, PlanError, UserError
 from evenly.job import Job

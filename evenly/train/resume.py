@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from evenly.checkpoint import resume
+from evenly.checkpoint import state
 from evenly.checkpoint.state import group_options, parameter_of, read_state, set_empty_groups
 from evenly.checkpoint.store import CheckpointStore, Snapshot
-from evenly.comm.operations import gather_values
+from evenly.comm.collectives import gather_values
 from evenly.engine.precision import LossScale
 from evenly.errors import ResumeError
 
@@ -25,7 +25,7 @@ def open_store(run: Run) -> CheckpointStore:
     """The checkpoints in the run's folder; an error if another run writes there."""
     assert run.out is not None
     store = CheckpointStore(run.out, run.world.group("files"))
-    store.claim()
+    store.lock()
     return store
 
 
@@ -50,7 +50,7 @@ def restore(run: Run, store: CheckpointStore) -> None:
     checkpoint = store.load()
     _check_rules(run, checkpoint.values)
     with run.state_as_saved():
-        resume.restore(checkpoint, run.model, run.optimizer, _parts(run, checkpoint.forms))
+        state.restore(checkpoint, run.model, run.optimizer, _parts(run, checkpoint.forms))
     _agree_on_groups(run)
     run.composed.gradients.all_gather_parameters()  # a rank has read its own pieces
     if run.schedule is not None:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from evenly.comm.collectives import gather_values
 from evenly.comm.connect import disconnect
 from evenly.comm.groups import Group
-from evenly.comm.operations import gather_values
 from evenly.comm.world import World
 from evenly.data.loader import Loader, Share, share_of_evaluation, share_of_step, worker_count
 from evenly.engine.assemble import build_and_compose

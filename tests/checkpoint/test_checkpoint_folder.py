@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from evenly.checkpoint.folder import CheckpointFolder, newest_sound, record_file
+from evenly.checkpoint.folder import CheckpointFolder, record_file
 from evenly.checkpoint.manifest import Manifest, Unsound
 from evenly.errors import CheckpointError
 
@@ -27,11 +27,11 @@ def names(folder: CheckpointFolder) -> list[str]:
 
 def test_a_step_is_seen_only_after_commit(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
-    assert folder.steps() == [] and newest_sound(tmp_path) is None
+    assert folder.steps() == [] and CheckpointFolder(tmp_path).newest_sound() is None
     folder.begin(10)
     assert folder.steps() == []
     put(folder, 10)
-    assert folder.steps() == [10] and newest_sound(tmp_path) == 10
+    assert folder.steps() == [10] and CheckpointFolder(tmp_path).newest_sound() == 10
     assert names(folder) == ["step-00000010"]
 
 
@@ -96,7 +96,7 @@ def test_whatever_is_wrong_with_the_files_is_said(tmp_path: Path, break_it, reas
     with pytest.raises(Unsound, match=reason):
         manifest = folder.manifest(2)
         folder.check_files(manifest, manifest.files)
-    assert newest_sound(tmp_path) == 1
+    assert CheckpointFolder(tmp_path).newest_sound() == 1
 
 
 def _link(path: Path) -> None:
@@ -124,7 +124,7 @@ def test_claim_removes_what_killed_runs_left(tmp_path: Path) -> None:
     folder.begin(2)
     (folder.partial(2) / FILE).write_bytes(b"half")
     (folder.checkpoints / ".removed-step-00000000").mkdir()
-    folder.claim().close()
+    folder.lock().close()
     assert names(folder) == [".lock", "step-00000001"]
 
 
@@ -133,7 +133,7 @@ import sys
 from pathlib import Path
 from evenly.checkpoint.folder import CheckpointFolder
 folder = CheckpointFolder(Path(sys.argv[1]))
-lock = folder.claim()
+lock = folder.lock()
 folder.begin(7)
 print("claimed", flush=True)
 sys.stdin.read()
@@ -147,10 +147,10 @@ def test_a_running_run_keeps_its_folder_and_a_killed_one_loses_it(tmp_path: Path
     with other:
         assert other.stdout is not None and other.stdout.readline() == "claimed\n"
         with pytest.raises(CheckpointError, match=f"another run writes there .process {other.pid} on "):
-            CheckpointFolder(tmp_path).claim()
+            CheckpointFolder(tmp_path).lock()
         assert CheckpointFolder(tmp_path).partial(7).is_dir()
         other.kill()
-    CheckpointFolder(tmp_path).claim().close()
+    CheckpointFolder(tmp_path).lock().close()
     assert not CheckpointFolder(tmp_path).partial(7).exists()
 
 

@@ -16,8 +16,7 @@ from checkpoint_ranks import in_group
 from kept_ranks import KeptRanks, RankFailure
 from torch import Tensor, nn, optim
 
-from evenly.checkpoint.resume import restore
-from evenly.checkpoint.state import read_state
+from evenly.checkpoint.state import read_state, restore
 from evenly.checkpoint.store import CheckpointStore, Snapshot
 from evenly.comm.groups import Group
 from evenly.errors import CheckpointError, UserError

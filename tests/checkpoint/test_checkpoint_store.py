@@ -19,8 +19,7 @@ from torch.distributed.checkpoint import filesystem
 from evenly.checkpoint import store as store_module
 from evenly.checkpoint import tensors as tensors_module
 from evenly.checkpoint.manifest import TensorForm
-from evenly.checkpoint.resume import restore
-from evenly.checkpoint.state import read_state
+from evenly.checkpoint.state import read_state, restore
 from evenly.checkpoint.store import CheckpointStore, Snapshot
 from evenly.checkpoint.tensors import file_numbers
 from evenly.errors import CheckpointError, UserError

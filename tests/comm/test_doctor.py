@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ def test_every_question_is_answered() -> None:
         assert name in names or (name == "devices" and "cuda:0" in names)
     assert len(set(names)) == len(names)
     assert named(findings, "rank").value == "rank 0 of 1, node 0 of 1 (plain)"
-    json.dumps([finding.as_json() for finding in findings])
+    json.dumps([asdict(finding) for finding in findings])
 
 
 def test_every_fault_comes_with_advice() -> None:

@@ -11,7 +11,7 @@ from kept_ranks import KeptRanks
 
 from evenly.comm.groups import Group, mesh_lines
 from evenly.comm.operations import all_gather, all_reduce, gather_values
-from evenly.comm.transport import AwakeWork, even_sizes
+from evenly.comm.transport import PolledWork, even_sizes
 
 SIZES = [2, 3, 4, 8]
 
@@ -69,9 +69,9 @@ class Slow(dist.Work):
 
 
 def test_who_waits_for_torchs_work_stays_awake_until_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evenly.comm.transport.AWAKE_S", 60)
+    monkeypatch.setattr("evenly.comm.transport.POLL_S", 60)
     slow = Slow()
-    awake = AwakeWork(slow)
+    awake = PolledWork(slow)
     assert isinstance(awake, dist.Work) and awake.wait()
     assert (slow.asked, slow.waited) == (3, 1)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import asdict, replace
 from typing import Any
-from xml.dom import minidom
 
 import pytest
 
@@ -13,21 +12,10 @@ from evenly.plan import parse_plan
 from evenly.plan.orders import compute_orders
 from evenly.planner.prediction import MemoryByCause, Prediction, TimeByCause
 from evenly.planner.timeline import Costs, simulate
-from evenly.report.bars import StackedBar, stacked
+from evenly.report.comm import size_in_words, time_in_words
+from evenly.report.pictures import StackedBar, stacked
 from evenly.report.planpage import page
-from evenly.report.plans import (
-    common,
-    differences,
-    document,
-    duration,
-    heads,
-    plan_rows,
-    reasons,
-    short,
-    shortage,
-    size,
-    title,
-)
+from evenly.report.plans import common, differences, document, heads, plan_rows, reasons, short, shortage, title
 
 GIB = 2**30
 PIPELINE = "data=2 pipeline=2 schedule=1f1b zero=0 microbatch=1 recompute=none precision=bfloat16 exact=rounding"
@@ -135,8 +123,8 @@ def test_what_lacks_for_the_nearest() -> None:
 
 
 def test_large_numbers_have_no_powers_of_ten() -> None:
-    assert (size(5000 * GIB), size(2 * GIB)) == ("5,000 GiB", "2 GiB")
-    assert (duration(4321.0), duration(2.5)) == ("4,321 s", "2.5 s")
+    assert (size_in_words(5000 * GIB), size_in_words(2 * GIB)) == ("5,000 GiB", "2 GiB")
+    assert (time_in_words(4321.0), time_in_words(2.5)) == ("4,321 s", "2.5 s")
 
 
 def test_the_document_has_the_keys_of_the_outer_contract() -> None:
@@ -161,43 +149,38 @@ def test_nothing_that_fits_is_said_with_the_change() -> None:
 # --- pictures ------------------------------------------------------------------------------------------
 
 
-def boxes(svg: str) -> list[tuple[float, float, str]]:
-    """Of every box with a title: where it begins, how wide it is, its title."""
-    found: list[tuple[float, float, str]] = []
-    for rect in minidom.parseString(svg).getElementsByTagName("rect"):
-        titles = rect.getElementsByTagName("title")
-        if titles:
-            at, width = (float(rect.getAttribute(name)) for name in ("x", "width"))
-            found.append((at, width, titles[0].firstChild.data))  # type: ignore[union-attr]
-    return found
+def parts_of(figure: Any) -> list[tuple[str, list[float], list[str]]]:
+    """Of every part of stacked bars its name, how long it is in each bar, and what it tells there."""
+    return [(trace.name, [*trace.x], [*trace.hovertext]) for trace in figure.data]
+
+
+def scripts(text: str) -> list[str]:
+    """What the scripts of plotly's figures hold; not plotly's own."""
+    return [one for one in re.findall(r"<script[^>]*>(.*?)</script>", text, re.DOTALL) if "Plotly.newPlot(" in one]
 
 
 def test_bars_are_as_long_as_their_parts_and_follow_each_other() -> None:
-    bars = [StackedBar("one", {"a": 1.0, "b": 3.0}), StackedBar("two", {"a": 0.0, "b": 2.0})]
-    found = boxes(stacked(bars, lambda amount: f"{amount:g} s", words="bars"))
-    assert [words for *_, words in found] == ["a: 1 s", "b: 3 s", "b: 2 s"]
-    (x0, w0, _), (x1, w1, _), (x2, w2, _) = found
-    assert (x0, x2) == (0, 0) and x1 == pytest.approx(w0, abs=0.01)
-    assert w1 == pytest.approx(3 * w0, rel=0.01) and w2 == pytest.approx(2 * w0, rel=0.01)
+    bars = [StackedBar("one", {"a": 1.0, "b": 3.0, "c": 0.0}), StackedBar("two", {"a": 0.0, "b": 2.0})]
+    figure = stacked(bars, lambda amount: f"{amount:g} s")
+    assert figure.layout.barmode == "stack"
+    assert parts_of(figure) == [("a", [1, 0], ["a: 1 s", "a: 0 s"]), ("b", [3, 2], ["b: 3 s", "b: 2 s"])]
+    assert {trace.y for trace in figure.data} == {("one: 4 s", "two: 2 s")}
 
 
 def test_the_limit_lies_where_a_bar_of_its_length_ends() -> None:
-    svg = stacked([StackedBar("one", {"a": 2.0}), StackedBar("two", {"a": 1.0})], str, words="bars", limit=2.0)
-    line = minidom.parseString(svg).getElementsByTagName("line")[0]
-    assert float(line.getAttribute("x1")) == pytest.approx(boxes(svg)[0][1])
+    figure = stacked([StackedBar("one", {"a": 2.0}), StackedBar("two", {"a": 1.0})], str, limit=2.0)
+    (line,) = figure.layout.shapes
+    assert line.x0 == line.x1 == 2.0 and figure.layout.annotations[0].text == "2.0 per device"
 
 
 def test_the_page_is_whole_and_asks_no_network() -> None:
     timeline = simulate(compute_orders("1f1b", 2, 1, 4), Costs(forward=[1.0, 1.0], backward=[2.0, 2.0]))
     text = page("gpt2 <x>", "4xH100-80", [prediction(), SLOWER], timeline, assumed=False)
-    assert "gpt2 &lt;x&gt;" in text and "<script" not in text
-    assert not re.findall(r"(?:src|href|url)\s*[=(]", text) and "color-scheme:light dark" in text
-    pictures = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
-    assert len(pictures) == 3
-    titles = [words for picture in pictures for *_, words in boxes(picture)]
-    assert "activations: 21 GiB" in titles and "tensor: 850 ms" in titles
-    assert sum(words.startswith(("F", "B")) for words in titles) == 16
-    assert "rank 0: 24 GiB" in text and "40 GiB per device" in pictures[0]
+    assert "gpt2 &lt;x&gt;" in text and not re.findall(r"<(?:script|link|img)[^>]*(?:src|href)", text)
+    memory, time, schedule = scripts(text)
+    assert "activations: 21 GiB" in memory and "tensor: 850 ms" in time
+    assert len(re.findall(r'"[FB][01]\.[0-3]: [12] s"', schedule)) == 16
+    assert "rank 0: 24 GiB" in memory and "40 GiB per device" in memory
 
 
 def test_ranks_that_hold_the_same_are_one_bar() -> None:
@@ -210,5 +193,4 @@ def test_ranks_that_hold_the_same_are_one_bar() -> None:
 def test_every_cause_is_drawn() -> None:
     """No cause of memory or time is left out of the bars: they are as long as the whole."""
     time = TimeByCause(**dict.fromkeys(asdict(TimeByCause()), 1.0))
-    svg = stacked([StackedBar("all", asdict(time))], duration, words="time")
-    assert len(boxes(svg)) == 10 and len(set(re.findall(r'fill="(#\w+)"', svg))) == 10
+    assert len(parts_of(stacked([StackedBar("all", asdict(time))], time_in_words))) == 10

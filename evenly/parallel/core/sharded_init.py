@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from evenly.comm.collectives import broadcast
 from evenly.comm.groups import Group
-from evenly.comm.operations import broadcast
 from evenly.comm.transport import even_sizes
 from evenly.data.nest import tensors_in
 from evenly.parallel.core.memory import of_subclasses

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from evenly.comm.collectives import all_reduce
 from evenly.comm.groups import Group
-from evenly.comm.operations import all_reduce
 from evenly.errors import UserError
 from evenly.model.fake import DeferredTensor
 from evenly.parallel.core.mutation_guard import MutationGuard

@@ -25,8 +25,8 @@ from itertools import chain, count
 import torch
 from torch import nn
 
+from evenly.comm.collectives import all_reduce
 from evenly.comm.groups import Group
-from evenly.comm.operations import all_reduce
 from evenly.comm.transport import Pending, add
 from evenly.errors import RunError, UserError
 from evenly.parallel.core.memory import MemoryCounter

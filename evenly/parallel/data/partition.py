@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from evenly.comm.operations import adds_here, all_gather, all_reduce, reduce_scatter
+from evenly.comm.collectives import adds_here, all_gather, all_reduce, reduce_scatter
 from evenly.comm.transport import Pending, add
 from evenly.comm.world import World
 from evenly.parallel.core.memory import MemoryCounter

@@ -26,9 +26,9 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from evenly.comm.collectives import adds_here, reduce_scatter
 from evenly.comm.groups import Group
-from evenly.comm.operations import adds_here, reduce_scatter
-from evenly.comm.transport import AwakeWork, Pending
+from evenly.comm.transport import Pending, PolledWork
 from evenly.comm.world import World
 from evenly.errors import PlanError, RunError
 from evenly.model.blocks import Block, find_blocks
@@ -285,7 +285,7 @@ class _GatheredAhead(_InNewMemory):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> Any:
         work = all_gather_single(output_tensor, input_tensor, group=group, async_op=True)
-        return None if work is None else AwakeWork(work)
+        return None if work is None else PolledWork(work)
 
 
 class _AddedHere(_InNewMemory):

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from evenly.comm.collectives import recv, send
 from evenly.comm.groups import Group
-from evenly.comm.operations import recv, send
 from evenly.comm.transport import Pending
 from evenly.errors import RunError
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from evenly.comm.collectives import recv, send
 from evenly.comm.groups import Group
-from evenly.comm.operations import recv, send
 from evenly.comm.transport import Pending
 
 

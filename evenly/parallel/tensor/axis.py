@@ -25,8 +25,6 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType
 from typing import Any, TypeGuard
 
 import torch
@@ -36,6 +34,7 @@ from evenly.comm import pairs
 from evenly.comm.groups import Group
 from evenly.data.nest import map_tensors
 from evenly.errors import RunError
+from evenly.observe.recorder import frame_place
 from evenly.parallel.tensor.layout import Layout
 from evenly.torch_private import version, without_subclasses, without_torch_function
 
@@ -224,10 +223,6 @@ def _changes_its_first(name: str) -> bool:
     return IN_PLACE.fullmatch(last) is not None or (last.endswith("_") and not last.endswith("__"))
 
 
-def _place(frame: FrameType) -> str:
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
 def _refuse_own_functions(func: Callable[..., Any]) -> None:
     """Raises `RunError` in the forward of a `torch.autograd.Function`, whose own backward knows nothing of parts."""
     frame = inspect.currentframe()
@@ -236,7 +231,7 @@ def _refuse_own_functions(func: Callable[..., Any]) -> None:
         first = code.co_varnames[0] if code.co_argcount else ""
         if code.co_name in ("forward", "setup_context") and isinstance(given.get(first), FunctionCtx):
             raise RunError(
-                f"{_name(func)} on a split tensor in {code.co_qualname} ({_place(frame)})",
+                f"{_name(func)} on a split tensor in {frame_place(frame)}",
                 "a torch.autograd.Function has a backward of its own, which would see this rank's part alone",
                 "keep the parameters that meet it whole (tensor_exclude=PATTERN in the plan), or use another axis",
             )

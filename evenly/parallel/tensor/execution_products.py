@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from evenly.comm.operations import all_reduce
+from evenly.comm.collectives import all_reduce
 from evenly.errors import RunError
 from evenly.parallel.tensor.attention import multi_head_attention
 from evenly.parallel.tensor.axis import Axis, SplitTensor, is_split

@@ -12,12 +12,10 @@ traced, and neither can code that makes tensors by other means than torch's func
 from __future__ import annotations
 
 import re
-import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -25,11 +23,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from evenly.data.nest import map_tensors, tensors_in
-from evenly.errors import PlanError, describe
+from evenly.errors import EVENLY, PlanError, describe, place_of
 from evenly.model.fake import Source, fake_model, fake_tensor, running_fake
 from evenly.parallel.tensor.attention import multi_head_attention
 from evenly.torch_private import fake_mode, operation_of
 
+INSIDE = (torch.__path__[0], EVENLY)  # code whose lines no message names
 ASKED = "to find what of the model can be split (tensor=N)"
 OTHER_AXIS = "use another axis for this model: plan ddp, zero3"
 
@@ -310,8 +309,8 @@ def _names_of_modules(model: nn.Module, running: list[str]) -> Generator[None]:
 def _unrecorded(tensor: torch.Tensor, call: TracedCall) -> PlanError:
     return PlanError(
         ASKED,
-        f"{call.place}{_line()} takes a tensor of shape {tuple(tensor.shape)} that no function of torch made: "
-        "it comes from compiled or scripted code",
+        f"{call.place}{place_of(inside=INSIDE)} takes a tensor of shape {tuple(tensor.shape)} that no function of "
+        "torch made: it comes from compiled or scripted code",
         f"write it with functions of torch, or {OTHER_AXIS}",
     )
 
@@ -321,16 +320,8 @@ def _refusal(problem: Exception, recorder: _Recorder) -> PlanError:
     failed = recorder.failed[1] if recorder.failed and recorder.failed[0] is problem else None
     operation = operation_of(problem)
     if not operation:
-        what, line = describe(problem), _line(problem)
+        what, line = describe(problem), place_of(problem, INSIDE)
         place = f" (in the call of {failed.place}{line})" if failed else "" if what.endswith(line) else line
         return PlanError(ASKED, f"it does not run on fake tensors: {what}{place}", OTHER_AXIS)
-    place = (f" in {failed.module}" if failed and failed.module else "") + _line(problem)
+    place = (f" in {failed.module}" if failed and failed.module else "") + place_of(problem, INSIDE)
     return PlanError(ASKED, f"{operation}{place} needs numbers", OTHER_AXIS)
-
-
-def _line(problem: Exception | None = None) -> str:
-    """` (model.py:33)`: the innermost line that runs or failed outside torch and this package."""
-    frames = traceback.extract_tb(problem.__traceback__) if problem else traceback.extract_stack()
-    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-    own = [frame for frame in frames if not frame.filename.startswith(inside)]
-    return f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
