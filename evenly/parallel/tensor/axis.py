@@ -137,15 +137,10 @@ class Axis:
 
     def split(self, own: torch.Tensor, layout: Layout) -> SplitTensor:
         """`own`, this rank's part, as the split tensor that it is a part of. The object itself changes its class."""
-        _change_class(own, SplitTensor)
+        own.__class__ = SplitTensor if type(own) in _PLAIN else fake_subclass(SplitTensor)
         assert isinstance(own, SplitTensor)
         own.split_as, own.axis = layout, self
         return own
-
-
-def _change_class(tensor: torch.Tensor, cls: type[torch.Tensor]) -> None:
-    """Has functions of torch meet `tensor` as one of `cls`; a fake tensor stays one."""
-    tensor.__class__ = cls if type(tensor) in _PLAIN else fake_subclass(cls)
 
 
 def memory_order(tensor: torch.Tensor) -> list[int]:
@@ -213,7 +208,7 @@ def compute_full(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def _as_copy(tensor: torch.Tensor) -> torch.Tensor:
-    _change_class(tensor, FullCopy)
+    tensor.__class__ = FullCopy if type(tensor) in _PLAIN else fake_subclass(FullCopy)
     return tensor
 
 
@@ -285,7 +280,7 @@ class FullCopy(torch.Tensor):
             return run(func, args, kwargs or {})
 
 
-_PLAIN = (torch.Tensor, SplitTensor, FullCopy)
+_PLAIN = (torch.Tensor, SplitTensor, FullCopy)  # all others are fake
 
 
 def is_split(value: object) -> TypeGuard[SplitTensor]:
