@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -70,9 +70,19 @@ def fake_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+@cache
+def fake_subclass(cls: type[torch.Tensor]) -> type[torch.Tensor]:
+    """What a fake tensor may change its class to: functions of torch meet it as one of `cls`, operators as fake."""
+    from torch._subclasses import fake_tensor
+
+    fake: Any = fake_tensor.FakeTensor
+    return type(f"Fake{cls.__name__}", (cls, fake), {})
+
+
+@cache
 def is_fake(kind: type) -> bool:
     """Whether tensors of this class are torch's fake tensors, which take no memory."""
-    return kind.__name__ == "FakeTensor"
+    return any(base.__name__ == "FakeTensor" for base in kind.__mro__)
 
 
 def operation_of(problem: Exception) -> str:

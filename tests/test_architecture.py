@@ -372,9 +372,9 @@ PACKAGE_LINES = {
     "model": 480,
     "observe": 670,
     "parallel": 1,
-    "parallel.core": 1130,
+    "parallel.core": 1050,
     "parallel.data": 1780,  # the layouts of buckets and units, which the planner takes too
-    "parallel.tensor": 3360,
+    "parallel.tensor": 3330,
     "parallel.pipeline": 2100,
     "plan": 1200,  # schedules are a table that others add to
     "planner": 6140,

@@ -33,6 +33,7 @@ from evenly.torch_private import (
     all_gather_single,
     end_sharded_forward,
     fake_mode,
+    fake_subclass,
     has_accumulated_hooks,
     has_forward_hooks,
     has_gradient_hooks,
@@ -203,6 +204,24 @@ def test_fake_tensors_are_known_and_take_real_ones_along() -> None:
         assert is_fake(type(fake))
         assert is_fake(type(fake + torch.ones(3)))
         assert not is_fake(torch.Tensor)
+
+
+def test_a_fake_tensor_becomes_one_of_a_subclass_and_stays_fake() -> None:
+    class Doubling(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            with without_subclasses():
+                return func(*args, **(kwargs or {})) * 2
+
+    with fake_mode():
+        weight = torch.ones(3, requires_grad=True)
+        fake = weight * 1
+        fake.__class__ = fake_subclass(Doubling)
+        assert is_fake(type(fake)) and isinstance(fake, Doubling) and fake_subclass(Doubling) is type(fake)
+        result = fake + torch.ones(2, 3)
+        assert is_fake(type(result)) and result.shape == (2, 3)
+        result.sum().backward()
+    assert weight.grad is not None and is_fake(type(weight.grad))
 
 
 def test_an_operation_that_needs_values_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -117,13 +117,7 @@ class JobProfiler:
         batch = place_batch(microbatch.batch, precision, "cpu")
         changes = _Changes(self, plan)
         return profile_module(
-            self.model(precision),
-            loss,
-            batch,
-            change=changes.made,
-            around=changes.around,
-            hollow=plan.tensor.active,
-            said=changes.said,
+            self.model(precision), loss, batch, change=changes.made, around=changes.around, said=changes.said
         )
 
     def layouts(self, plan: Plan) -> dict[str, Layout]:

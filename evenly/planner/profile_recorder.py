@@ -19,16 +19,15 @@ from evenly.errors import EvenlyError, UserError, describe, place_of
 from evenly.model import lstm
 from evenly.model.blocks import Block, find_blocks
 from evenly.model.costs import flops_of, moves_bytes
-from evenly.model.fake import fake_model, fake_tensor, running_fake
+from evenly.model.fake import fake_model, running_fake
 from evenly.model.parts import Kind, OpCost
-from evenly.planner.hollow import Hollow
+from evenly.planner.partly_fake import PartlyFake
 from evenly.planner.profile import AFTER, MODEL, Bytes, Event, Interval, Parameter, Pass, Profile, ProfiledCall, T
 from evenly.torch_private import (
     ATTENTION,
     ATTENTION_BACKWARD,
     TO_COPY,
     TorchDispatchMode,
-    fake_mode,
     operation_of,
     without_subclasses,
 )
@@ -47,7 +46,6 @@ def profile_module(
     *,
     change: Callable[[nn.Module, Sequence[Block]], AbstractContextManager[Any]] | None = None,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    hollow: bool = False,
     said: Sequence[int] = (),
 ) -> Profile:
     """What `loss(model, batch)`, a scalar, and its backward do. Neither the model nor a random state is changed.
@@ -55,48 +53,22 @@ def profile_module(
     model: on any device, meta among them. batch: any nest of tensors; its numbers count only where shapes within the
     model follow from them.
     change: what a plan does to the model and its blocks, in place; around: within what forward and backward run.
-    hollow: for a change that gives tensors another class, which fake tensors have already (`planner.hollow`).
     said: a list to which `change` appends bytes of what the tensor axis adds up over ranks, as it happens.
 
     Raises `UserError`, naming the operation, where the code needs numbers or does not run without them.
     """
-    read = partial(_profile_as, model, loss, batch, change=change, around=around, said=said)
+    mode = PartlyFake()
     with running_fake():
         try:
-            return read(hollow=hollow)
+            faked = fake_model(model, mode.fakes, _unnoted).train()
+            blocks, nest = find_blocks(faked), map_tensors(torch.clone, batch)
+            changed = nullcontext() if change is None else change(faked, blocks)
+            with mode, changed, torch.enable_grad():
+                return _ProfileRecorder(faked, blocks, said).read(partial(loss, faked, nest), nest, around)
         except EvenlyError:
             raise
         except Exception as problem:
-            if hollow:
-                raise _refusal(problem) from problem
-            first = problem
-        try:  # so the batch has its numbers
-            return read(hollow=True)
-        except Exception as problem:
-            said_more = operation_of(problem) != ""
-            raise _refusal(problem if said_more else first) from problem
-
-
-def _profile_as(
-    model: nn.Module,
-    loss: Callable[[nn.Module, Any], torch.Tensor],
-    batch: Any,
-    *,
-    change: Callable[[nn.Module, Sequence[Block]], AbstractContextManager[Any]] | None,
-    around: Callable[[], AbstractContextManager[Any]],
-    hollow: bool,
-    said: Sequence[int],
-) -> Profile:
-    mode = Hollow() if hollow else fake_mode()
-    fakes = nullcontext() if hollow else mode
-    faked = fake_model(model, fakes, _unnoted).train()
-    blocks = find_blocks(faked)
-    if isinstance(mode, Hollow):
-        mode.know((*faked.parameters(), *faked.buffers()))
-    nest = map_tensors(torch.clone if hollow else lambda tensor: fake_tensor(tensor, fakes), batch)
-    changed = nullcontext() if change is None else change(faked, blocks)
-    with mode, changed, torch.enable_grad():
-        return _ProfileRecorder(faked, blocks, said).read(partial(loss, faked, nest), nest, around)
+            raise _refusal(problem) from problem
 
 
 def _unnoted(*_: object) -> None:

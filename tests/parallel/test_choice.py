@@ -76,9 +76,9 @@ def test_patterns_keep_parameters_whole() -> None:
     reasons = {group.parameters[0].name: reason for group, reason in choice.unsplit}
     assert reasons == {
         "transformer.wpe.weight": "9 units do not divide by 2 ranks",
-        "transformer.wte.weight": "transformer.wte.weight is kept whole by 'lm_head.*'",
+        "transformer.wte.weight": "transformer.wte.weight is excluded by 'lm_head.*'",
         "transformer.h.1.attn.c_attn.weight": (
-            "transformer.h.1.attn.c_proj.weight is kept whole by '*.1.attn.c_proj.weight'"
+            "transformer.h.1.attn.c_proj.weight is excluded by '*.1.attn.c_proj.weight'"
         ),
     }
     assert select(found, 2, ["*.ln_1.*"]).unsplit == select(found, 2).unsplit

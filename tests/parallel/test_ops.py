@@ -22,7 +22,7 @@ from evenly.errors import UserError
 from evenly.launch.environment import find_here
 from evenly.parallel.tensor.axis import Axis, is_split
 from evenly.parallel.tensor.layout import Layout
-from evenly.parallel.tensor.ops import IN_PLACE, OF_FIRST, OPS, POINTWISE, functions_of
+from evenly.parallel.tensor.ops import IN_PLACE, OPS, POINTWISE, UNARY, functions_of
 
 T = torch.Tensor
 SHAPE = (4, 6, 5)
@@ -296,7 +296,7 @@ def trained_alone(groups: list[list[str]]) -> list[Any]:
 def test_the_table_names_what_torch_has() -> None:
     for name, op in OPS.items():
         assert functions_of(name, op.homes), name
-    assert not {*POINTWISE.split()} & {*OF_FIRST.split()} and {*IN_PLACE.split()} <= {*OPS}
+    assert not {*POINTWISE.split()} & {*UNARY.split()} and {*IN_PLACE.split()} <= {*OPS}
     assert F.embedding in functions_of("embedding", OPS["embedding"].homes)
 
 

@@ -289,12 +289,12 @@ def what_differs(case: Case, axis: Axis) -> str:
     expected = case.call(*whole)
     torch.manual_seed(2)
     gathered: list[Any] = []
-    of_the_whole = tensors.of_the_whole
-    tensors.of_the_whole = lambda func, *rest: (gathered.append(func), of_the_whole(func, *rest))[1]
+    compute_full = tensors.compute_full
+    tensors.compute_full = lambda func, *rest: (gathered.append(func), compute_full(func, *rest))[1]
     try:
         found = case.call(*used)
     finally:
-        tensors.of_the_whole = of_the_whole
+        tensors.compute_full = compute_full
     if found.shape != expected.shape:
         return f"shape {found.shape}, not {expected.shape}"
     weight = torch.linspace(0.5, 1.5, expected.numel(), dtype=torch.float64).view(expected.shape)

@@ -1,7 +1,7 @@
-"""What a module's code finds under the names of its parameters and buffers, where that is not what the engine holds.
+"""What a module's code finds under the names of its parameters and buffers, where that is not what the engine finds.
 
-Held is what the engine, the optimizer and checkpoints find: what this rank has of the model. *Views* show the module's
-code something else while the job computes. What is *hidden* is not held on this rank at all.
+*Local* is what this rank has of the model: the engine, the optimizer and checkpoints find it. A *view* has the module's
+code find something else while the job computes. What is *hidden* is not on this rank; a placeholder has its name.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ View = Callable[[str, torch.Tensor | None], Any]
 class ViewedParameters(dict[str, Any]):
     """The parameters, or the buffers, of a module.
 
-    A view is given a name and what is held under it (a placeholder, if it is hidden), and returns what is shown, or
-    None to leave that to the next.
+    A view is given a name and the local tensor (a placeholder, if it is hidden), and returns what the module's code
+    finds, or None to leave that to the next view.
     """
 
-    def __init__(self, held: Mapping[str, torch.Tensor | None]) -> None:
-        super().__init__(held)
-        self._order = [*held]
-        self._hidden: dict[str, torch.Tensor] = {}
+    def __init__(self, local: Mapping[str, torch.Tensor | None]) -> None:
+        super().__init__(local)
+        self._hidden: set[str] = set()
         self._views: list[View] = []
 
     def add_view(self, view: View, *, first: bool = False) -> None:
@@ -35,21 +34,18 @@ class ViewedParameters(dict[str, Any]):
         self._views.insert(0 if first else len(self._views), view)
 
     def hide(self, name: str, placeholder: torch.Tensor) -> None:
-        """Lets go of what is held under `name`."""
-        del self[name]
-        self._hidden[name] = placeholder
+        """Lets go of the local tensor."""
+        super().__setitem__(name, placeholder)
+        self._hidden.add(name)
 
     def local(self, name: str) -> torch.Tensor | None:
         """What the engine finds under `name`; None where it is hidden."""
-        return super().get(name)
-
-    def __contains__(self, name: object) -> bool:
-        return super().__contains__(name) or name in self._hidden
+        return None if name in self._hidden else super().get(name)
 
     def __getitem__(self, name: str) -> Any:
-        held = self._hidden[name] if name in self._hidden else super().__getitem__(name)
-        shown = self._viewed(name, held)
-        return held if shown is None else shown
+        local = super().__getitem__(name)
+        viewed = self._viewed(name, local)
+        return local if viewed is None else viewed
 
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if name in self else default  # noqa: SIM401
@@ -61,20 +57,21 @@ class ViewedParameters(dict[str, Any]):
         return dict(self._visible()).values()
 
     def _visible(self) -> Iterator[tuple[str, Any]]:
-        """What is held, and of what is hidden that which a view shows; in the order of definition."""
-        for name in dict.fromkeys([*self._order, *self]):
-            if name in self._hidden:
-                if (shown := self._viewed(name, self._hidden[name])) is not None:
-                    yield name, shown
-            elif super().__contains__(name):
-                yield name, self[name]
+        """What views return, and all other local tensors; in the order of definition."""
+        for name, local in super().items():
+            viewed = self._viewed(name, local)
+            if viewed is not None or name not in self._hidden:
+                yield name, local if viewed is None else viewed
 
-    def _viewed(self, name: str, held: torch.Tensor | None) -> Any:
-        return next((shown for view in self._views if (shown := view(name, held)) is not None), None)
+    def _viewed(self, name: str, local: torch.Tensor | None) -> Any:
+        for view in self._views:
+            if (viewed := view(name, local)) is not None:
+                return viewed
+        return None
 
 
 def viewed_tensors(module: nn.Module, kind: TensorDict) -> ViewedParameters:
-    """The parameters, or the buffers, of `module`, from now on as its code shall see them."""
+    """The parameters, or the buffers, of `module`, from now on as its code shall find them."""
     local = tensor_dict(module, kind)
     if not isinstance(local, ViewedParameters):
         local = ViewedParameters(local)
@@ -85,6 +82,8 @@ def viewed_tensors(module: nn.Module, kind: TensorDict) -> ViewedParameters:
 def local_parameters(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Parameter]]:
     """Those of `modules`, which have names, by name as the engine finds them, even while the job computes."""
     for name, one in modules:
-        for own, parameter in dict.items(tensor_dict(one, "_parameters")):
+        tensors = tensor_dict(one, "_parameters")
+        for own in tensors:
+            parameter: Any = tensors.local(own) if isinstance(tensors, ViewedParameters) else tensors[own]
             if parameter is not None:
                 yield f"{name}.{own}" if name else own, parameter

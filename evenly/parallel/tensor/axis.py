@@ -11,7 +11,7 @@ forward:
     enter   a whole tensor that each rank computes with on its own; the gradients of all ranks are added up
     part    this rank's part of a whole tensor; gradients are gathered
     gather  the whole of a split tensor, for each rank to compute with on its own; gradients are added up and cut
-    whole   the whole of a split tensor; of gradients this rank's part is kept
+    gather_full    the full tensor of a split one; of gradients each rank takes its part
     total   the sum of what the ranks computed, whole
     rows    the same, split along the rows (the sequence) where the axis is asked to
 
@@ -36,7 +36,7 @@ from evenly.data.nest import map_tensors
 from evenly.errors import RunError
 from evenly.observe.recorder import frame_place
 from evenly.parallel.tensor.layout import Layout
-from evenly.torch_private import version, without_subclasses, without_torch_function
+from evenly.torch_private import fake_subclass, memory_key, version, without_subclasses, without_torch_function
 
 
 @dataclass(eq=False)
@@ -45,16 +45,16 @@ class Axis:
 
     group:     the ranks among which tensors are split.
     sequence:  whether sums of whole activations are left split along the sequence.
-    recomputed: whether products may be kept, to be taken in place of their recomputation.
-    computing: how deeply nested what the job computes is, a loss or its backward: parameters are shown split in it,
-               and as this rank's parts to the engine and the optimizer.
+    recomputed: whether products may be saved, to be taken in place of their recomputation.
+    computing: how deeply nested what the job computes is, a loss or its backward: its code sees split parameters, the
+               engine and the optimizer this rank's parts.
     """
 
     group: Group
     sequence: bool = False
     recomputed: bool = False
     computing: int = 0
-    _shown: dict[tuple[int, bool], SplitTensor] = field(default_factory=dict[tuple[int, bool], "SplitTensor"])
+    _views: dict[tuple[int, bool], SplitTensor] = field(default_factory=dict[tuple[int, bool], "SplitTensor"])
 
     @property
     def position(self) -> int:
@@ -66,17 +66,17 @@ class Axis:
     def __exit__(self, *_: object) -> None:
         self.computing -= 1
         if not self.computing:
-            self._shown.clear()
+            self._views.clear()
 
-    def shown(self, held: torch.nn.Parameter, layout: Layout) -> SplitTensor:
-        """The split tensor of which `held` is this rank's part; one object, under whatever names it is asked for."""
-        key = (id(held), torch.is_grad_enabled())
-        if key not in self._shown:
+    def view_of(self, local: torch.nn.Parameter, layout: Layout) -> SplitTensor:
+        """The split tensor of which `local` is this rank's part; one object, under whatever names it is asked for."""
+        key = (id(local), torch.is_grad_enabled())
+        if key not in self._views:
             with without_torch_function():
-                view = held.view_as(held)  # not a call of the job's
-            self._shown[key] = self.split(view, layout)
-            self._shown[key].local = held
-        return self._shown[key]
+                view = local.view_as(local)  # not a call of the job's
+            self._views[key] = self.split(view, layout)
+            self._views[key].local = local  # outlives its view, so that no other parameter gets its id
+        return self._views[key]
 
     # ------------------------------------------------------------------------------------------- conversions
     def enter(self, tensor: torch.Tensor, *, products: bool = False) -> torch.Tensor:
@@ -136,7 +136,7 @@ class Axis:
 
     def split(self, own: torch.Tensor, layout: Layout) -> SplitTensor:
         """`own`, this rank's part, as the split tensor that it is a part of. The object itself changes its class."""
-        own.__class__ = SplitTensor
+        own.__class__ = SplitTensor if type(own) in _PLAIN else fake_subclass(SplitTensor)
         assert isinstance(own, SplitTensor)
         own.split_as, own.axis = layout, self
         return own
@@ -172,7 +172,7 @@ IN_PLACE = re.compile(r"__i(add|sub|mul|matmul|truediv|div|floordiv|mod|pow|and|
 
 
 def compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`func` of whole tensors, some of which are split; torch sees the parts as ordinary tensors in here."""
+    """`func` of tensors, some of which are split; torch sees the parts as ordinary tensors in here."""
     if not torch.is_grad_enabled():
         _refuse_own_functions(func)
     execute = EXECUTIONS.get(func)
@@ -180,11 +180,11 @@ def compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         result = execute(func, *args, **kwargs)
         if result is not NotImplemented:
             return result
-    return of_the_whole(func, args, kwargs)
+    return compute_full(func, args, kwargs)
 
 
-def of_the_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`func` of the wholes of what is split."""
+def compute_full(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`func` of full tensors: what is split is gathered."""
     name = _name(func)
     changed = [kwargs.get("out"), args[0] if _changes_its_first(name) else None]
     if name in REFUSED or any(isinstance(tensor, (SplitTensor, FullCopy)) for tensor in changed):
@@ -196,18 +196,18 @@ def of_the_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     copies: list[torch.Tensor] = []
 
     def gathered(tensor: torch.Tensor) -> torch.Tensor:
-        whole = tensor.axis.gather_full(tensor) if is_split(tensor) else tensor
-        if whole is not tensor or isinstance(tensor, FullCopy):
-            copies.append(whole)
-        return whole
+        full = tensor.axis.gather_full(tensor) if is_split(tensor) else tensor
+        if full is not tensor or isinstance(tensor, FullCopy):
+            copies.append(full)
+        return full
 
     result = func(*map_tensors(gathered, args), **map_tensors(gathered, kwargs))
-    memory = {copy.untyped_storage().data_ptr() for copy in copies}
-    return map_tensors(lambda t: _as_copy(t) if t.untyped_storage().data_ptr() in memory else t, result)
+    memory = {*map(memory_key, copies)}
+    return map_tensors(lambda tensor: _as_copy(tensor) if memory_key(tensor) in memory else tensor, result)
 
 
 def _as_copy(tensor: torch.Tensor) -> torch.Tensor:
-    tensor.__class__ = FullCopy
+    tensor.__class__ = FullCopy if type(tensor) in _PLAIN else fake_subclass(FullCopy)
     return tensor
 
 
@@ -241,7 +241,7 @@ def _refuse_own_functions(func: Callable[..., Any]) -> None:
 class SplitTensor(torch.Tensor):
     """This rank's part of a tensor, taken for the whole by all code that does not know better.
 
-    split_as: how it is split. axis: among whom. held: of a parameter's view, the parameter. rows: the shape of what
+    split_as: how it is split. axis: among whom. local: of a parameter's view, the parameter. rows: the shape of what
     it is a view of, its last dim apart, where that was flattened.
     """
 
@@ -270,10 +270,14 @@ class FullCopy(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        run = compute if any(issubclass(one, SplitTensor) for one in types) else compute_full
         with without_subclasses():
-            return (compute if SplitTensor in types else of_the_whole)(func, args, kwargs or {})
+            return run(func, args, kwargs or {})
+
+
+_PLAIN = (torch.Tensor, SplitTensor, FullCopy)  # all others are fake
 
 
 def is_split(value: object) -> TypeGuard[SplitTensor]:
     """Whether `value` is a part of a larger tensor."""
-    return type(value) is SplitTensor
+    return isinstance(value, SplitTensor)

@@ -1,4 +1,4 @@
-"""Derivations kept in a folder, each under a key of all that it depends on.
+"""Derivations cached in a folder, each under a key of all that it depends on.
 
 The key covers the tree of modules with their classes and plain settings (head counts and the like), the source files
 of these classes and of the loss, the parameters and their ties, shapes and types of the batch, and the versions of
@@ -29,7 +29,7 @@ PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, type(None))
 
 
 def cached(folder: Path, key: str, derive: Callable[[], Derivation]) -> Derivation:
-    """The derivation that `folder` holds under `key`; else that of `derive`, which is then kept."""
+    """The derivation that is cached in `folder` under `key`; else that of `derive`, which is then cached."""
     path = folder / f"{key}.json"
     try:
         return from_json(path.read_text(encoding="utf-8"))

@@ -43,7 +43,7 @@ def length(_: Any, tensor: SplitTensor) -> int:
     return shape_of(tensor)[0]
 
 
-def same_of_a_part(func: Any, *args: Any, **kwargs: Any) -> Any:
+def same_as_local(func: Any, *args: Any, **kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
@@ -57,12 +57,12 @@ def register_hook(func: Any, tensor: SplitTensor, hook: Callable[[T], T | None])
     axis, layout = tensor.axis, tensor.split_as
 
     def of_part(gradient: T) -> T | None:
-        shown = axis.split(gradient.view_as(gradient), layout)
-        changed = hook(shown)
-        if changed is None or changed is shown:
+        view = axis.split(gradient.view_as(gradient), layout)
+        changed = hook(view)
+        if changed is None or changed is view:
             return None
         with without_subclasses():
-            return part_for(changed, layout.at(layout.dim - shown.dim()), axis)
+            return part_for(changed, layout.at(layout.dim - view.dim()), axis)
 
     return func(tensor, of_part)
 
@@ -316,8 +316,8 @@ def getitem(_: Any, tensor: T, index: Any) -> Any:
     if not isinstance(item, slice) or item.indices(layout.length) != (0, layout.length, 1):
         return NotImplemented
     full[place] = slice(None)
-    kept = sum(not isinstance(item, int) for item in full[:place])
-    return tensor.axis.split(tensor[tuple(full)], layout.at(kept))
+    before = sum(not isinstance(item, int) for item in full[:place])
+    return tensor.axis.split(tensor[tuple(full)], layout.at(before))
 
 
 def select(_: Any, tensor: SplitTensor, dim: int, index: int) -> Any:

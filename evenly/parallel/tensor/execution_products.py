@@ -294,7 +294,7 @@ def cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """-log softmax over a split dim at one place of it; kept for the backward is one tensor as large as the logits."""
+    """-log softmax over a split dim at one place of it; saved for the backward is one tensor as large as the logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: T, indices: T, elsewhere: T, dim: int, axis: Axis) -> T:  # type: ignore[override]

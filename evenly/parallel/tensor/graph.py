@@ -152,7 +152,7 @@ def argument(call: TracedCall, position: int, *names: str, default: Any = None) 
     return next((call.keywords[name] for name in names if name in call.keywords), default)
 
 
-def subject(call: TracedCall) -> Ref:
+def input_of(call: TracedCall) -> Ref:
     """The first argument, a tensor, which for methods is `self`."""
     return tensor(call, 0, "input", "self")
 
@@ -166,7 +166,7 @@ def dim_of(graph: Graph, call: TracedCall, position: int, default: Any = None) -
 def dims_of(graph: Graph, call: TracedCall, position: int, default: Any = None) -> list[int]:
     """The argument `dim`, one or several, from 0 on; all dims where none is given."""
     given = argument(call, position, "dim", "axis", default=default)
-    rank = len(graph.shape(subject(call)))
+    rank = len(graph.shape(input_of(call)))
     if given is None:
         return [*range(rank)]
     return [counted(dim, rank) for dim in (given if isinstance(given, tuple) else (given,))]

@@ -1,8 +1,8 @@
-"""A model whose parameters are split over the tensor axis, and runs as it is written.
+"""A model whose parameters are split over the tensor axis, and which runs as it is written.
 
-Each split parameter keeps its object, and with it its ties and its place in the optimizer, and holds this rank's part.
-While the job computes (`Axis.computing`) modules show it to their code as the split tensor of the whole's shape,
-however they are asked: by attribute, or by `parameters()` in the job's loss.
+Each split parameter keeps its object, and with it its ties and its place in the optimizer; its data is this rank's
+part. While the job computes (`Axis.computing`) code that looks it up, by attribute or by `parameters()`, finds a split
+tensor of the full shape.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class SplitModel:
         self.share = sum(named[name].numel() for name in layouts) / elements
         by_parameter = {id(named[name]): layout for name, layout in layouts.items()}
         for module in model.modules():
-            held = module.named_parameters(recurse=False, remove_duplicate=False)
-            if mine := {name: by_parameter[id(p)] for name, p in held if id(p) in by_parameter}:
+            own = module.named_parameters(recurse=False, remove_duplicate=False)
+            if mine := {name: by_parameter[id(p)] for name, p in own if id(p) in by_parameter}:
                 viewed_tensors(module, "_parameters").add_view(self._view(mine))
         for name, layout in layouts.items():
             named[name].data = own_part(named[name], layout, group.position)
@@ -69,7 +69,7 @@ class SplitModel:
             return self.axis.gather_full(part)
 
     def gathered(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """`tensors`, of which some may be split, whole; of their gradients this rank's parts are kept."""
+        """The full tensors of `tensors`, of which some may be split; of gradients each rank takes its part."""
         return [self.axis.gather_full(one) if is_split(one) else one for one in tensors]
 
     def _splits(self, module: nn.Module) -> bool:
@@ -77,16 +77,16 @@ class SplitModel:
         return any(id(parameter) in split for parameter in module.parameters())
 
     def _view(self, layouts: Mapping[str, Layout]) -> View:
-        """Shows the parameters of a module that are in `layouts` as what they are parts of, while the job computes."""
+        """While the job computes, a split tensor in the place of each parameter of a module that is in `layouts`."""
 
-        def shown(name: str, held: torch.Tensor | None) -> SplitTensor | None:
+        def view(name: str, local: torch.Tensor | None) -> SplitTensor | None:
             # A DTensor where the data axis has not gathered it, as it does for the module's own forward.
-            if name not in layouts or not self.axis.computing or isinstance(held, DTensor):
+            if not self.axis.computing or name not in layouts or isinstance(local, DTensor):
                 return None
-            assert isinstance(held, nn.Parameter)
-            return self.axis.shown(held, layouts[name])
+            assert isinstance(local, nn.Parameter)
+            return self.axis.view_of(local, layouts[name])
 
-        return shown
+        return view
 
     def _begin(self, *_: Any) -> None:
         self.axis.__enter__()
@@ -106,7 +106,7 @@ T = torch.Tensor
 
 
 class PaddingZeroed:
-    """Makes `encoder` put zeros where it did, until it is closed."""
+    """Has `encoder` return zeros at padded positions, as it would if it were not split, until it is closed."""
 
     def __init__(self, encoder: nn.TransformerEncoder) -> None:
         self._encoder, self._hidden = encoder, None
@@ -117,7 +117,7 @@ class PaddingZeroed:
         ]
 
     def _begin(self, encoder: Any, args: Any, kwargs: Any) -> None:
-        self._hidden = left_out(encoder, *args, **kwargs)
+        self._hidden = skipped_positions(encoder, *args, **kwargs)
 
     def _end(self, _: nn.Module, __: Any, output: T) -> T | None:
         hidden, self._hidden = self._hidden, None
@@ -130,14 +130,14 @@ class PaddingZeroed:
             handle.remove()
 
 
-def left_out(
+def skipped_positions(
     encoder: nn.TransformerEncoder,
     src: T,
     mask: T | None = None,
     src_key_padding_mask: T | None = None,
     is_causal: bool | None = None,
 ) -> T | None:
-    """The padded positions [B, S] that torch's encoder, were it whole, would leave out; None where it would not."""
+    """The padded positions [B, S] that torch's encoder would skip if it were not split; None where it skips none."""
     first: Any = encoder.layers[0]
     if src_key_padding_mask is None or mask is not None or src.dim() != 3 or first.training:
         return None
@@ -146,5 +146,5 @@ def left_out(
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (src, *first.parameters())):
         return None
     hidden = src_key_padding_mask if src_key_padding_mask.dtype == torch.bool else src_key_padding_mask != 0
-    shown_behind_hidden = hidden[:, :-1] & ~hidden[:, 1:]
-    return None if bool(shown_behind_hidden.any()) else hidden
+    visible_after_hidden = hidden[:, :-1] & ~hidden[:, 1:]
+    return None if bool(visible_after_hidden.any()) else hidden

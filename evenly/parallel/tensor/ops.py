@@ -61,7 +61,7 @@ POINTWISE = """
     __eq__ __ne__ __lt__ __le__ __gt__ __ge__
 """
 # Of the first tensor; others say a type.
-OF_FIRST = """
+UNARY = """
     abs absolute neg negative exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sin cos tan asin acos
     atan sinh cosh tanh asinh acosh atanh erf erfc erfinv sigmoid logit sign sgn floor ceil round trunc frac
     relu relu6 gelu silu mish elu selu celu leaky_relu softplus softsign hardtanh hardswish hardsigmoid logsigmoid
@@ -74,11 +74,11 @@ IN_PLACE = "copy_ zero_ fill_ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ _
 
 _OPS: dict[str, Op] = {
     **_table(p.pointwise, e.elementwise, POINTWISE),
-    **_table(p.pointwise_of_first, e.elementwise, OF_FIRST),
-    **_table(p.pointwise_of_first, e.dropout, "dropout"),
-    **_table(p.pointwise_of_first, e.expand, "expand broadcast_to"),
-    **_table(p.pointwise_of_first, e.expand_as, "expand_as"),
-    **_table(p.pointwise_of_first, e.create_alike, "rand_like randn_like"),
+    **_table(p.pointwise_unary, e.elementwise, UNARY),
+    **_table(p.pointwise_unary, e.dropout, "dropout"),
+    **_table(p.pointwise_unary, e.expand, "expand broadcast_to"),
+    **_table(p.pointwise_unary, e.expand_as, "expand_as"),
+    **_table(p.pointwise_unary, e.create_alike, "rand_like randn_like"),
     **_table(p.created, e.create, "new_zeros new_ones new_empty new_full"),
     **_table(
         p.created, e.gather, "zeros ones empty full eye arange linspace tensor as_tensor scalar_tensor new_tensor"
@@ -133,7 +133,7 @@ _OPS: dict[str, Op] = {
 # Every function of elements whose result may take the place of its first argument.
 _IN_PLACE = {
     f"{name}_": Op(_OPS[name].propagate, e.in_place)
-    for name in (POINTWISE + OF_FIRST).split()
+    for name in (POINTWISE + UNARY).split()
     if not name.startswith("_") and functions_of(f"{name}_")
 }
 OPS: dict[str, Op] = {**_OPS, **_IN_PLACE, **_table(p.pointwise, e.in_place, IN_PLACE)}
@@ -147,9 +147,9 @@ METHODS = "dim ndimension is_floating_point is_complex get_device element_size i
 QUERIES: dict[Callable[..., Any], e.Execution] = {
     **dict.fromkeys([T.shape.__get__, T.size], e.shape),  # pyright: ignore
     **dict.fromkeys([T.numel, T.nelement, torch.numel], e.numel),
-    **{getattr(T, name).__get__: e.same_of_a_part for name in ATTRIBUTES.split()},
-    **{getattr(T, name): e.same_of_a_part for name in METHODS.split()},
-    **dict.fromkeys([torch.is_floating_point, torch.is_complex, torch.is_tensor], e.same_of_a_part),
+    **{getattr(T, name).__get__: e.same_as_local for name in ATTRIBUTES.split()},
+    **{getattr(T, name): e.same_as_local for name in METHODS.split()},
+    **dict.fromkeys([torch.is_floating_point, torch.is_complex, torch.is_tensor], e.same_as_local),
     T.__format__: e.text,
     T.__len__: e.length,
     T.__iter__: e.iterate,

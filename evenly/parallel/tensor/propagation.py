@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import Any
 
 from evenly.parallel.tensor.dim_factors import Dim
-from evenly.parallel.tensor.graph import Dims, Graph, NoRule, Rule, argument, counted, dim_of, dims_of, subject, tensor
+from evenly.parallel.tensor.graph import Dims, Graph, NoRule, Rule, argument, counted, dim_of, dims_of, input_of, tensor
 from evenly.parallel.tensor.trace import Ref, TracedCall, refs_in
 
 # --------------------------------------------------------------------------------------------------- element by element
@@ -42,9 +42,9 @@ def pointwise(graph: Graph, call: TracedCall) -> None:
     graph.give(call, aligned(graph, call, refs, graph.output_shape(call)))
 
 
-def pointwise_of_first(graph: Graph, call: TracedCall) -> None:
+def pointwise_unary(graph: Graph, call: TracedCall) -> None:
     """The first tensor element by element; others tell a type, or are broadcast to."""
-    graph.give(call, aligned(graph, call, [subject(call)], graph.output_shape(call)))
+    graph.give(call, aligned(graph, call, [input_of(call)], graph.output_shape(call)))
 
 
 def created(graph: Graph, call: TracedCall) -> None:
@@ -58,33 +58,33 @@ def created(graph: Graph, call: TracedCall) -> None:
 
 def viewed(graph: Graph, call: TracedCall) -> None:
     """The same elements in the same order under another shape."""
-    ref, shape = subject(call), graph.output_shape(call)
+    ref, shape = input_of(call), graph.output_shape(call)
     if graph.trace.values[ref.index].elements != graph.trace.values[call.outputs[0]].elements:
         raise NoRule  # as another type
     graph.give(call, graph.factors.regroup(graph.of(ref), shape, call.place))
 
 
 def transposed(graph: Graph, call: TracedCall) -> None:
-    dims = [*graph.of(subject(call))]
+    dims = [*graph.of(input_of(call))]
     first, second = (counted(argument(call, at, f"dim{at - 1}", f"axis{at - 1}"), len(dims)) for at in (1, 2))
     dims[first], dims[second] = dims[second], dims[first]
     graph.give(call, dims)
 
 
 def last_two_transposed(graph: Graph, call: TracedCall) -> None:
-    dims = [*graph.of(subject(call))]
+    dims = [*graph.of(input_of(call))]
     graph.give(call, [*dims[:-2], *dims[-2:][::-1]])
 
 
 def permuted(graph: Graph, call: TracedCall) -> None:
-    dims = graph.of(subject(call))
+    dims = graph.of(input_of(call))
     order = argument(call, 1, "dims")
     order = order if isinstance(order, tuple) else call.arguments[1:]
     graph.give(call, [dims[counted(dim, len(dims))] for dim in order])
 
 
 def moved(graph: Graph, call: TracedCall) -> None:
-    dims = graph.of(subject(call))
+    dims = graph.of(input_of(call))
     sources, targets = (
         [counted(dim, len(dims)) for dim in (given if isinstance(given, tuple) else (given,))]
         for given in (argument(call, 1, "source"), argument(call, 2, "destination"))
@@ -96,7 +96,7 @@ def moved(graph: Graph, call: TracedCall) -> None:
 
 def repeated(graph: Graph, call: TracedCall) -> None:
     """Copies one behind the other: copies x what was there."""
-    ref, shape = subject(call), graph.output_shape(call)
+    ref, shape = input_of(call), graph.output_shape(call)
     old = (1,) * (len(shape) - len(graph.shape(ref))) + graph.shape(ref)
     dims = [()] * (len(shape) - len(graph.shape(ref))) + graph.of(ref)
     copies = [graph.new(size // max(before, 1)) for size, before in zip(shape, old, strict=True)]
@@ -105,7 +105,7 @@ def repeated(graph: Graph, call: TracedCall) -> None:
 
 def repeated_each(graph: Graph, call: TracedCall) -> None:
     """Each element several times in a row: what was there x copies."""
-    ref = subject(call)
+    ref = input_of(call)
     times = argument(call, 1, "repeats")
     if not isinstance(times, int) or argument(call, 2, "dim") is None:
         raise NoRule
@@ -121,7 +121,7 @@ def along(position: int, default: Any = None) -> Rule:
     """Mixes the elements of some dims, given as argument `position`, and keeps the others apart."""
 
     def rule(graph: Graph, call: TracedCall) -> None:
-        dims = [*graph.of(subject(call))]
+        dims = [*graph.of(input_of(call))]
         for dim in dims_of(graph, call, position, default):
             graph.forbid(dims[dim], call)
             dims[dim] = ()
@@ -138,21 +138,21 @@ def reduced(position: int) -> Rule:
     """One element of all those of some dims."""
 
     def rule(graph: Graph, call: TracedCall) -> None:
-        dims, gone = graph.of(subject(call)), dims_of(graph, call, position)
+        dims, gone = graph.of(input_of(call)), dims_of(graph, call, position)
         for dim in gone:
             graph.forbid(dims[dim], call)
-        kept = [dim for place, dim in enumerate(dims) if place not in gone]
+        left = [dim for place, dim in enumerate(dims) if place not in gone]
         with_ones = [() if place in gone else dim for place, dim in enumerate(dims)]
         for which in range(len(call.outputs)):
             keeps = len(graph.output_shape(call, which)) == len(dims)
-            graph.give(call, with_ones if keeps else kept, which)
+            graph.give(call, with_ones if keeps else left, which)
 
     return rule
 
 
 def summed(graph: Graph, call: TracedCall) -> None:
     """`sum` and `mean`: a tensor that no call takes, and that is not the loss, may be summed of the ranks' parts."""
-    dims, taken = graph.of(subject(call)), graph.is_consumed(call.outputs[0])
+    dims, taken = graph.of(input_of(call)), graph.is_consumed(call.outputs[0])
     if taken or not graph.output_shape(call):
         return reduced(1)(graph, call)
     gone = dims_of(graph, call, 1)
@@ -170,14 +170,14 @@ def extreme(graph: Graph, call: TracedCall) -> None:
 
 
 def triangle(graph: Graph, call: TracedCall) -> None:
-    dims = graph.of(subject(call))
+    dims = graph.of(input_of(call))
     for dim in dims[-2:]:
         graph.forbid(dim, call)
     graph.give(call, dims)
 
 
 def padded(graph: Graph, call: TracedCall) -> None:
-    ref, widths = subject(call), argument(call, 1, "pad")
+    ref, widths = input_of(call), argument(call, 1, "pad")
     if not isinstance(widths, tuple):
         raise NoRule
     dims, shape = [*graph.of(ref)], graph.output_shape(call)
@@ -196,7 +196,7 @@ def pieces(position: int) -> Rule:
     """`split`, `chunk`: equal pieces are read as pieces x rest, of which the rest can be split, alike in all pieces."""
 
     def rule(graph: Graph, call: TracedCall) -> None:
-        place, dims = dim_of(graph, call, position, 0), [*graph.of(subject(call))]
+        place, dims = dim_of(graph, call, position, 0), [*graph.of(input_of(call))]
         sizes = [graph.output_shape(call, which)[place] for which in range(len(call.outputs))]
         dim, rest = dims[place], graph.new(sizes[0])
         if len({*sizes}) == 1:
@@ -212,7 +212,7 @@ def pieces(position: int) -> Rule:
 
 def gated(graph: Graph, call: TracedCall) -> None:
     """`glu`: one half times the sigmoid of the other."""
-    place, dims = dim_of(graph, call, 1, -1), [*graph.of(subject(call))]
+    place, dims = dim_of(graph, call, 1, -1), [*graph.of(input_of(call))]
     rest = graph.new(graph.output_shape(call)[place])
     graph.unite(dims[place], (*graph.forbidden(2, call), *rest), call)
     dims[place] = rest
@@ -220,7 +220,7 @@ def gated(graph: Graph, call: TracedCall) -> None:
 
 
 def unbound(graph: Graph, call: TracedCall) -> None:
-    place, dims = dim_of(graph, call, 1, 0), [*graph.of(subject(call))]
+    place, dims = dim_of(graph, call, 1, 0), [*graph.of(input_of(call))]
     graph.forbid(dims.pop(place), call)
     for which in range(len(call.outputs)):
         graph.give(call, dims, which)
@@ -265,11 +265,11 @@ def indexed(graph: Graph, call: TracedCall) -> None:
         isinstance(item, bool) or not (item is None or item is ... or isinstance(item, int | slice)) for item in items
     ):
         raise NoRule
-    dims = graph.of(subject(call))
+    dims = graph.of(input_of(call))
     taken = sum(item is not None and item is not ... for item in items)
     at = items.index(...) if ... in items else len(items)
     items[at : at + 1] = [slice(None)] * (len(dims) - taken)
-    graph.give(call, [*_picked(graph, call, iter(zip(graph.shape(subject(call)), dims, strict=True)), items)])
+    graph.give(call, [*_picked(graph, call, iter(zip(graph.shape(input_of(call)), dims, strict=True)), items)])
 
 
 def _picked(graph: Graph, call: TracedCall, dims: Any, items: Sequence[Any]) -> Iterable[Dim]:
@@ -290,7 +290,7 @@ def _picked(graph: Graph, call: TracedCall, dims: Any, items: Sequence[Any]) -> 
 
 
 def selected(graph: Graph, call: TracedCall) -> None:
-    place, dims = dim_of(graph, call, 1), [*graph.of(subject(call))]
+    place, dims = dim_of(graph, call, 1), [*graph.of(input_of(call))]
     graph.forbid(dims.pop(place), call)
     graph.give(call, dims)
 
@@ -325,7 +325,7 @@ def contract(graph: Graph, call: TracedCall, operands: Sequence[tuple[Ref, Label
 
 
 def linear(graph: Graph, call: TracedCall) -> None:
-    x, weight, bias = subject(call), tensor(call, 1, "weight"), argument(call, 2, "bias")
+    x, weight, bias = input_of(call), tensor(call, 1, "weight"), argument(call, 2, "bias")
     batch = [*range(len(graph.shape(x)) - 1)]
     if len(graph.shape(weight)) != 2:
         raise NoRule
@@ -346,7 +346,7 @@ def product(graph: Graph, call: TracedCall, first: Ref, second: Ref) -> Dims:
 
 
 def matmul(graph: Graph, call: TracedCall) -> None:
-    operands = subject(call), tensor(call, 1, "other", "mat2", "tensor2")
+    operands = input_of(call), tensor(call, 1, "other", "mat2", "tensor2")
     graph.give(call, product(graph, call, *(operands if call.function != "__rmatmul__" else operands[::-1])))
 
 
@@ -354,7 +354,7 @@ def matmul_added(graph: Graph, call: TracedCall) -> None:
     """`addmm`, `baddbmm`: a tensor, and a product added to it."""
     first, second = tensor(call, 1, "mat1", "batch1"), tensor(call, 2, "mat2", "batch2")
     dims = product(graph, call, first, second)
-    added = aligned(graph, call, [subject(call)], graph.output_shape(call))
+    added = aligned(graph, call, [input_of(call)], graph.output_shape(call))
     graph.give(call, dims)
     for dim, own in zip(dims, added, strict=True):
         graph.unite(dim, own, call)
@@ -381,7 +381,7 @@ def _labels(term: str, repeated: int) -> list[Hashable]:
 
 def attention(graph: Graph, call: TracedCall) -> None:
     """`scaled_dot_product_attention`: batch and heads together; heads of keys may serve several of queries."""
-    query, key, value = subject(call), tensor(call, 1, "key"), tensor(call, 2, "value")
+    query, key, value = input_of(call), tensor(call, 1, "key"), tensor(call, 2, "value")
     mask, shape = argument(call, 3, "attn_mask"), graph.output_shape(call)
     q, k, v = [*graph.of(query)], [*graph.of(key)], [*graph.of(value)]
     if argument(call, 7, "enable_gqa", default=False) and graph.shape(query)[-3] != graph.shape(key)[-3]:
@@ -404,10 +404,10 @@ def _united(graph: Graph, call: TracedCall, *tensors: Dims) -> Dims:
     columns = zip_longest(*(dims[-3::-1] for dims in tensors), fillvalue=())
     result: Dims = []
     for column in columns:
-        held = [dim for dim in column if dim]
-        for dim in held[1:]:
-            graph.unite(held[0], dim, call)
-        result.insert(0, held[0] if held else ())
+        factored = [dim for dim in column if dim]
+        for dim in factored[1:]:
+            graph.unite(factored[0], dim, call)
+        result.insert(0, factored[0] if factored else ())
     return result
 
 
@@ -416,7 +416,7 @@ def _united(graph: Graph, call: TracedCall, *tensors: Dims) -> Dims:
 
 def embedding(graph: Graph, call: TracedCall) -> None:
     """Rows of a table: of split rows each rank finds its own, and the outputs are summed."""
-    ids, table = subject(call), tensor(call, 1, "weight")
+    ids, table = input_of(call), tensor(call, 1, "weight")
     rows, columns = graph.of(table)
     if argument(call, 3, "max_norm") is not None or argument(call, 5, "scale_grad_by_freq", default=False):
         raise NoRule
@@ -431,7 +431,7 @@ def embedding(graph: Graph, call: TracedCall) -> None:
 
 def normalized(graph: Graph, call: TracedCall) -> None:
     """`layer_norm`, `rms_norm`: over the last dims, which the parameters have too."""
-    x, shape = subject(call), argument(call, 1, "normalized_shape")
+    x, shape = input_of(call), argument(call, 1, "normalized_shape")
     if not isinstance(shape, tuple):
         raise NoRule
     dims = graph.of(x)
@@ -447,7 +447,7 @@ def normalized(graph: Graph, call: TracedCall) -> None:
 
 def cross_entropy(graph: Graph, call: TracedCall) -> None:
     """Splits by classes: this needs three numbers per row from every rank."""
-    scores, target = subject(call), tensor(call, 1, "target")
+    scores, target = input_of(call), tensor(call, 1, "target")
     dims = graph.of(scores)
     at = 1 if len(dims) > 1 else 0
     others = [dim for place, dim in enumerate(dims) if place != at]

@@ -248,7 +248,7 @@ class Selection:
 
     splits: first name of each split parameter -> how.
     chosen: the groups that are split, in the derivation's order.
-    left:   the groups that are not, each with the reason.
+    unsplit: the groups that are not, each with the reason.
     share:  of all elements of the model's parameters, those that are split.
     """
 
@@ -259,20 +259,20 @@ class Selection:
     share: float
 
 
-def select(derivation: Derivation, ranks: int, whole: Sequence[str] = ()) -> Selection:
+def select(derivation: Derivation, ranks: int, exclude: Sequence[str] = ()) -> Selection:
     """The groups to split over `ranks` ranks: of those that want the same parameter, the one that splits most per byte.
 
-    whole: patterns (`fnmatch`) of the names of parameters that stay whole; a tied parameter goes by each of its names.
+    exclude: patterns (`fnmatch`) of names of parameters that are not split; a tied parameter goes by each of its names.
 
     Raises `PlanError` for a pattern that no parameter has.
     """
-    kept = _excluded(derivation, whole)
+    excluded = _excluded(derivation, exclude)
     splits: dict[str, ParameterSplit] = {}
     reasons: dict[int, str] = {}
     order = sorted(range(len(derivation.groups)), key=lambda at: -_worth(derivation.groups[at]))  # of equals the first
     for at in order:
         group = derivation.groups[at]
-        reason = _reason(group, ranks, kept, splits)
+        reason = _reason(group, ranks, excluded, splits)
         if reason:
             reasons[at] = reason
         else:
@@ -293,18 +293,16 @@ def _worth(group: SplitGroup) -> float:
     return group.elements / moved if moved else inf
 
 
-def _reason(group: SplitGroup, ranks: int, kept: dict[str, str], splits: dict[str, ParameterSplit]) -> str:
+def _reason(group: SplitGroup, ranks: int, excluded: dict[str, str], splits: dict[str, ParameterSplit]) -> str:
     """Why the group is not split, given what is split already; empty where it is."""
     for one in group.parameters:
-        if one.name in kept:
-            return f"{one.name} is kept whole by {kept[one.name]!r}"
+        if one.name in excluded:
+            return f"{one.name} is excluded by {excluded[one.name]!r}"
     if not _even(group.units, ranks):
         return f"{group.units} units do not divide by {ranks} ranks"
     for one in group.parameters:
         if one.name in splits:
-            return (
-                f"{one.name} is split along dim {splits[one.name].dim} as {_shown(splits[one.name])}, for fewer bytes"
-            )
+            return f"{one.name} is split along dim {splits[one.name].dim} as {_text(splits[one.name])}, for fewer bytes"
     moved = group.forward_bytes + group.backward_bytes
     if not group.products and moved > SAVED_BYTES * group.elements:
         return f"its {group.elements} elements are too few for the {moved} bytes that would be moved"
@@ -317,20 +315,20 @@ def _even(units: int, ranks: int) -> bool:
     return ranks * largest <= LARGEST_SHARE * units and (ranks - 1) * largest < units
 
 
-def _shown(split: ParameterSplit) -> str:
+def _text(split: ParameterSplit) -> str:
     return f"{split.outer} x {split.units} x {split.inner}"
 
 
 def _excluded(derivation: Derivation, patterns: Iterable[str]) -> dict[str, str]:
-    """First name of each parameter that stays whole -> the pattern that says so."""
-    kept: dict[str, str] = {}
+    """First name of each excluded parameter -> the pattern that matches it."""
+    excluded: dict[str, str] = {}
     unknown: list[str] = []
     for pattern in patterns:
         matching = [name for name in derivation.aliases if fnmatchcase(name, pattern)]
-        kept.update({derivation.aliases[name]: pattern for name in matching})
+        excluded.update({derivation.aliases[name]: pattern for name in matching})
         if not matching:
             close = get_close_matches(pattern, derivation.aliases, n=3, cutoff=0.4)
             unknown.append(f"no parameter is named {pattern!r}" + (f"; close: {', '.join(close)}" if close else ""))
     if unknown:
-        raise PlanError("keeping parameters whole by pattern", "; ".join(unknown), "see model.named_parameters()")
-    return kept
+        raise PlanError("excluding parameters by pattern", "; ".join(unknown), "see model.named_parameters()")
+    return excluded

@@ -195,7 +195,7 @@ class _Recorder(TorchFunctionMode):
         """Takes `tensor` among the values, if it is not there."""
         if self._index.get(id(tensor)) is None:
             self._index[id(tensor)] = len(self._values)
-            # Its shape now: code may change it in place. The tensor is kept, so that its id stays its own.
+            # Its shape now: code may change it in place. The tensor outlives the trace, so that its id stays its own.
             self._values.append((tensor, Value(tuple(tensor.shape), tensor.dtype, False, source, name)))
         return tensor
 
@@ -278,8 +278,8 @@ def _is_torchs(func: Any) -> bool:
 @cache
 def _torchs_functions() -> frozenset[Any]:
     homes: Iterable[Any] = (torch, torch.Tensor, nn.functional)
-    held = (getattr(home, name, None) for home in homes for name in dir(home))
-    return frozenset(one for one in held if callable(one) and not isinstance(one, type)) - {*MISNAMED}
+    found = (getattr(home, name, None) for home in homes for name in dir(home))
+    return frozenset(one for one in found if callable(one) and not isinstance(one, type)) - {*MISNAMED}
 
 
 @contextmanager
