@@ -77,8 +77,8 @@ class Composed:
         return self.statistics[0].layers
 
     @property
-    def computing(self) -> AbstractContextManager[None]:
-        """Around everything that the job computes with the model."""
+    def execution_context(self) -> AbstractContextManager[None]:
+        """A context for everything that the job computes with the model."""
         return nullcontext() if self.tensor is None else self.tensor.axis
 
     def parameters(self) -> list[nn.Parameter]:
@@ -168,11 +168,11 @@ def _statistics(
     replicas: Replicas, plan: Plan, world: World, pipeline: Pipeline | None, tensor: SplitModel | None
 ) -> list[RunningStatistics]:
     """The statistics of each replica; `whole` says that all parameters of the model are here and can be watched."""
-    elsewhere = pipeline.elsewhere if pipeline is not None else ()
+    placeholders = pipeline.placeholders if pipeline is not None else ()
     whole = plan.data.zero_stage < 3 and tensor is None and pipeline is None
     group = world.group("data")
     return [
-        RunningStatistics(r.module, group=group, alone=plan.devices == 1, whole=whole, elsewhere=elsewhere)
+        RunningStatistics(r.module, group=group, alone=plan.devices == 1, whole=whole, elsewhere=placeholders)
         for r in replicas
     ]
 
@@ -190,10 +190,10 @@ def _gradients(
             world=world,
             shard=plan.data.shard,
             accumulate_float64=float64,
-            parts=ownership,
+            ownership=ownership,
             offload=plan.offload == "parameters",
             blocks=blocks,
-            in_parts=_in_parts(plan),
+            split_backward=_splits_backward(plan),
         )
     if plan.data.zero_stage:
         from evenly.parallel.data.partition import PartitionedGradients
@@ -204,11 +204,11 @@ def _gradients(
             world=world,
             shard=plan.data.shard,
             accumulate_float64=float64,
-            parts=ownership,
+            ownership=ownership,
         )
     if len(replicas) > 1:
         return ReplicaGradients(replicas, group=group, accumulate_float64=float64)
-    return GradientSum(model, group=group, accumulate_float64=float64, parts=ownership)
+    return GradientSum(model, group=group, accumulate_float64=float64, ownership=ownership)
 
 
 def _offloaded(model: nn.Module, plan: Plan) -> Sequence[OwnedRows]:
@@ -217,10 +217,10 @@ def _offloaded(model: nn.Module, plan: Plan) -> Sequence[OwnedRows]:
         return ()
     from evenly.parallel.data.optimizer import OwnedRows
 
-    return [OwnedRows(name, p, p, slice(None)) for name, p in trainable(model, some=not plan.pipeline.active)[0]]
+    return [OwnedRows(name, p, p, slice(None)) for name, p in trainable(model, required=not plan.pipeline.active)[0]]
 
 
-def _in_parts(plan: Plan) -> bool:
+def _splits_backward(plan: Plan) -> bool:
     """Whether a stage's backward runs in two parts; where it computes activations again, both would do so."""
     return plan.pipeline.active and splits_backward(plan.pipeline.schedule) and plan.recompute == "none"
 
@@ -234,10 +234,13 @@ def _runner(pipeline: Pipeline, plan: Plan, tensor: SplitModel | None, gradients
         pipeline.model,
         plan.pipeline,
         pipeline.group,
-        computing=nullcontext() if tensor is None else tensor.axis,  # recomputation computes the model again
-        in_parts=_in_parts(plan),
-        prepare=None if hooks is None else hooks.prepare,
-        leaving=[*([] if tensor is None else [tensor.gathered]), *([] if hooks is None else [hooks.stage_ended])],
+        backward_context=nullcontext() if tensor is None else tensor.axis,  # recomputation runs the model
+        split_backward=_splits_backward(plan),
+        before_pass=None if hooks is None else hooks.prepare,
+        output_transforms=[
+            *([] if tensor is None else [tensor.gathered]),
+            *([] if hooks is None else [hooks.end_stage_forward]),
+        ],
     )
 
 
@@ -267,10 +270,10 @@ def _ownership(pipeline: Pipeline | None, tensor: SplitModel | None, world: Worl
     if pipeline is None and tensor is None:
         return None
     return Ownership(
-        names=tensor.layouts if tensor is not None else (),
-        group=world.group("tensor") if tensor is not None else None,
-        stages=pipeline.group if pipeline is not None else None,
-        elsewhere=pipeline.ties.counted_elsewhere if pipeline is not None else (),
+        split_names=tensor.layouts if tensor is not None else (),
+        tensor_group=world.group("tensor") if tensor is not None else None,
+        pipeline_group=pipeline.group if pipeline is not None else None,
+        counted_elsewhere=pipeline.ties.counted_elsewhere if pipeline is not None else (),
     )
 
 

@@ -124,7 +124,7 @@ class Executor(ABC):
         """The job's loss, with random numbers from the stream `key`."""
         drawing = self.composed.calls[replica.number].drawing(key)
         precision = self.plan.precision
-        with on(replica.loss_number), autocast(precision, replica.device), self.composed.computing, drawing:
+        with on(replica.loss_number), autocast(precision, replica.device), self.composed.execution_context, drawing:
             batch = place_batch(microbatch.batch, precision, replica.loss_device)
             return as_loss(self.job.loss(replica.called, batch), microbatch.samples)
 
@@ -180,7 +180,7 @@ class MicrobatchExecutor(Executor):
 
     def _backward(self, loss: Loss, scale: float) -> None:
         if (total := self.differentiated(loss, scale)) is not None:
-            with self.composed.computing:  # recomputation computes the model again
+            with self.composed.execution_context:  # recomputation computes the model again
                 total.backward()
 
     def evaluate_batch(self, batch: Batch, builder: StepTotalsBuilder) -> None:

@@ -216,7 +216,7 @@ def explain_stages(job: Job, spec: PlanSpec) -> StagesExplained:
     stages: list[ExplainedStage] = []
     for stage, rank in enumerate(ranks):
         own = [n for n, call_cost in enumerate(call_costs) if stage_plan.stage_of[call_cost.call] == stage]
-        forms = [model.known[name].form for name, owners in stage_plan.owners.items() if stage in owners]
+        forms = [model.stage_tensors[name].fake for name, owners in stage_plan.owners.items() if stage in owners]
         stages.append(
             ExplainedStage(
                 stage=stage,

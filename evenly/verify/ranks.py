@@ -95,7 +95,7 @@ def compare_job(job: Job, plan: str | PlanSpec, steps: int, folder: Path) -> Ran
 def _held_here(run: Run, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Without those that only other stages of a pipeline hold."""
     pipeline = run.composed.pipeline
-    return {name: t for name, t in tensors.items() if pipeline is None or name not in pipeline.elsewhere}
+    return {name: t for name, t in tensors.items() if pipeline is None or name not in pipeline.placeholders}
 
 
 def _compare_bits(

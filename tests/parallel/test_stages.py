@@ -26,7 +26,7 @@ from evenly.parallel.core.calls import BlockCalls
 from evenly.parallel.pipeline.backward import backward, non_view_alias
 from evenly.parallel.pipeline.model import StagedModel
 from evenly.parallel.pipeline.pipeline import Pipeline
-from evenly.parallel.pipeline.remote_tensor import RemoteTensor, form_of, is_remote, present, remote
+from evenly.parallel.pipeline.remote_tensor import RemoteTensor, fake_of, is_remote, materialized, remote
 from evenly.parallel.pipeline.stage_discovery import find_call_costs
 from evenly.parallel.pipeline.stages import CallCost, StagePlan, TensorSite
 from evenly.plan import Plan, parse_plan
@@ -470,10 +470,10 @@ def test_filled_it_computes_as_its_value() -> None:
     x, value = missing(2, 3), torch.arange(6.0).view(2, 3)
     view = x[0]
     x.fill(value)
-    assert not is_remote(x) and present(x) is value and is_remote(view)
+    assert not is_remote(x) and materialized(x) is value and is_remote(view)
     for made in (x + 1, x.sum(), x @ torch.ones(3, 1), torch.cat([x, x])):
         assert not isinstance(made, RemoteTensor)
-    assert torch.equal(x * 2, value * 2) and x.sum().item() == 15.0 and form_of(x) is value
+    assert torch.equal(x * 2, value * 2) and x.sum().item() == 15.0 and fake_of(x) is value
     assert is_remote(x + missing(2, 3))
 
 
@@ -571,7 +571,7 @@ class Writes(Chain):
 
 
 class Kept(Chain):
-    """Finds a parameter in a list of its own, where it would be old on stages that do not hold it."""
+    """Finds a parameter in a list of its own, where stages that do not hold it would find an old one."""
 
     def __init__(self) -> None:
         super().__init__()
