@@ -330,7 +330,7 @@ def test_the_list_of_parameters_keeps_its_order_on_every_rank(position: int) -> 
     pipeline = Pipeline.of(model, stage_plan_of(job, model, plan, device="cpu")[0], plan, group)
     expected = [(tuple(p.shape), p.dtype, p.requires_grad) for p in built(job).parameters()]
     assert [(tuple(p.shape), p.dtype, p.requires_grad) for p in pipeline.parameters()] == expected
-    assert [p.is_meta for p in pipeline.parameters()] == [name in pipeline.elsewhere for name in pipeline.names]
+    assert [p.is_meta for p in pipeline.parameters()] == [name in pipeline.placeholders for name in pipeline.names]
     assert 0 < pipeline.share <= 1
     stages = {0: (0, 3), 1: (1, 4, 5), 2: (2, 6, 7)}[position]
     assert [block.name for block in pipeline.blocks] == [f"blocks.{number}" for number in stages]
@@ -412,7 +412,7 @@ def test_the_shape_of_an_absent_tensor_need_not_be_sent() -> None:
 class Met:
     """An owner that gives nothing numbers, and counts what it meets."""
 
-    watching = None
+    function_context = None
 
     def __init__(self) -> None:
         self.met = 0

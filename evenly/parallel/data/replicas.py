@@ -214,7 +214,7 @@ def _check_distinct(modules: Sequence[nn.Module]) -> None:
         if shared := [name for key, name in mine.items() if key in seen]:
             raise PlanError(
                 f"{len(modules)} replicas of the model",
-                f"{shared[0]} is the same tensor in all: the job's model returns what it returned before",
+                f"{shared[0]} is the same tensor in all: the job's `model` returns the same module each time",
                 "let it build a new module each time it is called",
             )
         seen |= mine
