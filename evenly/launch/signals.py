@@ -39,7 +39,7 @@ class StopRequest:
 
 @contextmanager
 def hold_signals() -> Generator[None]:
-    """Processes started inside are born with the stop signals blocked; a rank unblocks them once settled."""
+    """Processes started inside are born with the stop signals blocked; a rank unblocks them when it is set up."""
     from multiprocessing import resource_tracker
 
     # Starting it would unblock signals of this thread.

@@ -110,8 +110,8 @@ class ShardedOptimizer:
     @contextmanager
     def as_dtensors(self) -> Generator[None]:
         """Within, parameters and optimizer state are DTensors; values loaded into them are kept afterwards."""
-        dtensors = {name: self._checkpoint_parameter(cut) for name, cut in self._cuts.items()}
-        by_id = {id(cut.parameter): dtensors[name] for name, cut in self._cuts.items()}
+        views = {name: self._checkpoint_parameter(cut) for name, cut in self._cuts.items()}
+        by_id = {id(cut.parameter): views[name] for name, cut in self._cuts.items()}
         places = [
             (module, name, parameter)
             for module in self._model.modules()
@@ -121,21 +121,19 @@ class ShardedOptimizer:
         for module, name, parameter in places:
             setattr(module, name, by_id[id(parameter)])
         self._replace(
-            (stepped, dtensors[name], self._to_dtensor(self._cuts[name])) for name, stepped in self._stepped.items()
+            (stepped, views[name], self._to_dtensor(self._cuts[name])) for name, stepped in self._stepped.items()
         )
         try:
             yield
         finally:
-            self._replace(
-                (dtensors[name], stepped, local if self._plain else _identity)
-                for name, stepped in self._stepped.items()
-            )
+            back = local if self._plain else _identity
+            self._replace((views[name], stepped, back) for name, stepped in self._stepped.items())
             for module, name, parameter in places:
                 setattr(module, name, parameter)
             with torch.no_grad():
                 for name, cut in self._cuts.items():
-                    if dtensors[name] is not cut.parameter:
-                        cut.own.copy_(local(dtensors[name]))
+                    if views[name] is not cut.parameter:
+                        cut.own.copy_(local(views[name]))
 
     def _device_context(self) -> AbstractContextManager[None]:
         return on(HOST, carrying=True) if self._offload else nullcontext()

@@ -58,7 +58,7 @@ class RowLayout:
     """
 
     rows: int
-    rows_per_piece: int
+    piece_rows: int
     row_shape: tuple[int, ...]
     offset: int
 
@@ -71,18 +71,16 @@ class RowLayout:
     @property
     def length(self) -> int:
         """The elements of a piece."""
-        return self.rows_per_piece * torch.Size(self.row_shape).numel()
+        return self.piece_rows * torch.Size(self.row_shape).numel()
 
     def own(self, position: int) -> slice:
         """The rows of the piece at `position`."""
-        return slice(
-            min(position * self.rows_per_piece, self.rows), min((position + 1) * self.rows_per_piece, self.rows)
-        )
+        return slice(min(position * self.piece_rows, self.rows), min((position + 1) * self.piece_rows, self.rows))
 
     def pack(self, tensor: torch.Tensor | None, packed: torch.Tensor) -> None:
         """Copies the pieces of `tensor`, or zeros, into `packed` (ranks x elements)."""
         region = packed[:, self.offset : self.offset + self.length]
-        if tensor is None or region.shape[0] * self.rows_per_piece > self.rows:
+        if tensor is None or region.shape[0] * self.piece_rows > self.rows:
             region.zero_()
         if tensor is not None:
             self._copy_pieces(tensor, packed, lambda piece, target: target.copy_(piece))
@@ -95,18 +93,18 @@ class RowLayout:
         """The piece at `position`, without padding, as a view of its rank's packed `row`."""
         rows = self.own(position)
         region = row[self.offset : self.offset + self.length]
-        return region.unflatten(0, (self.rows_per_piece, *self.row_shape))[: rows.stop - rows.start]
+        return region.unflatten(0, (self.piece_rows, *self.row_shape))[: rows.stop - rows.start]
 
     def _copy_pieces(
         self, tensor: torch.Tensor, packed: torch.Tensor, copy: Callable[[torch.Tensor, torch.Tensor], object]
     ) -> None:
         """Calls `copy` with rows of `tensor` and their region of `packed`: all full pieces at once, then the last."""
-        region = packed[:, self.offset : self.offset + self.length].unflatten(1, (self.rows_per_piece, *self.row_shape))
-        full, remainder = divmod(self.rows, self.rows_per_piece)
+        region = packed[:, self.offset : self.offset + self.length].unflatten(1, (self.piece_rows, *self.row_shape))
+        full, remainder = divmod(self.rows, self.piece_rows)
         if full:
-            copy(tensor[: full * self.rows_per_piece].unflatten(0, (full, self.rows_per_piece)), region[:full])
+            copy(tensor[: full * self.piece_rows].unflatten(0, (full, self.piece_rows)), region[:full])
         if remainder:
-            copy(tensor[full * self.rows_per_piece :], region[full, :remainder])
+            copy(tensor[full * self.piece_rows :], region[full, :remainder])
 
 
 @dataclass(eq=False)

@@ -175,9 +175,8 @@ class ShardedGradients(Gradients):
         flags = (float(used) for used in self._used)
         order = (float(self._unit_order), float(self._unit_order**2))
         self._sums = self._reduced()
-        squares = (
-            sum_of_squares(self._sums.values() if self._counts_squares else ()) if self._ownership is None else None
-        )
+        counted = self._sums.values() if self._counts_squares else ()
+        squares = sum_of_squares(counted) if self._ownership is None else None
         self._pending = begin_numbers((*order, *flags), numbers, self._group, squares)
 
     def finish_reduce(self) -> list[float]:
@@ -300,10 +299,8 @@ class _ReduceScatter(_NewMemory):
         self._allocated = False  # whether the buffer to send is allocated; the next one is the result
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        allocated, self._allocated = self._allocated, True
-        return super().allocate(
-            size, dtype=dtype if allocated or self._send_dtype is None else self._send_dtype, device=device
-        )
+        is_result, self._allocated = self._allocated, True
+        return super().allocate(size, dtype=dtype if is_result else self._send_dtype or dtype, device=device)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False

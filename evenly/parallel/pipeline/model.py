@@ -37,13 +37,11 @@ class ModelRun(Protocol):
 
     def view_of(self, module: nn.Module, name: str, stage_tensor: StageTensor) -> torch.Tensor | None:
         """What the code sees as attribute `name` of `module`; None for the tensor itself."""
-        ...
 
     def begin(self) -> None: ...
 
     def call(self, call: BlockCall) -> Any:
         """Runs or skips a call of a block; returns its result."""
-        ...
 
 
 class StageEnd(ForwardEnded):

@@ -38,15 +38,12 @@ class TensorOwner(Protocol):
     @property
     def function_context(self) -> AbstractContextManager[object] | None:
         """A context for every function called with remote tensors."""
-        ...
 
     def value_of(self, tensor: RemoteTensor) -> torch.Tensor | None:
         """The data of `tensor`, if it is available by now."""
-        ...
 
     def note_inputs(self, tensors: list[torch.Tensor]) -> None:
         """Called with the argument tensors of every function whose result is remote."""
-        ...
 
 
 class RemoteTensor(DeferredTensor):

@@ -40,19 +40,15 @@ class MicrobatchWork(Protocol):
 
     def shape_key(self, microbatch: int) -> Hashable:
         """The shapes of the microbatch, which determine all shapes within the model."""
-        ...
 
     def forward(self, microbatch: int) -> torch.Tensor | None:
         """The job's loss of the microbatch; a scalar to differentiate, or None if there is nothing to."""
-        ...
 
     def before_backward(self, *, last: bool) -> None:
         """Called before a stage computes gradients; last: for the last time in this step on this rank."""
-        ...
 
     def after_backward(self) -> None:
         """Called when parameters have new gradients."""
-        ...
 
 
 @dataclass(eq=False)
