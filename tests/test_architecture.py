@@ -361,26 +361,26 @@ def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, ARGUMENTS = 500, 60, 300, 9
 # Lines of each package: it may shrink, and grows only by a larger number here, with a reason beside it.
 PACKAGE_LINES = {
-    "__init__": 658,  # torch_private, which came from many files
+    "__init__": 668,  # torch_private, which came from many files
     "checkpoint": 1773,
     "cli": 1170,
     "comm": 2072,
-    "data": 820,
-    "engine": 1680,
+    "data": 813,
+    "engine": 1669,
     "hardware": 942,  # kinds of devices can be registered
     "launch": 1593,
-    "model": 480,
+    "model": 431,
     "observe": 670,
     "parallel": 1,
     "parallel.core": 1050,
-    "parallel.data": 1780,  # the layouts of buckets and units, which the planner takes too
+    "parallel.data": 1784,  # the layouts of buckets and units, which the planner takes too
     "parallel.tensor": 3330,
-    "parallel.pipeline": 2100,
-    "plan": 1200,  # schedules are a table that others add to
+    "parallel.pipeline": 2074,
+    "plan": 1171,  # schedules are a table that others add to
     "planner": 6140,
     "report": 1302,  # tables of splits and pages of plans, which came from planner/ and cli/
-    "train": 1000,
-    "verify": 650,
+    "train": 940,
+    "verify": 628,
 }
 # Parameters of a command are the options that it has on the command line.
 COMMANDS = PACKAGE / "cli" / "main.py"
@@ -453,7 +453,9 @@ def test_a_class_name_stands_for_one_thing() -> None:
 DIALECT = re.compile(
     r"\b(anew|beside|told|mend(s|ed|ing)?|numberless|without numbers|absent|parked|thawed|barred|[Aa]toms?|turnings?"
     r"|stagework|StageWork|[Ll]edger|silent_group|take_over|give_back|not_a_sum|staging_of|[Ff]ates?|Trouble|Parking"
-    r"|Absent|Shown|Staging|Segment|Meeting|Mail|Course|Apart|Unchanged|BlockForwards|JobReader|Setup)\b"
+    r"|Absent|Shown|Staging|Segment|Meeting|Mail|Course|Apart|Unchanged|BlockForwards|JobReader|Setup|Leave|Ending"
+    r"|Question|Stretch|Decision|Candidate|Answer|Subject|Account|Gathered|Choice|is_taken|of_first|pass_by|narrowing"
+    r"|on_the_way|taken_by|stage_ended|as_saved|how manieth|passed by|let be|hand back|has the word)\b"
 )
 
 

@@ -36,7 +36,7 @@ def run_verify(
     from evenly.verify.verify import VerifyRequest, verify
 
     question = VerifyRequest(job, parse_settings(settings), steps, dtype)  # pyright: ignore[reportArgumentType]
-    verdict = verify(question, texts, devices=devices, say=_quiet if json_only else _say)
+    verdict = verify(question, texts, devices=devices, report=_quiet if json_only else _say)
     if json_only:
         print(json.dumps(asdict(verdict)))
     else:

@@ -1,8 +1,7 @@
-"""Applying a stream key to the generators that code draws from: torch's, Python's and numpy's.
+"""Seeds the global generators of torch, Python and numpy from a stream key.
 
-torch's state from before is put back on leaving, so that neither a step nor an evaluation disturbs the draws of
-the code around it. Python's and numpy's global generators are left where the stream ended: to put them back
-takes longer than a small forward pass.
+torch's previous state is restored on exit, so that neither a step nor an evaluation changes the random numbers of the
+code around it. Python's and numpy's generators are not restored: that takes longer than a small forward pass.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 
 @contextmanager
 def undisturbed(*devices: str) -> Generator[None]:
-    """Within, torch's generators may be seeded at will; on leaving they are as they were."""
+    """Restores the state of torch's generators on exit."""
     generators = _generators(*devices)
     saved = [generator.get_state() for generator in generators]
     try:
@@ -29,14 +28,14 @@ def undisturbed(*devices: str) -> Generator[None]:
 
 
 def reseed(key: int, device: str = "cpu") -> None:
-    """From here on what torch draws on the CPU and on `device` comes from the stream `key`; wants `undisturbed`."""
+    """Seeds torch's generators of the CPU and of `device` from the stream `key`; use within `undisturbed`."""
     torch.default_generator.manual_seed(key)
     if device.startswith("cuda"):
         _gpu_generator(device).manual_seed(key)
 
 
 def seed(key: int, device: str = "cpu") -> None:
-    """As `reseed`, and for what Python and numpy draw too."""
+    """As `reseed`, and also seeds Python's and numpy's generators."""
     reseed(key, device)
     random.seed(key)
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -45,14 +44,14 @@ def seed(key: int, device: str = "cpu") -> None:
 
 def drawn_past_torch() -> bool:
     """Whether Python's or numpy's generator was drawn from since `seed`."""
-    fresh = 624  # both stand at the end of a block of so many numbers when they are seeded
+    fresh = 624  # position of a Mersenne Twister that was just seeded
     numpy: Any = sys.modules.get("numpy")
     return random.getstate()[1][-1] != fresh or (numpy is not None and numpy.random.get_state()[2] != fresh)
 
 
 @contextmanager
 def seeded(key: int, device: str = "cpu") -> Generator[None]:
-    """Within, everything drawn on the CPU and on `device` comes from the stream `key`."""
+    """Within, all random numbers of the CPU and of `device` come from the stream `key`."""
     with undisturbed(device):
         seed(key, device)
         yield

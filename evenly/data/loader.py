@@ -1,8 +1,7 @@
-"""A rank's way through the data: which microbatches it runs at which step, and their samples.
+"""Which microbatches a rank runs at each step, and loading their samples.
 
-The decision (`share_of_step`) is pure. The loader follows it with torch's DataLoader, one work item per
-microbatch, so that a rank reads only its own share and workers can be ahead of the step; without workers it
-reads by itself.
+The decision (`share_of_step`) is pure. The loader uses torch's DataLoader with one work item per microbatch, so that a
+rank reads only its own share and workers can read ahead; without workers it reads in the rank itself.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ class Share:
         return len(self.own) + len(self.fillers)
 
     def filled(self) -> Share:
-        """The share for a plan whose ranks talk inside the model: every rank runs as many microbatches.
+        """The share padded with fillers, for plans with collectives inside the model: all ranks run equally many.
 
-        A filler is the rank's last own microbatch once more (the pass's first, where it has none), at no weight.
+        A filler repeats the rank's last microbatch (the first of the pass if it has none), with weight zero.
         """
         filler = self.own[-1] if self.own else 0
         return replace(self, fillers=(filler,) * (self.rounds - len(self.own)))
@@ -78,9 +77,9 @@ def microbatches_of_evaluation(job: Job) -> list[list[int]]:
 
 
 def share_of_step(job: Job, step: int, *, rank: int, ranks: int) -> Share:
-    """What `rank` of `ranks` runs at `step`: dealt by padded cost where the job states costs, else by samples.
+    """What `rank` of `ranks` runs at `step`: balanced by padded cost if the job has costs, else by samples.
 
-    Padded cost x length comes second: so work that grows with the square of the length is even too.
+    Padded cost x length is balanced second, so that work that is quadratic in the length is even too.
     """
     microbatches = microbatches_of_step(job, step)
     if job.cost is None:
@@ -107,7 +106,7 @@ def _share(step: int, microbatches: list[list[int]], shares: list[list[int]], ra
 
 
 def worker_count(*, cores: int, local_ranks: int, device: str) -> int:
-    """Loader processes per rank: on a GPU four, as is usual, but never more than the rank's part of the cores.
+    """Loader processes per rank: four on a GPU, but never more than the rank's share of the cores.
 
     On the CPU none: ranks need the cores themselves, and reading takes less than computing there.
     """

@@ -35,7 +35,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], nest: Any) -> Any:
 
 
 def tensors_by_path(nest: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a nest with its place, such as `0.mask`, in the order of `map_tensors`."""
+    """Every tensor of a nest with its path, such as `0.mask`, in the order of `map_tensors`."""
     if isinstance(nest, torch.Tensor):
         yield path, nest
         return

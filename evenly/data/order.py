@@ -27,7 +27,7 @@ _MASK = 2**64 - 1
 _ROUND_STEP = 0x9E3779B97F4A7C15  # odd, so that the keys of all rounds differ
 _MIX_A = np.uint64(0xFF51AFD7ED558CCD)
 _MIX_B = np.uint64(0xC4CEB9FE1A85EC53)
-_FOLD = np.uint64(33)
+_SHIFT = np.uint64(33)
 _TOP = np.uint64(20)  # leaves 44 bits, so that adding a coordinate below 2**32 cannot overflow
 
 
@@ -75,9 +75,9 @@ def _permute_grid(cells: NDArray[np.uint64], length: int, key: int) -> NDArray[n
 def _hash(values: NDArray[np.uint64], key: int, round_: int) -> NDArray[np.uint64]:
     """44 bits of each value, unrelated between keys and rounds; arithmetic modulo 2**64."""
     mixed = values + np.uint64((key + round_ * _ROUND_STEP) & _MASK)
-    mixed ^= mixed >> _FOLD
+    mixed ^= mixed >> _SHIFT
     mixed *= _MIX_A
-    mixed ^= mixed >> _FOLD
+    mixed ^= mixed >> _SHIFT
     mixed *= _MIX_B
     mixed >>= _TOP
     return mixed

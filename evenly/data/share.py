@@ -115,18 +115,18 @@ def _exchange(
         heavy = int(loads.argmax())
         if loads[heavy] <= enough:
             break
-        given, taken = np.flatnonzero(owners == heavy), np.flatnonzero(owners != heavy)
-        relief = costs[given][:, None] - costs[taken]
-        heavier = np.maximum(loads[heavy] - relief, loads[owners[taken]] + relief)
+        own, other = np.flatnonzero(owners == heavy), np.flatnonzero(owners != heavy)
+        relief = costs[own][:, None] - costs[other]
+        heavier = np.maximum(loads[heavy] - relief, loads[owners[other]] + relief)
         if bound is not None and others is not None:
-            relief, loads_of_others = others[given][:, None] - others[taken], _loads(others, owners, ranks)
-            heaviest = np.maximum(loads_of_others[heavy] - relief, loads_of_others[owners[taken]] + relief)
+            relief, loads_of_others = others[own][:, None] - others[other], _loads(others, owners, ranks)
+            heaviest = np.maximum(loads_of_others[heavy] - relief, loads_of_others[owners[other]] + relief)
             heavier[heaviest > bound[1]] = inf
         best = int(heavier.argmin())
         if heavier.flat[best] >= loads[heavy]:
             break
-        row, column = divmod(best, len(taken))
-        owners[given[row]], owners[taken[column]] = owners[taken[column]], heavy
+        row, column = divmod(best, len(other))
+        owners[own[row]], owners[other[column]] = owners[other[column]], heavy
     return owners[: len(costs) - ranks]
 
 

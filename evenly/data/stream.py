@@ -1,7 +1,7 @@
 """Keys of random streams: a function of the job's seed and of a place in the run, and of nothing else.
 
-A place is a path of words and numbers, such as `("microbatch", step, j)`, `("sample", epoch, index)` or
-`("model",)`. Whoever runs that place, in whatever order and however often, draws the same numbers.
+A place is a path of words and numbers, such as `("microbatch", step, j)` or `("model",)`. Any rank that runs it, in any
+order and any number of times, draws the same numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a job and a plan to the model as this rank runs it."""
+"""Builds the job's model and composes it with the plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def build_and_compose(job: Job, plan: Plan, world: World) -> Composed:
-    """The job's model as the plan runs it; where ranks shard it, each holds its share and one large tensor at a time.
+    """The job's model, composed with the plan; a rank never holds more than its shards and one full tensor at a time.
 
     A collective. Raises `PlanError`, on all ranks alike, where the model cannot be split so.
     """

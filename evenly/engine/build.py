@@ -25,19 +25,19 @@ T = TypeVar("T")
 
 
 def build_model(job: Job, *, precision: str, device: str | None) -> nn.Module:
-    """The job's model with its initial values, which follow from the seed alone, on `device`, in training mode.
+    """The job's model in training mode on `device`, with initial values that depend on the seed alone.
 
-    It is built on the CPU, whose random numbers are the same on every machine with the same torch, and stays where it
-    was built if no `device` is given.
+    It is built on the CPU, whose random numbers are the same on every machine with the same torch, and stays there if
+    `device` is None.
     """
     with seeded(stream_key(job.seed, "model")):
         model = call_job("model", job.model)
     _expect("model", model, nn.Module)
-    _refuse_odd(model)
+    _check_parameters(model)
     return place_model(model, precision, device).train()
 
 
-# What these do with a part of a parameter is not what they do with it in the whole.
+# Optimizers whose update of a shard differs from that of the full parameter.
 NEEDS_WHOLE_PARAMETERS = {
     "Adafactor": "it takes means over whole rows and columns",
     "Muon": "it makes whole matrices orthogonal",
@@ -48,7 +48,7 @@ NEEDS_WHOLE_PARAMETERS = {
 def build_optimizer(job: Job, parameters: Sequence[nn.Parameter], plan: Plan) -> torch.optim.Optimizer:
     """The job's optimizer over all `parameters` of the model; raises `UserError` if it cannot step them as `plan` says.
 
-    Those that other ranks hold, which are on the meta device, are for it to sort the others by, and are left out then.
+    Parameters of other ranks are on the meta device, so that the job can sort all into groups; they are removed then.
     """
     optimizer = call_job("optimizer", lambda: job.optimizer(iter(parameters)))
     _expect("optimizer", optimizer, torch.optim.Optimizer)
@@ -86,43 +86,43 @@ def build_optimizer(job: Job, parameters: Sequence[nn.Parameter], plan: Plan) ->
         raise UserError(
             "the job's optimizer", "it holds parameters that are not the model's", "give it the `params` passed in"
         )
-    _leave_out(optimizer, [p for p in parameters if p.is_meta])
+    _remove_parameters(optimizer, [p for p in parameters if p.is_meta])
     choose_kernels(optimizer, plan)
     return optimizer
 
 
-# torch has their step as one fused kernel too, which computes the same up to rounding. It has SGD's as well, but that
-# one fails where the momentum of some parameters begins later than that of others.
+# Their fused kernels compute the same up to rounding. The one of SGD fails where some parameters get their momentum
+# buffer later than others.
 FUSED = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def choose_kernels(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """Has fused kernels step `optimizer` where the job leaves that open and the numbers stay right, and only there.
+    """Lets `optimizer` use fused kernels where the job does not choose and the numbers stay right, and only there.
 
-    They go through each parameter once, where separate operations go through it a dozen times. But they take memory in
-    the order in which it lies: where a gradient lies otherwise than its parameter they compute nonsense, on the CPU
-    without an error. And the last elements of a tensor come out with other bits than the same in the middle of another.
+    A fused kernel passes over each parameter once, separate operations a dozen times. But it ignores strides: where a
+    gradient has other strides than its parameter the result is wrong, on the CPU without an error. And the last
+    elements of a tensor can round differently from those in the middle.
     """
     for group in optimizer.param_groups:
-        right = plan.exact != "bitwise" and all(map(_lies_in_order, group["params"]))
-        if group.get("fused") and not right:
+        safe = plan.exact != "bitwise" and all(map(_is_contiguous, group["params"]))
+        if group.get("fused") and not safe:
             group["fused"] = None
         is_open = group.get("fused") is None and group.get("foreach") is None and not group.get("differentiable")
-        if right and is_open and type(optimizer) in FUSED and all(map(_is_wide, group["params"])):
+        if safe and is_open and type(optimizer) in FUSED and all(map(_has_full_precision, group["params"])):
             group["fused"] = True
 
 
-def _lies_in_order(parameter: torch.Tensor) -> bool:
+def _is_contiguous(parameter: torch.Tensor) -> bool:
     return parameter.stride() == torch.empty(parameter.shape, device="meta").stride()
 
 
-def _is_wide(parameter: torch.Tensor) -> bool:
+def _has_full_precision(parameter: torch.Tensor) -> bool:
     """Whether single operations round no more than a fused kernel, which computes in at least float32."""
     return parameter.dtype in (torch.float32, torch.float64)
 
 
-def _leave_out(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """Makes `optimizer` forget these parameters."""
+def _remove_parameters(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Removes `parameters` from `optimizer`."""
     elsewhere = {id(parameter) for parameter in parameters}
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if id(parameter) not in elsewhere]
@@ -131,14 +131,14 @@ def _leave_out(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Paramet
 
 
 def _check_eps(optimizer: torch.optim.Optimizer) -> None:
-    """Adam and its like divide by a root plus `eps`: where that is 0 in the type of the weights, by nothing."""
+    """Raises `UserError` where `eps`, which keeps Adam from dividing by zero, is 0 in the dtype of the weights."""
     for group in optimizer.param_groups:
         eps = group.get("eps")
         for dtype in {p.dtype for p in group["params"]} if isinstance(eps, float) and eps > 0 else ():
             if torch.tensor(eps, dtype=dtype) == 0:
                 raise UserError(
                     f"optimizer {type(optimizer).__name__} with eps={eps:g}",
-                    f"that is 0 in {str(dtype).removeprefix('torch.')}, the type of its weights",
+                    f"that is 0 in {str(dtype).removeprefix('torch.')}, the dtype of its weights",
                     "give it a larger eps, 1e-4 say, or use precision=float16 or pure-bfloat16",
                 )
 
@@ -165,7 +165,7 @@ def build_schedule(job: Job, optimizer: torch.optim.Optimizer) -> torch.optim.lr
     return schedule
 
 
-def _refuse_odd(model: nn.Module) -> None:
+def _check_parameters(model: nn.Module) -> None:
     """Raises `UserError` for parameters that cannot be trained as they are."""
     for name, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):
@@ -181,7 +181,7 @@ def _refuse_odd(model: nn.Module) -> None:
 
 
 def refuse_gradient_hooks(model: nn.Module, plan: Plan) -> None:
-    """Raises `PlanError` where a plan that holds parts of parameters would leave out what hooks do to gradients."""
+    """Raises `PlanError` where a plan that shards parameters would bypass hooks on their gradients."""
     for name, parameter in model.named_parameters():
         if has_gradient_hooks(parameter):
             raise PlanError(
@@ -208,7 +208,7 @@ def check_same_start(model: nn.Module, world: World, init: ShardedInit | None = 
 
 
 def call_job(field: str, function: Callable[[], T]) -> T:
-    """What a function of the job returns; whatever it raises becomes a `UserError` that names the field."""
+    """Calls a function of the job; an exception becomes a `UserError` that names the field."""
     try:
         return function()
     except EvenlyError:

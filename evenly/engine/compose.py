@@ -42,20 +42,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Composed:
-    """A model as its plan runs it.
+    """A model with all axes of its plan applied.
 
     model:      the parameters and buffers of this rank.
     replicas:   the model on each device of this rank, which run side by side; only one but for `replicas` in the plan.
     gradients:  adds gradients over microbatches, replicas and ranks.
-    statistics: of each replica, keeps the running statistics of normalisation layers.
-    forwards:   of each replica, what its blocks run instead of their own forward.
-    calls:      of each replica, the calls of its blocks, which draw random numbers of their own.
-    cuts:       parameters that this rank does not step as they stand, but its part of them or a copy on the host.
-    sharded:    share of the parameters' elements that this plan really splits, 0 to 1.
-    tensor:     the model's parameters as parts of larger ones, where the tensor axis splits them.
-    pipeline:   the model in stages, where the pipeline axis cuts it.
+    statistics: per replica, synchronises the running statistics of normalisation layers.
+    forwards:   per replica, the wrapped forwards of its blocks (recomputation, compilation).
+    calls:      per replica, the calls of its blocks, each with a random stream of its own.
+    cuts:       parameters of which this rank steps only some rows, or a copy on the host.
+    sharded:    fraction of the parameters' elements that this plan really splits, 0 to 1.
+    tensor:     the model split over the tensor axis, if the plan has one.
+    pipeline:   the model in stages, if the plan has a pipeline axis.
     runner:     runs the stages of this rank in the order of the schedule.
-    in_step:    whether ranks meet inside the model, so that each must run as many microbatches as the others.
+    in_step:    whether the model contains collectives of the data axis, so that all ranks must run equally many
+                microbatches.
     """
 
     model: nn.Module
@@ -73,16 +74,16 @@ class Composed:
 
     @property
     def layers(self) -> int:
-        """How many layers keep running statistics."""
+        """Number of layers with running statistics."""
         return self.statistics[0].layers
 
     @property
-    def computing(self) -> AbstractContextManager[None]:
-        """Around everything that the job computes with the model."""
+    def execution_context(self) -> AbstractContextManager[None]:
+        """A context for everything that the job computes with the model."""
         return nullcontext() if self.tensor is None else self.tensor.axis
 
     def parameters(self) -> list[nn.Parameter]:
-        """All of the model's, in its order; of those that this rank has not, what stands for them."""
+        """All parameters of the model, in its order; meta tensors for those of other ranks."""
         return [*self.model.parameters()] if self.pipeline is None else self.pipeline.parameters()
 
     @property
@@ -94,7 +95,7 @@ class Composed:
         return sum(p.numel() for p in self.parameters()) + elsewhere
 
     def full_view(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """All of what the ranks hold of a parameter or buffer, or of its gradient; a collective where it is cut."""
+        """The full tensor of a parameter or buffer, or of its gradient; a collective if it is sharded or split."""
         full_tensor = getattr(tensor, "full_tensor", None)
         mine = tensor if full_tensor is None else full_tensor()
         return mine if self.tensor is None else self.tensor.full_view(name, mine)
@@ -108,7 +109,7 @@ class Composed:
         first.sync(calls)
 
     def train(self, mode: bool) -> None:
-        """Every replica in training mode, or in evaluation mode with the values of now."""
+        """Sets training or evaluation mode on every replica; for evaluation also copies the current parameters."""
         for replica in self.replicas:
             replica.called.train(mode)
         if mode:
@@ -117,7 +118,7 @@ class Composed:
             self.replicas.refresh()
 
     def close(self) -> None:
-        """Leaves the model as it would be without a plan."""
+        """Removes all hooks and wrappers from the model."""
         for part in (self.gradients, *self.statistics, *self.forwards, *self.calls, *filter(None, [self.tensor])):
             part.close()
 
@@ -131,10 +132,10 @@ def compose(
 ) -> Composed:
     """Applies `plan` to `modules`, one on each of `devices_of` this rank.
 
-    They are changed in place; the first is the model. splits: of its parameters, where the plan has a tensor axis.
-    stages: of the model, where it has a pipeline.
+    They are changed in place; the first is the model. splits: of its parameters, if the plan has a tensor axis.
+    stages: of the model, if it has a pipeline.
 
-    Order: what other stages hold goes first, then what is left is split over the tensor axis, then over data.
+    Order: first the pipeline axis removes the other stages, then the tensor axis splits, then the data axis shards.
     """
     model = modules[0]
     pipeline = _pipeline(*stages, plan, world) if stages is not None else None
@@ -167,12 +168,12 @@ def compose(
 def _statistics(
     replicas: Replicas, plan: Plan, world: World, pipeline: Pipeline | None, tensor: SplitModel | None
 ) -> list[RunningStatistics]:
-    """The statistics of each replica; `whole` says that all parameters of the model are here and can be watched."""
-    elsewhere = pipeline.elsewhere if pipeline is not None else ()
+    """The running statistics of each replica."""
+    placeholders = pipeline.placeholders if pipeline is not None else ()
     whole = plan.data.zero_stage < 3 and tensor is None and pipeline is None
     group = world.group("data")
     return [
-        RunningStatistics(r.module, group=group, alone=plan.devices == 1, whole=whole, elsewhere=elsewhere)
+        RunningStatistics(r.module, group=group, alone=plan.devices == 1, whole=whole, elsewhere=placeholders)
         for r in replicas
     ]
 
@@ -180,7 +181,7 @@ def _statistics(
 def _gradients(
     replicas: Replicas, plan: Plan, world: World, blocks: Sequence[Block], ownership: Ownership | None
 ) -> GradientSum | ReplicaGradients | PartitionedGradients | ShardedGradients:
-    """What adds up gradients over microbatches and over the data axis, as far as the plan shards them."""
+    """The gradient sum over microbatches and the data axis that fits the plan's ZeRO stage."""
     model, group, float64 = replicas[0].module, world.group("data"), plan.exact == "bitwise"
     if plan.data.zero_stage == 3:
         from evenly.parallel.data.shards import ShardedGradients  # takes seconds to import
@@ -190,10 +191,10 @@ def _gradients(
             world=world,
             shard=plan.data.shard,
             accumulate_float64=float64,
-            parts=ownership,
+            ownership=ownership,
             offload=plan.offload == "parameters",
             blocks=blocks,
-            in_parts=_in_parts(plan),
+            split_backward=_splits_backward(plan),
         )
     if plan.data.zero_stage:
         from evenly.parallel.data.partition import PartitionedGradients
@@ -204,29 +205,29 @@ def _gradients(
             world=world,
             shard=plan.data.shard,
             accumulate_float64=float64,
-            parts=ownership,
+            ownership=ownership,
         )
     if len(replicas) > 1:
         return ReplicaGradients(replicas, group=group, accumulate_float64=float64)
-    return GradientSum(model, group=group, accumulate_float64=float64, parts=ownership)
+    return GradientSum(model, group=group, accumulate_float64=float64, ownership=ownership)
 
 
 def _offloaded(model: nn.Module, plan: Plan) -> Sequence[OwnedRows]:
-    """The parameters that are stepped as a copy on the host."""
+    """The parameters whose copy on the host is stepped."""
     if plan.offload != "optimizer":
         return ()
     from evenly.parallel.data.optimizer import OwnedRows
 
-    return [OwnedRows(name, p, p, slice(None)) for name, p in trainable(model, some=not plan.pipeline.active)[0]]
+    return [OwnedRows(name, p, p, slice(None)) for name, p in trainable(model, required=not plan.pipeline.active)[0]]
 
 
-def _in_parts(plan: Plan) -> bool:
-    """Whether a stage's backward runs in two parts; where it computes activations again, both would do so."""
+def _splits_backward(plan: Plan) -> bool:
+    """Whether a stage's backward runs in two parts; not with recomputation, which both would do."""
     return plan.pipeline.active and splits_backward(plan.pipeline.schedule) and plan.recompute == "none"
 
 
 def _runner(pipeline: Pipeline, plan: Plan, tensor: SplitModel | None, gradients: Gradients) -> ScheduleRunner:
-    """What runs the stages of this rank, with what the other axes do around it."""
+    """The runner of this rank's stages, with the hooks of the other axes."""
     from evenly.parallel.pipeline.schedule_runner import ScheduleRunner
 
     hooks = cast("ShardedGradients", gradients) if plan.data.zero_stage == 3 else None
@@ -234,15 +235,18 @@ def _runner(pipeline: Pipeline, plan: Plan, tensor: SplitModel | None, gradients
         pipeline.model,
         plan.pipeline,
         pipeline.group,
-        computing=nullcontext() if tensor is None else tensor.axis,  # recomputation computes the model again
-        in_parts=_in_parts(plan),
-        prepare=None if hooks is None else hooks.prepare,
-        leaving=[*([] if tensor is None else [tensor.gathered]), *([] if hooks is None else [hooks.stage_ended])],
+        backward_context=nullcontext() if tensor is None else tensor.axis,  # recomputation runs the model
+        split_backward=_splits_backward(plan),
+        before_pass=None if hooks is None else hooks.prepare,
+        output_transforms=[
+            *([] if tensor is None else [tensor.gathered]),
+            *([] if hooks is None else [hooks.end_stage_forward]),
+        ],
     )
 
 
 def _split(model: nn.Module, splits: Mapping[str, ParameterSplit], group: Group, plan: Plan) -> SplitModel:
-    """Splits those parameters over the tensor axis that `model` still holds."""
+    """Splits the parameters of `model` over the tensor axis; it may hold only some of `splits`."""
     from evenly.parallel.tensor.layout import Layout
     from evenly.parallel.tensor.model import SplitModel
 
@@ -250,12 +254,12 @@ def _split(model: nn.Module, splits: Mapping[str, ParameterSplit], group: Group,
     layouts = {
         name: Layout.of(s.dim, s.outer, s.units, s.inner, group.size) for name, s in splits.items() if name in held
     }
-    keeping = plan.recompute == "selective"
-    return SplitModel(model, layouts, group, sequence=plan.tensor.sequence_parallel, recomputed=keeping)
+    selective = plan.recompute == "selective"
+    return SplitModel(model, layouts, group, sequence=plan.tensor.sequence_parallel, recomputed=selective)
 
 
 def _pipeline(model: StagedModel, stage_plan: StagePlan, plan: Plan, world: World) -> Pipeline:
-    """Reduces `model` to what this rank runs."""
+    """Reduces `model` to the stages of this rank."""
     from evenly.parallel.pipeline.pipeline import Pipeline
 
     model.move(world.device)
@@ -263,14 +267,14 @@ def _pipeline(model: StagedModel, stage_plan: StagePlan, plan: Plan, world: Worl
 
 
 def _ownership(pipeline: Pipeline | None, tensor: SplitModel | None, world: World) -> Ownership | None:
-    """What of the model's parameters this rank has; None for all."""
+    """What this rank has of the model's parameters; None for all."""
     if pipeline is None and tensor is None:
         return None
     return Ownership(
-        names=tensor.layouts if tensor is not None else (),
-        group=world.group("tensor") if tensor is not None else None,
-        stages=pipeline.group if pipeline is not None else None,
-        elsewhere=pipeline.ties.counted_elsewhere if pipeline is not None else (),
+        split_names=tensor.layouts if tensor is not None else (),
+        tensor_group=world.group("tensor") if tensor is not None else None,
+        pipeline_group=pipeline.group if pipeline is not None else None,
+        counted_elsewhere=pipeline.ties.counted_elsewhere if pipeline is not None else (),
     )
 
 
@@ -283,7 +287,7 @@ def _wrap_calls(replicas: Replicas, blocks: Sequence[Sequence[Block]], pipeline:
 def _change_blocks(
     replicas: Replicas, blocks: Sequence[Sequence[Block]], plan: Plan
 ) -> list[WrappedForwards | CachesOff]:
-    """Recomputation inside, compilation around it. A stage has no caches of keys and values but its own."""
+    """Wraps the blocks' forwards: recomputation inside, compilation around it; switches key-value caches off."""
     changes: dict[str, Callable[[Forward], Forward]] = {}
     if plan.recompute in ("selective", "full"):
         changes[f"recompute={plan.recompute}"] = recomputing(selective=plan.recompute == "selective")
@@ -303,7 +307,7 @@ def _change_blocks(
 
 
 def devices_of(plan: Plan, world: World) -> list[str]:
-    """The devices of this rank: its own, or as many as the plan has replicas. `PlanError` beyond this machine's."""
+    """The devices of this rank: one per replica. Raises `PlanError` if this machine has too few GPUs."""
     count = plan.replicas.count
     if world.device == "cpu" or count == 1:
         return [world.device] * count

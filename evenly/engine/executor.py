@@ -1,6 +1,6 @@
-"""Executors turn this rank's share of a batch into the totals of a step and the gradients of all ranks.
+"""Executors run this rank's share of a batch; the results are the totals of the step and the summed gradients.
 
-`Executor` is what both have in common: the job's loss of one microbatch, and the sums over ranks that end a step.
+`Executor` has what both kinds share: the job's loss of one microbatch, and the sums over ranks that end a step.
 `MicrobatchExecutor` runs forward and backward of each microbatch in turn; `pipeline_executor` runs stages.
 """
 
@@ -31,23 +31,23 @@ from evenly.plan import Plan
 
 
 class Executor(ABC):
-    """Runs the batches of `job` through the model that `composed` holds.
+    """Runs the batches of `job` through the model of `composed`.
 
-    counter: counts what tensors take up, in the steps in which that is asked for.
+    counter: counts the memory of tensors in the steps in which that is asked for, else None.
     """
 
     def __init__(self, job: Job, plan: Plan, composed: Composed, world: World) -> None:
         self.job, self.plan, self.composed, self.world = job, plan, composed, world
         self.devices = list(dict.fromkeys(replica.device for replica in composed.replicas))
         self.counter: MemoryCounter | None = None
-        self._tensor: Group | None = world.groups.get("tensor")
+        self._tensor_group: Group | None = world.groups.get("tensor")
 
     # ------------------------------------------------------------------------------------------------ a pass
     def step(self, batch: Batch, *, scale: float, stop: Callable[[], bool], spans: list[Any] | None) -> StepTotals:
-        """Forward and backward of the batch; leaves the summed gradients in the model's parameters.
+        """Runs forward and backward of the batch; the summed gradients are then in `composed.gradients`.
 
-        scale: factor of the loss that is differentiated. stop: asked once, whether this rank is to end the run.
-        spans: takes what a rank of a pipeline does when; None where nobody reads it.
+        scale: factor on the loss before the backward. stop: called once; whether this rank wants to end the run.
+        spans: list to append the actions of a pipeline rank to, or None.
         """
         gradients = self.composed.gradients
         builder = StepTotalsBuilder(
@@ -67,7 +67,7 @@ class Executor(ABC):
             return builder.read(gradients.finish_reduce())
 
     def evaluate(self, batch: Batch) -> StepTotals:
-        """The forward of the batch, in evaluation mode; leaves training undisturbed."""
+        """Runs the forward of the batch in evaluation mode; random states and training mode are restored."""
         builder = StepTotalsBuilder(self.world, microbatches=len(batch.share.microbatches))
         self.composed.train(False)
         try:
@@ -84,52 +84,54 @@ class Executor(ABC):
 
     @abstractmethod
     def run_batch(self, batch: Batch, builder: StepTotalsBuilder, *, scale: float, spans: list[Any] | None) -> None:
-        """Forward and backward of every microbatch; losses go to `builder`, gradients to the sums."""
+        """Runs forward and backward of every microbatch; losses go to `builder`, gradients to `composed.gradients`."""
 
     @abstractmethod
     def evaluate_batch(self, batch: Batch, builder: StepTotalsBuilder) -> None:
-        """The forward of every microbatch; losses go to `builder`."""
+        """Runs the forward of every microbatch; losses go to `builder`."""
 
     def combine(self, numbers: list[float] | torch.Tensor) -> list[float] | torch.Tensor:
-        """What the ranks that ran the same microbatches as this one know of the step together."""
-        if self._tensor is None:
+        """Sums `numbers` over the ranks that ran the same microbatches as this one."""
+        if self._tensor_group is None:
             return numbers
         vector = torch.as_tensor(numbers, dtype=torch.float64, device=self.world.device)
-        return all_reduce(vector, self._tensor, label="losses and weights")
+        return all_reduce(vector, self._tensor_group, label="losses and weights")
 
     # ------------------------------------------------------------------------------------------ a microbatch
     def training_loss(self, replica: Replica, microbatch: Microbatch, step: int, builder: StepTotalsBuilder) -> Loss:
-        """The loss of `microbatch`, entered in `builder`; of a filler, a loss without effect."""
+        """The loss of `microbatch`, recorded in `builder`; of a filler zero, and not recorded."""
         key = stream_key(self.job.seed, "microbatch", step, microbatch.number)
         if not microbatch.counts:
             return Loss(self._loss(replica, microbatch, key).total * 0, 0)
         statistics = self.composed.statistics[replica.number]
         with statistics.recording(microbatch.number):
             loss = self._loss(replica, microbatch, key)
-        self.enter(builder, microbatch, loss, statistics.calls(microbatch.number))
+        self.record_result(builder, microbatch, loss, statistics.calls(microbatch.number))
         return loss
 
     def evaluation_loss(self, replica: Replica, microbatch: Microbatch, builder: StepTotalsBuilder) -> None:
-        """The loss of `microbatch`, entered in `builder`."""
+        """Computes the loss of `microbatch` and records it in `builder`."""
         loss = self._loss(replica, microbatch, stream_key(self.job.seed, "evaluation", microbatch.number))
         if microbatch.counts:
-            self.enter(builder, microbatch, loss, [])
+            self.record_result(builder, microbatch, loss, [])
 
-    def enter(self, builder: StepTotalsBuilder, microbatch: Microbatch, loss: Loss | None, calls: list[int]) -> None:
-        """Enters what a microbatch came to; on one rank of the tensor axis, since the others have the same numbers."""
-        if self._tensor is None or self._tensor.position == 0:
+    def record_result(
+        self, builder: StepTotalsBuilder, microbatch: Microbatch, loss: Loss | None, calls: list[int]
+    ) -> None:
+        """Records the result of a microbatch; only the first rank of the tensor axis does, the others have the same."""
+        if self._tensor_group is None or self._tensor_group.position == 0:
             builder.add(microbatch.number, loss, calls)
 
     def _loss(self, replica: Replica, microbatch: Microbatch, key: int) -> Loss:
         """The job's loss, with random numbers from the stream `key`."""
         drawing = self.composed.calls[replica.number].drawing(key)
         precision = self.plan.precision
-        with on(replica.loss_number), autocast(precision, replica.device), self.composed.computing, drawing:
+        with on(replica.loss_number), autocast(precision, replica.device), self.composed.execution_context, drawing:
             batch = place_batch(microbatch.batch, precision, replica.loss_device)
             return as_loss(self.job.loss(replica.called, batch), microbatch.samples)
 
-    def differentiated(self, loss: Loss, scale: float) -> torch.Tensor | None:
-        """What the backward begins with; None for a constant."""
+    def backward_root(self, loss: Loss, scale: float) -> torch.Tensor | None:
+        """The tensor to call backward on; None if the loss is a constant."""
         if not loss.total.requires_grad:
             # A constant has gradient zero, which is what a microbatch without anything that counts adds.
             if float(loss.weight) > 0 or self.composed.in_step:
@@ -143,25 +145,23 @@ class Executor(ABC):
 
     # ---------------------------------------------------------------------------------------------- memory
     def allocating(self, category: Category) -> None:
-        """What is allocated from now on counts as `category`."""
+        """Counts memory that is allocated from now on as `category`."""
         if self.counter is not None:
             self.counter.category = category
 
     def track_gradients(self) -> None:
-        """Counts what gradients are added up in."""
+        """Counts the memory of gradients and their sums."""
         if self.counter is not None:
             self.composed.gradients.track(self.counter)
 
 
 class MicrobatchExecutor(Executor):
-    """Runs the microbatches in turn, as many at a time as there are replicas of the model."""
+    """Runs the microbatches in order, one per replica of the model at a time."""
 
     def rounds(self, share: Share) -> int:
-        """One for each microbatch of the rank that has most."""
         return share.rounds
 
     def run_batch(self, batch: Batch, builder: StepTotalsBuilder, *, scale: float, spans: list[Any] | None) -> None:
-        """Forward and backward, microbatch after microbatch."""
         gradients, replicas = self.composed.gradients, self.composed.replicas
         for microbatches in batch.rounds(len(replicas)):
             self.allocating("activations")
@@ -169,7 +169,7 @@ class MicrobatchExecutor(Executor):
                 self.training_loss(replica, microbatch, batch.share.step, builder)
                 for replica, microbatch in zip(replicas, microbatches, strict=False)
             ]
-            if batch.left == 0:
+            if batch.remaining == 0:
                 gradients.expect_last()
             self.allocating("temporaries")
             for microbatch, loss in zip(microbatches, losses, strict=False):
@@ -179,12 +179,11 @@ class MicrobatchExecutor(Executor):
                 self.track_gradients()
 
     def _backward(self, loss: Loss, scale: float) -> None:
-        if (total := self.differentiated(loss, scale)) is not None:
-            with self.composed.computing:  # recomputation computes the model again
+        if (total := self.backward_root(loss, scale)) is not None:
+            with self.composed.execution_context:  # recomputation runs the model
                 total.backward()
 
     def evaluate_batch(self, batch: Batch, builder: StepTotalsBuilder) -> None:
-        """The forward, microbatch after microbatch."""
         for microbatches in batch.rounds(len(self.composed.replicas)):
             for replica, microbatch in zip(self.composed.replicas, microbatches, strict=False):
                 self.evaluation_loss(replica, microbatch, builder)
@@ -195,28 +194,26 @@ class Batch:
 
     def __init__(self, share: Share, microbatches: MicrobatchStream) -> None:
         self.share, self.microbatches = share, microbatches
-        self._left = share.runs
+        self._remaining = share.runs
 
     def rounds(self, size: int) -> Iterator[list[Microbatch]]:
         """The microbatches in order, `size` at a time."""
-        while self._left:
-            now = min(size, self._left)
-            self._left -= now
+        while self._remaining:
+            count = min(size, self._remaining)
+            self._remaining -= count
             with on(HOST):
-                microbatches = [next(self.microbatches) for _ in range(now)]
+                microbatches = [next(self.microbatches) for _ in range(count)]
             yield microbatches
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Microbatches that were not yet run."""
-        return self._left
+        return self._remaining
 
 
 def peak_bytes(device: str) -> int:
     """Peak of this rank in bytes: of the allocator on a GPU, of the resident set on the CPU."""
     if device.startswith("cuda"):
-        import torch
-
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB

@@ -1,4 +1,4 @@
-"""What the tensor axis splits of a job's model: derived on one rank, the same on all; and explained without ranks."""
+"""Which parameters the tensor axis splits: derived on rank 0 and sent to all; and the explanation without ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def find_splits(job: Job, model: nn.Module, plan: Plan, world: World) -> Mapping
 
 
 def derivation_of(job: Job, model: nn.Module) -> Derivation:
-    """What can be split in `model` as the job's loss calls it with its first microbatch."""
+    """What can be split in `model`, found by tracing the job's loss on its first microbatch."""
     share = replace(share_of_step(job, 0, rank=0, ranks=1), own=[0])
     batch = next(Loader(job).read(iter([share]))).batch
     key = key_of(model, job.loss, batch)
@@ -50,11 +50,13 @@ def derivation_of(job: Job, model: nn.Module) -> Derivation:
 
 
 def choose_splits(plan: Plan, derivation: Derivation) -> Selection:
-    """What `plan` splits; raises `PlanError` where that is nothing."""
+    """The parameters that `plan` splits; raises `PlanError` where there are none."""
     choice = _selection(plan, derivation)
     if not choice.splits:
         reasons = dict.fromkeys(reason for _, reason in choice.unsplit)
-        reasons |= dict.fromkeys(why for forbidden in derivation.forbidden.values() for why in forbidden if why)
+        reasons |= dict.fromkeys(
+            reason for forbidden in derivation.forbidden.values() for reason in forbidden if reason
+        )
         raise PlanError(
             f"plan {plan}",
             f"no parameter of the model can be split over {choice.ranks} ranks: {'; '.join([*reasons][:3])}",
@@ -69,10 +71,10 @@ def _selection(plan: Plan, derivation: Derivation) -> Selection:
 
 @dataclass(frozen=True)
 class ExplainedGroup:
-    """A group of parameters that are split together or not at all; fields as of `SplitGroup`.
+    """A group of parameters that are split together or not at all; see `SplitGroup` for the first fields.
 
-    split:  whether they are.
-    reason: why they are not; empty where they are.
+    split:  whether the plan splits it.
+    reason: why not; empty if it does.
     """
 
     parameters: tuple[ParameterSplit, ...]
@@ -89,9 +91,9 @@ class Explanation:
     """What a plan's tensor axis splits of a job's model, and why nothing else.
 
     ranks:    of the tensor axis.
-    share:    of the model's `elements`, those that are split.
-    groups:   all that could be split over some number of ranks.
-    unsplit:  parameters that are in no group -> for each dim the reason.
+    share:    fraction of the model's `elements` that is split.
+    groups:   all that can be split over some number of ranks.
+    unsplit:  parameters that are in no group -> the reason for each dim.
     """
 
     plan: str
@@ -103,10 +105,10 @@ class Explanation:
 
 
 def explain_splits(job: Job, spec: PlanSpec) -> Explanation:
-    """What the tensor axis of `plan` splits of the job's model; in this process alone, and nothing is computed.
+    """What the tensor axis of `spec` splits of the job's model; runs in this process alone, on fake tensors.
 
-    Raises `PlanError` where the plan has no tensor axis, or one without its size, or another microbatch than the job,
-    or where the model cannot be traced.
+    Raises `PlanError` where the plan has no tensor axis, its size is open, the plan has another microbatch than the
+    job, or the model cannot be traced.
     """
     if not spec.splits_tensors:
         raise PlanError(
@@ -138,7 +140,7 @@ def explain_splits(job: Job, spec: PlanSpec) -> Explanation:
         share=choice.share,
         elements=sum(derivation.elements.values()),
         groups=tuple(_explained(group, reasons.get(group, "")) for group in derivation.groups),
-        unsplit={name: why for name, why in derivation.forbidden.items() if all(why)},
+        unsplit={name: reasons for name, reasons in derivation.forbidden.items() if all(reasons)},
     )
 
 
@@ -155,7 +157,7 @@ def _explained(group: SplitGroup, reason: str) -> ExplainedGroup:
 
 
 def _fake_derivation(job: Job, precision: str) -> Derivation:
-    """Derives on fake tensors, so for any size; where the code needs values, on the model as it is."""
+    """Derives on the meta device, so for a model of any size; where its code needs values, on the real model."""
     try:
         with torch.device("meta"):
             model = build_model(job, precision=precision, device=None)

@@ -1,4 +1,4 @@
-"""How the pipeline axis cuts a job's model into stages: found on one rank, the same on all."""
+"""How the pipeline axis cuts a job's model into stages, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from evenly.plan.cut import Memory, cut
 from evenly.plan.orders import in_flight_of
 from evenly.plan.schedule import rank_of_stage, runnable
 
-# How many floating-point operations a device does while it moves a byte: where a block does fewer, moving counts.
+# Floating-point operations that a device does in the time it moves a byte: memory traffic is counted as operations.
 FLOPS_PER_BYTE = {"cpu": 5.0, "cuda": 100.0}
 
 
 def find_stages(job: Job, model: nn.Module, plan: Plan, world: World) -> tuple[StagedModel, StagePlan]:
-    """The model as stages run it, and what they are. A collective: every rank finds them, the first's are taken.
+    """The staged model and its stages. A collective: every rank finds them, all take those of rank 0.
 
     Raises `PlanError`, on all ranks, where a stage cannot run by itself.
     """
@@ -48,7 +48,7 @@ def find_stages(job: Job, model: nn.Module, plan: Plan, world: World) -> tuple[S
 
 
 def stage_plan_of(job: Job, model: StagedModel, plan: Plan, *, device: str) -> tuple[StagePlan, list[CallCost]]:
-    """The stages of `model` under `plan`, on devices of that type, as the job's first microbatches run it."""
+    """The stages of `model` under `plan` on devices of type `device`, found on the job's first microbatches."""
     caches = CachesOff(model.model)
     try:
         compute = _compute(job, model.model, plan.precision, evaluation=False)
@@ -74,7 +74,7 @@ def stage_plan_of(job: Job, model: StagedModel, plan: Plan, *, device: str) -> t
 
 
 def call_costs_of(job: Job, model: StagedModel, plan: Plan) -> list[CallCost]:
-    """The call_costs of `model` as the job's first microbatch calls them; nothing is computed."""
+    """The cost of each block call of the job's first microbatch; runs on fake tensors."""
     caches = CachesOff(model.model)
     try:
         return find_call_costs(model, _compute(job, model.model, plan.precision, evaluation=False))
@@ -83,7 +83,7 @@ def call_costs_of(job: Job, model: StagedModel, plan: Plan) -> list[CallCost]:
 
 
 def _compute(job: Job, model: nn.Module, precision: str, *, evaluation: bool) -> Callable[[], Any]:
-    """What runs the job's loss on the first microbatch."""
+    """A function that runs the job's loss on the first microbatch."""
     share = share_of_evaluation(job, rank=0, ranks=1) if evaluation else share_of_step(job, 0, rank=0, ranks=1)
     microbatch = next(Loader(job, evaluation=evaluation).read(iter([replace(share, own=[0])])))
     batch = place_batch(microbatch.batch, precision, "cpu")
@@ -98,10 +98,10 @@ def _compute(job: Job, model: nn.Module, precision: str, *, evaluation: bool) ->
 def counts_of(
     call_costs: Sequence[CallCost], plan: Plan, *, device: str, microbatches: int, limit_bytes: int | None
 ) -> tuple[int, ...]:
-    """How many call_costs each stage of `plan` (fitted) gets.
+    """The number of block calls in each stage of `plan` (fitted).
 
-    device: type of the ranks' devices. microbatches: of a rank's share of a step. limit_bytes: what a device has, or
-    None where that is no matter. Raises `PlanError` where there are too few call_costs, or nothing fits.
+    device: type of the ranks' devices. microbatches: of a rank's share of a step. limit_bytes: memory of a device, or
+    None for no limit. Raises `PlanError` where there are fewer calls than stages, or nothing fits.
     """
     stages = plan.pipeline.stages
     if len(call_costs) < stages:
@@ -124,38 +124,40 @@ def counts_of(
 
 
 def _memory(call_costs: Sequence[CallCost], plan: Plan, microbatches: int, limit_bytes: int | None) -> Memory | None:
-    """What bounds the cut: parameters with gradients and two numbers of Adam for each, and kept activations.
+    """Memory limits of the cut: parameters, gradients and two moments of Adam, and saved activations.
 
-    zero cuts the parts that its stage names over the data axis, as in arXiv 1910.02054.
+    ZeRO shards those that its stage covers over the data axis, as in arXiv 1910.02054.
     """
     if limit_bytes is None:
         return None
-    cut_over, held = plan.axes["data"], _held_at_once(plan, microbatches)
+    ranks, in_flight = plan.axes["data"], _most_in_flight(plan, microbatches)
     kept = 0 if plan.recompute == "full" else 1
-    copies = sum(1 / cut_over if plan.data.zero_stage >= stage else 1 for stage in (3, 2, 1, 1))
+    copies = sum(1 / ranks if plan.data.zero_stage >= stage else 1 for stage in (3, 2, 1, 1))
     return Memory(
         weight_bytes=[round(call_cost.weight_bytes * copies) for call_cost in call_costs],
         activation_bytes=[call_cost.kept_bytes * kept for call_cost in call_costs],
-        in_flight=held,
-        limit_bytes=[limit_bytes // plan.pipeline.stages_per_rank] * len(held),
+        in_flight=in_flight,
+        limit_bytes=[limit_bytes // plan.pipeline.stages_per_rank] * len(in_flight),
     )
 
 
-def _held_at_once(plan: Plan, microbatches: int) -> list[int]:
-    """Per stage, the most microbatches that it holds the activations of."""
+def _most_in_flight(plan: Plan, microbatches: int) -> list[int]:
+    """Per stage, the most microbatches whose activations it holds at once."""
     per_rank = plan.pipeline.stages_per_rank
     runs = runnable(plan.pipeline.schedule, plan.pipeline.size, per_rank, max(1, microbatches))
-    of_ranks = [iter(held) for held in in_flight_of(plan.pipeline.schedule, plan.pipeline.size, per_rank, runs)]
+    of_ranks = [
+        iter(in_flight) for in_flight in in_flight_of(plan.pipeline.schedule, plan.pipeline.size, per_rank, runs)
+    ]
     return [next(of_ranks[rank]) for rank in rank_of_stage(plan.pipeline.schedule, plan.pipeline.size, per_rank)]
 
 
 def _cost(call_cost: CallCost, device: str) -> float:
-    """The floating-point operations of its forward on a device of that type."""
+    """The cost of its forward on a device of that type, in floating-point operations."""
     return call_cost.flops + call_cost.moved_bytes * FLOPS_PER_BYTE[device]
 
 
 def _device_bytes(device: str) -> int | None:
-    """What a device's memory holds; the host's is not a rank's alone."""
+    """Memory of a GPU; None for the CPU, whose memory all ranks share."""
     return torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None
 
 
@@ -163,11 +165,11 @@ def _device_bytes(device: str) -> int | None:
 class ExplainedStage:
     """One stage.
 
-    rank:     on the pipeline axis. blocks: names of those that it calls, in their order.
-    cost:     its share of what a forward costs.
-    elements, weight_bytes: of its parameters. kept_bytes: what a microbatch leaves in it for the backward.
+    rank:      on the pipeline axis. blocks: names of the blocks that it calls, in order.
+    cost:      its fraction of the cost of a forward.
+    elements, weight_bytes: of its parameters. kept_bytes: what a microbatch saves for the backward.
     in_flight: the most microbatches that it holds at once.
-    receives: what it is sent for each microbatch.
+    receives:  the tensors that it receives for each microbatch.
     """
 
     stage: int
@@ -183,7 +185,7 @@ class ExplainedStage:
 
 @dataclass(frozen=True)
 class StagesExplained:
-    """Where a plan cuts a job's model; `shared`: parameters that several stages hold -> these."""
+    """Where a plan cuts a job's model; shared: name of a parameter that several stages hold -> the stages."""
 
     plan: str
     schedule: str
@@ -194,10 +196,10 @@ class StagesExplained:
 
 
 def explain_stages(job: Job, spec: PlanSpec) -> StagesExplained:
-    """Where `plan` cuts the job's model, in this process alone; nothing is computed.
+    """Where `spec` cuts the job's model; runs in this process alone, on fake tensors.
 
-    Raises `PlanError` where the plan does not say how many ranks its pipeline has or has another microbatch than the
-    job, or where a stage cannot run by itself.
+    Raises `PlanError` where the size of the pipeline is open, the plan has another microbatch than the job, or a stage
+    cannot run by itself.
     """
     if not isinstance(spec.pipeline, int):
         raise PlanError(
@@ -210,23 +212,23 @@ def explain_stages(job: Job, spec: PlanSpec) -> StagesExplained:
     model = StagedModel(build_model(job, precision=plan.precision, device=None), "cpu")
     stage_plan, call_costs = stage_plan_of(job, model, plan, device="cpu")
     microbatches = len(share_of_step(job, 0, rank=0, ranks=plan.axes["data"]).own)
-    held = _held_at_once(plan, microbatches)
+    in_flight = _most_in_flight(plan, microbatches)
     costs = [_cost(call_cost, "cpu") for call_cost in call_costs]
     ranks = rank_of_stage(plan.pipeline.schedule, plan.pipeline.size, plan.pipeline.stages_per_rank)
     stages: list[ExplainedStage] = []
     for stage, rank in enumerate(ranks):
         own = [n for n, call_cost in enumerate(call_costs) if stage_plan.stage_of[call_cost.call] == stage]
-        forms = [model.known[name].form for name, owners in stage_plan.owners.items() if stage in owners]
+        fakes = [model.stage_tensors[name].fake for name, owners in stage_plan.owners.items() if stage in owners]
         stages.append(
             ExplainedStage(
                 stage=stage,
                 rank=rank,
                 blocks=tuple(call_costs[n].call[0] for n in own),
                 cost=sum(costs[n] for n in own) / sum(costs),
-                elements=sum(form.numel() for form in forms),
-                weight_bytes=sum(form.nbytes for form in forms),
+                elements=sum(fake.numel() for fake in fakes),
+                weight_bytes=sum(fake.nbytes for fake in fakes),
                 kept_bytes=sum(call_costs[n].kept_bytes for n in own),
-                in_flight=held[stage],
+                in_flight=in_flight[stage],
                 receives=tuple(map(str, stage_plan.stage_inputs[True][stage])),
             )
         )

@@ -24,7 +24,7 @@ from evenly.parallel.pipeline.schedule_runner import ScheduleRunner
 from evenly.plan import Plan
 from evenly.plan.schedule import runnable
 
-# Microbatches for each stage that an evaluation sends through at once: more would be held at once, too.
+# Microbatches per stage that an evaluation runs at a time: bounds how many a rank holds.
 EVALUATED_PER_STAGE = 8
 
 
@@ -38,7 +38,7 @@ class PipelineExecutor(Executor):
         self._pipeline, self._runner = pipeline, runner
 
     def rounds(self, share: Share) -> int:
-        """One for each stage of this rank and each microbatch, those included that fill up the schedule."""
+        """One per stage of this rank and microbatch, including those that fill up the schedule."""
         return self._runnable(share.rounds) * self.plan.pipeline.stages_per_rank
 
     def _runnable(self, microbatches: int) -> int:
@@ -46,24 +46,24 @@ class PipelineExecutor(Executor):
         return runnable(axis.schedule, axis.size, axis.stages_per_rank, microbatches) if microbatches else 0
 
     def run_batch(self, batch: Batch, builder: StepTotalsBuilder, *, scale: float, spans: list[Any] | None) -> None:
-        """Forward and backward of all microbatches through the stages of this rank."""
+        """Runs forward and backward of all microbatches through the stages of this rank."""
         microbatches = self._filled([*chain.from_iterable(batch.rounds(1))])
         work = _Training(self, microbatches, builder, batch.share.step, scale)
         self._runner.step(len(microbatches), work, spans)
 
     def evaluate_batch(self, batch: Batch, builder: StepTotalsBuilder) -> None:
-        """The forward of all microbatches, some at a time."""
+        """Runs the forward of all microbatches, some at a time."""
         for few in batch.rounds(EVALUATED_PER_STAGE * self.plan.pipeline.stages):
             microbatches = self._filled(few)
             self._runner.evaluate(len(microbatches), _Evaluating(self, microbatches, builder))
 
     def _filled(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-        """As many as the schedule needs: the last of them again and again, without counting it."""
+        """As many microbatches as the schedule needs: repeats the last one as a filler that does not count."""
         filler = [replace(microbatches[-1], counts=False)] if microbatches else []
         return [*microbatches, *filler * (self._runnable(len(microbatches)) - len(microbatches))]
 
     def combine(self, numbers: list[float] | torch.Tensor) -> list[float] | torch.Tensor:
-        """What the ranks of the pipeline know together, and which shared parameters any of them has used."""
+        """Also sums over the pipeline, and marks tied parameters as used that any of its ranks has used."""
         ties, gradients = self._pipeline.ties, self.composed.gradients
         flags = ties.flags(gradients.used())
         vector = torch.as_tensor(super().combine(numbers), dtype=torch.float64, device=self.world.device)
@@ -75,20 +75,20 @@ class PipelineExecutor(Executor):
 
 @dataclass(frozen=True)
 class _Evaluating:
-    """The microbatches of an evaluation, as the stages ask for them (`MicrobatchWork`)."""
+    """The `MicrobatchWork` of an evaluation."""
 
     executor: PipelineExecutor
     microbatches: Sequence[Microbatch]
     builder: StepTotalsBuilder
 
     def shape_key(self, microbatch: int) -> Hashable:
-        """The shapes and types of its tensors."""
+        """The shapes and dtypes of its tensors."""
         found = self.microbatches[microbatch]
         tensors = tensors_by_path(found.batch)
         return (found.samples, *((path, tuple(tensor.shape), tensor.dtype) for path, tensor in tensors))
 
     def forward(self, microbatch: int) -> torch.Tensor | None:
-        """The forward of a stage, which may end by the stage's own exception; what there is to differentiate."""
+        """Runs the forward of a stage, which may end by `StageEnd`; returns the loss to differentiate, if any."""
         found = self.microbatches[microbatch]
         try:
             return self._compute(found)
@@ -106,13 +106,11 @@ class _Evaluating:
         return None
 
     def _computed(self, microbatch: Microbatch) -> None:
-        """After the forward of a stage, however it ended."""
+        """Called after the forward of a stage, also if it raised."""
 
-    def before_backward(self, *, last: bool) -> None:
-        """There is none."""
+    def before_backward(self, *, last: bool) -> None: ...
 
-    def after_backward(self) -> None:
-        """There is none."""
+    def after_backward(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -124,16 +122,15 @@ class _Training(_Evaluating):
         executor = self.executor
         executor.allocating("activations")
         loss = executor.training_loss(executor.composed.replicas[0], microbatch, self.step, self.builder)
-        return executor.differentiated(loss, self.scale)
+        return executor.backward_root(loss, self.scale)
 
     def _computed(self, microbatch: Microbatch) -> None:
         if microbatch.counts:
-            self.executor.enter(
+            self.executor.record_result(
                 self.builder, microbatch, None, self.executor.composed.statistics[0].calls(microbatch.number)
             )
 
     def before_backward(self, *, last: bool) -> None:
-        """A stage is about to compute gradients; for the last time in this step on this rank, or not."""
         self.executor.allocating("temporaries")
         if last:
             self.executor.composed.gradients.expect_last()

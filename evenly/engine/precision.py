@@ -17,9 +17,9 @@ import torch
 
 from evenly.data.nest import map_tensors
 
-# What weights, gradients and the optimizer's state are; those of the other precisions stay as the job makes them.
+# Dtype of weights, gradients and optimizer state; with other precisions they keep the dtype that the job gives them.
 WEIGHTS = {"float64": torch.float64, "pure-bfloat16": torch.bfloat16, "pure-float16": torch.float16}
-COMPUTED_IN = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+AUTOCAST_DTYPE = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 LARGEST_SCALE = 2.0**16
 STEPS_BEFORE_GROWTH = 2000
@@ -49,8 +49,8 @@ def first_scale(precision: str, global_batch: int) -> LossScale:
 
 
 def autocast(precision: str, device: str) -> AbstractContextManager[Any]:
-    """Around a forward pass: bfloat16 and float16 compute in that type from float32 weights."""
-    if (dtype := COMPUTED_IN.get(precision)) is None:
+    """A context for forward passes: bfloat16 and float16 compute in that dtype from float32 weights."""
+    if (dtype := AUTOCAST_DTYPE.get(precision)) is None:
         return nullcontext()
     return torch.autocast(torch.device(device).type, dtype=dtype)
 

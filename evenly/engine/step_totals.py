@@ -1,8 +1,9 @@
-"""What all ranks must know of a step before its update, in one sum over ranks.
+"""What all ranks must know of a step before its update, in one all-reduce.
 
 One vector of float64 numbers, each filled by one rank only and zero on all others, so that the sum is exact and the
 same on every rank: per microbatch its total, its weight and the calls of each normalisation layer; per rank its
-devices' memory; and whether anybody asks to stop. In training it travels with the gradients (`Gradients.start_reduce`).
+devices' memory; and whether any rank wants to stop. In training it is reduced with the gradients
+(`Gradients.start_reduce`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from evenly.job import Loss
 
 @dataclass(frozen=True)
 class StepTotals:
-    """The step as all ranks know it; lists are by microbatch, `memory_bytes` by device, rank by rank."""
+    """The results of a step over all ranks; lists are by microbatch, `memory_bytes` by device, rank by rank."""
 
     totals: list[float]
     weights: list[float]
@@ -36,7 +37,7 @@ class StepTotals:
 
     @cached_property
     def loss(self) -> float:
-        """sum(totals) / sum(weights); the order of the sum is the microbatches', whoever ran them."""
+        """sum(totals) / sum(weights), exactly rounded."""
         return math.fsum(self.totals) / self.weight
 
     def check(self, step: int) -> None:
@@ -57,14 +58,14 @@ class StepTotals:
 
 
 class StepTotalsBuilder:
-    """Fills the vector on one rank, and reads the sum over all ranks; used once per step."""
+    """Fills this rank's vector, and reads the sum over all ranks; one per step."""
 
     def __init__(self, world: World, *, microbatches: int, layers: int = 0, devices: int = 1) -> None:
         """devices: of each rank."""
         self._world, self._width, self._devices = world, 2 + layers, devices
         self._cells = microbatches * self._width
         self._values = [0.0] * self.size
-        self._on_device: dict[int, torch.Tensor] = {}  # numbers on a GPU: to read one would wait for it
+        self._on_device: dict[int, torch.Tensor] = {}  # by index, numbers on a GPU, which are not read one by one
 
     @property
     def size(self) -> int:
@@ -72,7 +73,7 @@ class StepTotalsBuilder:
         return self._cells + self._world.size * self._devices + 1
 
     def add(self, number: int, loss: Loss | None, calls: list[int]) -> None:
-        """Enters microbatch `number`, run by this rank, or the part of it that has no loss."""
+        """Adds the results of microbatch `number` on this rank; loss None: on a pipeline stage without loss."""
         row: list[Any] = [] if loss is None else [loss.total.detach(), loss.weight]
         for place, value in enumerate([*row, *calls], number * self._width + 2 - len(row)):
             if isinstance(value, torch.Tensor) and value.device.type != "cpu":
@@ -81,7 +82,7 @@ class StepTotalsBuilder:
                 self._values[place] = float(value)
 
     def numbers(self, *, memory_bytes: Sequence[int] = (), stop: bool = False) -> list[float] | torch.Tensor:
-        """What this rank knows; a tensor of float64 on its GPU if any of it is on one.
+        """This rank's vector; a float64 tensor on its GPU if any number is on one.
 
         memory_bytes: peak of each of this rank's devices, or nothing.
         """
@@ -96,7 +97,7 @@ class StepTotalsBuilder:
         return vector
 
     def read(self, values: list[float]) -> StepTotals:
-        """The account that the sum of all ranks' vectors stands for."""
+        """Reads the sum of all ranks' vectors."""
         rows = [values[start : start + self._width] for start in range(0, self._cells, self._width)]
         return StepTotals(
             totals=[row[0] for row in rows],
@@ -108,7 +109,7 @@ class StepTotalsBuilder:
 
 
 def as_loss(result: Any, samples: int) -> Loss:
-    """What a job's loss returned, as a `Loss`; a plain scalar is a mean over the microbatch's `samples`."""
+    """The result of a job's loss as a `Loss`; a plain scalar is a mean over the microbatch's `samples`."""
     loss = result if isinstance(result, Loss) else Loss(result, samples)
     if not isinstance(loss.total, torch.Tensor) or loss.total.numel() != 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         found = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else f"{result!r:.80}"

@@ -39,7 +39,7 @@ class Updater:
         self.loss_scale: LossScale = first_scale(plan.precision, job.global_batch)
 
     def apply(self, totals: StepTotals, step: int, counter: MemoryCounter | None) -> tuple[float, bool]:
-        """Applies the gradient of `step`; its norm before clipping, and whether the update was skipped."""
+        """Applies the gradient of `step`; returns its norm before clipping, and whether the update was skipped."""
         gradients = self._composed.gradients
         if counter is not None:
             gradients.track(counter)
@@ -48,9 +48,9 @@ class Updater:
         divisor = totals.weight * self.loss_scale.factor
         norm = gradients.norm() / divisor
         gradients.divide(divisor)
-        # Added up by other ranks in another order it differs in the last bits of float64, and so would the clipping.
+        # The order of summation shows in the last bits of float64, and would show in the clipping.
         grad_norm = float(norm.float() if self._plan.exact == "bitwise" else norm)
-        if self._skips(grad_norm, step):
+        if self._update_scale(grad_norm, step):
             return grad_norm, True
         if self._job.clip_norm is not None and (factor := self._job.clip_norm / (grad_norm + 1e-6)) < 1:
             gradients.scale(factor)
@@ -63,8 +63,8 @@ class Updater:
             counter.track(state_tensors(self.optimizer), "optimizer", self.device_number)
         return grad_norm, False
 
-    def _skips(self, grad_norm: float, step: int) -> bool:
-        """Whether float16 has overflowed, which lowers the scale of the loss. Raises `RunError` in other types."""
+    def _update_scale(self, grad_norm: float, step: int) -> bool:
+        """Updates the loss scale; whether float16 has overflowed. Raises `RunError` for overflows of other types."""
         finite = math.isfinite(grad_norm)
         if not finite and self._plan.precision != "float16":
             raise RunError(
@@ -77,15 +77,15 @@ class Updater:
         return not finite
 
     def end_step(self) -> None:
-        """Lets the learning-rate schedule go on."""
+        """Advances the learning-rate schedule."""
         if self.schedule is not None:
             with warnings.catch_warnings():
                 # The schedule counts steps, those that float16 skipped included.
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
                 self.schedule.step()
 
-    def as_saved(self) -> AbstractContextManager[None]:
-        """Within, what ranks hold parts of are DTensors, in the model and in the optimizer."""
+    def as_dtensors(self) -> AbstractContextManager[None]:
+        """Within, sharded parameters and optimizer state are DTensors."""
         return nullcontext() if self._sharded is None else self._sharded.as_dtensors()
 
     @property
@@ -95,11 +95,11 @@ class Updater:
 
     @property
     def device_number(self) -> int:
-        """Number of the device where the optimizer's state lies."""
+        """Number of the device that has the optimizer's state."""
         return HOST if self._plan.offload in ("optimizer", "parameters") else 0
 
     def _first_not_finite(self) -> str:
-        """A parameter whose gradient is not finite, on the first rank that has one; all ranks ask."""
+        """The first parameter whose gradient is not finite, on the first such rank; a collective."""
         named = self._composed.gradients.named_gradients()
         mine = (name for name, gradient in named if gradient is not None and not bool(torch.isfinite(gradient).all()))
         found = gather_values(next(mine, None), self._world.group("world"))

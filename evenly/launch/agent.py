@@ -154,7 +154,7 @@ def _stop_forkserver() -> None:
 
 @contextmanager
 def _main_module(*, needed: bool) -> Generator[None]:
-    """Spare the ranks the import of this process's main module where nothing they run lives in it."""
+    """Keep ranks from importing this process's main module if they do not need it."""
     main = vars(sys.modules["__main__"])
     hidden = {} if needed else {name: main[name] for name in ("__file__", "__spec__") if name in main}
     # The file's name is taken away and not set to None: `inspect`, which the agent uses, expects one or none.
@@ -248,7 +248,7 @@ def _unsendable(name: str, start: Start, why: str) -> UserError:
 
 
 def _folder(launch: Launch, stack: ExitStack) -> LaunchFolder:
-    """The folder of this launch, whose lock `stack` gives up."""
+    """The folder of this launch; `stack` releases its lock."""
     logs = launch.log_dir or Path(tempfile.mkdtemp(prefix="evenly-"))
     control = logs / f".node{launch.node_rank}"
     asked = f"keep the ranks' logs in {logs}"
@@ -278,13 +278,10 @@ def _lock(folder: Path) -> int:
     return descriptor
 
 
-# --- signals --------------------------------------------------------------------------------------------
-
-
 # --- the agent ------------------------------------------------------------------------------------------
 
 
-def _run(orders: RankTask, launch: Launch, stop: StopRequest) -> dict[int, bytes]:
+def _run(assignment: RankTask, launch: Launch, stop: StopRequest) -> dict[int, bytes]:
     """Run the agent until all ranks have returned; raises the first failure."""
     from torch.distributed import DistNetworkError, DistStoreError
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -292,10 +289,10 @@ def _run(orders: RankTask, launch: Launch, stop: StopRequest) -> dict[int, bytes
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
-    watch = Watch(orders.folder, launch.stall_limit_s)
+    watch = Watch(assignment.folder, launch.stall_limit_s)
     try:
         with watch:
-            return elastic_launch(_agent_config(launch), rank_main)(orders)
+            return elastic_launch(_agent_config(launch), rank_main)(assignment)
     except ChildFailedError as failed:
         exit_codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
     except SignalException as quit_signal:
@@ -303,11 +300,11 @@ def _run(orders: RankTask, launch: Launch, stop: StopRequest) -> dict[int, bytes
     except (DistNetworkError, DistStoreError, RendezvousError) as error:
         raise _no_rendezvous(launch, error) from None
     finally:
-        for pid in orders.folder.pids().values():
+        for pid in assignment.folder.pids().values():
             end_rank(pid)
     if watch.diagnosis is not None:
-        raise _stalled(orders.folder, watch.diagnosis)
-    raise _first_failure(orders.folder, exit_codes, stop)
+        raise _stalled(assignment.folder, watch.diagnosis)
+    raise _first_failure(assignment.folder, exit_codes, stop)
 
 
 def _agent_config(launch: Launch) -> Any:
@@ -392,7 +389,7 @@ def _first_failure(folder: LaunchFolder, exit_codes: Mapping[int, int], stop: St
     diagnosis = explain(
         folder.records(), now_s=first.time_s, exit_reasons={e.rank: e.exit_reason for e in exits if e.exit_reason}
     )
-    if diagnosis is not None and first.kind in ("peer", "aborted"):  # then it is not the rank's own failure
+    if diagnosis is not None and first.kind in ("peer", "aborted"):  # then the rank is not the cause
         return _stalled(folder, diagnosis)
     log = folder.log(first.rank)
     whose = "its" if not first.is_mistake else f"rank {first.rank}'s"

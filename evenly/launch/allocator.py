@@ -1,14 +1,13 @@
-"""The C library's allocator, made to keep what a rank frees.
+"""Tunes the C library's allocator to keep memory that a rank frees.
 
 A training step frees its activations and needs as much again in the next. glibc hands large freed blocks back to the
 system, and the next step takes a page fault for every 4 KiB of them: on a CPU up to a third of a step's time.
 
-Blocks above 32 MiB, such as the logits of a large vocabulary, are kept only where memory is plenty. Torch asks for
-aligned memory, which does not fit where as much was freed and a few bytes of it are taken since: so a rank comes to
-hold more than it needs, by half in steps that are all alike, and by ever more where lengths vary.
+Blocks above 32 MiB, such as the logits of a large vocabulary, are kept only while memory is plentiful: torch asks for
+aligned memory, which does not fit into a freed block of the same size once a few bytes of it are in use. So the heap
+fragments, by half in steps of one shape, and further where lengths vary.
 
-While a model is built piece by piece it is the other way round: what is kept is of the wrong size for what comes next,
-since torch asks for aligned memory, which does not fit where as much was freed.
+While a model is built piece by piece, freed memory is returned instead: it rarely fits the next allocation.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ _LARGEST_FROM_HEAP_BYTES = 32 * 2**20  # the most that glibc accepts
 _HANDED_BACK_BYTES = 2**20
 _OWN_MAPPINGS = 65_536  # blocks that may lie outside of the heap, which are handed back once freed: glibc's default
 _CGROUP = Path("/sys/fs/cgroup")
-_PLENTY = 2  # times what ranks hold must be left besides it, and so much at most a rank may come to hold
-_SETTLED = 2  # steps after which a rank has held all that a step needs, the optimizer's state too
+_MARGIN = 2  # free memory needed, and largest growth allowed, as a multiple of the ranks' peak
+_WARMUP_STEPS = 2  # steps until the peak includes the optimizer's state
 
 
 def keep_freed_memory() -> bool:
     """Lets this process keep up to 2 GiB of freed memory, in blocks of up to 32 MiB; whether it can."""
-    return _tell(_MOST_KEPT_BYTES, _LARGEST_FROM_HEAP_BYTES)
+    return _set_thresholds(_MOST_KEPT_BYTES, _LARGEST_FROM_HEAP_BYTES)
 
 
 def hand_back_freed_memory() -> bool:
-    """Has this process hand back every large block once it is freed; whether the C library can."""
-    return _tell(_HANDED_BACK_BYTES, _HANDED_BACK_BYTES)
+    """Lets this process return every large block when it is freed; whether the C library can."""
+    return _set_thresholds(_HANDED_BACK_BYTES, _HANDED_BACK_BYTES)
 
 
 class LargeBlocks:
@@ -48,26 +47,26 @@ class LargeBlocks:
     """
 
     def __init__(self, *, ranks: int) -> None:
-        self._ranks, self._steps, self._held_bytes = ranks, 0, 0
-        self.kept = False
+        self._ranks, self._steps, self._warm_peak_bytes = ranks, 0, 0
+        self.active = False
 
     def after_step(self, peak_bytes: int, free_bytes: Callable[[], int]) -> None:
-        """Decides for the steps to come.
+        """Decides whether to keep large blocks in the next steps.
 
-        peak_bytes: the most that a rank has held so far. free_bytes: tells what is left on the machine besides it.
+        peak_bytes: largest peak of a rank so far. free_bytes: returns the free memory of the machine.
         """
         self._steps += 1
-        if self._steps == _SETTLED:
-            self._held_bytes = peak_bytes
-            plenty = free_bytes() >= _PLENTY * peak_bytes * self._ranks
-            self.kept = plenty and _tell(_MOST_KEPT_BYTES, _LARGEST_FROM_HEAP_BYTES, own_mappings=0)
-        elif self.kept and peak_bytes > _PLENTY * self._held_bytes:
-            self.kept = False
+        if self._steps == _WARMUP_STEPS:
+            self._warm_peak_bytes = peak_bytes
+            has_margin = free_bytes() >= _MARGIN * peak_bytes * self._ranks
+            self.active = has_margin and _set_thresholds(_MOST_KEPT_BYTES, _LARGEST_FROM_HEAP_BYTES, own_mappings=0)
+        elif self.active and peak_bytes > _MARGIN * self._warm_peak_bytes:
+            self.active = False
             keep_freed_memory()
 
 
 def free_memory_bytes() -> int:
-    """What processes may still take here: of the machine, or less where their control group has a limit."""
+    """Memory that processes may still allocate: of the machine, or less within the limit of their control group."""
     import psutil
 
     free, limit = int(psutil.virtual_memory().available), cgroup_limit_bytes()
@@ -82,7 +81,7 @@ def cgroup_limit_bytes(root: Path = _CGROUP) -> int | None:
 
 
 def _first_number(root: Path, *names: str) -> int | None:
-    """What the first of these files says that there is; None where it says no number."""
+    """The number in the first of these files that exists; None if it is no number."""
     for name in names:
         try:
             text = (root / name).read_text().strip()
@@ -92,7 +91,7 @@ def _first_number(root: Path, *names: str) -> int | None:
     return None
 
 
-def _tell(most_kept: int, largest_from_heap: int, *, own_mappings: int = _OWN_MAPPINGS) -> bool:
+def _set_thresholds(most_kept: int, largest_from_heap: int, *, own_mappings: int = _OWN_MAPPINGS) -> bool:
     if sys.platform != "linux":
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none

@@ -1,7 +1,7 @@
-"""One rank's side of a launch: what runs in each process that the agent starts, and what it leaves behind.
+"""The rank's side of a launch: what each process that the agent starts runs, and the files it writes.
 
-A rank tells its launcher two things through files in a control folder: its process id, so that signals
-find it, and its error, with the time, so that of several failing ranks the first is known.
+A rank reports two things to its launcher through files in a control folder: its process id, so that signals can be
+forwarded, and its error with the time, so that the first of several failing ranks is known.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Kind = Literal["killed", "error", "aborted", "peer", "interrupted"]
 
 @dataclass(frozen=True, kw_only=True)
 class RankExit:
-    """How a rank failed, in its own words or, where it could not speak, in those of its exit code.
+    """How a rank failed: from its exception, or from its exit code if it left none.
 
     asked, found, do: of an error of evenly's; of any other `asked` is ''.
     step: optimizer step of the failure, None if that is unknown.
@@ -73,19 +73,19 @@ class RankExit:
 
     @property
     def is_mistake(self) -> bool:
-        """Whether it says what is wrong with the job or the plan: then it does not matter on which rank, nor when."""
+        """Whether it is a mistake in the job or the plan, which does not depend on rank or step."""
         return bool(self.asked) and self.exit_code == UserError.exit_code and self.step is None
 
     @property
     def exit_reason(self) -> str:
-        """What became of the rank, in words that follow its name; '' where it only lost another."""
+        """How the rank ended, as a predicate ('was killed by SIGKILL'); '' if it only lost a peer."""
         if self.kind in ("peer", "interrupted"):
             return ""
         return self.found.removeprefix("it ").partition(";")[0] if self.kind != "error" else f"raised {self.text}"
 
     @property
     def order(self) -> tuple[int, float]:
-        """Least for the cause. A kill is never caused by another rank's error; an abort may be."""
+        """Sort key: the cause first. A kill is never caused by another rank's error; an abort may be."""
         causes: dict[Kind, int] = {"killed": 0, "error": 1, "aborted": 2, "peer": 3, "interrupted": 4}
         return causes[self.kind], self.time_s
 
@@ -115,7 +115,7 @@ class LaunchFolder:
         return [RankExit(**json.loads(path.read_text())) for path in self.control.glob("*.json")]
 
     def note_failing(self, rank: int) -> None:
-        """Says that the rank has failed and is about to put its ending: it is not to be waited for."""
+        """Marks the rank as failed, before its exit is written: nobody need wait for it."""
         (self.control / f"{rank}.failing").touch()
 
     def failing(self) -> bool:
@@ -127,7 +127,7 @@ class LaunchFolder:
         return [record for path in sorted(self.control.glob("*.record")) if (record := read(path)) is not None]
 
     def longest_wait_s(self) -> float:
-        """For how long the rank that waits longest has been inside an operation, s; 0 where none is."""
+        """The longest time that a rank has been inside an operation, in seconds; 0 if none is."""
         since = (waits_since_s(path) for path in self.control.glob("*.record"))
         return max((time.time() - moment for moment in since if moment is not None), default=0.0)
 
@@ -135,7 +135,7 @@ class LaunchFolder:
         return self.control / f"{rank}.stacks"
 
     def stacks(self, rank: int) -> str:
-        """The stacks that a rank was asked for, '' while there are none."""
+        """The stacks that a rank has dumped so far."""
         path = self.stack_file(rank)
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -175,29 +175,29 @@ class Task:
 
 @dataclass(frozen=True)
 class RankTask:
-    """All that a rank gets from its launcher."""
+    """Everything that the launcher passes to a rank."""
 
     task: Task
     folder: LaunchFolder
     environment: Mapping[str, str]
 
 
-def rank_main(orders: RankTask) -> bytes:
-    """What the agent runs in each rank; the function's result, pickled."""
-    become_environment(orders.environment)
+def rank_main(assignment: RankTask) -> bytes:
+    """Runs in each rank; returns the function's result, pickled."""
+    become_environment(assignment.environment)
     rank = int(process_environment()["RANK"])
     try:
-        _settle(orders.folder, rank)
-        result = _dumped(_outcome(orders.task))
+        _become_rank(assignment.folder, rank)
+        result = _dumped(_call_task(assignment.task))
     except BaseException as error:
-        _fail(orders.folder, rank, error)
+        _fail(assignment.folder, rank, error)
     # The run is over for this rank; a late Ctrl-C has nothing to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return result
 
 
-def _settle(folder: LaunchFolder, rank: int) -> None:
-    """Make this process a rank: its own process group, log, signals, and a watch on its launcher."""
+def _become_rank(folder: LaunchFolder, rank: int) -> None:
+    """Sets up this process as a rank: process group, log, signal handlers, and a watch on its launcher."""
     os.setpgid(0, 0)
     # Data workers are started as in a plain script, not as this process was.
     multiprocessing.set_start_method(None, force=True)
@@ -219,7 +219,7 @@ def _settle(folder: LaunchFolder, rank: int) -> None:
 
 
 def _end_with_launcher() -> None:
-    """Kill this rank and all that it started as soon as its launcher is gone, however it went."""
+    """Kill this rank and its children as soon as its launcher is gone, however it ended."""
     launcher = multiprocessing.parent_process()
     if launcher is not None:
         launcher.join()
@@ -247,7 +247,7 @@ def _redirect(log: Path) -> None:
 
 
 def _use_threads() -> None:
-    """Ask for the number again: the process that forked this one may have read another."""
+    """Set the number of threads again: the process that forked this one may have used another."""
     import torch
 
     threads = process_environment().get("OMP_NUM_THREADS", "")
@@ -255,7 +255,7 @@ def _use_threads() -> None:
         torch.set_num_threads(int(threads))
 
 
-def _outcome(task: Task) -> Any:
+def _call_task(task: Task) -> Any:
     try:
         return task()
     except SystemExit as ended:
@@ -271,12 +271,12 @@ def _dumped(result: Any) -> bytes:
         raise UserError(
             f"return a {type(result).__name__} from a rank",
             f"it cannot be sent to the launcher: {error}",
-            "return numbers, text, tensors or what is made of them",
+            "return numbers, text, tensors or containers of them",
         ) from None
 
 
 def _fail(folder: LaunchFolder, rank: int, error: BaseException) -> NoReturn:
-    """Tell the launcher, then end this process without waiting for threads that may hang."""
+    """Write the exit for the launcher, then end this process without waiting for threads that may hang."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     folder.note_failing(rank)
     found = describe(rank, error)
@@ -291,7 +291,7 @@ def _fail(folder: LaunchFolder, rank: int, error: BaseException) -> NoReturn:
 
 def describe(rank: int, error: BaseException) -> RankExit:
     """The exit of a rank whose function raised `error`."""
-    asked, found, do = _words(error)
+    asked, found, do = _describe_error(error)
     step = step_of(error)
     return RankExit(
         rank=rank,
@@ -307,7 +307,7 @@ def describe(rank: int, error: BaseException) -> RankExit:
 
 
 def describe_exit(rank: int, exit_code: int) -> RankExit:
-    """The exit of a rank that left no words; a negative `exit_code` is a signal."""
+    """The exit of a rank that wrote none; a negative `exit_code` is a signal."""
     if exit_code >= 0:
         return RankExit(
             rank=rank,
@@ -339,8 +339,8 @@ def _kind(error: BaseException) -> Kind:
     return "peer" if lost else "error"
 
 
-def _words(error: BaseException) -> tuple[str, str, str]:
-    """What was asked, found, and what to do."""
+def _describe_error(error: BaseException) -> tuple[str, str, str]:
+    """What was asked, what was found, and what to do."""
     if isinstance(error, EvenlyError):
         return error.asked, error.found, error.do
     if isinstance(error, KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Signals to a launcher, on their way to its ranks: the first asks them to stop, the second ends them."""
+"""Forwards stop signals from the launcher to its ranks: the first asks them to stop, the second kills them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ START_TIMEOUT_S = 3.0
 
 @dataclass
 class StopRequest:
-    """What signals have asked of this launch so far."""
+    """The stop signals that this launch has received so far."""
 
     signum: int = 0
     since_s: float = 0.0
@@ -39,7 +39,7 @@ class StopRequest:
 
 @contextmanager
 def hold_signals() -> Generator[None]:
-    """Processes started inside are born with the stop signals blocked; a rank unblocks them once settled."""
+    """Processes started inside are born with the stop signals blocked; a rank unblocks them when it is set up."""
     from multiprocessing import resource_tracker
 
     # Starting it would unblock signals of this thread.
@@ -72,7 +72,7 @@ def forwarding(folder: LaunchFolder, stop: StopRequest) -> Generator[None]:
     thread.start()
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     # The agent takes SIGQUIT for itself and does not give it back.
-    handlers = {number: signal.signal(number, _noted) for number in (*STOP_SIGNALS, signal.SIGQUIT)}
+    handlers = {number: signal.signal(number, _ignore) for number in (*STOP_SIGNALS, signal.SIGQUIT)}
     try:
         yield
     finally:
@@ -84,12 +84,12 @@ def forwarding(folder: LaunchFolder, stop: StopRequest) -> Generator[None]:
         os.close(reader)
 
 
-def _noted(signum: int, frame: FrameType | None) -> None:
-    """The wake-up pipe has woken the forwarding thread already."""
+def _ignore(signum: int, frame: FrameType | None) -> None:
+    """Does nothing: the wake-up pipe wakes the forwarding thread."""
 
 
 def _forward(reader: int, folder: LaunchFolder, stop: StopRequest) -> None:
-    """Read signal numbers until the pipe closes; tell every rank, also those that start later."""
+    """Read signal numbers until the pipe closes; forward them to every rank, also to those that start later."""
     asked: set[int] = set()
     while True:
         readable, _, _ = select.select([reader], [], [], 0.05 if stop.signum else None)
@@ -101,10 +101,10 @@ def _forward(reader: int, folder: LaunchFolder, stop: StopRequest) -> None:
                 stop.ask(number)
         if stop.signum:
             stop.hard = stop.hard or stop.waited_s > STOP_TIMEOUT_S
-            tell_ranks(folder, stop, asked)
+            signal_ranks(folder, stop, asked)
 
 
-def tell_ranks(folder: LaunchFolder, stop: StopRequest, asked: set[int]) -> None:
+def signal_ranks(folder: LaunchFolder, stop: StopRequest, asked: set[int]) -> None:
     """Send SIGINT once to each rank that has started, or kill them all."""
     for rank, pid in folder.pids().items():
         if stop.hard:
@@ -113,7 +113,7 @@ def tell_ranks(folder: LaunchFolder, stop: StopRequest, asked: set[int]) -> None
             signal_rank(pid, signal.SIGINT)
         asked.add(rank)
     if not asked and (stop.hard or stop.waited_s > START_TIMEOUT_S):
-        # The nodes have not met, and nothing but its end ends that wait.
+        # The nodes have not connected, and only the end of this process ends that wait.
         folder.remove()
         folder.remove_logs()
         name = signal.Signals(stop.signum).name

@@ -33,7 +33,7 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
 class Watch:
-    """Runs besides the ranks while the `with` block lasts.
+    """Watches the ranks, in a thread, while the `with` block lasts.
 
     limit_s: how long a rank may wait for another.
     """
@@ -64,7 +64,7 @@ class Watch:
         if self._any_died() and self._over.wait(AGENT_TIMEOUT_S):
             return
         save_stacks(self._folder)
-        # Records once more: on a busy machine the ranks may have met meanwhile, or been late to say where they are.
+        # Read the records again: on a busy machine the ranks may have gone on meanwhile, or their heartbeat was late.
         records = self._folder.records()
         diagnosis = self._diagnosis(records)
         if diagnosis is None:
@@ -80,11 +80,11 @@ class Watch:
             end_rank(pid)
 
     def _diagnosis(self, records: list[RankRecord]) -> Diagnosis | None:
-        """None also where a rank has failed: the launcher ends the others, and that rank has the word."""
+        """Also None if a rank has failed: the launcher ends the others and reports its error."""
         return None if self._folder.failing() else explain(records, now_s=time.time())
 
     def _any_died(self) -> bool:
-        """Whether a rank's process is gone though it never said that it came to its end: how it died is the cause."""
+        """Whether a rank's process is gone without having recorded its end: then how it died is the cause."""
         ended = {record.rank for record in self._folder.records() if record.state == "ended"}
         return any(rank not in ended and not _lives(pid) for rank, pid in self._folder.pids().items())
 
@@ -113,7 +113,7 @@ def save_stacks(folder: LaunchFolder) -> None:
 
 
 def _wait_for_more(folder: LaunchFolder, rank: int, before: str) -> None:
-    """Until a dump has been added and has come to its end."""
+    """Waits until a dump has been written completely."""
     deadline, last = time.monotonic() + STACKS_TIMEOUT_S, before
     while time.monotonic() < deadline:
         time.sleep(0.05)
@@ -124,7 +124,7 @@ def _wait_for_more(folder: LaunchFolder, rank: int, before: str) -> None:
 
 
 def _listens(pid: int) -> bool:
-    """Whether a process handles SIGUSR1, which would end it otherwise; known on Linux alone."""
+    """Whether a process handles SIGUSR1, which would end it otherwise; Linux only."""
     try:
         caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     except OSError:

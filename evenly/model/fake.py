@@ -1,7 +1,4 @@
-"""Running a model's own code on tensors that have a shape and a type but no numbers, and take no memory.
-
-torch calls them fake tensors.
-"""
+"""Runs a model's code on torch's fake tensors, which have a shape and a dtype but no data."""
 
 from __future__ import annotations
 
@@ -24,22 +21,22 @@ Source = Literal["parameter", "buffer", "constant"]
 
 
 class DeferredTensor(torch.Tensor):
-    """A tensor whose numbers may come later: until then it has a shape, a type and a device alone."""
+    """A tensor whose data may arrive later; until then it has only a shape, a dtype and a device."""
 
     @property
     def arrived(self) -> bool:
-        """Whether it has numbers by now."""
+        """Whether it has data by now."""
         raise NotImplementedError
 
 
 @cache
 def shared_fake_mode() -> Any:
-    """One for all forms that are kept: torch does not mix them."""
+    """One mode for all cached fake tensors, since torch does not mix tensors of several modes."""
     return fake_mode()
 
 
 def fake_tensor(tensor: torch.Tensor, fakes: Any, device: str = "cpu") -> torch.Tensor:
-    """A tensor of the same shape, strides and type on `device`; of a parameter a parameter."""
+    """A fake tensor of the same shape, strides and dtype on `device`; for a parameter, a parameter."""
     with fakes, torch.no_grad():
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
@@ -50,36 +47,36 @@ def fake_tensor(tensor: torch.Tensor, fakes: Any, device: str = "cpu") -> torch.
 def fake_model(model: nn.Module, fakes: Any, note: Callable[[torch.Tensor, Source, str], object]) -> nn.Module:
     """A copy of `model` that shares no tensor with it and has its ties.
 
-    note: gets each tensor of the copy, what it is, and every name that it has ("" for a constant).
+    note: called with each tensor of the copy, its source, and each of its names ("" for a constant).
     """
     memo: dict[int, Any] = {}
 
-    def stand_in(tensor: torch.Tensor, source: Source, name: str) -> None:
+    def add(tensor: torch.Tensor, source: Source, name: str) -> None:
         if id(tensor) not in memo:
             memo[id(tensor)] = fake_tensor(tensor, fakes)
         note(memo[id(tensor)], source, name)
 
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        stand_in(parameter, "parameter", name)
+        add(parameter, "parameter", name)
     for name, buffer in model.named_buffers():
-        stand_in(buffer, "buffer", name)
+        add(buffer, "buffer", name)
     for module in model.modules():
         for attribute in vars(module).values():
             if isinstance(attribute, torch.Tensor):
-                stand_in(attribute, "constant", "")
+                add(attribute, "constant", "")
     return copy.deepcopy(model, memo)
 
 
 @contextmanager
 def running_fake() -> Generator[None]:
-    """Within, a model's code can run so, and disturbs no random state."""
-    with _random_state_kept(), _quiet(), masks_not_compared():
+    """Within, a model's code can run on fake tensors; random states are restored on exit."""
+    with _restored_random_state(), _without_log(), masks_not_compared():
         yield
 
 
 @contextmanager
-def _quiet() -> Generator[None]:
-    """Within, torch does not log what fails for want of numbers: it is raised too."""
+def _without_log() -> Generator[None]:
+    """Within, torch does not log operations that need data; they raise too."""
     logger = logging.getLogger(FAKE_TENSOR_LOGGER)
     before, logger.disabled = logger.disabled, True
     try:
@@ -89,8 +86,8 @@ def _quiet() -> Generator[None]:
 
 
 @contextmanager
-def _random_state_kept() -> Generator[None]:
-    """On leaving, torch's, Python's and numpy's generators are as they were."""
+def _restored_random_state() -> Generator[None]:
+    """Restores the generators of torch, Python and numpy on exit."""
     numpy: Any = sys.modules.get("numpy")
     state, numpy_state = random.getstate(), numpy and numpy.random.get_state()
     try:

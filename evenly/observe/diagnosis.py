@@ -1,10 +1,10 @@
-"""Why ranks do not come together, in words, from what each has recorded.
+"""Explains why ranks hang or disagree, from the records of each.
 
-Pure: records in, a sentence out. It serves while ranks still wait and after they have died.
+Pure: records in, a sentence out, while ranks still wait or after they have died.
 
-The operations of a group are numbered, and a rank that agrees with the others asks for the same thing under the same
-number. So the cause is the first number under which ranks ask for different things; or, where they agree as far as
-they came, it lies with those who have not reached the number that others are inside of.
+The operations of a group are numbered, and ranks that agree call the same operation under the same number. So the cause
+is the first number under which calls differ; or, if all agree so far, the ranks that have not reached the number which
+others are waiting in.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SILENT_AFTER_S = 5.0  # a main thread that holds the interpreter this long keeps
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """ranks: those that keep the others waiting, or that disagree. text: the sentence."""
+    """ranks: those that others wait for, or that disagree. text: the explanation."""
 
     ranks: tuple[int, ...]
     text: str
@@ -31,7 +31,7 @@ def explain(
 ) -> Diagnosis | None:
     """The cause of a stall or a failure, None where the records show none.
 
-    exit_reasons: what became of ranks that are gone, as 'was killed by SIGKILL'. now_s: as of `time.time()`.
+    exit_reasons: how ranks ended, such as 'was killed by SIGKILL'. now_s: as of `time.time()`.
     """
     by_rank = {record.rank: record for record in records}
     groups = {entry.call.group for record in by_rank.values() for entry in record.entries if entry.number}
@@ -40,12 +40,12 @@ def explain(
         by_rank, now_s, exit_reasons or {}
     )
     waiting = {rank for rank, record in by_rank.items() if inside(record)}
-    # Of several, the one whose ranks do not themselves wait for another.
+    # Of several, the one whose ranks are not waiting themselves.
     return min(found, key=lambda diagnosis: len(waiting.intersection(diagnosis.ranks)), default=None)
 
 
 def disagreement(calls: Mapping[int, CollectiveCall]) -> str:
-    """Who asks for what under one number, by rank; '' where all ask for the same."""
+    """Which ranks call what under one number; '' if all calls agree."""
     asked: dict[str, list[int]] = {}
     for rank, call in sorted(calls.items()):
         asked.setdefault(call.asked(), []).append(rank)
@@ -68,19 +68,19 @@ def _of_group(
         calls = {rank: numbers[number].call for rank, numbers in entries.items() if number in numbers}
         if words := disagreement(calls):
             text = f"the ranks ask for different things in operation #{number} of group {group}: {words}"
-            return Diagnosis(_odd_ones(calls), text)
+            return Diagnosis(_minority(calls), text)
     reached = {rank: max(numbers, default=0) for rank, numbers in entries.items()}
     last = max(reached.values(), default=0)
-    there = [rank for rank, number in reached.items() if number == last]
+    arrived = [rank for rank, number in reached.items() if number == last]
     missing = [rank for rank, number in reached.items() if number < last]
     missing += [rank for rank in exit_reasons if rank in ranks_of_group(group) and rank not in reached]
-    entry = next((entries[rank][last] for rank in there if last and entries[rank][last].left_s is None), None)
+    entry = next((entries[rank][last] for rank in arrived if last and entries[rank][last].left_s is None), None)
     if entry is None or not missing:
         return None
-    whereabouts = "; ".join(_whereabouts(rank, by_rank.get(rank), now_s, exit_reasons) for rank in missing)
-    waiting = [rank for rank in there if rank not in exit_reasons]
+    statuses = "; ".join(_status_of(rank, by_rank.get(rank), now_s, exit_reasons) for rank in missing)
+    waiting = [rank for rank in arrived if rank not in exit_reasons]
     waits = f"; {ranks_in_words(waiting)} wait{'s' * (len(waiting) == 1)}" if waiting else ""
-    text = f"{ranks_in_words(missing)} did not reach {describe(entry)}; {whereabouts}{waits}"
+    text = f"{ranks_in_words(missing)} did not reach {describe(entry)}; {statuses}{waits}"
     return Diagnosis(tuple(missing), text)
 
 
@@ -88,17 +88,17 @@ def _entries_of(record: RankRecord, group: str) -> dict[int, Entry]:
     return {entry.number: entry for entry in record.entries if entry.number and entry.call.group == group}
 
 
-def _odd_ones(calls: Mapping[int, CollectiveCall]) -> tuple[int, ...]:
-    """The ranks that do not ask for what most do; of equal camps, all but the lowest rank's."""
+def _minority(calls: Mapping[int, CollectiveCall]) -> tuple[int, ...]:
+    """The ranks whose call differs from that of most; of equally many, from that of the lowest rank."""
     asked = {rank: call.asked() for rank, call in sorted(calls.items())}
     usual = max(asked.values(), key=[*asked.values()].count)
     return tuple(rank for rank, what in asked.items() if what != usual)
 
 
-def _whereabouts(rank: int, record: RankRecord | None, now_s: float, exit_reasons: Mapping[int, str]) -> str:
+def _status_of(rank: int, record: RankRecord | None, now_s: float, exit_reasons: Mapping[int, str]) -> str:
     """`it is in Lines.__getitem__ (data.py:31) since 40 s`."""
     if record is None:
-        return f"rank {rank} " + exit_reasons.get(rank, "has not begun to talk")
+        return f"rank {rank} " + exit_reasons.get(rank, "has not begun to communicate")
     entry = inside(record)
     waits = f"in {describe(entry)} of group {entry.call.group}" if entry else f"in {record.where or 'an unknown place'}"
     if rank in exit_reasons:
@@ -122,14 +122,14 @@ _PEER = re.compile(r"(?:to|from) (\d+)")
 def _of_point_to_point(
     by_rank: Mapping[int, RankRecord], now_s: float, exit_reasons: Mapping[int, str]
 ) -> list[Diagnosis]:
-    """Ranks inside a send or receive: where the other side of each is."""
+    """For each rank inside a send or receive, where its peer is."""
     diagnoses: list[Diagnosis] = []
     for rank, record in by_rank.items():
         entry = inside(record)
         peer = _PEER.search(entry.call.detail) if entry and not entry.number else None
         if entry and peer and rank not in exit_reasons:
             other = ranks_of_group(entry.call.group)[int(peer[1])]
-            where = _whereabouts(other, by_rank.get(other), now_s, exit_reasons)
+            where = _status_of(other, by_rank.get(other), now_s, exit_reasons)
             text = f"rank {rank} waits in {describe(entry)}; {where}"
             diagnoses.append(Diagnosis((other,), text))
     return diagnoses

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a progress bar on a terminal, plain lines elsewhere; always on stderr."""
+"""Progress output of a run: a progress bar on a terminal, plain lines elsewhere; always on stderr."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ PLAIN_INTERVAL_S = 2.0
 
 
 class Watcher(Protocol):
-    """Told what a run does; reports are those of `evenly.train`."""
+    """Shows the progress of a run; reports are those of `evenly.train`."""
 
     def on_step(self, report: Any) -> None: ...
     def on_text(self, text: str) -> None: ...
     def close(self) -> None: ...
 
 
-class Silent:
+class NoProgress:
     """The watcher of every rank but the first."""
 
     def on_step(self, report: Any) -> None:
@@ -35,12 +35,12 @@ class PlainLines:
     """A line for the first step, the last, and every two seconds between."""
 
     def __init__(self, *, steps: int, unit: str) -> None:
-        self._steps, self._unit, self._shown_at = steps, unit, 0.0
+        self._steps, self._unit, self._printed_at = steps, unit, 0.0
 
     def on_step(self, report: Any) -> None:
         now = time.monotonic()
-        if report.step in (1, self._steps) or now - self._shown_at >= PLAIN_INTERVAL_S:
-            self._shown_at = now
+        if report.step in (1, self._steps) or now - self._printed_at >= PLAIN_INTERVAL_S:
+            self._printed_at = now
             self.on_text(f"step {report.step}/{self._steps}  {describe_step(report, self._unit)}")
         if report.memory is not None:
             self.on_text(describe_memory(report.memory))
@@ -86,7 +86,7 @@ class ProgressBar:
 def make_watcher(*, main: bool, steps: int, done: int, unit: str) -> Watcher:
     """The watcher for this rank: a bar if its stderr is a terminal, lines if not, nothing on other ranks."""
     if not main:
-        return Silent()
+        return NoProgress()
     return ProgressBar(steps=steps, done=done, unit=unit) if sys.stderr.isatty() else PlainLines(steps=steps, unit=unit)
 
 
@@ -100,7 +100,7 @@ def describe_step(report: Any, unit: str) -> str:
 
 
 def describe_memory(memory: Sequence[Mapping[Any, int]]) -> str:
-    """What tensors take on the fullest device at its fullest moment, by category, on one line."""
+    """Peak memory of tensors on the fullest device, by category, on one line."""
     totals = [sum(device.values()) for device in memory]
     fullest = totals.index(max(totals))
     parts = sorted(memory[fullest].items(), key=lambda item: -item[1])

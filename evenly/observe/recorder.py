@@ -1,9 +1,8 @@
-"""What a rank has said lately and where it is now, in a file that outlives it.
+"""The flight recorder of a rank: its last operations and where it is now, in a file that survives the process.
 
-A rank *enters* an operation (a collective, a send) and *leaves* it. Each is one *entry* of a ring of `ENTRIES`; the
-newest overwrite the oldest. A thread besides the rank *beats*: it writes where the main thread is, and since when. Both
-go into a memory-mapped file: writing costs microseconds and no system call, and what was written stays readable after
-SIGKILL.
+A rank *enters* an operation (a collective, a send) and *leaves* it. Each is one *entry* of a ring buffer of `ENTRIES`.
+A background thread writes a *heartbeat*: where the main thread is, and since when. Both go into a memory-mapped file:
+writing costs microseconds and no system call, and the file stays readable after SIGKILL.
 
 File: a header slot, then `ENTRIES` slots of `SLOT_BYTES`, little endian. Header: MAGIC, rank, time of the beat, since
 when the main thread is where it is, length of a JSON text, the text (`where`, `state`). Entry: serial (0 while it is
@@ -40,11 +39,11 @@ _TIME = struct.Struct("<d")
 _LEFT_AT = struct.calcsize("<QQd")
 LONGEST_TEXT = SLOT_BYTES - _ENTRY.size
 
-_TALKING = (str(Path(EVENLY, "comm")), str(Path(EVENLY, "observe")))
+_COMMUNICATION = (str(Path(EVENLY, "comm")), str(Path(EVENLY, "observe")))
 
 
 class CollectiveCall(NamedTuple):
-    """What a rank asks of an operation; what must agree between the ranks of a group, and where it was asked.
+    """One call of an operation: the arguments that must agree between the ranks of a group, and where it was called.
 
     group:  name and ranks of the group, as text.
     dtype:  of the tensor, '' where only some ranks know it.
@@ -82,7 +81,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What a rank's file says. `entries` from oldest to newest; `state` is 'running' or 'ended'."""
+    """The content of a rank's file. `entries` from oldest to newest; `state` is 'running' or 'ended'."""
 
     rank: int
     beat_s: float
@@ -127,7 +126,7 @@ class Recorder:
             _TIME.pack_into(self._memory, _start(serial) + _LEFT_AT, time.time())
 
     def close(self) -> None:
-        """Says that the rank's work is done; safe to call twice."""
+        """Records that the rank has ended; safe to call twice."""
         if not self._closed.is_set():
             self._closed.set()
             self._thread.join()
@@ -150,7 +149,7 @@ class Recorder:
 
 
 def read(path: Path) -> RankRecord | None:
-    """What is in a recorder's file, None where it is not one (yet). Raises nothing for a file that is damaged."""
+    """Reads a recorder's file; None if it is incomplete or damaged."""
     try:
         memory = path.read_bytes()
         magic, rank, beat_s, since_s, length = _HEADER.unpack_from(memory)
@@ -209,7 +208,7 @@ def _start(serial: int) -> int:
 
 # ---------------------------------------------------------------------------------- places in the code
 def users_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame that is neither ours nor a library's, None where there is none."""
+    """The innermost frame that is neither in this package nor in a library, or None."""
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
@@ -230,11 +229,11 @@ def _place(filename: str, function: str, line: int) -> str:
 
 
 def here() -> str:
-    """The place in the user's code that led to this call; in ours, above the layers that talk, where there is none."""
+    """The place in the user's code that led to this call; without one, the caller of the communication layer."""
     caller = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     frame = users_frame(caller)
     if frame is None:
         frame = caller
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(_TALKING):
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_COMMUNICATION):
             frame = frame.f_back
     return frame_place(frame)

@@ -1,4 +1,4 @@
-"""The files of a run's folder: here alone they have their names."""
+"""The names of all files in a run's folder."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class RunFolder:
 
     @property
     def plan(self) -> Path:
-        """What decides the run's numbers and how they are split, one JSON document."""
+        """The decisions of the run (plan, seed, sizes), one JSON document."""
         return self.root / "plan.json"
 
     @property
     def metrics(self) -> Path:
-        """Steps and evaluations, a JSON object a line."""
+        """Steps and evaluations, one JSON object per line."""
         return self.root / "metrics.jsonl"
 
     @property
@@ -34,19 +34,19 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
-        """The folder of what ranks print."""
+        """The folder of the ranks' output."""
         return self.root / "logs"
 
     def events(self, rank: int) -> Path:
-        """What happened on `rank`: started, evaluated, saved, ended; a JSON object a line."""
+        """Events of `rank` (started, evaluated, saved, ended), one JSON object per line."""
         return self.root / "events" / f"rank{rank}.jsonl"
 
     def timeline(self, rank: int) -> Path:
-        """What `rank` of a pipeline computed and sent when, a JSON object a line."""
+        """The actions of `rank` of a pipeline and their times, one JSON object per line."""
         return self.root / "timeline" / f"rank{rank}.jsonl"
 
     def timelines(self) -> Iterator[Path]:
-        """Those that ranks have written."""
+        """The timelines that ranks have written."""
         return (self.root / "timeline").glob("rank*.jsonl")
 
     @property

@@ -1,4 +1,4 @@
-"""Where the records of a run go: a list of sinks, of which the files in the run's folder are one."""
+"""Receivers of the records of a run; the files in its folder are one."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Sink(Protocol):
     """Takes the records of one rank; `evenly.start(job, sinks=[...])` adds some to a run."""
 
     def write(self, stream: Stream, record: Mapping[str, Any]) -> None:
-        """Takes one record, as soon as it is known.
+        """Receives one record, as soon as it exists.
 
-        stream: "metrics" has a record for each step and each evaluation, on rank 0 alone; "events" what happened on
-        this rank and when; "timeline" the actions of this rank of a pipeline, in a few steps of a run with a folder.
+        stream: "metrics" has a record for each step and each evaluation, on rank 0 alone; "events" those of
+        this rank, with times; "timeline" the actions of this rank of a pipeline, in a few steps of a run with a folder.
         """
         ...
 
@@ -55,7 +55,7 @@ class FolderSink:
             "timeline": folder.timeline(rank),
         }
         self._files: dict[Stream, JsonLines] = {}
-        if rank == 0:  # it says that a run is here, before the first step is done
+        if rank == 0:  # marks the folder as a run's before the first step ends
             self._files["metrics"] = JsonLines(folder.metrics)
 
     def write(self, stream: Stream, record: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The axes of a plan that runs. Each knows its sizes, and which words of a plan's text it stands for."""
+"""The axes of a complete plan: their sizes, and their keys in a plan's text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class DataAxis:
 
     zero_stage: what is sharded over them: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too
                 (arXiv 1910.02054).
-    shard:      ranks over which it is sharded, a divisor of `size`; groups of so many hold the same (hybrid sharding).
+    shard:      size of the groups it is sharded over, a divisor of `size`; groups hold the same (hybrid sharding).
     """
 
     size: int
@@ -64,10 +64,10 @@ class TensorAxis:
 
 @dataclass(frozen=True)
 class PipelineAxis:
-    """Ranks among which the model's blocks are dealt, in stages that each microbatch goes through.
+    """Ranks that each hold some stages of the model; every microbatch passes through all stages.
 
     schedule:        the order in which each rank runs its stages on the microbatches.
-    stages_per_rank: as the schedule allows.
+    stages_per_rank: number of stages that each rank holds.
     split_points:    numbers of the blocks, counted from 0 in the order in which they run, at which a stage begins,
                      ascending; empty until the model was cut into stages, or with one stage.
     """
@@ -84,7 +84,7 @@ class PipelineAxis:
 
     @property
     def stages(self) -> int:
-        """How many stages all ranks have together."""
+        """Number of stages over all ranks."""
         return self.size * self.stages_per_rank
 
     def words(self) -> Words:

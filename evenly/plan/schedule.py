@@ -1,7 +1,7 @@
-"""Which schedules a pipeline knows: what they place where, and what they can run. Pure; imports no torch.
+"""The pipeline schedules: where they place stages, and which sizes they can run. Pure; imports no torch.
 
-A model's blocks are cut into stages; a batch's microbatches go through them forward and backward. A schedule says in
-which order each rank does this: as actions, which `orders.py` puts into their order.
+A model's blocks are cut into stages; microbatches pass through them forward and backward. A schedule determines the
+order of these actions on each rank (`orders.py`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Action:
     """One thing that a rank does in a step; `F3.0` is the forward pass of stage 3 on microbatch 0.
 
     kind:       "backward" computes all gradients, "backward_input" those of the stage's input alone and
-                "backward_weight" what that left, those of its parameters. "send_forward" sends a stage's output to the
+                "backward_weight" the rest, those of its parameters. "send_forward" sends a stage's output to the
                 next stage, "recv_forward" takes a stage's input from the one before; "send_backward" and
                 "recv_backward" do so with gradients, the other way.
     stage:      of the rank that acts, sender as receiver; from 0, in the model's order.
@@ -60,10 +60,10 @@ class Action:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleRules:
-    """What a schedule places where, and which numbers of microbatches it runs. Its order is in `plan.orders`.
+    """Where a schedule places stages, and which numbers of microbatches it runs. Its order is in `plan.orders`.
 
-    stages:          of every rank; None leaves them to the plan, which has `usual` where it does not say.
-    as_v:            stages go there and back over the ranks: rank r holds r and 2 * ranks - 1 - r.
+    stages:          per rank; None if the plan chooses, with `usual` as the default.
+    as_v:            stages are placed as a V over the ranks: rank r holds r and 2 * ranks - 1 - r.
     splits_backward: whether gradients of parameters are computed apart from those of inputs.
     equal_rounds:    whether microbatches run in rounds of equal length, their number over that of ranks, rounded down.
     every_stage:     whether there must be a microbatch for every stage.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from evenly.parallel.data.grouping import unit_members
-from evenly.parallel.pipeline.orders import orders, receives_ahead, taken_by
+from evenly.parallel.pipeline.orders import acknowledgements, orders, receives_ahead
 from evenly.plan import Plan
 from evenly.plan.axes import DeviceReplicas
 from evenly.plan.schedule import Action, rank_of_stage, runnable, splits_backward
@@ -263,7 +263,7 @@ class _PipelineReplay(_DataReplay):
         if not self.number:
             return
         how = self.plan.pipeline.schedule, self.plan.pipeline.size, self.plan.pipeline.stages_per_rank, self.number
-        actions, taken = orders(*how)[self.position], taken_by(*how)[self.position]
+        actions, taken = orders(*how)[self.position], acknowledgements(*how)[self.position]
         backwards = ("backward", "backward_weight") if self.in_parts else ("backward", "backward_input")
         last = max(number for number, action in enumerate(actions) if action.kind in backwards)
         run = _StageReplay(self, sums)

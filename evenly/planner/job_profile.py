@@ -137,7 +137,7 @@ class JobProfiler:
 
         if plan.precision not in self._call_costs:
             model = StagedModel(build_model(self.job, precision=plan.precision, device=None), "cpu")
-            self._call_costs[plan.precision] = call_costs_of(self.job, model, plan), [*model.known]
+            self._call_costs[plan.precision] = call_costs_of(self.job, model, plan), [*model.stage_tensors]
         call_costs, names = self._call_costs[plan.precision]
         microbatches = len(self.share(0, plan.axes["data"]).own)
         on_gpu = device is not None and device.name != "cpu"

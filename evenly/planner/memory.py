@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 
 from evenly.parallel.data.gradients import SQUARED_AT_ONCE
-from evenly.parallel.data.grouping import bucket_members, tail_stands_alone
+from evenly.parallel.data.grouping import bucket_members, needs_tail_bucket
 from evenly.parallel.data.partition import IN_FLIGHT, RowLayout
 from evenly.planner.optimizer_costs import OptimizerCosts
 from evenly.planner.prediction import MemoryByCause
@@ -147,7 +147,7 @@ class FullSums(Sums):
         buckets = in_buckets(parameters)
         last = buckets[-1] if buckets else []
         widened = accumulate_float64 or not last or last[0].dtype is torch.float64
-        if tail_stands_alone(sum(one.bytes for one in last), widened=widened):
+        if needs_tail_bucket(sum(one.bytes for one in last), widened=widened):
             buckets.append([])
         for number, bucket in enumerate(buckets):
             self._hold(bucket, accumulate_float64=accumulate_float64 or number == len(buckets) - 1)

@@ -1,7 +1,7 @@
-"""A stop asked for from outside (Ctrl-C, or the end of an allocation), taken up between two steps.
+"""A stop request from outside (Ctrl-C, or the end of an allocation), honoured between two steps.
 
-The signal only sets a flag. Ranks receive it at different moments, so the flag travels with the next step's sum
-over ranks, and all stop after the same step.
+The signal only sets a flag. Ranks receive it at different times, so the flag is reduced with the next step's totals,
+and all stop after the same step.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt:
-    """Listens from its creation until `close`; asking again after a second stops at once.
+    """Handles SIGINT and SIGTERM until `close`; a second signal, at least a second later, stops at once.
 
-    was_asked: whether any was, in this process.
+    was_asked: whether any stop was requested in this process.
     """
 
     was_asked = False
@@ -29,14 +29,14 @@ class Interrupt:
             self._before = {number: signal.signal(number, self._ask) for number in SIGNALS}
 
     def close(self) -> None:
-        """Gives the signals back; safe to call twice."""
+        """Restores the signal handlers; safe to call twice."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
 
     @property
     def asked(self) -> bool:
-        """Whether this process was asked to stop."""
+        """Whether a stop was requested in this process."""
         return self._asked_at is not None
 
     def _ask(self, number: int, _: Any) -> None:

@@ -19,12 +19,12 @@ from evenly.train.run import Run, start_with_options
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run came to.
+    """The results of a run.
 
-    steps:   done so far, those of former runs included; the losses and `seconds` are of this one.
-    steps_asked: what the run was to come to.
-    first_step: the first step of this run; None where nothing was left to do.
-    stopped: whether it was asked to end before its last step.
+    steps:       done in all, including those before a resume; losses and `seconds` are of this run alone.
+    steps_asked: length of the whole run.
+    first_step:  the first step of this run; None if there was nothing left to do.
+    stopped:     whether a stop was requested before the last step.
     """
 
     job: str
@@ -51,7 +51,7 @@ def run_job_file(path: Path, settings: dict[str, Any], options: RunOptions, json
 
 
 def run_script(path: Path, arguments: list[str], json_only: bool) -> bool:
-    """Runs a script that owns its loop, as `python PATH ARGUMENTS...` would, on this rank; whether it was to stop."""
+    """Runs a script that owns its loop, as `python PATH ARGUMENTS...` would; returns whether a stop was requested."""
     if json_only:
         _send_stdout_to_stderr()
     sys.argv = [str(path), *arguments]
@@ -61,12 +61,12 @@ def run_script(path: Path, arguments: list[str], json_only: bool) -> bool:
 
 
 def train(run: Run) -> Summary:
-    """Trains `run` to its end, or to the stop that was asked for."""
+    """Trains `run` to its end, or until a stop is requested."""
     progress = _Progress(run)
     try:
         for batch in run.batches():
             progress.add(run.step(batch))
-            progress.take_up_what_is_due()
+            progress.run_due_actions()
         progress.end()
     finally:
         progress.watcher.close()
@@ -94,7 +94,7 @@ class _Progress:
         self.seconds += report.step_s
         self.watcher.on_step(report)
 
-    def take_up_what_is_due(self) -> None:
+    def run_due_actions(self) -> None:
         job, step = self.run.job, self.run.steps_done
         if job.eval_every and step % job.eval_every == 0:
             self._evaluate()
@@ -126,7 +126,7 @@ class _Progress:
         )
 
     def _begin_watching(self, report: StepReport) -> None:
-        # A loss that weighs something else than samples counts tokens, or whatever the job counts.
+        # A weight other than the number of samples counts tokens, or whatever the job counts.
         self.unit = "samples" if report.weight == report.samples else "tokens"
         run = self.run
         self.watcher = make_watcher(main=run.world.is_main, steps=run.steps, done=run.steps_done, unit=self.unit)

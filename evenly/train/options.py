@@ -1,4 +1,4 @@
-"""What the command line asks of a run, on its way from `evenly run` to the ranks."""
+"""The options of `evenly run`, as passed to the ranks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from evenly.plan import PlanSpec, parse_plan
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What a run is asked for, besides its job.
+    """The options of a run, besides its job.
 
-    plan:    None where nobody has named one.
-    steps:   of the whole run; None takes the job's.
-    resume:  whether to go on from the newest checkpoint in `out`.
-    devices: of this one process, for a plan with replicas; None takes all GPUs.
-    search:  whether the best plan is sought that states what `plan` does.
+    plan:    None for the default.
+    steps:   length of the whole run; None for the job's.
+    resume:  whether to continue from the newest checkpoint in `out`.
+    devices: of this one process, for a plan with replicas; None for all GPUs.
+    search:  whether to search for the best plan among those that agree with `plan`.
     """
 
     plan: PlanSpec | None = None
@@ -37,7 +37,7 @@ class RunOptions:
 
     @classmethod
     def from_text(cls, text: str) -> RunOptions:
-        """The options that `to_text` wrote."""
+        """Inverse of `to_text`."""
         values = json.loads(text)
         plan, out = values["plan"], values["out"]
         others = values["steps"], values["resume"], values["devices"], values["search"]
@@ -47,13 +47,13 @@ class RunOptions:
 def merge_options(given: RunOptions) -> RunOptions:
     """`given` by the script, completed by the command line's; raises `UserError` where both say something different."""
     text = launcher_options()
-    stated = RunOptions.from_text(text) if text else RunOptions()
+    command_line = RunOptions.from_text(text) if text else RunOptions()
     for field in fields(RunOptions):
-        here, there = getattr(given, field.name), getattr(stated, field.name)
-        if here and there and here != there:
+        in_script, on_command_line = getattr(given, field.name), getattr(command_line, field.name)
+        if in_script and on_command_line and in_script != on_command_line:
             raise UserError(
-                f"{field.name} {there} on the command line",
-                f"the script itself asks for {here}",
-                "say it in one of the two places",
+                f"{field.name} {on_command_line} on the command line",
+                f"the script itself asks for {in_script}",
+                "give it in one of the two places",
             )
-    return RunOptions(*(getattr(given, f.name) or getattr(stated, f.name) for f in fields(RunOptions)))
+    return RunOptions(*(getattr(given, f.name) or getattr(command_line, f.name) for f in fields(RunOptions)))

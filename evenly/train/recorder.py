@@ -1,4 +1,4 @@
-"""What a run writes down: its records go to a list of sinks, its decisions into plan.json."""
+"""Records of a run: events and metrics go to sinks, decisions to plan.json."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from evenly.train.reports import Evaluation, StepReport
 if TYPE_CHECKING:
     from evenly.train.run import Run
 
-STEPS_WITH_SPANS = 5  # of a pipeline, whose actions are written down
+STEPS_WITH_SPANS = 5  # of a pipeline, in which actions are recorded
 
 
 class RunRecorder:
-    """Makes records of what happens on this rank, and hands them to the sinks.
+    """Passes records of this rank to the sinks.
 
-    counted: the step whose tensors are counted: when the optimizer has its state, and somebody will read it; None of a
-             run without a folder.
-    spanned: the steps whose actions are written down; after the counted one, since counting takes its time.
+    counted: the step in which the memory of tensors is counted, once the optimizer has state; None without a folder.
+    spanned: the steps in which actions are recorded; after `counted`, since counting makes a step slower.
     """
 
     def __init__(
@@ -44,23 +43,23 @@ class RunRecorder:
             self._metrics({name: value for name, value in record.items() if value is not None})
 
     def evaluated(self, step: int, found: Evaluation) -> None:
-        """An evaluation was done after `step`."""
+        """Records an evaluation after `step`."""
         self._event("evaluated", step=step, **vars(found))
         self._metrics({"step": step, "eval_loss": found.loss, "eval_weight": found.weight})
 
     def saved(self, step: int) -> None:
-        """A checkpoint of `step` was begun."""
+        """Records that a checkpoint of `step` was begun."""
         self._event("saved", step=step)
 
     def spans(self, step: int, position: int, spans: Sequence[Any]) -> None:
-        """What this rank, at `position` of its pipeline, did when in `step`."""
+        """Records the actions of this rank, at `position` of its pipeline, in `step`."""
         for span in spans:
             record = {"step": step, "rank": self._rank, "position": position, **span._asdict()}
             for sink in self._sinks:
                 sink.write("timeline", record)
 
     def close(self, step: int, *, failed: bool) -> None:
-        """The run ends after `step`; safe to call twice."""
+        """Records the end of the run after `step`, and closes the sinks; safe to call twice."""
         if self._sinks:
             self._event("failed" if failed else "ended", step=step)
         for sink in self._sinks:
@@ -77,9 +76,9 @@ class RunRecorder:
 
 
 def write_decisions(run: Run, folder: RunFolder, predicted: Mapping[str, Any] | None) -> None:
-    """Writes what decides the run's numbers, how they are split and what was predicted of that; on one rank."""
+    """Writes plan.json and the model's config; on one rank."""
     folder.root.mkdir(parents=True, exist_ok=True)
-    if run.steps_done < run.steps or not folder.plan.exists():  # else what was done there says more
+    if run.steps_done < run.steps or not folder.plan.exists():  # else keep those of the finished run
         job = run.job
         decisions: dict[str, Any] = {
             "job": job.name,

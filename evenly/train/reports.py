@@ -1,4 +1,4 @@
-"""What a step and an evaluation did."""
+"""The results of a step and of an evaluation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from evenly.parallel.core.memory import Category
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one step did; the same on every rank but for `step_s`.
+    """The results of one step; the same on every rank except for `step_s`.
 
     step:          number of steps done, this one included.
     loss, weight:  of the whole batch.
@@ -18,9 +18,9 @@ class StepReport:
     samples:       of the whole batch.
     step_s:        seconds since the step before ended (loading included).
     memory_bytes:  peak of each device so far, rank by rank (virtual devices of one CPU process count as one).
-    memory:        of the one step in which a run with a folder counts tensors: bytes by category at the moment when
-                   a device held most, for each device, rank by rank; None of other steps.
-    skipped:       float16 only: whether the gradient overflowed and the update was left out.
+    memory:        for the one step in which a run with a folder counts tensors: bytes by category at the peak of
+                   each device, rank by rank; else None.
+    skipped:       float16 only: whether the gradient overflowed and the update was skipped.
     """
 
     step: int
@@ -41,7 +41,7 @@ class StepReport:
 
     @property
     def tokens_per_s(self) -> float:
-        """What the loss counted (tokens of a language model) of the whole batch, per second."""
+        """Weight of the whole batch (tokens of a language model) per second."""
         return self.weight / self.step_s
 
 

@@ -1,6 +1,6 @@
-"""What is settled of a run before anything is built: its plan and its microbatch.
+"""Decides the plan and the microbatch of a run, before anything is built.
 
-The first rank decides, for only one may look into files and search among plans; the others take over what it found.
+Rank 0 decides, since only one rank may read files and search among plans; the others receive its decision.
 """
 
 from __future__ import annotations
@@ -31,25 +31,24 @@ class ResolvedRun:
     """How a job is run; the same on all ranks.
 
     plan:       fitted and resolved.
-    microbatch: samples of one forward; None where the job's own rule says.
-    predicted:  what is predicted of the plan, as `plan.json` has it and `evenly report` shows it; None of a plan that
-                nobody predicted.
+    microbatch: samples per forward; None for the job's own.
+    predicted:  the planner's prediction, as in `plan.json` and `evenly report`; None unless the plan was searched.
     """
 
     plan: Plan
     microbatch: int | None = None
     predicted: Mapping[str, Any] | None = None
 
-    def settled(self, job: Job) -> Job:
+    def apply_to(self, job: Job) -> Job:
         """`job` with its microbatch."""
         return job if self.microbatch is None else replace(job, microbatch=self.microbatch)
 
 
 @dataclass(frozen=True)
 class PreviousRun:
-    """What a run that goes on keeps of the one before, where nothing else is said.
+    """Defaults that a resumed run takes from the one before; all None for a new run.
 
-    microbatch: samples of one forward. exact: how gradients are added over ranks. None of a run that begins.
+    microbatch: samples per forward. exact: how gradients are summed over ranks.
     """
 
     microbatch: int | None = None
@@ -57,7 +56,7 @@ class PreviousRun:
 
 
 def connect_and_resolve(job: Job, options: RunOptions, place: ProcessInfo) -> tuple[ResolvedRun, World]:
-    """Connects the ranks of `place`, and decides; what the first rank raises, all raise."""
+    """Connects the ranks of `place`, and decides; an error of rank 0 is raised on all."""
     if place.size == 1:
         decision = decide(job, options, place)
         return decision, connect(place, axes=decision.plan.axes, even_alone=decision.plan.data.zero_stage > 0)
@@ -73,7 +72,7 @@ def connect_and_resolve(job: Job, options: RunOptions, place: ProcessInfo) -> tu
 def decide(job: Job, options: RunOptions, place: ProcessInfo) -> ResolvedRun:
     """How `job` runs on the ranks of `place`; called on one rank, before a model is built anywhere."""
     recorded = recorded_in(options.out) if options.resume and options.out else PreviousRun()
-    plan = options.plan or PlanSpec()  # where nobody has named one, all ranks share each batch
+    plan = options.plan or PlanSpec()  # the default: all ranks share each batch
     plan = replace(plan, exact=plan.exact or recorded.exact)
     if options.search:
         from evenly.planner.auto import as_recorded, choose_plan  # takes half as long to import as all else of a run
@@ -88,7 +87,7 @@ def decide(job: Job, options: RunOptions, place: ProcessInfo) -> ResolvedRun:
 
 
 def decided_by_rank0(act: Callable[[], ResolvedRun], group: Group) -> ResolvedRun:
-    """What `act` returns on the first rank, on every rank of `group`; an error of evenly's is raised on every rank."""
+    """Calls `act` on the first rank of `group`; returns its result, or raises its `EvenlyError`, on every rank."""
     mine: ResolvedRun | EvenlyError | None = None
     if group.position == 0:
         try:
@@ -103,7 +102,7 @@ def decided_by_rank0(act: Callable[[], ResolvedRun], group: Group) -> ResolvedRu
 
 
 def recorded_in(out: Path) -> PreviousRun:
-    """Of the run in `out`, by its newest checkpoint; nothing where that cannot be read, which resuming will tell.
+    """The defaults from the newest checkpoint in `out`; none where it cannot be read, which resuming will report.
 
     Raises `PlanError` for a plan that this version does not know.
     """

@@ -49,14 +49,14 @@ if TYPE_CHECKING:
 class Run:
     """A job in progress on this rank. Made by `start`; a context manager.
 
-    Public attributes: `job` (with the microbatch that it has here), `plan` (complete), `world`, `devices` (of this
+    Public attributes: `job` (with its microbatch decided), `plan` (complete), `world`, `devices` (of this
     rank), `model`, `optimizer`, `steps_done`, `out` (folder).
     """
 
     def __init__(
         self, job: Job, decision: ResolvedRun, world: World, options: RunOptions, sinks: Sequence[Sink] = ()
     ) -> None:
-        job = decision.settled(job)
+        job = decision.apply_to(job)
         self.job, self.world, self.out = job, world, options.out
         self.steps, self.steps_done = options.steps or job.steps, 0
         self._data: Group = world.group("data")
@@ -91,8 +91,8 @@ class Run:
 
     # ------------------------------------------------------------------------------------------ training
     def batches(self) -> Iterator[Batch]:
-        """The batches from the step after the last one done to the job's last, or until a stop is asked for."""
-        share = lru_cache(maxsize=64)(self._share)  # asked for by the loader, which may be ahead, and here
+        """The remaining batches of the run, until a stop is requested."""
+        share = lru_cache(maxsize=64)(self._share)  # called here and by the loader, which may be ahead
         microbatches = self._loader().read(share(step) for step in range(self.steps_done, self.steps))
         self._clock = time.perf_counter()
         while self.steps_done < self.steps and not self.stopped:
@@ -104,7 +104,7 @@ class Run:
                 )
 
     def step(self, batch: Batch) -> StepReport:
-        """Trains on `batch`: all of it on all ranks, one update. Raises `RunError` on a loss that is not finite."""
+        """Trains one step on `batch`. Raises `RunError` if the loss is not finite."""
         if batch.share.step != self.steps_done:
             raise RunError(
                 f"run.step after {self.steps_done} steps",
@@ -156,7 +156,7 @@ class Run:
     # -------------------------------------------------------------------------------------------- memory
     @contextmanager
     def counting_memory(self) -> Generator[MemoryCounter]:
-        """Within, the bytes that tensors take up are counted, by device of this rank and category; steps are slower."""
+        """Within, counts the bytes of tensors by device of this rank and category; steps are slower."""
         with MemoryCounter() as counter:
             for replica in self.composed.replicas:
                 tensors = chain(replica.module.parameters(), replica.module.buffers())
@@ -177,7 +177,7 @@ class Run:
 
     # ---------------------------------------------------------------------------------------- evaluation
     def evaluate(self) -> Evaluation:
-        """The loss over the job's `eval_data`, every sample exactly once; leaves training undisturbed."""
+        """Evaluates the loss over the job's `eval_data`, every sample exactly once; does not affect training."""
         if self.job.eval_data is None:
             raise UserError("run.evaluate()", "the job has no eval_data", "give the Job eval_data")
         share = self._fitted(share_of_evaluation(self.job, rank=self._data.position, ranks=self._data.size))
@@ -190,8 +190,8 @@ class Run:
 
     # ---------------------------------------------------------------------------------------- checkpoints
     def state_as_saved(self) -> AbstractContextManager[None]:
-        """Within, what ranks hold parts of are DTensors, in the model and in the optimizer."""
-        return self.updater.as_saved()
+        """Within, sharded parameters and optimizer state are DTensors."""
+        return self.updater.as_dtensors()
 
     def save(self, *, score: float | None = None) -> None:
         """Begins a checkpoint of the steps done so far; `score` (lower is better) decides which is kept as best."""
@@ -216,7 +216,7 @@ class Run:
 
     # --------------------------------------------------------------------------------------------- the end
     def close(self, *, failed: bool = False) -> None:
-        """Finishes writing, takes the hooks off and leaves the process group; safe to call twice."""
+        """Finishes checkpoints, removes all hooks and leaves the process group; safe to call twice."""
         self.interrupt.close()
         try:
             if self._store is not None and not failed:
@@ -249,7 +249,7 @@ class Run:
 
 
 def make_executor(job: Job, plan: Plan, composed: Composed, world: World) -> Executor:
-    """What runs the batches of a model that is composed so."""
+    """The executor for `composed`."""
     if composed.pipeline is None or composed.runner is None:
         return MicrobatchExecutor(job, plan, composed, world)
     from evenly.engine.pipeline_executor import PipelineExecutor  # torch's parts behind it take a while to import
@@ -268,18 +268,18 @@ def start(
 ) -> Run:
     """The run of `job` here, on the world it was started in (`evenly run`, torchrun, srun, mpirun, or one process).
 
-    plan:   how to split; with "auto" the plan that is predicted to be fastest, of those that state what else is said
-            (`auto precision=bfloat16`); with None all ranks share each batch.
+    plan:   how to split; "auto" searches for the plan that is predicted to be fastest, under the other settings of
+            the text (`auto precision=bfloat16`); None: all ranks share each batch.
     out:    folder for metrics, events and checkpoints; without one nothing is written.
     steps:  length of the whole run; by default the job's.
-    resume: go on from the newest checkpoint in `out`, with the microbatch that it was made with if the job states none.
-    sinks:  take the records of the run, next to the files in `out` (`evenly.observe.sinks.Sink`).
+    resume: continue from the newest checkpoint in `out`, with its microbatch if the job states none.
+    sinks:  also receive the records of the run (`evenly.observe.sinks.Sink`).
 
-    What the command line of `evenly run` says stands in for what is left out here.
+    Arguments that are left out are taken from the command line of `evenly run`.
     Raises `UserError` (with `PlanError`) where the job, the plan and the world do not fit together.
     """
-    named, sought = (plan, False) if isinstance(plan, PlanSpec) else asked_plan(plan)
-    options = RunOptions(named, Path(out) if out else None, steps, resume, search=sought)
+    named, search = (plan, False) if isinstance(plan, PlanSpec) else asked_plan(plan)
+    options = RunOptions(named, Path(out) if out else None, steps, resume, search=search)
     return start_with_options(job, options, sinks)
 
 
@@ -288,9 +288,9 @@ def start_with_options(job: Job, options: RunOptions, sinks: Sequence[Sink] = ()
     options = merge_options(options)
     decision, world = connect_and_resolve(job, options, find_here())
     if world.device == "cpu" and decision.plan.exact == "bitwise" and chosen_threads() is None:
-        torch.set_num_threads(1)  # how a sum is cut among threads shows in its bits
+        torch.set_num_threads(1)  # the bits of a sum depend on the number of threads
     try:
         return Run(job, decision, world, options, sinks)
-    except UserError:  # raised by all ranks alike, which may go on to something else
+    except UserError:  # raised on all ranks, which may go on
         disconnect(world)
         raise

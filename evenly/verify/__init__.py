@@ -1,1 +1,1 @@
-"""A plain one-device loop, and the engine held against it tensor by tensor."""
+"""A plain one-device loop, and the comparison of the engine with it, tensor by tensor."""

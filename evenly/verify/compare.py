@@ -1,4 +1,4 @@
-"""Two computations held against each other: how far apart, and which tensor first.
+"""Compares two computations: how large the difference is, and which tensor differs first.
 
 A difference is the largest |a - b| of a tensor over the larger of 1 and its largest |b|: relative for large values,
 absolute for small ones, where rounding of a gradient that is truly zero can be as large as the parameter itself.
@@ -22,16 +22,16 @@ LOSS_TOLERANCE = {
     "pure-bfloat16": 5e-2,  # the sum of losses itself has 8 bits
     "pure-float16": 1e-2,
 }
-# Of a model that computes in a narrower type itself, where a plan adds up in another order before it does.
+# For a model that casts to a narrower dtype itself, where a plan sums in another order before the cast.
 DOWNCAST_TOLERANCE = 1e-5
-# A parameter that rounding has pushed elsewhere moves the norm of all gradients little; a wrong sum moves it far.
+# Rounding of parameters changes the norm of all gradients little; a wrong sum changes it much.
 NORM_TOLERANCE = dict.fromkeys(LOSS_TOLERANCE, 1e-1) | {"float64": 1e-9, "float32": 1e-2}
 PARAM_TOLERANCE: dict[str, float | None] = dict.fromkeys(LOSS_TOLERANCE) | {"float64": 1e-9}
 
 
 def difference(found: torch.Tensor | float, expected: torch.Tensor | float) -> float:
     """How far `found` is from `expected` (same shape); infinite where one is not finite and the other is."""
-    a, b = _wide(found), _wide(expected)
+    a, b = _float64(found), _float64(expected)
     if a.shape != b.shape:
         return math.inf
     if a.numel() == 0 or torch.equal(a, b):
@@ -40,13 +40,13 @@ def difference(found: torch.Tensor | float, expected: torch.Tensor | float) -> f
     return math.inf if math.isnan(worst) else worst
 
 
-def _wide(value: torch.Tensor | float) -> torch.Tensor:
-    """In float64, on the CPU; of a Python number torch would make a float32."""
+def _float64(value: torch.Tensor | float) -> torch.Tensor:
+    """In float64, on the CPU; a Python number would become float32 otherwise."""
     return torch.as_tensor(value, dtype=torch.float64).cpu()
 
 
 def differing_elements(found: torch.Tensor, expected: torch.Tensor) -> int:
-    """How many elements have other bits."""
+    """Number of elements whose bits differ."""
     a, b = found.detach().cpu().contiguous(), expected.contiguous()
     if a.shape != b.shape or a.dtype != b.dtype:
         return max(a.numel(), b.numel())
@@ -57,7 +57,7 @@ def differing_elements(found: torch.Tensor, expected: torch.Tensor) -> int:
 
 @dataclass
 class RankComparison:
-    """What one rank found, step by step; the differences are the largest so far."""
+    """The comparison on one rank; differences are the largest over all steps so far."""
 
     dtype: str
     rank: int
@@ -67,9 +67,9 @@ class RankComparison:
     worst_param: str = ""
     bits_differ: int | None = None
     sharded: float = 0.0
-    downcast: str = ""  # the type, narrower than `dtype`, that the model computes in, where it decides the rounding
+    downcast: str = ""  # narrower dtype that the model casts to, if that decides the rounding
     first: tuple[int, int, str, float] | None = None  # (step, order within the step, what, difference)
-    seen: int = field(default=0)  # values compared
+    compared: int = field(default=0)  # values compared
 
     def add_loss(self, step: int, found: float, expected: float, *, what: str = "loss") -> None:
         """Compares a loss; `what` names it in the reason."""
@@ -98,14 +98,14 @@ class RankComparison:
         for order, name in enumerate(sorted(expected)):
             count = differing_elements(found[name], expected[name])
             self.bits_differ = (self.bits_differ or 0) + count
-            self._judge(step, 2 + order, f"elements of {name} with other bits", count, 0)
+            self._judge(step, 2 + order, f"elements of {name} with different bits", count, 0)
 
     def _tolerance(self, known: Mapping[str, float | None]) -> float | None:
         tolerance = known[self.dtype]
         return tolerance if tolerance is None or not self.downcast else max(tolerance, DOWNCAST_TOLERANCE)
 
     def _judge(self, step: int, order: int, what: str, diff: float, tolerance: float | None) -> None:
-        self.seen += 1
+        self.compared += 1
         if self.first is None and tolerance is not None and not diff <= tolerance:
             self.first = (step, order, what, diff)
 
@@ -126,25 +126,25 @@ class Row:
     reason: str = ""
 
 
-def judge(plan: str, traces: list[RankComparison]) -> Row:
-    """One row from what every rank found; the reason names the first difference with its step, rank and size."""
-    worst = max(traces, key=lambda trace: trace.param_diff)
-    faults = [(trace.first, trace.rank) for trace in traces if trace.first is not None]
-    downcast = next((trace.downcast for trace in traces if trace.downcast), "")
-    reason = f"the model itself computes in {downcast}: held to {DOWNCAST_TOLERANCE:g}" if downcast else ""
+def judge(plan: str, comparisons: list[RankComparison]) -> Row:
+    """The row of `plan` from all ranks' comparisons; the reason names the first difference: step, rank and size."""
+    worst = max(comparisons, key=lambda comparison: comparison.param_diff)
+    faults = [(comparison.first, comparison.rank) for comparison in comparisons if comparison.first is not None]
+    downcast = next((comparison.downcast for comparison in comparisons if comparison.downcast), "")
+    reason = f"the model itself computes in {downcast}: tolerance {DOWNCAST_TOLERANCE:g}" if downcast else ""
     if faults:
         (step, _, what, diff), rank = min(faults)
         reason = f"first difference: {what} at step {step} on rank {rank}, {diff:.3g}"
-    bits = [trace.bits_differ for trace in traces if trace.bits_differ is not None]
+    bits = [comparison.bits_differ for comparison in comparisons if comparison.bits_differ is not None]
     return Row(
         plan=plan,
-        world=len(traces),
+        world=len(comparisons),
         status="different" if faults else "equal",
-        loss_diff=max(trace.loss_diff for trace in traces),
-        grad_norm_diff=max(trace.grad_norm_diff for trace in traces),
+        loss_diff=max(comparison.loss_diff for comparison in comparisons),
+        grad_norm_diff=max(comparison.grad_norm_diff for comparison in comparisons),
         param_diff=worst.param_diff,
         worst_param=worst.worst_param,
-        sharded=max(trace.sharded for trace in traces),
+        sharded=max(comparison.sharded for comparison in comparisons),
         bits_differ=max(bits) if bits else None,
         reason=reason,
     )

@@ -1,4 +1,4 @@
-"""What runs inside the processes of a verification: the reference, and each plan's ranks."""
+"""The functions that the processes of a verification run: the reference, and each plan's ranks."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from evenly.verify.reference import loss_not_additive, named_tensors, reference_
 def write_reference(
     path: Path, settings: dict[str, Any], dtype: Precision, plan: PlanSpec, steps: int, folder: Path
 ) -> PlanError | str:
-    """Trains the job of file `path` in the plain loop and keeps its trajectory in `folder`; one process.
+    """Trains the job of file `path` in the plain loop and saves its trajectory in `folder`; one process.
 
-    Of `plan`, only the microbatch counts. Returns why it does not go with the job, and trains nothing then; else what
-    speaks against the job's loss, which the plain loop takes as it is.
+    Of `plan`, only the microbatch counts. Returns the error, without training, if it does not fit the job; else a
+    warning about the job's loss, or ''.
     """
     torch.set_num_threads(1)
     try:
@@ -38,12 +38,12 @@ def write_reference(
     keep_reference(job, steps, folder)
     try:
         return loss_not_additive(job)
-    except Exception:  # a loss that wants whole microbatches, say
+    except Exception:  # for example a loss that needs full microbatches
         return ""
 
 
 def keep_reference(job: Job, steps: int, folder: Path) -> None:
-    """Trains `job` in the plain loop and keeps its trajectory in `folder`."""
+    """Trains `job` in the plain loop and saves its trajectory in `folder`."""
     trajectory, losses, norms, eval_loss = Trajectory(folder), [], [], None
     records = reference_steps(job, steps)
     with DowncastWatch() as downcasts:
@@ -61,51 +61,51 @@ def keep_reference(job: Job, steps: int, folder: Path) -> None:
 def compare_file(
     path: Path, settings: dict[str, Any], dtype: Precision, plan: PlanSpec, steps: int, folder: Path
 ) -> RankComparison:
-    """Runs the job of file `path` under `plan` on this rank and holds it against the trajectory in `folder`."""
+    """Runs the job of file `path` under `plan` on this rank and compares it with the trajectory in `folder`."""
     return compare_job(replace(load_job(path, settings), precision=dtype), plan, steps, folder)
 
 
 def compare_job(job: Job, plan: str | PlanSpec, steps: int, folder: Path) -> RankComparison:
-    """Runs `job` under `plan` on this rank and holds every step against the trajectory `folder`/reference.
+    """Runs `job` under `plan` on this rank and compares every step with the trajectory `folder`/reference.
 
-    With exact=bitwise the engine's own run on one device is kept besides it, as `folder`/single, and later plans are
-    held against its bits.
+    With exact=bitwise the engine's own run on one device is saved as `folder`/single, and the bits of later plans are
+    compared with it.
     """
     expected, single = Trajectory(folder / "reference"), Trajectory(folder / "single")
     losses, norms, eval_loss, downcast = expected.scalars()
     with start(replace(job, steps=max(job.steps, steps)), plan=plan) as run:
-        run.interrupt.close()  # who is asked to stop has nothing to finish
+        run.interrupt.close()  # a stop need not wait for the end of a step
         if run.composed.tensor is None:
-            downcast = ""  # what is computed in it is computed in the same order
-        trace = RankComparison(job.precision, run.world.rank, sharded=run.composed.sharded, downcast=downcast)
+            downcast = ""  # sums before the cast are in the same order
+        comparison = RankComparison(job.precision, run.world.rank, sharded=run.composed.sharded, downcast=downcast)
         for batch in run.batches():
             report = run.step(batch)
-            trace.add_loss(report.step, report.loss, losses[report.step - 1])
-            trace.add_grad_norm(report.step, report.grad_norm, norms[report.step - 1])
+            comparison.add_loss(report.step, report.loss, losses[report.step - 1])
+            comparison.add_grad_norm(report.step, report.grad_norm, norms[report.step - 1])
             tensors = {name: run.composed.full_view(name, tensor) for name, tensor in named_tensors(run.model).items()}
-            trace.add_tensors(report.step, tensors, _held_here(run, expected.tensors(report.step)))
-            _compare_bits(run, trace, tensors, single, report.step)
+            comparison.add_tensors(report.step, tensors, _own_stages(run, expected.tensors(report.step)))
+            _compare_bits(run, comparison, tensors, single, report.step)
             if report.step == steps:
                 break
         if eval_loss is not None:
-            trace.add_loss(steps, run.evaluate().loss, eval_loss, what="evaluation loss")
-    return trace
+            comparison.add_loss(steps, run.evaluate().loss, eval_loss, what="evaluation loss")
+    return comparison
 
 
-def _held_here(run: Run, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Without those that only other stages of a pipeline hold."""
+def _own_stages(run: Run, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The `tensors` that this rank holds, without those of other pipeline stages only."""
     pipeline = run.composed.pipeline
-    return {name: t for name, t in tensors.items() if pipeline is None or name not in pipeline.elsewhere}
+    return {name: t for name, t in tensors.items() if pipeline is None or name not in pipeline.placeholders}
 
 
 def _compare_bits(
-    run: Run, trace: RankComparison, tensors: dict[str, torch.Tensor], single: Trajectory, step: int
+    run: Run, comparison: RankComparison, tensors: dict[str, torch.Tensor], single: Trajectory, step: int
 ) -> None:
     if run.plan.exact != "bitwise":
         return
     if run.plan.devices == 1:
         single.add_tensors(step, tensors)
-    trace.add_bits(step, tensors, single.tensors(step))
+    comparison.add_bits(step, tensors, single.tensors(step))
 
 
 @dataclass(frozen=True)
@@ -115,14 +115,14 @@ class Trajectory:
     folder: Path
 
     def add_tensors(self, step: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Keeps the state after `step`."""
+        """Saves the state after `step`."""
         self.folder.mkdir(parents=True, exist_ok=True)
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, self._file(step))
 
     def finish(
         self, *, losses: list[float], grad_norms: list[float], eval_loss: float | None, downcast: str = ""
     ) -> None:
-        """Keeps the scalars, by step; downcast: the type, narrower than asked for, that the model computes in."""
+        """Saves the scalars of all steps; downcast: narrower dtype that the model casts to, or ''."""
         scalars = {"losses": losses, "grad_norms": grad_norms, "eval_loss": eval_loss, "downcast": downcast}
         (self.folder / "scalars.json").write_text(json.dumps(scalars))
 
@@ -139,7 +139,7 @@ class Trajectory:
 
 
 class DowncastWatch(TorchDispatchMode):
-    """A context manager; `found` names the type that float64 numbers were turned into within, empty for none."""
+    """A context manager; `found` is the dtype that float64 tensors were cast to within, or ''."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,6 @@ class DowncastWatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Runs `func`, and looks at what becomes of float64."""
         result = func(*args, **(kwargs or {}))
         converts = func is TO_COPY.default and args[0].dtype == torch.float64
         if converts and result.dtype.is_floating_point and result.dtype != torch.float64:

@@ -1,8 +1,8 @@
-"""What one device computes, in a loop to be checked by eye.
+"""The reference: a plain training loop on one device, short enough to check by reading.
 
-Nothing of the engine runs here. Shared are the pure rules for the order of samples, for microbatches, for what is a
-block and for the keys of random streams, since they define the run; everything else is plain torch: sums of losses,
-one division by the total weight, `clip_grad_norm_`, the optimizer, the schedule.
+It shares no code with the engine but the pure rules that define the run: the order of samples, microbatches, blocks and
+the keys of random streams. Everything else is plain torch: sums of losses, one division by the total weight,
+`clip_grad_norm_`, the optimizer, the schedule.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def reference_evaluation(job: Job, model: torch.nn.Module) -> float:
 
 
 def loss_not_additive(job: Job) -> str:
-    """What tells that the job's loss is no sum over samples, '' where nothing does.
+    """A warning if the job's loss is not a sum over samples, else ''.
 
-    Without dropout the first microbatch has to have the total and the weight of its two halves together. Raises what
+    Without dropout, total and weight of the first microbatch must be the sums of those of its two halves. Raises what
     the job raises.
     """
     indices = next(iter(microbatches_of_step(job, 0)))
@@ -145,7 +145,7 @@ def _collated(job: Job, samples: list[Any]) -> Any:
 
 @contextmanager
 def _drawing(model: torch.nn.Module, key: int) -> Generator[None]:
-    """Within, everything is drawn from the stream `key`, and again at the beginning and at the end of every block."""
+    """Within, seeds all generators from the stream `key`, and again at the begin and end of every block."""
     calls: dict[str, int] = {}
     handles: list[Any] = []
     for block in find_blocks(model):

@@ -45,7 +45,7 @@ print(faults())
 blocks = LargeBlocks(ranks=2)
 for peak in (10, 50, 100, 101):
     blocks.after_step(peak, lambda: int(sys.argv[1]))
-    print(int(blocks.kept), faults())
+    print(int(blocks.active), faults())
 """
 HALF = """
 import resource, torch

@@ -97,7 +97,7 @@ def test_buckets_follow_the_backward() -> None:
     named = [(str(i), nn.Parameter(torch.zeros(n))) for i, n in enumerate((6_000_000, 10, 300_000, 5))]
     buckets = fill_buckets(named, accumulate_float64=True)
     assert [[slot.name for slot in bucket.slots] for bucket in buckets] == [["3"], ["2", "1", "0"]]
-    assert all(bucket.added_in == torch.float64 and bucket.dtype == torch.float32 for bucket in buckets)
+    assert all(bucket.sum_dtype == torch.float64 and bucket.dtype == torch.float32 for bucket in buckets)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_the_last_bucket_is_of_float64(
         [("a", nn.Parameter(torch.zeros(elements, dtype=dtype)))], accumulate_float64=accumulate_float64
     )
     assert [len(bucket.slots) for bucket in buckets] == slots
-    assert buckets[-1].added_in == torch.float64 and buckets[0].dtype == dtype
+    assert buckets[-1].sum_dtype == torch.float64 and buckets[0].dtype == dtype
 
 
 @pytest.mark.parametrize("accumulate_float64", [False, True])

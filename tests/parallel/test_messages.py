@@ -14,31 +14,33 @@ from kept_ranks import KeptRanks, group_of_all
 import evenly.parallel.pipeline.messages as messages
 from evenly.comm.groups import Group
 from evenly.errors import RunError
-from evenly.parallel.pipeline.messages import MOST_DIMS, NUMBERS, TYPES, Form, Payload, StageChannel
+from evenly.parallel.pipeline.messages import DTYPES, MAX_DIMS, META_NUMBERS, Payload, StageChannel, TensorMeta
 from evenly.parallel.pipeline.ties import Ties
 
 SHAPES: list[tuple[int, ...] | None] = [None, (), (0,), (3,), (2, 0, 5), (1, 2, 3, 4, 5, 6, 7, 8)]
 
 
 # ----------------------------------------------------------------------------------------------------------- forms
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_a_form_is_told_by_its_numbers(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_decode_is_the_inverse_of_encode(dtype: torch.dtype) -> None:
     for shape, requires_grad in product(SHAPES, (False, True)):
-        form = Form(shape, dtype, requires_grad)
-        numbers = form.numbers()
-        assert len(numbers) == NUMBERS and all(type(number) is int for number in numbers)
-        assert Form.from_numbers(numbers) == form
+        form = TensorMeta(shape, dtype, requires_grad)
+        numbers = form.encode()
+        assert len(numbers) == META_NUMBERS and all(type(number) is int for number in numbers)
+        assert TensorMeta.decode(numbers) == form
 
 
 def test_the_form_of_a_tensor() -> None:
-    assert Form.of(None) == Form(None, torch.float32, False)
-    assert Form.of(torch.ones(2, 3, dtype=torch.float64, requires_grad=True)) == Form((2, 3), torch.float64, True)
-    assert Form.of(torch.tensor(True)) == Form((), torch.bool, False)
+    assert TensorMeta.of(None) == TensorMeta(None, torch.float32, False)
+    assert TensorMeta.of(torch.ones(2, 3, dtype=torch.float64, requires_grad=True)) == TensorMeta(
+        (2, 3), torch.float64, True
+    )
+    assert TensorMeta.of(torch.tensor(True)) == TensorMeta((), torch.bool, False)
 
 
 def test_more_dims_than_a_message_has_are_refused() -> None:
-    with pytest.raises(RunError, match=f"use at most {MOST_DIMS}"):
-        Form.of(torch.ones([1] * (MOST_DIMS + 1))).numbers()
+    with pytest.raises(RunError, match=f"use at most {MAX_DIMS}"):
+        TensorMeta.of(torch.ones([1] * (MAX_DIMS + 1))).encode()
 
 
 # -------------------------------------------------------------------------------------------------------- messages
@@ -58,8 +60,8 @@ PAYLOADS: list[tuple[str, list[Callable[[], torch.Tensor | None]]]] = [
 
 
 def payload(number: int) -> tuple[str, Payload]:
-    like, made = PAYLOADS[number]
-    return like, [one() for one in made]
+    shape_key, made = PAYLOADS[number]
+    return shape_key, [one() for one in made]
 
 
 def conversation() -> tuple[list[str], dict[str, int]]:
@@ -69,25 +71,25 @@ def conversation() -> tuple[list[str], dict[str, int]]:
     begin = messages.send.begin
 
     def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent["forms" if tensor.dtype is torch.int64 and tensor.numel() == 3 * NUMBERS else "tensors"] += 1
+        sent["forms" if tensor.dtype is torch.int64 and tensor.numel() == 3 * META_NUMBERS else "tensors"] += 1
         return begin(tensor, *args, **kwargs)
 
     with group_of_all() as group, pytest.MonkeyPatch.context() as patch:
         patch.setattr(messages.send, "begin", counted)
-        mail = StageChannel(group, 2)
+        channel = StageChannel(group, 2)
         for number in range(len(PAYLOADS)):
-            like, tensors = payload(number)
+            shape_key, tensors = payload(number)
             if group.position == 0:
-                mail.send(tensors, 1, stage=1, microbatch=number, like=like)
-                wrong += gradients_received(mail, number, tensors)
+                channel.send(tensors, 1, stage=1, microbatch=number, shape_key=shape_key)
+                wrong += gradients_received(channel, number, tensors)
             else:
-                known = mail.expects(1, like)
-                if known != (like in [PAYLOADS[n][0] for n in range(number)]):
+                known = channel.expects(1, shape_key)
+                if known != (shape_key in [PAYLOADS[n][0] for n in range(number)]):
                     wrong.append(f"microbatch {number}: expected is {known}")
-                arriving = mail.begin_recv(0, tensors=3, stage=1, microbatch=number, like=like)
+                arriving = channel.begin_recv(0, tensors=3, stage=1, microbatch=number, shape_key=shape_key)
                 wrong += differences(arriving.wait(), tensors)
-                gradients_sent(mail, number, arriving.wait())
-        mail.finish()
+                gradients_sent(channel, number, arriving.wait())
+        channel.finish()
     return wrong, dict(sent)
 
 
@@ -102,16 +104,16 @@ def differences(found: Payload, expected: Payload) -> list[str]:
     return wrong
 
 
-def gradients_sent(mail: StageChannel, number: int, inputs: Payload) -> None:
+def gradients_sent(channel: StageChannel, number: int, inputs: Payload) -> None:
     """Of every second microbatch none was used; the others get one that is transposed in memory."""
     for one in inputs:
         if one is not None and one.requires_grad and number % 2 == 0:
             one.grad = torch.full(one.shape[::-1], number or 3.0, dtype=one.dtype).mT
-    mail.send_gradients(inputs, 0, stage=1, microbatch=number)
+    channel.send_gradients(inputs, 0, stage=1, microbatch=number)
 
 
-def gradients_received(mail: StageChannel, number: int, outputs: Payload) -> list[str]:
-    found: list[Any] = [*mail.begin_recv_gradients(outputs, 1, stage=1, microbatch=number).wait()]
+def gradients_received(channel: StageChannel, number: int, outputs: Payload) -> list[str]:
+    found: list[Any] = [*channel.begin_recv_gradients(outputs, 1, stage=1, microbatch=number).wait()]
     wrong: list[str] = []
     for gradient, output in zip(found, outputs, strict=True):
         expected = output is not None and output.requires_grad and number % 2 == 0
@@ -131,17 +133,17 @@ def test_tensors_go_forward_and_their_gradients_back(ranks: KeptRanks) -> None:
 def shapes_that_change() -> str:
     """What the sender of another shape is told, for a microbatch whose own shapes are the same."""
     with group_of_all() as group:
-        mail = StageChannel(group, 2)
+        channel = StageChannel(group, 2)
         if group.position == 1:
             for number in range(2):
-                mail.begin_recv(0, tensors=1, stage=1, microbatch=number, like="same").wait()
+                channel.begin_recv(0, tensors=1, stage=1, microbatch=number, shape_key="same").wait()
             return ""
         for number in range(2):
-            mail.send([torch.ones(3)], 1, stage=1, microbatch=number, like="same")
-        mail.finish()
+            channel.send([torch.ones(3)], 1, stage=1, microbatch=number, shape_key="same")
+        channel.finish()
         for other in (torch.ones(4), torch.ones(3, dtype=torch.float64), torch.ones(3, requires_grad=True), None):
             with pytest.raises(RunError, match="a microbatch of the same shapes gave other shapes before") as caught:
-                mail.send([other], 1, stage=1, microbatch=2, like="same")
+                channel.send([other], 1, stage=1, microbatch=2, shape_key="same")
         return str(caught.value)
 
 

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise, product
 
 import pytest
 
-from evenly.parallel.pipeline.orders import Order, orders, taken_by
+from evenly.parallel.pipeline.orders import Order, acknowledgements, orders
 from evenly.plan.schedule import (
     SCHEDULES,
     Action,
@@ -142,7 +142,7 @@ def test_what_is_known_to_be_received_was_sent_before_and_received_before_the_me
 ) -> None:
     for case in of(schedule):
         planned, placed = orders(*case), rank_of_stage(*case[:3])
-        for rank, (order, taken) in enumerate(zip(planned, taken_by(*case), strict=True)):
+        for rank, (order, taken) in enumerate(zip(planned, acknowledgements(*case), strict=True)):
             told = [send for sends in taken.values() for send in sends]
             assert len(told) == len({*told}), case
             for receive, sends in taken.items():
@@ -158,7 +158,7 @@ def test_as_many_sends_are_open_with_many_microbatches_as_with_few() -> None:
         return [
             max(accumulate(a.kind.startswith("send") - len(taken.get(a, ())) for a in order))
             for order, taken in zip(
-                orders("1f1b", 4, 1, microbatches), taken_by("1f1b", 4, 1, microbatches), strict=True
+                orders("1f1b", 4, 1, microbatches), acknowledgements("1f1b", 4, 1, microbatches), strict=True
             )
         ]
 

@@ -108,7 +108,7 @@ def change(plan: str, what: str) -> str:
 @pytest.mark.parametrize(
     ("plan", "what", "said"),
     [
-        ("zero1", "moved", ["stepping head.weight", "its memory is another"]),
+        ("zero1", "moved", ["stepping head.weight", "its memory has moved"]),
         ("zero2", "thawed", ["parameter frozen", "now requires a gradient"]),
         ("zero3", "thawed", ["parameter frozen", "now requires a gradient"]),
     ],

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import evenly
 from evenly.errors import PlanError
 from evenly.parallel.core.memory import HOST, MemoryCounter, on
-from evenly.parallel.data.replicas import Gathered, Replicas
+from evenly.parallel.data.replicas import GatheredReplica, Replicas
 from evenly.verify.compare import judge
 from evenly.verify.ranks import compare_job, keep_reference
 
@@ -102,7 +102,7 @@ def test_a_gathered_replica_is_called_on_its_own_device() -> None:
 
     with MemoryCounter() as counter:
         x = torch.ones(2, requires_grad=True)
-        y = Gathered(Seen(), (1, "cpu"), (0, "cpu"))(x)
+        y = GatheredReplica(Seen(), (1, "cpu"), (0, "cpu"))(x)
         assert set(numbers) == {1} and counter._numbers([y]) == {0}
         y.sum().backward()
         assert x.grad is not None and counter._numbers([x.grad]) == {0}

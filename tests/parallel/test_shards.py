@@ -16,7 +16,7 @@ import evenly
 from evenly.errors import PlanError
 from evenly.model.blocks import find_blocks
 from evenly.parallel.data import grouping, shards
-from evenly.parallel.data.grouping import SMALL_BYTES, UnitMembers, large_ones, replicated_ones, unit_members
+from evenly.parallel.data.grouping import SMALL_BYTES, UnitMembers, are_units, stay_gathered, unit_members
 from evenly.parallel.data.shards import units_of
 
 
@@ -32,9 +32,9 @@ def test_a_block_that_shares_parameters_with_others_is_no_unit() -> None:
 
 def test_blocks_that_are_small_together_are_no_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evenly.parallel.data.grouping.SMALL_BYTES", 10)
-    assert large_ones([5, 9, 3, 11, 3]) == [True, True, False, True, False]  # the 5 would be too much
-    assert large_ones([5, 5, 5]) == [False, False, True]
-    assert large_ones([11]) == [True] and large_ones([10]) == [False] and large_ones([]) == []
+    assert are_units([5, 9, 3, 11, 3]) == [True, True, False, True, False]  # the 5 would be too much
+    assert are_units([5, 5, 5]) == [False, False, True]
+    assert are_units([11]) == [True] and are_units([10]) == [False] and are_units([]) == []
     monkeypatch.undo()
     model = Tower()
     assert units_of(model, find_blocks(model)) == []
@@ -43,8 +43,8 @@ def test_blocks_that_are_small_together_are_no_units(monkeypatch: pytest.MonkeyP
 
 def test_what_the_backward_begins_with_stays_whole_as_far_as_it_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evenly.parallel.data.grouping.WHOLE_BYTES", 10)
-    assert replicated_ones([1, 7, 4, 6]) == [False, False, True, True]  # the 1 is asked for after the 7
-    assert replicated_ones([11]) == [False] and replicated_ones([]) == []
+    assert stay_gathered([1, 7, 4, 6]) == [False, False, True, True]  # the 1 is asked for after the 7
+    assert stay_gathered([11]) == [False] and stay_gathered([]) == []
 
 
 def test_units_follow_from_names_and_sizes() -> None:
@@ -176,7 +176,7 @@ def train_one_left_out(plan: str) -> int:
 def test_ranks_that_run_other_blocks_are_found(ranks: KeptRanks) -> None:
     """Each would compute with another block's parameters."""
     assert ranks.run(train_one_left_out, "ddp", limit_s=100) == [2, 2]
-    with pytest.raises(AssertionError, match="ranks have run other blocks than each other"):
+    with pytest.raises(AssertionError, match="ranks ran different blocks"):
         ranks.run(train_one_left_out, "zero3", limit_s=100)
 
 

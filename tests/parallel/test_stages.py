@@ -26,7 +26,7 @@ from evenly.parallel.core.calls import BlockCalls
 from evenly.parallel.pipeline.backward import backward, non_view_alias
 from evenly.parallel.pipeline.model import StagedModel
 from evenly.parallel.pipeline.pipeline import Pipeline
-from evenly.parallel.pipeline.remote_tensor import RemoteTensor, form_of, is_remote, present, remote
+from evenly.parallel.pipeline.remote_tensor import RemoteTensor, fake_of, is_remote, materialized, remote
 from evenly.parallel.pipeline.stage_discovery import find_call_costs
 from evenly.parallel.pipeline.stages import CallCost, StagePlan, TensorSite
 from evenly.plan import Plan, parse_plan
@@ -330,7 +330,7 @@ def test_the_list_of_parameters_keeps_its_order_on_every_rank(position: int) -> 
     pipeline = Pipeline.of(model, stage_plan_of(job, model, plan, device="cpu")[0], plan, group)
     expected = [(tuple(p.shape), p.dtype, p.requires_grad) for p in built(job).parameters()]
     assert [(tuple(p.shape), p.dtype, p.requires_grad) for p in pipeline.parameters()] == expected
-    assert [p.is_meta for p in pipeline.parameters()] == [name in pipeline.elsewhere for name in pipeline.names]
+    assert [p.is_meta for p in pipeline.parameters()] == [name in pipeline.placeholders for name in pipeline.names]
     assert 0 < pipeline.share <= 1
     stages = {0: (0, 3), 1: (1, 4, 5), 2: (2, 6, 7)}[position]
     assert [block.name for block in pipeline.blocks] == [f"blocks.{number}" for number in stages]
@@ -412,7 +412,7 @@ def test_the_shape_of_an_absent_tensor_need_not_be_sent() -> None:
 class Met:
     """An owner that gives nothing numbers, and counts what it meets."""
 
-    watching = None
+    function_context = None
 
     def __init__(self) -> None:
         self.met = 0
@@ -470,10 +470,10 @@ def test_filled_it_computes_as_its_value() -> None:
     x, value = missing(2, 3), torch.arange(6.0).view(2, 3)
     view = x[0]
     x.fill(value)
-    assert not is_remote(x) and present(x) is value and is_remote(view)
+    assert not is_remote(x) and materialized(x) is value and is_remote(view)
     for made in (x + 1, x.sum(), x @ torch.ones(3, 1), torch.cat([x, x])):
         assert not isinstance(made, RemoteTensor)
-    assert torch.equal(x * 2, value * 2) and x.sum().item() == 15.0 and form_of(x) is value
+    assert torch.equal(x * 2, value * 2) and x.sum().item() == 15.0 and fake_of(x) is value
     assert is_remote(x + missing(2, 3))
 
 
@@ -571,7 +571,7 @@ class Writes(Chain):
 
 
 class Kept(Chain):
-    """Finds a parameter in a list of its own, where it would be old on stages that do not hold it."""
+    """Finds a parameter in a list of its own, where stages that do not hold it would find an old one."""
 
     def __init__(self) -> None:
         super().__init__()

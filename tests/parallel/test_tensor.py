@@ -171,7 +171,7 @@ def norm_of_whole_parameters() -> float:
     with evenly.start(prepared("packed"), plan="tensor=2") as run:
         group = run.world.group("tensor")
         gradient = torch.tensor([1.0 + group.position * 2.0**-52], dtype=torch.float64)
-        return float(Ownership(group=group).norm([("weight", gradient)]))
+        return float(Ownership(tensor_group=group).norm([("weight", gradient)]))
 
 
 def test_all_ranks_have_one_norm(ranks: KeptRanks) -> None:

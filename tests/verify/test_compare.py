@@ -51,7 +51,7 @@ def test_it_is_held_to_less_and_named() -> None:
         trace.add_grad_norm(1, 1.0 + 1e-6, 1.0)
         row = judge("tensor=2", [trace])
         assert row.status == status
-        assert ("computes in float32: held to 1e-05" in row.reason) == bool(downcast)
+        assert ("computes in float32: tolerance 1e-05" in row.reason) == bool(downcast)
     trace.add_grad_norm(2, 1.0 + 1e-4, 1.0)
     assert judge("tensor=2", [trace]).status == "different"
 
@@ -79,5 +79,5 @@ def test_other_bits_are_a_difference_where_they_are_compared() -> None:
     other.add_bits(2, one, {**one, "b": torch.tensor([0.0, -0.0, 0.0, -0.0, 0.0])})
     row = judge("ddp exact=bitwise", [same, other])
     assert (row.status, row.bits_differ) == ("different", 2)
-    assert row.reason == "first difference: elements of b with other bits at step 2 on rank 1, 2"
+    assert row.reason == "first difference: elements of b with different bits at step 2 on rank 1, 2"
     assert judge("ddp exact=bitwise", [same]).status == "equal"

@@ -41,7 +41,7 @@ def test_float64_agrees_on_any_number_of_ranks(name: str, ranks: KeptRanks, tmp_
         row = judge("ddp", traces)
         assert (row.status, row.reason) == ("equal", "")
         assert row.param_diff is not None and row.param_diff < 1e-11
-        assert all(trace.seen > 4 * STEPS for trace in traces)
+        assert all(trace.compared > 4 * STEPS for trace in traces)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])

@@ -37,7 +37,7 @@ def test_a_refusal_by_the_ranks_is_no_failure(
 ) -> None:
     monkeypatch.setattr(module, "start_ranks", failing(exit_code))
     question = VerifyRequest(tmp_path / "job.py", {}, 1, "float64")
-    rows = verify(question, ["ddp", "zero1"], devices=2, say=lambda _: None).plans
+    rows = verify(question, ["ddp", "zero1"], devices=2, report=lambda _: None).plans
     assert [(row.status, row.reason) for row in rows] == [(status, "rank 1 failed | it was so")] * 2
 
 
@@ -61,14 +61,14 @@ def test_one_device_runs_first_where_bits_are_compared(
         return {0: RankComparison("float32", 0)}
 
     monkeypatch.setattr(module, "start_ranks", start_ranks)
-    verify(VerifyRequest(tmp_path / "job.py", {}, 1, "float32"), plans, devices=None, say=lambda _: None)
+    verify(VerifyRequest(tmp_path / "job.py", {}, 1, "float32"), plans, devices=None, report=lambda _: None)
     assert begun == runs
 
 
 def test_a_signal_ends_all_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(module, "start_ranks", failing(128 + signal.SIGTERM))
     with pytest.raises(FailedRank):
-        verify(VerifyRequest(tmp_path / "job.py", {}, 1, "float64"), ["ddp", "zero1"], devices=2, say=lambda _: None)
+        verify(VerifyRequest(tmp_path / "job.py", {}, 1, "float64"), ["ddp", "zero1"], devices=2, report=lambda _: None)
 
 
 def test_a_rank_that_is_compared_does_not_wait_for_the_end_of_its_step(

@@ -1,5 +1,5 @@
-"""The data axis with whole gradients on every rank: microbatch gradients are added up in buckets, and the buckets
-are summed over the ranks once per step, while the last backward is still running.
+"""The data axis with full gradients on every rank: microbatch gradients are accumulated in buckets, and the buckets
+are all-reduced once per step, while the last backward is still running.
 
 Vocabulary. A *slot* is a parameter's place in a *bucket*, one flat tensor. A gradient is *accumulated* into its slot as
 soon as autograd has finished it, and freed. Buckets are filled roughly in the order in which a backward finishes
@@ -30,9 +30,9 @@ from evenly.comm.groups import Group
 from evenly.comm.transport import Pending, add
 from evenly.errors import RunError, UserError
 from evenly.parallel.core.memory import MemoryCounter
-from evenly.parallel.data.grouping import bucket_members, tail_stands_alone
+from evenly.parallel.data.grouping import bucket_members, needs_tail_bucket
 
-SQUARED_AT_ONCE = 1 << 16  # elements whose squares are added up; as many stay in a core's cache
+SQUARED_AT_ONCE = 1 << 16  # elements per chunk of a sum of squares; a chunk stays in a core's cache
 
 
 class Gradients(ABC):
@@ -42,53 +42,53 @@ class Gradients(ABC):
     `start_reduce`; `finish_reduce`; `norm`; `divide` and `scale`; the optimizer's step over `named_gradients`;
     `all_gather_parameters`.
 
-    counting: whether the next backward is of a microbatch that counts, and not of a filler.
+    counting: False while the backward of a filler microbatch runs, whose gradients must not count.
     """
 
     counting = True
 
     @abstractmethod
     def begin(self, *, numbers: int = 0, rounds: int = 1) -> None:
-        """Forgets the gradients of the step before; `start_reduce` will be given `numbers` numbers, on every rank.
+        """Begins a step: drops the last gradients.
 
-        rounds: the most microbatches that any rank runs.
+        numbers: length of what `start_reduce` will be given, on every rank. rounds: the most microbatches of any rank.
         """
 
     @abstractmethod
     def expect_last(self) -> None:
-        """The next backward is this rank's last of the step."""
+        """Called before this rank's last backward of the step."""
 
     def finish_backward(self) -> None:  # noqa: B027
-        """A microbatch's backward has ended, or it had none."""
+        """Called after a microbatch's backward, also where it had none to run."""
 
     @abstractmethod
     def start_reduce(self, numbers: Sequence[float] | torch.Tensor = ()) -> None:
-        """Sends what is left after the last backward, with `numbers` (float64), to be summed too."""
+        """Begins to reduce what the last backward has not yet sent; `numbers` (float64) are summed with it."""
 
     @abstractmethod
     def finish_reduce(self) -> list[float]:
-        """Waits until the gradients of all ranks are added up, and their numbers; returns the numbers' sums.
+        """Waits for the reduction; returns the sums of `numbers`.
 
-        Leaves the sum as the gradient of every parameter that any rank used; no other has one.
+        The gradient of every parameter that any rank used is then the sum over ranks; all others are None.
         """
 
     @abstractmethod
     def used(self) -> set[str]:
-        """The parameters that this rank's backwards have given a gradient in this step."""
+        """Names of the parameters that got a gradient on this rank in this step."""
 
     @abstractmethod
     def mark_used(self, names: Container[str]) -> None:
-        """Counts these as used, with a gradient of zeros here, since other ranks that hold them have used them."""
+        """Counts `names` as used, with zeros as their gradient here: other ranks that hold them have used them."""
 
     @abstractmethod
     def collect(self) -> None:
-        """Takes up what a backward has left in `grad` past autograd's hooks."""
+        """Accumulates gradients that a backward wrote to `grad` without calling autograd's hooks."""
 
     @abstractmethod
     def norm(self) -> torch.Tensor:
-        """Norm of all that `finish_reduce` left together, a scalar in float64, the same on all ranks; before `divide`.
+        """Norm of all reduced gradients, before `divide`: a scalar, the same on all ranks.
 
-        Added up in float64, so that parts of it, added up elsewhere, come to the same when rounded to float32.
+        Computed in float64, so that any order of summation gives the same when rounded to float32.
         """
 
     @abstractmethod
@@ -101,21 +101,21 @@ class Gradients(ABC):
 
     @abstractmethod
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """By name of the parameter, what this rank holds of its gradient."""
+        """(name of the parameter, this rank's gradient or shard of it) for each parameter."""
 
     def all_gather_parameters(self) -> None:  # noqa: B027
-        """After an update: what this rank has stepped reaches the ranks that need it."""
+        """Called after an update: sends the updated shards to the ranks that need them."""
 
     def reshard(self) -> None:  # noqa: B027
-        """After an evaluation: everything as a step wants to find it."""
+        """Called after an evaluation: frees gathered parameters that a step expects to be sharded."""
 
     @abstractmethod
     def track(self, counter: MemoryCounter, number: int = 0) -> None:
-        """Has `counter` count what gradients are added up in, as of device `number`."""
+        """Lets `counter` count the memory of gradients and their sums as that of device `number`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Takes the hooks off the parameters."""
+        """Removes the hooks from the parameters."""
 
 
 @dataclass(eq=False)
@@ -139,28 +139,28 @@ class Bucket:
     waiting:   slots whose last gradient of this step is still to come.
     """
 
-    def __init__(self, slots: list[Slot], *, dtype: torch.dtype, added_in: torch.dtype, device: torch.device) -> None:
+    def __init__(self, slots: list[Slot], *, dtype: torch.dtype, sum_dtype: torch.dtype, device: torch.device) -> None:
         self.slots, self.device = slots, device
-        self.dtype, self.added_in = dtype, added_in
+        self.dtype, self.sum_dtype = dtype, sum_dtype
         self.waiting = 0
         self.pending: Pending[torch.Tensor] | None = None
         self.label = f"gradient of {slots[0].name} to {slots[-1].name}" if slots else ""
         self.length = sum(slot.parameter.numel() for slot in slots)
         self._allocate(tail=0)
 
-    def make_room(self, tail: int) -> None:
-        """Sees to it that `tail` numbers lie behind the slots; forgets what was added up."""
-        if self.length + tail > self._room.numel():
+    def resize_tail(self, tail: int) -> None:
+        """Resizes the tail to `tail` numbers; the sums are lost."""
+        if self.length + tail > self._buffer.numel():
             self._allocate(tail=2 * tail)
         if self.tail.numel() != tail:
-            self.sent = self._room[: self.length + tail]
+            self.sent = self._buffer[: self.length + tail]
             self.tail = self.sent[self.length :]
 
     def _allocate(self, *, tail: int) -> None:
-        self._room = torch.zeros(self.length + tail, dtype=self.added_in, device=self.device)
-        self.sums = self.sent = self._room[: self.length]
-        self.tail = self._room[self.length : self.length]
-        same = self.added_in is self.dtype
+        self._buffer = torch.zeros(self.length + tail, dtype=self.sum_dtype, device=self.device)
+        self.sums = self.sent = self._buffer[: self.length]
+        self.tail = self._buffer[self.length : self.length]
+        same = self.sum_dtype is self.dtype
         self.gradients = self.sums if same else torch.zeros(self.length, dtype=self.dtype, device=self.device)
         start = 0
         for slot in self.slots:
@@ -174,11 +174,11 @@ class GradientSum(Gradients):
     """Adds the gradients of `model` over the microbatches of a step and over the ranks of `group`."""
 
     def __init__(
-        self, model: nn.Module, *, group: Group, accumulate_float64: bool, parts: Ownership | None = None
+        self, model: nn.Module, *, group: Group, accumulate_float64: bool, ownership: Ownership | None = None
     ) -> None:
-        """parts: which of the model's parameters are parts of larger ones."""
-        self._group, self._parts = group, parts
-        named, self._frozen = trainable(model, some=parts is None or parts.stages is None)
+        """ownership: what this rank has of the model, where it is not all."""
+        self._group, self._ownership = group, ownership
+        named, self._frozen = trainable(model, required=ownership is None or ownership.pipeline_group is None)
         self.buckets = (
             fill_buckets(named, accumulate_float64=accumulate_float64)
             if named
@@ -199,17 +199,17 @@ class GradientSum(Gradients):
             bucket.pending = None
         for slot in self._slots:
             slot.used, slot.parameter.grad = False, None
-        self.buckets[-1].make_room(len(self._slots) + numbers)
+        self.buckets[-1].resize_tail(len(self._slots) + numbers)
 
     def expect_last(self) -> None:
-        """From now on full buckets are sent."""
+        """Begins to send buckets as they fill up."""
         self._last = True
         for bucket in self.buckets:
             bucket.waiting = len(bucket.slots)
 
     def start_reduce(self, numbers: Sequence[float] | torch.Tensor = ()) -> None:
         refuse_unfrozen(self._frozen)
-        if not self._last:  # a rank without microbatches
+        if not self._last:  # this rank has no microbatches
             self.expect_last()
         self._send_until(len(self.buckets) - 1)
         tail = self.buckets[-1].tail
@@ -222,7 +222,7 @@ class GradientSum(Gradients):
         self._send_until(len(self.buckets))
 
     def merge(self, other: GradientSum) -> None:
-        """Adds what `other`, of a copy of the model, has added up in this step; before `start_reduce`."""
+        """Adds the sums of `other`, of a replica of the model; before `start_reduce`."""
         for mine, theirs in zip(self._slots, other._slots, strict=True):
             if not theirs.used:
                 continue
@@ -239,7 +239,7 @@ class GradientSum(Gradients):
             bucket.pending.wait()
         values: list[float] = self.buckets[-1].tail.tolist()
         for bucket in self.buckets:
-            if bucket.added_in is not bucket.dtype:
+            if bucket.sum_dtype is not bucket.dtype:
                 bucket.gradients.copy_(bucket.sums)
         for slot in self._slots:
             slot.parameter.grad = slot.gradient if values[slot.number] > 0 else None
@@ -261,8 +261,8 @@ class GradientSum(Gradients):
                     self._hook(bucket, slot)(slot.parameter)
 
     def norm(self) -> torch.Tensor:
-        if self._parts is not None:
-            return self._parts.norm(self.named_gradients())
+        if self._ownership is not None:
+            return self._ownership.norm(self.named_gradients())
         return sum_of_squares(bucket.gradients for bucket in self.buckets).sqrt()
 
     def divide(self, divisor: float) -> None:
@@ -279,7 +279,7 @@ class GradientSum(Gradients):
     def track(self, counter: MemoryCounter, number: int = 0) -> None:
         for bucket in self.buckets:
             counter.track([bucket.gradients], "gradients", number)
-            if bucket.added_in is not bucket.dtype:
+            if bucket.sum_dtype is not bucket.dtype:
                 counter.track([bucket.sums], "sums", number)
 
     def close(self) -> None:
@@ -324,20 +324,20 @@ class GradientSum(Gradients):
 
 
 def trainable(
-    model: nn.Module, *, some: bool = True
+    model: nn.Module, *, required: bool = True
 ) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:
     """The parameters of `model` by name: those that require gradients, and the others.
 
-    some: whether there must be any of the first.
+    required: whether to raise `UserError` if none requires gradients.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    if not named and some:
+    if not named and required:
         raise UserError("training this model", "none of its parameters requires a gradient", "unfreeze some")
     return named, [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
 
 
 def refuse_unfrozen(frozen: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Raises `RunError` where one of these requires a gradient by now."""
+    """Raises `RunError` where one of the `frozen` parameters now requires a gradient."""
     for name, parameter in frozen:
         if parameter.requires_grad or parameter.grad is not None:
             raise RunError(
@@ -350,77 +350,79 @@ def refuse_unfrozen(frozen: Iterable[tuple[str, nn.Parameter]]) -> None:
 def begin_numbers(
     mine: Iterable[float], numbers: Sequence[float] | torch.Tensor, group: Group, last: torch.Tensor | None = None
 ) -> Pending[torch.Tensor]:
-    """Begins to sum `mine`, such as flags, then the caller's `numbers`, and a scalar over `group`; 1D, in float64."""
+    """Begins to all-reduce [*mine, *numbers, last] over `group`; 1D, in float64."""
     if last is None and not isinstance(numbers, torch.Tensor):
         values = torch.tensor([*mine, *numbers], dtype=torch.float64, device=group.device)
     else:
         first, then = (torch.as_tensor(one, dtype=torch.float64) for one in ([*mine], numbers))
-        parts = (first, then) if last is None else (first, then, last.reshape(1))
-        values = torch.cat([part.to(group.device) for part in parts])
+        pieces = (first, then) if last is None else (first, then, last.reshape(1))
+        values = torch.cat([piece.to(group.device) for piece in pieces])
     return all_reduce.begin(values, group, label="losses and weights")
 
 
-def norm_of_parts(gradients: Iterable[torch.Tensor], group: Group) -> torch.Tensor:
-    """Norm of what the ranks of `group` hold together, each its own `gradients`; a scalar in float64."""
+def norm_of_shards(gradients: Iterable[torch.Tensor], group: Group) -> torch.Tensor:
+    """Norm of the `gradients` of all ranks of `group`, each with its own shards; a scalar in float64."""
     squares = sum_of_squares(gradients).to(group.device)
     return all_reduce(squares, group, label="norm of the gradient").sqrt()
 
 
 @dataclass(frozen=True)
 class Ownership:
-    """What of a model's parameters this rank has, where it is not all of them.
+    """Which of a model's parameters this rank has, and whole or in part.
 
-    names, group: parameters of which the ranks of `group` hold parts; all others they hold alike.
-    stages:       the ranks that hold other parameters, or None where each holds all.
-    elsewhere:    parameters that another of `stages` holds too, and counts.
+    split_names, tensor_group: parameters that are split over `tensor_group`; it replicates all others.
+    pipeline_group:    ranks that hold the other stages' parameters; None without pipeline.
+    counted_elsewhere: tied parameters whose gradient another rank of `pipeline_group` counts in the norm.
     """
 
-    names: Container[str] = ()
-    group: Group | None = None
-    stages: Group | None = None
-    elsewhere: Container[str] = ()
+    split_names: Container[str] = ()
+    tensor_group: Group | None = None
+    pipeline_group: Group | None = None
+    counted_elsewhere: Container[str] = ()
 
-    def norm(self, gradients: Iterable[tuple[str, torch.Tensor | None]], among: Group | None = None) -> torch.Tensor:
-        """Norm of `gradients`, by name, of the whole parameters; a scalar in float64.
+    def norm(
+        self, gradients: Iterable[tuple[str, torch.Tensor | None]], shard_group: Group | None = None
+    ) -> torch.Tensor:
+        """Norm of the gradients of the full parameters; a scalar in float64.
 
-        among: ranks which hold pieces, each its own `gradients`, of what this rank of `group` has.
+        gradients: this rank's, by name. shard_group: the ranks that they are sharded over, if they are.
         """
-        found = [(name, g) for name, g in gradients if g is not None and name not in self.elsewhere]
-        sums = [sum_of_squares(g for name, g in found if (name in self.names) is part) for part in (True, False)]
+        found = [(name, g) for name, g in gradients if g is not None and name not in self.counted_elsewhere]
+        sums = [sum_of_squares(g for name, g in found if (name in self.split_names) is part) for part in (True, False)]
         squares = torch.stack([one.to(sums[0].device) for one in sums])
-        if among is not None:
-            squares = all_reduce(squares.to(among.device), among, label="norm of the gradient")
-        if self.group is not None:
-            squares = squares.to(self.group.device, copy=True)
-            if self.group.position > 0:  # what all hold alike counts once; elsewhere in memory it adds up otherwise
+        if shard_group is not None:
+            squares = all_reduce(squares.to(shard_group.device), shard_group, label="norm of the gradient")
+        if (group := self.tensor_group) is not None:
+            squares = squares.to(group.device, copy=True)
+            if group.position > 0:  # replicated gradients count once
                 squares[1] = 0.0
-            squares = all_reduce(squares, self.group, label="norm of the gradient")
+            squares = all_reduce(squares, group, label="norm of the gradient")
         total = squares.sum()
-        if self.stages is not None:
-            total = all_reduce(total.to(self.stages.device, copy=True), self.stages, label="norm of the gradient")
+        if (group := self.pipeline_group) is not None:
+            total = all_reduce(total.to(group.device, copy=True), group, label="norm of the gradient")
         return total.sqrt()
 
 
 def sum_of_squares(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """The sum over all elements of all tensors, a scalar in float64."""
     total: torch.Tensor | None = None
-    for part in chain.from_iterable(map(_parts_to_square, tensors)):
+    for part in chain.from_iterable(map(_chunks, tensors)):
         if part.is_cuda:
             square = torch.linalg.vector_norm(part, dtype=torch.float64) ** 2
         else:
-            doubles = part.double()  # torch.linalg.vector_norm widens one element after the other, four times as slow
+            doubles = part.double()  # vector_norm converts element by element, four times as slow
             square = torch.dot(doubles, doubles)
         total = square if total is None else total.to(square.device).add_(square)
     return torch.zeros((), dtype=torch.float64) if total is None else total
 
 
-def _parts_to_square(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+def _chunks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     flat = tensor.flatten()
     return (flat,) if flat.is_cuda or flat.numel() <= SQUARED_AT_ONCE else flat.split(SQUARED_AT_ONCE)
 
 
 def check_gradient(name: str, gradient: torch.Tensor, *, sent: bool) -> None:
-    """Raises `RunError` for what cannot be added up; `sent` if the sum it belongs to is on its way."""
+    """Raises `RunError` for a gradient that cannot be accumulated; sent: whether its bucket is already sent."""
     if gradient.layout is not torch.strided:
         raise RunError(f"gradient of {name}", f"its layout is {gradient.layout}", "use dense gradients")
     if sent:
@@ -432,7 +434,7 @@ def check_gradient(name: str, gradient: torch.Tensor, *, sent: bool) -> None:
 
 
 def in_backward_order(named: Iterable[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
-    """What goes into each bucket, of one dtype and device, in the order in which a backward finishes parameters."""
+    """The parameters of each bucket, of one dtype and device, in the order in which a backward finishes them."""
     found = list(named)
     buckets = bucket_members(((p.dtype, p.device), p.numel() * p.element_size()) for _, p in found)
     return [[found[number] for number in bucket] for bucket in buckets]
@@ -444,7 +446,7 @@ def fill_buckets(named: Iterable[tuple[str, nn.Parameter]], *, accumulate_float6
     groups = [[Slot(name, p, next(numbers)) for name, p in group] for group in in_backward_order(named)]
     last = groups[-1]
     widened = accumulate_float64 or last[0].parameter.dtype is torch.float64
-    if tail_stands_alone(sum(slot.parameter.nbytes for slot in last), widened=widened):
+    if needs_tail_bucket(sum(slot.parameter.nbytes for slot in last), widened=widened):
         groups.append([])
     device = last[0].parameter.device
     return [
@@ -453,6 +455,6 @@ def fill_buckets(named: Iterable[tuple[str, nn.Parameter]], *, accumulate_float6
 
 
 def _bucket(slots: list[Slot], *, accumulate_float64: bool, device: torch.device) -> Bucket:
-    """A bucket of `slots`, which share their dtype and device; an empty one stands on `device`."""
+    """A bucket of `slots`, which share their dtype and device; an empty one is on `device`."""
     dtype, device = (slots[0].parameter.dtype, slots[0].parameter.device) if slots else (torch.float64, device)
-    return Bucket(slots, dtype=dtype, added_in=torch.float64 if accumulate_float64 else dtype, device=device)
+    return Bucket(slots, dtype=dtype, sum_dtype=torch.float64 if accumulate_float64 else dtype, device=device)

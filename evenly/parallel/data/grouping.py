@@ -12,8 +12,12 @@ from dataclasses import dataclass
 # sizes that torch's DistributedDataParallel arrived at.
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
-SMALL_BYTES = 4 << 20  # so much is gathered with the root: cut apart it saves less than it costs to begin gathering
-WHOLE_BYTES = 16 << 20  # so much stays whole between forward and backward: to gather it again costs more than it holds
+SMALL_BYTES = (
+    4 << 20
+)  # blocks this small are gathered with the root: a unit of their own costs more latency than memory
+WHOLE_BYTES = (
+    16 << 20
+)  # units this small stay gathered between forward and backward: that costs less than another gather
 
 
 def bucket_members(parameters: Iterable[tuple[Hashable, int]]) -> list[list[int]]:
@@ -32,17 +36,17 @@ def bucket_members(parameters: Iterable[tuple[Hashable, int]]) -> list[list[int]
     return buckets
 
 
-def tail_stands_alone(last_bytes: int, *, widened: bool) -> bool:
-    """Whether a bucket for the flags and numbers alone follows the last one, which is not of float64 unless `widened`.
+def needs_tail_bucket(last_bytes: int, *, widened: bool) -> bool:
+    """Whether flags and numbers get a bucket of their own, rather than the last one in float64.
 
-    A small bucket is rather widened than followed by another.
+    widened: whether the last bucket is in float64 anyway. A small bucket is converted instead.
     """
     return not widened and last_bytes > FIRST_BUCKET_BYTES
 
 
 @dataclass(frozen=True)
 class UnitMembers:
-    """The parameters, by number, that are gathered with a block; whole: whether they stay so until the backward."""
+    """The parameters, by number, of a unit; whole: whether they stay gathered until the backward."""
 
     block: str
     members: tuple[int, ...]
@@ -50,8 +54,7 @@ class UnitMembers:
 
 
 def unit_members(parameters: Sequence[tuple[Sequence[str], int]], blocks: Iterable[str]) -> list[UnitMembers]:
-    """A unit for each of the `blocks` that is large and shares no parameter with anything outside; the rest is the
-    root's.
+    """A unit for each of the `blocks` that is large and shares no parameter with modules outside it.
 
     parameters: (all names, bytes) of each.
     """
@@ -61,14 +64,14 @@ def unit_members(parameters: Sequence[tuple[Sequence[str], int]], blocks: Iterab
         members = tuple(number for number, names in enumerate(inside) if any(names))
         if members and all(all(inside[number]) for number in members):
             found.append((block, members, sum(parameters[number][1] for number in members)))
-    large = large_ones([size for _, _, size in found])
-    kept = [one for one, is_large in zip(found, large, strict=True) if is_large]
-    whole = replicated_ones([size for _, _, size in kept])
-    return [UnitMembers(block, members, stays) for (block, members, _), stays in zip(kept, whole, strict=True)]
+    large = are_units([size for _, _, size in found])
+    units = [one for one, is_large in zip(found, large, strict=True) if is_large]
+    whole = stay_gathered([size for _, _, size in units])
+    return [UnitMembers(block, members, stays) for (block, members, _), stays in zip(units, whole, strict=True)]
 
 
-def large_ones(sizes: Sequence[int]) -> list[bool]:
-    """Which blocks of these bytes are worth a unit each: the smallest, as many as are small together, are not."""
+def are_units(sizes: Sequence[int]) -> list[bool]:
+    """Which blocks of these bytes become units: all but the smallest, up to `SMALL_BYTES` together."""
     room, large = SMALL_BYTES, [True] * len(sizes)
     for number in sorted(range(len(sizes)), key=lambda at: sizes[at]):
         room -= sizes[number]
@@ -76,8 +79,8 @@ def large_ones(sizes: Sequence[int]) -> list[bool]:
     return large
 
 
-def replicated_ones(sizes: Sequence[int]) -> list[bool]:
-    """Which units of these bytes, in their order, stay whole from the forward on: what the backward begins with."""
+def stay_gathered(sizes: Sequence[int]) -> list[bool]:
+    """Which units of these bytes, in order, stay gathered until the backward: the last, up to `WHOLE_BYTES`."""
     room, whole = WHOLE_BYTES, [False] * len(sizes)
     for number in reversed(range(len(sizes))):
         room -= sizes[number]

@@ -1,13 +1,13 @@
-"""An optimizer over parameters that are cut over ranks: each rank steps the pieces it holds.
+"""An optimizer over sharded parameters: each rank steps its own pieces.
 
-The job builds its optimizer over the model's parameters, so that it can sort them into groups; then the pieces take
-their places. The optimizers of torch.optim that treat every element by itself are given plain tensors. All others
-are given DTensors, on which a norm, say, is that of the whole; slower, and right for whatever they compute.
+The job builds its optimizer over the model's parameters, so that it can sort them into groups; then the pieces replace
+them. Optimizers of torch.optim that work element by element get plain tensors. All others get DTensors, on which for
+example a norm is that of the full tensor: slower, and correct whatever they compute.
 
-With `offload` the optimizer steps copies in the host's memory, where its state so stays: before an update gradients
-and values are copied there, then the values back. The values too, since a job may change them between steps.
+With `offload` the optimizer steps copies in host memory, where its state stays too. Before an update gradients and
+parameters are copied to the host (the job may change parameters between steps), after it parameters are copied back.
 
-A checkpoint knows parameters and state by name, shape and place in the whole: `as_dtensors` shows both in that form.
+A checkpoint needs names, global shapes and offsets: `as_dtensors` presents parameters and state in that form.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from evenly.errors import RunError, UserError
 from evenly.parallel.core.memory import HOST, local, on
 from evenly.plan import Offload
 
-# Of these classes themselves: what derives from one may do more.
+# Exactly these classes: a subclass may do more.
 ELEMENTWISE = frozenset(
     [
         optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax,
@@ -36,11 +36,11 @@ ELEMENTWISE = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class OwnedRows:
-    """One parameter that is cut along dim 0.
+    """The rows of one parameter, cut along dim 0, that this rank steps.
 
-    parameter: as the model has it, whole or not.
-    piece:     a DTensor over the memory of this rank's rows; the parameter itself where the model is cut, or nothing.
-    rows:      those of the whole that this rank holds.
+    parameter: the model's, full or sharded.
+    piece:     a DTensor that shares memory with this rank's rows; `parameter` itself if it is sharded or not cut.
+    rows:      the rows of the full parameter that this rank steps.
     """
 
     name: str
@@ -50,14 +50,14 @@ class OwnedRows:
 
     @property
     def own(self) -> torch.Tensor:
-        """What this rank steps of it, in the memory of the model."""
+        """This rank's rows, sharing memory with the model."""
         if self.piece is self.parameter:
-            return local(self.parameter).detach()  # to detach a DTensor costs more
+            return local(self.parameter).detach()  # detaching a DTensor costs more
         return self.parameter.detach()[self.rows]
 
     @property
     def address(self) -> int:
-        """Where `own` begins in memory."""
+        """The address of `own`."""
         whole = local(self.parameter)
         if self.piece is self.parameter or not whole.numel():
             return whole.data_ptr()
@@ -83,35 +83,35 @@ class ShardedOptimizer:
             )
         self._plain = self._offload or elementwise
         self._cuts = {cut.name: cut for cut in cuts}
-        with torch.no_grad(), self._at_work():
-            self._held = {cut.name: self._hold(cut) for cut in cuts}
+        with torch.no_grad(), self._device_context():
+            self._stepped = {cut.name: self._stepped_tensor(cut) for cut in cuts}
             self._addresses = {cut.name: cut.address for cut in cuts}
-            # Beside a GPU pinned once: pinning takes longer than the copy.
+            # Pinned once next to a GPU: pinning takes longer than the copy.
             self._gradients = {cut.name: _on_host(cut.own) for cut in cuts} if self._offload else {}
-        self._replace((cut.parameter, self._held[cut.name], self._to_rows(cut)) for cut in cuts)
+        self._replace((cut.parameter, self._stepped[cut.name], self._to_rows(cut)) for cut in cuts)
 
     def step(self, gradients: Iterable[tuple[str, torch.Tensor | None]]) -> None:
-        """One step with `gradients`, by name, of this rank's pieces. Parameters that are not cut have theirs."""
-        with torch.no_grad(), self._at_work():
+        """Steps with `gradients`, by name, of this rank's pieces; other parameters have theirs in `grad`."""
+        with torch.no_grad(), self._device_context():
             for name, gradient in gradients:
-                if (held := self._held.get(name)) is not None:
-                    held.grad = self._adopted(name, held, gradient)
-        with self._at_work():
+                if (stepped := self._stepped.get(name)) is not None:
+                    stepped.grad = self._gradient_of(name, stepped, gradient)
+        with self._device_context():
             if self._offload and torch.cuda.is_available():
-                torch.cuda.current_stream().synchronize()  # what was copied is there
+                torch.cuda.current_stream().synchronize()  # the copies must have ended
             self._optimizer.step()
-        with torch.no_grad(), self._at_work():
-            for name, held in self._held.items():
+        with torch.no_grad(), self._device_context():
+            for name, stepped in self._stepped.items():
                 if self._offload:
-                    self._cuts[name].own.copy_(held, non_blocking=True)
+                    self._cuts[name].own.copy_(stepped, non_blocking=True)
                 if self._plain:
-                    held.grad = None  # who made the gradients frees them
+                    stepped.grad = None  # `Gradients` owns and frees them
 
     @contextmanager
     def as_dtensors(self) -> Generator[None]:
-        """Within, the parameters of the model and the optimizer's state are DTensors; what is filled in stays."""
-        shown = {name: self._shown(cut) for name, cut in self._cuts.items()}
-        by_id = {id(cut.parameter): shown[name] for name, cut in self._cuts.items()}
+        """Within, parameters and optimizer state are DTensors; values loaded into them are kept afterwards."""
+        views = {name: self._checkpoint_parameter(cut) for name, cut in self._cuts.items()}
+        by_id = {id(cut.parameter): views[name] for name, cut in self._cuts.items()}
         places = [
             (module, name, parameter)
             for module in self._model.modules()
@@ -120,42 +120,45 @@ class ShardedOptimizer:
         ]
         for module, name, parameter in places:
             setattr(module, name, by_id[id(parameter)])
-        self._replace((held, shown[name], self._to_dtensor(self._cuts[name])) for name, held in self._held.items())
+        self._replace(
+            (stepped, views[name], self._to_dtensor(self._cuts[name])) for name, stepped in self._stepped.items()
+        )
         try:
             yield
         finally:
-            self._replace((shown[name], held, local if self._plain else _same) for name, held in self._held.items())
+            back = local if self._plain else _identity
+            self._replace((views[name], stepped, back) for name, stepped in self._stepped.items())
             for module, name, parameter in places:
                 setattr(module, name, parameter)
             with torch.no_grad():
                 for name, cut in self._cuts.items():
-                    if shown[name] is not cut.parameter:
-                        cut.own.copy_(local(shown[name]))
+                    if views[name] is not cut.parameter:
+                        cut.own.copy_(local(views[name]))
 
-    def _at_work(self) -> AbstractContextManager[None]:
+    def _device_context(self) -> AbstractContextManager[None]:
         return on(HOST, carrying=True) if self._offload else nullcontext()
 
-    def _hold(self, cut: OwnedRows) -> Any:
-        """Makes the optimizer step these tensors."""
+    def _stepped_tensor(self, cut: OwnedRows) -> Any:
+        """The tensor that the optimizer steps for `cut`."""
         if self._offload:
             return _on_host(cut.own)
         return cut.own if self._plain else cut.piece
 
-    def _adopted(self, name: str, held: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """`gradient` as `held` takes it, and with it the values that the model has now."""
+    def _gradient_of(self, name: str, stepped: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """`gradient` in the form of `stepped`; with offload also copies the current parameter to the host."""
         if self._offload:
-            held.copy_(self._cuts[name].own, non_blocking=True)
+            stepped.copy_(self._cuts[name].own, non_blocking=True)
             return None if gradient is None else self._gradients[name].copy_(gradient, non_blocking=True)
         if self._cuts[name].address != self._addresses[name]:
             raise RunError(
-                f"stepping {name}", "its memory is another than when the run began", "leave the model where it is"
+                f"stepping {name}", "its memory has moved since the run began", "leave the model where it is"
             )
-        return gradient if gradient is None or self._plain else _dtensor(gradient, held)
+        return gradient if gradient is None or self._plain else _dtensor(gradient, stepped)
 
-    def _shown(self, cut: OwnedRows) -> Any:
-        """The parameter for a checkpoint, which makes state besides it.
+    def _checkpoint_parameter(self, cut: OwnedRows) -> Any:
+        """The parameter as a checkpoint sees it.
 
-        With memory of its own where it is cut, since torch stages a view with all that it is a view of.
+        A piece gets its own memory, since torch stages a view together with its whole base tensor.
         """
         if self._offload:
             return nn.Parameter(_dtensor(_on_host(cut.own), cut.piece))
@@ -164,19 +167,19 @@ class ShardedOptimizer:
         return nn.Parameter(_dtensor(cut.own.clone(), cut.piece))
 
     def _replace(self, pairs: Iterable[tuple[Any, Any, Callable[[torch.Tensor], torch.Tensor]]]) -> None:
-        """The optimizer's (old) parameters by (new) ones, with (what becomes of) the state it keeps for them."""
-        new: dict[int, torch.Tensor] = {}
+        """Replaces parameters of the optimizer, given (old, new, conversion of its state tensors)."""
+        by_id: dict[int, torch.Tensor] = {}
         state = self._optimizer.state
-        for before, after, convert in pairs:
-            new[id(before)] = after
-            if before is not after and before in state:
-                kept = state.pop(before)
-                state[after] = {k: convert(v) if isinstance(v, torch.Tensor) else v for k, v in kept.items()}
+        for old, new, convert in pairs:
+            by_id[id(old)] = new
+            if old is not new and old in state:
+                values = state.pop(old)
+                state[new] = {k: convert(v) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
         for group in self._optimizer.param_groups:
-            group["params"] = [new.get(id(parameter), parameter) for parameter in group["params"]]
+            group["params"] = [by_id.get(id(parameter), parameter) for parameter in group["params"]]
 
     def _to_rows(self, cut: OwnedRows) -> Callable[[torch.Tensor], torch.Tensor]:
-        """For state that the optimizer made at once, for the parameter as the model has it."""
+        """Converts state that the optimizer made for the full parameter when it was built."""
 
         def convert(value: torch.Tensor) -> torch.Tensor:
             if value.shape != cut.parameter.shape:
@@ -190,7 +193,7 @@ class ShardedOptimizer:
 
     def _to_dtensor(self, cut: OwnedRows) -> Callable[[torch.Tensor], torch.Tensor]:
         if not self._plain:
-            return _same
+            return _identity
         shape = cut.own.shape
         return lambda value: _dtensor(value, cut.piece) if value.shape == shape else value
 
@@ -200,14 +203,14 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)
 
 
-def _same(value: torch.Tensor) -> torch.Tensor:
+def _identity(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _dtensor(rows: torch.Tensor, like: Any) -> Any:
-    """`rows` as this rank's part of a DTensor that is cut as `like` is, if it is one."""
-    if not isinstance(like, DTensor):
+def _dtensor(rows: torch.Tensor, template: Any) -> Any:
+    """`rows` as the local part of a DTensor like `template`; `rows` itself if that is none."""
+    if not isinstance(template, DTensor):
         return rows
     return DTensor.from_local(
-        rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        rows, template.device_mesh, template.placements, run_check=False, shape=template.shape, stride=template.stride()
     )

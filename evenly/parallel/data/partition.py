@@ -1,23 +1,21 @@
-"""The data axis with whole parameters on every rank, and the rest of training's state cut over ranks (ZeRO 1 and 2).
+"""The data axis with full parameters on every rank; gradients and optimizer state sharded over ranks (ZeRO 1 and 2).
 
-Every parameter is cut along dim 0 into one *piece* per rank of a *shard group*, by the same rule as torch's DTensor:
-pieces of as many rows, the last ones shorter or empty. A rank keeps the gradient and the optimizer's state of its own
-pieces and steps them, and the ranks gather the pieces into whole parameters again. A parameter without dims is whole
-everywhere.
+Every parameter is cut along dim 0 into one *piece* per rank of a *shard group*, as torch's DTensor does it: pieces have
+equally many rows, except for shorter or empty ones at the end. A rank keeps gradient and optimizer state of its own
+pieces and steps those; then the ranks all-gather the parameters. Scalar parameters are replicated.
 
-    zero=1   gradients are added up whole over the microbatches of a step, then reduced and cut
-    zero=2   the gradients of every microbatch are reduced and cut as soon as they are there
+    zero=1   full gradients are accumulated over the microbatches of a step, then reduce-scattered
+    zero=2   the gradients of every microbatch are reduce-scattered as soon as they are computed
 
-With shard groups smaller than the data axis (hybrid sharding) the groups hold the same pieces, and add up theirs once
-per step.
+With shard groups smaller than the data axis (hybrid sharding) the groups hold the same pieces, and all-reduce their
+gradients once per step.
 
-Vocabulary. A *bucket* is some neighbouring parameters, reduced together. It is *packed* for that as one row per rank:
-all pieces of rank 0, then those of rank 1, and so on, each filled up with zeros to the same length. A *round* is one
-reduction of all buckets, strictly in their order, so that all ranks agree; a rank that runs fewer microbatches than
-others sends zeros in the rounds that it has nothing for. Nothing else of a step depends on what other ranks run.
+Vocabulary. A *bucket* is a run of parameters that are reduced together, *packed* into one row per rank: all pieces of
+rank 0, then those of rank 1, and so on, each padded with zeros to the same length. A *round* is one reduction of all
+buckets, strictly in their order, so that all ranks agree; a rank that runs fewer microbatches than others sends zeros
+in the remaining rounds. Nothing else in a step depends on what other ranks run.
 
-Exactness is as in `gradients`: with `accumulate_float64` sums are made in float64, rounded once, and divided by the
-weight.
+Exactness is as in `gradients`: with `accumulate_float64` sums are in float64, rounded once, and divided by the weight.
 """
 
 from __future__ import annotations
@@ -41,80 +39,80 @@ from evenly.parallel.data.gradients import (
     begin_numbers,
     check_gradient,
     in_backward_order,
-    norm_of_parts,
+    norm_of_shards,
     refuse_unfrozen,
     trainable,
 )
 from evenly.parallel.data.mesh import groups_of, shard_mesh
 from evenly.parallel.data.optimizer import OwnedRows
 
-IN_FLIGHT = 3  # buckets: bounds the memory of what was sent and has not come back
+IN_FLIGHT = 3  # reductions of buckets at a time; bounds their memory
 NOTHING = torch.empty(0)
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Where the pieces of a parameter lie in its bucket's rows.
+    """Where the pieces of a parameter are in the rows of its packed bucket.
 
-    rows:  of the parameter. each: rows per piece. rest: shape of a row. offset: of its pieces, in elements.
+    rows: of the parameter. row_shape: of one of its rows. offset: of its piece in each packed row, in elements.
     """
 
     rows: int
-    each: int
-    rest: tuple[int, ...]
+    piece_rows: int
+    row_shape: tuple[int, ...]
     offset: int
 
     @classmethod
     def of(cls, shape: Sequence[int], ranks: int, offset: int = 0) -> RowLayout:
-        """For a parameter of `shape`, with at least one dim."""
-        rows, *rest = shape
-        return cls(rows, max(1, -(-rows // ranks)), tuple(rest), offset)
+        """The layout of a parameter of `shape`, with at least one dim."""
+        rows, *row_shape = shape
+        return cls(rows, max(1, -(-rows // ranks)), tuple(row_shape), offset)
 
     @property
     def length(self) -> int:
         """The elements of a piece."""
-        return self.each * torch.Size(self.rest).numel()
+        return self.piece_rows * torch.Size(self.row_shape).numel()
 
     def own(self, position: int) -> slice:
         """The rows of the piece at `position`."""
-        return slice(min(position * self.each, self.rows), min((position + 1) * self.each, self.rows))
+        return slice(min(position * self.piece_rows, self.rows), min((position + 1) * self.piece_rows, self.rows))
 
     def pack(self, tensor: torch.Tensor | None, packed: torch.Tensor) -> None:
-        """Puts the pieces of `tensor`, or zeros, into `packed` (ranks x elements)."""
+        """Copies the pieces of `tensor`, or zeros, into `packed` (ranks x elements)."""
         region = packed[:, self.offset : self.offset + self.length]
-        if tensor is None or region.shape[0] * self.each > self.rows:
+        if tensor is None or region.shape[0] * self.piece_rows > self.rows:
             region.zero_()
         if tensor is not None:
-            self._join(tensor, packed, lambda piece, place: place.copy_(piece))
+            self._copy_pieces(tensor, packed, lambda piece, target: target.copy_(piece))
 
     def unpack(self, packed: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Fills `tensor` from its pieces."""
-        self._join(tensor, packed, lambda piece, place: piece.copy_(place))
+        """Copies the pieces in `packed` (ranks x elements) into `tensor`."""
+        self._copy_pieces(tensor, packed, lambda piece, target: piece.copy_(target))
 
     def piece(self, row: torch.Tensor, position: int) -> torch.Tensor:
-        """The piece at `position`, a view of its rank's `row`; as long as it really is."""
+        """The piece at `position`, without padding, as a view of its rank's packed `row`."""
         rows = self.own(position)
         region = row[self.offset : self.offset + self.length]
-        return region.unflatten(0, (self.each, *self.rest))[: rows.stop - rows.start]
+        return region.unflatten(0, (self.piece_rows, *self.row_shape))[: rows.stop - rows.start]
 
-    def _join(
+    def _copy_pieces(
         self, tensor: torch.Tensor, packed: torch.Tensor, copy: Callable[[torch.Tensor, torch.Tensor], object]
     ) -> None:
-        """Calls `copy` with rows of `tensor` and their places in `packed`: whole pieces at once, then a shorter one."""
-        region = packed[:, self.offset : self.offset + self.length].unflatten(1, (self.each, *self.rest))
-        whole, left = divmod(self.rows, self.each)
-        if whole:
-            copy(tensor[: whole * self.each].unflatten(0, (whole, self.each)), region[:whole])
-        if left:
-            copy(tensor[whole * self.each :], region[whole, :left])
+        """Calls `copy` with rows of `tensor` and their region of `packed`: all full pieces at once, then the last."""
+        region = packed[:, self.offset : self.offset + self.length].unflatten(1, (self.piece_rows, *self.row_shape))
+        full, remainder = divmod(self.rows, self.piece_rows)
+        if full:
+            copy(tensor[: full * self.piece_rows].unflatten(0, (full, self.piece_rows)), region[:full])
+        if remainder:
+            copy(tensor[full * self.piece_rows :], region[full, :remainder])
 
 
 @dataclass(eq=False)
 class RowRange:
-    """One parameter.
+    """One parameter of a bucket.
 
-    place: of its pieces. total: what this rank's backwards have added up and not yet sent.
-    used:  in this step; on this rank, and once received on any.
+    layout: of its pieces. total: sum of this rank's gradients that are not sent yet.
+    used:   whether it got a gradient in this step: on this rank, and after `finish_reduce` on any.
     """
 
     name: str
@@ -126,7 +124,7 @@ class RowRange:
 
 @dataclass(eq=False)
 class Scalar:
-    """A parameter without dims; its gradient is added up in float64 and travels with the numbers."""
+    """A parameter without dims; its gradient is accumulated in float64 and reduced with the numbers."""
 
     name: str
     parameter: nn.Parameter
@@ -135,20 +133,19 @@ class Scalar:
 
 
 class ShardedBucket:
-    """Neighbouring parameters of one dtype and device.
+    """A run of parameters of one dtype and device.
 
-    sums:      1D, what all ranks' gradients of this rank's pieces add up to, of the dtype that they are added in; from
-               the first round of a step on.
-    gradients: 1D, the same in the parameters' dtype, then divided by the weight; until the next step.
-    sent_in:   the dtype of what a rank sends in a round.
-    waiting:   parts whose gradient of this round is still to come.
+    sums:       1D, in sum_dtype: this rank's pieces of the gradients, summed over ranks; from the first round on.
+    gradients:  1D, the same in the parameters' dtype, then divided by the weight; until the next step.
+    send_dtype: of the packed gradients.
+    waiting:    number of parts whose gradient of this round is still to come.
     """
 
-    def __init__(self, parts: list[RowRange], *, accumulate_float64: bool, narrow: bool) -> None:
+    def __init__(self, parts: list[RowRange], *, accumulate_float64: bool, send_narrow: bool) -> None:
         first, last = parts[0], parts[-1]
         self.parts, self.dtype, self.device = parts, first.parameter.dtype, first.parameter.device
-        self.added_in = torch.float64 if accumulate_float64 else self.dtype
-        self.sent_in = self.dtype if narrow else self.added_in
+        self.sum_dtype = torch.float64 if accumulate_float64 else self.dtype
+        self.send_dtype = self.dtype if send_narrow else self.sum_dtype
         self.length = last.layout.offset + last.layout.length  # of a rank's row
         self.sums = self.gradients = NOTHING
         self.waiting = 0
@@ -158,23 +155,23 @@ class ShardedBucket:
         self.sums = self.gradients = NOTHING
 
     def pack(self, ranks: int) -> torch.Tensor:
-        """What this rank adds in this round, as rows; forgets the totals."""
-        packed = torch.empty((ranks, self.length), dtype=self.sent_in, device=self.device)
+        """This rank's gradients of the round (ranks x elements); drops the totals."""
+        packed = torch.empty((ranks, self.length), dtype=self.send_dtype, device=self.device)
         for part in self.parts:
             part.layout.pack(part.total, packed)
             part.total = None
         return packed
 
-    def freeze(self) -> None:
-        """Makes gradients of the sums."""
+    def finish_sums(self) -> None:
+        """Turns the sums into gradients."""
         self.gradients, self.sums = self.sums.to(self.dtype), NOTHING
 
 
 class PartitionedGradients(Gradients):
-    """Adds the gradients of `model` over the microbatches of a step and over ranks, and keeps this rank's pieces.
+    """Sums the gradients of `model` over the microbatches of a step and over ranks, and keeps this rank's pieces.
 
-    zero: the stage, 1 or 2. shard: size of the shard groups. `share` is the share of the parameters' elements that is
-    cut. parts: which of its parameters are parts of larger ones.
+    zero: the ZeRO stage, 1 or 2. shard: size of the shard groups. ownership: what this rank has of the model, where it
+    is not all. `share`: fraction of the parameters' elements that is sharded.
     """
 
     def __init__(
@@ -185,18 +182,20 @@ class PartitionedGradients(Gradients):
         zero: int,
         shard: int,
         accumulate_float64: bool,
-        parts: Ownership | None = None,
+        ownership: Ownership | None = None,
     ) -> None:
-        named, self._frozen = trainable(model, some=parts is None or parts.stages is None)
-        self._all, self._zero, self._parts_of = world.group("data"), zero, parts
+        named, self._frozen = trainable(model, required=ownership is None or ownership.pipeline_group is None)
+        self._all, self._zero, self._ownership = world.group("data"), zero, ownership
         mesh = shard_mesh(world, shard)
         self._group, self._across = groups_of(mesh, self._all)
         self._position = self._group.position
         self._scalars = [Scalar(name, p) for name, p in named if p.dim() == 0]
         cut = in_backward_order((name, p) for name, p in named if p.dim() > 0)
-        narrow = zero == 2 and adds_here(self._group)  # one microbatch in a round: nothing is lost
+        send_narrow = zero == 2 and adds_here(self._group)  # a round has one microbatch: nothing is lost
         self.buckets = [
-            ShardedBucket(_parts(group, self._group.size), accumulate_float64=accumulate_float64, narrow=narrow)
+            ShardedBucket(
+                _parts(group, self._group.size), accumulate_float64=accumulate_float64, send_narrow=send_narrow
+            )
             for group in cut
         ]
         self._parts = [part for bucket in self.buckets for part in bucket.parts]
@@ -204,7 +203,7 @@ class PartitionedGradients(Gradients):
         split = sum(part.parameter.numel() for part in self._parts if part.layout.length < part.parameter.numel())
         self.share = split / max(1, sum(p.numel() for _, p in named))
         self._sending, self._sent, self._rounds = False, 0, 0
-        self._flying: deque[Pending[torch.Tensor]] = deque()  # in the order in which they are added up
+        self._in_flight: deque[Pending[torch.Tensor]] = deque()  # in the order in which they were begun
         self._tail: Pending[torch.Tensor] | None = None
         self._handles = [
             part.parameter.register_post_accumulate_grad_hook(self._hook(index, bucket, part))
@@ -240,8 +239,8 @@ class PartitionedGradients(Gradients):
         self._tail = begin_numbers([*flags, *totals], numbers, self._all)
 
     def finish_reduce(self) -> list[float]:
-        while self._flying:
-            self._land()
+        while self._in_flight:
+            self._wait_oldest()
         if self._across is not None:
             sums = [all_reduce.begin(bucket.sums, self._across, label=bucket.label) for bucket in self.buckets]
             for pending in sums:
@@ -254,7 +253,7 @@ class PartitionedGradients(Gradients):
             total = next(values)
             scalar.parameter.grad = torch.full_like(scalar.parameter, total) if scalar.used else None
         for bucket in self.buckets:
-            bucket.freeze()
+            bucket.finish_sums()
         return list(values)
 
     def used(self) -> set[str]:
@@ -274,11 +273,11 @@ class PartitionedGradients(Gradients):
                 _add_to(scalar)(scalar.parameter)
 
     def norm(self) -> torch.Tensor:
-        if self._parts_of is not None:
+        if self._ownership is not None:
             named = self.named_gradients() if self._position == 0 else self._named_pieces()
-            return self._parts_of.norm(named, self._group)
+            return self._ownership.norm(named, self._group)
         scalars = self._scalar_gradients() if self._position == 0 else ()  # all ranks have the same
-        return norm_of_parts((*(bucket.gradients for bucket in self.buckets), *scalars), self._group)
+        return norm_of_shards((*(bucket.gradients for bucket in self.buckets), *scalars), self._group)
 
     def divide(self, divisor: float) -> None:
         for gradient in (*(bucket.gradients for bucket in self.buckets), *self._scalar_gradients()):
@@ -303,7 +302,7 @@ class PartitionedGradients(Gradients):
         begun = deque[tuple[ShardedBucket, Pending[torch.Tensor]]]()
         for bucket in self.buckets:
             begun.append((bucket, self._gather(bucket)))
-            if len(begun) > 1:  # one is on its way while another is unpacked
+            if len(begun) > 1:  # gather one while another is unpacked
                 self._unpack(*begun.popleft())
         for bucket, pending in begun:
             self._unpack(bucket, pending)
@@ -311,7 +310,7 @@ class PartitionedGradients(Gradients):
     def track(self, counter: MemoryCounter, number: int = 0) -> None:
         for bucket in self.buckets:
             totals = [part.total for part in bucket.parts if part.total is not None]
-            added = "gradients" if bucket.added_in is bucket.dtype else "sums"
+            added = "gradients" if bucket.sum_dtype is bucket.dtype else "sums"
             counter.track([bucket.sums, *totals], added, number)
             counter.track([bucket.gradients], "gradients", number)
 
@@ -338,8 +337,8 @@ class PartitionedGradients(Gradients):
             check_gradient(part.name, gradient, sent=index < self._sent)
             if part.total is not None:
                 add(part.total, gradient)
-            else:  # what is sent at once is widened on its way
-                part.total = gradient if self._zero == 2 else gradient.to(bucket.added_in)
+            else:  # what is sent at once is converted when it is sent
+                part.total = gradient if self._zero == 2 else gradient.to(bucket.sum_dtype)
             part.used = True
             if self._sending:
                 bucket.waiting -= 1
@@ -356,21 +355,21 @@ class PartitionedGradients(Gradients):
 
     def _send_until(self, end: int) -> None:
         for bucket in self.buckets[self._sent : end]:
-            if len(self._flying) == IN_FLIGHT:
-                self._land()
+            if len(self._in_flight) == IN_FLIGHT:
+                self._wait_oldest()
             packed, adding = bucket.pack(self._group.size).view(-1), bucket.sums is not NOTHING
             if not adding:
-                bucket.sums = torch.empty(bucket.length, dtype=bucket.added_in, device=bucket.device)
+                bucket.sums = torch.empty(bucket.length, dtype=bucket.sum_dtype, device=bucket.device)
             pending = reduce_scatter.begin(packed, self._group, into=bucket.sums, adding=adding, label=bucket.label)
-            self._flying.append(pending)
+            self._in_flight.append(pending)
         self._sent = max(self._sent, end)
 
-    def _land(self) -> None:
-        self._flying.popleft().wait()
+    def _wait_oldest(self) -> None:
+        self._in_flight.popleft().wait()
 
     # ------------------------------------------------------------------------------------------- helpers
     def _gather(self, bucket: ShardedBucket) -> Pending[torch.Tensor]:
-        """Begins to gather the rows of all ranks' own pieces of the parameters."""
+        """Begins to all-gather the parameters of `bucket`, packed."""
         row = torch.empty(bucket.length, dtype=bucket.dtype, device=bucket.device)
         for part in bucket.parts:
             part.layout.piece(row, self._position).copy_(part.parameter[part.layout.own(self._position)])
@@ -387,7 +386,7 @@ class PartitionedGradients(Gradients):
 
 
 def _parts(named: Iterable[tuple[str, nn.Parameter]], ranks: int) -> list[RowRange]:
-    """The parts of a bucket, one behind the other."""
+    """The parts of a bucket, laid out consecutively."""
     parts: list[RowRange] = []
     offset = 0
     for name, parameter in named:
@@ -397,7 +396,7 @@ def _parts(named: Iterable[tuple[str, nn.Parameter]], ranks: int) -> list[RowRan
 
 
 def _cut(part: RowRange, rows: slice, mesh: DeviceMesh) -> OwnedRows:
-    """The `rows` of a parameter as this rank's shard of it, in its memory."""
+    """This rank's shard of a parameter: a DTensor that shares memory with its `rows`."""
     whole = part.parameter.detach()
     placements, shape, stride = [Replicate(), Shard(0)], whole.shape, whole.stride()
     piece = DTensor.from_local(whole[rows], mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -5,14 +5,14 @@ compute side by side while the thread feeds one after the other. One thread and 
 generators of Python, numpy and torch on the CPU belong to the process: threads would mix up the random streams of
 their microbatches.
 
-The outputs of a replica are *gathered* on one device, where the losses of all are computed (DataParallel, whose first
-device so runs out of memory first), or *kept* where they are, and so is the loss (balanced DataParallel).
+The outputs of a replica are *gathered* on one device, where all losses are computed (DataParallel, whose first device
+therefore runs out of memory first), or stay on the replica's device, which computes its loss (balanced DataParallel).
 
-Each replica's gradients are added up on its own device; the first replica, which is the model itself, takes those of
-the others after the last round, and they take its values before the next step.
+Each replica's gradients are accumulated on its own device. After the last round they are added to those of the first
+replica, which is the model itself; before the next step its parameters are copied to the others.
 
-On the CPU devices are virtual: one memory, with copies wherever GPUs would need them; `parallel.core.memory` tells them
-apart.
+On the CPU devices are virtual: one memory, with copies wherever GPUs would need them; `parallel.core.memory` counts
+each by itself.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from evenly.parallel.data.gradients import Gradients, GradientSum
 class Replica:
     """A model on one device.
 
-    number, device: which of the devices of this process.
-    module:         the parameters and buffers.
-    called:         what the job's loss calls.
-    loss_number, loss_device: where the job's loss finds its batch and computes.
+    number, device: index and name among the devices of this process.
+    module:         has the parameters and buffers.
+    called:         the module that the job's loss is given.
+    loss_number, loss_device: where the batch is placed and the loss computed.
     """
 
     number: int
@@ -50,10 +50,10 @@ class Replica:
 
 
 class Replicas(Sequence[Replica]):
-    """One of `modules` on each of `devices`; the first is the model itself, the others are built like it.
+    """One of `modules` on each of `devices`; the first is the model itself.
 
-    They are built and not copied, since a copy loses what hangs together outside of parameters: an attribute that is
-    a view of a weight.
+    The others are built by the job and not copied from it, since a copy breaks aliases, such as an attribute that is a
+    view of a weight.
 
     output_device: number of the device on which losses are computed; None leaves each to its own.
     """
@@ -61,7 +61,7 @@ class Replicas(Sequence[Replica]):
     def __init__(
         self, modules: Sequence[nn.Module], devices: Sequence[str], *, output_device: int | None = None
     ) -> None:
-        _check_apart(modules)
+        _check_distinct(modules)
         self._replicas = [
             _replica(number, devices, module, number if output_device is None else output_device)
             for number, module in enumerate(modules)
@@ -77,7 +77,7 @@ class Replicas(Sequence[Replica]):
         return iter(self._replicas)
 
     def refresh(self) -> None:
-        """Gives every replica the values of the first."""
+        """Copies parameters and buffers of the first replica to the others."""
         first, *others = self._replicas
         with torch.no_grad():
             for other in others:
@@ -96,14 +96,14 @@ class ReplicaGradients(Gradients):
         )
 
     def begin(self, *, numbers: int = 0, rounds: int = 1) -> None:
-        """The replicas take over what the last update changed."""
+        """Copies the updated parameters to the other replicas, and begins a step."""
         self._replicas.refresh()
         for number, gradients in enumerate((self._sum, *self._others)):
             with on(number):
                 gradients.begin(numbers=numbers)
 
     def expect_last(self) -> None:
-        """Nothing to do: nothing is sent before the replicas' sums are together."""
+        """Does nothing: nothing can be sent before the replicas' sums are merged."""
 
     def start_reduce(self, numbers: Sequence[float] | torch.Tensor = ()) -> None:
         """Adds the other replicas' sums to the first's, which is sent with `numbers`."""
@@ -137,7 +137,7 @@ class ReplicaGradients(Gradients):
         return self._sum.named_gradients()
 
     def track(self, counter: MemoryCounter, number: int = 0) -> None:
-        """The sums on each replica's device, from `number` on."""
+        """Counts each replica's sums on its device, from `number` on."""
         for place, gradients in enumerate((self._sum, *self._others), number):
             gradients.track(counter, place)
 
@@ -146,22 +146,22 @@ class ReplicaGradients(Gradients):
             gradients.close()
 
 
-class Gathered(nn.Module):
-    """A replica that is called from another device: arguments are carried to it, outputs back.
+class GatheredReplica(nn.Module):
+    """A replica that is called from another device: copies arguments to it and outputs back.
 
-    Everything but calling it is the replica's own.
+    All attributes are the replica's own.
     """
 
-    def __init__(self, module: nn.Module, here: tuple[int, str], there: tuple[int, str]) -> None:
+    def __init__(self, module: nn.Module, own: tuple[int, str], caller: tuple[int, str]) -> None:
         super().__init__()
-        self.module, self._here, self._there = module, here, there
+        self.module, self._own, self._caller = module, own, caller
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        carry = _carrier(self._there, self._here)
-        args, kwargs = map_tensors(carry, args), map_tensors(carry, kwargs)
-        with on(self._here[0]):
+        transfer = _transfer_to(self._caller, self._own)
+        args, kwargs = map_tensors(transfer, args), map_tensors(transfer, kwargs)
+        with on(self._own[0]):
             outputs = self.module(*args, **kwargs)
-        return map_tensors(_carrier(self._here, self._there), outputs)
+        return map_tensors(_transfer_to(self._own, self._caller), outputs)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -170,29 +170,29 @@ class Gathered(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
 
-class _Carry(torch.autograd.Function):
-    """A tensor from one device to another; its gradient comes back."""
+class _Transfer(torch.autograd.Function):
+    """Copies a tensor to another device, and its gradient back."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, source: tuple[int, str], target: tuple[int, str]) -> torch.Tensor:
         ctx.source = source
-        return _carried(tensor, target)
+        return _copy_to(tensor, target)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _carried(gradients[0], ctx.source), None, None
+        return _copy_to(gradients[0], ctx.source), None, None
 
 
-def _carrier(source: tuple[int, str], target: tuple[int, str]) -> Callable[[torch.Tensor], torch.Tensor]:
-    def carry(tensor: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = _Carry.apply(tensor, source, target)  # pyright: ignore[reportAssignmentType]
+def _transfer_to(source: tuple[int, str], target: tuple[int, str]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def transfer(tensor: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = _Transfer.apply(tensor, source, target)  # pyright: ignore[reportAssignmentType]
         return result
 
-    return carry
+    return transfer
 
 
-def _carried(tensor: torch.Tensor, target: tuple[int, str]) -> torch.Tensor:
-    """A copy of `tensor` on `target`, also where both are the CPU."""
+def _copy_to(tensor: torch.Tensor, target: tuple[int, str]) -> torch.Tensor:
+    """A copy of `tensor` on `target`, also where source and target are the CPU."""
     number, device = target
     with on(number, carrying=True):
         return tensor.to(device, non_blocking=True, copy=True)
@@ -202,19 +202,19 @@ def _replica(number: int, devices: Sequence[str], module: nn.Module, loss_number
     device, loss_device = devices[number], devices[loss_number]
     called = module
     if number != loss_number:
-        called = Gathered(module, (number, device), (loss_number, loss_device))
+        called = GatheredReplica(module, (number, device), (loss_number, loss_device))
     return Replica(number, device, module, called, loss_number, loss_device)
 
 
-def _check_apart(modules: Sequence[nn.Module]) -> None:
-    """Raises `PlanError` where modules that should be several share what they hold."""
+def _check_distinct(modules: Sequence[nn.Module]) -> None:
+    """Raises `PlanError` where replicas share a parameter or buffer."""
     seen: dict[int, str] = {}
     for module in modules:
         mine = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
         if shared := [name for key, name in mine.items() if key in seen]:
             raise PlanError(
                 f"{len(modules)} replicas of the model",
-                f"{shared[0]} is the same tensor in all: the job's model returns what it returned before",
+                f"{shared[0]} is the same tensor in all: the job's `model` returns the same module each time",
                 "let it build a new module each time it is called",
             )
         seen |= mine

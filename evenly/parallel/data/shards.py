@@ -1,18 +1,18 @@
-"""The data axis with parameters too cut over ranks (ZeRO 3), by torch's `fully_shard`.
+"""The data axis with parameters, gradients and optimizer state sharded (ZeRO 3), by torch's `fully_shard`.
 
-Every parameter is cut along dim 0 into one *shard* per rank of a *shard group*, and so are its gradient and what the
-optimizer keeps for it. A *unit* is what is gathered together, whole only while it computes: a block of the model, or
-all that is in no block (the root). The root, and the last blocks if they are small, stay whole until their backward.
-The gradients of every microbatch are reduced and cut as soon as they are there.
+Every parameter, its gradient and its optimizer state are cut along dim 0 into one *shard* per rank of a *shard group*.
+A *unit* is what is gathered together, only while it computes: a block of the model, or everything outside of blocks
+(the root). The root, and the last blocks if they are small, stay gathered until their backward. The gradients of every
+microbatch are reduce-scattered as soon as they are computed.
 
-With shard groups smaller than the data axis (hybrid sharding) the groups hold the same shards, and add up the shards of
-their gradients in the last backward of a step.
+With shard groups smaller than the data axis (hybrid sharding) the groups hold the same shards, and all-reduce the
+shards of their gradients in the last backward of a step.
 
-Exactness. With `accumulate_float64`, gradients of several microbatches and ranks are added in float64 and rounded once,
-as in `gradients`: the same bits on any number of ranks. Gradients are sums, not means.
+Exactness. With `accumulate_float64`, gradients of several microbatches and ranks are summed in float64 and rounded
+once, as in `gradients`: the same bits on any number of ranks. Gradients are sums, not means.
 
-Order. Ranks meet inside the forward and the backward of every unit, so each runs as many microbatches as the others;
-`Share.filled` sees to it. After an evaluation, `reshard` puts the shards back in place of the root's whole parameters.
+Order. The forward and the backward of every unit contain collectives, so all ranks must run equally many microbatches;
+`Share.filled` adds fillers. After an evaluation, `reshard` frees the gathered parameters of the root.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from evenly.parallel.data.optimizer import OwnedRows
 from evenly.parallel.data.partition import RowLayout
 from evenly.torch_private import all_gather_single, end_sharded_forward, initialize_sharding, reduce_sharded
 
-ORDERS = 65_521  # so many orders of units are distinguished; a prime, whose square is exact in float64 times any world
+ORDER_PRIME = 65_521  # modulus of the hash of the order of units; its square times any world size is exact in float64
 
 
 def units_of(model: nn.Module, blocks: Sequence[Block]) -> list[tuple[Block, bool]]:
-    """The blocks that are units of their own, and whether each stays whole until the backward."""
+    """The blocks that are units, and whether each stays gathered until the backward."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -62,12 +62,12 @@ def units_of(model: nn.Module, blocks: Sequence[Block]) -> list[tuple[Block, boo
 
 
 class ShardedGradients(Gradients):
-    """Cuts `model`, in place, and adds its gradients over the microbatches of a step and over ranks.
+    """Shards `model`, in place, and sums its gradients over the microbatches of a step and over ranks.
 
-    shard: size of the shard groups. offload: whether shards live in the host's memory, gradients too. `share` is the
-    share of the parameters' elements that is really cut. parts: which of its parameters are parts of larger ones.
-    blocks: of the model, if they are known. in_parts: whether a backward computes the gradients of inputs first and
-    those of parameters later: parameters then stay whole from a step's first forward to its end, and so do gradients.
+    shard: size of the shard groups. offload: whether shards and their gradients are in host memory. blocks: of the
+    model, if they are known. ownership: what this rank has of the model, where it is not all. split_backward: whether
+    gradients of parameters are computed after those of inputs; parameters and gradients then stay gathered from the
+    first forward of a step to its end. `share`: fraction of the parameters' elements that is sharded.
     """
 
     def __init__(
@@ -78,28 +78,28 @@ class ShardedGradients(Gradients):
         shard: int,
         accumulate_float64: bool,
         offload: bool = False,
-        parts: Ownership | None = None,
+        ownership: Ownership | None = None,
         blocks: Sequence[Block] | None = None,
-        in_parts: bool = False,
+        split_backward: bool = False,
     ) -> None:
-        trainable(model, some=parts is None or parts.stages is None)
-        _refuse_what_cannot_shard(model)
-        self._world, self._group, self._offload, self._parts = world, world.group("data"), offload, parts
-        self._model, self._in_parts = model, in_parts
+        trainable(model, required=ownership is None or ownership.pipeline_group is None)
+        _check_can_shard(model)
+        self._world, self._group, self._offload, self._ownership = world, world.group("data"), offload, ownership
+        self._model, self._split_backward = model, split_backward
         units = units_of(model, find_blocks(model) if blocks is None else blocks)
         for unit, _ in units:
             _check_dtypes(unit.name, unit.module)
         _check_dtypes("", model)
         self._shards, across = self._cut(model, units, shard=shard, accumulate_float64=accumulate_float64)
-        self._counts_squares = across is None or across.position == 0  # the other groups have the same shards
+        self._counts_squares = across is None or across.position == 0  # other groups have the same shards
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        # In parts, gradients of several microbatches are added up before they are reduced.
-        sent_in = None if in_parts else next((p.dtype for p in model.parameters() if p.requires_grad), None)
+        # With a split backward, gradients of several microbatches are accumulated before they are reduced.
+        send_dtype = None if split_backward else next((p.dtype for p in model.parameters() if p.requires_grad), None)
         for unit in self._units:
-            _add_as_sums(unit)
+            _reduce_by_sum(unit)
             if adds_here(self._shards) and self._shards.size > 1:
-                unit.set_custom_reduce_scatter(cast(Any, _AddedHere(self._shards, sent_in)))
-                unit.set_custom_all_gather(cast(Any, _GatheredAhead()))
+                unit.set_custom_reduce_scatter(cast(Any, _ReduceScatter(self._shards, send_dtype)))
+                unit.set_custom_all_gather(cast(Any, _AsyncAllGather()))
         for unit, following in pairwise(self._units):
             unit.set_modules_to_forward_prefetch([following])
         self._named = list(model.named_parameters())
@@ -107,15 +107,15 @@ class ShardedGradients(Gradients):
         self._numbers = {name: number for number, (name, _) in enumerate(self._named)}
         self._used = [False] * len(self._named)
         self._hooked: set[int] = set()
-        self._gathered = 0  # which units this rank has run in the step, and in which order, as one number
+        self._unit_order = 0  # hash of the units that this rank ran in the step, in order
         prefixes = {id(module): name for name, module in model.named_modules()}
         self._handles: list[Any] = [
-            unit.register_forward_pre_hook(self._watch(_own_modules(unit, prefixes[id(unit)]), number))
+            unit.register_forward_pre_hook(self._before_unit(_own_modules(unit, prefixes[id(unit)]), number))
             for number, unit in enumerate(self._units)
         ]
         self._pending: Pending[torch.Tensor] | None = None
-        self._mine: dict[str, torch.Tensor] = {}  # what this rank has of the gradients, once they are added up
-        self._squares = 0.0  # of all gradients of the step; where parts are parts of larger ones `norm` asks for it
+        self._sums: dict[str, torch.Tensor] = {}  # by name, the reduced shards of gradients
+        self._squares = 0.0  # of all gradients of the step; unless `ownership` computes the norm
         cut = sum(p.numel() for _, p in self._named if local(p).numel() < p.numel())
         self.share = cut / max(1, sum(p.numel() for _, p in self._named))
         position, ranks = self._shards.position, self._shards.size
@@ -124,76 +124,76 @@ class ShardedGradients(Gradients):
     def _cut(
         self, model: nn.Module, units: Sequence[tuple[Block, bool]], *, shard: int, accumulate_float64: bool
     ) -> tuple[Group, Group | None]:
-        """Cuts every unit, innermost first; returns the shard group, and that of the ranks with the same shards."""
+        """Shards every unit, innermost first; returns the shard group, and the group of ranks with the same shards."""
         mesh = shard_mesh(self._world, shard)
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float64 if accumulate_float64 else None)
         on_gpu = self._world.device.startswith("cuda")
-        how: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+        options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
         if self._offload:
-            how["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
-        for unit, whole in units:
-            # In parts, the gradients of parameters are found by the parameters that the forward computed with.
-            fully_shard(unit.module, reshard_after_forward=not (whole or self._in_parts), **how)
-        fully_shard(model, reshard_after_forward=False, **how)
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
+        for unit, keep_gathered in units:
+            # A split backward finds gradients through the gathered parameters that the forward used.
+            fully_shard(unit.module, reshard_after_forward=not (keep_gathered or self._split_backward), **options)
+        fully_shard(model, reshard_after_forward=False, **options)
         return groups_of(mesh, self._group)
 
     # ------------------------------------------------------------------------------------------- a step
     def begin(self, *, numbers: int = 0, rounds: int = 1) -> None:
         self._used = [False] * len(self._named)
-        self._gathered = 0
-        self._mine.clear()
+        self._unit_order = 0
+        self._sums.clear()
         for _, parameter in self._named:
             parameter.grad = None
         self._expect(last=False)
 
     def expect_last(self) -> None:
-        """The next backward is the one that reduces over all ranks; in parts, it is no backward that does."""
-        if not self._in_parts:
+        """Lets the next backward reduce over all ranks; with a split backward `start_reduce` does that."""
+        if not self._split_backward:
             self._expect(last=True)
 
     def _expect(self, *, last: bool) -> None:
         root = self._units[0]
         root.set_is_last_backward(last)
         root.set_requires_all_reduce(last)
-        if self._in_parts:
+        if self._split_backward:
             root.set_requires_gradient_sync(last)
             root.set_reshard_after_backward(last)
 
     def prepare(self) -> None:
-        """What the first forward would do, while parameters are shown as they are."""
+        """Does the lazy initialization of the first forward while the model has its own parameters, without views."""
         initialize_sharding(self._model)
 
-    def stage_ended(self, outputs: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """What ends the forward of the model, where it ends by an exception with these outputs."""
+    def end_stage_forward(self, outputs: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Runs the post-forward of a stage that ended by an exception with `outputs`; returns them."""
         return end_sharded_forward(self._model, outputs)
 
     def start_reduce(self, numbers: Sequence[float] | torch.Tensor = ()) -> None:
-        """The gradients are on their way since the backward, if it did not compute them in parts."""
-        if self._in_parts:
+        """Gradients are in flight since the backward, unless it was split."""
+        if self._split_backward:
             self._reduce()
         refuse_unfrozen(self._frozen)
         flags = (float(used) for used in self._used)
-        order = (float(self._gathered), float(self._gathered**2))
-        self._mine = self._reduced()
-        squares = sum_of_squares(self._mine.values() if self._counts_squares else ()) if self._parts is None else None
+        order = (float(self._unit_order), float(self._unit_order**2))
+        self._sums = self._reduced()
+        counted = self._sums.values() if self._counts_squares else ()
+        squares = sum_of_squares(counted) if self._ownership is None else None
         self._pending = begin_numbers((*order, *flags), numbers, self._group, squares)
 
     def finish_reduce(self) -> list[float]:
         assert self._pending is not None
         order, squared, *values = self._pending.wait().tolist()
-        # Of equal numbers, and of no others, the squares add up to the square of the sum over how many they are.
+        # n * sum(x^2) == (sum x)^2 holds if and only if all n numbers are equal.
         if int(squared) * self._group.size != int(order) ** 2:
             raise RunError(
                 "a step with zero=3",
-                "ranks have run other blocks than each other, or in another order, and gathered one's parameters for "
-                "another's",
+                "ranks ran different blocks, or in a different order, and gathered the parameters of the wrong blocks",
                 "let the model run the same blocks for every microbatch (no layerdrop), or use plan zero2 or ddp",
             )
         for (name, parameter), flag in zip(self._named, values, strict=False):
             if flag == 0:
                 parameter.grad = None
-                self._mine.pop(name, None)
-        if self._parts is None:
+                self._sums.pop(name, None)
+        if self._ownership is None:
             self._squares = values.pop()
         return values[len(self._named) :]
 
@@ -205,32 +205,32 @@ class ShardedGradients(Gradients):
             self._used[number] = self._used[number] or name in names
 
     def collect(self) -> None:
-        """Notes which parameters have a gradient; `fully_shard` takes them up by itself, or in `start_reduce`."""
-        if self._in_parts:
+        """Notes which parameters have a gradient; `fully_shard` reduces them itself, or in `start_reduce`."""
+        if self._split_backward:
             for name, parameter in local_parameters(self._model.named_modules()):
                 if name in self._numbers and parameter.grad is not None and not isinstance(parameter, DTensor):
                     self._used[self._numbers[name]] = True
 
     def _reduce(self) -> None:
-        """Reduces and cuts all gradients, as the end of the last backward would."""
+        """Reduce-scatters all gradients, as the end of the last backward would."""
         self._expect(last=True)
         reduce_sharded(self._model)
 
     def norm(self) -> torch.Tensor:
-        if self._parts is not None:
-            return self._parts.norm(self.named_gradients(), self._shards)
+        if self._ownership is not None:
+            return self._ownership.norm(self.named_gradients(), self._shards)
         return torch.tensor(self._squares, dtype=torch.float64).sqrt()
 
     def divide(self, divisor: float) -> None:
-        for gradient in self._mine.values():
+        for gradient in self._sums.values():
             gradient.div_(divisor)
 
     def scale(self, factor: float) -> None:
-        for gradient in self._mine.values():
+        for gradient in self._sums.values():
             gradient.mul_(factor)
 
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        return ((name, self._mine.get(name)) for name, _ in self._named)
+        return ((name, self._sums.get(name)) for name, _ in self._named)
 
     def reshard(self) -> None:
         for unit in self._units:
@@ -244,15 +244,15 @@ class ShardedGradients(Gradients):
             handle.remove()
 
     def _reduced(self) -> dict[str, torch.Tensor]:
-        """By name of the parameter, what `fully_shard` has left of its gradient so far."""
+        """By name, the shards of gradients that `fully_shard` has reduced so far."""
         return {name: local(p.grad) for name, p in self._named if p.grad is not None}
 
     # ------------------------------------------------------------------------------- which parameters are used
-    def _watch(self, modules: Sequence[tuple[str, nn.Module]], number: int) -> Callable[[nn.Module, Any], None]:
-        """Before a unit's forward, when its parameters are whole: hooks that note which get a gradient."""
+    def _before_unit(self, modules: Sequence[tuple[str, nn.Module]], number: int) -> Callable[[nn.Module, Any], None]:
+        """A pre-forward hook that adds hooks to the gathered parameters of a unit, to note which get a gradient."""
 
         def watch(*_: Any) -> None:
-            self._gathered = (self._gathered * 31 + number + 1) % ORDERS
+            self._unit_order = (self._unit_order * 31 + number + 1) % ORDER_PRIME
             for name, parameter in local_parameters(modules):
                 if id(parameter) not in self._hooked and parameter.requires_grad and not isinstance(parameter, DTensor):
                     self._hooked.add(id(parameter))
@@ -262,24 +262,24 @@ class ShardedGradients(Gradients):
 
     def _note(self, number: int) -> Callable[[torch.Tensor], None]:
         def note(parameter: torch.Tensor) -> None:
-            if self.counting or self._in_parts:
+            if self.counting or self._split_backward:
                 self._used[number] = True
             elif parameter.grad is not None:
-                # Of a loss times zero it need not be: not where the model's own code divides in its backward, or draws.
+                # A filler's loss is multiplied by zero, but its gradient may still be NaN, or random.
                 parameter.grad.zero_()
 
         return note
 
 
-class _InNewMemory:
-    """The collectives of `fully_shard`, with messages in new memory."""
+class _NewMemory:
+    """A collective for `fully_shard` with new buffers for each call."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
 
-class _GatheredAhead(_InNewMemory):
-    """Its all_gather, which waits on the CPU where the result is needed, and not before."""
+class _AsyncAllGather(_NewMemory):
+    """An all-gather that waits on the CPU only where the result is needed."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
@@ -288,29 +288,29 @@ class _GatheredAhead(_InNewMemory):
         return None if work is None else PolledWork(work)
 
 
-class _AddedHere(_InNewMemory):
-    """Its reduce_scatter, where ours moves less.
+class _ReduceScatter(_NewMemory):
+    """A reduce-scatter that sends gradients in a narrower dtype than it sums them in.
 
-    sent_in: the type of gradients, in which they are sent; None where they come in the type that they are added in.
+    send_dtype: of the gradients as they are sent; None if they are sent in the dtype of the sum.
     """
 
-    def __init__(self, group: Group, sent_in: torch.dtype | None) -> None:
-        self._group, self._sent_in = group, sent_in
-        self._given = False  # whether memory for what is sent has been asked for; then comes that for the result
+    def __init__(self, group: Group, send_dtype: torch.dtype | None) -> None:
+        self._group, self._send_dtype = group, send_dtype
+        self._allocated = False  # whether the buffer to send is allocated; the next one is the result
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        given, self._given = self._given, True
-        return super().allocate(size, dtype=dtype if given or self._sent_in is None else self._sent_in, device=device)
+        is_result, self._allocated = self._allocated, True
+        return super().allocate(size, dtype=dtype if is_result else self._send_dtype or dtype, device=device)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        self._given = False
+        self._allocated = False
         reduce_scatter(input_tensor, self._group, into=output_tensor)
 
 
-def _refuse_what_cannot_shard(model: nn.Module) -> None:
-    """Raises `PlanError` for a torch or a model with which fully_shard goes wrong."""
+def _check_can_shard(model: nn.Module) -> None:
+    """Raises `PlanError` for a version of torch or a model that fully_shard handles wrongly."""
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         raise PlanError(
             f"plan zero=3 with torch {torch.__version__}",
@@ -327,14 +327,14 @@ def _refuse_what_cannot_shard(model: nn.Module) -> None:
 
 
 def _own_modules(unit: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
-    """What is in `unit` and in no unit within it, with names; prefix: the unit's own."""
+    """(name, module) for the modules of `unit` that are in no inner unit; prefix: name of the unit."""
     within = [one for one in unit.modules() if one is not unit and isinstance(one, FSDPModule)]
     inner = {id(module) for one in within for module in one.modules()}
     return [(name, module) for name, module in unit.named_modules(prefix=prefix) if id(module) not in inner]
 
 
-def _add_as_sums(unit: FSDPModule) -> None:
-    """Sums instead of means, and zeros for what this rank did not use: the others may have used it."""
+def _reduce_by_sum(unit: FSDPModule) -> None:
+    """Makes `unit` sum gradients instead of averaging, with zeros for parameters that this rank did not use."""
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
     unit.set_reduce_scatter_unused_params(True)

@@ -1,13 +1,13 @@
 """The backward pass of one stage on one microbatch: all at once, or in two parts, the gradients of its inputs first.
 
-In two parts. The nodes of autograd's graph that lead to an input are the *input path*. The first part runs them, and
-keeps the gradients that arrive where the path of a parameter turns off (its *branch_nodes*). The second begins there,
-for each group of parameters that share a branch by itself, so that hardly anything of it runs again. A branch that is
-reached from another one gets what was kept, which is all that arrives there. An output that no input leads to is a
-branch too, at which its own gradient arrives.
+In two parts: the autograd nodes between the outputs and an input are the *input path*. The first part runs them and
+captures the gradients at the nodes where parameters branch off (*branch nodes*). The second part starts from those, one
+group of parameters that share branch nodes at a time, so that hardly any node runs twice. Where one branch node is
+reached from another, its captured gradient replaces the partial one. An output that does not depend on any input is a
+branch node too, with its own gradient.
 
-torch has such a pair (`stage_backward_input`, `stage_backward_weight`), whose groups may overlap: where parameters meet
-in two places, as in a penalty on all of them, it counts gradients twice. It knows no outputs without an input either.
+The groups of torch's own pair (`stage_backward_input`, `stage_backward_weight`) may overlap: where parameters join in
+two places, as in a penalty on all of them, it counts gradients twice. It does not support outputs without an input.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Gradient = torch.Tensor | None
 
 
 def backward(outputs: Sequence[torch.Tensor], gradients: Sequence[Gradient]) -> None:
-    """Adds the gradients of `outputs` (None: a loss's own) to the leaves that they depend on."""
+    """Accumulates the gradients of `outputs` into the leaves they depend on; gradient None: the output is the loss."""
     if outputs:
         torch.autograd.backward([*outputs], [*gradients])
 
@@ -36,20 +36,20 @@ def begin_backward(
     inputs: Sequence[torch.Tensor],
     parameters: Iterable[nn.Parameter],
 ) -> Callable[[], None]:
-    """Adds to `inputs`, which are leaves, their gradients; returns what adds those of `parameters`."""
-    given = [torch.ones_like(o) if g is None else g for o, g in zip(outputs, gradients, strict=True)]
+    """Accumulates the gradients of `inputs` (leaves); returns a function that accumulates those of `parameters`."""
+    output_gradients = [torch.ones_like(o) if g is None else g for o, g in zip(outputs, gradients, strict=True)]
     graph = _Graph([output.grad_fn for output in outputs])
-    input_path = graph.above(_leaf(leaf) for leaf in inputs)
+    input_path = graph.ancestors(_leaf(leaf) for leaf in inputs)
     groups = _groups(graph, input_path, parameters)
     branch_nodes = {node: _Branch() for group in groups for node in group.branch_nodes if node in input_path}
-    handles = [node.register_prehook(branch.keep) for node, branch in branch_nodes.items()]
+    handles = [node.register_prehook(branch.capture) for node, branch in branch_nodes.items()]
     try:
-        leading = [number for number, output in enumerate(outputs) if output.grad_fn in input_path]
-        if leading:
+        dependent = [number for number, output in enumerate(outputs) if output.grad_fn in input_path]
+        if dependent:
             found = torch.autograd.grad(
-                [outputs[number] for number in leading],
+                [outputs[number] for number in dependent],
                 [*inputs],
-                [given[number] for number in leading],
+                [output_gradients[number] for number in dependent],
                 retain_graph=True,
                 allow_unused=True,
             )
@@ -58,28 +58,28 @@ def begin_backward(
     finally:
         for handle in handles:
             handle.remove()
-    own = [(output, gradient) for output, gradient in zip(outputs, given, strict=True)]
-    input_free_outputs = [(output, gradient) for output, gradient in own if output.grad_fn not in input_path]
+    pairs = zip(outputs, output_gradients, strict=True)
+    input_free_outputs = [(output, gradient) for output, gradient in pairs if output.grad_fn not in input_path]
     return partial(_finish, groups, branch_nodes, input_free_outputs)
 
 
 @dataclass(eq=False)
 class _Branch:
-    """A node of the input path from which parameters branch off; `arrived` by its outputs, once it has run."""
+    """A branch node; `captured` are the gradients of its outputs, once it has run."""
 
-    arrived: tuple[Gradient, ...] = ()
+    captured: tuple[Gradient, ...] = ()
 
-    def keep(self, gradients: tuple[Gradient, ...]) -> None:
-        self.arrived = gradients
+    def capture(self, gradients: tuple[Gradient, ...]) -> None:
+        self.captured = gradients
 
     def replace(self, _: tuple[Gradient, ...]) -> tuple[Gradient, ...]:
-        """What arrived, in the place of a part of it."""
-        return self.arrived
+        """Replaces a partial gradient by the captured one."""
+        return self.captured
 
 
 @dataclass(eq=False)
 class _Group:
-    """Parameters, by the node where their gradient arrives, that share branch_nodes."""
+    """Parameters that share branch nodes, by their AccumulateGrad node."""
 
     parameters: dict[Any, nn.Parameter]
     branch_nodes: set[Any] = field(default_factory=set[Any])
@@ -89,35 +89,35 @@ class _Graph:
     def __init__(self, roots: Sequence[Any]) -> None:
         self.roots = {root for root in roots if root is not None}
         self.parents: dict[Any, list[Any]] = {root: [] for root in self.roots}
-        left = [*self.roots]
-        while left:
-            node = left.pop()
+        stack = [*self.roots]
+        while stack:
+            node = stack.pop()
             for following, _ in node.next_functions:
                 if following is None:
                     continue
                 if following not in self.parents:
                     self.parents[following] = []
-                    left.append(following)
+                    stack.append(following)
                 self.parents[following].append(node)
 
-    def above(self, nodes: Iterable[Any]) -> set[Any]:
-        """All nodes that lead to any of these, themselves included."""
+    def ancestors(self, nodes: Iterable[Any]) -> set[Any]:
+        """All nodes between the roots and any of `nodes`, both included."""
         found: set[Any] = set()
-        left = [node for node in nodes if node in self.parents]
-        while left:
-            node = left.pop()
+        stack = [node for node in nodes if node in self.parents]
+        while stack:
+            node = stack.pop()
             if node not in found:
                 found.add(node)
-                left += self.parents[node]
+                stack += self.parents[node]
         return found
 
     def branch_nodes(self, leaf: Any, input_path: set[Any]) -> set[Any]:
-        """The first nodes of the input path, and the roots, above `leaf`."""
+        """The nearest ancestors of `leaf` that are on the input path or roots."""
         found: set[Any] = set()
         seen: set[Any] = set()
-        left = [leaf]
-        while left:
-            node = left.pop()
+        stack = [leaf]
+        while stack:
+            node = stack.pop()
             if node in seen:
                 continue
             seen.add(node)
@@ -126,25 +126,25 @@ class _Graph:
                 continue
             if node in self.roots:
                 found.add(node)
-            left += self.parents[node]
+            stack += self.parents[node]
         return found
 
 
 def _groups(graph: _Graph, input_path: set[Any], parameters: Iterable[nn.Parameter]) -> list[_Group]:
-    """The parameters that the graph leads to, in groups that have no branch in common."""
+    """The parameters in the graph, in groups that share no branch node."""
     groups: list[_Group] = []
-    of: dict[Hashable, _Group] = {}
+    group_of: dict[Hashable, _Group] = {}
     for parameter in parameters:
         leaf = _leaf(parameter) if parameter.requires_grad else None
         if leaf is None or leaf not in graph.parents:
             continue
         group = _Group({leaf: parameter}, graph.branch_nodes(leaf, input_path))
-        for other in {id(of[node]): of[node] for node in group.branch_nodes if node in of}.values():
+        for other in {id(group_of[node]): group_of[node] for node in group.branch_nodes if node in group_of}.values():
             group.parameters |= other.parameters
             group.branch_nodes |= other.branch_nodes
             groups.remove(other)
         groups.append(group)
-        of.update(dict.fromkeys(group.branch_nodes, group))
+        group_of.update(dict.fromkeys(group.branch_nodes, group))
     return groups
 
 
@@ -157,19 +157,19 @@ def _finish(
     for group in groups:
         own = {node: branch_nodes[node] for node in group.branch_nodes if node in branch_nodes}
         edges: list[Any] = [output for output, _ in input_free_outputs if output.grad_fn in group.branch_nodes]
-        arrived: list[Any] = [
+        captured: list[Any] = [
             gradient for output, gradient in input_free_outputs if output.grad_fn in group.branch_nodes
         ]
         for node, branch in own.items():
-            there = [number for number, gradient in enumerate(branch.arrived) if gradient is not None]
-            edges += [GradientEdge(node, number) for number in there]
-            arrived += [branch.arrived[number] for number in there]
+            indices = [number for number, gradient in enumerate(branch.captured) if gradient is not None]
+            edges += [GradientEdge(node, number) for number in indices]
+            captured += [branch.captured[number] for number in indices]
         if not edges:
             continue
-        handles = [node.register_prehook(branch.replace) for node, branch in own.items() if branch.arrived]
+        handles = [node.register_prehook(branch.replace) for node, branch in own.items() if branch.captured]
         try:
             leaves = [GradientEdge(leaf, 0) for leaf in group.parameters]
-            found = torch.autograd.grad(edges, leaves, arrived, retain_graph=True, allow_unused=True)
+            found = torch.autograd.grad(edges, leaves, captured, retain_graph=True, allow_unused=True)
         finally:
             for handle in handles:
                 handle.remove()
@@ -178,7 +178,7 @@ def _finish(
 
 
 def _leaf(tensor: torch.Tensor) -> Any:
-    """The node where the gradient of a leaf arrives."""
+    """The AccumulateGrad node of a leaf."""
     return torch.autograd.graph.get_gradient_edge(tensor).node
 
 
@@ -188,17 +188,15 @@ def _add(leaf: torch.Tensor, gradient: Gradient) -> None:
 
 
 class NonViewAlias(torch.autograd.Function):
-    """The same numbers in the same memory, as no view: it may be overwritten."""
+    """An alias of the same memory that autograd does not see as a view, so that it may be modified in place."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` itself to whoever computes with it."""
-        apart = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return apart.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())  # pyright: ignore
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())  # pyright: ignore
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        """The gradient as it came."""
         return gradients[0]
 
 

@@ -1,8 +1,8 @@
-"""What neighbouring stages of a pipeline send each other: tensors forward, their gradients back.
+"""What neighbouring stages of a pipeline send each other: tensors forward, their gradients is_gradient.
 
-Shapes may differ from microbatch to microbatch. They follow from the shapes of the microbatch itself, which every rank
-has: only the first of such a shape is announced by its *forms*, one number after the other, and later ones are expected
-to be the same. A gradient travels with one element more, which says whether there is one: what was not used has none.
+Shapes may differ from microbatch to microbatch, but are determined by the shapes of the microbatch itself, which every
+rank knows (its *shape key*). The first microbatch of each shape key sends the metadata of its tensors first; later ones
+reuse it. A gradient is sent with one extra element that says whether the tensor has a gradient: an unused one has none.
 """
 
 from __future__ import annotations
@@ -18,176 +18,178 @@ from evenly.comm.groups import Group
 from evenly.comm.transport import Pending
 from evenly.errors import RunError
 
-Payload = list[torch.Tensor | None]  # what a stage receives, by its needs; None where this microbatch has nothing there
-Sent = tuple[int, int, bool]  # the later of the two stages, the microbatch, and whether it is gradients: they go back
+Payload = list[torch.Tensor | None]  # a stage's inputs, in order; None where this microbatch has none
+MessageKey = tuple[int, int, bool]  # the later of the two stages, the microbatch, and whether it carries gradients
 
-MOST_DIMS = 8
-NUMBERS = MOST_DIMS + 3  # of a form: dims, dtype, whether it requires a gradient, and the dims' lengths
-MOST_TENSORS = 64
-TYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+MAX_DIMS = 8
+META_NUMBERS = MAX_DIMS + 3  # per tensor: number of dims, dtype, requires_grad, and the shape, padded
+MAX_TENSORS = 64
+DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 
 
 @dataclass(frozen=True)
-class Form:
-    """The form of a tensor that is sent; `shape` is None where this microbatch has none."""
+class TensorMeta:
+    """Metadata of a tensor that is sent; `shape` is None where this microbatch has no such tensor."""
 
     shape: tuple[int, ...] | None
     dtype: torch.dtype
     requires_grad: bool
 
     @classmethod
-    def of(cls, tensor: torch.Tensor | None) -> Form:
+    def of(cls, tensor: torch.Tensor | None) -> TensorMeta:
         if tensor is None:
             return cls(None, torch.float32, False)
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
-    def numbers(self) -> list[int]:
-        """As numbers, of which `from_numbers` is the inverse."""
+    def encode(self) -> list[int]:
+        """`META_NUMBERS` integers; `decode` is the inverse."""
         shape = self.shape or ()
-        if len(shape) > MOST_DIMS:
-            raise RunError(
-                "sending a tensor to the next stage", f"it has {len(shape)} dims", f"use at most {MOST_DIMS}"
-            )
+        if len(shape) > MAX_DIMS:
+            raise RunError("sending a tensor to the next stage", f"it has {len(shape)} dims", f"use at most {MAX_DIMS}")
         dims = -1 if self.shape is None else len(shape)
-        return [dims, TYPES.index(self.dtype), int(self.requires_grad), *shape, *[0] * (MOST_DIMS - len(shape))]
+        return [dims, DTYPES.index(self.dtype), int(self.requires_grad), *shape, *[0] * (MAX_DIMS - len(shape))]
 
     @classmethod
-    def from_numbers(cls, numbers: Sequence[int]) -> Form:
-        """The form that `numbers` were made of."""
+    def decode(cls, numbers: Sequence[int]) -> TensorMeta:
+        """The metadata that `encode` turned into `numbers`."""
         dims, dtype, requires_grad, *shape = numbers
-        return cls(None if dims < 0 else tuple(shape[:dims]), TYPES[dtype], bool(requires_grad))
+        return cls(None if dims < 0 else tuple(shape[:dims]), DTYPES[dtype], bool(requires_grad))
 
 
 @dataclass(eq=False)
 class StageChannel:
-    """The messages of one rank of a pipeline.
+    """Sends and receives the messages of one rank of a pipeline.
 
-    group:  the ranks of the pipeline axis. stages: of all ranks together.
+    group:  the ranks of the pipeline axis. stages: their number over all ranks.
 
-    What was sent is kept until it is known to have left: once its receiver has answered later messages
-    (`acknowledged`), or at the end of the step. Some backends do not tell.
+    A sent tensor stays alive until it has been delivered: until a later message of its receiver implies so
+    (`acknowledged`), or the end of the step. Some backends do not report it.
     """
 
     group: Group
     stages: int
-    _sent: dict[Sent, list[tuple[Pending[None], torch.Tensor]]] = field(default_factory=dict[Any, Any])
-    _forms: dict[Hashable, list[Form]] = field(default_factory=dict[Hashable, list[Form]])
+    _sent: dict[MessageKey, list[tuple[Pending[None], torch.Tensor]]] = field(default_factory=dict[Any, Any])
+    _metas: dict[Hashable, list[TensorMeta]] = field(default_factory=dict[Hashable, list[TensorMeta]])
 
     # --------------------------------------------------------------------------------------------------- forward
-    def send(self, payload: Payload, to: int, *, stage: int, microbatch: int, like: Hashable) -> None:
-        """Begins to send what `stage` receives; like: what the forms of its tensors follow from."""
-        forms, sent = [Form.of(tensor) for tensor in payload], (stage, microbatch, False)
-        known = self._forms.setdefault(("to", stage, like), forms)
-        if known is forms:
-            numbers = [number for form in forms for number in form.numbers()]
-            self._send(torch.tensor(numbers, device=self.group.device), to, sent, MOST_TENSORS - 1)
-        elif known != forms:
+    def send(self, payload: Payload, to: int, *, stage: int, microbatch: int, shape_key: Hashable) -> None:
+        """Begins to send the inputs of `stage` to rank `to`; shape_key: determines the shapes of the tensors."""
+        metas, sent = [TensorMeta.of(tensor) for tensor in payload], (stage, microbatch, False)
+        known = self._metas.setdefault(("to", stage, shape_key), metas)
+        if known is metas:
+            numbers = [number for meta in metas for number in meta.encode()]
+            self._send(torch.tensor(numbers, device=self.group.device), to, sent, MAX_TENSORS - 1)
+        elif known != metas:
             raise RunError(
                 f"sending to stage {stage} of the pipeline",
-                f"a microbatch of the same shapes gave other shapes before: {known} and now {forms}",
+                f"a microbatch of the same shapes gave other shapes before: {known} and now {metas}",
                 "let shapes within the model follow from those of the batch, or use a plan without pipeline",
             )
         for number, tensor in enumerate(payload):
             if tensor is not None:
                 self._send(tensor.detach(), to, sent, number)
 
-    def expects(self, stage: int, like: Hashable) -> bool:
-        """Whether the forms of what `stage` receives are known, so that it can be waited for ahead."""
-        return ("from", stage, like) in self._forms
+    def expects(self, stage: int, shape_key: Hashable) -> bool:
+        """Whether the metadata of the inputs of `stage` is known, so that receives can be posted early."""
+        return ("from", stage, shape_key) in self._metas
 
-    def begin_recv(self, source: int, *, tensors: int, stage: int, microbatch: int, like: Hashable) -> Arriving:
-        """Begins to receive the `tensors` that `stage` needs; waits for their forms if it does not know them."""
-        key = ("from", stage, like)
-        if key not in self._forms:
-            numbers = torch.empty(tensors * NUMBERS, dtype=torch.int64, device=self.group.device)
+    def begin_recv(
+        self, source: int, *, tensors: int, stage: int, microbatch: int, shape_key: Hashable
+    ) -> IncomingTensors:
+        """Begins to receive the inputs of `stage`, `tensors` of them; waits for their metadata if it is unknown."""
+        key = ("from", stage, shape_key)
+        if key not in self._metas:
+            numbers = torch.empty(tensors * META_NUMBERS, dtype=torch.int64, device=self.group.device)
             listed = recv(
-                numbers, source, self.group, tag=self._tag(stage, microbatch, False, MOST_TENSORS - 1)
+                numbers, source, self.group, tag=self._tag(stage, microbatch, False, MAX_TENSORS - 1)
             ).tolist()
-            self._forms[key] = [Form.from_numbers(listed[i : i + NUMBERS]) for i in range(0, len(listed), NUMBERS)]
-        arriving: list[Any] = []
-        for number, form in enumerate(self._forms[key]):
+            self._metas[key] = [
+                TensorMeta.decode(listed[i : i + META_NUMBERS]) for i in range(0, len(listed), META_NUMBERS)
+            ]
+        incoming: list[Any] = []
+        for number, meta in enumerate(self._metas[key]):
             tag = self._tag(stage, microbatch, False, number)
-            arriving.append(None if form.shape is None else self._recv(form.shape, form.dtype, source, tag))
-        return Arriving(arriving, self._forms[key])
+            incoming.append(None if meta.shape is None else self._recv(meta.shape, meta.dtype, source, tag))
+        return IncomingTensors(incoming, self._metas[key])
 
     # -------------------------------------------------------------------------------------------------- backward
     def send_gradients(self, inputs: Payload, to: int, *, stage: int, microbatch: int) -> None:
-        """Begins to send the gradients of what `stage` received, to where it came from."""
+        """Begins to send the gradients of the `inputs` of `stage` to the rank that sent them."""
         for number, tensor in enumerate(inputs):
             if tensor is not None and tensor.requires_grad:
                 packed = tensor.new_empty(tensor.numel() + 1)
                 packed[-1] = tensor.grad is not None
-                if tensor.grad is not None:  # else nobody looks at the rest
+                if tensor.grad is not None:  # else the receiver ignores these elements
                     packed[:-1].copy_(tensor.grad.reshape(-1))
                 self._send(packed, to, (stage, microbatch, True), number)
 
-    def begin_recv_gradients(self, outputs: Payload, source: int, *, stage: int, microbatch: int) -> ArrivingGradients:
-        """Begins to receive the gradients of `outputs`, which `stage` was sent."""
-        arriving: list[Any] = []
+    def begin_recv_gradients(self, outputs: Payload, source: int, *, stage: int, microbatch: int) -> IncomingGradients:
+        """Begins to receive the gradients of `outputs`, which were sent to `stage`."""
+        incoming: list[Any] = []
         for number, tensor in enumerate(outputs):
             tag = self._tag(stage, microbatch, True, number)
             if tensor is None or not tensor.requires_grad:
-                arriving.append(None)
+                incoming.append(None)
             else:
-                arriving.append(self._recv((tensor.numel() + 1,), tensor.dtype, source, tag))
-        return ArrivingGradients(arriving, outputs)
+                incoming.append(self._recv((tensor.numel() + 1,), tensor.dtype, source, tag))
+        return IncomingGradients(incoming, outputs)
 
     def finish(self) -> None:
-        """Waits until all that was sent has left."""
+        """Waits until all messages are delivered."""
         for sent in [*self._sent]:
             self._release(sent)
 
-    def acknowledged(self, stage: int, microbatch: int, *, back: bool) -> None:
-        """What was sent to `stage`, or the gradients sent `back` from it, arrived: they are kept no longer."""
-        self._release((stage, microbatch, back))
+    def acknowledged(self, stage: int, microbatch: int, *, is_gradient: bool) -> None:
+        """Releases the tensors, or gradients, between `stage - 1` and `stage`: the receiver has them."""
+        self._release((stage, microbatch, is_gradient))
 
     # --------------------------------------------------------------------------------------------------- helpers
-    def _release(self, sent: Sent) -> None:
+    def _release(self, sent: MessageKey) -> None:
         for pending, _ in self._sent.pop(sent, ()):
             pending.wait()
 
-    def _tag(self, stage: int, microbatch: int, back: bool, number: int) -> int:
-        return ((microbatch * self.stages + stage) * 2 + back) * MOST_TENSORS + number
+    def _tag(self, stage: int, microbatch: int, is_gradient: bool, number: int) -> int:
+        return ((microbatch * self.stages + stage) * 2 + is_gradient) * MAX_TENSORS + number
 
-    def _send(self, tensor: torch.Tensor, to: int, sent: Sent, number: int) -> None:
+    def _send(self, tensor: torch.Tensor, to: int, sent: MessageKey, number: int) -> None:
         tensor, tag = tensor.contiguous(), self._tag(*sent, number)
         self._sent.setdefault(sent, []).append((send.begin(tensor, to, self.group, tag=tag), tensor))
 
     def _recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, tag: int) -> Pending[torch.Tensor]:
-        landing = torch.empty(shape, dtype=dtype, device=self.group.device)
-        return recv.begin(landing, source, self.group, tag=tag)
+        buffer = torch.empty(shape, dtype=dtype, device=self.group.device)
+        return recv.begin(buffer, source, self.group, tag=tag)
 
 
 @dataclass(eq=False)
-class Arriving:
-    """Tensors on their way to a stage."""
+class IncomingTensors:
+    """Tensors that a stage is receiving."""
 
     pending: list[Pending[torch.Tensor] | None]
-    forms: list[Form]
+    metas: list[TensorMeta]
 
     def wait(self) -> Payload:
-        """The tensors, as leaves that require a gradient where those that were sent did."""
+        """Waits for the tensors; returns leaves, which require a gradient where the sent tensors did."""
         found = [None if one is None else one.wait() for one in self.pending]
         return [
-            None if tensor is None else tensor.requires_grad_(form.requires_grad)
-            for tensor, form in zip(found, self.forms, strict=True)
+            None if tensor is None else tensor.requires_grad_(meta.requires_grad)
+            for tensor, meta in zip(found, self.metas, strict=True)
         ]
 
 
 @dataclass(eq=False)
-class ArrivingGradients:
-    """Gradients on their way to a stage."""
+class IncomingGradients:
+    """Gradients of the `outputs` of a stage that it is receiving."""
 
     pending: list[Pending[torch.Tensor] | None]
     outputs: Payload
 
     def wait(self) -> list[torch.Tensor | None]:
-        """The gradient of each output; None where it has none."""
+        """Waits for the gradient of each output; None where it has none."""
         return [
-            None if one is None or tensor is None else _unpacked(one.wait(), tensor)
+            None if one is None or tensor is None else _unpack_gradient(one.wait(), tensor)
             for one, tensor in zip(self.pending, self.outputs, strict=True)
         ]
 
 
-def _unpacked(packed: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor | None:
+def _unpack_gradient(packed: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor | None:
     return packed[:-1].view(tensor.shape) if bool(packed[-1]) else None

@@ -1,13 +1,13 @@
 """What every rank of a pipeline does in a step, in order, with its messages, as data. Pure; imports no torch.
 
-Sends are asynchronous and follow at once what they send; a receive waits. Messages from one rank to another are
-received in the order in which they are sent, each as late as that allows: just before what needs it, or needs one that
-was sent after it. Such receives wait no longer than what follows them has to, and need no tags. Nothing is said about
-the order of what two ranks send each other in opposite directions: where a send may block until it is received, each
-direction needs a channel of its own.
+Sends are asynchronous and directly follow the action whose result they send; a receive waits. Messages from one rank to
+another are received in the order in which they are sent, each as late as possible: just before the action that needs
+it, or that needs a message sent after it. So a receive waits no longer than the next action has to, and needs no tag.
+Messages in opposite directions between two ranks are not ordered against each other: where a send may block until it
+is received, each direction needs a channel of its own.
 
-torch's own way of placing receives (`_add_send_recv`) puts them as early as it can, for a runtime that posts them there
-and waits later. To wait there takes up to twice the time of the schedule.
+torch's `_add_send_recv` places receives as early as possible, for a runtime that posts them there and waits later.
+Waiting there would take up to twice the time of the schedule.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from evenly.plan.orders import compute_orders
 from evenly.plan.schedule import Action, Kind, Schedule, rank_of_stage
 
 Order = tuple[Action, ...]
-Taken = Mapping[Action, tuple[Action, ...]]
+Acknowledgements = Mapping[Action, tuple[Action, ...]]
 
-# What takes the result of an action to another rank, and how many stages further on.
+# The send and the receive that carry an action's result to another rank, and the offset of the receiving stage.
 MESSAGES: dict[Kind, tuple[Kind, Kind, int]] = {
     "forward": ("send_forward", "recv_forward", 1),
     "backward": ("send_backward", "recv_backward", -1),
@@ -30,40 +30,44 @@ MESSAGES: dict[Kind, tuple[Kind, Kind, int]] = {
 }
 
 RECEIVES: frozenset[Kind] = frozenset(["recv_forward", "recv_backward"])
-AHEAD = 2  # messages that a rank waits for before it needs them
-WITHIN = 8  # of its next actions
+RECEIVES_AHEAD = 2  # receives that a rank posts before it needs them
+LOOKAHEAD_ACTIONS = 8  # how far ahead it looks for them
 
 
 def receives_ahead(actions: Sequence[Action], number: int) -> list[Action]:
-    """The messages that a rank waits for, those that it knows the shapes of, from before its action `number` on."""
-    return [action for action in actions[number : number + WITHIN] if action.kind in RECEIVES][:AHEAD]
+    """The receives to post before action `number`, as far as their shapes are known by then."""
+    return [action for action in actions[number : number + LOOKAHEAD_ACTIONS] if action.kind in RECEIVES][
+        :RECEIVES_AHEAD
+    ]
 
 
 @cache
 def orders(schedule: Schedule, ranks: int, stages_per_rank: int, microbatches: int) -> tuple[Order, ...]:
-    """For every rank of the pipeline axis its actions in a step, in order; `microbatches` is a runnable number."""
-    computing = compute_orders(schedule, ranks, stages_per_rank, microbatches)
-    return _with_messages(computing, rank_of_stage(schedule, ranks, stages_per_rank))
+    """The actions of a step for every rank of the pipeline axis, in order; `microbatches` is a runnable number."""
+    compute_actions = compute_orders(schedule, ranks, stages_per_rank, microbatches)
+    return _with_messages(compute_actions, rank_of_stage(schedule, ranks, stages_per_rank))
 
 
 @cache
-def taken_by(schedule: Schedule, ranks: int, stages_per_rank: int, microbatches: int) -> tuple[Taken, ...]:
-    """For every rank, by a receive of its own: those of its sends of which that message tells that they were received.
+def acknowledgements(
+    schedule: Schedule, ranks: int, stages_per_rank: int, microbatches: int
+) -> tuple[Acknowledgements, ...]:
+    """For every rank, each of its receives -> those of its sends which that message proves to be delivered.
 
-    A rank receives in its order: whoever hears of it knows that it has had all that it waited for before it sent that.
+    A rank runs its actions in order: a message from it proves that every receive before that send has completed.
     """
     all_orders = orders(schedule, ranks, stages_per_rank, microbatches)
     found: tuple[dict[Action, tuple[Action, ...]], ...] = tuple({} for _ in all_orders)
     rank_of = rank_of_stage(schedule, ranks, stages_per_rank)
     for order in all_orders:
-        had: dict[int, list[Action]] = {}  # by sender, since it was last acknowledged
+        received: dict[int, list[Action]] = {}  # by sender, since the last message to it
         for action in order:
             sent = _other_end(action)
             if sent is not None and action.kind in RECEIVES:
-                had.setdefault(rank_of[sent.stage], []).append(sent)
+                received.setdefault(rank_of[sent.stage], []).append(sent)
             elif sent is not None:
-                teller = rank_of[sent.stage]
-                found[teller][sent] = tuple(had.pop(teller, ()))
+                sender = rank_of[sent.stage]
+                found[sender][sent] = tuple(received.pop(sender, ()))
     return found
 
 
@@ -77,17 +81,23 @@ def _other_end(action: Action) -> Action | None:
     return None
 
 
-def _with_messages(computing: Sequence[Sequence[Action]], rank_of: Sequence[int]) -> tuple[Order, ...]:
+def _with_messages(compute_actions: Sequence[Sequence[Action]], rank_of: Sequence[int]) -> tuple[Order, ...]:
     """Adds sends and receives between neighbouring stages of different ranks."""
-    arriving = [[deque[Action]() for _ in computing] for _ in computing]  # [receiver][sender], in the order of sending
-    for sender, order in enumerate(computing):
+    arriving = [
+        [deque[Action]() for _ in compute_actions] for _ in compute_actions
+    ]  # [receiver][sender], in the order of sending
+    for sender, order in enumerate(compute_actions):
         for _, receive in filter(None, (_message_after(action, rank_of) for action in order)):
             arriving[rank_of[receive.stage]][sender].append(receive)
-    return tuple(tuple(_in_turn(order, arriving[rank], rank_of)) for rank, order in enumerate(computing))
+    return tuple(
+        tuple(_interleave_receives(order, arriving[rank], rank_of)) for rank, order in enumerate(compute_actions)
+    )
 
 
-def _in_turn(order: Iterable[Action], arriving: Sequence[deque[Action]], rank_of: Sequence[int]) -> Iterator[Action]:
-    """The order of a rank with its messages; takes those it receives out of `arriving`, by sender."""
+def _interleave_receives(
+    order: Iterable[Action], arriving: Sequence[deque[Action]], rank_of: Sequence[int]
+) -> Iterator[Action]:
+    """The actions of a rank with its messages; pops its receives from `arriving`, by sender."""
     received: set[Action] = set()
     for action in order:
         needed, sender = _receive_before(action, rank_of)
@@ -100,7 +110,7 @@ def _in_turn(order: Iterable[Action], arriving: Sequence[deque[Action]], rank_of
 
 
 def _message_after(action: Action, rank_of: Sequence[int]) -> tuple[Action, Action] | None:
-    """What `action` says of another rank: the send, and the receive over there."""
+    """The send after `action`, and the matching receive on the other rank, if there are any."""
     if action.kind not in MESSAGES:
         return None
     send, receive, step = MESSAGES[action.kind]
@@ -111,7 +121,7 @@ def _message_after(action: Action, rank_of: Sequence[int]) -> tuple[Action, Acti
 
 
 def _receive_before(action: Action, rank_of: Sequence[int]) -> tuple[Action | None, int]:
-    """What `action` needs from another rank, and from which."""
+    """The receive that `action` needs, and the sending rank, if there are any."""
     if action.kind not in MESSAGES:
         return None, 0
     _, receive, step = MESSAGES[action.kind]

@@ -1,4 +1,4 @@
-"""The pipeline axis of a run: the model in stages, and what several ranks hold."""
+"""The pipeline axis of a run: the stages of this rank, and the parameters that several ranks share."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from evenly.plan.schedule import rank_of_stage
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What this rank has of it.
+    """This rank's part of the pipeline.
 
     names:        of all parameters of the model, in its order.
-    tensors:      names of all its parameters and buffers, of tied ones all.
-    elsewhere:    by name what stands for those that only other ranks hold.
-    blocks:       those that this rank runs.
+    tensors:      names of all its parameters and buffers; of tied ones every name.
+    placeholders: name -> a meta tensor, for each parameter and buffer that only other ranks hold.
+    blocks:       the blocks that this rank runs.
     """
 
     model: StagedModel
@@ -33,18 +33,18 @@ class Pipeline:
     group: Group
     names: Sequence[str]
     tensors: Sequence[str]
-    elsewhere: dict[str, Any]
+    placeholders: dict[str, Any]
     blocks: list[Block]
 
     @classmethod
     def of(cls, model: StagedModel, stage_plan: StagePlan, plan: Plan, group: Group) -> Pipeline:
-        """Leaves in `model`, in place, what this rank of `group` runs."""
+        """Reduces `model`, in place, to the stages of this rank of `group`."""
         ranks = rank_of_stage(plan.pipeline.schedule, group.size, plan.pipeline.stages_per_rank)
         own = [stage for stage, rank in enumerate(ranks) if rank == group.position]
         names = [name for name, _ in model.model.named_parameters()]
         named = model.model.named_parameters(remove_duplicate=False), model.model.named_buffers(remove_duplicate=False)
         tensors = [name for name, _ in chain(*named)]
-        elsewhere = model.keep_stages(stage_plan, own)
+        placeholders = model.keep_stages(stage_plan, own)
         holders = {name: sorted({ranks[stage] for stage in stages}) for name, stages in stage_plan.owners.items()}
         called = {call[0] for call, stage in stage_plan.stage_of.items() if stage in own}
         return cls(
@@ -53,14 +53,14 @@ class Pipeline:
             group=group,
             names=names,
             tensors=tensors,
-            elsewhere=elsewhere,
+            placeholders=placeholders,
             blocks=[block for block in model.blocks if block.name in called],
         )
 
     def parameters(self) -> list[nn.Parameter]:
-        """All of the model's, in its order; of those elsewhere what stands for them."""
-        held = dict(self.model.model.named_parameters())
-        return [held[name] if name in held else self.elsewhere[name] for name in self.names]
+        """All parameters of the model, in its order; placeholders for those of other ranks."""
+        local = dict(self.model.model.named_parameters())
+        return [local[name] if name in local else self.placeholders[name] for name in self.names]
 
     @property
     def share(self) -> float:

@@ -1,8 +1,8 @@
-"""Tensors that another stage has, as a stage's own run of the model's code meets them.
+"""Stand-ins for the tensors of other stages while a stage runs the model's code.
 
-A stage runs the model's code as it is written. What other stages compute is *remote* in it: it has a shape, a type and
-a device, and no numbers, and so has all that is computed of it. As soon as the stage has received a tensor, the remote
-one is *filled*, wherever the code has kept it, and computes as what it was filled with.
+A stage runs the model's code as it is written. What other stages compute is a *remote* tensor in it, with a shape, a
+dtype and a device but no data; so is everything computed from one. When the stage has received a tensor, the remote one
+is *filled*, wherever the code has stored it, and then computes as the received tensor.
 """
 
 from __future__ import annotations
@@ -19,61 +19,58 @@ from evenly.errors import PlanError
 from evenly.model.fake import DeferredTensor, shared_fake_mode
 from evenly.torch_private import without_subclasses, wrapper_subclass
 
-ASKED = "running a stage of the model by itself"
-OTHER_AXIS = "use a plan without pipeline (ddp, zero3, tp)"
-OVERWRITING = re.compile(
+RUNNING_STAGE = "running a stage of the model by itself"
+OTHER_PLAN = "use a plan without pipeline (ddp, zero3, tp)"
+IN_PLACE = re.compile(
     r"__setitem__|__set__|.*[a-z]_|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__"
 )
-# What is asked of a tensor and follows from its form.
-OF_FORM = frozenset(
+# Methods and attributes that a fake tensor answers.
+METADATA_METHODS = frozenset(
     ["size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "get_device", "__len__"]
 ) | frozenset(["is_floating_point", "is_complex", "is_signed", "is_contiguous"])
-ATTRIBUTES_OF_FORM = frozenset(["shape", "ndim", "dtype", "device", "layout", "is_cuda", "itemsize", "nbytes"])
-PLAIN = (int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, type)
+METADATA_ATTRIBUTES = frozenset(["shape", "ndim", "dtype", "device", "layout", "is_cuda", "itemsize", "nbytes"])
+PLAIN_TYPES = (int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, type)
 
 
-class Owner(Protocol):
-    """Whose run of the model's code met a remote tensor."""
+class TensorOwner(Protocol):
+    """The run of the model's code that made a remote tensor."""
 
     @property
-    def watching(self) -> AbstractContextManager[object] | None:
-        """What runs around every function of remote tensors."""
-        ...
+    def function_context(self) -> AbstractContextManager[object] | None:
+        """A context for every function called with remote tensors."""
 
     def value_of(self, tensor: RemoteTensor) -> torch.Tensor | None:
-        """The numbers of `tensor`, if it has any by now."""
-        ...
+        """The data of `tensor`, if it is available by now."""
 
     def note_inputs(self, tensors: list[torch.Tensor]) -> None:
-        """These were among the arguments of a function that gave a fake tensor."""
-        ...
+        """Called with the argument tensors of every function whose result is remote."""
 
 
 class RemoteTensor(DeferredTensor):
-    """A tensor with a shape and no numbers until it is filled. Made by `remote`."""
+    """A tensor without data until it is filled. Made by `remote`."""
 
     @staticmethod
-    def __new__(cls: Any, form: torch.Tensor) -> RemoteTensor:
-        """A tensor of torch's that wraps no numbers, of the shape, strides, type and device of `form`."""
-        return wrapper_subclass(cls, form)
+    def __new__(cls: Any, fake: torch.Tensor) -> RemoteTensor:
+        """A wrapper subclass of the shape, strides, dtype and device of `fake`, without data."""
+        return wrapper_subclass(cls, fake)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Reached only past torch's functions, by code that torch does not show to a subclass."""
-        raise PlanError(ASKED, f"{func} needs a tensor of another stage", OTHER_AXIS)
+        """Reached only by code that bypasses `__torch_function__`."""
+        raise PlanError(RUNNING_STAGE, f"{func} needs a tensor of another stage", OTHER_PLAN)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """With all remote arguments filled the function itself; else its shapes alone."""
+        """Runs `func` itself if all remote arguments are filled, else on fake tensors."""
         with without_subclasses():
             kwargs = kwargs or {}
             tensors = [*tensors_in((args, kwargs))]
-            met = [one for one in tensors if isinstance(one, RemoteTensor)]
-            if _asks_for_form(func):
-                return _forms(func, args, kwargs, met[0].owner)
-            values = {id(one): value for one in met if (value := one.value) is not None}
-            if len(values) < len({id(one) for one in met}):
-                return _without_numbers(func, args, kwargs, tensors, met)
+            remotes = [one for one in tensors if isinstance(one, RemoteTensor)]
+            if _reads_metadata(func):
+                return _run_fake(func, args, kwargs, remotes[0].owner)
+            values = {id(one): value for one in remotes if (value := one.value) is not None}
+            if len(values) < len({id(one) for one in remotes}):
+                return _run_remote(func, args, kwargs, tensors, remotes)
 
         def filled(tensor: torch.Tensor) -> torch.Tensor:
             return values.get(id(tensor), tensor)
@@ -81,18 +78,18 @@ class RemoteTensor(DeferredTensor):
         return func(*map_tensors(filled, args), **map_tensors(filled, kwargs))
 
     @property
-    def form(self) -> torch.Tensor:
+    def fake(self) -> torch.Tensor:
         """A fake tensor of the same shape."""
-        return vars(self)["form"]
+        return vars(self)["fake"]
 
     @property
-    def owner(self) -> Owner:
-        """The run in which it came up."""
+    def owner(self) -> TensorOwner:
+        """The run that made it."""
         return vars(self)["owner"]
 
     @property
     def value(self) -> torch.Tensor | None:
-        """What it was filled with."""
+        """The tensor it was filled with, or None."""
         attributes = vars(self)
         if attributes["value"] is None:
             attributes["value"] = attributes["owner"].value_of(self)
@@ -100,84 +97,84 @@ class RemoteTensor(DeferredTensor):
 
     @property
     def arrived(self) -> bool:
-        """Whether it has numbers by now."""
+        """Whether it has data by now."""
         return self.value is not None
 
     def fill(self, value: torch.Tensor) -> None:
-        """From now on it computes as `value`."""
+        """Makes it compute as `value` from now on."""
         vars(self)["value"] = value
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"RemoteTensor(shape={tuple(self.form.shape)}, dtype={self.form.dtype})"
+        return f"RemoteTensor(shape={tuple(self.fake.shape)}, dtype={self.fake.dtype})"
 
 
-def remote(form: torch.Tensor, owner: Owner) -> RemoteTensor:
-    """A remote tensor of the shape of `form`, which has no numbers."""
-    made = RemoteTensor(form)
-    vars(made).update(form=form, owner=owner, value=None)
+def remote(fake: torch.Tensor, owner: TensorOwner) -> RemoteTensor:
+    """A remote tensor of the shape of `fake`."""
+    made = RemoteTensor(fake)
+    vars(made).update(fake=fake, owner=owner, value=None)
     return made
 
 
 def is_remote(tensor: Any) -> bool:
-    """Whether it is a tensor that has no numbers here."""
+    """Whether `tensor` is remote and not filled."""
     return isinstance(tensor, RemoteTensor) and tensor.value is None
 
 
-def present(tensor: torch.Tensor) -> torch.Tensor:
-    """What a remote tensor was filled with, if it was; any other as it is."""
+def materialized(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that a remote one was filled with; any other tensor itself."""
     if isinstance(tensor, RemoteTensor) and (value := tensor.value) is not None:
         return value
     return tensor
 
 
-def key_of(nest: Any) -> tuple[Any, ...] | None:
-    """What the forms that a function of `nest` gives follow from; None where that is unknown."""
+def cache_key(nest: Any) -> tuple[Any, ...] | None:
+    """Key of all that determines the shapes a function of `nest` returns; None where that is unknown."""
     found: list[Any] = [torch.is_grad_enabled()]
     found += [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
     try:
-        found.extend(_parts_of_key(nest))
+        found.extend(_key_parts(nest))
         hash(tuple(found))
     except TypeError:
         return None
     return tuple(found)
 
 
-# From a function and the forms of its arguments to what it returned: found once, and not in every microbatch.
-_known_results: dict[Any, Any] = {}
-MOST_KNOWN = 100_000
+# By `cache_key`, the fake results of a function, so that it runs on fake tensors once and not in every microbatch.
+_cached_results: dict[Any, Any] = {}
+MAX_CACHED = 100_000
 
 
-def _asks_for_form(func: Any) -> bool:
+def _reads_metadata(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     return (
-        name in OF_FORM
+        name in METADATA_METHODS
         or name.startswith("is_")
-        or (name == "__get__" and getattr(func.__self__, "__name__", "") in ATTRIBUTES_OF_FORM)
+        or (name == "__get__" and getattr(func.__self__, "__name__", "") in METADATA_ATTRIBUTES)
     )
 
 
-def _without_numbers(
-    func: Any, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor], met: list[RemoteTensor]
+def _run_remote(
+    func: Any, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor], remotes: list[RemoteTensor]
 ) -> Any:
-    """Runs `func` on shapes alone; the tensors of the result are remote."""
-    owner = met[0].owner
-    target = _overwritten(func, args, kwargs)
-    key = None if target is not None or owner.watching is not None else key_of((func, args, kwargs))
+    """Runs `func` on fake tensors; the tensors of the result are remote."""
+    owner = remotes[0].owner
+    target = _in_place_target(func, args, kwargs)
+    key = None if target is not None or owner.function_context is not None else cache_key((func, args, kwargs))
     if target is not None:
-        results = _changed_forms(func, args, kwargs, target, owner)
-    elif key is not None and key in _known_results:
-        results = _known_results[key]
+        results = _run_fake_in_place(func, args, kwargs, target, owner)
+    elif key is not None and key in _cached_results:
+        results = _cached_results[key]
     else:
-        results = _forms(func, args, kwargs, owner)
+        results = _run_fake(func, args, kwargs, owner)
         if key is not None:
-            if len(_known_results) > MOST_KNOWN:
-                _known_results.clear()
-            results = _known_results[key] = map_tensors(_alone, results)
-    own = {} if target is None else {id(one.form): one for one in met}
+            if len(_cached_results) > MAX_CACHED:
+                _cached_results.clear()
+            results = _cached_results[key] = map_tensors(_detached, results)
+    own = {} if target is None else {id(one.fake): one for one in remotes}
     found: list[RemoteTensor] = []
 
-    def wrapped(form: torch.Tensor) -> RemoteTensor:
-        found.append(own[id(form)] if id(form) in own else remote(form, owner))
+    def wrapped(fake: torch.Tensor) -> RemoteTensor:
+        found.append(own[id(fake)] if id(fake) in own else remote(fake, owner))
         return found[-1]
 
     results = map_tensors(wrapped, results)
@@ -186,67 +183,67 @@ def _without_numbers(
     return results
 
 
-def _changed_forms(func: Any, args: Any, kwargs: dict[str, Any], target: Any, owner: Owner) -> Any:
-    """As `_forms`, of what overwrites `target`: forms that are kept are leaves, and autograd guards those."""
-    if owner.watching is not None:
-        return _forms(func, args, kwargs, owner)
+def _run_fake_in_place(func: Any, args: Any, kwargs: dict[str, Any], target: Any, owner: TensorOwner) -> Any:
+    """As `_run_fake`, for a function that modifies `target`: cached fakes are leaves, which autograd protects."""
+    if owner.function_context is not None:
+        return _run_fake(func, args, kwargs, owner)
     others = [tensor for tensor in tensors_in((args, kwargs)) if tensor is not target]
-    recorded = torch.is_grad_enabled() and any(form_of(tensor).requires_grad for tensor in others)
+    recorded = torch.is_grad_enabled() and any(fake_of(tensor).requires_grad for tensor in others)
     with torch.no_grad():
-        results = _forms(func, args, kwargs, owner)
+        results = _run_fake(func, args, kwargs, owner)
     if recorded and isinstance(target, RemoteTensor):
-        target.form.requires_grad_()
+        target.fake.requires_grad_()
     return results
 
 
-def _forms(func: Any, args: Any, kwargs: dict[str, Any], owner: Owner) -> Any:
-    args, kwargs = map_tensors(form_of, args), map_tensors(form_of, kwargs)
-    if owner.watching is None:
+def _run_fake(func: Any, args: Any, kwargs: dict[str, Any], owner: TensorOwner) -> Any:
+    args, kwargs = map_tensors(fake_of, args), map_tensors(fake_of, kwargs)
+    if owner.function_context is None:
         with shared_fake_mode():
             return func(*args, **kwargs)
-    with shared_fake_mode(), owner.watching:
+    with shared_fake_mode(), owner.function_context:
         return func(*args, **kwargs)
 
 
-def _alone(form: torch.Tensor) -> torch.Tensor:
-    """`form` without the graph that led to it."""
-    return form.detach().requires_grad_(form.requires_grad)
+def _detached(fake: torch.Tensor) -> torch.Tensor:
+    """`fake` without its autograd graph."""
+    return fake.detach().requires_grad_(fake.requires_grad)
 
 
-def form_of(tensor: torch.Tensor) -> torch.Tensor:
+def fake_of(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, RemoteTensor):
         return tensor
     value = vars(tensor)["value"]
-    return tensor.form if value is None else value
+    return tensor.fake if value is None else value
 
 
-def _overwritten(func: Any, args: Any, kwargs: Any) -> Any:
-    """What `func` overwrites, if it does; raises `PlanError` where that has numbers, which would be lost."""
+def _in_place_target(func: Any, args: Any, kwargs: Any) -> Any:
+    """The tensor that `func` modifies, if any; raises `PlanError` where it has data, which would be lost."""
     name = getattr(func, "__name__", "")
-    target = kwargs.get("out", args[0] if OVERWRITING.fullmatch(name) and args else None)
+    target = kwargs.get("out", args[0] if IN_PLACE.fullmatch(name) and args else None)
     if isinstance(target, torch.Tensor) and not is_remote(target):
         raise PlanError(
-            ASKED,
+            RUNNING_STAGE,
             f"{name} writes a tensor of another stage into one that every stage has",
-            f"make a new tensor (torch.where, torch.cat) in the model, or {OTHER_AXIS}",
+            f"make a new tensor (torch.where, torch.cat) in the model, or {OTHER_PLAN}",
         )
     return target
 
 
-def _parts_of_key(nest: Any) -> Iterator[Any]:
+def _key_parts(nest: Any) -> Iterator[Any]:
     if isinstance(nest, torch.Tensor):
-        tensor = form_of(nest)
+        tensor = fake_of(nest)
         yield (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
     elif isinstance(nest, list | tuple):
         yield (type(nest), len(nest))
         for one in nest:
-            yield from _parts_of_key(one)
+            yield from _key_parts(one)
     elif isinstance(nest, dict):
         yield tuple(nest)
-        yield from _parts_of_key(list(nest.values()))
+        yield from _key_parts(list(nest.values()))
     elif isinstance(nest, slice):
-        yield from _parts_of_key((nest.start, nest.stop, nest.step))
-    elif nest is None or nest is Ellipsis or isinstance(nest, PLAIN) or callable(nest):
+        yield from _key_parts((nest.start, nest.stop, nest.step))
+    elif nest is None or nest is Ellipsis or isinstance(nest, PLAIN_TYPES) or callable(nest):
         yield (type(nest), nest)  # 1 is not True here
     else:
         raise TypeError

@@ -1,7 +1,7 @@
 """Runs a rank's actions of a step: its stages on the microbatches of the batch, in the order of the schedule.
 
-The order is that of `orders`. Messages and shapes are our own (`messages`), since the
-microbatches of one step may differ in shape, and the loss is the job's.
+The order comes from `orders`. torch's stages are not used, since the microbatches of one step may differ in shape
+(`messages`), and the loss is the job's.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 
 from evenly.comm.groups import Group
 from evenly.parallel.pipeline.backward import backward, begin_backward, non_view_alias
-from evenly.parallel.pipeline.messages import Arriving, ArrivingGradients, Payload, StageChannel
+from evenly.parallel.pipeline.messages import IncomingGradients, IncomingTensors, Payload, StageChannel
 from evenly.parallel.pipeline.model import StagedModel
-from evenly.parallel.pipeline.orders import Taken, orders, receives_ahead, taken_by
+from evenly.parallel.pipeline.orders import Acknowledgements, acknowledgements, orders, receives_ahead
 from evenly.plan.axes import PipelineAxis
 from evenly.plan.schedule import Action, Kind, rank_of_stage
 
@@ -26,7 +26,7 @@ Pass = tuple[int, int]  # stage, microbatch
 
 
 class ActionSpan(NamedTuple):
-    """What a rank did when; seconds of the machine's clock."""
+    """When a rank ran an action, in seconds of the machine's clock."""
 
     kind: Kind
     stage: int
@@ -39,39 +39,40 @@ class MicrobatchWork(Protocol):
     """The microbatches of a step."""
 
     def shape_key(self, microbatch: int) -> Hashable:
-        """Its shapes: what the shapes within the model follow from."""
-        ...
+        """The shapes of the microbatch, which determine all shapes within the model."""
 
     def forward(self, microbatch: int) -> torch.Tensor | None:
-        """The job's loss of it; a scalar to be differentiated, or None if there is nothing to."""
-        ...
+        """The job's loss of the microbatch; a scalar to differentiate, or None if there is nothing to."""
 
     def before_backward(self, *, last: bool) -> None:
-        """A stage is about to compute gradients; for the last time in this step on this rank, or not."""
-        ...
+        """Called before a stage computes gradients; last: for the last time in this step on this rank."""
 
     def after_backward(self) -> None:
         """Called when parameters have new gradients."""
-        ...
 
 
 @dataclass(eq=False)
-class _Passing:
-    """A microbatch in a stage, between its forward and its backward."""
+class _InFlight:
+    """A microbatch in a stage, between its forward and its backward.
+
+    gradients:       of the outputs, once received. backward_weight: computes the gradients of parameters, if they come
+                     after those of the inputs.
+    """
 
     inputs: Payload
     outputs: Payload
     gradients: list[torch.Tensor | None] = field(default_factory=list[torch.Tensor | None])
-    rest: Callable[[], None] | None = None
+    backward_weight: Callable[[], None] | None = None
 
 
 class ScheduleRunner:
-    """The pipeline as one rank runs it.
+    """Runs one rank's part of the pipeline.
 
-    axis:      as in the plan. group: its ranks.
-    computing: around every backward.
-    in_parts:  whether the gradients of inputs come first where the schedule asks for that; else all come together.
-    prepare:   called before every pass. leaving: what a stage's output goes through before it is sent on, in turn.
+    axis:              as in the plan. group: its ranks.
+    backward_context:  entered around every backward.
+    split_backward:    whether the gradients of inputs are computed first where the schedule asks for that.
+    before_pass:       called before every step or evaluation.
+    output_transforms: applied in order to a stage's output before it is sent.
     """
 
     def __init__(
@@ -80,39 +81,44 @@ class ScheduleRunner:
         axis: PipelineAxis,
         group: Group,
         *,
-        computing: AbstractContextManager[object],
-        in_parts: bool,
-        prepare: Callable[[], object] | None,
-        leaving: Sequence[Callable[[Payload], Payload]],
+        backward_context: AbstractContextManager[object],
+        split_backward: bool,
+        before_pass: Callable[[], object] | None,
+        output_transforms: Sequence[Callable[[Payload], Payload]],
     ) -> None:
         self._model, self._axis, self._group = model, axis, group
         self._ranks = rank_of_stage(axis.schedule, axis.size, axis.stages_per_rank)
-        self._computing, self._in_parts, self._prepare, self._leaving = computing, in_parts, prepare, leaving
+        self._backward_context, self._split_backward, self._before_pass, self._output_transforms = (
+            backward_context,
+            split_backward,
+            before_pass,
+            output_transforms,
+        )
         self._channel = StageChannel(group, len(self._ranks))
         self._work: Any = None
-        self._likes: list[Hashable] = []  # of each microbatch, what the forms within the model follow from
-        self._training, self._last = True, False
-        self._forget()
+        self._shape_keys: list[Hashable] = []  # of each microbatch
+        self._training, self._is_last_backward = True, False
+        self._reset()
 
-    def _forget(self) -> None:
-        self._passing: dict[Pass, _Passing] = {}
-        self._inboxes: dict[Pass, Payload] = {}
-        self._arriving: dict[Pass, Arriving] = {}
-        self._gradients: dict[Pass, ArrivingGradients] = {}
+    def _reset(self) -> None:
+        self._in_flight: dict[Pass, _InFlight] = {}
+        self._inputs: dict[Pass, Payload] = {}
+        self._incoming: dict[Pass, IncomingTensors] = {}
+        self._incoming_gradients: dict[Pass, IncomingGradients] = {}
         self._local_gradients: dict[Pass, list[torch.Tensor | None]] = {}
 
     # --------------------------------------------------------------------------------------------------- a pass
     def step(self, microbatches: int, work: MicrobatchWork, spans: list[ActionSpan] | None = None) -> None:
-        """Forward and backward of all microbatches; what was done when is added to `spans`."""
+        """Runs forward and backward of all microbatches; appends when each action ran to `spans`."""
         self._training = True
-        self._perform(self._orders(microbatches), self._acknowledged(microbatches), microbatches, work, spans)
+        self._run(self._orders(microbatches), self._acknowledgements(microbatches), microbatches, work, spans)
 
     def evaluate(self, microbatches: int, work: MicrobatchWork) -> None:
-        """The forward of all microbatches."""
+        """Runs the forward of all microbatches."""
         self._training = False
         forward = ("forward", "send_forward", "recv_forward")
         actions = [action for action in self._orders(microbatches) if action.kind in forward]
-        self._perform(actions, {}, microbatches, work, None)
+        self._run(actions, {}, microbatches, work, None)
 
     def _orders(self, microbatches: int) -> Sequence[Action]:
         if not microbatches:
@@ -120,74 +126,74 @@ class ScheduleRunner:
         axis = self._axis
         return orders(axis.schedule, axis.size, axis.stages_per_rank, microbatches)[self._group.position]
 
-    def _acknowledged(self, microbatches: int) -> Taken:
+    def _acknowledgements(self, microbatches: int) -> Acknowledgements:
         if not microbatches:
             return {}
         axis = self._axis
-        return taken_by(axis.schedule, axis.size, axis.stages_per_rank, microbatches)[self._group.position]
+        return acknowledgements(axis.schedule, axis.size, axis.stages_per_rank, microbatches)[self._group.position]
 
-    def _perform(
+    def _run(
         self,
         actions: Sequence[Action],
-        taken: Taken,
+        acknowledged_by: Acknowledgements,
         microbatches: int,
         work: MicrobatchWork,
         spans: list[ActionSpan] | None,
     ) -> None:
         self._work = work
-        self._likes = [(self._training, work.shape_key(number)) for number in range(microbatches)]
-        if self._prepare is not None:
-            self._prepare()
-        clock = time.time() - time.perf_counter()  # the machine's, which may be set back meanwhile
+        self._shape_keys = [(self._training, work.shape_key(number)) for number in range(microbatches)]
+        if self._before_pass is not None:
+            self._before_pass()
+        clock = time.time() - time.perf_counter()  # the machine's, which may be set is_gradient meanwhile
         try:
             last = max((n for n, action in enumerate(actions) if action.kind in self._backwards), default=-1)
             for number, action in enumerate(actions):
-                self._last = number == last
-                self._expect(receives_ahead(actions, number))
+                self._is_last_backward = number == last
+                self._post_receives(receives_ahead(actions, number))
                 begin = clock + time.perf_counter()
                 getattr(self, f"_{action.kind}")((action.stage, action.microbatch))
-                for sent in taken.get(action, ()):
-                    back = sent.kind == "send_backward"
-                    self._channel.acknowledged(sent.stage + (not back), sent.microbatch, back=back)
+                for sent in acknowledged_by.get(action, ()):
+                    is_gradient = sent.kind == "send_backward"
+                    self._channel.acknowledged(sent.stage + (not is_gradient), sent.microbatch, is_gradient=is_gradient)
                 if spans is not None:
                     end = clock + time.perf_counter()
                     spans.append(ActionSpan(action.kind, action.stage, action.microbatch, begin, end))
             self._channel.finish()
         finally:
             self._work = None
-            self._forget()
+            self._reset()
 
-    def _expect(self, coming: Sequence[Action]) -> None:
-        """Begins to receive what comes next, where its shapes are known."""
+    def _post_receives(self, coming: Sequence[Action]) -> None:
+        """Begins the next receives, as far as their shapes are known."""
         for action in coming:
             at = (action.stage, action.microbatch)
             if action.kind == "recv_backward":
-                self._expect_gradients(at)
-            elif self._channel.expects(action.stage, self._likes[action.microbatch]):
-                self._expect_inputs(at)
+                self._begin_recv_gradients(at)
+            elif self._channel.expects(action.stage, self._shape_keys[action.microbatch]):
+                self._begin_recv_inputs(at)
             else:
                 return
 
     # -------------------------------------------------------------------------------------------------- forward
     def _recv_forward(self, at: Pass) -> None:
-        self._expect_inputs(at)
-        self._inboxes[at] = self._arriving.pop(at).wait()
+        self._begin_recv_inputs(at)
+        self._inputs[at] = self._incoming.pop(at).wait()
 
-    def _expect_inputs(self, at: Pass) -> None:
-        if at not in self._arriving and at not in self._inboxes:
+    def _begin_recv_inputs(self, at: Pass) -> None:
+        if at not in self._incoming and at not in self._inputs:
             stage, microbatch = at
-            needs = self._model.stage_plan.stage_inputs[self._training][stage]
-            self._arriving[at] = self._channel.begin_recv(
+            stage_inputs = self._model.stage_plan.stage_inputs[self._training][stage]
+            self._incoming[at] = self._channel.begin_recv(
                 self._ranks[stage - 1],
-                tensors=len(needs),
+                tensors=len(stage_inputs),
                 stage=stage,
                 microbatch=microbatch,
-                like=self._likes[microbatch],
+                shape_key=self._shape_keys[microbatch],
             )
 
     def _forward(self, at: Pass) -> None:
         stage, microbatch = at
-        inputs = self._inboxes.pop(at, [])
+        inputs = self._inputs.pop(at, [])
         given = [None if tensor is None else non_view_alias(tensor) for tensor in inputs]
         found: list[torch.Tensor | None] = []
 
@@ -197,94 +203,98 @@ class ScheduleRunner:
 
         payload, _ = self._model.forward(stage, given, compute, training=self._training)
         if payload is not None:
-            for change in self._leaving:
-                payload = change(payload)
+            for transform in self._output_transforms:
+                payload = transform(payload)
         outputs = [None if one is None else non_view_alias(one) for one in (found if payload is None else payload)]
         if payload is not None and self._ranks[stage + 1] == self._group.position:
-            self._inboxes[stage + 1, microbatch] = [
+            self._inputs[stage + 1, microbatch] = [
                 None if one is None else one.detach().requires_grad_(one.requires_grad) for one in outputs
             ]
         if self._training or payload is not None:
-            self._passing[at] = _Passing(inputs, outputs)
+            self._in_flight[at] = _InFlight(inputs, outputs)
 
     def _send_forward(self, at: Pass) -> None:
         stage, microbatch = at
-        passing = self._passing[at] if self._training else self._passing.pop(at)
-        to, like = self._ranks[stage + 1], self._likes[microbatch]
-        self._channel.send(passing.outputs, to, stage=stage + 1, microbatch=microbatch, like=like)
+        in_flight = self._in_flight[at] if self._training else self._in_flight.pop(at)
+        to, shape_key = self._ranks[stage + 1], self._shape_keys[microbatch]
+        self._channel.send(in_flight.outputs, to, stage=stage + 1, microbatch=microbatch, shape_key=shape_key)
 
     # ------------------------------------------------------------------------------------------------- backward
     @property
     def _backwards(self) -> tuple[Kind, ...]:
-        """Kinds of actions after which parameters have gradients."""
-        return ("backward", "backward_weight") if self._in_parts else ("backward", "backward_input")
+        """The kinds of actions that compute gradients of parameters."""
+        return ("backward", "backward_weight") if self._split_backward else ("backward", "backward_input")
 
     def _recv_backward(self, at: Pass) -> None:
-        self._expect_gradients(at)
-        self._passing[at].gradients = self._gradients.pop(at).wait()
+        self._begin_recv_gradients(at)
+        self._in_flight[at].gradients = self._incoming_gradients.pop(at).wait()
 
-    def _expect_gradients(self, at: Pass) -> None:
-        passing = self._passing.get(at)
-        if passing is not None and at not in self._gradients and not passing.gradients:
+    def _begin_recv_gradients(self, at: Pass) -> None:
+        in_flight = self._in_flight.get(at)
+        if in_flight is not None and at not in self._incoming_gradients and not in_flight.gradients:
             stage, microbatch = at
             source = self._ranks[stage + 1]
-            self._gradients[at] = self._channel.begin_recv_gradients(
-                passing.outputs, source, stage=stage + 1, microbatch=microbatch
+            self._incoming_gradients[at] = self._channel.begin_recv_gradients(
+                in_flight.outputs, source, stage=stage + 1, microbatch=microbatch
             )
 
     def _backward(self, at: Pass) -> None:
-        passing = self._passing.pop(at)
-        self._work.before_backward(last=self._last)
-        with self._computing:
-            backward(*self._differentiated(at, passing))
-        self._hand_back(at, passing)
+        in_flight = self._in_flight.pop(at)
+        self._work.before_backward(last=self._is_last_backward)
+        with self._backward_context:
+            backward(*self._outputs_and_gradients(at, in_flight))
+        self._return_gradients(at, in_flight)
         self._work.after_backward()
 
     def _backward_input(self, at: Pass) -> None:
-        passing = self._passing[at]
-        self._work.before_backward(last=self._last)
-        outputs, gradients = self._differentiated(at, passing)
-        inputs = [one for one in passing.inputs if one is not None and one.requires_grad]
-        with self._computing:
-            if self._in_parts:
-                passing.rest = begin_backward(outputs, gradients, inputs, self._model.parameters(at[0]))
+        in_flight = self._in_flight[at]
+        self._work.before_backward(last=self._is_last_backward)
+        outputs, gradients = self._outputs_and_gradients(at, in_flight)
+        inputs = [one for one in in_flight.inputs if one is not None and one.requires_grad]
+        with self._backward_context:
+            if self._split_backward:
+                in_flight.backward_weight = begin_backward(outputs, gradients, inputs, self._model.parameters(at[0]))
             else:
                 backward(outputs, gradients)
-        passing.outputs = []
-        self._hand_back(at, passing)
+        in_flight.outputs = []
+        self._return_gradients(at, in_flight)
 
     def _backward_weight(self, at: Pass) -> None:
-        rest = self._passing.pop(at).rest
-        self._work.before_backward(last=self._last)
-        if rest is not None:
-            with self._computing:
-                rest()
+        backward_weight = self._in_flight.pop(at).backward_weight
+        self._work.before_backward(last=self._is_last_backward)
+        if backward_weight is not None:
+            with self._backward_context:
+                backward_weight()
         self._work.after_backward()
 
-    def _differentiated(self, at: Pass, passing: _Passing) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """What there is a gradient of, and the gradient; that of the loss is left to torch."""
+    def _outputs_and_gradients(
+        self, at: Pass, in_flight: _InFlight
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """The outputs that have a gradient, and their gradients; None for the loss, whose gradient torch fills in."""
         stage, _ = at
         if stage == len(self._ranks) - 1:
-            outputs = [one for one in passing.outputs if one is not None and one.requires_grad]
+            outputs = [one for one in in_flight.outputs if one is not None and one.requires_grad]
             return outputs, [None for _ in outputs]
-        gradients = self._local_gradients.pop(at, passing.gradients)
+        gradients = self._local_gradients.pop(at, in_flight.gradients)
         both = [
             (one, gradient)
-            for one, gradient in zip(passing.outputs, gradients, strict=True)
+            for one, gradient in zip(in_flight.outputs, gradients, strict=True)
             if one is not None and one.requires_grad and gradient is not None
         ]
         return [one for one, _ in both], [gradient for _, gradient in both]
 
-    def _hand_back(self, at: Pass, passing: _Passing) -> None:
-        """Keeps the gradients of what the stage received for the stage that sent it."""
+    def _return_gradients(self, at: Pass, in_flight: _InFlight) -> None:
+        """Makes the gradients of the stage's inputs available to the stage before it."""
         stage, microbatch = at
         if stage and self._ranks[stage - 1] == self._group.position:
-            self._local_gradients[stage - 1, microbatch] = [None if one is None else one.grad for one in passing.inputs]
+            self._local_gradients[stage - 1, microbatch] = [
+                None if one is None else one.grad for one in in_flight.inputs
+            ]
         elif stage:
-            self._returning = passing.inputs
+            self._inputs_to_return = in_flight.inputs
 
     def _send_backward(self, at: Pass) -> None:
         stage, microbatch = at
         to = self._ranks[stage - 1]
-        self._channel.send_gradients(self._returning, to, stage=stage, microbatch=microbatch)
-        self._returning = []
+        self._channel.send_gradients(self._inputs_to_return, to, stage=stage, microbatch=microbatch)
+        self._inputs_to_return = []

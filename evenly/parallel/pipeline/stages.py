@@ -1,7 +1,7 @@
-"""Stages as data: which calls of the model's blocks each runs, what it holds, and what it receives.
+"""Stages as data: which calls of the model's blocks each runs, which parameters it owns, and what it receives.
 
-The cost of a call of a block covers all that the model's code computes from there to the next call; that of the first
-call has what comes before it too. A *stage* is a run of calls.
+The cost of a block call covers all that the model's code computes from there to the next call; that of the first call
+includes what comes before it. A *stage* is a sequence of consecutive calls.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-CallOf = tuple[str, int]  # a block, and how often the microbatch called it before
-BEGIN = ""  # in the place of a block, the model's forward itself
+CallId = tuple[str, int]  # name of a block, and how many times the microbatch called it before
+BEGIN = ""  # instead of a block's name: the model's forward itself
 
 
 @dataclass(frozen=True)
 class TensorSite:
-    """Where a tensor is met on its way through the blocks, the same on all stages.
+    """Identifies a tensor of the model's forward, in the same way on all stages.
 
-    call: None for the first call that a stage runs; BEGIN and how often for the begin of the model's forward.
-    side: among its arguments ("in"), its results ("out"), or what the model's code makes after it ("between").
-    path: where among them; for what the code makes, its number.
+    call: the block call it belongs to; None for the first call that the stage runs; (BEGIN, count) before any call.
+    side: whether it is among the call's arguments ("in"), its results ("out"), or computed after it ("between").
+    path: its path in the arguments or results; between blocks the function that returned it, and a count.
     """
 
-    call: CallOf | None
+    call: CallId | None
     side: str
     path: str
 
@@ -40,15 +40,15 @@ class TensorSite:
 
 @dataclass(frozen=True)
 class CallCost:
-    """What one call of a block takes, with what follows it up to the next.
+    """The cost of one block call, including what the model's code computes up to the next.
 
-    call:     that it begins with.
+    call:     the call itself.
     tensors:  names of the parameters, and of the buffers of its own, that it uses.
     flops, moved_bytes: of its forward.
-    weight_bytes, kept_bytes: of its parameters, and of what its forward keeps for the backward.
+    weight_bytes, kept_bytes: of its parameters, and of what its forward saves for the backward.
     """
 
-    call: CallOf
+    call: CallId
     tensors: frozenset[str]
     flops: float
     moved_bytes: float
@@ -58,18 +58,18 @@ class CallCost:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A model in stages.
+    """How a model is cut into stages.
 
-    counts:   how many call_costs each stage has.
-    calls:    the calls of a forward in their order, in training and in evaluation.
-    stage_of: the stage of each call.
-    owners:   name of a parameter, or of a buffer that belongs to call_costs -> the stages that hold it, ascending.
-    needs:    per stage what it receives from the one before, in training and in evaluation.
+    counts:       number of block calls per stage.
+    calls:        training (True) or evaluation (False) -> the calls of a forward, in order.
+    stage_of:     the stage of each call.
+    owners:       name of a parameter, or of a buffer of a block -> the stages that use it, ascending.
+    stage_inputs: training or evaluation -> per stage, what it receives from the stage before.
     """
 
     counts: tuple[int, ...]
-    calls: Mapping[bool, tuple[CallOf, ...]]
-    stage_of: Mapping[CallOf, int]
+    calls: Mapping[bool, tuple[CallId, ...]]
+    stage_of: Mapping[CallId, int]
     owners: Mapping[str, tuple[int, ...]]
     stage_inputs: Mapping[bool, tuple[tuple[TensorSite, ...], ...]]
 
@@ -80,29 +80,29 @@ class StagePlan:
 
     @property
     def cut(self) -> str:
-        """As a plan has it: the numbers of the calls at which stages begin."""
+        """The plan's `split_points`: the numbers of the calls at which stages begin."""
         return "|".join(map(str, accumulate(self.counts[:-1])))
 
     def receives_between(self, *, training: bool) -> bool:
-        """Whether a stage receives what the model's code makes between blocks."""
-        return any(place.side == "between" for needs in self.stage_inputs[training] for place in needs)
+        """Whether a stage receives a tensor that is computed between blocks."""
+        return any(site.side == "between" for inputs in self.stage_inputs[training] for site in inputs)
 
     @property
     def shared(self) -> dict[str, tuple[int, ...]]:
-        """The tensors that several stages hold."""
+        """The tensors that several stages own."""
         return {name: stages for name, stages in self.owners.items() if len(stages) > 1}
 
 
-def stage_of_calls(calls: Sequence[CallOf], counts: Sequence[int]) -> dict[CallOf, int]:
-    """The stage of each call, where `counts` calls make a stage."""
+def stage_of_calls(calls: Sequence[CallId], counts: Sequence[int]) -> dict[CallId, int]:
+    """The stage of each call; counts: number of calls per stage."""
     stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
     return dict(zip(calls, stages, strict=True))
 
 
 def owners_of(
-    names: Sequence[str], call_costs: Sequence[CallCost], stage_of: Mapping[CallOf, int]
+    names: Sequence[str], call_costs: Sequence[CallCost], stage_of: Mapping[CallId, int]
 ) -> dict[str, tuple[int, ...]]:
-    """The stages that use each of `names`; the first where none does."""
+    """The stages that use each of `names`; stage 0 where none does."""
     found: dict[str, set[int]] = {name: set() for name in names}
     for call_cost in call_costs:
         for name in call_cost.tensors:

@@ -1,7 +1,7 @@
-"""Parameters that several stages hold: their gradients are added up over the ranks that hold them.
+"""Parameters that several stages share: their gradients are summed over the ranks that hold them.
 
-They are summed after the data axis has summed and cut them, so that ranks exchange what they step, and in the order of
-the ranks, so that all of them step with the same bits.
+They are summed after the data axis has reduced and sharded them, so that ranks exchange only what they step, and in
+rank order, so that all ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from evenly.comm.transport import Pending
 
 
 class Ties:
-    """Of the ranks of `group`, the pipeline axis.
+    """The tied parameters of a model over `group`, the pipeline axis.
 
     owners: name of a parameter -> the positions of the ranks that hold it, ascending; those with several are summed.
     """
@@ -32,17 +32,17 @@ class Ties:
 
     @property
     def everywhere(self) -> list[str]:
-        """Those that all ranks hold."""
+        """The names of those that all ranks hold."""
         return [name for name, ranks in self._owners.items() if len(ranks) == self._group.size]
 
     @property
     def counted_elsewhere(self) -> set[str]:
-        """Those that this rank holds, and an earlier one too."""
+        """The names of those that this rank and an earlier one hold."""
         mine = self._group.position
         return {name for name, ranks in self._owners.items() if mine in ranks[1:]}
 
     def flags(self, used: Iterable[str]) -> list[float]:
-        """For each of `names` whether this rank used it."""
+        """1 for each of `names` that this rank used, else 0."""
         found = set(used)
         return [float(name in found) for name in self._owners]
 
@@ -52,10 +52,10 @@ class Ties:
 
     @torch.no_grad()
     def sum(self, gradients: Iterable[tuple[str, torch.Tensor | None]]) -> None:
-        """Adds up, in place, what the ranks have of each gradient, by name."""
-        mine, have = self._group.position, dict(gradients)
+        """Sums each tied gradient, by name, over the ranks that hold it, in place."""
+        mine, by_name = self._group.position, dict(gradients)
         for number, (name, ranks) in enumerate(self._owners.items()):
-            gradient = have.get(name)
+            gradient = by_name.get(name)
             if mine not in ranks or gradient is None:
                 continue
             sent = [send.begin(gradient, rank, self._group, tag=number) for rank in ranks if rank != mine]
