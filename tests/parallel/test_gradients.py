@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from kept_ranks import KeptRanks, group_of_all
 from torch import nn
 
 from evenly.comm.groups import Group
@@ -95,7 +96,7 @@ def test_a_step_without_a_backward_leaves_no_gradient() -> None:
 
 def test_buckets_follow_the_backward() -> None:
     named = [(str(i), nn.Parameter(torch.zeros(n))) for i, n in enumerate((6_000_000, 10, 300_000, 5))]
-    buckets = fill_buckets(named, accumulate_float64=True)
+    buckets = fill_buckets(named, Group.alone(), accumulate_float64=True)
     assert [[slot.name for slot in bucket.slots] for bucket in buckets] == [["3"], ["2", "1", "0"]]
     assert all(bucket.sum_dtype == torch.float64 and bucket.dtype == torch.float32 for bucket in buckets)
 
@@ -114,7 +115,7 @@ def test_the_last_bucket_is_of_float64(
     dtype: torch.dtype, elements: int, accumulate_float64: bool, slots: list[int]
 ) -> None:
     buckets = fill_buckets(
-        [("a", nn.Parameter(torch.zeros(elements, dtype=dtype)))], accumulate_float64=accumulate_float64
+        [("a", nn.Parameter(torch.zeros(elements, dtype=dtype)))], Group.alone(), accumulate_float64=accumulate_float64
     )
     assert [len(bucket.slots) for bucket in buckets] == slots
     assert buckets[-1].sum_dtype == torch.float64 and buckets[0].dtype == dtype
@@ -187,3 +188,42 @@ def test_sparse_gradients_are_refused() -> None:
     total.begin()
     with pytest.raises(RunError, match="dense gradients"):
         model(torch.tensor([1, 2])).sum().backward()
+
+
+class Expert(nn.Module):
+    """Scales by one parameter, and by that of an expert where it is hit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.expert = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor, *, hit: bool) -> torch.Tensor:
+        return self.all * x * self.expert if hit else self.all * x
+
+
+def experts_of_pairs(hitting: list[int]) -> tuple[list[float], dict[str, torch.Tensor | None]]:
+    """Ranks 0 and 1 replicate one expert, 2 and 3 another; the ranks in `hitting` use theirs."""
+    with group_of_all() as group:
+        pair = group.mesh({"expert": 2, "data": 2})["data"]
+        model = Expert()
+        gradients = GradientSum(model, group=group, accumulate_float64=False, groups={"expert": pair})
+        gradients.begin(numbers=1)
+        gradients.expect_last()
+        x = torch.full((3,), float(group.position + 1), dtype=torch.float64)
+        model(x, hit=group.position in hitting).sum().backward()
+        gradients.start_reduce([10.0])
+        return gradients.finish_reduce(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_a_bucket_is_summed_over_its_own_group(ranks: KeptRanks) -> None:
+    found = ranks.run(experts_of_pairs, [0, 1], size=4)
+    for rank, (numbers, gradients) in enumerate(found):
+        assert numbers == [40.0]
+        torch.testing.assert_close(gradients["all"], torch.full((3,), 10.0, dtype=torch.float64))
+        if rank < 2:
+            torch.testing.assert_close(gradients["expert"], torch.full((3,), 3.0, dtype=torch.float64))
+        else:  # the flag of another expert must not count
+            assert gradients["expert"] is None
+    one = [gradients["expert"] for _, gradients in ranks.run(experts_of_pairs, [0, 3], size=4)]
+    assert [float(gradient[0]) for gradient in one] == [1.0, 1.0, 4.0, 4.0]

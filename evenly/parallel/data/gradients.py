@@ -4,10 +4,11 @@ are all-reduced once per step, while the last backward is still running.
 Vocabulary. A *slot* is a parameter's place in a *bucket*, one flat tensor. A gradient is *accumulated* into its slot as
 soon as autograd has finished it, and freed. Buckets are filled roughly in the order in which a backward finishes
 parameters (the reverse of their definition) and are *sent* strictly by index, so that all ranks agree on the order
-of collectives whatever their own order of events. The last bucket is always one of float64 and ends in the *tail*:
-first one *flag* per parameter, which says how many ranks used it in this step, since a parameter that no rank used
-keeps `grad=None` (an optimizer does more with a gradient of zeros than with none: weight decay, momentum); then
-numbers of the caller's, which so need no collective of their own.
+of collectives whatever their own order of events. A bucket is summed over its *group*: the data axis, or fewer ranks
+for parameters that not all of those replicate. The last bucket of a group is always one of float64 and ends in the
+*tail*: first one *flag* per parameter of the group, which says how many ranks used it in this step, since a parameter
+that no rank used keeps `grad=None` (an optimizer does more with a gradient of zeros than with none: weight decay,
+momentum); then, in the very last, numbers of the caller's, which so need no collective of their own.
 
 Exactness. With `accumulate_float64` buckets float32 gradients are added in float64. A sum of float32 numbers whose
 magnitudes lie within a factor of 2**28 of each other has no rounding at all in float64, in any order, and what rounding
@@ -18,9 +19,9 @@ whoever added what.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, count
+from itertools import chain
 
 import torch
 from torch import nn
@@ -124,14 +125,13 @@ class Slot:
 
     name: str
     parameter: nn.Parameter
-    number: int  # of its flag
     sum: torch.Tensor = field(init=False)  # view of the bucket's `sums`, shaped as the parameter
     gradient: torch.Tensor = field(init=False)  # view of the bucket's `gradients`, shaped as the parameter
     used: bool = False  # in this step, on this rank
 
 
 class Bucket:
-    """Neighbouring parameters of one dtype and device, added up and sent together.
+    """Neighbouring parameters of one dtype and device, added up and summed over the ranks of `group` together.
 
     sums:      1D, of the dtype that gradients are added in.
     tail:      what numbers lie behind the sums, 1D; `sent` is both.
@@ -139,8 +139,10 @@ class Bucket:
     waiting:   slots whose last gradient of this step is still to come.
     """
 
-    def __init__(self, slots: list[Slot], *, dtype: torch.dtype, sum_dtype: torch.dtype, device: torch.device) -> None:
-        self.slots, self.device = slots, device
+    def __init__(
+        self, slots: list[Slot], group: Group, *, dtype: torch.dtype, sum_dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.slots, self.group, self.device = slots, group, device
         self.dtype, self.sum_dtype = dtype, sum_dtype
         self.waiting = 0
         self.pending: Pending[torch.Tensor] | None = None
@@ -174,17 +176,28 @@ class GradientSum(Gradients):
     """Adds the gradients of `model` over the microbatches of a step and over the ranks of `group`."""
 
     def __init__(
-        self, model: nn.Module, *, group: Group, accumulate_float64: bool, ownership: Ownership | None = None
+        self,
+        model: nn.Module,
+        *,
+        group: Group,
+        accumulate_float64: bool,
+        ownership: Ownership | None = None,
+        groups: Mapping[str, Group] | None = None,
     ) -> None:
-        """ownership: what this rank has of the model, where it is not all."""
-        self._group, self._ownership = group, ownership
+        """ownership: what this rank has of the model, where it is not all.
+
+        groups: by name, of the parameters that not all ranks of `group` replicate, the ranks that do.
+        """
+        self._ownership = ownership
         named, self._frozen = trainable(model, required=ownership is None or ownership.pipeline_group is None)
-        self.buckets = (
-            fill_buckets(named, accumulate_float64=accumulate_float64)
-            if named
-            else [_bucket([], accumulate_float64=accumulate_float64, device=group.device)]
-        )
-        self._slots = [slot for bucket in self.buckets for slot in bucket.slots]  # by number
+        by_group: dict[Group, list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in named:
+            by_group.setdefault((groups or {}).get(name, group), []).append((name, parameter))
+        by_group[group] = by_group.pop(group, [])  # the last, whose tail carries the caller's numbers
+        filled = [fill_buckets(some, one, accumulate_float64=accumulate_float64) for one, some in by_group.items()]
+        self.buckets = [*chain.from_iterable(buckets[:-1] for buckets in filled), *(buckets[-1] for buckets in filled)]
+        self._tails = [(buckets[-1], [slot for bucket in buckets for slot in bucket.slots]) for buckets in filled]
+        self._slots = [slot for bucket in self.buckets for slot in bucket.slots]
         self._last = False
         self._sent = 0
         self._handles = [
@@ -199,7 +212,8 @@ class GradientSum(Gradients):
             bucket.pending = None
         for slot in self._slots:
             slot.used, slot.parameter.grad = False, None
-        self.buckets[-1].resize_tail(len(self._slots) + numbers)
+        for bucket, slots in self._tails:
+            bucket.resize_tail(len(slots) + (numbers if bucket is self.buckets[-1] else 0))
 
     def expect_last(self) -> None:
         """Begins to send buckets as they fill up."""
@@ -211,14 +225,11 @@ class GradientSum(Gradients):
         refuse_unfrozen(self._frozen)
         if not self._last:  # this rank has no microbatches
             self.expect_last()
-        self._send_until(len(self.buckets) - 1)
+        self._send_until(len(self.buckets) - len(self._tails))
+        for bucket, slots in self._tails:
+            bucket.tail[: len(slots)].copy_(torch.tensor([float(slot.used) for slot in slots]))
         tail = self.buckets[-1].tail
-        flags = [float(slot.used) for slot in self._slots]
-        if isinstance(numbers, torch.Tensor):
-            tail[: len(flags)].copy_(torch.tensor(flags))
-            tail[len(flags) :].copy_(numbers)
-        else:
-            tail.copy_(torch.tensor([*flags, *numbers], dtype=torch.float64))
+        tail[len(self._tails[-1][1]) :].copy_(torch.as_tensor(numbers, dtype=torch.float64))
         self._send_until(len(self.buckets))
 
     def merge(self, other: GradientSum) -> None:
@@ -237,13 +248,13 @@ class GradientSum(Gradients):
         for bucket in self.buckets:
             assert bucket.pending is not None
             bucket.pending.wait()
-        values: list[float] = self.buckets[-1].tail.tolist()
         for bucket in self.buckets:
             if bucket.sum_dtype is not bucket.dtype:
                 bucket.gradients.copy_(bucket.sums)
-        for slot in self._slots:
-            slot.parameter.grad = slot.gradient if values[slot.number] > 0 else None
-        return values[len(self._slots) :]
+        for bucket, slots in self._tails:
+            for slot, users in zip(slots, bucket.tail[: len(slots)].tolist(), strict=True):
+                slot.parameter.grad = slot.gradient if users > 0 else None
+        return self.buckets[-1].tail[len(self._tails[-1][1]) :].tolist()
 
     def used(self) -> set[str]:
         return {slot.name for slot in self._slots if slot.used}
@@ -308,9 +319,9 @@ class GradientSum(Gradients):
                 self._send_full()
 
     def _send_full(self) -> None:
-        """Sends buckets while the next in order is full; the last waits for `start_reduce`, which knows its tail."""
+        """Sends buckets while the next in order is full; those with a tail wait for `start_reduce`, which fills it."""
         ready = self._sent
-        while ready < len(self.buckets) - 1 and self.buckets[ready].waiting <= 0:
+        while ready < len(self.buckets) - len(self._tails) and self.buckets[ready].waiting <= 0:
             ready += 1
         self._send_until(ready)
 
@@ -319,7 +330,7 @@ class GradientSum(Gradients):
             for slot in bucket.slots:
                 if not slot.used:
                     slot.sum.zero_()
-            bucket.pending = all_reduce.begin(bucket.sent, self._group, label=bucket.label)
+            bucket.pending = all_reduce.begin(bucket.sent, bucket.group, label=bucket.label)
         self._sent = end
 
 
@@ -440,21 +451,23 @@ def in_backward_order(named: Iterable[tuple[str, nn.Parameter]]) -> list[list[tu
     return [[found[number] for number in bucket] for bucket in buckets]
 
 
-def fill_buckets(named: Iterable[tuple[str, nn.Parameter]], *, accumulate_float64: bool) -> list[Bucket]:
-    """Buckets for `named` parameters in the order in which a backward finishes them; the last is of float64."""
-    numbers = count()
-    groups = [[Slot(name, p, next(numbers)) for name, p in group] for group in in_backward_order(named)]
-    last = groups[-1]
-    widened = accumulate_float64 or last[0].parameter.dtype is torch.float64
+def fill_buckets(named: Iterable[tuple[str, nn.Parameter]], group: Group, *, accumulate_float64: bool) -> list[Bucket]:
+    """Buckets over `group` for `named` parameters in the order in which a backward finishes them; the last is of
+    float64.
+    """
+    filled = [[Slot(name, p) for name, p in some] for some in in_backward_order(named)] or [[]]
+    last = filled[-1]
+    widened = accumulate_float64 or not last or last[0].parameter.dtype is torch.float64
+    device = last[0].parameter.device if last else group.device
     if needs_tail_bucket(sum(slot.parameter.nbytes for slot in last), widened=widened):
-        groups.append([])
-    device = last[0].parameter.device
+        filled.append([])
     return [
-        _bucket(slots, accumulate_float64=accumulate_float64 or slots is groups[-1], device=device) for slots in groups
+        _bucket(slots, group, accumulate_float64=accumulate_float64 or slots is filled[-1], device=device)
+        for slots in filled
     ]
 
 
-def _bucket(slots: list[Slot], *, accumulate_float64: bool, device: torch.device) -> Bucket:
+def _bucket(slots: list[Slot], group: Group, *, accumulate_float64: bool, device: torch.device) -> Bucket:
     """A bucket of `slots`, which share their dtype and device; an empty one is on `device`."""
     dtype, device = (slots[0].parameter.dtype, slots[0].parameter.device) if slots else (torch.float64, device)
-    return Bucket(slots, dtype=dtype, sum_dtype=torch.float64 if accumulate_float64 else dtype, device=device)
+    return Bucket(slots, group, dtype=dtype, sum_dtype=torch.float64 if accumulate_float64 else dtype, device=device)
