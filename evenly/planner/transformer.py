@@ -153,14 +153,12 @@ def _block(shape: Shape, kind: Kind, split: Split, kernels: Kernels, *, whole: b
     return BlockCost(
         name="block",
         parameters=block_elements(shape, kind, split.tensor),
-        tensors=12,
         forward=[
             replace(one, recomputed=any(one is other for other in again)) for one in (*products, *attention, *passes)
         ],
         backward=[*_backward(products), *(_backward_of_attention(one) for one in attention), *map(_twice, passes)],
         input_bytes=int(split.own_tokens * shape.hidden * split.element_bytes),
         kept_bytes=kept,
-        forward_peak_bytes=0,
         backward_peak_bytes=int(_widest(shape, kind, split) * split.element_bytes),
         tensor_bytes=reduced,
         tensor_bytes_again=_reduced_again(reduced, kernels.selective, whole=whole),
@@ -383,13 +381,10 @@ def _embedding(shape: Shape, split: Split) -> BlockCost:
     return BlockCost(
         name="before the blocks",
         parameters=elements,
-        tensors=2,
         forward=[look],
         backward=[replace(look, of_weights=True)],
         input_bytes=0,
         kept_bytes={"none": 0, "selective": 0, "full": 0},
-        forward_peak_bytes=0,
-        backward_peak_bytes=0,
         tensor_bytes=_reduced_once(shape, split),
     )
 
@@ -406,7 +401,6 @@ def _head(shape: Shape, split: Split, kernels: Kernels) -> BlockCost:
     return BlockCost(
         name="after the blocks",
         parameters=(0 if shape.tied else columns * shape.hidden) + stacks * shape.norm_vectors * shape.hidden,
-        tensors=2,
         forward=[norm, logits, OpCost(kind="memory", moved_bytes=scores * kernels.loss_bytes / 2)],
         backward=[
             OpCost(kind="memory", moved_bytes=scores * kernels.loss_bytes / 2),
@@ -415,8 +409,6 @@ def _head(shape: Shape, split: Split, kernels: Kernels) -> BlockCost:
         ],
         input_bytes=stream,
         kept_bytes=dict.fromkeys(("none", "selective", "full"), 2 * stream),
-        forward_peak_bytes=0,
-        backward_peak_bytes=0,
         tensor_bytes=_reduced_once(shape, split),
         logits=scores,
     )
