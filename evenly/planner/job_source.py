@@ -92,14 +92,14 @@ class JobSource:
             return [self.blocks]
         return self._as_run(plan).stages(plan, device).counts
 
-    def parts(self, plan: Plan, setup: TrainingConfig) -> ModelCosts:
+    def parts(self, plan: Plan, config: TrainingConfig) -> ModelCosts:
         """As it was read; what a plan computes again is not in the parts. Parts that are alike are one."""
         found = parts_of(self._as_run(plan).profile(replace(plan, recompute="none")))
         made: dict[object, BlockCost] = {}
         return ModelCosts(
-            before=_computed(found.before, setup, made),
-            blocks=[_computed(replace(block, name="block"), setup, made) for block in found.blocks],
-            after=_computed(found.after, setup, made),
+            before=_computed(found.before, config, made),
+            blocks=[_computed(replace(block, name="block"), config, made) for block in found.blocks],
+            after=_computed(found.after, config, made),
         )
 
     def _as_run(self, plan: Plan) -> JobProfiler:
@@ -113,7 +113,7 @@ class JobSource:
     def memory(
         self,
         plan: Plan,
-        setup: TrainingConfig,
+        config: TrainingConfig,
         layers: Sequence[int],
         library: Library,
         ranks: Sequence[int] | None = None,
@@ -132,13 +132,13 @@ class JobSource:
         return self._memory[plan]
 
 
-def _computed(part: BlockCost, setup: TrainingConfig, made: dict[object, BlockCost]) -> BlockCost:
-    """`part` in the type that the setup multiplies, or the one in `made` that is alike."""
-    forward, backward = _works(part.forward, setup), _works(part.backward, setup)
+def _computed(part: BlockCost, config: TrainingConfig, made: dict[object, BlockCost]) -> BlockCost:
+    """`part` in the type that the config multiplies, or the one in `made` that is alike."""
+    forward, backward = _works(part.forward, config), _works(part.backward, config)
     key = (part.name, part.parameters, forward, backward, part.tensor_bytes, part.input_bytes)
     return made.setdefault(key, replace(part, forward=forward, backward=backward))
 
 
-def _works(works: Sequence[OpCost], setup: TrainingConfig) -> tuple[OpCost, ...]:
+def _works(works: Sequence[OpCost], config: TrainingConfig) -> tuple[OpCost, ...]:
     """Selective recomputation repeats what multiplies nothing."""
-    return tuple(replace(work, dtype=setup.dtype, recomputed=work.kind == "memory") for work in works)
+    return tuple(replace(work, dtype=config.dtype, recomputed=work.kind == "memory") for work in works)
