@@ -3,7 +3,7 @@
 Every *choice* has a time that it cannot beat: what its operations take, dealt evenly over the ranks of its pipeline,
 with the least that filling the pipeline, the last reduction and the update add. Choices are taken in the order of these
 bounds; those that do not fit are dropped, the others predicted in full. Once the next bound is longer than what the
-best ones take, no further choice can be among them: pruning discards nothing that would be answered.
+best ones take, no further choice can be among them: pruning discards nothing that would be a result.
 """
 
 from __future__ import annotations
@@ -129,11 +129,14 @@ def _best(
 
 @dataclass
 class _Judge:
-    """Answers what a choice takes; what several choices have in common is found out once."""
+    """Predicts what a choice takes; what several choices have in common is computed once."""
 
     request: PlanRequest
     refused: str = ""
     _candidates: dict[PlanChoice, CostedPlan | None] = field(default_factory=dict[PlanChoice, CostedPlan | None])
+    _bounds: dict[PlanChoice, tuple[float, float, float]] = field(
+        default_factory=dict[PlanChoice, tuple[float, float, float]]
+    )
     _seconds: dict[tuple[Any, ...], list[float]] = field(default_factory=dict[tuple[Any, ...], list[float]])
 
     @cached_property
@@ -160,16 +163,24 @@ class _Judge:
     def bound(self, choice: PlanChoice) -> float:
         """Seconds that no step of it beats; for a choice that cannot run, for ever."""
         alike = choice._replace(schedule="1f1b" if choice.pipeline > 1 else None, stages_per_rank=None)
-        one = self.candidate(alike)
+        if alike not in self._bounds:
+            self._bounds[alike] = self._bound(alike)
+        step, tail, block = self._bounds[alike]
+        if choice.pipeline > 1:
+            step += self._fill(choice, block)
+        return (step + tail) * SLACK
+
+    def _bound(self, choice: PlanChoice) -> tuple[float, float, float]:
+        """Seconds of the passes without filling the pipeline, of what follows them, and of the quickest block."""
+        one = self.candidate(choice)
         if one is None:
-            return float("inf")
+            return float("inf"), 0.0, 0.0
         seconds = self.seconds(choice, one)
         microbatches = one.config.microbatches
         step = microbatches * sum(seconds) / choice.pipeline
         if choice.pipeline > 1:
             step += microbatches * message_seconds(one.parts, one.config, one.machine)
-            step += self._fill(choice, min(seconds[1:-1]))
-        return (step + tail_seconds(one.parts, one.config, one.machine)) * SLACK
+        return step, tail_seconds(one.parts, one.config, one.machine), min(seconds[1:-1], default=0.0)
 
     def seconds(self, choice: PlanChoice, one: CostedPlan) -> list[float]:
         """Every part on one microbatch; computed once for choices that differ in nothing that counts here."""
