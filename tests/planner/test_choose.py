@@ -18,7 +18,6 @@ from evenly.hardware.cluster import Cluster
 from evenly.launch.environment import find_here
 from evenly.plan import PlanSpec, parse_plan
 from evenly.planner.auto import as_recorded, choose_plan
-from evenly.planner.costed_plan import training_config_of
 from evenly.planner.job_memory import memory_of_ranks
 from evenly.planner.job_profile import JobProfiler
 from evenly.planner.job_source import JobSource
@@ -69,7 +68,7 @@ def test_its_operations_are_those_of_the_model() -> None:
             job.loss(model, microbatch.batch)
         total += counter.get_total_flops()
     assert found.flops == pytest.approx(3 * total, rel=0.02)
-    assert source.blocks == len(source.parts(plan, training_config_of(asked(job), plan)).blocks) > 1
+    assert source.blocks == len(source.parts(plan, asked(job).config(plan)).blocks) > 1
 
 
 def test_memory_is_that_of_the_ranks() -> None:
@@ -112,8 +111,7 @@ def test_what_the_tensor_axis_splits_is_in_the_parts() -> None:
         pytest.skip("nothing of it can be split")
     whole, split = (
         source.parts(
-            parse_plan(text).complete("float32"),
-            training_config_of(asked(tower_job()), parse_plan(text).complete("float32")),
+            parse_plan(text).complete("float32"), asked(tower_job()).config(parse_plan(text).complete("float32"))
         )
         for text in ("data=1", "data=1 tensor=2")
     )
