@@ -377,7 +377,7 @@ PACKAGE_LINES = {
     "parallel.tensor": 3360,
     "parallel.pipeline": 2100,
     "plan": 1200,  # schedules are a table that others add to
-    "planner": 5755,
+    "planner": 5759,
     "report": 1460,  # tables of splits and pages of plans, which came from planner/ and cli/
     "train": 1000,
     "verify": 650,

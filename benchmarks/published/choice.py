@@ -11,14 +11,13 @@ import sys
 from dataclasses import dataclass, replace
 
 from benchmarks.published import cases
-from benchmarks.published.libraries import PublishedLibrary, library_named
+from benchmarks.published.libraries import PublishedLibrary, PublishedSource, library_named
 from benchmarks.published.rows import TRAINING, Incomplete, Row, measured, read
 from evenly.errors import UserError
 from evenly.plan import Plan, PlanSpec
 from evenly.planner.prediction import Prediction
 from evenly.planner.request import PlanRequest
 from evenly.planner.search import search
-from evenly.planner.shapes import ShapeSource
 from evenly.planner.training_config import TrainingConfig
 
 SOURCES = ("nanotron-ultrascale", "nvidia-dgxc")
@@ -52,7 +51,7 @@ def compared(row: Row) -> tuple[cases.Case, float, Prediction | None] | None:
         return None
     library = library_named(case.library)
     request = LibraryRequest(
-        source=ShapeSource(case.shape, library.kernels),
+        source=PublishedSource(case.shape, library.kernels),
         cluster=case.cluster,
         batch=case.config.batch,
         only=PlanSpec(exact="rounding", precision="bfloat16"),

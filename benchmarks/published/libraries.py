@@ -16,6 +16,7 @@ from typing import Any, Literal
 from evenly.model.parts import OpCost, Recompute
 from evenly.planner.footprint import Holdings
 from evenly.planner.shape import Shape
+from evenly.planner.shapes import ShapeSource, split_of
 from evenly.planner.speeds import Library
 from evenly.planner.training_config import TrainingConfig
 from evenly.planner.transformer import (
@@ -165,16 +166,17 @@ class PublishedSplit(Split):
         return self.dtype if self.dtype in WIDE else "bfloat16"
 
 
-def published_split(config: PublishedConfig) -> PublishedSplit:
+def published_split(config: TrainingConfig) -> PublishedSplit:
     """What one rank has of a microbatch."""
-    return PublishedSplit(
-        samples=config.microbatch,
-        sequence=config.sequence,
-        tensor=config.tensor,
-        split_sequence=config.split_sequence,
-        context=config.context,
-        dtype=config.dtype,
-    )
+    context = config.context if isinstance(config, PublishedConfig) else 1
+    return PublishedSplit(**vars(split_of(config)), context=context)
+
+
+class PublishedSource(ShapeSource):
+    """A known shape as a published library splits it."""
+
+    def split(self, config: TrainingConfig) -> Split:
+        return published_split(config)
 
 
 def library_named(name: str, tables: Mapping[str, Any] | None = None) -> PublishedLibrary:

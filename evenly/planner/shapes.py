@@ -65,7 +65,11 @@ class ShapeSource:
         """Its parts; computed once for equal configs."""
         # Patches of an image are as many as its shape says, whatever counts as tokens.
         seen = config if self.shape.vocab else replace(config, sequence=self.shape.sequence)
-        return _parts(self.shape, split_of(seen), self.kernels)
+        return _parts(self.shape, self.split(seen), self.kernels)
+
+    def split(self, config: TrainingConfig) -> Split:
+        """What one rank has of a microbatch."""
+        return split_of(config)
 
     def memory(
         self,
