@@ -26,7 +26,6 @@ from evenly.planner.known import find_shape
 from evenly.planner.request import PlanRequest
 from evenly.planner.search import search
 from evenly.planner.shapes import ShapeSource
-from evenly.planner.speeds import library_named
 
 # ---------------------------------------------------------------------------------------------- a schedule
 
@@ -137,8 +136,8 @@ def test_a_kind_of_device(kind: str) -> None:
     assert devices.find_device("zeta-one").name == kind
     cluster = parse_cluster("2xZ1")
     shape = find_shape("gpt2")
-    source = ShapeSource(shape, library_named("evenly").kernels)
-    best = search(PlanRequest(subject=source, cluster=cluster, batch=8)).plans[0]
+    source = ShapeSource(shape)
+    best = search(PlanRequest(source=source, cluster=cluster, batch=8)).plans[0]
     assert best.limit_bytes == pytest.approx(100 * 2**30, rel=0.2) and best.plan.ranks == 2
     with pytest.raises(UserError, match="known already"):
         devices.register_device("zeta one", FACTS)

@@ -1,4 +1,4 @@
-"""A published run as a prediction sees it: its shape, its cluster, its setup and the library that it ran on.
+"""A published run as a prediction sees it: its shape, its cluster, its config and the library that it ran on.
 
 A row says what was run; what it leaves open follows from the library, and each such inference stands here. A row that
 leaves open what nothing implies is `Incomplete`.
@@ -11,17 +11,23 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import benchmarks.published.zerobubble  # noqa: F401  (registers zb-2p)
+from benchmarks.published.libraries import (
+    LibraryKernels,
+    PublishedConfig,
+    PublishedLibrary,
+    library_named,
+    published_split,
+)
 from benchmarks.published.rows import Incomplete, Predicted
 from evenly.errors import UserError
 from evenly.hardware.cluster import Cluster
 from evenly.hardware.devices import find_device
-from evenly.model.parts import Recompute
+from evenly.model.parts import ModelCosts, Recompute
 from evenly.planner.footprint import footprints
 from evenly.planner.shape import Activation, Shape
-from evenly.planner.shapes import split_of
-from evenly.planner.speeds import Library, library_named, speeds_of
+from evenly.planner.speeds import speeds_of
 from evenly.planner.time import Machine, stage_layers, step_time
-from evenly.planner.training_config import TrainingConfig
 from evenly.planner.transformer import transformer_parts
 
 MOST_MICROBATCHES = 100_000  # of a step
@@ -35,7 +41,7 @@ class Case:
     row: Cells
     shape: Shape
     cluster: Cluster
-    setup: TrainingConfig
+    config: PublishedConfig
     library: str
 
 
@@ -45,10 +51,10 @@ def predict_row(row: Cells) -> Predicted:
     library = library_named(case.library)
     parts = parts_of(case, library)
     machine = Machine(case.cluster, speeds_of(case.cluster), library)
-    layers = stage_layers(parts, case.setup)
+    layers = stage_layers(parts, case.config)
     return Predicted(
-        step_s=step_time(parts, case.setup, machine)[0].step_s,
-        peak_bytes=max(one.peak for one in footprints(parts, layers, case.setup, library.holdings)),
+        step_s=step_time(parts, case.config, machine)[0].step_s,
+        peak_bytes=max(one.peak for one in footprints(parts, layers, case.config, library.holdings)),
         limit_bytes=case.cluster.device.memory_bytes,
     )
 
@@ -58,15 +64,18 @@ def case_of(row: Cells) -> Case:
     library = library_of(row)
     cluster = _cluster(row)
     shape = _shape(row, library)
-    return Case(row=row, shape=shape, cluster=cluster, setup=_setup(row, shape, library), library=library)
+    return Case(row=row, shape=shape, cluster=cluster, config=_config(row, shape, library), library=library)
 
 
-def parts_of(case: Case, library: Library):
+def parts_of(case: Case, library: PublishedLibrary) -> ModelCosts:
     """The model's parts for a case, as the library computes them."""
-    setup = case.setup
+    config = case.config
     # GPT-3 is the only model of these sources that NeMo trains with dropout.
-    dropout = library.kernels.dropout or (case.library == "nemo" and "GPT3" in case.row["model"])
-    return transformer_parts(case.shape, split_of(setup), replace(library.kernels, dropout=dropout))
+    kernels = library.kernels
+    if case.library == "nemo" and "GPT3" in case.row["model"]:
+        assert isinstance(kernels, LibraryKernels)
+        kernels = replace(kernels, dropout=True)
+    return transformer_parts(case.shape, published_split(config), kernels)
 
 
 # ------------------------------------------------------------------------------------------------------- reading cells
@@ -185,7 +194,7 @@ def _network_rate(stated: str, node: int) -> float | None:
     return None
 
 
-# ----------------------------------------------------------------------------------------------------- model and setup
+# ----------------------------------------------------------------------------------------------------- model and config
 
 
 def _shape(row: Cells, library: str) -> Shape:
@@ -228,7 +237,7 @@ SCHEDULES = {"": "1f1b", "1F1B": "1f1b", "interleaved 1F1B": "interleaved", "ZB-
 SCHEDULES |= {"ZB-2p": "zb-2p", "ZB-V": "zbv", "GPipe": "gpipe", "AFAB": "gpipe"}
 
 
-def _setup(row: Cells, shape: Shape, library: str) -> TrainingConfig:
+def _config(row: Cells, shape: Shape, library: str) -> PublishedConfig:
     tensor, pipeline = _axis(row, "tp"), _axis(row, "pp")
     context = count(row, "cp") or 1
     gpus = _needed(row, "gpus")
@@ -241,7 +250,7 @@ def _setup(row: Cells, shape: Shape, library: str) -> TrainingConfig:
     zero = count(row, "zero_stage") or 0
     if zero > 3:
         raise Incomplete(f"zero_stage {zero} is not known")
-    setup = TrainingConfig(
+    config = PublishedConfig(
         data=data,
         tensor=tensor,
         context=context,
@@ -259,9 +268,9 @@ def _setup(row: Cells, shape: Shape, library: str) -> TrainingConfig:
         dtype=_dtype(row),
         layers=_weighed(shape, pipeline * chunks) if library.startswith("nanotron") else None,
     )
-    if setup.microbatches > MOST_MICROBATCHES:
-        raise Incomplete(f"a step of {setup.microbatches} microbatches is none that anyone runs")
-    return setup
+    if config.microbatches > MOST_MICROBATCHES:
+        raise Incomplete(f"a step of {config.microbatches} microbatches is none that anyone runs")
+    return config
 
 
 def _shard(row: Cells, replicas: int) -> int | None:

@@ -8,20 +8,36 @@ that the search misses by more than 5 % shows a hole in the space that it search
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from benchmarks.published import cases
+from benchmarks.published.libraries import PublishedLibrary, PublishedSource, library_named
 from benchmarks.published.rows import TRAINING, Incomplete, Row, measured, read
 from evenly.errors import UserError
-from evenly.plan import PlanSpec
+from evenly.plan import Plan, PlanSpec
 from evenly.planner.prediction import Prediction
 from evenly.planner.request import PlanRequest
 from evenly.planner.search import search
-from evenly.planner.shapes import ShapeSource
-from evenly.planner.speeds import library_named
+from evenly.planner.training_config import TrainingConfig
 
 SOURCES = ("nanotron-ultrascale", "nvidia-dgxc")
 NEAR = 1.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class LibraryRequest(PlanRequest):
+    """run_by: the library that would run the plans. dtype: what it multiplies."""
+
+    run_by: PublishedLibrary
+    dtype: str
+
+    def config(self, plan: Plan) -> TrainingConfig:
+        found = super().config(plan)
+        split = found.split_sequence or (found.tensor > 1 and self.run_by.splits_sequence)
+        return replace(found, dtype=self.dtype, split_sequence=split)
+
+    def library(self, plan: Plan) -> PublishedLibrary:
+        return self.run_by
 
 
 def compared(row: Row) -> tuple[cases.Case, float, Prediction | None] | None:
@@ -34,20 +50,20 @@ def compared(row: Row) -> tuple[cases.Case, float, Prediction | None] | None:
     if published is None or measured(row).step_s is None:
         return None
     library = library_named(case.library)
-    question = PlanRequest(
-        subject=ShapeSource(case.shape, library.kernels),
+    request = LibraryRequest(
+        source=PublishedSource(case.shape, library.kernels),
         cluster=case.cluster,
-        batch=case.setup.batch,
+        batch=case.config.batch,
         only=PlanSpec(exact="rounding", precision="bfloat16"),
-        library=case.library,
-        dtype=case.setup.dtype,
+        run_by=library,
+        dtype=case.config.dtype,
         top=1,
     )
     try:
-        answer = search(question)
+        result = search(request)
     except UserError:
         return case, published, None
-    return case, published, next(iter(answer.plans), None)
+    return case, published, next(iter(result.plans), None)
 
 
 def main() -> None:
@@ -58,18 +74,18 @@ def main() -> None:
         if row.source not in sources or (found := compared(row)) is None:
             continue
         case, published, best = found
-        key = (case.shape, case.cluster.size, replace(case.setup, layers=None), case.library)
+        key = (case.shape, case.cluster.size, replace(case.config, layers=None), case.library)
         if key in seen:
             continue
         seen.add(key)
         ratio = best.step_s / published if best else float("inf")
         total, near = total + 1, near + (ratio <= NEAR)
-        setup = case.setup
+        config = case.config
         text = (
-            f"data={setup.data} tensor={setup.tensor} context={setup.context} pipeline={setup.pipeline} "
-            f"{setup.schedule} x{setup.stages_per_rank} zero={setup.zero} microbatch={setup.microbatch}"
+            f"data={config.data} tensor={config.tensor} context={config.context} pipeline={config.pipeline} "
+            f"{config.schedule} x{config.stages_per_rank} zero={config.zero} microbatch={config.microbatch}"
         )
-        print(f"{ratio:5.2f}  {row.id}  {case.shape.name} on {case.cluster} {setup.dtype}: {published:.3g} s {text}")
+        print(f"{ratio:5.2f}  {row.id}  {case.shape.name} on {case.cluster} {config.dtype}: {published:.3g} s {text}")
         print(f"       {best.step_s:.3g} s {best.plan}" if best else "       nothing fits")
     print(f"{near} of {total} within 5 % of the published plan, or faster")
 

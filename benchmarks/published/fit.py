@@ -2,7 +2,8 @@
 
 Every number of `priors.toml` is where the fit begins and what pulls it back: a number that no run says anything about
 keeps its prior. Errors are those of log(predicted / measured), of rows of grades A and B, in units of TOLERANCE, and
-large ones count linearly, so that odd rows do not pull. The result is written to evenly/planner/speeds.toml.
+large ones count linearly, so that odd rows do not pull. What devices reach is written to
+evenly/planner/speeds.toml, what libraries do to libraries.toml here.
 
 `--folds 5` writes nothing: it fits to four fifths of the rows and predicts the last fifth, five times over, so that
 each row is predicted once by numbers that have not seen it. Rows of a model on a kind of device stay together: they
@@ -23,8 +24,11 @@ import numpy as np
 
 from benchmarks.published import cases
 from benchmarks.published.accuracy import Pair, accuracy
+from benchmarks.published.libraries import FILE as LIBRARIES
+from benchmarks.published.libraries import library_named
 from benchmarks.published.rows import Incomplete
-from evenly.planner import speeds
+from evenly.planner.speeds import FILE as SPEEDS
+from evenly.planner.speeds import speeds_of
 from evenly.planner.time import Machine, step_time
 
 HERE = Path(__file__).parent
@@ -65,7 +69,7 @@ class Fit:
             if seconds is not None:
                 self.cases.append(found)
                 measured.append(seconds)
-        self.parts = [cases.parts_of(case, speeds.library_named(case.library)) for case in self.cases]
+        self.parts = [cases.parts_of(case, library_named(case.library)) for case in self.cases]
         self.measured = np.array(measured)
         self.paths = [*_numbers(self.tables)]
         self.priors = np.array([_coordinate(path, _at(self.tables, path)) for path in self.paths])
@@ -77,14 +81,13 @@ class Fit:
         """Step times in seconds with the numbers at `point`, of all rows or some."""
         for path, x in zip(self.paths, point, strict=True):
             _set(self.tables, path, _value(path, float(x)))
-        speeds.use(self.tables)
         which = range(len(self.cases)) if only is None else only
         return np.array([self._step_s(number) for number in which])
 
     def _step_s(self, number: int) -> float:
         case = self.cases[number]
-        machine = Machine(case.cluster, speeds.speeds_of(case.cluster), speeds.library_named(case.library))
-        return step_time(self.parts[number], case.setup, machine)[0].step_s
+        machine = Machine(case.cluster, speeds_of(case.cluster, self.tables), library_named(case.library, self.tables))
+        return step_time(self.parts[number], case.config, machine)[0].step_s
 
     def run(self) -> np.ndarray:
         """Damped Gauss-Newton on the smoothed errors; the point found."""
@@ -216,8 +219,10 @@ def main() -> None:
         return
     fit = Fit(rows)
     fit.predict(fit.run())
-    head = speeds.FILE.read_text(encoding="utf-8").split("\n\n", 1)[0]
-    speeds.FILE.write_text(head + "\n\n" + written(fit.tables), encoding="utf-8")
+    libraries = {"libraries": fit.tables.pop("libraries")}
+    for path, tables in ((SPEEDS, fit.tables), (LIBRARIES, libraries)):
+        head = path.read_text(encoding="utf-8").split("\n\n", 1)[0]
+        path.write_text(head + "\n\n" + written(tables), encoding="utf-8")
 
 
 def written(tables: Mapping[str, Any]) -> str:

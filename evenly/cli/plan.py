@@ -101,7 +101,7 @@ def _question(request: Request) -> tuple[PlanRequest, bool]:
     only = parse_plan(request.only)
     memory = None if request.memory is None else parse_memory(request.memory)
     cluster = _cluster(request)
-    subject, batch = _subject(request)
+    source, batch = _source(request)
     if only.ranks and only.ranks > cluster.size:
         raise UserError(
             f"--only {request.only!r} on {cluster}",
@@ -110,9 +110,9 @@ def _question(request: Request) -> tuple[PlanRequest, bool]:
         )
     devices = only.ranks or min(cluster.size, request.max_devices or cluster.size)
     question = PlanRequest(
-        subject=subject,
+        source=source,
         cluster=cluster,
-        batch=batch or assumed_batch(subject.sequence, devices),
+        batch=batch or assumed_batch(source.sequence, devices),
         only=only,
         memory_bytes=memory,
         max_devices=request.max_devices,
@@ -130,7 +130,7 @@ def _cluster(request: Request) -> Cluster:
     from evenly.hardware.cluster_text import parse_cluster
 
     if request.cluster is None and not _is_job(request):
-        _subject(request)  # an unknown model is reported first
+        _source(request)  # an unknown model is reported first
         raise UserError(
             f"evenly plan {request.subject} without --cluster",
             "the devices are not stated, and those of this machine are hardly meant",
@@ -139,7 +139,7 @@ def _cluster(request: Request) -> Cluster:
     return parse_cluster(request.cluster or "local")
 
 
-def _subject(request: Request) -> tuple[CostSource, int | None]:
+def _source(request: Request) -> tuple[CostSource, int | None]:
     """What is planned for, and its global batch where that is stated."""
     return _job(request) if _is_job(request) else (_known(request), request.batch)
 
@@ -162,7 +162,6 @@ def _job(request: Request) -> tuple[CostSource, int]:
 def _known(request: Request) -> CostSource:
     from evenly.planner.known import find_shape
     from evenly.planner.shapes import ShapeSource
-    from evenly.planner.speeds import library_named
 
     asked = f"plan for {request.subject}"
     if Path(f"{request.subject}.py").is_file():
@@ -184,7 +183,7 @@ def _known(request: Request) -> CostSource:
         shape = replace(shape, sequence=request.sequence)
         if problems := [*shape.problems()]:
             raise UserError(f"{asked} --sequence {request.sequence}", "; ".join(problems), "give fewer tokens")
-    return ShapeSource(shape, library_named("evenly").kernels)
+    return ShapeSource(shape)
 
 
 def assumed_batch(sequence: int | None, devices: int) -> int:
@@ -216,7 +215,7 @@ def _show(question: PlanRequest, answer: PlanResult, request: Request, *, assume
 
     plans = answer.plans or [one for one in (answer.nearest,) if one is not None]
     if request.json_only:
-        model, cluster = question.subject.name, str(question.cluster)
+        model, cluster = question.source.name, str(question.cluster)
         print(json.dumps(document(model, cluster, plans, assumed=assumed, change=answer.change)))
     elif plans:
         _print(question, plans, assumed=assumed)
@@ -235,7 +234,7 @@ def _print(question: PlanRequest, plans: Sequence[Prediction], *, assumed: bool)
     from evenly.cli.tables import print_table
     from evenly.report.plans import heads, plan_rows, reasons, title
 
-    named = title(question.subject.name, _devices(question, plans), plans, assumed=assumed)
+    named = title(question.source.name, _devices(question, plans), plans, assumed=assumed)
     print_table(named, heads(plans), plan_rows(plans), width_of_files=WIDTH_OF_FILES)
     width = get_terminal_size().columns if sys.stdout.isatty() else WIDTH_OF_FILES
     for line in reasons(plans):
@@ -246,7 +245,7 @@ def _draw(path: Path, question: PlanRequest, plans: Sequence[Prediction], *, ass
     from evenly.report.planpage import page, preview
 
     timeline = preview(question, plans[0].plan)
-    text = page(question.subject.name, _devices(question, plans), plans, timeline, assumed=assumed)
+    text = page(question.source.name, _devices(question, plans), plans, timeline, assumed=assumed)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as problem:
@@ -259,7 +258,7 @@ def _refusal(question: PlanRequest, answer: PlanResult) -> EvenlyError | None:
     from evenly.report.comm import time_in_words
     from evenly.report.plans import shortage
 
-    asked = f"plan {question.subject.name} on {question.cluster}"
+    asked = f"plan {question.source.name} on {question.cluster}"
     if not answer.plans:
         found = f"nothing fits; {shortage(answer.nearest)}" if answer.nearest else "no plan can run it"
         return EvenlyError(asked, found, answer.change)

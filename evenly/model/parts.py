@@ -7,7 +7,7 @@ of one microbatch on one rank: the tensor axis, the microbatch and the precision
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Kind = Literal["matmul", "attention", "memory", "host"]
@@ -43,12 +43,12 @@ class OpCost:
 class BlockCost:
     """One part of a model on one rank, for one microbatch.
 
-    parameters:     elements that the rank holds of it, before zero shards them. tensors: how many tensors they are.
+    parameters:     elements that the rank holds of it, before zero shards them.
     forward, backward: what it computes; the backward pass without any recomputation.
     input_bytes:    of the activation that it takes from the part before it, and that its gradient has.
     kept_bytes:     what its forward pass leaves for the backward pass, under each recomputation, its input included.
-    forward_peak_bytes, backward_peak_bytes: the most that a pass holds besides what is kept and the gradients of
-                    parameters.
+                    Empty where something else counts memory.
+    backward_peak_bytes: the most that a backward pass holds besides what is kept and the gradients of parameters.
     tensor_bytes:   what the tensor axis reduces in the forward pass (and again in the backward pass), in bytes of the
                     whole tensor of every all-reduce. tensor_bytes_again: of those that a part which recomputes
                     selectively repeats in the backward pass.
@@ -57,13 +57,11 @@ class BlockCost:
 
     name: str
     parameters: int
-    tensors: int
     forward: Sequence[OpCost]
     backward: Sequence[OpCost]
     input_bytes: int
-    kept_bytes: dict[Recompute, int]
-    forward_peak_bytes: int
-    backward_peak_bytes: int
+    kept_bytes: dict[Recompute, int] = field(default_factory=dict[Recompute, int])
+    backward_peak_bytes: int = 0
     tensor_bytes: Sequence[int] = ()
     tensor_bytes_again: Sequence[int] = ()
     logits: int = 0

@@ -27,19 +27,19 @@ def choose_plan(job: Job, only: PlanSpec, place: ProcessInfo) -> Prediction:
 
     Raises `PlanError` where none fits into the devices' memory, with the smallest change with which one would.
     """
-    question = PlanRequest(
-        subject=JobSource(job), cluster=cluster_of(place), batch=job.global_batch, only=only, max_devices=place.size
+    request = PlanRequest(
+        source=JobSource(job), cluster=cluster_of(place), batch=job.global_batch, only=only, max_devices=place.size
     )
-    answer = search(question)
-    if not answer.plans:
-        assert answer.nearest is not None  # a plan was looked at
+    result = search(request)
+    if not result.plans:
+        assert result.nearest is not None  # a plan was looked at
         raise PlanError(
-            f"--plan auto for {question.subject.name} on {question.cluster}",
-            f"no plan fits: the smallest, {answer.nearest.plan}, takes {answer.nearest.peak_bytes / 2**30:.2f} GiB of "
-            f"{answer.nearest.limit_bytes / 2**30:.2f}",
-            answer.change,
+            f"--plan auto for {request.source.name} on {request.cluster}",
+            f"no plan fits: the smallest, {result.nearest.plan}, takes {result.nearest.peak_bytes / 2**30:.2f} GiB of "
+            f"{result.nearest.limit_bytes / 2**30:.2f}",
+            result.change,
         )
-    return answer.plans[0]
+    return result.plans[0]
 
 
 def as_recorded(found: Prediction) -> dict[str, Any]:

@@ -1,80 +1,19 @@
-"""What is predicted of one plan of evenly's own: its setup, the library that it is, memory and time. No torch."""
+"""What is predicted of one plan of evenly's own: memory and time. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import pairwise
 from math import floor
 
-from evenly.job import Precision
 from evenly.model.parts import BlockCost, ModelCosts
 from evenly.plan import Plan
 from evenly.plan.cut import cut
 from evenly.planner.prediction import CAUSES_OF_TIME, MemoryByCause, Prediction, TimeByCause
 from evenly.planner.request import PlanRequest
-from evenly.planner.speeds import Library, library_named, speeds_of
 from evenly.planner.time import Machine, part_seconds, step_time
 from evenly.planner.training_config import TrainingConfig
-
-# Bytes of a weight, of its gradient, of what that is added up in where bits are to agree, and of what AdamW keeps.
-BYTES = {
-    "float32": (4, 4, 8, 8),
-    "bfloat16": (4, 4, 8, 8),
-    "float16": (4, 4, 8, 8),
-    "float64": (8, 8, 8, 16),
-    "pure-bfloat16": (2, 2, 4, 4),
-    "pure-float16": (2, 2, 4, 4),
-}
-DTYPES = {"pure-bfloat16": "bfloat16", "pure-float16": "float16"}
-CASTING = ("bfloat16", "float16")  # from float32 weights
-
-
-@cache
-def library_of(precision: Precision, *, bitwise: bool, name: str = "evenly", on_cpu: bool = False) -> Library:
-    """The library called `name`; evenly as it is under a precision, and where bits are to agree."""
-    found = library_named(name)
-    if name == "evenly":
-        weight, gradient, wide, state = BYTES[precision]
-        reduced = wide if bitwise else gradient
-        holdings = replace(
-            found.holdings,
-            weights=weight,
-            gradients=gradient + (wide if bitwise else 0),
-            optimizer=state,
-            gathered=weight,
-            reduced=reduced,
-            casts=2.0 if precision in CASTING else 0.0,
-        )
-        found = replace(found, weight_bytes=weight, gradient_bytes=reduced, holdings=holdings)
-    if on_cpu:  # no driver keeps anything of a process's memory, and nothing is started ahead of what computes
-        found = replace(found, host_s=0.0, holdings=replace(found.holdings, rest=0.0))
-    return found
-
-
-def training_config_of(question: PlanRequest, plan: Plan) -> TrainingConfig:
-    """The setup of a complete plan."""
-    microbatch = plan.microbatch or question.subject.microbatch
-    assert microbatch is not None  # a source that states none leaves it to its plans
-    axes = plan.axes
-    tensor = axes.get("tensor", 1)
-    return TrainingConfig(
-        data=axes["data"],
-        tensor=tensor,
-        pipeline=axes.get("pipeline", 1),
-        split_sequence=plan.tensor.sequence_parallel
-        or (tensor > 1 and library_named(question.library).splits_sequence),
-        schedule=plan.pipeline.schedule,
-        stages_per_rank=plan.pipeline.stages_per_rank if plan.pipeline.active else 1,
-        zero=plan.data.zero_stage,
-        shard=plan.data.shard,
-        microbatch=microbatch,
-        batch=question.batch,
-        sequence=question.subject.sequence or 1,
-        recompute=plan.recompute or "none",
-        dtype=question.dtype or DTYPES.get(plan.precision, plan.precision),
-    )
 
 
 @dataclass(frozen=True)
@@ -85,22 +24,19 @@ class CostedPlan:
     """
 
     plan: Plan
-    setup: TrainingConfig
+    config: TrainingConfig
     parts: ModelCosts
     machine: Machine
     layers: Sequence[int] | None
 
 
-def costed_plan_of(question: PlanRequest, plan: Plan) -> CostedPlan:
+def costed_plan_of(request: PlanRequest, plan: Plan) -> CostedPlan:
     """Costs a complete and resolved plan."""
-    setup = training_config_of(question, plan)
-    cpu = question.cluster.device.name == "cpu"
-    bitwise = plan.exact == "bitwise"
-    library = library_of(plan.precision, bitwise=bitwise, name=question.library, on_cpu=cpu)
-    machine = Machine(question.cluster, speeds_of(question.cluster), library)
-    layers = question.subject.layers(plan, question.cluster.device)
-    shown = plan.with_stages(layers) if layers is not None and plan.pipeline.active else plan
-    return CostedPlan(shown, setup, question.subject.parts(plan, setup), machine, layers)
+    config = request.config(plan)
+    machine = Machine(request.cluster, request.speeds, request.library(plan))
+    layers = request.source.layers(plan, request.cluster.device)
+    with_cut = plan.with_stages(layers) if layers is not None and plan.pipeline.active else plan
+    return CostedPlan(with_cut, config, request.source.parts(plan, config), machine, layers)
 
 
 def layers_of(one: CostedPlan, seconds: Sequence[float] | None = None) -> tuple[int, ...]:
@@ -108,7 +44,7 @@ def layers_of(one: CostedPlan, seconds: Sequence[float] | None = None) -> tuple[
 
     seconds: of the parts in the model's order, before and after the blocks included, where they are known.
     """
-    parts, stages = one.parts, one.setup.pipeline * one.setup.stages_per_rank
+    parts, stages = one.parts, one.config.pipeline * one.config.stages_per_rank
     if stages == 1:
         return (len(parts.blocks),)
     if one.layers is not None:
@@ -128,7 +64,7 @@ def seconds_of_parts(one: CostedPlan) -> list[float]:
     order = (one.parts.before, *one.parts.blocks, one.parts.after)
     for part in order:
         if id(part) not in found:
-            found[id(part)] = part_seconds(part, one.setup, one.machine)
+            found[id(part)] = part_seconds(part, one.config, one.machine)
     return [found[id(part)] for part in order]
 
 
@@ -139,8 +75,8 @@ def equal_blocks(blocks: int, stages: int, each: float, before: float, after: fl
     """
 
     def room(most: float) -> tuple[int, int, int]:
-        first, middle, last = (max(1, floor((most - more) / each + 1e-9)) for more in (before, 0.0, after))
-        return first, middle, last
+        first, last = floor((most - before) / each + 1e-9), floor((most - after) / each + 1e-9)
+        return max(1, first), max(1, floor(most / each + 1e-9)), max(1, last)
 
     low, high = max(blocks * each / stages, before, after), blocks * each + before + after
     for _ in range(40):
@@ -154,40 +90,40 @@ def equal_blocks(blocks: int, stages: int, each: float, before: float, after: fl
     return tuple(counts)
 
 
-def memory_of(question: PlanRequest, one: CostedPlan, layers: Sequence[int]) -> list[MemoryByCause]:
+def memory_of(request: PlanRequest, one: CostedPlan, layers: Sequence[int]) -> list[MemoryByCause]:
     """The memory of every rank of the pipeline."""
-    return question.subject.memory(one.plan, one.setup, layers, one.machine.library)
+    return request.source.memory(one.plan, one.config, layers, one.machine.library)
 
 
 def time_of(one: CostedPlan, layers: tuple[int, ...]) -> tuple[TimeByCause, float]:
     """The time of a step, and its bubble."""
-    return step_time(one.parts, replace(one.setup, layers=layers), one.machine)
+    return step_time(one.parts, replace(one.config, layers=layers), one.machine)
 
 
 def predicted(
-    question: PlanRequest, one: CostedPlan, memory: Sequence[MemoryByCause], time: TimeByCause, bubble: float
+    request: PlanRequest, one: CostedPlan, memory: Sequence[MemoryByCause], time: TimeByCause, bubble: float
 ) -> Prediction:
     """All that is predicted of a candidate."""
-    setup, sequence = one.setup, question.subject.sequence
+    config, sequence = one.config, request.source.sequence
     return Prediction(
         plan=one.plan,
         memory=memory,
-        limit_bytes=question.limit_bytes,
+        limit_bytes=request.limit_bytes,
         time=time,
-        samples=question.batch,
-        tokens=question.batch * sequence if sequence else None,
-        flops=model_flops(one.parts, setup),
-        peak_flops=setup.ranks * question.cluster.device.peak(setup.dtype),
+        samples=request.batch,
+        tokens=request.batch * sequence if sequence else None,
+        flops=model_flops(one.parts, config),
+        peak_flops=config.ranks * request.cluster.device.peak(config.dtype),
         comm_bytes=sent_bytes(one),
         bubble=bubble,
         why=binding(time),
     )
 
 
-def model_flops(parts: ModelCosts, setup: TrainingConfig) -> float:
+def model_flops(parts: ModelCosts, config: TrainingConfig) -> float:
     """The operations of a step on all devices: three times the forward pass, without recomputation."""
     forward = sum(_flops(part) for part in (parts.before, *parts.blocks, parts.after))
-    return 3 * forward * setup.tensor * setup.context * setup.batch / setup.microbatch
+    return 3 * forward * config.tensor * config.batch / config.microbatch
 
 
 def _flops(part: BlockCost) -> float:
@@ -196,16 +132,16 @@ def _flops(part: BlockCost) -> float:
 
 def sent_bytes(one: CostedPlan) -> float:
     """What a rank sends in a step, by rings."""
-    setup, parts, library = one.setup, one.parts, one.machine.library
-    share = 1 / setup.pipeline
+    config, parts, library = one.config, one.parts, one.machine.library
+    share = 1 / config.pipeline
     reduced = sum(sum(part.tensor_bytes) for part in parts.blocks) * share
-    tensor = 2 * 2 * (setup.tensor - 1) / setup.tensor * reduced * setup.microbatches
-    held = sum(part.parameters for part in parts.blocks) * share + parts.before.parameters
-    ring = (setup.replicas - 1) / setup.replicas
-    gathers = 2 * setup.microbatches if setup.zero == 3 else 1 if setup.zero else 0
-    reduces = setup.microbatches if setup.zero >= 2 else 1 if setup.zero else 2
-    data = ring * held * (gathers * library.weight_bytes + reduces * library.gradient_bytes)
-    messages = 2 * setup.microbatches * setup.stages_per_rank * parts.after.input_bytes * (setup.pipeline > 1)
+    tensor = 2 * 2 * (config.tensor - 1) / config.tensor * reduced * config.microbatches
+    parameters = sum(part.parameters for part in parts.blocks) * share + parts.before.parameters
+    ring = (config.replicas - 1) / config.replicas
+    gathers = 2 * config.microbatches if config.zero == 3 else 1 if config.zero else 0
+    reduces = config.microbatches if config.zero >= 2 else 1 if config.zero else 2
+    data = ring * parameters * (gathers * library.weight_bytes + reduces * library.gradient_bytes)
+    messages = 2 * config.microbatches * config.stages_per_rank * parts.after.input_bytes * (config.pipeline > 1)
     return tensor + data + messages
 
 

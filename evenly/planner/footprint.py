@@ -28,7 +28,7 @@ class Holdings:
     gathered: per parameter, of a unit that is whole for a while under zero=3. units: how many are so at once; the part
               outside of blocks is besides. reduced: per parameter, of the gradients of one unit before they are cut.
     logit:    per logit, when the loss is computed.
-    casts:    per parameter of a block, of a copy in a narrower type that is kept from its forward pass to its backward
+    casts:    per parameter of a block, of a copy in a narrower type that is saved from its forward pass to its backward
               pass, unless it is computed again.
     rest:     of a rank, besides: context of the driver, communicators, what the allocator cannot use.
     """
@@ -47,37 +47,37 @@ class Holdings:
 def footprints(
     parts: ModelCosts,
     layers: Sequence[int],
-    setup: TrainingConfig,
+    config: TrainingConfig,
     holdings: Holdings,
     ranks: Sequence[int] | None = None,
 ) -> list[MemoryByCause]:
     """What every rank of the pipeline holds at most, or some `ranks`; stage i has `layers[i]` blocks."""
-    places = _places(setup)
-    kept = kept_of_stages(parts, layers, setup)
+    places = _places(config)
+    saved = saved_by_stages(parts, layers, config)
     found: list[MemoryByCause] = []
-    for rank in range(setup.pipeline) if ranks is None else ranks:
+    for rank in range(config.pipeline) if ranks is None else ranks:
         stages = [stage for stage, holder in enumerate(places) if holder == rank]
-        found.append(_of_rank(stages, _held(rank, stages, kept, setup), parts, layers, setup, holdings))
+        found.append(_of_rank(stages, _most_saved(rank, stages, saved, config), parts, layers, config, holdings))
     return found
 
 
-def kept_of_stages(parts: ModelCosts, layers: Sequence[int], setup: TrainingConfig) -> list[int]:
+def saved_by_stages(parts: ModelCosts, layers: Sequence[int], config: TrainingConfig) -> list[int]:
     """Bytes that one microbatch leaves in every stage for its backward pass."""
-    each = iter(block.kept_bytes[setup.recompute] for block in parts.blocks)
+    each = iter(block.kept_bytes[config.recompute] for block in parts.blocks)
     return [sum(islice(each, count)) for count in layers]
 
 
-def _held(rank: int, stages: Sequence[int], kept: Sequence[int], setup: TrainingConfig) -> int:
+def _most_saved(rank: int, stages: Sequence[int], saved: Sequence[int], config: TrainingConfig) -> int:
     """The most bytes of activations that the rank holds at once, of all its stages and microbatches."""
-    p, v = setup.pipeline, setup.stages_per_rank
+    p, v = config.pipeline, config.stages_per_rank
     if p == 1:
-        return kept[0]
-    schedule = setup.schedule
-    most = runnable(schedule, p, v, setup.microbatches)
+        return saved[0]
+    schedule = config.schedule
+    most = runnable(schedule, p, v, config.microbatches)
     if SCHEDULES[schedule].steady:
         # What is in flight no longer changes once a step has a few rounds.
         most = min(most, runnable(schedule, p, v, 4 * p))
-    weights = [kept[stage] for stage in stages]
+    weights = [saved[stage] for stage in stages]
     in_flight = _in_flight(schedule, p, v, most, rank)
     return max(sum(count * weight for count, weight in zip(counts, weights, strict=True)) for counts in in_flight)
 
@@ -88,13 +88,13 @@ def _in_flight(
 ) -> tuple[tuple[int, ...], ...]:
     """Microbatches in flight in each of a rank's stages, at those moments of a step that others do not outdo."""
     own = {stage: number for number, stage in enumerate(_own_stages(schedule, ranks, stages_per_rank, rank))}
-    held = [0] * len(own)
+    flying = [0] * len(own)
     found: dict[tuple[int, ...], None] = {}
     for kind, stage, _ in _passes(schedule, ranks, stages_per_rank, microbatches)[rank]:
         change = {"forward": 1, "backward": -1, "backward_weight": -1}.get(kind, 0)
-        held[own[stage]] += change
+        flying[own[stage]] += change
         if change > 0:
-            found[tuple(held)] = None
+            found[tuple(flying)] = None
     most = max(map(sum, found))
     # Stages of one rank weigh nearly alike: moments with far less in flight hold less.
     return tuple(counts for counts in found if sum(counts) >= most - len(own))
@@ -110,16 +110,16 @@ def _own_stages(schedule: Schedule, ranks: int, stages_per_rank: int, rank: int)
     return [stage for stage, holder in enumerate(places) if holder == rank]
 
 
-def _places(setup: TrainingConfig) -> Sequence[int]:
-    return rank_of_stage(setup.schedule, setup.pipeline, setup.stages_per_rank) if setup.pipeline > 1 else (0,)
+def _places(config: TrainingConfig) -> Sequence[int]:
+    return rank_of_stage(config.schedule, config.pipeline, config.stages_per_rank) if config.pipeline > 1 else (0,)
 
 
 def _of_rank(
     stages: Sequence[int],
-    kept: int,
+    saved: int,
     parts: ModelCosts,
     layers: Sequence[int],
-    setup: TrainingConfig,
+    config: TrainingConfig,
     holdings: Holdings,
 ) -> MemoryByCause:
     last = len(layers) - 1
@@ -129,23 +129,24 @@ def _of_rank(
     elements = sum(part.parameters for part in [*every, *outside])
     elements += parts.tied_parameters if last in stages and 0 not in stages else 0
     # A block that is computed again is whole while its backward pass runs.
-    again = max((block.kept_bytes["none"] - block.kept_bytes[setup.recompute] for block in every), default=0)
+    again = max((block.kept_bytes["none"] - block.kept_bytes[config.recompute] for block in every), default=0)
     working = max((block.backward_peak_bytes for block in every), default=0)
     return MemoryByCause(
-        parameters=elements * holdings.weights / (setup.shards if setup.zero >= 3 else 1),
-        gradients=elements * holdings.gradients / (setup.shards if setup.zero >= 2 else 1),
-        optimizer=elements * holdings.optimizer / setup.shards,
-        activations=kept + holdings.casts * (0 if setup.recompute == "full" else sum(one.parameters for one in every)),
-        gathered=_gathered(every, outside, setup, holdings),
+        parameters=elements * holdings.weights / (config.shards if config.zero >= 3 else 1),
+        gradients=elements * holdings.gradients / (config.shards if config.zero >= 2 else 1),
+        optimizer=elements * holdings.optimizer / config.shards,
+        activations=saved
+        + holdings.casts * (0 if config.recompute == "full" else sum(one.parameters for one in every)),
+        gathered=_gathered(every, outside, config, holdings),
         temporaries=max(again + working, _loss_bytes(parts.after, holdings) if last in stages else 0.0),
         context=holdings.rest,
     )
 
 
 def _gathered(
-    blocks: Sequence[BlockCost], outside: Sequence[BlockCost], setup: TrainingConfig, holdings: Holdings
+    blocks: Sequence[BlockCost], outside: Sequence[BlockCost], config: TrainingConfig, holdings: Holdings
 ) -> float:
-    if setup.zero < 3 or setup.shards == 1:
+    if config.zero < 3 or config.shards == 1:
         return 0.0
     largest = max((block.parameters for block in blocks), default=0)
     whole = min(len(blocks), holdings.units) * largest + sum(part.parameters for part in outside)

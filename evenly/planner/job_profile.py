@@ -1,4 +1,4 @@
-"""A job's model, read as a plan runs it: with its precision, its recomputation and what the tensor axis splits."""
+"""A job's model, profiled as a plan runs it: with its precision, its recomputation and what the tensor axis splits."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Stages:
 
 @dataclass(eq=False)
 class JobProfiler:
-    """Reads the model of `job`, each way at most once; nothing is computed.
+    """Profiles the model of `job`, each way at most once; nothing is computed.
 
-    step: of which the microbatches are taken, from 0. Several sizes are read as the smallest and the largest, and what
+    step: of which the microbatches are taken, from 0. Of several sizes the smallest and the largest are profiled; what
     lies between follows from these two.
     """
 
@@ -59,7 +59,9 @@ class JobProfiler:
     _models: dict[str, nn.Module] = field(default_factory=dict[str, nn.Module])
     _derivations: dict[str, Derivation] = field(default_factory=dict[str, Derivation])
     _call_costs: dict[str, tuple[list[Any], list[str]]] = field(default_factory=dict[str, Any])
-    _readings: dict[tuple[Any, ...], Profile] = field(default_factory=dict[tuple[Any, ...], Profile])
+    _profiles: dict[tuple[Any, ...], Profile] = field(default_factory=dict[tuple[Any, ...], Profile])
+    _between: dict[tuple[Any, ...], Profile] = field(default_factory=dict[tuple[Any, ...], Profile])
+    _optimizers: dict[tuple[Any, ...], OptimizerCosts] = field(default_factory=dict[tuple[Any, ...], OptimizerCosts])
 
     def model(self, precision: str) -> nn.Module:
         """The job's model; without memory where its code can be built so."""
@@ -86,28 +88,27 @@ class JobProfiler:
 
     @cached_property
     def _by_size(self) -> Sequence[Microbatch]:
-        return sorted(self.microbatches, key=_elements)
+        return sorted(self.microbatches, key=_elements_of)
 
-    def reading(self, plan: Plan, number: int = 0) -> Profile:
-        """The profile of microbatch `number` under `plan` (fitted and resolved)."""
-        few, many = (self._read(plan, microbatch) for microbatch in (self._by_size[0], self._by_size[-1]))
-        return between(few, many, _elements(self.microbatches[number]))
+    def profile(self, plan: Plan, number: int = 0) -> Profile:
+        """The profile of microbatch `number` under `plan` (fitted and resolved); equal ones are one object."""
+        key, elements = _profile_key(plan), self._elements[number]
+        if (key, elements) not in self._between:
+            few, many = (self._profile(plan, key, microbatch) for microbatch in (self._by_size[0], self._by_size[-1]))
+            self._between[key, elements] = between(few, many, elements)
+        return self._between[key, elements]
 
-    def _read(self, plan: Plan, microbatch: Microbatch) -> Profile:
-        key = (
-            plan.precision,
-            plan.recompute,
-            plan.tensor.size,
-            plan.tensor.exclude,
-            plan.tensor.sequence_parallel,
-            plan.pipeline.active,
-        )
+    @cached_property
+    def _elements(self) -> Sequence[int]:
+        return [*map(_elements_of, self.microbatches)]
+
+    def _profile(self, plan: Plan, key: tuple[Any, ...], microbatch: Microbatch) -> Profile:
         key = (*key, *(tuple(tensor.shape) for tensor in tensors_in(microbatch.batch)))
-        if key not in self._readings:
-            self._readings[key] = self._read_now(plan, microbatch)
-        return self._readings[key]
+        if key not in self._profiles:
+            self._profiles[key] = self._profile_now(plan, microbatch)
+        return self._profiles[key]
 
-    def _read_now(self, plan: Plan, microbatch: Microbatch) -> Profile:
+    def _profile_now(self, plan: Plan, microbatch: Microbatch) -> Profile:
         precision = plan.precision
 
         def loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -117,7 +118,12 @@ class JobProfiler:
         batch = place_batch(microbatch.batch, precision, "cpu")
         changes = _Changes(self, plan)
         return profile_module(
-            self.model(precision), loss, batch, change=changes.made, around=changes.around, said=changes.said
+            self.model(precision),
+            loss,
+            batch,
+            change=changes.applied,
+            around=changes.around,
+            tensor_sums=changes.tensor_sums,
         )
 
     def layouts(self, plan: Plan) -> dict[str, Layout]:
@@ -149,10 +155,14 @@ class JobProfiler:
 
     def optimizer_costs(self, plan: Plan) -> OptimizerCosts:
         """What the job's optimizer keeps of each parameter, and needs for its step."""
-        model = self.model(plan.precision)
-        optimizer = call_job("optimizer", lambda: self.job.optimizer(iter([*model.parameters()])))
-        choose_kernels(optimizer, plan)
-        return optimizer_costs(optimizer, {id(p): name for name, p in model.named_parameters()})
+        key = (plan.precision, plan.exact)
+        if key not in self._optimizers:
+            model = self.model(plan.precision)
+            optimizer = call_job("optimizer", lambda: self.job.optimizer(iter([*model.parameters()])))
+            choose_kernels(optimizer, plan)
+            names = {id(parameter): name for name, parameter in model.named_parameters()}
+            self._optimizers[key] = optimizer_costs(optimizer, names)
+        return self._optimizers[key]
 
     def blocks(self, plan: Plan) -> list[Block]:
         return find_blocks(self.model(plan.precision))
@@ -165,11 +175,11 @@ class JobProfiler:
 
 @dataclass(eq=False)
 class _Changes:
-    """What a plan does to the model that is read."""
+    """What a plan does to the model that is profiled."""
 
-    reader: JobProfiler
+    profiler: JobProfiler
     plan: Plan
-    said: list[int] = field(default_factory=list[int])
+    tensor_sums: list[int] = field(default_factory=list[int])
     _axis: AbstractContextManager[Any] = field(default_factory=nullcontext[Any])
 
     def around(self) -> AbstractContextManager[Any]:
@@ -177,7 +187,7 @@ class _Changes:
         return self._axis
 
     @contextmanager
-    def made(self, model: nn.Module, blocks: Sequence[Block]) -> Generator[None]:
+    def applied(self, model: nn.Module, blocks: Sequence[Block]) -> Generator[None]:
         """Within, the model is as the plan has it."""
         plan = self.plan
         with ExitStack() as stack:
@@ -198,8 +208,8 @@ class _Changes:
         plan = self.plan
         split = SplitModel(
             model,
-            self.reader.layouts(plan),
-            fake_group("tensor", plan.tensor.size, self.said.append),
+            self.profiler.layouts(plan),
+            fake_group("tensor", plan.tensor.size, self.tensor_sums.append),
             sequence=plan.tensor.sequence_parallel,
             recomputed=plan.recompute == "selective",
         )
@@ -207,5 +217,12 @@ class _Changes:
         return split
 
 
-def _elements(microbatch: Microbatch) -> int:
+def _profile_key(plan: Plan) -> tuple[Any, ...]:
+    """All of a plan that a profile depends on."""
+    tensor = plan.tensor
+    of_axes = (tensor.size, tensor.exclude, tensor.sequence_parallel, plan.pipeline.active)
+    return (plan.precision, plan.recompute, *of_axes)
+
+
+def _elements_of(microbatch: Microbatch) -> int:
     return sum(tensor.numel() for tensor in tensors_in(microbatch.batch))

@@ -1,4 +1,4 @@
-"""A job as a subject of the planner: its model is read as each plan runs it, and nothing is computed."""
+"""A job as a cost source of the planner: its model is profiled as each plan runs it, and nothing is computed."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ class JobSource:
     """Implements `CostSource`. A job that states no microbatch leaves it to its plans."""
 
     job: Job
-    _readers: dict[int, JobProfiler] = field(default_factory=dict[int, JobProfiler])
+    _profilers: dict[int, JobProfiler] = field(default_factory=dict[int, JobProfiler])
+    _memory: dict[Plan, list[MemoryByCause]] = field(default_factory=dict[Plan, list[MemoryByCause]])
 
     @cached_property
-    def reader(self) -> JobProfiler:
+    def profiler(self) -> JobProfiler:
         return JobProfiler(self.job)
 
     @property
@@ -44,7 +45,7 @@ class JobSource:
     @cached_property
     def whole(self) -> Profile:
         """The profile of the model on one device."""
-        return self.reader.reading(PlanSpec(data=1).complete(self.job.precision))
+        return self.profiler.profile(PlanSpec(data=1).complete(self.job.precision))
 
     @property
     def blocks(self) -> int:
@@ -61,7 +62,7 @@ class JobSource:
         """The job's own; where it is cut by cost, what comes to as many microbatches; None where it states neither."""
         if self.job.microbatch_cost is None:
             return self.job.microbatch
-        return math.ceil(self.job.global_batch / max(1, len(self.reader.microbatches)))
+        return math.ceil(self.job.global_batch / max(1, len(self.profiler.microbatches)))
 
     def tensor_sizes(self, most: int) -> Sequence[int]:
         """Those by which any of its parameters is split."""
@@ -69,16 +70,16 @@ class JobSource:
 
     def _splits(self, size: int) -> bool:
         try:
-            return bool(self.reader.layouts(PlanSpec(data=1, tensor=size).complete(self.job.precision)))
+            return bool(self.profiler.layouts(PlanSpec(data=1, tensor=size).complete(self.job.precision)))
         except EvenlyError:
             return False
 
     def refusal(self, plan: Plan) -> str | None:
-        """What the model says once it is read so."""
+        """What profiling the model so refuses."""
         try:
-            self._as_run(plan).reading(replace(plan, recompute="none"))
-            if plan.recompute != "none":  # whatever the microbatch; this reading serves for all choices
-                self.reader.reading(PlanSpec(data=1, recompute=plan.recompute).complete(self.job.precision))
+            self._as_run(plan).profile(replace(plan, recompute="none"))
+            if plan.recompute != "none":  # whatever the microbatch; this profile serves for all choices
+                self.profiler.profile(PlanSpec(data=1, recompute=plan.recompute).complete(self.job.precision))
             if plan.pipeline.active:
                 self._as_run(plan).stages(plan, None)
         except PlanError as problem:
@@ -91,49 +92,53 @@ class JobSource:
             return [self.blocks]
         return self._as_run(plan).stages(plan, device).counts
 
-    def parts(self, plan: Plan, setup: TrainingConfig) -> ModelCosts:
+    def parts(self, plan: Plan, config: TrainingConfig) -> ModelCosts:
         """As it was read; what a plan computes again is not in the parts. Parts that are alike are one."""
-        found = parts_of({"none": self._as_run(plan).reading(replace(plan, recompute="none"))})
+        found = parts_of(self._as_run(plan).profile(replace(plan, recompute="none")))
         made: dict[object, BlockCost] = {}
         return ModelCosts(
-            before=_computed(found.before, setup, made),
-            blocks=[_computed(replace(block, name="block"), setup, made) for block in found.blocks],
-            after=_computed(found.after, setup, made),
+            before=_computed(found.before, config, made),
+            blocks=[_computed(replace(block, name="block"), config, made) for block in found.blocks],
+            after=_computed(found.after, config, made),
         )
 
     def _as_run(self, plan: Plan) -> JobProfiler:
-        """A reader of the job with the plan's microbatch; all read the same model."""
+        """A profiler of the job with the plan's microbatch; all profile the same model."""
         if plan.microbatch is None:
-            return self.reader
-        if plan.microbatch not in self._readers:
-            self._readers[plan.microbatch] = replace(self.reader, job=with_microbatch(self.job, plan))
-        return self._readers[plan.microbatch]
+            return self.profiler
+        if plan.microbatch not in self._profilers:
+            self._profilers[plan.microbatch] = replace(self.profiler, job=with_microbatch(self.job, plan))
+        return self._profilers[plan.microbatch]
 
     def memory(
         self,
         plan: Plan,
-        setup: TrainingConfig,
+        config: TrainingConfig,
         layers: Sequence[int],
         library: Library,
         ranks: Sequence[int] | None = None,
     ) -> list[MemoryByCause]:
         """For every rank of the pipeline the device that holds most."""
-        meters = memory_of_ranks(self._as_run(plan), plan.with_stages(layers))
-        each = len(meters) // setup.pipeline
-        groups = [meters[rank * each : (rank + 1) * each] for rank in range(setup.pipeline)]
-        worst = [max(group, key=lambda meter: meter.peak).by_cause for group in groups]
         rest = library.holdings.rest
-        found = [replace(one, context=one.context + rest) for one in worst]
+        found = [replace(one, context=one.context + rest) for one in self._memory_of(plan.with_stages(layers))]
         return found if ranks is None else [found[rank] for rank in ranks]
 
+    def _memory_of(self, plan: Plan) -> list[MemoryByCause]:
+        if plan not in self._memory:
+            meters = memory_of_ranks(self._as_run(plan), plan)
+            each = len(meters) // (plan.pipeline.size if plan.pipeline.active else 1)
+            devices = [meters[begin : begin + each] for begin in range(0, len(meters), each)]
+            self._memory[plan] = [max(of_rank, key=lambda meter: meter.peak).by_cause for of_rank in devices]
+        return self._memory[plan]
 
-def _computed(part: BlockCost, setup: TrainingConfig, made: dict[object, BlockCost]) -> BlockCost:
-    """`part` in the type that the setup multiplies, or the one in `made` that is alike."""
-    forward, backward = _works(part.forward, setup), _works(part.backward, setup)
+
+def _computed(part: BlockCost, config: TrainingConfig, made: dict[object, BlockCost]) -> BlockCost:
+    """`part` in the type that the config multiplies, or the one in `made` that is alike."""
+    forward, backward = _works(part.forward, config), _works(part.backward, config)
     key = (part.name, part.parameters, forward, backward, part.tensor_bytes, part.input_bytes)
     return made.setdefault(key, replace(part, forward=forward, backward=backward))
 
 
-def _works(works: Sequence[OpCost], setup: TrainingConfig) -> tuple[OpCost, ...]:
+def _works(works: Sequence[OpCost], config: TrainingConfig) -> tuple[OpCost, ...]:
     """Selective recomputation repeats what multiplies nothing."""
-    return tuple(replace(work, dtype=setup.dtype, recomputed=work.kind == "memory") for work in works)
+    return tuple(replace(work, dtype=config.dtype, recomputed=work.kind == "memory") for work in works)

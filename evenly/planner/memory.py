@@ -1,6 +1,6 @@
 """Memory of evenly's own plans: what a rank holds from the begin of a step to its end, and at most.
 
-Nothing is fitted: the intervals of a reading (`planner.profile`) are put one behind the other as the engines run the
+Nothing is fitted: the intervals of a profile (`planner.profile`) are put one behind the other as the engines run the
 microbatches, and what the engines hold besides them is added and taken away where they do. A *meter* follows the sum.
 
 Causes are those of `MemoryByCause`, with the sums in a wider type apart from the gradients made of them, as the tracker
@@ -9,10 +9,9 @@ counts them.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
@@ -22,7 +21,6 @@ import torch
 from evenly.parallel.data.gradients import SQUARED_AT_ONCE
 from evenly.parallel.data.grouping import bucket_members, needs_tail_bucket
 from evenly.parallel.data.partition import IN_FLIGHT, RowLayout
-from evenly.planner.optimizer_costs import OptimizerCosts
 from evenly.planner.prediction import MemoryByCause
 from evenly.planner.profile import Interval, Parameter
 
@@ -47,10 +45,6 @@ class Meter:
         self.total += size
         if self.total > self.peak:
             self.peak, self.at_peak = self.total, dict(self.now)
-
-    def clear(self, cause: Cause) -> None:
-        """Gives all of it back."""
-        self.add(cause, -self.now.get(cause, 0))
 
     def for_a_while(self, cause: Cause, size: int) -> None:
         """Takes `size` bytes and gives them back."""
@@ -107,8 +101,8 @@ class Sums(ABC):
     def returned(self, call: int) -> None:  # noqa: B027
         """It ends; -1 stands for the model's."""
 
-    def there(self, name: str) -> None:  # noqa: B027
-        """A parameter's gradient is there."""
+    def accumulated(self, name: str) -> None:  # noqa: B027
+        """A parameter's gradient is computed."""
 
     def freed(self, name: str) -> None:  # noqa: B027
         """The backward pass has let go of it."""
@@ -217,7 +211,7 @@ class ShardedSums(Sums):
         parameter = self._parameters[name]
         return parameter.bytes if self._zero == 2 else parameter.elements * self._added_in[self._bucket_of[name]]
 
-    def there(self, name: str) -> None:
+    def accumulated(self, name: str) -> None:
         if name in self._bucket_of and name not in self._totals and self._widens(name):
             self._totals[name] = self._total_size(name)
             self.meter.add("sums", self._totals[name])
@@ -302,30 +296,30 @@ def piece_elements(parameter: Parameter, ranks: int) -> int:
     return RowLayout.of(parameter.shape, ranks).length if parameter.shape else 0
 
 
-def own_elements(parameter: Parameter, ranks: int, position: int) -> int:
-    """Elements of the piece that the rank at `position` steps."""
-    if not parameter.shape:
-        return parameter.elements
+def piece_shape(parameter: Parameter, ranks: int, position: int | None) -> Sequence[int]:
+    """Shape of the piece that the rank at `position` steps; None: of all."""
+    if not parameter.shape or position is None:
+        return parameter.shape
     rows = RowLayout.of(parameter.shape, ranks).own(position)
-    return (rows.stop - rows.start) * math.prod(parameter.shape[1:])
+    return (rows.stop - rows.start, *parameter.shape[1:])
 
 
 # ------------------------------------------------------------------------------------------------------------ a step
 
 
 def play(meter: Meter, sums: Sums, intervals: Iterable[Interval]) -> None:
-    """Adds the intervals of a pass, with what the sums of gradients do at their marks."""
+    """Adds the intervals of a pass, with what the sums of gradients do at their events."""
     for one in intervals:
         meter.interval(one)
-        mark = one.mark
-        if mark.what == "gradient":
-            sums.there(mark.parameter)
-        elif mark.what == "freed":
-            sums.freed(mark.parameter)
-        elif mark.stage == "forward" and mark.what:
-            (sums.entered if mark.what == "begin" else sums.left)(mark.call)
-        elif mark.what:
-            (sums.turned if mark.what == "begin" else sums.returned)(mark.call)
+        event = one.event
+        if event.what == "gradient":
+            sums.accumulated(event.parameter)
+        elif event.what == "freed":
+            sums.freed(event.parameter)
+        elif event.stage == "forward" and event.what:
+            (sums.entered if event.what == "begin" else sums.left)(event.call)
+        elif event.what:
+            (sums.turned if event.what == "begin" else sums.returned)(event.call)
 
 
 def norm_bytes(lengths: Iterable[int], itemsize: int) -> int:
@@ -340,8 +334,3 @@ def _parts(length: int) -> Iterator[int]:
     while length > 0:
         yield min(length, SQUARED_AT_ONCE)
         length -= SQUARED_AT_ONCE
-
-
-def state_bytes(costs: OptimizerCosts, parameters: Mapping[str, Sequence[int]]) -> int:
-    """What the optimizer keeps; parameters: by name the shape of what this rank steps."""
-    return sum(costs.state_bytes(name, shape) for name, shape in parameters.items())

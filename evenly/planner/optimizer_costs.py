@@ -45,9 +45,12 @@ class OptimizerCosts:
 
     states: Mapping[str, StateOf] = field(default_factory=dict[str, StateOf])
 
-    def state_bytes(self, name: str, shape: Sequence[int]) -> int:
-        """The state of one parameter, of which `shape` is stepped."""
-        return self.states[name].bytes(shape) if name in self.states and math.prod(shape) else 0
+    def bytes(self, shapes: Mapping[str, Sequence[int]]) -> int:
+        """The state of all parameters; shapes: by name, of what is stepped of each."""
+        return sum(self.states[name].bytes(shape) for name, shape in shapes.items() if self._stepped(name, shape))
+
+    def _stepped(self, name: str, shape: Sequence[int]) -> bool:
+        return name in self.states and math.prod(shape) > 0
 
     def temporary_bytes(self, elements: Mapping[str, int]) -> int:
         """What a step needs for a while; elements: that are stepped of each parameter."""

@@ -1,26 +1,25 @@
-"""Reading a model by running it once on fake tensors: what each part computes, keeps and needs for a while.
+"""The profile of a model that was run once on fake tensors: what each part computes, saves and needs for a while.
 
 The job's own loss runs forward and backward on tensors that have shapes and no numbers. Every storage that an operation
 makes is followed from then until it is freed, and every operation's cost is counted, each with the part of the model to
 which it belongs: what comes *before* the first call of a block, each call of a block, the code *between* one and the
 next, and what comes *after* the last.
 
-A *interval* is what happens between two *marks*: the begin or end of a call's forward or backward, or a parameter's
-gradient being there. Of its many allocations it keeps how far memory rose in it and what it left.
+An *interval* is what happens between two *events*: the begin or end of a call's forward or backward, or a parameter's
+gradient being there. It records how far memory rose in it and what it left.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 
-from evenly.model.parts import BlockCost, ModelCosts, OpCost, Recompute
+from evenly.model.parts import BlockCost, ModelCosts, OpCost
 
-T = TypeVar("T")
 Pass = Literal["forward", "backward"]
 AFTER = 1 << 30  # added to a call's number, the place after it
 MODEL = -1  # in the place of a call's number, that of the model itself
@@ -43,7 +42,7 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What ends a interval.
+    """What ends an interval.
 
     what: "begin" or "end" of the call's pass; "gradient": that of the parameter is there, and "freed" again; "" the
           end of a pass.
@@ -58,11 +57,11 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """What happens up to `mark`: `peak` is the highest above the begin of the interval, `left` what it leaves."""
+    """What happens up to `event`: `peak` is the highest above the begin of the interval, `left` what it leaves."""
 
     peak: Bytes
     left: Bytes
-    mark: Event
+    event: Event
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class Parameter:
 class Profile:
     """One forward and backward of a microbatch.
 
-    intervals:  in the order of time; both passes end with a mark of their own.
+    intervals:  in the order of time; both passes end with an event of their own.
     calls:      of blocks, in the order of the forward pass.
     parameters: by first name. buffer_bytes: of all buffers.
     used:       for each place (a call's number, -1 before the first, number of calls after the last) the parameters
@@ -122,22 +121,22 @@ class Profile:
     @property
     def forward(self) -> tuple[Interval, ...]:
         """The intervals of the forward pass."""
-        return tuple(one for one in self.intervals if one.mark.stage == "forward")
+        return tuple(one for one in self.intervals if one.event.stage == "forward")
 
     @property
     def backward(self) -> tuple[Interval, ...]:
         """The intervals of the backward pass."""
-        return tuple(one for one in self.intervals if one.mark.stage == "backward")
+        return tuple(one for one in self.intervals if one.event.stage == "backward")
 
 
 def between(few: Profile, many: Profile, elements: int) -> Profile:
-    """The reading of a batch of `elements`, from those of a smaller and a larger one: costs are linear between them.
+    """The profile of a batch of `elements`, from those of a smaller and a larger one: costs are linear between them.
 
     Where these two did not do the same, the larger one's, scaled.
     """
     if few.elements == many.elements or elements == many.elements:
         return many
-    if [one.mark for one in few.intervals] != [one.mark for one in many.intervals]:
+    if [one.event for one in few.intervals] != [one.event for one in many.intervals]:
         few = many
     at = (elements - few.elements) / (many.elements - few.elements) if few is not many else elements / many.elements
     pairs = zip(few.intervals, many.intervals, strict=True)
@@ -145,10 +144,10 @@ def between(few: Profile, many: Profile, elements: int) -> Profile:
     def middle(a: int, b: int) -> int:
         return round(b * at) if few is many else round(a + (b - a) * at)
 
-    def held(a: Bytes, b: Bytes) -> Bytes:
+    def middle_bytes(a: Bytes, b: Bytes) -> Bytes:
         return Bytes(middle(a.activations, b.activations), middle(a.temporaries, b.temporaries))
 
-    intervals = tuple(Interval(held(a.peak, b.peak), held(a.left, b.left), b.mark) for a, b in pairs)
+    intervals = tuple(Interval(middle_bytes(a.peak, b.peak), middle_bytes(a.left, b.left), b.event) for a, b in pairs)
     calls = tuple(
         ProfiledCall(b.block, middle(a.input_bytes, b.input_bytes), middle(a.output_bytes, b.output_bytes))
         for a, b in zip(few.calls, many.calls, strict=True)
@@ -187,87 +186,49 @@ def _between_two(few: OpCost, many: OpCost, at: float) -> OpCost:
 # ---------------------------------------------------------------------------------------------- as parts of a model
 
 
-def parts_of(readings: Mapping[Recompute, Profile]) -> ModelCosts:
-    """The parts of a model from its readings under each recomputation."""
-    plain = readings["none"]
-    count = len(plain.calls)
-    blocks = [_part(readings, call.block, number, number) for number, call in enumerate(plain.calls)]
-    before, after = _part(readings, "before", MODEL, MODEL), _part(readings, "after", count, count)
-    return ModelCosts(before=before, blocks=blocks, after=after)
+def parts_of(profile: Profile) -> ModelCosts:
+    """The parts of a model; what they keep is in the intervals."""
+    calls = profile.calls
+    before, *blocks, after = (_part(profile, place) for place in range(MODEL, len(calls) + 1))
+    blocks = [
+        replace(block, name=call.block, input_bytes=call.input_bytes) for block, call in zip(blocks, calls, strict=True)
+    ]
+    if calls:
+        after = replace(after, input_bytes=calls[-1].output_bytes)
+    return ModelCosts(before=replace(before, name="before"), blocks=blocks, after=replace(after, name="after"))
 
 
-def _part(readings: Mapping[Recompute, Profile], name: str, place: int, owner: int) -> BlockCost:
-    plain = readings["none"]
-    used = [plain.parameters[one] for one in sorted(plain.used.get(owner, ()))]
-    forward: dict[Recompute, tuple[int, int]] = {
-        how: _rise(reading, "forward", place) for how, reading in readings.items()
-    }
-    input_bytes = plain.calls[place].input_bytes if 0 <= place < len(plain.calls) else 0
-    if plain.calls and place == len(plain.calls):
-        input_bytes = plain.calls[-1].output_bytes
+def _part(profile: Profile, place: int) -> BlockCost:
     return BlockCost(
-        name=name,
-        parameters=sum(one.elements for one in used),
-        tensors=len(used),
-        forward=plain.works.get(("forward", place), ()),
-        backward=plain.works.get(("backward", place), ()),
-        input_bytes=input_bytes,
-        kept_bytes={how: max(0, left) for how, (_, left) in forward.items()},
-        forward_peak_bytes=max(0, forward["none"][0] - forward["none"][1]),
-        backward_peak_bytes=_rise(plain, "backward", place)[0],
-        tensor_bytes=plain.summed.get(("forward", place), ()),
+        name="",
+        parameters=sum(profile.parameters[one].elements for one in profile.used.get(place, ())),
+        forward=profile.works.get(("forward", place), ()),
+        backward=profile.works.get(("backward", place), ()),
+        input_bytes=0,
+        tensor_bytes=profile.summed.get(("forward", place), ()),
     )
 
 
-def _rise(reading: Profile, stage: Pass, place: int) -> tuple[int, int]:
-    """How far memory rises above where it was in the intervals of a place, and what they leave."""
-    now = most = 0
-    for where, one in places_of(reading):
-        if one.mark.stage == stage and where == place:
-            most = max(most, now + one.peak.total)
-            now += one.left.total
-    return most, now
+def stage_profile(profile: Profile, begin: int, end: int) -> Profile:
+    """Of a profile what the calls from `begin` to before `end` do, with the code after each; the first has all before.
 
-
-def places_of(reading: Profile) -> Iterator[tuple[int, Interval]]:
-    """Every interval with its place: a call with the code after it; -1 before the first, their number after the
-    last.
+    Its events of the model's own passes are left out.
     """
-    place, count = MODEL, len(reading.calls)
-    for one in reading.intervals:
-        yield place, one
-        mark = one.mark
-        if mark.stage == "forward" and mark.what == "begin" and mark.call >= 0:
-            place = mark.call
-        elif mark.stage == "forward" and mark.call == count - 1 and mark.what == "end":
-            place = count
-        elif mark.stage == "backward" and mark.call >= 0:
-            place = mark.call if mark.what == "begin" else mark.call - 1 if mark.what == "end" else place
-
-
-def stage_of_reading(reading: Profile, begin: int, end: int) -> Profile:
-    """Of a reading what the calls from `begin` to before `end` do, with the code after each; the first has all before.
-
-    Its marks of the model's own passes are left out.
-    """
-    kept: list[Interval] = []
-    at, last = 0, len(reading.calls)
-    for one in reading.intervals:
-        mark = one.mark
-        if mark.stage == "forward" and mark.what == "begin" and mark.call >= 0:
-            before, at = at, mark.call
-        elif mark.stage == "backward" and mark.what == "end" and mark.call >= 0:
-            before, at = mark.call, max(0, mark.call - 1)
+    found: list[Interval] = []
+    at, last = 0, len(profile.calls)
+    for one in profile.intervals:
+        event = one.event
+        if event.stage == "forward" and event.what == "begin" and event.call >= 0:
+            before, at = at, event.call
+        elif event.stage == "backward" and event.what == "end" and event.call >= 0:
+            before, at = event.call, max(0, event.call - 1)
         else:
             before = at
         if begin <= before < end or not last:
-            kept.append(one)
-    return replace(reading, intervals=tuple(map(_without_model, kept)))
+            found.append(one)
+    return replace(profile, intervals=tuple(map(_without_model, found)))
 
 
 def _without_model(interval: Interval) -> Interval:
-    of_model = interval.mark.call == MODEL and interval.mark.what in ("begin", "end")
-    return replace(interval, mark=Event("", interval.mark.stage)) if of_model else interval
-
-
-# ------------------------------------------------------------------------------------------------------------ reading
+    of_model = interval.event.call == MODEL and interval.event.what in ("begin", "end")
+    return replace(interval, event=Event("", interval.event.stage)) if of_model else interval

@@ -1,4 +1,4 @@
-"""Profiles a model: its forward and backward run on tensors that take no memory, and every operation is noted."""
+"""Profiles a model: its forward and backward run on tensors that take no memory, and every operation is recorded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from evenly.model.costs import flops_of, moves_bytes
 from evenly.model.fake import fake_model, running_fake
 from evenly.model.parts import Kind, OpCost
 from evenly.planner.partly_fake import PartlyFake
-from evenly.planner.profile import AFTER, MODEL, Bytes, Event, Interval, Parameter, Pass, Profile, ProfiledCall, T
+from evenly.planner.profile import AFTER, MODEL, Bytes, Event, Interval, Parameter, Pass, Profile, ProfiledCall
 from evenly.torch_private import (
     ATTENTION,
     ATTENTION_BACKWARD,
@@ -37,6 +37,7 @@ REMEDY = (
     "let shapes follow from the batch, not from what the model computes: no .item() of that, no mask of it as index"
 )
 _aten = torch.ops.aten
+T = TypeVar("T")
 
 
 def profile_module(
@@ -46,42 +47,42 @@ def profile_module(
     *,
     change: Callable[[nn.Module, Sequence[Block]], AbstractContextManager[Any]] | None = None,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    said: Sequence[int] = (),
+    tensor_sums: Sequence[int] = (),
 ) -> Profile:
     """What `loss(model, batch)`, a scalar, and its backward do. Neither the model nor a random state is changed.
 
     model: on any device, meta among them. batch: any nest of tensors; its numbers count only where shapes within the
     model follow from them.
     change: what a plan does to the model and its blocks, in place; around: within what forward and backward run.
-    said: a list to which `change` appends bytes of what the tensor axis adds up over ranks, as it happens.
+    tensor_sums: a list to which `change` appends bytes of what the tensor axis adds up over ranks, as it happens.
 
     Raises `UserError`, naming the operation, where the code needs numbers or does not run without them.
     """
     mode = PartlyFake()
     with running_fake():
         try:
-            faked = fake_model(model, mode.fakes, _unnoted).train()
+            faked = fake_model(model, mode.fakes, _discard).train()
             blocks, nest = find_blocks(faked), map_tensors(torch.clone, batch)
             changed = nullcontext() if change is None else change(faked, blocks)
             with mode, changed, torch.enable_grad():
-                return _ProfileRecorder(faked, blocks, said).read(partial(loss, faked, nest), nest, around)
+                return _ProfileRecorder(faked, blocks, tensor_sums).profile(partial(loss, faked, nest), nest, around)
         except EvenlyError:
             raise
         except Exception as problem:
             raise _refusal(problem) from problem
 
 
-def _unnoted(*_: object) -> None:
-    """Nobody asks for the tensors of the copy."""
+def _discard(*_: object) -> None:
+    """The tensors of the copy need no record."""
 
 
 @dataclass(eq=False)
 class _ProfileRecorder:
-    """Runs a model on fake tensors and notes what it does."""
+    """Runs a model on fake tensors and records what it does."""
 
     model: nn.Module
     blocks: Sequence[Block]
-    said: Sequence[int] = ()
+    tensor_sums: Sequence[int] = ()
     calls: list[ProfiledCall] = field(default_factory=list[ProfiledCall])
     inside: list[int] = field(default_factory=list[int])
 
@@ -93,28 +94,28 @@ class _ProfileRecorder:
         self.stage: Pass = "forward"
         self.place = -1  # where the model is
         self.used: dict[int, set[str]] = {}
-        self.begun: set[int] = set()  # calls whose backward has
+        self.begun: set[int] = set()  # calls whose backward has begun
         self.ended: set[int] = set()
-        self.turned = False  # whether that of the model has begun
+        self.turned = False  # whether the model's backward has begun
         self.returned: tuple[int, list[weakref.ref[torch.Tensor]]] = (MODEL, [])  # by the last call
         self.next: dict[int, int] = {}  # call -> the one that is given what it returned
         self.summed: dict[tuple[Pass, int], list[int]] = {}
-        self.heard = len(self.said)
+        self.summed_before = len(self.tensor_sums)
         self.output_bytes = 0
         self.memory = _Memory(self)
 
-    def mark(self, mark: Event) -> None:
-        """Ends a interval, and what was said in it belongs to where the model was."""
-        if len(self.said) > self.heard:
-            self.summed.setdefault((self.stage, self.place), []).extend(self.said[self.heard :])
-            self.heard = len(self.said)
-        self.memory.mark(mark)
+    def end_interval(self, event: Event) -> None:
+        """Ends an interval; what the tensor axis has added up in it belongs to where the model was."""
+        if len(self.tensor_sums) > self.summed_before:
+            self.summed.setdefault((self.stage, self.place), []).extend(self.tensor_sums[self.summed_before :])
+            self.summed_before = len(self.tensor_sums)
+        self.memory.end_interval(event)
 
-    def read(
+    def profile(
         self, compute: Callable[[], torch.Tensor], batch: Any, around: Callable[[], AbstractContextManager[Any]]
     ) -> Profile:
-        self.memory.know((*self.model.buffers(), *tensors_in(batch)))
-        self.memory.know(self.model.parameters(), weights=True)
+        self.memory.exclude((*self.model.buffers(), *tensors_in(batch)))
+        self.memory.exclude(self.model.parameters(), weights=True)
         parameters = {names[0]: self._parameter(names) for names in self.names.values()}
         buffers = {id(b.untyped_storage()): b.untyped_storage().nbytes() for b in self.model.buffers()}
         handles = self._hook()
@@ -122,16 +123,16 @@ class _ProfileRecorder:
             with self.memory, _Calls(self.memory):
                 with around():
                     total = compute()
-                self.mark(Event("", "forward"))
+                self.end_interval(Event("", "forward"))
                 self.stage, self.place = "backward", len(self.calls)
                 _check(total)
                 with around():
                     total.backward()
                 for number in reversed(range(len(self.calls))):
                     self._ended(number)
-                self.mark(Event("end", "backward", MODEL))
+                self.end_interval(Event("end", "backward", MODEL))
                 del total
-                self.mark(Event("", "backward"))
+                self.end_interval(Event("", "backward"))
         finally:
             for handle in handles:
                 handle.remove()
@@ -176,11 +177,11 @@ class _ProfileRecorder:
 
     def _enter_model(self, *_: Any) -> None:
         if self.stage == "forward":
-            self.mark(Event("begin", "forward", MODEL))
+            self.end_interval(Event("begin", "forward", MODEL))
 
     def _leave_model(self, _: nn.Module, __: Any, result: Any) -> None:
         if self.stage == "forward":
-            self.mark(Event("end", "forward", MODEL))
+            self.end_interval(Event("end", "forward", MODEL))
             self.place = len(self.calls)
             with without_subclasses():
                 self.output_bytes = sum(map(_bytes, tensors_in(result)))
@@ -191,7 +192,7 @@ class _ProfileRecorder:
         """The gradient of what the model returned is there."""
         if not self.turned:
             self.turned = True
-            self.mark(Event("begin", "backward", MODEL))
+            self.end_interval(Event("begin", "backward", MODEL))
 
     def _enter(self, block: Block) -> Callable[..., None]:
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -205,7 +206,7 @@ class _ProfileRecorder:
     def _called(self, block: Block, given: Sequence[torch.Tensor]) -> None:
         number = len(self.calls)
         self.calls.append(ProfiledCall(block.name, sum(map(_bytes, given))))
-        self.mark(Event("begin", "forward", number))
+        self.end_interval(Event("begin", "forward", number))
         self.inside.append(number)
         self.place = number
         if given and any(one() is given[0] for one in self.returned[1]):
@@ -220,7 +221,7 @@ class _ProfileRecorder:
         with without_subclasses():
             given = _with_gradient(result)
             self.calls[number] = replace(self.calls[number], output_bytes=sum(map(_bytes, given)))
-            self.mark(Event("end", "forward", number))
+            self.end_interval(Event("end", "forward", number))
             self.place = AFTER + number
             self.returned = number, [weakref.ref(tensor) for tensor in given]
             for tensor in given:
@@ -232,7 +233,7 @@ class _ProfileRecorder:
             self._ended(self.next[number])
         if number not in self.begun and number not in self.ended:
             self.begun.add(number)
-            self.mark(Event("begin", "backward", number))
+            self.end_interval(Event("begin", "backward", number))
             self.place = number
 
     def _left(self, number: int, _: torch.Tensor) -> None:
@@ -242,15 +243,15 @@ class _ProfileRecorder:
     def _ended(self, number: int) -> None:
         if number not in self.ended:
             self.ended.add(number)
-            self.mark(Event("end", "backward", number))
+            self.end_interval(Event("end", "backward", number))
             self.place = number - 1
 
     def _finished(self, parameter: torch.Tensor) -> None:
         name = self.names[id(parameter)][0]
         self.used.setdefault(self.place, set()).add(name)
-        self.mark(Event("gradient", "backward", self.place, name))
+        self.end_interval(Event("gradient", "backward", self.place, name))
         parameter.grad = None
-        self.mark(Event("freed", "backward", self.place, name))
+        self.end_interval(Event("freed", "backward", self.place, name))
 
 
 class _Calls(TorchFunctionMode):
@@ -268,29 +269,29 @@ class _Calls(TorchFunctionMode):
 class _Memory(TorchDispatchMode):
     """Follows every storage that is made within, and counts what operations cost."""
 
-    def __init__(self, reader: _ProfileRecorder) -> None:
+    def __init__(self, recorder: _ProfileRecorder) -> None:
         super().__init__()
-        self._reader = reader
+        self._recorder = recorder
         self.called = False  # from Python, and no operation since
         self._known: dict[int, Any] = {}
-        self._now = [0, 0]  # since the last mark: what the forward has made, what the backward
+        self._now = [0, 0]  # since the last event: what the forward has made, what the backward
         self._peak = (0, 0)
         self._works: dict[tuple[Pass, int], Counter[OpCost]] = {}
         self._weights: set[int] = set()  # storages of parameters, and of their copies in another type
         self.branch_bytes: dict[tuple[Pass, int], list[int]] = {}
         self.intervals: list[Interval] = []
 
-    def know(self, tensors: Iterable[torch.Tensor], *, weights: bool = False) -> None:
-        """Storages that are there already."""
+    def exclude(self, tensors: Iterable[torch.Tensor], *, weights: bool = False) -> None:
+        """These tensors' storages are not counted: they exist before the run."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._known[id(storage)] = storage
             if weights:
                 self._weights.add(id(storage))
 
-    def mark(self, mark: Event) -> None:
+    def end_interval(self, event: Event) -> None:
         """Ends an interval."""
-        self.intervals.append(Interval(Bytes(*self._peak), Bytes(*self._now), mark))
+        self.intervals.append(Interval(Bytes(*self._peak), Bytes(*self._now), event))
         self._now, self._peak = [0, 0], (0, 0)
 
     def works(self) -> dict[tuple[Pass, int], list[OpCost]]:
@@ -311,26 +312,26 @@ class _Memory(TorchDispatchMode):
                 if self.called:
                     works.append(OpCost(kind="host"))
                     self.called = False
-                self._works.setdefault((self._reader.stage, self._reader.place), Counter()).update(works)
-                if self._reader.stage == "forward":
-                    self._meet_weights(func, (args, kwargs or {}), results)
+                self._works.setdefault((self._recorder.stage, self._recorder.place), Counter()).update(works)
+                if self._recorder.stage == "forward":
+                    self._note_weights(func, (args, kwargs or {}), results)
         return results
 
-    def _meet_weights(self, func: Any, given: Any, results: Any) -> None:
+    def _note_weights(self, func: Any, given: Any, results: Any) -> None:
         if not any(id(tensor.untyped_storage()) in self._weights for tensor in tensors_in(given)):
             return
         made = next(iter(tensors_in(results)), None)
         if made is not None and func.overloadpacket is TO_COPY:
             self._weights.add(id(made.untyped_storage()))
         elif made is not None:
-            self.branch_bytes.setdefault(("forward", self._reader.place), []).append(_bytes(made))
+            self.branch_bytes.setdefault(("forward", self._recorder.place), []).append(_bytes(made))
 
     def _follow(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._known:
             return
-        made_in = 0 if self._reader.stage == "forward" else 1
+        made_in = 0 if self._recorder.stage == "forward" else 1
         size = storage.nbytes()
         self._known[key] = None
         weakref.finalize(storage, self._freed, key, made_in, size)

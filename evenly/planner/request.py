@@ -1,9 +1,10 @@
-"""What is asked of the planner, and its answer: the form in which the search is called. No torch."""
+"""What the planner is asked, and what it finds: the form in which the search is called. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 from evenly.hardware.cluster import Cluster
@@ -12,18 +13,18 @@ from evenly.job import Precision
 from evenly.model.parts import ModelCosts
 from evenly.plan import Plan, PlanSpec
 from evenly.planner.prediction import MemoryByCause, Prediction
-from evenly.planner.speeds import Library
+from evenly.planner.speeds import Library, Speeds, own_library, speeds_of
 from evenly.planner.training_config import TrainingConfig
 
 IN_PIECES = 0.04  # of a device's memory
 
 
 class CostSource(Protocol):
-    """A model to plan for: a known shape, or a job that was read. Plans are complete, setups theirs."""
+    """A model to plan for: a known shape, or a job that was read. Plans are complete, configs theirs."""
 
     @property
     def name(self) -> str:
-        """The name that is shown."""
+        """The name that users see."""
         ...
 
     @property
@@ -58,14 +59,14 @@ class CostSource(Protocol):
         """Blocks of every stage of `plan` where a run of it decides them; None leaves them to the cost model."""
         ...
 
-    def parts(self, plan: Plan, setup: TrainingConfig) -> ModelCosts:
+    def parts(self, plan: Plan, config: TrainingConfig) -> ModelCosts:
         """Its parts as one rank has them."""
         ...
 
     def memory(
         self,
         plan: Plan,
-        setup: TrainingConfig,
+        config: TrainingConfig,
         layers: Sequence[int],
         library: Library,
         ranks: Sequence[int] | None = None,
@@ -76,16 +77,15 @@ class CostSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What is asked.
+    """What plans are sought for.
 
     batch:        global batch, samples. only: what every plan has to state; what it leaves open is searched.
     memory_bytes: of a device; None for what its kind has. max_devices: how many may be used; None for all.
     step_s:       a step may take so long: the fewest devices that manage are sought. None: the fastest plan of all.
-    top:          how many plans are answered.
-    library:      that would run it, of speeds.toml. dtype: what it multiplies; None for what the plan's precision says.
+    top:          how many plans the result has.
     """
 
-    subject: CostSource
+    source: CostSource
     cluster: Cluster
     batch: int
     only: PlanSpec = field(default_factory=PlanSpec)
@@ -93,13 +93,42 @@ class PlanRequest:
     max_devices: int | None = None
     step_s: float | None = None
     top: int = 5
-    library: str = "evenly"
-    dtype: str | None = None
 
     @property
     def limit_bytes(self) -> float:
-        """What a rank may take: what was said, or what a device has, less what its allocator cannot use in pieces."""
+        """What a rank may take: what was stated, or what a device has, less what its allocator cannot use in pieces."""
         return self.memory_bytes or (1 - IN_PIECES) * self.cluster.device.memory_bytes
+
+    @cached_property
+    def speeds(self) -> Speeds:
+        """The speeds of its devices."""
+        return speeds_of(self.cluster)
+
+    def config(self, plan: Plan) -> TrainingConfig:
+        """How a complete plan trains."""
+        microbatch = plan.microbatch or self.source.microbatch
+        assert microbatch is not None  # a source that states none leaves it to its plans
+        axes = plan.axes
+        return TrainingConfig(
+            data=axes["data"],
+            tensor=axes.get("tensor", 1),
+            pipeline=axes.get("pipeline", 1),
+            split_sequence=bool(plan.tensor.sequence_parallel),
+            schedule=plan.pipeline.schedule,
+            stages_per_rank=plan.pipeline.stages_per_rank if plan.pipeline.active else 1,
+            zero=plan.data.zero_stage,
+            shard=plan.data.shard,
+            microbatch=microbatch,
+            batch=self.batch,
+            sequence=self.source.sequence or 1,
+            recompute=plan.recompute or "none",
+            dtype=plan.precision.removeprefix("pure-"),
+        )
+
+    def library(self, plan: Plan) -> Library:
+        """The library that runs a complete plan."""
+        on_cpu = self.cluster.device.name == "cpu"
+        return own_library(plan.precision, bitwise=plan.exact == "bitwise", on_cpu=on_cpu)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 Every *choice* has a time that it cannot beat: what its operations take, dealt evenly over the ranks of its pipeline,
 with the least that filling the pipeline, the last reduction and the update add. Choices are taken in the order of these
 bounds; those that do not fit are dropped, the others predicted in full. Once the next bound is longer than what the
-best ones take, no further choice can be among them: pruning discards nothing that would be answered.
+best ones take, no further choice can be among them: pruning discards nothing that would be a result.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class PlanChoice(NamedTuple):
         return (self.data, self.tensor, self.pipeline, self.zero)
 
 
-def search(question: PlanRequest) -> PlanResult:
-    """The best plans for a question. Raises `UserError` where no plan can split the batch or the model at all."""
-    _refuse_unknown(question.only)
-    if question.step_s is not None:
-        return _fewest(question, question.step_s)
-    return _on(question, question.max_devices or question.cluster.size)
+def search(request: PlanRequest) -> PlanResult:
+    """The best plans for a request. Raises `UserError` where no plan can split the batch or the model at all."""
+    _refuse_unknown(request.only)
+    if request.step_s is not None:
+        return _fewest(request, request.step_s)
+    return _on(request, request.max_devices or request.cluster.size)
 
 
 def _refuse_unknown(only: PlanSpec) -> None:
@@ -72,31 +72,31 @@ def _refuse_unknown(only: PlanSpec) -> None:
         )
 
 
-def _on(question: PlanRequest, devices: int) -> PlanResult:
-    devices = question.only.ranks or devices
-    choices = [*choices_of(question, devices)]
+def _on(request: PlanRequest, devices: int) -> PlanResult:
+    devices = request.only.ranks or devices
+    choices = [*choices_of(request, devices)]
     if not choices:
         raise UserError(
-            f"plan {question.subject.name} with a batch of {question.batch} on {devices} devices",
+            f"plan {request.source.name} with a batch of {request.batch} on {devices} devices",
             "no plan splits this batch and model over them"
-            + (f" and is {question.only}" if question.only.explicit else ""),
+            + (f" and is {request.only}" if request.only.explicit else ""),
             "give a batch of at least as many samples as there are devices, or leave more of the plan open with --only",
         )
-    judge = _Judge(question)
-    best, judged, least = _best(question, judge, choices)
+    judge = _Judge(request)
+    best, judged, least = _best(request, judge, choices)
     if best:
         return PlanResult(plans=best, tried=len(choices), judged=judged)
     if least is None:
         raise UserError(
-            f"plan {question.subject.name} on {devices} devices",
+            f"plan {request.source.name} on {devices} devices",
             judge.refused or "no plan can run so",
             "leave more of the plan open with --only",
         )
-    return PlanResult(plans=(), nearest=least, change=_change(question, least), tried=len(choices), judged=judged)
+    return PlanResult(plans=(), nearest=least, change=_change(request, least), tried=len(choices), judged=judged)
 
 
 def _best(
-    question: PlanRequest, judge: _Judge, choices: Sequence[PlanChoice]
+    request: PlanRequest, judge: _Judge, choices: Sequence[PlanChoice]
 ) -> tuple[list[Prediction], int, Prediction | None]:
     """The fastest of the `top` best families; how many choices were predicted in full; if none fits, the least."""
     waiting = [(judge.bound(choice), number) for number, choice in enumerate(choices)]
@@ -120,26 +120,29 @@ def _best(
             if known is None or (found.step_s, found.peak_bytes) < (known.step_s, known.peak_bytes):
                 best[choice.family] = found
                 ranked = sorted(one.step_s for one in best.values())
-                worst_s = ranked[question.top - 1] if len(ranked) >= question.top else worst_s
+                worst_s = ranked[request.top - 1] if len(ranked) >= request.top else worst_s
         elif least is None or found.peak_bytes < least.peak_bytes:
             least = found
     ordered = sorted(best.values(), key=lambda one: (one.step_s, one.peak_bytes))
-    return ordered[: question.top], judged, least
+    return ordered[: request.top], judged, least
 
 
 @dataclass
 class _Judge:
-    """Answers what a choice takes; what several choices have in common is found out once."""
+    """Predicts what a choice takes; what several choices have in common is computed once."""
 
-    question: PlanRequest
+    request: PlanRequest
     refused: str = ""
     _candidates: dict[PlanChoice, CostedPlan | None] = field(default_factory=dict[PlanChoice, CostedPlan | None])
+    _bounds: dict[PlanChoice, tuple[float, float, float]] = field(
+        default_factory=dict[PlanChoice, tuple[float, float, float]]
+    )
     _seconds: dict[tuple[Any, ...], list[float]] = field(default_factory=dict[tuple[Any, ...], list[float]])
 
     @cached_property
     def precision(self) -> Any:
         """The precision of plans that do not state one."""
-        return self.question.only.precision or self.question.subject.precision
+        return self.request.only.precision or self.request.source.precision
 
     def candidate(self, choice: PlanChoice) -> CostedPlan | None:
         """None where such a plan cannot run."""
@@ -149,27 +152,35 @@ class _Judge:
 
     def _made(self, choice: PlanChoice) -> CostedPlan | None:
         try:
-            plan = plan_of(choice, self.question, self.precision)
+            plan = plan_of(choice, self.request, self.precision)
         except PlanError as problem:
             self.refused = str(problem)
             return None
-        why = self.question.subject.refusal(plan)
+        why = self.request.source.refusal(plan)
         self.refused = why or self.refused
-        return costed_plan_of(self.question, plan) if why is None else None
+        return costed_plan_of(self.request, plan) if why is None else None
 
     def bound(self, choice: PlanChoice) -> float:
         """Seconds that no step of it beats; for a choice that cannot run, for ever."""
         alike = choice._replace(schedule="1f1b" if choice.pipeline > 1 else None, stages_per_rank=None)
-        one = self.candidate(alike)
+        if alike not in self._bounds:
+            self._bounds[alike] = self._bound(alike)
+        step, tail, block = self._bounds[alike]
+        if choice.pipeline > 1:
+            step += self._fill(choice, block)
+        return (step + tail) * SLACK
+
+    def _bound(self, choice: PlanChoice) -> tuple[float, float, float]:
+        """Seconds of the passes without filling the pipeline, of what follows them, and of the quickest block."""
+        one = self.candidate(choice)
         if one is None:
-            return float("inf")
+            return float("inf"), 0.0, 0.0
         seconds = self.seconds(choice, one)
-        microbatches = one.setup.microbatches
+        microbatches = one.config.microbatches
         step = microbatches * sum(seconds) / choice.pipeline
         if choice.pipeline > 1:
-            step += microbatches * message_seconds(one.parts, one.setup, one.machine)
-            step += self._fill(choice, min(seconds[1:-1]))
-        return (step + tail_seconds(one.parts, one.setup, one.machine)) * SLACK
+            step += microbatches * message_seconds(one.parts, one.config, one.machine)
+        return step, tail_seconds(one.parts, one.config, one.machine), min(seconds[1:-1], default=0.0)
 
     def seconds(self, choice: PlanChoice, one: CostedPlan) -> list[float]:
         """Every part on one microbatch; computed once for choices that differ in nothing that counts here."""
@@ -184,7 +195,7 @@ class _Judge:
 
         block: seconds of the quickest block. Schedules that split the backward pass fill some of it.
         """
-        blocks, stages = self.question.subject.blocks, choice.pipeline * (choice.stages_per_rank or 1)
+        blocks, stages = self.request.source.blocks, choice.pipeline * (choice.stages_per_rank or 1)
         if choice.schedule not in ("1f1b", "interleaved") or blocks % stages:
             return 0.0
         return (choice.pipeline - 1) * (blocks // stages - 1) * block
@@ -192,12 +203,12 @@ class _Judge:
     def has_room(self, choice: PlanChoice) -> bool:
         """Whether it may fit: the ranks that mostly need most do."""
         one = self.candidate(choice)
-        if one is None or _least_bytes(one) > self.question.limit_bytes:
+        if one is None or _least_bytes(one) > self.request.limit_bytes:
             return False
         layers = layers_of(one, self.seconds(choice, one))
         ranks = sorted({0, min(1, choice.pipeline - 1), choice.pipeline - 1})
-        found = self.question.subject.memory(one.plan, one.setup, layers, one.machine.library, ranks)
-        return all(memory.peak <= self.question.limit_bytes for memory in found)
+        found = self.request.source.memory(one.plan, one.config, layers, one.machine.library, ranks)
+        return all(memory.peak <= self.request.limit_bytes for memory in found)
 
     def predicted(self, choice: PlanChoice, most_s: float) -> Prediction | None:
         """All that is predicted of it; None where it cannot run or its step takes longer than `most_s`."""
@@ -208,69 +219,69 @@ class _Judge:
         time, bubble = time_of(one, layers)
         if time.step_s > most_s:
             return None
-        memory = self.question.subject.memory(one.plan, one.setup, layers, one.machine.library, None)
-        return predicted(self.question, one, memory, time, bubble)
+        memory = self.request.source.memory(one.plan, one.config, layers, one.machine.library, None)
+        return predicted(self.request, one, memory, time, bubble)
 
 
 def _least_bytes(one: CostedPlan) -> float:
     """What the blocks' weights, gradients and the optimizer's state take at least on the rank that has most of them."""
-    setup, holdings = one.setup, one.machine.library.holdings
-    each = holdings.weights / (setup.shards if setup.zero >= 3 else 1)
-    each += holdings.gradients / (setup.shards if setup.zero >= 2 else 1) + holdings.optimizer / setup.shards
-    return each * sum(part.parameters for part in one.parts.blocks) / setup.pipeline
+    config, holdings = one.config, one.machine.library.holdings
+    each = holdings.weights / (config.shards if config.zero >= 3 else 1)
+    each += holdings.gradients / (config.shards if config.zero >= 2 else 1) + holdings.optimizer / config.shards
+    return each * sum(part.parameters for part in one.parts.blocks) / config.pipeline
 
 
-def plan_of(choice: PlanChoice, question: PlanRequest, precision: Any) -> Plan:
+def plan_of(choice: PlanChoice, request: PlanRequest, precision: Any) -> Plan:
     """The complete plan of a choice. Raises `PlanError` where there is none."""
     chosen = choice._asdict()
-    if question.subject.microbatch is not None:
-        chosen["microbatch"] = question.only.microbatch
+    if request.source.microbatch is not None:
+        chosen["microbatch"] = request.only.microbatch
     for axis in ("tensor", "pipeline"):
         chosen[axis] = chosen[axis] if chosen[axis] > 1 else None
-    return replace(question.only, **chosen).complete(precision)
+    return replace(request.only, **chosen).complete(precision)
 
 
-def _fewest(question: PlanRequest, step_s: float) -> PlanResult:
+def _fewest(request: PlanRequest, step_s: float) -> PlanResult:
     """The best plans on the fewest devices with which a step takes at most `step_s`; on all where none does."""
-    most = question.max_devices or question.cluster.size
-    node = question.cluster.devices
+    most = request.max_devices or request.cluster.size
+    node = request.cluster.devices
     counts = [count for count in range(1, node + 1) if node % count == 0 and count <= most]
     counts += range(2 * node, most + 1, node)
-    answers: dict[int, PlanResult | None] = {}
+    results: dict[int, PlanResult | None] = {}
 
     def quick(count: int) -> bool:
         try:
-            answers[count] = _on(question, count)
+            results[count] = _on(request, count)
         except UserError:
-            answers[count] = None
-        found = answers[count]
+            results[count] = None
+        found = results[count]
         return found is not None and bool(found.plans) and found.plans[0].step_s <= step_s
 
     low, high = 0, len(counts) - 1
     while low < high and quick(counts[high]):  # more devices are hardly ever slower
         middle = (low + high) // 2
         low, high = (low, middle) if quick(counts[middle]) else (middle + 1, high)
-    return answers.get(counts[high]) or _on(question, counts[high])
+    return results.get(counts[high]) or _on(request, counts[high])
 
 
 # ------------------------------------------------------------------------------------------------------- which plans
 
 
-def choices_of(question: PlanRequest, devices: int) -> Iterator[PlanChoice]:
-    """Every sensible choice on `devices`: those that say what `question.only` states."""
-    only, subject = question.only, question.subject
-    for tensor in _stated(only.tensor, subject.tensor_sizes(min(devices, 2 * question.cluster.domain))):
+def choices_of(request: PlanRequest, devices: int) -> Iterator[PlanChoice]:
+    """Every sensible choice on `devices`: those that say what `request.only` states."""
+    only, source = request.only, request.source
+    for tensor in _stated(only.tensor, source.tensor_sizes(min(devices, 2 * request.cluster.domain))):
         rest = devices // tensor
-        for pipeline in _stated(only.pipeline, [size for size in _divisors(rest) if size <= max(1, subject.blocks)]):
+        for pipeline in _stated(only.pipeline, [size for size in _divisors(rest) if size <= max(1, source.blocks)]):
             data = rest // pipeline
-            if data * pipeline * tensor != devices or only.data not in (None, data) or data > question.batch:
+            if data * pipeline * tensor != devices or only.data not in (None, data) or data > request.batch:
                 continue
             for (zero, shard), recompute, sequence, microbatch, (schedule, chunks) in product(
-                [*_zeros(question, data)],
+                [*_zeros(request, data)],
                 _stated(only.recompute, ("none", "selective", "full")),
                 _sequences(only, tensor, pipeline),
-                [*_microbatches(question, data)],
-                [*_orders(question, pipeline)],
+                [*_microbatches(request, data)],
+                [*_orders(request, pipeline)],
             ):
                 # What is computed again comes with a whole backward pass: nothing is left to split.
                 if (
@@ -295,12 +306,12 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def _zeros(question: PlanRequest, data: int) -> Iterator[tuple[int, Any]]:
+def _zeros(request: PlanRequest, data: int) -> Iterator[tuple[int, Any]]:
     """What zero cuts, and over how many ranks: all of the data axis, or those of a node."""
-    node = question.cluster.devices
-    for zero in _stated(question.only.zero, (0, 1, 2, 3) if data > 1 else (0,)):
-        if question.only.shard is not None:
-            shard = largest_shard(data) if question.only.shard == "auto" else question.only.shard
+    node = request.cluster.devices
+    for zero in _stated(request.only.zero, (0, 1, 2, 3) if data > 1 else (0,)):
+        if request.only.shard is not None:
+            shard = largest_shard(data) if request.only.shard == "auto" else request.only.shard
             yield zero, shard if zero else None
             continue
         yield zero, None
@@ -314,19 +325,19 @@ def _sequences(only: PlanSpec, tensor: int, pipeline: int) -> Sequence[bool | No
     return _stated(only.sequence_parallel, (False, True))
 
 
-def _orders(question: PlanRequest, pipeline: int) -> Iterator[tuple[str | None, int | None]]:
+def _orders(request: PlanRequest, pipeline: int) -> Iterator[tuple[str | None, int | None]]:
     """Schedules with their stages per rank, as far as there is a block for every stage."""
-    blocks = question.subject.blocks
+    blocks = request.source.blocks
     if pipeline == 1:
         yield None, None
         return
-    for schedule in _stated(question.only.schedule, SOUGHT):
+    for schedule in _stated(request.only.schedule, SOUGHT):
         if schedule != "interleaved":
             if pipeline * (2 if schedule in ("zbv", "dualpipev") else 1) <= blocks:
-                yield schedule, question.only.stages_per_rank
+                yield schedule, request.only.stages_per_rank
             continue
         for chunks in _stated(
-            question.only.stages_per_rank, [size for size in CHUNKS if _even(blocks, pipeline * size)]
+            request.only.stages_per_rank, [size for size in CHUNKS if _even(blocks, pipeline * size)]
         ):
             if pipeline * chunks <= blocks:
                 yield schedule, chunks
@@ -337,28 +348,28 @@ def _even(blocks: int, stages: int) -> bool:
     return -(-blocks // stages) * stages <= blocks * UNEVEN + 2
 
 
-def _microbatches(question: PlanRequest, data: int) -> Iterator[int]:
+def _microbatches(request: PlanRequest, data: int) -> Iterator[int]:
     """Samples of a microbatch with which the batch comes out even over the data axis; one where none does."""
-    fixed = question.subject.microbatch or question.only.microbatch
+    fixed = request.source.microbatch or request.only.microbatch
     if fixed is not None:
         yield fixed
         return
-    share = question.batch // data
-    even = [size for size in MICROBATCHES if size <= share and question.batch % (data * size) == 0]
+    share = request.batch // data
+    even = [size for size in MICROBATCHES if size <= share and request.batch % (data * size) == 0]
     yield from even or [1]
 
 
 # --------------------------------------------------------------------------------------------------- nothing that fits
 
 
-def _change(question: PlanRequest, least: Prediction) -> str:
+def _change(request: PlanRequest, least: Prediction) -> str:
     """The smallest change with which a plan would fit: of memory, or of devices."""
-    need, limit = least.peak_bytes, question.limit_bytes
+    need, limit = least.peak_bytes, request.limit_bytes
     words = f"devices with {need / GIB:.1f} GiB ({need / limit - 1:.0%} more) would do for {least.plan}"
     for factor in (2, 4, 8, 16, 32, 64):
-        larger = replace(question.cluster, nodes=question.cluster.nodes * factor)
+        larger = replace(request.cluster, nodes=request.cluster.nodes * factor)
         more = replace(
-            question, cluster=larger, batch=max(question.batch, larger.size), max_devices=None, only=PlanSpec()
+            request, cluster=larger, batch=max(request.batch, larger.size), max_devices=None, only=PlanSpec()
         )
         judge = _Judge(more)
         fitting = next((choice for choice in choices_of(more, larger.size) if judge.has_room(choice)), None)

@@ -1,9 +1,9 @@
-"""A known shape as a subject of the planner."""
+"""A known shape as a cost source of the planner."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from evenly.hardware.devices import Device
@@ -23,7 +23,7 @@ class ShapeSource:
     """Implements `CostSource`."""
 
     shape: Shape
-    kernels: Kernels
+    kernels: Kernels = field(default_factory=Kernels)
 
     @property
     def name(self) -> str:
@@ -61,34 +61,37 @@ class ShapeSource:
     def layers(self, plan: Plan, device: Device) -> None:
         """Nobody runs a shape: the cost model cuts it."""
 
-    def parts(self, plan: Plan, setup: TrainingConfig) -> ModelCosts:
-        """Its parts; equal asks are answered once."""
+    def parts(self, plan: Plan, config: TrainingConfig) -> ModelCosts:
+        """Its parts; computed once for equal configs."""
         # Patches of an image are as many as its shape says, whatever counts as tokens.
-        asked = setup if self.shape.vocab else replace(setup, sequence=self.shape.sequence)
-        return _parts(self.shape, split_of(asked), self.kernels)
+        seen = config if self.shape.vocab else replace(config, sequence=self.shape.sequence)
+        return _parts(self.shape, self.split(seen), self.kernels)
+
+    def split(self, config: TrainingConfig) -> Split:
+        """What one rank has of a microbatch."""
+        return split_of(config)
 
     def memory(
         self,
         plan: Plan,
-        setup: TrainingConfig,
+        config: TrainingConfig,
         layers: Sequence[int],
         library: Library,
         ranks: Sequence[int] | None = None,
     ) -> list[MemoryByCause]:
-        """By what the library holds."""
-        return footprints(self.parts(plan, setup), layers, setup, library.holdings, ranks)
+        """By what the library holds in memory."""
+        return footprints(self.parts(plan, config), layers, config, library.holdings, ranks)
 
 
-def split_of(setup: TrainingConfig) -> Split:
+def split_of(config: TrainingConfig) -> Split:
     """What one rank has of a microbatch."""
     return Split(
-        samples=setup.microbatch,
-        sequence=setup.sequence,
-        tensor=setup.tensor,
-        split_sequence=setup.split_sequence,
-        context=setup.context,
-        dtype=setup.dtype,
-        element_bytes=4 if setup.dtype == "float32" else 8 if setup.dtype == "float64" else 2,
+        samples=config.microbatch,
+        sequence=config.sequence,
+        tensor=config.tensor,
+        split_sequence=config.split_sequence,
+        dtype=config.dtype,
+        element_bytes=4 if config.dtype == "float32" else 8 if config.dtype == "float64" else 2,
     )
 
 

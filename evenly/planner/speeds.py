@@ -1,7 +1,7 @@
-"""How fast devices and libraries are, as data: what `speeds.toml` holds, and the seconds of an operation. No torch.
+"""How fast devices are, as data, and how evenly computes on them; the seconds of an operation. No torch.
 
-A device kind has the speeds that its large operations reach in training; a library, how it computes, and what its host
-and its communication cost. Where both come from stands in `speeds.toml`.
+A device kind has the speeds that its large operations reach in training (`speeds.toml` says where they come from); a
+library, how it computes, and what its host and its communication cost.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from evenly.hardware.cluster import Cluster
 from evenly.hardware.devices import Device
+from evenly.job import Precision
 from evenly.model.parts import OpCost
 from evenly.planner.footprint import Holdings
 from evenly.planner.transformer import Kernels
@@ -92,13 +93,12 @@ class Speeds:
 
 @dataclass(frozen=True, kw_only=True)
 class Library:
-    """How a training library computes and communicates.
+    """How a training library computes and communicates; what is said here of all holds of evenly.
 
     kernels:        of a block. kernel: of fused attention. passes: bytes that its operations move for each that fused
                     ones would. unaligned: how many times as long a product takes whose sizes are no multiples of 8.
     host_s:         that the host takes to start a block's forward pass; half as much again for its backward pass.
     tensor_host_s:  more, where a tensor axis communicates within the block.
-    splits_sequence: whether its tensor axis shares the tokens too, in every plan.
     tensor_s:       of each collective of the tensor axis besides its bytes. tensor_hidden: share hidden by products.
     data_hidden:    share of the data axis' collectives that the last backward pass hides.
     message_s:      of each message of a pipeline.
@@ -115,67 +115,89 @@ class Library:
     jitter:         by which a step gets longer with every doubling of nodes.
     """
 
-    kernels: Kernels
-    kernel: str
-    passes: float
-    unaligned: float
-    host_s: float
-    tensor_host_s: float
-    splits_sequence: bool
-    tensor_s: float
-    tensor_hidden: float
-    data_hidden: float
-    message_s: float
-    messages_split: bool
-    message_bytes_per_s: float
-    gather: Literal["overlapped", "serial"]
-    gather_share: float
-    gather_copy_bytes: float
-    contention: float
-    reduces_whole: bool
-    weight_bytes: float
-    gradient_bytes: float
-    optimizer_bytes: float
-    jitter: float
     holdings: Holdings
+    kernels: Kernels = field(default_factory=Kernels)
+    kernel: str = "fa2"
+    passes: float = 1.3
+    unaligned: float = 2.5
+    host_s: float = 0.0005
+    tensor_host_s: float = 0.0
+    tensor_s: float = 2e-5
+    tensor_hidden: float = 0.0
+    data_hidden: float = 0.7
+    message_s: float = 1e-4
+    messages_split: bool = False
+    message_bytes_per_s: float = 0.0
+    gather: Literal["overlapped", "serial"] = "overlapped"
+    gather_share: float = 1.0
+    gather_copy_bytes: float = 7.0
+    contention: float = 0.45
+    reduces_whole: bool = False
+    weight_bytes: float = 2.0
+    gradient_bytes: float = 2.0
+    optimizer_bytes: float = 31.0
+    jitter: float = 0.006
 
 
-def library_named(name: str) -> Library:
-    """The library called `name` in speeds.toml, `evenly` among them."""
-    facts = dict(_tables()["libraries"]["any"]) | _tables()["libraries"][name]
-    kernels, holdings = Kernels(**facts.pop("kernels", {})), Holdings(**facts.pop("holdings"))
-    facts.pop("source", None)
-    return Library(kernels=kernels, holdings=holdings, **facts)
+PASSES, REST = 1.734, 1.65e9  # of evenly: as fitted for torch's engines, which it uses; what a GPU's driver holds
+# Bytes of a weight, of its gradient, of what that is added up in where bits are to agree, and of what AdamW keeps.
+BYTES = {
+    "float32": (4, 4, 8, 8),
+    "bfloat16": (4, 4, 8, 8),
+    "float16": (4, 4, 8, 8),
+    "float64": (8, 8, 8, 16),
+    "pure-bfloat16": (2, 2, 4, 4),
+    "pure-float16": (2, 2, 4, 4),
+}
+CASTING = ("bfloat16", "float16")  # from float32 weights
 
 
-def speeds_of(cluster: Cluster) -> Speeds:
-    """The speeds of the devices of `cluster`; measured ones come first."""
-    found = speeds_of_device(cluster.device)
+@cache
+def own_library(precision: Precision, *, bitwise: bool, on_cpu: bool) -> Library:
+    """evenly, as it is under a precision, and where bits are to agree.
+
+    On a CPU no driver holds anything of a process's memory, and nothing is started ahead of what computes.
+    """
+    weight, gradient, wide, state = BYTES[precision]
+    reduced = wide if bitwise else gradient
+    holdings = Holdings(
+        weights=weight,
+        gradients=gradient + (wide if bitwise else 0),
+        optimizer=state,
+        gathered=weight,
+        reduced=reduced,
+        casts=2.0 if precision in CASTING else 0.0,
+        rest=0.0 if on_cpu else REST,
+    )
+    found = Library(holdings=holdings, passes=PASSES, weight_bytes=weight, gradient_bytes=reduced)
+    return replace(found, host_s=0.0) if on_cpu else found
+
+
+def speeds_of(cluster: Cluster, tables: Mapping[str, Any] | None = None) -> Speeds:
+    """The speeds of the devices of `cluster`; measured ones come first. tables: in the place of speeds.toml's."""
+    found = speeds_of_device(cluster.device, tables)
     measured = cluster.rates
     matmul = {dtype: max(by_size.values()) for dtype, by_size in measured.matmul.items() if by_size}
     return replace(found, matmul={**found.matmul, **matmul}, bandwidth=measured.memory or found.bandwidth)
 
 
-@cache
-def _by_device() -> dict[str, str]:
-    return {kind: name for name, facts in _tables()["devices"].items() for kind in facts["kinds"]}
-
-
-def speeds_of_device(device: Device) -> Speeds:
+def speeds_of_device(device: Device, tables: Mapping[str, Any] | None = None) -> Speeds:
     """The speeds of a kind of device: as fitted, or by the shares that similar kinds reach."""
-    operations = {name: _facts(device).get(name, value) for name, value in _tables()["operations"].items()}
+    tables = tables or shipped()
+    fitted = next((facts for facts in tables["devices"].values() if device.name in facts["kinds"]), {})
+    operations = {name: fitted.get(name, value) for name, value in tables["operations"].items()}
+    bandwidth = device.bandwidth * operations.pop("bandwidth_share")
+    half = device.flops.get("bfloat16") or device.flops.get("float16") or device.flops["float32"]
+    attention = {kernel: half * share for kernel, share in tables["shares"]["attention"].items()}
+    attention |= {kernel: tera * 1e12 for kernel, tera in fitted.get("attention", {}).items()}
+    rates, shares = fitted.get("matmul", {}), tables["shares"]["matmul"]
     return Speeds(
-        matmul=_matmul(device),
-        attention=_attention(device),
-        bandwidth=device.bandwidth * operations["bandwidth_share"],
-        **{name: operations[name] for name in ("start_s", "call_s", "narrow", "traffic", "uneven", "idle")},
-        processors=_facts(device).get("processors", 0),
+        matmul={dtype: _product_rate(device, dtype, rates, shares) for dtype in UNITS},
+        attention=attention,
+        bandwidth=bandwidth,
+        processors=fitted.get("processors", 0),
+        **operations,
     )
-
-
-def _facts(device: Device) -> dict[str, Any]:
-    name = _by_device().get(device.name)
-    return _tables()["devices"][name] if name else {}
 
 
 # What is multiplied in each type: where a device has no units for it, it is done in the next one that it has.
@@ -192,43 +214,17 @@ AS_FAST = {"float16": ("bfloat16",)}
 SLOW_FLOAT64 = 1 / 32  # of float32, where the data sheet says nothing
 
 
-def _matmul(device: Device) -> dict[str, float]:
-    fitted = _facts(device).get("matmul", {})
-    return {dtype: _product_rate(device, dtype, fitted) for dtype in UNITS}
-
-
-def _product_rate(device: Device, dtype: str, fitted: Mapping[str, float]) -> float:
+def _product_rate(device: Device, dtype: str, fitted: Mapping[str, float], shares: Mapping[str, float]) -> float:
     """As fitted of this type, or of the one that it is done in; else the share of the peak that others reach."""
     unit = next((unit for unit in UNITS[dtype] if unit in device.flops), UNITS[dtype][-1])
     done_in = dtype if unit == UNITS[dtype][0] else unit
     for name in (done_in, *AS_FAST.get(done_in, ())):
         if name in fitted:
             return fitted[name] * 1e12
-    peak = device.flops.get(unit, device.flops["float32"] * SLOW_FLOAT64)
-    return peak * _tables()["shares"]["matmul"][done_in]
-
-
-def _attention(device: Device) -> dict[str, float]:
-    shares, fitted = _tables()["shares"]["attention"], _facts(device).get("attention", {})
-    half = device.flops.get("bfloat16") or device.flops.get("float16") or device.flops["float32"]
-    return {kernel: half * share for kernel, share in shares.items()} | {
-        kernel: tera * 1e12 for kernel, tera in fitted.items()
-    }
-
-
-def use(tables: dict[str, Any]) -> None:
-    """Takes these tables for those of speeds.toml from now on: for fitting them."""
-    _replaced.clear()
-    _replaced.update(tables)
-
-
-_replaced: dict[str, Any] = {}
-
-
-def _tables() -> dict[str, Any]:
-    return _replaced or _read()
+    return device.flops.get(unit, device.flops["float32"] * SLOW_FLOAT64) * shares[done_in]
 
 
 @cache
-def _read() -> dict[str, Any]:
+def shipped() -> Mapping[str, Any]:
+    """What speeds.toml holds."""
     return tomllib.loads(FILE.read_text(encoding="utf-8"))

@@ -64,7 +64,7 @@ class Pass:
 
 @dataclass
 class StageTime:
-    """One stage's passes on one microbatch; `parameters`: elements that it holds of the model."""
+    """One stage's passes on one microbatch; `parameters`: elements that it has of the model."""
 
     forward: Pass = field(default_factory=Pass)
     backward: Pass = field(default_factory=Pass)
@@ -77,56 +77,56 @@ def overlapped(one: float, other: float) -> float:
     return larger * (1 + (smaller / larger) ** SHARPNESS) ** (1 / SHARPNESS) if larger else 0.0
 
 
-def forward_pass(part: BlockCost, setup: TrainingConfig, machine: Machine, *, host: float = 1.0) -> Pass:
+def forward_pass(part: BlockCost, config: TrainingConfig, machine: Machine, *, host: float = 1.0) -> Pass:
     """The forward pass of `part`; `host`: how much its host works for it, in forward passes of a block."""
     found = _computed(part.forward, machine)
-    found.tensor = _tensor_seconds(part.tensor_bytes, setup, machine)
-    return _with_host(found, host, setup, machine)
+    found.tensor = _tensor_seconds(part.tensor_bytes, config, machine)
+    return _with_host(found, host, config, machine)
 
 
-def backward_pass(part: BlockCost, setup: TrainingConfig, machine: Machine, *, host: float = 1.0) -> Pass:
+def backward_pass(part: BlockCost, config: TrainingConfig, machine: Machine, *, host: float = 1.0) -> Pass:
     """The backward pass of `part`, with what it computes again."""
     found = _computed(part.backward, machine)
-    found.tensor = _tensor_seconds(part.tensor_bytes, setup, machine)
-    found = _with_host(found, 1.5 * host, setup, machine)
-    if setup.recompute == "full" and host:
-        found.recompute += forward_pass(part, setup, machine, host=host).seconds
-    elif setup.recompute == "selective":
+    found.tensor = _tensor_seconds(part.tensor_bytes, config, machine)
+    found = _with_host(found, 1.5 * host, config, machine)
+    if config.recompute == "full" and host:
+        found.recompute += forward_pass(part, config, machine, host=host).seconds
+    elif config.recompute == "selective":
         again = _computed([work for work in part.forward if work.recomputed], machine)
-        found.recompute += again.seconds + _tensor_seconds(part.tensor_bytes_again, setup, machine)
+        found.recompute += again.seconds + _tensor_seconds(part.tensor_bytes_again, config, machine)
     return found
 
 
 def _computed(works: Sequence[OpCost], machine: Machine) -> Pass:
     found = Pass()
     for work in works:
-        taken = machine.speeds.seconds(work, machine.library)
-        setattr(found, work.kind, getattr(found, work.kind) + taken)
-        found.weights += taken if work.of_weights else 0.0
+        spent = machine.speeds.seconds(work, machine.library)
+        setattr(found, work.kind, getattr(found, work.kind) + spent)
+        found.weights += spent if work.of_weights else 0.0
     return found
 
 
-def _tensor_seconds(sizes: Sequence[int], setup: TrainingConfig, machine: Machine) -> float:
+def _tensor_seconds(sizes: Sequence[int], config: TrainingConfig, machine: Machine) -> float:
     library = machine.library
-    exposed, group = 1 - library.tensor_hidden, place(setup.tensor, 1, machine.cluster)
+    exposed, group = 1 - library.tensor_hidden, place(config.tensor, 1, machine.cluster)
     talks = (seconds("all_reduce", size, group, machine.cluster) for size in sizes)
     return exposed * sum(talk + library.tensor_s for talk in talks)
 
 
-def _with_host(found: Pass, host: float, setup: TrainingConfig, machine: Machine) -> Pass:
+def _with_host(found: Pass, host: float, config: TrainingConfig, machine: Machine) -> Pass:
     library = machine.library
-    starting = host * (library.host_s + (library.tensor_host_s if setup.tensor > 1 else 0.0))
+    starting = host * (library.host_s + (library.tensor_host_s if config.tensor > 1 else 0.0))
     device = found.seconds
     found.host += overlapped(device, starting) - device
     return found
 
 
-def _gathered(found: Pass, part: BlockCost, setup: TrainingConfig, machine: Machine, *, backward: bool) -> Pass:
+def _gathered(found: Pass, part: BlockCost, config: TrainingConfig, machine: Machine, *, backward: bool) -> Pass:
     """Adds what zero=3 gathers for a pass and reduces after it, as far as it shows."""
-    library, ranks = machine.library, setup.shards
-    if setup.zero < 3 or ranks == 1:
+    library, ranks = machine.library, config.shards
+    if config.zero < 3 or ranks == 1:
         return found
-    group = place(ranks, setup.tensor, machine.cluster)
+    group = place(ranks, config.tensor, machine.cluster)
     talk = seconds("all_gather", part.parameters * library.weight_bytes, group, machine.cluster)
     if backward:
         talk += seconds("reduce_scatter", part.parameters * library.gradient_bytes, group, machine.cluster)
@@ -141,13 +141,13 @@ def _gathered(found: Pass, part: BlockCost, setup: TrainingConfig, machine: Mach
     return found
 
 
-def stage_times(parts: ModelCosts, layers: Sequence[int], setup: TrainingConfig, machine: Machine) -> list[StageTime]:
+def stage_times(parts: ModelCosts, layers: Sequence[int], config: TrainingConfig, machine: Machine) -> list[StageTime]:
     """The passes of every stage, of which stage i has `layers[i]` blocks."""
     cache: dict[int, tuple[Pass, Pass]] = {}
 
     def passes(part: BlockCost) -> tuple[Pass, Pass]:
         if id(part) not in cache:
-            cache[id(part)] = part_passes(part, setup, machine, block_host(part))
+            cache[id(part)] = part_passes(part, config, machine, block_host(part))
         return cache[id(part)]
 
     stages: list[StageTime] = []
@@ -182,25 +182,28 @@ def spread(blocks: int, stages: int) -> tuple[int, ...]:
     return tuple(max(0, min(each, blocks - each * stage)) for stage in range(stages))
 
 
-def stage_layers(parts: ModelCosts, setup: TrainingConfig) -> tuple[int, ...]:
-    """Blocks of each stage: as the setup says, else spread."""
-    return setup.layers or spread(len(parts.blocks), setup.pipeline * setup.stages_per_rank)
+def stage_layers(parts: ModelCosts, config: TrainingConfig) -> tuple[int, ...]:
+    """Blocks of each stage: as the config says, else spread."""
+    return config.layers or spread(len(parts.blocks), config.pipeline * config.stages_per_rank)
 
 
-def step_time(parts: ModelCosts, setup: TrainingConfig, machine: Machine) -> tuple[TimeByCause, float]:
+def step_time(parts: ModelCosts, config: TrainingConfig, machine: Machine) -> tuple[TimeByCause, float]:
     """The time of a step by cause, and the mean bubble over the ranks of the pipeline."""
-    stages = stage_times(parts, stage_layers(parts, setup), setup, machine)
-    message = message_seconds(parts, setup, machine)
-    makespan, busy = _simulated(stages, message, setup)
+    stages = stage_times(parts, stage_layers(parts, config), config, machine)
+    message = message_seconds(parts, config, machine)
+    makespan, busy = _simulated(stages, message, config)
     slowest = max(range(len(busy)), key=busy.__getitem__)
     total = Pass()
-    for stage in _stages_of(slowest, setup):
-        total.add(stages[stage].forward, setup.microbatches)
-        total.add(stages[stage].backward, setup.microbatches)
-    messages = 2 * setup.microbatches * sum(_waits(len(stages), message)[stage] for stage in _stages_of(slowest, setup))
-    tail = _reduction_tail(stages, setup, machine)
-    held = max(sum(stages[stage].parameters for stage in _stages_of(rank, setup)) for rank in range(setup.pipeline))
-    optimizer = held / setup.shards * machine.library.optimizer_bytes / machine.speeds.bandwidth
+    for stage in _stages_of(slowest, config):
+        total.add(stages[stage].forward, config.microbatches)
+        total.add(stages[stage].backward, config.microbatches)
+    messages = (
+        2 * config.microbatches * sum(_waits(len(stages), message)[stage] for stage in _stages_of(slowest, config))
+    )
+    tail = _reduction_tail(stages, config, machine)
+    optimizer = (
+        _most_parameters(stages, config) / config.shards * machine.library.optimizer_bytes / machine.speeds.bandwidth
+    )
     nodes = machine.cluster.nodes
     found = TimeByCause(
         matmul=total.matmul,
@@ -218,40 +221,45 @@ def step_time(parts: ModelCosts, setup: TrainingConfig, machine: Machine) -> tup
     return _jittered(found, machine.library.jitter, nodes), 1 - sum(busy) / (len(busy) * makespan)
 
 
-def _stages_of(rank: int, setup: TrainingConfig) -> Sequence[int]:
-    p, v = setup.pipeline, setup.stages_per_rank
-    if SCHEDULES[setup.schedule].as_v and p > 1:
+def _most_parameters(stages: Sequence[StageTime], config: TrainingConfig) -> int:
+    """Elements on the rank of the pipeline that has most."""
+    return max(sum(stages[stage].parameters for stage in _stages_of(rank, config)) for rank in range(config.pipeline))
+
+
+def _stages_of(rank: int, config: TrainingConfig) -> Sequence[int]:
+    p, v = config.pipeline, config.stages_per_rank
+    if SCHEDULES[config.schedule].as_v and p > 1:
         return (rank, 2 * p - 1 - rank)
     return range(rank, p * v, p)
 
 
-def message_seconds(parts: ModelCosts, setup: TrainingConfig, machine: Machine) -> float:
+def message_seconds(parts: ModelCosts, config: TrainingConfig, machine: Machine) -> float:
     """Sends one activation from a stage to the next, as far as it holds up either."""
-    if setup.pipeline == 1:
+    if config.pipeline == 1:
         return 0.0
     library, size = machine.library, parts.after.input_bytes
-    if library.messages_split and not setup.split_sequence:
-        size /= setup.tensor
-    stride, domain = setup.tensor * setup.replicas, machine.cluster.domain
+    if library.messages_split and not config.split_sequence:
+        size /= config.tensor
+    stride, domain = config.tensor * config.replicas, machine.cluster.domain
     # Some neighbours are in different domains wherever not all stages are in one: these set the pace.
-    group = LinkedRanks(2, 2) if stride * setup.pipeline <= domain else LinkedRanks(2, 1, sharing=min(stride, domain))
-    taken = seconds("send", size, group, machine.cluster) + library.message_s
+    group = LinkedRanks(2, 2) if stride * config.pipeline <= domain else LinkedRanks(2, 1, sharing=min(stride, domain))
+    sent = seconds("send", size, group, machine.cluster) + library.message_s
     if library.message_bytes_per_s:
-        taken += size * min(stride, domain) / library.message_bytes_per_s
-    return taken
+        sent += size * min(stride, domain) / library.message_bytes_per_s
+    return sent
 
 
-def _reduction_tail(stages: Sequence[StageTime], setup: TrainingConfig, machine: Machine) -> float:
+def _reduction_tail(stages: Sequence[StageTime], config: TrainingConfig, machine: Machine) -> float:
     """What shows of the gradients' reduction and, where zero cuts the update, of gathering the weights.
 
     Ranks among which zero cuts reduce to a share each, and those with equal shares add these up.
     """
     library, cluster = machine.library, machine.cluster
-    elements = max(sum(stages[s].parameters for s in _stages_of(rank, setup)) for rank in range(setup.pipeline))
-    copies = place(setup.replicas // setup.shards, setup.tensor * setup.shards, cluster)
-    talk = seconds("all_reduce", elements / setup.shards * library.gradient_bytes, copies, cluster)
-    if setup.zero in (1, 2):
-        group = place(setup.shards, setup.tensor, cluster)
+    elements = _most_parameters(stages, config)
+    copies = place(config.replicas // config.shards, config.tensor * config.shards, cluster)
+    talk = seconds("all_reduce", elements / config.shards * library.gradient_bytes, copies, cluster)
+    if config.zero in (1, 2):
+        group = place(config.shards, config.tensor, cluster)
         reduce = "all_reduce" if library.reduces_whole else "reduce_scatter"
         talk += seconds(reduce, elements * library.gradient_bytes, group, cluster)
         talk += seconds("all_gather", elements * library.weight_bytes, group, cluster)
@@ -264,24 +272,24 @@ def _jittered(found: TimeByCause, jitter: float, nodes: float) -> TimeByCause:
     return replace(found, data=found.data + longer * found.step_s)
 
 
-def _simulated(stages: Sequence[StageTime], message: float, setup: TrainingConfig) -> tuple[float, Sequence[float]]:
+def _simulated(stages: Sequence[StageTime], message: float, config: TrainingConfig) -> tuple[float, Sequence[float]]:
     """Seconds of the whole schedule, and those in which each rank works."""
     waits = _waits(len(stages), message)
     forward = [stage.forward.seconds + wait for stage, wait in zip(stages, waits, strict=True)]
     backward = [stage.backward.seconds + wait for stage, wait in zip(stages, waits, strict=True)]
-    if setup.pipeline == 1:
-        whole = setup.microbatches * (forward[0] + backward[0])
+    if config.pipeline == 1:
+        whole = config.microbatches * (forward[0] + backward[0])
         return whole, [whole]
     # What is computed again comes with a backward pass that is whole.
-    weights = [stage.backward.weights if setup.recompute == "none" else 0.0 for stage in stages]
+    weights = [stage.backward.weights if config.recompute == "none" else 0.0 for stage in stages]
     costs = Costs(
         forward=forward,
         backward=backward,
         backward_input=[whole - later for whole, later in zip(backward, weights, strict=True)],
         backward_weight=weights,
     )
-    how = setup.schedule, setup.pipeline, setup.stages_per_rank
-    return step_seconds(*how, runnable(*how, setup.microbatches), costs)
+    how = config.schedule, config.pipeline, config.stages_per_rank
+    return step_seconds(*how, runnable(*how, config.microbatches), costs)
 
 
 def _waits(stages: int, message: float) -> list[float]:
@@ -294,23 +302,23 @@ def block_host(part: BlockCost) -> float:
     return 0.0 if part.name.startswith(("before", "after")) else 1.0
 
 
-def part_passes(part: BlockCost, setup: TrainingConfig, machine: Machine, host: float) -> tuple[Pass, Pass]:
+def part_passes(part: BlockCost, config: TrainingConfig, machine: Machine, host: float) -> tuple[Pass, Pass]:
     """Both passes of a part on one microbatch, with what zero=3 gathers for them."""
-    forward = _gathered(forward_pass(part, setup, machine, host=host), part, setup, machine, backward=False)
-    back = _gathered(backward_pass(part, setup, machine, host=host), part, setup, machine, backward=True)
+    forward = _gathered(forward_pass(part, config, machine, host=host), part, config, machine, backward=False)
+    back = _gathered(backward_pass(part, config, machine, host=host), part, config, machine, backward=True)
     return forward, back
 
 
-def part_seconds(part: BlockCost, setup: TrainingConfig, machine: Machine) -> float:
+def part_seconds(part: BlockCost, config: TrainingConfig, machine: Machine) -> float:
     """Both passes of a part on one microbatch."""
-    return sum(one.seconds for one in part_passes(part, setup, machine, block_host(part)))
+    return sum(one.seconds for one in part_passes(part, config, machine, block_host(part)))
 
 
-def tail_seconds(parts: ModelCosts, setup: TrainingConfig, machine: Machine) -> float:
+def tail_seconds(parts: ModelCosts, config: TrainingConfig, machine: Machine) -> float:
     """The least that follows the last pass: what shows of the reduction, and the update, of equal shares."""
-    elements = sum(part.parameters for part in parts.blocks) / setup.pipeline
+    elements = sum(part.parameters for part in parts.blocks) / config.pipeline
     stage = StageTime(parameters=int(elements))
-    update = elements / setup.shards * machine.library.optimizer_bytes / machine.speeds.bandwidth
-    return update + _reduction_tail([stage] * (setup.pipeline * setup.stages_per_rank), setup, machine) / (
-        setup.stages_per_rank
+    update = elements / config.shards * machine.library.optimizer_bytes / machine.speeds.bandwidth
+    return update + _reduction_tail([stage] * (config.pipeline * config.stages_per_rank), config, machine) / (
+        config.stages_per_rank
     )

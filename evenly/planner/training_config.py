@@ -1,4 +1,4 @@
-"""All decisions on which time and memory depend, in one place: of a plan, and what other libraries have besides."""
+"""All decisions of a plan on which time and memory depend, in one place."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from evenly.model.parts import Recompute
 class TrainingConfig:
     """How a model is trained.
 
-    data, tensor, context, pipeline: ranks of each axis; the context axis shares the tokens of a sample, as its ranks
-                  share the gradients of the data axis. Neighbours on the tensor axis are nearest, then those on the
-                  context, data and pipeline axis.
+    data, tensor, pipeline: ranks of each axis. Neighbours on the tensor axis are nearest, then those on the data axis.
     split_sequence: whether the tensor axis shares tokens where it does not share weights.
     schedule, stages_per_rank: of the pipeline.
     zero, shard:  what the data axis cuts over how many of its ranks (None: all).
@@ -24,7 +22,6 @@ class TrainingConfig:
 
     data: int = 1
     tensor: int = 1
-    context: int = 1
     pipeline: int = 1
     split_sequence: bool = False
     schedule: str = "1f1b"
@@ -41,7 +38,7 @@ class TrainingConfig:
     @property
     def ranks(self) -> int:
         """The world size."""
-        return self.data * self.tensor * self.context * self.pipeline
+        return self.replicas * self.tensor * self.pipeline
 
     @property
     def microbatches(self) -> int:
@@ -51,7 +48,7 @@ class TrainingConfig:
     @property
     def replicas(self) -> int:
         """Ranks that reduce a gradient among them."""
-        return self.data * self.context
+        return self.data
 
     @property
     def shards(self) -> int:

@@ -72,18 +72,18 @@ ALONE = 6  # microbatches of a device without a pipeline
 MOST_SPANS = 3000
 
 
-def preview(question: PlanRequest, plan: Plan) -> Timeline:
+def preview(request: PlanRequest, plan: Plan) -> Timeline:
     """The spans of a step of `plan`, which is complete, with a few of its microbatches; messages are not drawn."""
-    one = costed_plan_of(question, plan)
-    stages = stage_times(one.parts, layers_of(one), one.setup, one.machine)
-    return simulate(_orders(plan, one.setup), _costs(stages))
+    one = costed_plan_of(request, plan)
+    stages = stage_times(one.parts, layers_of(one), one.config, one.machine)
+    return simulate(_orders(plan, one.config), _costs(stages))
 
 
-def _orders(plan: Plan, setup: TrainingConfig) -> Orders:
-    p, v = setup.pipeline, setup.stages_per_rank
+def _orders(plan: Plan, config: TrainingConfig) -> Orders:
+    p, v = config.pipeline, config.stages_per_rank
     if p == 1:
-        return [_alone(min(setup.microbatches, ALONE))]
-    few = max(1, min(setup.microbatches, ROUNDS * p, MOST_SPANS // (2 * p * v)))
+        return [_alone(min(config.microbatches, ALONE))]
+    few = max(1, min(config.microbatches, ROUNDS * p, MOST_SPANS // (2 * p * v)))
     return compute_orders(plan.pipeline.schedule, p, v, runnable(plan.pipeline.schedule, p, v, few))
 
 

@@ -29,7 +29,7 @@ def test_planner_and_engine_cut_at_the_same_blocks(name: str) -> None:
     source = JobSource(job)
     for stages in (2, 3, 4):
         plan = PlanSpec(data=1, pipeline=stages).complete(job.precision)
-        request = PlanRequest(subject=source, cluster=parse_cluster(f"1x{stages}xcpu"), batch=job.global_batch)
+        request = PlanRequest(source=source, cluster=parse_cluster(f"1x{stages}xcpu"), batch=job.global_batch)
         try:
             model = StagedModel(build_model(job, precision=plan.precision, device=None), "cpu")
             found, _ = stage_plan_of(job, model, plan, device="cpu")
@@ -46,7 +46,7 @@ def test_planner_and_engine_cut_at_the_same_blocks(name: str) -> None:
 def test_the_plan_that_is_found_states_its_split_points() -> None:
     job = load_job(EXAMPLES / "stdlib_lm.py", {})
     only = PlanSpec(data=1, pipeline=2, schedule="1f1b")
-    request = PlanRequest(subject=JobSource(job), cluster=parse_cluster("1x2xcpu"), batch=job.global_batch, only=only)
+    request = PlanRequest(source=JobSource(job), cluster=parse_cluster("1x2xcpu"), batch=job.global_batch, only=only)
     best = search(request).plans[0].plan
     assert best.pipeline.split_points and f"split_points={best.pipeline.split_points[0]}" in str(best)
     model = StagedModel(build_model(job, precision=best.precision, device=None), "cpu")

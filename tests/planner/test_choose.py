@@ -18,7 +18,6 @@ from evenly.hardware.cluster import Cluster
 from evenly.launch.environment import find_here
 from evenly.plan import PlanSpec, parse_plan
 from evenly.planner.auto import as_recorded, choose_plan
-from evenly.planner.costed_plan import training_config_of
 from evenly.planner.job_memory import memory_of_ranks
 from evenly.planner.job_profile import JobProfiler
 from evenly.planner.job_source import JobSource
@@ -42,14 +41,14 @@ def even_job(**changes: Any) -> evenly.Job:
 
 
 def asked(job: evenly.Job, **others: object) -> PlanRequest:
-    return PlanRequest(subject=JobSource(job), cluster=GPUS, batch=job.global_batch, **others)  # pyright: ignore
+    return PlanRequest(source=JobSource(job), cluster=GPUS, batch=job.global_batch, **others)  # pyright: ignore
 
 
 def test_a_job_is_planned_with_its_own_microbatch_and_precision() -> None:
     job = tower_job(precision="bfloat16")
-    answer = search(asked(job))
-    assert answer.plans
-    for found in answer.plans:
+    result = search(asked(job))
+    assert result.plans
+    for found in result.plans:
         assert found.plan.microbatch is None and found.plan.precision == "bfloat16"
         assert found.samples == job.global_batch and found.tokens is None
         assert found.plan.ranks == 4 and found.fits
@@ -57,7 +56,7 @@ def test_a_job_is_planned_with_its_own_microbatch_and_precision() -> None:
 
 def test_its_operations_are_those_of_the_model() -> None:
     job = even_job()
-    subject = JobSource(job)
+    source = JobSource(job)
     plan = PlanSpec(data=1, microbatch=None, recompute="none").complete("float32")
     found = predict_plan(asked(job), plan)
     from torch.utils.flop_counter import FlopCounterMode
@@ -69,7 +68,7 @@ def test_its_operations_are_those_of_the_model() -> None:
             job.loss(model, microbatch.batch)
         total += counter.get_total_flops()
     assert found.flops == pytest.approx(3 * total, rel=0.02)
-    assert subject.blocks == len(subject.parts(plan, training_config_of(asked(job), plan)).blocks) > 1
+    assert source.blocks == len(source.parts(plan, asked(job).config(plan)).blocks) > 1
 
 
 def test_memory_is_that_of_the_ranks() -> None:
@@ -107,13 +106,12 @@ def test_a_model_that_needs_numbers_is_refused_with_the_place() -> None:
 
 
 def test_what_the_tensor_axis_splits_is_in_the_parts() -> None:
-    subject = JobSource(tower_job())
-    if 2 not in subject.tensor_sizes(4):
+    source = JobSource(tower_job())
+    if 2 not in source.tensor_sizes(4):
         pytest.skip("nothing of it can be split")
     whole, split = (
-        subject.parts(
-            parse_plan(text).complete("float32"),
-            training_config_of(asked(tower_job()), parse_plan(text).complete("float32")),
+        source.parts(
+            parse_plan(text).complete("float32"), asked(tower_job()).config(parse_plan(text).complete("float32"))
         )
         for text in ("data=1", "data=1 tensor=2")
     )
@@ -123,8 +121,8 @@ def test_what_the_tensor_axis_splits_is_in_the_parts() -> None:
 
 def test_a_job_without_a_microbatch_leaves_it_to_the_plans() -> None:
     job = even_job(microbatch=None)
-    answer = search(asked(job, only=PlanSpec(data=2)))
-    assert all(found.plan.microbatch is not None for found in answer.plans)
+    result = search(asked(job, only=PlanSpec(data=2)))
+    assert all(found.plan.microbatch is not None for found in result.plans)
     sizes = {choice.microbatch for choice in choices_of(asked(job), 2)}
     assert len(sizes) > 1
 

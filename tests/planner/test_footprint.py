@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from evenly.model.parts import ModelCosts
-from evenly.planner.footprint import Holdings, footprints, kept_of_stages
+from evenly.planner.footprint import Holdings, footprints, saved_by_stages
 from evenly.planner.known import find_shape
 from evenly.planner.prediction import MemoryByCause, worst
 from evenly.planner.training_config import TrainingConfig
@@ -31,9 +31,9 @@ def of(elements: int) -> ModelCosts:
     return ModelCosts(before=replace(PARTS.before, parameters=0), blocks=[block], after=end)
 
 
-def held(setup: TrainingConfig, parts: ModelCosts = PARTS, holdings: Holdings = ADAM) -> list[MemoryByCause]:
-    blocks, stages = len(parts.blocks), setup.pipeline * setup.stages_per_rank
-    return footprints(parts, [blocks // stages] * stages, setup, holdings)
+def held(config: TrainingConfig, parts: ModelCosts = PARTS, holdings: Holdings = ADAM) -> list[MemoryByCause]:
+    blocks, stages = len(parts.blocks), config.pipeline * config.stages_per_rank
+    return footprints(parts, [blocks // stages] * stages, config, holdings)
 
 
 @pytest.mark.parametrize(
@@ -42,8 +42,8 @@ def held(setup: TrainingConfig, parts: ModelCosts = PARTS, holdings: Holdings = 
     ids=lambda row: f"{row['model_params']}-{row['dp']}-{row['stage']}",
 )
 def test_states_are_those_of_table_1_of_zero(row: dict[str, str]) -> None:
-    setup = TrainingConfig(data=int(row["dp"]), zero=int(row["stage"]), batch=1024)
-    (found,) = held(setup, of(int(SIZES[row["model_params"]])))
+    config = TrainingConfig(data=int(row["dp"]), zero=int(row["stage"]), batch=1024)
+    (found,) = held(config, of(int(SIZES[row["model_params"]])))
     states = found.parameters + found.gradients + found.optimizer
     assert states == pytest.approx(float(row["model_state_GB_decimal"]) * 1e9, rel=1e-3, abs=6e5)
     assert found.peak == pytest.approx(states)
@@ -74,10 +74,10 @@ def test_a_unit_is_gathered_under_zero_3_alone_and_the_ends_besides() -> None:
     [("gpipe", 1, [8, 8, 8, 8]), ("1f1b", 1, [4, 3, 2, 1]), ("zero-bubble", 1, [4, 3, 2, 1])],
 )
 def test_activations_are_those_of_the_microbatches_in_flight(schedule: str, chunks: int, flights: list[int]) -> None:
-    setup = TrainingConfig(pipeline=4, schedule=schedule, stages_per_rank=chunks, batch=8)
-    each = kept_of_stages(PARTS, [6] * 4, setup)[0]
+    config = TrainingConfig(pipeline=4, schedule=schedule, stages_per_rank=chunks, batch=8)
+    each = saved_by_stages(PARTS, [6] * 4, config)[0]
     assert each == 6 * PARTS.blocks[0].kept_bytes["none"]
-    found = [one.activations for one in held(setup)]
+    found = [one.activations for one in held(config)]
     if schedule.startswith("zero"):  # weights' passes come later: a rank may hold more, not p + 1
         assert all(flight * each <= one <= 4 * each for flight, one in zip(flights, found, strict=True))
     else:
@@ -86,8 +86,8 @@ def test_activations_are_those_of_the_microbatches_in_flight(schedule: str, chun
 
 def test_interleaving_holds_more_than_1f1b_and_less_than_gpipe() -> None:
     def most(schedule: str, chunks: int) -> float:
-        setup = TrainingConfig(pipeline=4, schedule=schedule, stages_per_rank=chunks, batch=32)
-        return max(one.activations for one in held(setup))
+        config = TrainingConfig(pipeline=4, schedule=schedule, stages_per_rank=chunks, batch=32)
+        return max(one.activations for one in held(config))
 
     plain, interleaved, gpipe = most("1f1b", 1), most("interleaved", 2), most("gpipe", 1)
     # Narayanan et al. 2021, section 2.2: p (v - 1) + 2 (p - 1) + 1 chunks of half the size in the first rank.
@@ -138,8 +138,8 @@ def test_the_first_and_the_last_stage_of_a_v_are_one_ranks() -> None:
 
 
 def test_some_ranks_may_be_asked_for() -> None:
-    setup = TrainingConfig(pipeline=4, batch=8)
-    assert footprints(PARTS, [6] * 4, setup, ADAM, ranks=[1, 3]) == [held(setup)[rank] for rank in (1, 3)]
+    config = TrainingConfig(pipeline=4, batch=8)
+    assert footprints(PARTS, [6] * 4, config, ADAM, ranks=[1, 3]) == [held(config)[rank] for rank in (1, 3)]
 
 
 def test_causes_add_up_to_the_peak() -> None:

@@ -84,9 +84,9 @@ def read(model: nn.Module, samples: int = SAMPLES, **how: Any) -> Profile:
     return profile_module(model, loss, torch.empty(samples, 5), **how)
 
 
-def most(reading: Profile) -> int:
+def most(profile: Profile) -> int:
     now = peak = 0
-    for one in reading.intervals:
+    for one in profile.intervals:
         peak, now = max(peak, now + one.peak.total), now + one.left.total
     assert now == 0, "all that was made is freed"
     return peak
@@ -106,8 +106,8 @@ def counted(model: nn.Module, loss: Callable[..., torch.Tensor] = loss, batch: A
 
 @pytest.mark.parametrize("build", [Tower, TwoTowers, lambda: nn.Linear(5, 3)])
 def test_a_reading_holds_what_a_run_holds(build: Callable[[], nn.Module]) -> None:
-    reading = read(build())
-    assert most(reading) == counted(build())
+    profile = read(build())
+    assert most(profile) == counted(build())
 
 
 def test_shapes_may_follow_from_numbers_of_the_batch() -> None:
@@ -118,11 +118,11 @@ def test_shapes_may_follow_from_numbers_of_the_batch() -> None:
         return model(batch["x"], batch["lengths"].clamp_(min=1)).square().sum()
 
     batch = {"x": x, "lengths": lengths.clone()}
-    reading = profile_module(OfLengths(), summed, batch)
-    products = [one for works in reading.works.values() for one in works if one.inner == 2 * WIDTH]
+    profile = profile_module(OfLengths(), summed, batch)
+    products = [one for works in profile.works.values() for one in works if one.inner == 2 * WIDTH]
     assert {one.rows for one in products} == {int(lengths.sum()) + 1}
     assert torch.equal(batch["lengths"], lengths)
-    assert most(reading) == counted(OfLengths(), summed, batch)
+    assert most(profile) == counted(OfLengths(), summed, batch)
 
 
 def test_a_model_on_the_meta_device_is_read_alike() -> None:
@@ -132,17 +132,15 @@ def test_a_model_on_the_meta_device_is_read_alike() -> None:
 
 
 def test_every_parameter_belongs_to_one_part() -> None:
-    parts = parts_of({"none": read(Tower())})
+    parts = parts_of(read(Tower()))
     assert [block.parameters for block in parts.blocks] == [WIDTH * WIDTH + WIDTH] * 3
     assert parts.before.parameters == 5 * WIDTH + WIDTH
     assert parts.after.parameters == WIDTH * 3 + 3
     assert {block.input_bytes for block in parts.blocks} == {SAMPLES * WIDTH * 4}
-    # Of a block its input and what GELU was given; the GELU's result is the next block's input.
-    assert [block.kept_bytes["none"] for block in parts.blocks] == [2 * SAMPLES * WIDTH * 4] * 3
 
 
 def test_products_are_known_by_their_sizes() -> None:
-    block = parts_of({"none": read(Tower())}).blocks[1]
+    block = parts_of(read(Tower())).blocks[1]
     (product,) = [work for work in block.forward if work.kind == "matmul"]
     assert (product.rows, product.inner, product.columns) == (SAMPLES, WIDTH, WIDTH)
     assert product.flops == 2 * SAMPLES * WIDTH * WIDTH
@@ -153,8 +151,8 @@ def test_only_what_reads_or_writes_memory_counts_as_moving_bytes() -> None:
     """Whatever asks a tensor where it is, reshapes it or makes room for one moves nothing and starts no kernel."""
     layer = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.GELU())
     tower = nn.Sequential(nn.Linear(5, WIDTH), nn.Sequential(layer, *(deepcopy(layer) for _ in range(2))))
-    reading = profile_module(tower, loss, torch.empty(SAMPLES, 3, 5))
-    block = parts_of({"none": reading}).blocks[1]
+    profile = profile_module(tower, loss, torch.empty(SAMPLES, 3, 5))
+    block = parts_of(profile).blocks[1]
     activation = SAMPLES * 3 * WIDTH * 4
     moved = [(work.times, work.moved_bytes) for work in block.forward if work.kind == "memory"]
     assert moved == [(1, 2 * activation)]  # GELU
@@ -162,16 +160,16 @@ def test_only_what_reads_or_writes_memory_counts_as_moving_bytes() -> None:
 
 
 def test_the_backward_of_every_call_begins_and_ends_in_its_turn() -> None:
-    marks = [one.mark for one in read(Tower()).intervals if one.mark.stage == "backward" and one.mark.call >= 0]
-    edges = [(mark.what, mark.call) for mark in marks if mark.what in ("begin", "end")]
+    events = [one.event for one in read(Tower()).intervals if one.event.stage == "backward" and one.event.call >= 0]
+    edges = [(event.what, event.call) for event in events if event.what in ("begin", "end")]
     assert edges == [("begin", 2), ("end", 2), ("begin", 1), ("end", 1), ("begin", 0), ("end", 0)]
 
 
 def test_tied_weights_and_buffers_count_once() -> None:
-    reading = read(TwoTowers())
-    assert reading.parameters["left.enter.weight"].names == ("left.enter.weight", "right.enter.weight")
-    assert "right.enter.weight" not in reading.parameters
-    assert reading.buffer_bytes == 3 * 4
+    profile = read(TwoTowers())
+    assert profile.parameters["left.enter.weight"].names == ("left.enter.weight", "right.enter.weight")
+    assert "right.enter.weight" not in profile.parameters
+    assert profile.buffer_bytes == 3 * 4
 
 
 def test_costs_are_linear_in_samples() -> None:
@@ -230,4 +228,4 @@ def test_what_an_optimizer_keeps(kind: Any, settings: dict[str, Any], element: i
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     really = sum(value.nbytes for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor))
-    assert costs.state_bytes("weight", (6, 10)) == really == math.prod((6, 10)) * element + other
+    assert costs.bytes({"weight": (6, 10)}) == really == math.prod((6, 10)) * element + other

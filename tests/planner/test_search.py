@@ -1,4 +1,4 @@
-"""The search answers what looking at everything would, and tells what to do where nothing fits."""
+"""The search results what looking at everything would, and tells what to do where nothing fits."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from evenly.planner.known import find_shape
 from evenly.planner.request import PlanRequest
 from evenly.planner.search import _Judge, choices_of, plan_of, search
 from evenly.planner.shapes import ShapeSource
-from evenly.planner.speeds import library_named
 
 SMALL = "transformer:layers=6,hidden=512,heads=8,vocab=8000,sequence=512"
 
 
-def question(model: str, cluster: str, batch: int, **others: object) -> PlanRequest:
-    subject = ShapeSource(find_shape(model), library_named("evenly").kernels)
-    return PlanRequest(subject=subject, cluster=parse_cluster(cluster), batch=batch, **others)  # pyright: ignore
+def request(model: str, cluster: str, batch: int, **others: object) -> PlanRequest:
+    source = ShapeSource(find_shape(model))
+    return PlanRequest(source=source, cluster=parse_cluster(cluster), batch=batch, **others)  # pyright: ignore
 
 
 @pytest.mark.parametrize(
@@ -38,21 +37,21 @@ def question(model: str, cluster: str, batch: int, **others: object) -> PlanRequ
     ],
 )
 def test_pruning_discards_nothing_that_would_be_answered(model: str, cluster: str, batch: int, memory: float) -> None:
-    asked = question(model, cluster, batch, memory_bytes=memory, top=3)
+    asked = request(model, cluster, batch, memory_bytes=memory, top=3)
     judge = _Judge(asked)
     best: dict[tuple[int, ...], float] = {}
     for choice in choices_of(asked, asked.cluster.size):
         found = judge.predicted(choice, inf)
         if found is not None and found.fits:
             best[choice.family] = min(best.get(choice.family, inf), found.step_s)
-    answer = search(asked)
-    assert [plan.step_s for plan in answer.plans] == pytest.approx(sorted(best.values())[:3], rel=1e-12)
-    assert 0 < answer.judged < answer.tried
+    result = search(asked)
+    assert [plan.step_s for plan in result.plans] == pytest.approx(sorted(best.values())[:3], rel=1e-12)
+    assert 0 < result.judged < result.tried
 
 
 @pytest.mark.parametrize("model", [SMALL, "gpt2-medium"])
 def test_no_step_beats_its_bound(model: str) -> None:
-    asked = question(model, "2x4xA100-40", 16)
+    asked = request(model, "2x4xA100-40", 16)
     judge = _Judge(asked)
     seen = 0
     for choice in choices_of(asked, 8):
@@ -65,49 +64,49 @@ def test_no_step_beats_its_bound(model: str) -> None:
 
 def test_what_is_stated_is_in_every_answer() -> None:
     only = parse_plan("tensor=2 recompute=full microbatch=2 exact=rounding")
-    answer = search(question(SMALL, "8xA100", 32, only=only))
-    assert answer.plans
-    for found in answer.plans:
+    result = search(request(SMALL, "8xA100", 32, only=only))
+    assert result.plans
+    for found in result.plans:
         assert (found.plan.tensor.size, found.plan.recompute, found.plan.microbatch) == (2, "full", 2)
         assert found.plan.ranks == 8
 
 
 @pytest.mark.parametrize(("only", "axis"), [("tp", "tensor"), ("pp", "pipeline"), ("mp", "pipeline")])
 def test_an_axis_that_is_asked_for_has_several_ranks(only: str, axis: str) -> None:
-    answer = search(question(SMALL, "8xA100", 32, only=parse_plan(only)))
-    assert answer.plans and all(getattr(found.plan, axis).size > 1 for found in answer.plans)
+    result = search(request(SMALL, "8xA100", 32, only=parse_plan(only)))
+    assert result.plans and all(getattr(found.plan, axis).size > 1 for found in result.plans)
     with pytest.raises(UserError, match="no plan splits"):
-        search(question(SMALL, "1xA100", 32, only=parse_plan(only)))
+        search(request(SMALL, "1xA100", 32, only=parse_plan(only)))
 
 
 def test_groups_that_are_asked_for_are_those_that_would_run() -> None:
-    answer = search(question(SMALL, "8xA100", 32, only=parse_plan("hsdp")))
-    assert {found.plan.data.shard for found in answer.plans if found.plan.data.size == 8} == {4}
-    for found in answer.plans:
+    result = search(request(SMALL, "8xA100", 32, only=parse_plan("hsdp")))
+    assert {found.plan.data.shard for found in result.plans if found.plan.data.size == 8} == {4}
+    for found in result.plans:
         data = found.plan.data
         assert data.shard == parse_plan(f"hsdp data={data.size}").fit(data.size).shard
 
 
 def test_answers_are_complete_plans_best_first_and_of_different_families() -> None:
-    answer = search(question("gpt2-xl", "8xA100", 64))
-    times = [found.step_s for found in answer.plans]
+    result = search(request("gpt2-xl", "8xA100", 64))
+    times = [found.step_s for found in result.plans]
     assert times == sorted(times) and len(times) == 5
     families = {
-        (p.plan.data.size, p.plan.tensor.size, p.plan.pipeline.size, p.plan.data.zero_stage) for p in answer.plans
+        (p.plan.data.size, p.plan.tensor.size, p.plan.pipeline.size, p.plan.data.zero_stage) for p in result.plans
     }
     assert len(families) == 5
-    for found in answer.plans:
+    for found in result.plans:
         assert parse_plan(str(found.plan)).complete("bfloat16") == found.plan
-        again = predict_plan(question("gpt2-xl", "8xA100", 64), found.plan)
+        again = predict_plan(request("gpt2-xl", "8xA100", 64), found.plan)
         assert again.step_s == pytest.approx(found.step_s, rel=1e-12)
 
 
 def test_nothing_fits_and_a_change_that_would_do_is_told() -> None:
-    asked = question("llama-3.1-8b", "1xA100-40", 8, only=PlanSpec(exact="rounding"))
-    answer = search(asked)
-    assert not answer.plans and answer.nearest is not None and not answer.nearest.fits
-    assert f"{answer.nearest.peak_bytes / 2**30:.1f} GiB" in answer.change
-    told = re.search(r"or (\d+) devices \((.*)\), with (.*)", answer.change)
+    asked = request("llama-3.1-8b", "1xA100-40", 8, only=PlanSpec(exact="rounding"))
+    result = search(asked)
+    assert not result.plans and result.nearest is not None and not result.nearest.fits
+    assert f"{result.nearest.peak_bytes / 2**30:.1f} GiB" in result.change
+    told = re.search(r"or (\d+) devices \((.*)\), with (.*)", result.change)
     assert told is not None
     larger = replace(asked, cluster=parse_cluster(told[2]), batch=max(8, int(told[1])))
     assert larger.cluster.size == int(told[1]) > 1
@@ -118,40 +117,40 @@ def test_nothing_fits_and_a_change_that_would_do_is_told() -> None:
 
 def test_a_batch_that_no_plan_can_split() -> None:
     with pytest.raises(UserError, match="no plan splits this batch"):
-        search(question(SMALL, "4xA100", 2, only=parse_plan("data=4")))
+        search(request(SMALL, "4xA100", 2, only=parse_plan("data=4")))
 
 
 def test_a_tensor_axis_that_the_heads_cannot_be_dealt_over() -> None:
     with pytest.raises(UserError):
-        search(question(SMALL, "8xA100", 8, only=parse_plan("tensor=3")))
+        search(request(SMALL, "8xA100", 8, only=parse_plan("tensor=3")))
 
 
 def test_the_fewest_devices_for_a_step_time() -> None:
-    asked = question("gpt2-xl", "4x8xA100", 64)
+    asked = request("gpt2-xl", "4x8xA100", 64)
     one_node = search(replace(asked, max_devices=8)).plans[0].step_s
-    answer = search(replace(asked, step_s=one_node * 1.01))
-    assert answer.plans[0].plan.ranks <= 8
-    assert answer.plans[0].step_s <= one_node * 1.01
+    result = search(replace(asked, step_s=one_node * 1.01))
+    assert result.plans[0].plan.ranks <= 8
+    assert result.plans[0].step_s <= one_node * 1.01
     slow = search(replace(asked, step_s=1e-6))
     assert slow.plans[0].plan.ranks == 32 and slow.plans[0].step_s > 1e-6
 
 
 def test_max_devices() -> None:
-    answer = search(question("gpt2-xl", "4x8xA100", 64, max_devices=16))
-    assert {found.plan.ranks for found in answer.plans} == {16}
+    result = search(request("gpt2-xl", "4x8xA100", 64, max_devices=16))
+    assert {found.plan.ranks for found in result.plans} == {16}
 
 
 def test_experts_are_not_cut_into_stages() -> None:
-    answer = search(question("mixtral-8x7b", "8x8xH100", 64))
-    assert answer.plans and not any(found.plan.pipeline.active for found in answer.plans)
+    result = search(request("mixtral-8x7b", "8x8xH100", 64))
+    assert result.plans and not any(found.plan.pipeline.active for found in result.plans)
     with pytest.raises(PlanError, match="experts"):
         predict_plan(
-            question("mixtral-8x7b", "8xH100", 64), parse_plan("data=4 pipeline=2 microbatch=1").complete("bfloat16")
+            request("mixtral-8x7b", "8xH100", 64), parse_plan("data=4 pipeline=2 microbatch=1").complete("bfloat16")
         )
 
 
 def test_plans_that_agree_to_the_bit_add_up_in_a_wider_type() -> None:
-    asked = question(SMALL, "4xA100", 16)
+    asked = request(SMALL, "4xA100", 16)
     rounded, exact = (
         predict_plan(asked, PlanSpec(data=4, microbatch=4, recompute="none", exact=how).complete("bfloat16"))
         for how in ("rounding", "bitwise")
@@ -178,7 +177,7 @@ def test_equal_blocks_are_cut_as_well_as_by_the_exact_cut(blocks: int, before: f
 
 
 def test_a_choice_is_a_plan_that_can_be_written() -> None:
-    asked = question(SMALL, "8xA100", 16)
+    asked = request(SMALL, "8xA100", 16)
     for choice in [*choices_of(asked, 8)][::97]:
         try:
             plan = plan_of(choice, asked, "bfloat16")
@@ -190,8 +189,8 @@ def test_a_choice_is_a_plan_that_can_be_written() -> None:
 @pytest.mark.parametrize("only", ["offload=optimizer", "compile=blocks", "replicas=2"])
 def test_what_is_not_predicted_is_not_sought(only: str) -> None:
     with pytest.raises(UserError, match="not predicted"):
-        search(question(SMALL, "4xA100", 16, only=parse_plan(only)))
+        search(request(SMALL, "4xA100", 16, only=parse_plan(only)))
 
 
 def test_what_is_taken_for_granted_may_be_said() -> None:
-    assert search(question(SMALL, "4xA100", 16, only=parse_plan("offload=none compile=off"))).plans
+    assert search(request(SMALL, "4xA100", 16, only=parse_plan("offload=none compile=off"))).plans

@@ -6,16 +6,14 @@ from dataclasses import replace
 from math import isfinite
 
 import pytest
-from predicted import library_names
 
 from evenly.hardware.cluster import Cluster, Rates
 from evenly.hardware.devices import device_names, find_device
 from evenly.model.parts import OpCost
-from evenly.planner.costed_plan import library_of
-from evenly.planner.speeds import _tables, library_named, speeds_of, speeds_of_device
+from evenly.planner.speeds import own_library, shipped, speeds_of, speeds_of_device
 
 PRECISIONS = ("float64", "float32", "bfloat16", "float16", "float8", "mxfp8", "nvfp4")
-KERNELS = {library_named(name).kernel for name in library_names()}
+EVENLY = own_library("bfloat16", bitwise=False, on_cpu=False)
 H100 = Cluster(1, 8, "H100-80")
 PRODUCT = OpCost(kind="matmul", flops=2.0 * 4096**3, moved_bytes=6.0 * 4096**2, rows=4096, inner=4096, columns=4096)
 PRODUCT = replace(PRODUCT, dtype="bfloat16")
@@ -25,7 +23,7 @@ PRODUCT = replace(PRODUCT, dtype="bfloat16")
 def test_every_device_has_a_speed_for_every_precision_and_kernel(name: str) -> None:
     device = find_device(name)
     speeds = speeds_of_device(device)
-    rates = [*(speeds.matmul[dtype] for dtype in PRECISIONS), *(speeds.attention[kernel] for kernel in KERNELS)]
+    rates = [*(speeds.matmul[dtype] for dtype in PRECISIONS), *speeds.attention.values()]
     assert all(isfinite(rate) and rate > 0 for rate in (*rates, speeds.bandwidth))
     assert speeds.bandwidth < device.bandwidth
     peak = max(device.flops.values())
@@ -34,23 +32,8 @@ def test_every_device_has_a_speed_for_every_precision_and_kernel(name: str) -> N
 
 
 def test_fitted_kinds_are_known_and_stand_once() -> None:
-    kinds = [kind for facts in _tables()["devices"].values() for kind in facts["kinds"]]
+    kinds = [kind for facts in shipped()["devices"].values() for kind in facts["kinds"]]
     assert len(kinds) == len({*kinds}) and {*kinds} <= {*device_names()}
-
-
-@pytest.mark.parametrize("name", library_names())
-def test_every_library_loads(name: str) -> None:
-    library = library_named(name)
-    assert library.holdings.weights > 0 and library.passes > 0
-    assert 0 <= library.tensor_hidden <= 1 and 0 <= library.data_hidden <= 1
-    assert library.kernel in _tables()["shares"]["attention"]
-
-
-def test_libraries_recompute_selectively_as_they_do() -> None:
-    assert "evenly" in library_names()
-    assert library_named("evenly").kernels.selective == "cheap"
-    assert library_named("nemo").kernels.selective == "attention"
-    assert library_named("maxtext").kernels.selective == "rest"
 
 
 def test_what_was_measured_of_a_device_wins() -> None:
@@ -63,7 +46,7 @@ def test_what_was_measured_of_a_device_wins() -> None:
 
 def test_a_device_that_nobody_fitted_reaches_the_share_of_others() -> None:
     device = find_device("RTX 4090")
-    shares = _tables()["shares"]["matmul"]
+    shares = shipped()["shares"]["matmul"]
     assert speeds_of_device(device).matmul["float32"] == pytest.approx(device.flops["float32"] * shares["float32"])
 
 
@@ -75,7 +58,7 @@ def test_what_a_device_has_no_units_for_is_done_in_the_next_type() -> None:
 
 
 def test_narrow_and_uneven_products_take_longer() -> None:
-    speeds, library = speeds_of(H100), library_named("evenly")
+    speeds, library = speeds_of(H100), EVENLY
 
     def per_flop(**sizes: int) -> float:
         one = replace(PRODUCT, **sizes)
@@ -94,11 +77,11 @@ def test_a_cpu_starts_its_operations_itself_and_minds_narrow_products_less() -> 
     cpu, others = speeds_of_device(find_device("cpu")), speeds_of(H100)
     assert cpu.narrow < others.narrow and cpu.call_s > others.call_s == 0
     assert cpu.traffic == others.traffic
-    assert library_of("float32", bitwise=False, on_cpu=True).host_s == 0 < library_of("float32", bitwise=False).host_s
+    assert own_library("float32", bitwise=False, on_cpu=True).host_s == 0 < EVENLY.host_s
 
 
 def test_more_takes_longer_and_as_often_as_it_is_done() -> None:
-    speeds, library = speeds_of(H100), library_named("evenly")
+    speeds, library = speeds_of(H100), EVENLY
     once = speeds.seconds(PRODUCT, library)
     assert speeds.seconds(replace(PRODUCT, times=3), library) == pytest.approx(3 * once)
     assert speeds.seconds(replace(PRODUCT, flops=2 * PRODUCT.flops), library) > once
@@ -108,7 +91,7 @@ def test_more_takes_longer_and_as_often_as_it_is_done() -> None:
 
 
 def test_attention_without_tensor_cores_is_slower() -> None:
-    speeds, library = speeds_of(H100), library_named("evenly")
+    speeds, library = speeds_of(H100), EVENLY
 
     def seconds(dtype: str) -> float:
         return speeds.seconds(OpCost(kind="attention", flops=1e15, dtype=dtype), library)

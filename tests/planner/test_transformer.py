@@ -9,7 +9,7 @@ import pytest
 from evenly.model.parts import BlockCost, ModelCosts, OpCost, Recompute
 from evenly.planner.known import find_shape, known_names
 from evenly.planner.shape import Shape, parameters
-from evenly.planner.transformer import Kernels, Selective, Split, block_kinds, transformer_parts
+from evenly.planner.transformer import Kernels, Split, block_kinds, transformer_parts
 
 S, B, H, A, V = 2048, 4, 4096, 32, 51200
 GPT = Shape(
@@ -25,7 +25,7 @@ GPT = Shape(
     sequence=S,
     tied=True,
 )
-NAIVE = Kernels(attention="naive", dropout=True)
+KERNELS = Kernels()
 SBH = S * B * H
 
 
@@ -33,11 +33,11 @@ def split(**changes: object) -> Split:
     return replace(Split(samples=B, sequence=S), **changes)  # pyright: ignore[reportArgumentType]
 
 
-def parts(shape: Shape = GPT, kernels: Kernels = NAIVE, **changes: object) -> ModelCosts:
+def parts(shape: Shape = GPT, kernels: Kernels = KERNELS, **changes: object) -> ModelCosts:
     return transformer_parts(shape, split(**changes), kernels)
 
 
-def kept(shape: Shape = GPT, kernels: Kernels = NAIVE, recompute: Recompute = "none", **changes: object) -> int:
+def kept(shape: Shape = GPT, kernels: Kernels = KERNELS, recompute: Recompute = "none", **changes: object) -> int:
     return parts(shape, kernels, **changes).blocks[0].kept_bytes[recompute]
 
 
@@ -53,24 +53,6 @@ def again(part: BlockCost) -> list[OpCost]:
 # ------------------------------------------------------------------------------------------------- what is kept
 
 
-@pytest.mark.parametrize("t", [1, 2, 4, 8])
-def test_kept_bytes_are_those_of_korthikanti_2022(t: int) -> None:
-    scores = 5 * A * S / H
-    assert kept(tensor=t) == pytest.approx(SBH * (10 + 24 / t + scores / t))  # equation 2
-    assert kept(tensor=t, split_sequence=True) == pytest.approx(SBH / t * (34 + scores))  # equation 4
-    assert kept(tensor=t, split_sequence=True, recompute="selective") == pytest.approx(SBH * 34 / t)  # equation 6
-    assert kept(tensor=t, recompute="full") == pytest.approx(2 * SBH)
-
-
-def test_what_is_gathered_over_the_tensor_axis_may_be_kept_whole() -> None:
-    whole = kept(kernels=replace(NAIVE, gathers_kept=True), tensor=4, split_sequence=True)
-    assert whole - kept(tensor=4, split_sequence=True) == pytest.approx(2 * 2 * SBH * 3 / 4)
-
-
-def test_without_dropout_no_masks_and_one_copy_of_the_scores_are_kept() -> None:
-    assert kept(kernels=Kernels(attention="naive")) == pytest.approx(SBH * 32 + 2 * A * S * S * B)
-
-
 def test_fused_attention_keeps_a_number_per_token_and_head() -> None:
     assert kept(kernels=Kernels()) == pytest.approx(SBH * 32 + 4 * A * S * B)
 
@@ -84,26 +66,8 @@ def test_fewer_key_heads_and_gates_are_kept_as_they_are_wide() -> None:
     assert kept(llama, Kernels(), tensor=16) == pytest.approx(per_rank)
 
 
-@pytest.mark.parametrize(("element", "times"), [(2, 1), (4, 2), (8, 4)])
-def test_wider_activations_keep_more_but_masks_and_statistics_stay(element: int, times: int) -> None:
-    masks = 2 * SBH + A * S * S * B
-    assert kept(element_bytes=element) == pytest.approx((kept() - masks) * times + masks)
-    statistics = 4 * A * S * B
-    fused = kept(kernels=Kernels()) - statistics
-    assert kept(kernels=Kernels(), element_bytes=element) == pytest.approx(fused * times + statistics)
-
-
-def test_ranks_of_the_context_axis_keep_their_tokens() -> None:
-    assert kept(kernels=Kernels(), context=4) == pytest.approx(kept(kernels=Kernels()) / 4)
-    assert kept(context=4) == pytest.approx(kept() / 4)  # all keys, a quarter of the queries
-
-
-def test_a_window_saves_no_scores_that_are_written_for_all_pairs() -> None:
-    assert kept(replace(GPT, window=256)) == kept()
-
-
 def test_evenly_keeps_what_products_and_attention_give() -> None:
-    cheap = Kernels(selective="cheap")
+    cheap = Kernels()
     # input 2, queries, keys, values 6, attention 2, output 2, up 8, down 2
     assert kept(kernels=cheap, recompute="selective") == pytest.approx(SBH * 22 + 4 * A * S * B)
     # Sums over the tensor axis are whole on every rank before they are added up.
@@ -113,39 +77,7 @@ def test_evenly_keeps_what_products_and_attention_give() -> None:
     assert kept(kernels=cheap, recompute="selective", tensor=4, split_sequence=True) == pytest.approx(split_tokens)
 
 
-def test_maxtext_keeps_queries_keys_and_values() -> None:
-    assert kept(kernels=Kernels(selective="rest"), recompute="selective") == pytest.approx(SBH * 8)
-
-
-def test_fms_fsdp_recomputes_every_second_block() -> None:
-    blocks = parts(kernels=Kernels(selective="blocks")).blocks
-    assert [block.kept_bytes["selective"] for block in blocks[:4]] == [
-        blocks[0].kept_bytes["none"],
-        blocks[0].kept_bytes["full"],
-    ] * 2
-    assert not again(blocks[0]) and len(again(blocks[1])) == len(blocks[1].forward)
-
-
-@pytest.mark.parametrize("selective", ["attention", "cheap", "rest", "blocks"])
-@pytest.mark.parametrize("name", ["gpt2", "llama-3.1-8b", "mixtral-8x7b", "t5-base", "bert-base", "falcon-7b"])
-def test_recomputing_more_keeps_less(name: str, selective: Selective) -> None:
-    for block in transformer_parts(find_shape(name), split(samples=1), Kernels(selective=selective)).blocks:
-        assert 0 < block.kept_bytes["full"] <= block.kept_bytes["selective"] <= block.kept_bytes["none"]
-        assert block.input_bytes <= block.kept_bytes["full"]
-
-
 # ------------------------------------------------------------------------------------------------ what is computed
-
-
-def test_operations_of_a_step_are_those_of_narayanan_2021() -> None:
-    model = parts()
-    forward = sum(flops(list(block.forward)) for block in model.blocks)
-    backward = sum(flops(list(block.backward)) for block in model.blocks)
-    head = flops(list(model.after.forward)) + flops(list(model.after.backward))
-    layers = GPT.layers
-    # Section 5.1: with all of a block computed anew, 96 B s l h^2 (1 + s / 6h + V / 16 l h).
-    whole = 96 * B * S * layers * H**2 * (1 + S / (6 * H) + V / (16 * layers * H))
-    assert 2 * forward + backward + head == pytest.approx(whole)
 
 
 def test_fused_causal_attention_computes_half_of_the_pairs_and_its_backward_pass_five_products_for_two() -> None:
@@ -173,11 +105,10 @@ def test_a_window_computes_the_pairs_in_it() -> None:
 
 
 @pytest.mark.parametrize("t", [2, 4, 8])
-def test_ranks_of_the_tensor_and_context_axis_share_the_operations(t: int) -> None:
-    one, many, context = parts().blocks[0], parts(tensor=t).blocks[0], parts(context=t).blocks[0]
-    for share in (many, context):
-        assert flops(list(share.forward)) == pytest.approx(flops(list(one.forward)) / t)
-        assert flops(list(share.backward)) == pytest.approx(flops(list(one.backward)) / t)
+def test_ranks_of_the_tensor_axis_share_the_operations(t: int) -> None:
+    one, share = parts().blocks[0], parts(tensor=t).blocks[0]
+    assert flops(list(share.forward)) == pytest.approx(flops(list(one.forward)) / t)
+    assert flops(list(share.backward)) == pytest.approx(flops(list(one.backward)) / t)
 
 
 def test_the_tensor_axis_sums_twice_per_block_once_more_for_the_encoder_and_once_for_both_ends() -> None:
@@ -191,46 +122,11 @@ def test_the_tensor_axis_sums_twice_per_block_once_more_for_the_encoder_and_once
     assert not parts().blocks[0].tensor_bytes and not parts().after.tensor_bytes
 
 
-@pytest.mark.parametrize(
-    ("selective", "kinds", "sums"),
-    [("attention", {"attention"}, 0), ("cheap", {"memory"}, 1), ("rest", {"matmul", "attention", "memory"}, 1)],
-)
-def test_selective_recomputation_computes_again_what_its_library_does(
-    selective: Selective, kinds: set[str], sums: int
-) -> None:
-    block = parts(kernels=Kernels(selective=selective), tensor=2).blocks[0]
-    assert {work.kind for work in again(block)} == kinds
-    assert len(block.tensor_bytes_again) == sums
-    assert not any(work.recomputed for work in block.backward)
-    if selective == "rest":
-        (once,) = (work for work in block.forward if not work.recomputed)
-        assert (once.inner, once.columns) == (H, 3 * H // 2)
-        # A product of the MLP that has the sizes of that of queries, keys and values is another one.
-        alike = parts(replace(GPT, ffn=3 * H), Kernels(selective=selective)).blocks[0]
-        assert len(again(alike)) == len(alike.forward) - 1
-
-
-def test_naive_attention_is_computed_again_whole_or_its_softmax_only() -> None:
-    whole, softmax = (again(parts(kernels=replace(NAIVE, selective=one)).blocks[0]) for one in ("attention", "cheap"))
-    assert flops(whole) == pytest.approx(4 * B * S * S * H)
-    assert {work.kind for work in softmax} == {"memory"} and len(softmax) == 2
-
-
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 def test_all_is_multiplied_in_the_precision_of_the_run(dtype: str) -> None:
     model = parts(dtype=dtype)
     works = [*model.blocks[0].forward, *model.blocks[0].backward, *model.after.forward, *model.after.backward]
     assert {work.dtype for work in works if work.flops} == {dtype}
-
-
-@pytest.mark.parametrize("dtype", ["float8", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize("kernels", [Kernels(), NAIVE])
-def test_narrow_types_are_for_products_of_blocks_with_weights(dtype: str, kernels: Kernels) -> None:
-    model = parts(kernels=kernels, dtype=dtype)
-    products = [work for work in model.blocks[0].forward if work.kind == "matmul" and work.dtype == dtype]
-    assert flops(products) == pytest.approx(24 * B * S * H**2)
-    assert {work.dtype for work in model.blocks[0].forward if work.flops} == {dtype, "bfloat16"}
-    assert {work.dtype for work in model.after.forward if work.flops} == {"bfloat16"}
 
 
 # ------------------------------------------------------------------------------------------------- kinds of blocks
@@ -301,3 +197,22 @@ def test_images_are_classified_once_per_sample() -> None:
     assert transformer_parts(shape, Split(samples=8, sequence=197), Kernels()).after.logits == 8 * 1000
     assert parts().after.logits == B * S * V
     assert parts(tensor=4).after.logits == B * S * V // 4
+
+
+@pytest.mark.parametrize(("element", "times"), [(2, 1), (4, 2), (8, 4)])
+def test_wider_activations_keep_more_but_statistics_stay(element: int, times: int) -> None:
+    statistics = 4 * A * S * B
+    assert kept(element_bytes=element) == pytest.approx((kept() - statistics) * times + statistics)
+
+
+def test_selective_recomputation_computes_again_what_multiplies_nothing() -> None:
+    block = parts(tensor=2).blocks[0]
+    assert {work.kind for work in again(block)} == {"memory"} and len(block.tensor_bytes_again) == 1
+    assert not any(work.recomputed for work in block.backward)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-3.1-8b", "mixtral-8x7b", "t5-base", "bert-base", "falcon-7b"])
+def test_recomputing_more_keeps_less(name: str) -> None:
+    for block in transformer_parts(find_shape(name), split(samples=1), Kernels()).blocks:
+        assert 0 < block.kept_bytes["full"] <= block.kept_bytes["selective"] <= block.kept_bytes["none"]
+        assert block.input_bytes <= block.kept_bytes["full"]

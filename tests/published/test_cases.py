@@ -11,11 +11,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks is no installed package
 
-from predicted import library_names
-
 from benchmarks.published.cases import LIBRARIES, case_of, library_of, parts_of, predict_row
+from benchmarks.published.libraries import library_named, library_names
 from benchmarks.published.rows import COLUMNS, TRAINING, Incomplete
-from evenly.planner.speeds import library_named
 
 RUN = {
     "source": "somebody",
@@ -136,8 +134,8 @@ def test_the_model_follows_from_its_mlp() -> None:
 def test_schedules_and_their_stages(cells: dict[str, str], schedule: tuple[str, int]) -> None:
     if cells.get("schedule") == "ZB-1p":
         cells, schedule = {**cells, "source": "zerobubble-2401.10241"}, ("zero-bubble", 1)
-    setup = case_of(run(**cells)).setup
-    assert (setup.schedule, setup.stages_per_rank) == schedule
+    config = case_of(run(**cells)).config
+    assert (config.schedule, config.stages_per_rank) == schedule
 
 
 @pytest.mark.parametrize(
@@ -153,32 +151,32 @@ def test_schedules_and_their_stages(cells: dict[str, str], schedule: tuple[str, 
     ],
 )
 def test_precisions(stated: str, dtype: str) -> None:
-    assert case_of(run(precision=stated)).setup.dtype == dtype
+    assert case_of(run(precision=stated)).config.dtype == dtype
 
 
 def test_axes_recomputation_and_sharding() -> None:
-    setup = case_of(run(activation_ckpt="full")).setup
-    assert (setup.data, setup.tensor, setup.pipeline, setup.context) == (2, 4, 2, 1)
-    assert (setup.split_sequence, setup.zero, setup.recompute) == (True, 1, "full")
-    assert case_of(run(dp="")).setup.data == 2
-    assert case_of(run(cp="2", dp="")).setup.context == 2
+    config = case_of(run(activation_ckpt="full")).config
+    assert (config.data, config.tensor, config.pipeline, config.context) == (2, 4, 2, 1)
+    assert (config.split_sequence, config.zero, config.recompute) == (True, 1, "full")
+    assert case_of(run(dp="")).config.data == 2
+    assert case_of(run(cp="2", dp="")).config.context == 2
     sharded = run(source="mpt-llmfoundry", zero_stage="2", tp="1", pp="1", dp="16")
-    assert case_of(sharded).setup.zero == 3  # torch's FSDP gathers anew
+    assert case_of(sharded).config.zero == 3  # torch's FSDP gathers anew
 
 
 def test_notes_say_how_many_ranks_shards_are_cut_over() -> None:
     wide = {"tp": "1", "pp": "1", "dp": "16", "zero_stage": "3"}
-    assert case_of(run(**wide)).setup.shard is None
-    assert case_of(run(**wide, notes="JAX/XLA, FSDP shard size 4 (rest replicated).")).setup.shard == 4
-    assert case_of(run(**wide, notes="FSDP shard size 16.")).setup.shard is None
-    assert case_of(run(**wide, notes="7B used HSDP (shard in node).")).setup.shard == 8
-    assert case_of(run(**wide, notes="FSDP. HSDP = ZeRO-3 in node.")).setup.shard is None
+    assert case_of(run(**wide)).config.shard is None
+    assert case_of(run(**wide, notes="JAX/XLA, FSDP shard size 4 (rest replicated).")).config.shard == 4
+    assert case_of(run(**wide, notes="FSDP shard size 16.")).config.shard is None
+    assert case_of(run(**wide, notes="7B used HSDP (shard in node).")).config.shard == 8
+    assert case_of(run(**wide, notes="FSDP. HSDP = ZeRO-3 in node.")).config.shard is None
 
 
 def test_nanotron_fills_stages_by_parameters() -> None:
-    layers = case_of(run(source="nanotron-oldbench", layers="30", vocab="128256")).setup.layers
+    layers = case_of(run(source="nanotron-oldbench", layers="30", vocab="128256")).config.layers
     assert layers is not None and sum(layers) == 30 and layers[0] > layers[1]
-    back = case_of(run(source="nanotron-oldbench", schedule="ZB-V")).setup.layers
+    back = case_of(run(source="nanotron-oldbench", schedule="ZB-V")).config.layers
     assert back is not None and len(back) == 4 and sum(back) == 32
 
 

@@ -14,16 +14,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks is no installed
 
 from benchmarks.published.cases import Cells
 from benchmarks.published.fit import PRIORS, Fit, _coordinate, _value, folds_of, measured_seconds, written
+from benchmarks.published.libraries import FILE as LIBRARIES
 from benchmarks.published.rows import TRAINING, read
-from evenly.planner import speeds
+from evenly.planner.speeds import FILE
 
 PRODUCTS, PASSES = ("devices", "A100", "matmul", "bfloat16"), ("libraries", "llm-foundry", "passes")
-
-
-@pytest.fixture(autouse=True)
-def _same_speeds() -> Iterator[None]:
-    yield
-    speeds.use({})
 
 
 def rows() -> list[Cells]:
@@ -43,7 +38,8 @@ def test_the_written_tables_read_back_to_four_digits() -> None:
 
 
 def test_what_is_shipped_has_the_numbers_of_the_priors() -> None:
-    shipped, priors = (tomllib.loads(path.read_text()) for path in (speeds.FILE, PRIORS))
+    speeds, libraries, priors = (tomllib.loads(path.read_text()) for path in (FILE, LIBRARIES, PRIORS))
+    shipped = {**speeds, **libraries}
     assert [*_paths(shipped)] == [*_paths(priors)]
     for name, library in priors["libraries"].items():
         assert shipped["libraries"][name].get("holdings") == library.get("holdings")
