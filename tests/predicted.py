@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from evenly.errors import PlanError
 from evenly.plan import Plan
-from evenly.planner.costed_plan import costed_plan_of, layers_of, memory_of, predicted, time_of
+from evenly.planner.costed_plan import costed_plan_of, layers_of, predicted, time_of
 from evenly.planner.prediction import Prediction
 from evenly.planner.request import PlanRequest
 
@@ -15,4 +15,5 @@ def predict_plan(request: PlanRequest, plan: Plan) -> Prediction:
     if (why := request.source.refusal(plan)) is not None:
         raise PlanError(f"plan {plan}", why, "leave that axis to others")
     layers = layers_of(one)
-    return predicted(request, one, memory_of(request, one, layers), *time_of(one, layers))
+    memory = request.source.memory(plan, one.config, layers, one.machine.library)
+    return predicted(request, one, memory, *time_of(one, layers))

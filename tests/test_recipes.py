@@ -129,7 +129,9 @@ FACTS = {
 def kind() -> Iterator[str]:
     devices.register_device("Z1", {**FACTS, "names": ["Zeta One"]})
     yield "Z1"
-    devices.unregister_device("Z1")
+    del devices._registered["Z1"]
+    for cached in (devices._facts, devices._kinds, devices._by_key):
+        cached.cache_clear()
 
 
 def test_a_kind_of_device(kind: str) -> None:

@@ -170,15 +170,11 @@ def _write_all(to: Path, source: _Source, shards: Mapping[str, Sequence[str]], c
 
 def _write_shard(path: Path, names: Sequence[str], source: _Source) -> None:
     # Wider elements first, as safetensors does it: so each tensor begins at a multiple of its element.
-    ordered = sorted(names, key=lambda name: -_element_bytes(source.forms[name]))
+    ordered = sorted(names, key=lambda name: -size_bytes(TensorForm(source.forms[name].dtype, ())))
     with path.open("xb") as file:
         file.write(_header({name: source.forms[name] for name in ordered}))
         for name in ordered:
             file.write(read_tensor(source.forms[name], source.pieces[name]).data)
-
-
-def _element_bytes(form: TensorForm) -> int:
-    return size_bytes(TensorForm(form.dtype, ()))
 
 
 def _header(forms: Mapping[str, TensorForm]) -> bytes:

@@ -75,7 +75,8 @@ def find_pieces(folder: Path, files: Iterable[str], forms: Mapping[str, TensorFo
     wrong = differences({name: _complete_form(pieces) for name, pieces in found.items()}, forms)
     if wrong:
         raise Unsound(f"its files and its manifest differ: {first_of(wrong)}")
-    torn = [name for name, form in forms.items() if _elements(found[name]) != math.prod(form.shape)]
+    elements = {name: sum(math.prod(piece.form.shape) for piece in found[name]) for name in forms}
+    torn = [name for name, form in forms.items() if elements[name] != math.prod(form.shape)]
     if torn:
         raise Unsound(f"parts are missing of {first_of(torn)}")
     return found
@@ -133,10 +134,6 @@ def _complete_form(pieces: Sequence[Piece]) -> TensorForm:
     if len(types) > 1 or len({len(end) for end in ends}) > 1:
         return TensorForm("of several forms", ())
     return TensorForm(types.pop(), tuple(map(max, zip(*ends, strict=True))))
-
-
-def _elements(pieces: Sequence[Piece]) -> int:
-    return sum(math.prod(piece.form.shape) for piece in pieces)
 
 
 def _read_into(whole: NDArray[np.uint8], piece: Piece) -> None:

@@ -191,7 +191,11 @@ def _parameters(
 
 
 def _options(group: Mapping[str, Any], owner: str) -> dict[str, Any]:
-    options = {key: _number(value) for key, value in group.items() if _is_option(key)}
+    options = {
+        key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        for key, value in group.items()
+        if _is_option(key)
+    }
     for key, value in options.items():
         encode(value, f"option {key!r} of {owner}")
     return options
@@ -199,10 +203,6 @@ def _options(group: Mapping[str, Any], owner: str) -> dict[str, Any]:
 
 def _is_option(key: str) -> bool:
     return key not in ("params", "param_names", *EXECUTION)
-
-
-def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _split(optimizer: torch.optim.Optimizer, name: str, parameter: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:

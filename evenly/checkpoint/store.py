@@ -122,7 +122,9 @@ class CheckpointStore:
         self.finish()
         self.lock()
         staged = self._stage(snapshot.tensors)
-        manifest = Manifest(snapshot.step, _finite(score), {}, _forms(staged), values)
+        finite = None if score is None or not math.isfinite(score) else float(score)
+        forms = {name: form_of(tensor) for name, tensor in staged.items()}
+        manifest = Manifest(snapshot.step, finite, {}, forms, values)
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="evenly-checkpoint")
         self._pending = executor.submit(self._write, staged, manifest), executor
 
@@ -150,10 +152,6 @@ class CheckpointStore:
     def steps(self) -> list[int]:
         """Steps with a checkpoint, ascending; their contents are not looked at."""
         return self._folder.steps()
-
-    def newest(self) -> int | None:
-        """The last of `steps`, or None."""
-        return (self.steps() or [None])[-1]
 
     def load(self, step: int | None = None) -> Checkpoint:
         """Check the checkpoint of `step` (of the newest, if None), every file of it, and return it.
@@ -247,14 +245,6 @@ def _staging_options() -> StagingOptions:
     return StagingOptions(
         use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
     )
-
-
-def _finite(score: float | None) -> float | None:
-    return None if score is None or not math.isfinite(score) else float(score)
-
-
-def _forms(tensors: Mapping[str, Tensor]) -> dict[str, TensorForm]:
-    return {name: form_of(tensor) for name, tensor in tensors.items()}
 
 
 def _united(asked: str, ranks: Ranks, mine: Manifest) -> Manifest:

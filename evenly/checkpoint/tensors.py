@@ -27,7 +27,7 @@ FILE_BYTES = 1 << 30
 
 
 def form_of(tensor: Tensor) -> TensorForm:
-    return TensorForm(_dtype_name(tensor.dtype), tuple(tensor.shape))
+    return TensorForm(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
 def save_tensors(
@@ -79,10 +79,6 @@ def file_numbers(forms: Mapping[str, TensorForm], file_bytes: int = FILE_BYTES) 
         numbers[name] = number
         filled += size
     return numbers
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class _Planner(dcp.DefaultSavePlanner):

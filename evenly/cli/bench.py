@@ -86,14 +86,13 @@ def _saved_before(path: Path, devices: int) -> Cluster:
 
 def _show_rates(kind: str, rates: Rates) -> None:
     sizes = sorted({n for by_size in rates.matmul.values() for n in by_size})
-    rows = [[precision, *(_in_tera(by_size.get(n)) for n in sizes)] for precision, by_size in rates.matmul.items()]
+    rows = [
+        [precision, *(f"{by_size[n] / 1e12:.3g}" if n in by_size else "-" for n in sizes)]
+        for precision, by_size in rates.matmul.items()
+    ]
     print_table(f"{kind}: TFLOP/s of n x n x n matmuls", ["precision", *map(str, sizes)], rows)
     if rates.memory is not None:
         print(f"memory: {rates.memory / 1e9:.1f} GB/s, read and written by a copy")
-
-
-def _in_tera(rate: float | None) -> str:
-    return "-" if rate is None else f"{rate / 1e12:.3g}"
 
 
 def parse_size(text: str) -> int:

@@ -35,21 +35,17 @@ def run_verify(
 
     from evenly.verify.verify import VerifyRequest, verify
 
-    question = VerifyRequest(job, parse_settings(settings), steps, dtype)  # pyright: ignore[reportArgumentType]
-    verdict = verify(question, texts, devices=devices, report=_quiet if json_only else _say)
+    def report(text: str) -> None:
+        if not json_only:
+            print(f"verify {text}", file=sys.stderr, flush=True)
+
+    request = VerifyRequest(job, parse_settings(settings), steps, dtype)  # pyright: ignore[reportArgumentType]
+    verdict = verify(request, texts, devices=devices, report=report)
     if json_only:
         print(json.dumps(asdict(verdict)))
     else:
         _show(verdict)
     return 0 if verdict.equal else 1
-
-
-def _say(text: str) -> None:
-    print(f"verify {text}", file=sys.stderr, flush=True)
-
-
-def _quiet(_: str) -> None:
-    pass
 
 
 def _show(verdict: Verification) -> None:

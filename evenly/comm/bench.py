@@ -130,7 +130,8 @@ def _measure(operation: str, size_bytes: int, group: Group) -> Measured:
     more = True
     while more:
         times_s += [_timed(act, group) for _ in range(ROUNDS_AT_ONCE)]
-        more = _as_the_first(len(times_s) < MOST_ROUNDS and time.perf_counter() < until_s, group)
+        decision = len(times_s) < MOST_ROUNDS and time.perf_counter() < until_s
+        more = bool(broadcast(torch.tensor([decision], device=group.device), 0, group).item())  # rank 0's
     each_slowest = all_reduce(torch.tensor(times_s, dtype=torch.float64, device=group.device), group, "max")
     seconds = statistics.median(each_slowest.tolist())
     bandwidth, factor = size_bytes / seconds, bus_factor(operation, group.size)
@@ -149,11 +150,6 @@ def _timed(act: Callable[[], object], group: Group) -> float:
 def _finish_device(group: Group) -> None:
     if group.device.type == "cuda":
         torch.cuda.synchronize()
-
-
-def _as_the_first(decision: bool, group: Group) -> bool:
-    """What the first rank of the group has decided."""
-    return bool(broadcast(torch.tensor([decision], device=group.device), 0, group).item())
 
 
 # --------------------------------------------------------------------- one maker per operation: buffers, then the act

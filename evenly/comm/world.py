@@ -12,10 +12,6 @@ from evenly.errors import UserError
 Backend = Literal["gloo", "nccl"]
 
 
-def _no_groups() -> Mapping[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True, kw_only=True)
 class World:
     """One rank's place among all ranks; passed to whatever needs it, never looked up.
@@ -36,7 +32,7 @@ class World:
     nodes: int
     device: str
     backend: Backend
-    groups: Mapping[str, Any] = field(default_factory=_no_groups)
+    groups: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
         # A view of a copy: neither this field nor the caller's mapping can change the world afterwards.

@@ -108,17 +108,14 @@ def choose_kernels(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
         if group.get("fused") and not safe:
             group["fused"] = None
         is_open = group.get("fused") is None and group.get("foreach") is None and not group.get("differentiable")
-        if safe and is_open and type(optimizer) in FUSED and all(map(_has_full_precision, group["params"])):
+        # A fused kernel computes in at least float32: of narrower types single operations round more.
+        full_precision = all(p.dtype in (torch.float32, torch.float64) for p in group["params"])
+        if safe and is_open and type(optimizer) in FUSED and full_precision:
             group["fused"] = True
 
 
 def _is_contiguous(parameter: torch.Tensor) -> bool:
     return parameter.stride() == torch.empty(parameter.shape, device="meta").stride()
-
-
-def _has_full_precision(parameter: torch.Tensor) -> bool:
-    """Whether single operations round no more than a fused kernel, which computes in at least float32."""
-    return parameter.dtype in (torch.float32, torch.float64)
 
 
 def _remove_parameters(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:

@@ -97,16 +97,6 @@ def register_device(name: str, facts: Mapping[str, Any]) -> None:
         raise UserError(asked, "such a kind is known already", "give its facts in a cluster file, or another name")
     device_with(name, {key: value for key, value in facts.items() if key != "names"})
     _registered[name] = {"names": [], "source": "registered", **facts}
-    _read_again()
-
-
-def unregister_device(name: str) -> None:
-    """Undoes `register_device`."""
-    del _registered[name]
-    _read_again()
-
-
-def _read_again() -> None:
     for cached in (_facts, _kinds, _by_key):
         cached.cache_clear()
 

@@ -104,15 +104,12 @@ def _status_of(rank: int, record: RankRecord | None, now_s: float, exit_reasons:
     if rank in exit_reasons:
         return f"rank {rank} {exit_reasons[rank]}, last seen {waits}"
     if record.state == "ended":
-        return f"rank {rank} has come to its end, after {_count(record)} operations"
+        operations = max((entry.serial for entry in record.entries), default=0)
+        return f"rank {rank} has come to its end, after {operations} operations"
     if now_s - record.beat_s > SILENT_AFTER_S:
         return f"rank {rank} has been silent since {now_s - record.beat_s:.0f} s, last seen {waits}"
     since_s = now_s - (entry.entered_s if entry else record.since_s)
     return f"rank {rank} is {waits} since {since_s:.0f} s"
-
-
-def _count(record: RankRecord) -> int:
-    return max((entry.serial for entry in record.entries), default=0)
 
 
 # --------------------------------------------------------------------------------------------- point to point

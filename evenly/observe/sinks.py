@@ -38,7 +38,10 @@ class JsonLines:
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Writes `record` as one line; a number that is not finite, which JSON does not know, as null."""
-        strict = {name: _finite_or_none(value) for name, value in record.items()}
+        strict = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in record.items()
+        }
         self._file.write(json.dumps(strict, allow_nan=False) + "\n")
 
     def close(self) -> None:
@@ -67,7 +70,3 @@ class FolderSink:
     def close(self) -> None:
         for file in self._files.values():
             file.close()
-
-
-def _finite_or_none(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

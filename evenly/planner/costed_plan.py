@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import floor
 
-from evenly.model.parts import BlockCost, ModelCosts
+from evenly.model.parts import ModelCosts
 from evenly.plan import Plan
 from evenly.plan.cut import cut
 from evenly.planner.prediction import CAUSES_OF_TIME, MemoryByCause, Prediction, TimeByCause
@@ -90,11 +90,6 @@ def equal_blocks(blocks: int, stages: int, each: float, before: float, after: fl
     return tuple(counts)
 
 
-def memory_of(request: PlanRequest, one: CostedPlan, layers: Sequence[int]) -> list[MemoryByCause]:
-    """The memory of every rank of the pipeline."""
-    return request.source.memory(one.plan, one.config, layers, one.machine.library)
-
-
 def time_of(one: CostedPlan, layers: tuple[int, ...]) -> tuple[TimeByCause, float]:
     """The time of a step, and its bubble."""
     return step_time(one.parts, replace(one.config, layers=layers), one.machine)
@@ -122,12 +117,9 @@ def predicted(
 
 def model_flops(parts: ModelCosts, config: TrainingConfig) -> float:
     """The operations of a step on all devices: three times the forward pass, without recomputation."""
-    forward = sum(_flops(part) for part in (parts.before, *parts.blocks, parts.after))
+    every = (parts.before, *parts.blocks, parts.after)
+    forward = sum(work.flops * work.times for part in every for work in part.forward)
     return 3 * forward * config.tensor * config.batch / config.microbatch
-
-
-def _flops(part: BlockCost) -> float:
-    return sum(work.flops * work.times for work in part.forward)
 
 
 def sent_bytes(one: CostedPlan) -> float:

@@ -52,7 +52,9 @@ def footprints(
     ranks: Sequence[int] | None = None,
 ) -> list[MemoryByCause]:
     """What every rank of the pipeline holds at most, or some `ranks`; stage i has `layers[i]` blocks."""
-    places = _places(config)
+    places: Sequence[int] = (0,)
+    if config.pipeline > 1:
+        places = rank_of_stage(config.schedule, config.pipeline, config.stages_per_rank)
     saved = saved_by_stages(parts, layers, config)
     found: list[MemoryByCause] = []
     for rank in range(config.pipeline) if ranks is None else ranks:
@@ -87,7 +89,8 @@ def _in_flight(
     schedule: Schedule, ranks: int, stages_per_rank: int, microbatches: int, rank: int
 ) -> tuple[tuple[int, ...], ...]:
     """Microbatches in flight in each of a rank's stages, at those moments of a step that others do not outdo."""
-    own = {stage: number for number, stage in enumerate(_own_stages(schedule, ranks, stages_per_rank, rank))}
+    places = rank_of_stage(schedule, ranks, stages_per_rank)
+    own = {stage: number for number, stage in enumerate(stage for stage, at in enumerate(places) if at == rank)}
     flying = [0] * len(own)
     found: dict[tuple[int, ...], None] = {}
     for kind, stage, _ in _passes(schedule, ranks, stages_per_rank, microbatches)[rank]:
@@ -103,15 +106,6 @@ def _in_flight(
 @lru_cache(maxsize=256)
 def _passes(schedule: Schedule, ranks: int, stages_per_rank: int, microbatches: int) -> list[list[Pass]]:
     return passes(schedule, ranks, stages_per_rank, microbatches)
-
-
-def _own_stages(schedule: Schedule, ranks: int, stages_per_rank: int, rank: int) -> list[int]:
-    places = rank_of_stage(schedule, ranks, stages_per_rank)
-    return [stage for stage, holder in enumerate(places) if holder == rank]
-
-
-def _places(config: TrainingConfig) -> Sequence[int]:
-    return rank_of_stage(config.schedule, config.pipeline, config.stages_per_rank) if config.pipeline > 1 else (0,)
 
 
 def _of_rank(

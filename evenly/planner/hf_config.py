@@ -175,18 +175,9 @@ def _bert(config: ConfigValues, *, unused_positions: int = 0) -> Shape:
     )
 
 
-def _roberta(config: ConfigValues) -> Shape:
-    """Counts positions from the one after that of padding, 2."""
-    return _bert(config, unused_positions=2)
-
-
 def _llama(config: ConfigValues) -> Shape:
     attention_bias, mlp_bias = config.flag("attention_bias", False), config.flag("mlp_bias", False)
     return _like_llama(config, attention_bias=attention_bias, mlp_bias=mlp_bias)
-
-
-def _mistral(config: ConfigValues) -> Shape:
-    return _like_llama(config, kv_heads=_kv_heads(config, 8), window=_window(config, default=4096))
 
 
 def _mixtral(config: ConfigValues) -> Shape:
@@ -203,10 +194,6 @@ def _mixtral(config: ConfigValues) -> Shape:
 def _qwen_window(config: ConfigValues) -> int | None:
     first = config.size("max_window_layers", default=28, as_field="encoder_layers")
     return _window(config, of_all=config.flag("use_sliding_window", False) and first == 0)
-
-
-def _qwen2(config: ConfigValues) -> Shape:
-    return _like_llama(config, qkv_bias=True, window=_qwen_window(config))
 
 
 def _qwen3(config: ConfigValues) -> Shape:
@@ -360,15 +347,6 @@ def _falcon(config: ConfigValues) -> Shape:
     )
 
 
-def _gemma(config: ConfigValues) -> Shape:
-    return _like_gemma(config, kv_heads=_kv_heads(config, 16))
-
-
-def _gemma2(config: ConfigValues) -> Shape:
-    """Norms before and after attention and MLP; every other layer has a window."""
-    return _like_gemma(config, kv_heads=_kv_heads(config, 4), norms=4)
-
-
 def _like_gemma(config: ConfigValues, **others: Any) -> Shape:
     attention_bias = config.flag("attention_bias", False)
     head_dim = _head_dim(config, 256)
@@ -391,10 +369,6 @@ def _phi(config: ConfigValues) -> Shape:
         qk_norm=qk_norm,
         extra=config.size("vocab_size"),
     )
-
-
-def _phi3(config: ConfigValues) -> Shape:
-    return _like_llama(config, window=_window(config))
 
 
 def _mpt(config: ConfigValues) -> Shape:
@@ -422,37 +396,31 @@ def _nemotron(config: ConfigValues) -> Shape:
     )
 
 
-def _olmo(config: ConfigValues) -> Shape:
-    attention_bias = config.flag("attention_bias", False)
-    return _like_llama(config, attention_bias=attention_bias, norm="layernorm-no-weight")
-
-
-def _olmo2(config: ConfigValues) -> Shape:
-    return _like_llama(config, attention_bias=config.flag("attention_bias", False), qk_norm="all")
-
-
 READERS: dict[str, Callable[[ConfigValues], Shape]] = {
     "bert": _bert,
     "bloom": _bloom,
     "falcon": _falcon,
-    "gemma": _gemma,
-    "gemma2": _gemma2,
+    "gemma": lambda config: _like_gemma(config, kv_heads=_kv_heads(config, 16)),
+    # Norms before and after attention and MLP; every other layer has a window.
+    "gemma2": lambda config: _like_gemma(config, kv_heads=_kv_heads(config, 4), norms=4),
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
     "llama": _llama,
-    "mistral": _mistral,
+    "mistral": lambda config: _like_llama(config, kv_heads=_kv_heads(config, 8), window=_window(config, default=4096)),
     "mixtral": _mixtral,
     "mpt": _mpt,
     "nemotron": _nemotron,
-    "olmo": _olmo,
-    "olmo2": _olmo2,
+    "olmo": lambda config: _like_llama(
+        config, attention_bias=config.flag("attention_bias", False), norm="layernorm-no-weight"
+    ),
+    "olmo2": lambda config: _like_llama(config, attention_bias=config.flag("attention_bias", False), qk_norm="all"),
     "opt": _opt,
     "phi": _phi,
-    "phi3": _phi3,
-    "qwen2": _qwen2,
+    "phi3": lambda config: _like_llama(config, window=_window(config)),
+    "qwen2": lambda config: _like_llama(config, qkv_bias=True, window=_qwen_window(config)),
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
-    "roberta": _roberta,
+    "roberta": lambda config: _bert(config, unused_positions=2),  # counts positions from 2, after padding
     "t5": _t5,
     "vit": _vit,
 }

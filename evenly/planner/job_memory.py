@@ -353,7 +353,8 @@ class _StageReplay:
         self._note(at, before)
         self.sums.returned(MODEL)
         self.sums.finish_backward()
-        if not self._sends_back(at):
+        sends_back = at[0] > 0 and self.rank.rank_of[at[0] - 1] != self.rank.position
+        if not sends_back:
             self.end(at)
 
     def backward_input(self, at: tuple[int, int], profile: Profile) -> None:
@@ -393,9 +394,6 @@ class _StageReplay:
         self.meter.add("temporaries", -rest.temporaries)
         self.free_message("recv_forward", at)
         self.free_message("recv_backward", at)
-
-    def _sends_back(self, at: tuple[int, int]) -> bool:
-        return at[0] > 0 and self.rank.rank_of[at[0] - 1] != self.rank.position
 
     def _now(self) -> Bytes:
         return Bytes(self.meter.now.get("activations", 0), self.meter.now.get("temporaries", 0))

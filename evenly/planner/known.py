@@ -83,19 +83,11 @@ def _entries() -> tuple[tuple[Shape, tuple[str, ...]], ...]:
     """Known shapes, each with its further names."""
     content = tomllib.loads(Path(__file__).with_name("known.toml").read_text(encoding="utf-8"))
     return tuple(
-        (_complete({**_without_sizes(family), "name": f"{name}-{size}", **_shape_fields(fields)}), also)
+        (_complete({**family, "name": f"{name}-{size}", **fields}), also)
         for name, family in content.items()
-        for size, fields in family["sizes"].items()
-        for also in [tuple(fields.get("also", ()))]
+        for size, fields in family.pop("sizes").items()
+        for also in [tuple(fields.pop("also", ()))]
     )
-
-
-def _without_sizes(family: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in family.items() if key != "sizes"}
-
-
-def _shape_fields(size: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in size.items() if key != "also"}
 
 
 def _key(name: str) -> str:

@@ -212,7 +212,7 @@ class _ProfileRecorder:
         if given and any(one() is given[0] for one in self.returned[1]):
             self.next[self.returned[0]] = number
         for tensor in given[:1]:
-            tensor.register_hook(partial(self._left, number))
+            tensor.register_hook(partial(self._ended, number))  # the gradient of the call's input is there
 
     def _leave(self, module: nn.Module, _: Any, result: Any) -> None:
         if self.stage == "backward" or not self.inside:
@@ -235,10 +235,6 @@ class _ProfileRecorder:
             self.begun.add(number)
             self.end_interval(Event("begin", "backward", number))
             self.place = number
-
-    def _left(self, number: int, _: torch.Tensor) -> None:
-        """The gradient of what the call was given is there."""
-        self._ended(number)
 
     def _ended(self, number: int) -> None:
         if number not in self.ended:

@@ -87,7 +87,7 @@ def plan_rows(plans: Sequence[Prediction]) -> list[tuple[str, ...]]:
             f"{one.peak_bytes / one.limit_bytes:.0%}",
             _worst(one),
             time_in_words(one.step_s),
-            _rate(rate_per_device(one)),
+            f"{rate:,.0f}" if (rate := rate_per_device(one)) >= 100 else f"{rate:.3g}",
             f"{one.mfu:.1%}",
             f"{one.bubble:.1%}",
             _largest(one.time),
@@ -99,10 +99,6 @@ def plan_rows(plans: Sequence[Prediction]) -> list[tuple[str, ...]]:
 def _worst(one: Prediction) -> str:
     """The rank whose memory is meant; where there are several of them that hold the same, all."""
     return "all" if len({rank.peak for rank in one.memory}) == 1 else str(one.worst)
-
-
-def _rate(rate: float) -> str:
-    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def _largest(time: TimeByCause) -> str:

@@ -46,7 +46,7 @@ def double_reduction(patch: pytest.MonkeyPatch) -> None:
     def receive(self: Any) -> list[float]:
         values = plain(self)
         for bucket in self.buckets:
-            gradients.all_reduce(bucket.gradients, self._group)
+            gradients.all_reduce(bucket.gradients, bucket.group)
         return values
 
     patch.setattr(gradients.GradientSum, "finish_reduce", receive)
@@ -136,7 +136,7 @@ def forgotten_unused_share(patch: pytest.MonkeyPatch) -> None:
 
     def send(self: Any, end: int) -> None:
         for bucket in self.buckets[self._sent : end]:
-            bucket.pending = gradients.all_reduce.begin(bucket.sent, self._group)
+            bucket.pending = gradients.all_reduce.begin(bucket.sent, bucket.group)
         self._sent = end
 
     patch.setattr(gradients.GradientSum, "_send_until", send)

@@ -93,12 +93,6 @@ class MemoryCounter(TorchDispatchMode):
         """The most that device `number` held."""
         return self._peaks.get(number, (0, {}))[0]
 
-    def restart(self) -> None:
-        """Forgets the peaks: what is held now is the most so far."""
-        self._peaks.clear()
-        for number in self._totals:
-            self._note_peak(number)
-
     def __enter__(self) -> MemoryCounter:
         self._resize = torch.UntypedStorage.resize_
         counter, resize = self, self._resize

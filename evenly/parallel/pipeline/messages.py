@@ -185,11 +185,9 @@ class IncomingGradients:
 
     def wait(self) -> list[torch.Tensor | None]:
         """Waits for the gradient of each output; None where it has none."""
-        return [
-            None if one is None or tensor is None else _unpack_gradient(one.wait(), tensor)
-            for one, tensor in zip(self.pending, self.outputs, strict=True)
-        ]
-
-
-def _unpack_gradient(packed: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor | None:
-    return packed[:-1].view(tensor.shape) if bool(packed[-1]) else None
+        gradients: list[torch.Tensor | None] = []
+        for pending, output in zip(self.pending, self.outputs, strict=True):
+            gradients.append(None)
+            if pending is not None and output is not None and bool((packed := pending.wait())[-1]):
+                gradients[-1] = packed[:-1].view(output.shape)
+        return gradients

@@ -169,7 +169,9 @@ def _run_remote(
         if key is not None:
             if len(_cached_results) > MAX_CACHED:
                 _cached_results.clear()
-            results = _cached_results[key] = map_tensors(_detached, results)
+            results = _cached_results[key] = map_tensors(
+                lambda fake: fake.detach().requires_grad_(fake.requires_grad), results
+            )
     own = {} if target is None else {id(one.fake): one for one in remotes}
     found: list[RemoteTensor] = []
 
@@ -203,11 +205,6 @@ def _run_fake(func: Any, args: Any, kwargs: dict[str, Any], owner: TensorOwner) 
             return func(*args, **kwargs)
     with shared_fake_mode(), owner.function_context:
         return func(*args, **kwargs)
-
-
-def _detached(fake: torch.Tensor) -> torch.Tensor:
-    """`fake` without its autograd graph."""
-    return fake.detach().requires_grad_(fake.requires_grad)
 
 
 def fake_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -59,14 +59,16 @@ class Ties:
             if mine not in ranks or gradient is None:
                 continue
             sent = [send.begin(gradient, rank, self._group, tag=number) for rank in ranks if rank != mine]
-            parts = [gradient if rank == mine else self._begin(gradient, rank, number) for rank in ranks]
-            arrived = [part if isinstance(part, torch.Tensor) else part.wait() for part in parts]
-            total = arrived[0].clone()
-            for part in arrived[1:]:
+            received: dict[int, Pending[torch.Tensor]] = {}
+            for rank in ranks:
+                if rank != mine:
+                    buffer = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+                    received[rank] = recv.begin(buffer, rank, self._group, tag=number)
+            # All add in the order of ranks, so that all have the same bits.
+            parts = [gradient if rank == mine else received[rank].wait() for rank in ranks]
+            total = parts[0].clone()
+            for part in parts[1:]:
                 total += part
             for pending in sent:
                 pending.wait()
             gradient.copy_(total)
-
-    def _begin(self, like: torch.Tensor, source: int, tag: int) -> Pending[torch.Tensor]:
-        return recv.begin(torch.empty_like(like, memory_format=torch.contiguous_format), source, self._group, tag=tag)

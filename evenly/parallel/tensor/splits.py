@@ -302,7 +302,9 @@ def _reason(group: SplitGroup, ranks: int, excluded: dict[str, str], splits: dic
         return f"{group.units} units do not divide by {ranks} ranks"
     for one in group.parameters:
         if one.name in splits:
-            return f"{one.name} is split along dim {splits[one.name].dim} as {_text(splits[one.name])}, for fewer bytes"
+            split = splits[one.name]
+            units = f"{split.outer} x {split.units} x {split.inner}"
+            return f"{one.name} is split along dim {split.dim} as {units}, for fewer bytes"
     moved = group.forward_bytes + group.backward_bytes
     if not group.products and moved > SAVED_BYTES * group.elements:
         return f"its {group.elements} elements are too few for the {moved} bytes that would be moved"
@@ -313,10 +315,6 @@ def _even(units: int, ranks: int) -> bool:
     """Whether pieces of `units`, rounded up and the last one shorter, are near each other, and none is empty."""
     largest = -(-units // ranks)
     return ranks * largest <= LARGEST_SHARE * units and (ranks - 1) * largest < units
-
-
-def _text(split: ParameterSplit) -> str:
-    return f"{split.outer} x {split.units} x {split.inner}"
 
 
 def _excluded(derivation: Derivation, patterns: Iterable[str]) -> dict[str, str]:

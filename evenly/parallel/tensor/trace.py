@@ -222,7 +222,7 @@ class _Recorder(TorchFunctionMode):
 
     def _ref(self, call: TracedCall, tensor: torch.Tensor) -> Ref:
         if id(tensor) not in self._index:
-            if _is_fake(tensor, self.fakes):
+            if getattr(tensor, "fake_mode", None) is self.fakes:
                 raise _unrecorded(tensor, call)
             self.know(tensor, "constant")  # with numbers, so from before the forward
         return Ref(self._index[id(tensor)])
@@ -237,10 +237,6 @@ class _Recorder(TorchFunctionMode):
 def _matters(func: Any) -> bool:
     """Whether the arguments have to be known: asking a tensor for its shape or type tells nothing."""
     return getattr(func, "__name__", "") != "__get__" or getattr(func.__self__, "__name__", "") in TENSOR_ATTRIBUTES
-
-
-def _is_fake(tensor: torch.Tensor, fakes: Any) -> bool:
-    return getattr(tensor, "fake_mode", None) is fakes
 
 
 def _map(change: Callable[[torch.Tensor], Any], nest: Any) -> Any:
