@@ -51,7 +51,7 @@ def run_verify(
 def _show(verdict: Verification) -> None:
     rows: list[tuple[str, ...]] = []
     for row in verdict.plans:
-        differences = [_figure(d) for d in (row.loss_diff, row.grad_norm_diff, row.param_diff)]
+        differences = ["" if d is None else f"{d:.1e}" for d in (row.loss_diff, row.grad_norm_diff, row.param_diff)]
         bits = "" if row.bits_differ is None else str(row.bits_differ)
         rows.append((row.plan, str(row.world), row.status, *differences, bits))
     title = f"{verdict.job}: {verdict.steps} steps in {verdict.dtype}, largest difference from one device"
@@ -63,7 +63,3 @@ def _show(verdict: Verification) -> None:
             print(f"{row.plan}: the parameter that is farthest off is {row.worst_param}")
         if row.reason:
             print(f"{row.plan}: {row.reason}")
-
-
-def _figure(value: float | None) -> str:
-    return "" if value is None else f"{value:.1e}"

@@ -37,7 +37,6 @@ from evenly.comm.ring import ring_all_reduce
 from evenly.comm.transport import even_sizes
 from evenly.launch.environment import find_here
 
-MOST_BYTES = 256 * 2**20
 TIME_PER_SIZE_S = 0.25
 ROUNDS_AT_ONCE, MOST_ROUNDS = 3, 200
 WARM_ROUNDS = 1

@@ -12,7 +12,7 @@ the next is on its way.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,7 +23,6 @@ from evenly.comm.operations import irecv, isend
 from evenly.comm.transport import Pending, even_sizes
 
 SLICE_BYTES = 1 << 20
-BUCKET_BYTES = 25 << 20  # of torch's DistributedDataParallel
 
 
 @dataclass(frozen=True)
@@ -71,29 +70,6 @@ def ring_all_reduce(tensor: torch.Tensor, group: Group, *, watch: Callable[[Ran]
         if watch is not None:
             watch(Ran(step, sent_bytes, began_s, time.time()))
     return tensor
-
-
-def ring_all_reduce_in_buckets(tensors: Sequence[torch.Tensor], group: Group, bucket_bytes: int = BUCKET_BYTES) -> None:
-    """The same for many tensors of one dtype: copied into buckets, so that small ones share the cost of a message."""
-    for members in buckets_of([tensor.numel() * tensor.element_size() for tensor in tensors], bucket_bytes):
-        chosen = [tensors[member] for member in members]
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in chosen])
-        ring_all_reduce(flat, group)
-        for tensor, part in zip(chosen, flat.split([t.numel() for t in chosen]), strict=True):
-            tensor.detach().copy_(part.view(tensor.shape))
-
-
-def buckets_of(sizes_bytes: Sequence[int], bucket_bytes: int) -> list[list[int]]:
-    """Neighbours together, in order, up to `bucket_bytes`; a larger one alone."""
-    buckets: list[list[int]] = []
-    room = 0
-    for number, size in enumerate(sizes_bytes):
-        if not buckets or size > room:
-            buckets.append([])
-            room = bucket_bytes
-        buckets[-1].append(number)
-        room -= size
-    return buckets
 
 
 def _pass_on(sent: torch.Tensor, received: torch.Tensor, group: Group, *, adds: bool) -> int:

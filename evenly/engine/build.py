@@ -104,7 +104,8 @@ def choose_kernels(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     elements of a tensor can round differently from those in the middle.
     """
     for group in optimizer.param_groups:
-        safe = plan.exact != "bitwise" and all(map(_is_contiguous, group["params"]))
+        contiguous = all(p.stride() == torch.empty(p.shape, device="meta").stride() for p in group["params"])
+        safe = plan.exact != "bitwise" and contiguous
         if group.get("fused") and not safe:
             group["fused"] = None
         is_open = group.get("fused") is None and group.get("foreach") is None and not group.get("differentiable")
@@ -112,10 +113,6 @@ def choose_kernels(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
         full_precision = all(p.dtype in (torch.float32, torch.float64) for p in group["params"])
         if safe and is_open and type(optimizer) in FUSED and full_precision:
             group["fused"] = True
-
-
-def _is_contiguous(parameter: torch.Tensor) -> bool:
-    return parameter.stride() == torch.empty(parameter.shape, device="meta").stride()
 
 
 def _remove_parameters(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:

@@ -54,9 +54,9 @@ def stage_plan_of(job: Job, model: StagedModel, plan: Plan, *, device: str) -> t
         compute = _compute(job, model.model, plan.precision, evaluation=False)
         call_costs = find_call_costs(model, compute)
         microbatches = len(share_of_step(job, 0, rank=0, ranks=plan.axes["data"]).own)
-        counts = counts_of(
-            call_costs, plan, device=device, microbatches=microbatches, limit_bytes=_device_bytes(device)
-        )
+        # No limit on the CPU, whose memory all ranks share.
+        limit = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None
+        counts = counts_of(call_costs, plan, device=device, microbatches=microbatches, limit_bytes=limit)
         if job.eval_data is None:
             return find_stage_plan(model, call_costs, counts, compute, None), call_costs
         evaluate = _compute(job, model.model, plan.precision, evaluation=True)
@@ -154,11 +154,6 @@ def _most_in_flight(plan: Plan, microbatches: int) -> list[int]:
 def _cost(call_cost: CallCost, device: str) -> float:
     """The cost of its forward on a device of that type, in floating-point operations."""
     return call_cost.flops + call_cost.moved_bytes * FLOPS_PER_BYTE[device]
-
-
-def _device_bytes(device: str) -> int | None:
-    """Memory of a GPU; None for the CPU, whose memory all ranks share."""
-    return torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,8 @@ def _of_rank(
     # A block that is computed again is whole while its backward pass runs.
     again = max((block.kept_bytes["none"] - block.kept_bytes[config.recompute] for block in every), default=0)
     working = max((block.backward_peak_bytes for block in every), default=0)
+    # The logits of one microbatch with what the loss makes of them, and what the head keeps.
+    loss = parts.after.logits * holdings.logit + parts.after.kept_bytes["none"] if last in stages else 0.0
     return MemoryByCause(
         parameters=elements * holdings.weights / (config.shards if config.zero >= 3 else 1),
         gradients=elements * holdings.gradients / (config.shards if config.zero >= 2 else 1),
@@ -132,7 +134,7 @@ def _of_rank(
         activations=saved
         + holdings.casts * (0 if config.recompute == "full" else sum(one.parameters for one in every)),
         gathered=_gathered(every, outside, config, holdings),
-        temporaries=max(again + working, _loss_bytes(parts.after, holdings) if last in stages else 0.0),
+        temporaries=max(again + working, loss),
         context=holdings.rest,
     )
 
@@ -145,8 +147,3 @@ def _gathered(
     largest = max((block.parameters for block in blocks), default=0)
     whole = min(len(blocks), holdings.units) * largest + sum(part.parameters for part in outside)
     return whole * holdings.gathered + largest * holdings.reduced
-
-
-def _loss_bytes(after: BlockCost, holdings: Holdings) -> float:
-    """The logits of one microbatch with what the loss makes of them, and what the head keeps."""
-    return after.logits * holdings.logit + after.kept_bytes["none"]

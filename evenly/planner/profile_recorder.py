@@ -236,7 +236,7 @@ class _ProfileRecorder:
             self.end_interval(Event("begin", "backward", number))
             self.place = number
 
-    def _ended(self, number: int) -> None:
+    def _ended(self, number: int, _: torch.Tensor | None = None) -> None:
         if number not in self.ended:
             self.ended.add(number)
             self.end_interval(Event("end", "backward", number))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from operations_ranks import Findings, group_of_all
 from evenly.comm import pairs
 from evenly.comm.groups import Group
 from evenly.comm.operations import all_reduce
-from evenly.comm.ring import Ran, buckets_of, ring_all_reduce, ring_all_reduce_in_buckets, steps_of
+from evenly.comm.ring import Ran, ring_all_reduce, steps_of
 from evenly.comm.transport import even_sizes
 
 
@@ -102,20 +102,7 @@ def ring() -> list[str]:
                     findings.append(f"ring {shape}: sent {sent} bytes of {found.numel() * width}")
                 if len(seen) != 2 * (group.size - 1):
                     findings.append(f"ring {shape}: {len(seen)} steps")
-        findings += _buckets(group)
     return findings
-
-
-def _buckets(group: Group) -> Iterator[str]:
-    findings, shapes = Findings(), [(3, 5), (100,), (), (0,), (7, 11)]
-    inputs = [[_rough(p, shape, torch.float32) for shape in shapes] for p in range(group.size)]
-    mine = [tensor.clone() for tensor in inputs[group.position]]
-    ring_all_reduce_in_buckets(mine, group, bucket_bytes=420)
-    for members in buckets_of([tensor.nbytes for tensor in mine], 420):
-        flats = [torch.cat([tensors[m].view(-1) for m in members]) for tensors in inputs]
-        found = torch.cat([mine[m].view(-1) for m in members])
-        findings.same(f"bucket {members}", found, _in_order(flats))
-    yield from findings
 
 
 def _rough(position: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
