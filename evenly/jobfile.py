@@ -10,10 +10,12 @@ from collections.abc import Callable
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from evenly.errors import EvenlyError, UserError, describe
 from evenly.job import Job
+
+T = TypeVar("T")
 
 # What others call the fields of a `Job`.
 ELSEWHERE = {
@@ -54,6 +56,19 @@ def load_job(path: Path, settings: dict[str, Any]) -> Job:
             f"job() of {path} must return an evenly.Job", f"it returned a {type(job).__name__}", "return the Job"
         )
     return job
+
+
+def read_with(path: Path, read: Callable[[], T]) -> T:
+    """What `read` makes of a text; where it fails, once the job file at `path`, if it is one, has registered its own
+    schedules and kinds of devices. Raises what `read` raises.
+    """
+    try:
+        return read()
+    except UserError:
+        if path.suffix != ".py" or not path.is_file() or owns_loop(path):
+            raise
+        _find_function(path)
+        return read()
 
 
 def _remedy(problem: Exception) -> str:

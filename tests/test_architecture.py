@@ -361,7 +361,7 @@ def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, ARGUMENTS = 500, 60, 300, 9
 # Lines of each package: it may shrink, and grows only by a larger number here, with a reason beside it.
 PACKAGE_LINES = {
-    "__init__": 668,  # torch_private, which came from many files
+    "__init__": 683,  # torch_private, which came from many files; what a job file registers
     "checkpoint": 1773,
     "cli": 1170,
     "comm": 2072,
@@ -376,7 +376,7 @@ PACKAGE_LINES = {
     "parallel.data": 1815,  # layouts of buckets and units, which the planner takes too; a group for each bucket
     "parallel.tensor": 3330,
     "parallel.pipeline": 2074,
-    "plan": 1171,  # schedules are a table that others add to
+    "plan": 1174,  # schedules are a table that others add to
     "planner": 5759,
     "report": 1302,  # tables of splits and pages of plans, which came from planner/ and cli/
     "train": 940,

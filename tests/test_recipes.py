@@ -5,6 +5,8 @@ device.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -71,7 +73,7 @@ def test_a_schedule(ranks: KeptRanks) -> None:
         for name, tensor in rank.items():
             assert torch.allclose(tensor, expected[name], rtol=0, atol=1e-10), name
     with pytest.raises(ValueError, match="already"):
-        register_schedule("1f1b-eager", ScheduleRules(stages=1), one_more_ahead)
+        register_schedule("1f1b", ScheduleRules(stages=1), one_more_ahead)
 
 
 # -------------------------------------------------------------------------------------------------- a sink
@@ -149,3 +151,43 @@ def test_a_kind_of_device(kind: str) -> None:
 
 def test_what_was_registered_is_gone() -> None:
     assert devices.known_device("Z1") is None and devices.known_device("H100") is not None
+
+
+# ------------------------------------------------------------------------- what a job file registers, on every road
+
+REGISTERING = f"""
+import torch
+from torch import nn
+import evenly
+from evenly.hardware.devices import register_device
+from evenly.plan.orders import register_schedule
+from evenly.plan.schedule import ScheduleRules
+
+def all_forward(rank, ranks, stages_per_rank, microbatches):
+    return [("forward", 0)] * microbatches + [("backward", 0)] * microbatches
+
+register_schedule("all-forward", ScheduleRules(stages=1), all_forward)
+register_device("Z2", {FACTS})
+
+def loss(model, x):
+    return evenly.Loss(model(x).square().sum(), len(x))
+
+def job():
+    blocks = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)]
+    return evenly.Job(model=lambda: nn.Sequential(*blocks), loss=loss, data=torch.randn(24, 6),
+                      optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+                      global_batch=12, microbatch=3, steps=2)
+"""
+
+
+def test_commands_know_what_a_job_file_registers(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(REGISTERING)
+    plan = "pipeline=2 schedule=all-forward"
+    for command in (
+        ("verify", "own.py", "--plans", plan, "--steps", 1),
+        ("run", "own.py", "--plan", plan, "--devices", 2, "--steps", 1),
+        ("plan", "own.py", "--cluster", "2xZ2", "--only", plan),
+    ):
+        arguments = [sys.executable, "-m", "evenly", *map(str, command)]
+        done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr

@@ -77,7 +77,7 @@ class LibraryKernels(Kernels):
             rows=split.sequence,
             inner=shape.head_dim,
             columns=split.sequence,
-            dtype=split.wide,
+            dtype=split.outer_dtype,
         )
         return [scores, OpCost(kind="memory", moved_bytes=pairs * (2 + 2.5 * self.dropout) * element)]
 
@@ -161,7 +161,7 @@ class PublishedSplit(Split):
         return self.samples * self.sequence // self.context
 
     @property
-    def wide(self) -> str:
+    def outer_dtype(self) -> str:
         """Types of 8 bits and fewer are for the blocks' products with weights alone."""
         return self.dtype if self.dtype in WIDE else "bfloat16"
 

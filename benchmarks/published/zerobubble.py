@@ -13,7 +13,7 @@ from functools import cache
 from heapq import heapify, heappop, heappush
 
 from evenly.plan.orders import Step, register_schedule
-from evenly.plan.schedule import SCHEDULES, Action, Kind, ScheduleRules
+from evenly.plan.schedule import Action, Kind, ScheduleRules
 from evenly.planner.timeline import Costs
 
 CLOSE = 1e-9  # relative: what comes so little later than another comes with it
@@ -99,5 +99,4 @@ def _rule(rank: int, ranks: int, _: int, microbatches: int) -> list[Step]:
     return [(action.kind, 0) for action in _of_equal_times(ranks, microbatches)[rank]]
 
 
-if "zb-2p" not in SCHEDULES:
-    register_schedule("zb-2p", ScheduleRules(stages=1, splits_backward=True, steady=True), _rule)
+register_schedule("zb-2p", ScheduleRules(stages=1, splits_backward=True, steady=True), _rule)

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from evenly.cli.tables import print_table
-from evenly.jobfile import load_job, parse_settings
+from evenly.jobfile import load_job, parse_settings, read_with
 from evenly.plan import PlanSpec, parse_plan
 
 
 def explain(job: Path, only: str, settings: list[str], *, json_only: bool) -> int:
     """Explains; returns the exit code."""
-    parsed, values = parse_plan(only), parse_settings(settings)
+    parsed, values = read_with(job, lambda: parse_plan(only)), parse_settings(settings)
     with redirect_stdout(sys.stderr):  # what the job prints is no part of the answer
         documents = _explained(job, parsed, values)
     if json_only:

@@ -100,7 +100,7 @@ def verify_command(
 
 @app.command("plan")
 def plan_command(
-    subject: Annotated[
+    target: Annotated[
         str,
         typer.Argument(
             metavar="JOB.py|MODEL",
@@ -135,10 +135,10 @@ def plan_command(
     debug: Debug = False,
 ) -> None:
     """Which plans fit, how fast they are, and why, without GPU and without starting processes; exit code 1 if none."""
-    from evenly.cli.plan import Request, plan
+    from evenly.cli.plan import PlanOptions, plan
 
-    request = Request(
-        subject=subject,
+    options = PlanOptions(
+        target=target,
         only=only,
         cluster=cluster,
         batch=global_batch,
@@ -152,7 +152,7 @@ def plan_command(
         explain=explain,
         json_only=json_only,
     )
-    raise typer.Exit(plan(request))
+    raise typer.Exit(plan(options))
 
 
 @app.command("report")

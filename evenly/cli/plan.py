@@ -14,6 +14,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING
 
 from evenly.errors import EvenlyError, UserError
+from evenly.jobfile import read_with
 from evenly.plan import parse_plan
 
 if TYPE_CHECKING:
@@ -34,14 +35,14 @@ UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12} | {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class PlanOptions:
     """What is asked, as the command line has it; None for what is left open.
 
-    subject: a job file or a model. batch: samples. sequence: tokens of a sample. memory: of a device, as text.
+    target: a job file or a model. batch: samples. sequence: tokens of a sample. memory: of a device, as text.
     step_s:  seconds that a step may take. html: where pictures go.
     """
 
-    subject: str
+    target: str
     only: str = "auto"
     cluster: str | None = None
     batch: int | None = None
@@ -56,32 +57,34 @@ class Request:
     json_only: bool = False
 
 
-def plan(request: Request) -> int:
-    """Answers; returns the exit code. Raises `EvenlyError` (exit code 1) where no plan does."""
-    if request.explain:
-        return _explain(request)
+def plan(options: PlanOptions) -> int:
+    """Plans; returns the exit code. Raises `EvenlyError` (exit code 1) where no plan does."""
+    if options.explain:
+        return _explain(options)
     from evenly.planner.search import search
 
-    with redirect_stdout(sys.stderr):  # what a job prints is no part of the answer
-        question, assumed = _question(request)
-        answer = search(question)
-    _show(question, answer, request, assumed=assumed)
-    if (refusal := _refusal(question, answer)) is not None:
+    with redirect_stdout(sys.stderr):  # what a job prints is no part of the result
+        request, assumed = _plan_request(options)
+        result = search(request)
+    _show(request, result, options, assumed=assumed)
+    if (refusal := _refusal(request, result)) is not None:
         raise refusal
     return 0
 
 
-def _explain(request: Request) -> int:
+def _explain(options: PlanOptions) -> int:
     from evenly.cli.explain import explain
 
     ignored = ("cluster", "batch", "sequence", "memory", "max_devices", "step_s", "top", "html")
-    if stated := [field.name for field in fields(Request) if field.name in ignored and getattr(request, field.name)]:
+    if stated := [
+        field.name for field in fields(PlanOptions) if field.name in ignored and getattr(options, field.name)
+    ]:
         raise UserError(
             "evenly plan --explain",
             f"it tells what --only makes of a model; {', '.join(map(_option, stated))} is for predictions",
             "leave out either",
         )
-    return explain(Path(request.subject), request.only, [*request.settings], json_only=request.json_only)
+    return explain(Path(options.target), options.only, [*options.settings], json_only=options.json_only)
 
 
 def _option(name: str) -> str:
@@ -89,100 +92,100 @@ def _option(name: str) -> str:
     return f"--{named.get(name, name.replace('_', '-'))}"
 
 
-# --- the question --------------------------------------------------------------------------------------
+# --- the request --------------------------------------------------------------------------------------
 
 
-def _question(request: Request) -> tuple[PlanRequest, bool]:
+def _plan_request(options: PlanOptions) -> tuple[PlanRequest, bool]:
     """What is asked of the search, and whether its batch is an assumption."""
     from evenly.planner.request import PlanRequest
 
-    if request.step_s is not None and not 0 < request.step_s < math.inf:
-        raise UserError(f"--step-time {request.step_s:g}", "no step takes so long", "give seconds: --step-time 2.5")
-    only = parse_plan(request.only)
-    memory = None if request.memory is None else parse_memory(request.memory)
-    cluster = _cluster(request)
-    source, batch = _source(request)
+    if options.step_s is not None and not 0 < options.step_s < math.inf:
+        raise UserError(f"--step-time {options.step_s:g}", "no step takes so long", "give seconds: --step-time 2.5")
+    only = read_with(Path(options.target), lambda: parse_plan(options.only))
+    memory = None if options.memory is None else parse_memory(options.memory)
+    cluster = _cluster(options)
+    source, batch = _source(options)
     if only.ranks and only.ranks > cluster.size:
         raise UserError(
-            f"--only {request.only!r} on {cluster}",
+            f"--only {options.only!r} on {cluster}",
             f"such a plan takes {only.ranks} devices, and there are {cluster.size}",
             "name a larger --cluster, or smaller sizes",
         )
-    devices = only.ranks or min(cluster.size, request.max_devices or cluster.size)
-    question = PlanRequest(
+    devices = only.ranks or min(cluster.size, options.max_devices or cluster.size)
+    request = PlanRequest(
         source=source,
         cluster=cluster,
         batch=batch or assumed_batch(source.sequence, devices),
         only=only,
         memory_bytes=memory,
-        max_devices=request.max_devices,
-        step_s=request.step_s,
-        top=request.top or 5,
+        max_devices=options.max_devices,
+        step_s=options.step_s,
+        top=options.top or 5,
     )
-    return question, batch is None
+    return request, batch is None
 
 
-def _is_job(request: Request) -> bool:
-    return request.subject.endswith(".py")
+def _is_job(options: PlanOptions) -> bool:
+    return options.target.endswith(".py")
 
 
-def _cluster(request: Request) -> Cluster:
+def _cluster(options: PlanOptions) -> Cluster:
     from evenly.hardware.cluster_text import parse_cluster
 
-    if request.cluster is None and not _is_job(request):
-        _source(request)  # an unknown model is reported first
+    if options.cluster is None and not _is_job(options):
+        _source(options)  # an unknown model is reported first
         raise UserError(
-            f"evenly plan {request.subject} without --cluster",
+            f"evenly plan {options.target} without --cluster",
             "the devices are not stated, and those of this machine are hardly meant",
             "add --cluster 8xH100, 4x8xA100-80 (nodes x devices x kind), local or FILE.toml",
         )
-    return parse_cluster(request.cluster or "local")
+    return read_with(Path(options.target), lambda: parse_cluster(options.cluster or "local"))
 
 
-def _source(request: Request) -> tuple[CostSource, int | None]:
+def _source(options: PlanOptions) -> tuple[CostSource, int | None]:
     """What is planned for, and its global batch where that is stated."""
-    return _job(request) if _is_job(request) else (_known(request), request.batch)
+    return _job(options) if _is_job(options) else (_known(options), options.batch)
 
 
-def _job(request: Request) -> tuple[CostSource, int]:
+def _job(options: PlanOptions) -> tuple[CostSource, int]:
     """The job of a file, with its batch."""
-    if stated := [name for name in ("batch", "sequence") if getattr(request, name)]:
+    if stated := [name for name in ("batch", "sequence") if getattr(options, name)]:
         raise UserError(
-            f"{' and '.join(map(_option, stated))} for the job {request.subject}",
+            f"{' and '.join(map(_option, stated))} for the job {options.target}",
             "a job states its batch and has its data, and a run trains with these",
             "leave it out, or change the job (with --set, where job() takes it as a setting)",
         )
     from evenly.jobfile import load_job, parse_settings
     from evenly.planner.job_source import JobSource
 
-    job = load_job(Path(request.subject), parse_settings([*request.settings]))
+    job = load_job(Path(options.target), parse_settings([*options.settings]))
     return JobSource(job), job.global_batch
 
 
-def _known(request: Request) -> CostSource:
+def _known(options: PlanOptions) -> CostSource:
     from evenly.planner.known import find_shape
     from evenly.planner.shapes import ShapeSource
 
-    asked = f"plan for {request.subject}"
-    if Path(f"{request.subject}.py").is_file():
-        raise UserError(asked, "it is no model, but a job file of that name is here", f"name {request.subject}.py")
-    shape = find_shape(request.subject)
-    if request.settings:
+    asked = f"plan for {options.target}"
+    if Path(f"{options.target}.py").is_file():
+        raise UserError(asked, "it is no model, but a job file of that name is here", f"name {options.target}.py")
+    shape = find_shape(options.target)
+    if options.settings:
         raise UserError(
-            f"{asked} --set {request.settings[0]}",
+            f"{asked} --set {options.settings[0]}",
             "--set passes settings to job(), and this is a model",
             f"describe the model instead, for example {shape.name}:layers=4",
         )
-    if parse_plan(request.only).tensor_exclude is not None:
+    if parse_plan(options.only).tensor_exclude is not None:
         raise UserError(
-            f"{asked} --only {request.only!r}",
+            f"{asked} --only {options.only!r}",
             "tensor_exclude names parameters, and a model's shape has none",
             "leave it out",
         )
-    if request.sequence is not None:
-        shape = replace(shape, sequence=request.sequence)
+    if options.sequence is not None:
+        shape = replace(shape, sequence=options.sequence)
         if problems := [*shape.problems()]:
-            raise UserError(f"{asked} --sequence {request.sequence}", "; ".join(problems), "give fewer tokens")
+            raise UserError(f"{asked} --sequence {options.sequence}", "; ".join(problems), "give fewer tokens")
     return ShapeSource(shape)
 
 
@@ -207,45 +210,45 @@ def parse_memory(text: str) -> float:
     return size_bytes
 
 
-# --- the answer ----------------------------------------------------------------------------------------
+# --- the result ----------------------------------------------------------------------------------------
 
 
-def _show(question: PlanRequest, answer: PlanResult, request: Request, *, assumed: bool) -> None:
+def _show(request: PlanRequest, result: PlanResult, options: PlanOptions, *, assumed: bool) -> None:
     from evenly.report.plans import document
 
-    plans = answer.plans or [one for one in (answer.nearest,) if one is not None]
-    if request.json_only:
-        model, cluster = question.source.name, str(question.cluster)
-        print(json.dumps(document(model, cluster, plans, assumed=assumed, change=answer.change)))
+    plans = result.plans or [one for one in (result.nearest,) if one is not None]
+    if options.json_only:
+        model, cluster = request.source.name, str(request.cluster)
+        print(json.dumps(document(model, cluster, plans, assumed=assumed, change=result.change)))
     elif plans:
-        _print(question, plans, assumed=assumed)
-    if request.html is not None and plans:
-        _draw(request.html, question, plans, assumed=assumed)
+        _print(request, plans, assumed=assumed)
+    if options.html is not None and plans:
+        _draw(options.html, request, plans, assumed=assumed)
 
 
-def _devices(question: PlanRequest, plans: Sequence[Prediction]) -> str:
+def _devices(request: PlanRequest, plans: Sequence[Prediction]) -> str:
     """What the plans run on; not always all of the cluster."""
     used = plans[0].plan.devices
-    whole = str(question.cluster)
-    return whole if used in (None, question.cluster.size) else f"{used} device{'s' * (used != 1)} of {whole}"
+    whole = str(request.cluster)
+    return whole if used in (None, request.cluster.size) else f"{used} device{'s' * (used != 1)} of {whole}"
 
 
-def _print(question: PlanRequest, plans: Sequence[Prediction], *, assumed: bool) -> None:
+def _print(request: PlanRequest, plans: Sequence[Prediction], *, assumed: bool) -> None:
     from evenly.cli.tables import print_table
     from evenly.report.plans import heads, plan_rows, reasons, title
 
-    named = title(question.source.name, _devices(question, plans), plans, assumed=assumed)
+    named = title(request.source.name, _devices(request, plans), plans, assumed=assumed)
     print_table(named, heads(plans), plan_rows(plans), width_of_files=WIDTH_OF_FILES)
     width = get_terminal_size().columns if sys.stdout.isatty() else WIDTH_OF_FILES
     for line in reasons(plans):
         print(fill(line, width, subsequent_indent="     ", break_long_words=False, break_on_hyphens=False))
 
 
-def _draw(path: Path, question: PlanRequest, plans: Sequence[Prediction], *, assumed: bool) -> None:
+def _draw(path: Path, request: PlanRequest, plans: Sequence[Prediction], *, assumed: bool) -> None:
     from evenly.report.planpage import page, preview
 
-    timeline = preview(question, plans[0].plan)
-    text = page(question.source.name, _devices(question, plans), plans, timeline, assumed=assumed)
+    timeline = preview(request, plans[0].plan)
+    text = page(request.source.name, _devices(request, plans), plans, timeline, assumed=assumed)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as problem:
@@ -253,16 +256,16 @@ def _draw(path: Path, question: PlanRequest, plans: Sequence[Prediction], *, ass
     print(f"pictures in {path}", file=sys.stderr)
 
 
-def _refusal(question: PlanRequest, answer: PlanResult) -> EvenlyError | None:
-    """The answer no, with exit code 1 as of a plan that differs in `evenly verify`; None where the answer is yes."""
+def _refusal(request: PlanRequest, result: PlanResult) -> EvenlyError | None:
+    """The error (exit code 1, as of a plan that differs in `evenly verify`) where no plan does; else None."""
     from evenly.report.comm import time_in_words
     from evenly.report.plans import shortage
 
-    asked = f"plan {question.source.name} on {question.cluster}"
-    if not answer.plans:
-        found = f"nothing fits; {shortage(answer.nearest)}" if answer.nearest else "no plan can run it"
-        return EvenlyError(asked, found, answer.change)
-    best, limit_s = answer.plans[0], question.step_s
+    asked = f"plan {request.source.name} on {request.cluster}"
+    if not result.plans:
+        found = f"nothing fits; {shortage(result.nearest)}" if result.nearest else "no plan can run it"
+        return EvenlyError(asked, found, result.change)
+    best, limit_s = result.plans[0], request.step_s
     if limit_s is None or best.step_s <= limit_s:
         return None
     return EvenlyError(

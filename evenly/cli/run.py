@@ -12,7 +12,7 @@ from typing import Any
 from evenly.checkpoint.folder import CheckpointFolder
 from evenly.errors import PlanError, UserError
 from evenly.hardware.cluster_text import local_devices
-from evenly.jobfile import check_settings, owns_loop, parse_settings
+from evenly.jobfile import check_settings, owns_loop, parse_settings, read_with
 from evenly.launch.agent import FailedRank, Launch, start_ranks, warm_up
 from evenly.launch.environment import CHECK_VARIABLE, OPTIONS_VARIABLE, find_here
 from evenly.observe.run_folder import RunFolder
@@ -45,9 +45,9 @@ class RunRequest:
 
 def run(request: RunRequest) -> int:
     """Trains; returns the exit code."""
-    named, sought = asked_plan(request.plan)
-    plan = named or PlanSpec()
     script = owns_loop(request.job)
+    named, sought = read_with(request.job, lambda: asked_plan(request.plan))
+    plan = named or PlanSpec()
     if request.arguments and not script:
         raise UserError(
             f"arguments {' '.join(request.arguments)}",
@@ -143,7 +143,7 @@ def _run_as_rank(request: RunRequest) -> int:
     from evenly.train.loop import run_job_file, run_script
     from evenly.train.options import RunOptions
 
-    plan, sought = asked_plan(request.plan)
+    plan, sought = read_with(request.job, lambda: asked_plan(request.plan))
     options = RunOptions(plan=plan, search=sought, out=request.out, steps=request.steps, resume=request.resume)
     if owns_loop(request.job):
         stopped = run_script(request.job, request.arguments, request.json_only)

@@ -1,6 +1,6 @@
 """The doctor: what this machine offers to a run, and what would prevent one from working.
 
-One function per question; each returns findings and raises nothing that a machine can cause.
+One function per check; each returns findings and raises nothing that a machine can cause.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def examine(environ: Mapping[str, str], *, probe: bool = True, world: int = 2) -
     `probe` starts `world` ranks that try every operation, which is the one test that proves a run can work.
     """
     has_torch = find_spec("torch") is not None
-    questions: list[Callable[[], Iterable[Finding]]] = [
+    checks: list[Callable[[], Iterable[Finding]]] = [
         _python,
         _torch,
         *((_devices, _backends, _gpu_links) if has_torch else ()),
@@ -73,7 +73,7 @@ def examine(environ: Mapping[str, str], *, probe: bool = True, world: int = 2) -
         lambda: _variables(environ),
         *((lambda: _ranks(world),) if probe and has_torch else ()),
     ]
-    return [finding for question in questions for finding in question()]
+    return [finding for check in checks for finding in check()]
 
 
 def as_version(text: str) -> tuple[int, int]:

@@ -250,9 +250,9 @@ def _split(model: nn.Module, splits: Mapping[str, ParameterSplit], group: Group,
     from evenly.parallel.tensor.layout import Layout
     from evenly.parallel.tensor.model import SplitModel
 
-    held = {name for name, _ in model.named_parameters()}
+    local = {name for name, _ in model.named_parameters()}
     layouts = {
-        name: Layout.of(s.dim, s.outer, s.units, s.inner, group.size) for name, s in splits.items() if name in held
+        name: Layout.of(s.dim, s.outer, s.units, s.inner, group.size) for name, s in splits.items() if name in local
     }
     selective = plan.recompute == "selective"
     return SplitModel(model, layouts, group, sequence=plan.tensor.sequence_parallel, recomputed=selective)

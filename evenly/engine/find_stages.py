@@ -131,11 +131,11 @@ def _memory(call_costs: Sequence[CallCost], plan: Plan, microbatches: int, limit
     if limit_bytes is None:
         return None
     ranks, in_flight = plan.axes["data"], _most_in_flight(plan, microbatches)
-    kept = 0 if plan.recompute == "full" else 1
+    stored = 0 if plan.recompute == "full" else 1
     copies = sum(1 / ranks if plan.data.zero_stage >= stage else 1 for stage in (3, 2, 1, 1))
     return Memory(
         weight_bytes=[round(call_cost.weight_bytes * copies) for call_cost in call_costs],
-        activation_bytes=[call_cost.kept_bytes * kept for call_cost in call_costs],
+        activation_bytes=[call_cost.saved_bytes * stored for call_cost in call_costs],
         in_flight=in_flight,
         limit_bytes=[limit_bytes // plan.pipeline.stages_per_rank] * len(in_flight),
     )
@@ -162,7 +162,7 @@ class ExplainedStage:
 
     rank:      on the pipeline axis. blocks: names of the blocks that it calls, in order.
     cost:      its fraction of the cost of a forward.
-    elements, weight_bytes: of its parameters. kept_bytes: what a microbatch saves for the backward.
+    elements, weight_bytes: of its parameters. saved_bytes: what a microbatch saves for the backward.
     in_flight: the most microbatches that it holds at once.
     receives:  the tensors that it receives for each microbatch.
     """
@@ -173,7 +173,7 @@ class ExplainedStage:
     cost: float
     elements: int
     weight_bytes: int
-    kept_bytes: int
+    saved_bytes: int
     in_flight: int
     receives: tuple[str, ...]
 
@@ -222,7 +222,7 @@ def explain_stages(job: Job, spec: PlanSpec) -> StagesExplained:
                 cost=sum(costs[n] for n in own) / sum(costs),
                 elements=sum(fake.numel() for fake in fakes),
                 weight_bytes=sum(fake.nbytes for fake in fakes),
-                kept_bytes=sum(call_costs[n].kept_bytes for n in own),
+                saved_bytes=sum(call_costs[n].saved_bytes for n in own),
                 in_flight=in_flight[stage],
                 receives=tuple(map(str, stage_plan.stage_inputs[True][stage])),
             )

@@ -93,7 +93,7 @@ def register_device(name: str, facts: Mapping[str, Any]) -> None:
     Raises `UserError` for a name that exists, and for what is missing or no such fact.
     """
     asked = f"register the device {name!r}"
-    if known_device(name) is not None:
+    if known_device(name) is not None and name not in _registered:
         raise UserError(asked, "such a kind is known already", "give its facts in a cluster file, or another name")
     device_with(name, {key: value for key, value in facts.items() if key != "names"})
     _registered[name] = {"names": [], "source": "registered", **facts}

@@ -38,7 +38,7 @@ class ProcessInfo:
     """Where one process stands among all ranks.
 
     rank, size, local_rank, local_size, node, nodes: as in `World`.
-    address, port: where rank 0's node is met.
+    address, port: where all ranks connect to rank 0's node.
     launcher:      what started the process.
     """
 
@@ -377,9 +377,9 @@ def become_environment(variables: Mapping[str, str]) -> None:
 
     What the elastic agent set for this rank alone stays.
     """
-    kept = {k: v for k, v in os.environ.items() if k in AGENT_VARIABLES or k.startswith("TORCHELASTIC_")}
+    of_agent = {k: v for k, v in os.environ.items() if k in AGENT_VARIABLES or k.startswith("TORCHELASTIC_")}
     os.environ.clear()
-    os.environ.update({**variables, **kept})
+    os.environ.update({**variables, **of_agent})
 
 
 def find_here() -> ProcessInfo:

@@ -29,7 +29,7 @@ _MAKES_ONLY = {
 
 
 def moves_bytes(func: Any) -> bool:
-    """Whether an operation reads or writes memory: not a view, nor a question such as on which device a tensor is."""
+    """Whether an operation reads or writes memory: not a view, nor a query such as on which device a tensor is."""
     return not func.is_view and func.namespace != "prim" and func.overloadpacket not in _MAKES_ONLY
 
 

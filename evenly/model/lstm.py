@@ -31,15 +31,15 @@ def workspace_bytes(steps: int, samples: int, width: int, *, hidden: int, itemsi
     steps, samples, width: of its input. Source: `set_offsets` and `get_good_ld` of oneDNN's src/cpu/rnn/rnn_utils.cpp:
     each kind of state has two layers of steps + 1 entries, and a page of its own to begin at.
     """
-    wide = max(width, hidden)
+    widest = max(width, hidden)
     rows = [
         (steps, _row(GATES * hidden, itemsize)),
         (steps, _row(hidden, itemsize)),
-        (2 * (steps + 1), _row(wide, itemsize)),  # what layers hand on
+        (2 * (steps + 1), _row(widest, itemsize)),  # what layers hand on
         (2 * (steps + 1), hidden * itemsize),  # cells
         # Their gradients are never narrower than float32.
-        (2 * (steps + 1), _row(wide, 4)),
-        (2 * (steps + 1), _row(wide, 4)),
+        (2 * (steps + 1), _row(widest, 4)),
+        (2 * (steps + 1), _row(widest, 4)),
         (2 * (steps + 1), hidden * 4),
     ]
     return sum(-(-count * samples * size // _PAGE) * _PAGE for count, size in rows)

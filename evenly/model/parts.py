@@ -46,9 +46,9 @@ class BlockCost:
     parameters:     elements that the rank holds of it, before zero shards them.
     forward, backward: what it computes; the backward pass without any recomputation.
     input_bytes:    of the activation that it takes from the part before it, and that its gradient has.
-    kept_bytes:     what its forward pass leaves for the backward pass, under each recomputation, its input included.
+    saved_bytes:     what its forward pass leaves for the backward pass, under each recomputation, its input included.
                     Empty where something else counts memory.
-    backward_peak_bytes: the most that a backward pass holds besides what is kept and the gradients of parameters.
+    backward_peak_bytes: the most that a backward pass holds beyond saved activations and the gradients of parameters.
     tensor_bytes:   what the tensor axis reduces in the forward pass (and again in the backward pass), in bytes of the
                     whole tensor of every all-reduce. tensor_bytes_again: of those that a part which recomputes
                     selectively repeats in the backward pass.
@@ -60,7 +60,7 @@ class BlockCost:
     forward: Sequence[OpCost]
     backward: Sequence[OpCost]
     input_bytes: int
-    kept_bytes: dict[Recompute, int] = field(default_factory=dict[Recompute, int])
+    saved_bytes: dict[Recompute, int] = field(default_factory=dict[Recompute, int])
     backward_peak_bytes: int = 0
     tensor_bytes: Sequence[int] = ()
     tensor_bytes_again: Sequence[int] = ()

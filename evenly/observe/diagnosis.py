@@ -51,7 +51,9 @@ def disagreement(calls: Mapping[int, CollectiveCall]) -> str:
         asked.setdefault(call.asked(), []).append(rank)
     if len(asked) < 2:
         return ""
-    return "; ".join(f"{ranks_in_words(who)}: {what}{_at(calls[who[0]])}" for what, who in asked.items())
+    where = {what: calls[who[0]].where for what, who in asked.items()}
+    places = {what: f" at {line}" if line else "" for what, line in where.items()}
+    return "; ".join(f"{ranks_in_words(who)}: {what}{places[what]}" for what, who in asked.items())
 
 
 def inside(record: RankRecord) -> Entry | None:
@@ -138,10 +140,6 @@ def describe(entry: Entry) -> str:
     number = f" #{entry.number}" if entry.number else f" {entry.call.detail}"
     about = ", ".join(part for part in (entry.call.where, entry.call.label) if part)
     return f"{entry.call.operation}{number}" + (f" ({about})" if about else "")
-
-
-def _at(call: CollectiveCall) -> str:
-    return f" at {call.where}" if call.where else ""
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:

@@ -50,7 +50,7 @@ def in_flight_of(schedule: Schedule, ranks: int, stages_per_rank: int, microbatc
     least = 4 * ranks  # what is in flight no longer changes once a step has a few rounds
     whole_rounds = not rules.equal_rounds or microbatches % ranks == 0
     enough = min(microbatches, least) if rules.steady and whole_rounds else microbatches
-    return [[*held] for held in _in_flight(schedule, ranks, stages_per_rank, enough)]
+    return [[*most] for most in _in_flight(schedule, ranks, stages_per_rank, enough)]
 
 
 @cache
@@ -193,12 +193,15 @@ RULES: dict[Schedule, Rule] = {
 }
 
 
+OWN = frozenset(SCHEDULES)
+
+
 def register_schedule(name: Schedule, rules: ScheduleRules, order: Rule) -> None:
-    """Adds a schedule, which plans then name: `schedule=NAME`. Raises `ValueError` for a name that is taken.
+    """Adds a schedule, which plans then name: `schedule=NAME`. Raises `ValueError` for one of this package's names.
 
     order: for (rank, ranks, stages per rank, microbatches) the passes of that rank in a step, each a kind and which of
     its own stages, 0 the earliest in the model; every stage takes its microbatches from the first to the last.
     """
-    if name in SCHEDULES:
+    if name in OWN:
         raise ValueError(f"there is a schedule {name!r} already")
     SCHEDULES[name], RULES[name] = rules, order

@@ -146,13 +146,13 @@ def in_flight(orders: Sequence[Sequence[Action]]) -> list[list[int]]:
 
     From the forward pass to the end of the backward pass; where that is split, of its second half.
     """
-    return [[_most_held(order, stage) for stage in sorted({action.stage for action in order})] for order in orders]
+    return [[_most_in_flight(order, stage) for stage in sorted({action.stage for action in order})] for order in orders]
 
 
-def _most_held(order: Sequence[Action], stage: int) -> int:
+def _most_in_flight(order: Sequence[Action], stage: int) -> int:
     change: Mapping[Kind, int] = {"forward": 1, "backward": -1, "backward_weight": -1}
-    held = most = 0
+    now = most = 0
     for action in order:
-        held += change.get(action.kind, 0) if action.stage == stage else 0
-        most = max(most, held)
+        now += change.get(action.kind, 0) if action.stage == stage else 0
+        most = max(most, now)
     return most

@@ -65,7 +65,7 @@ def footprints(
 
 def saved_by_stages(parts: ModelCosts, layers: Sequence[int], config: TrainingConfig) -> list[int]:
     """Bytes that one microbatch leaves in every stage for its backward pass."""
-    each = iter(block.kept_bytes[config.recompute] for block in parts.blocks)
+    each = iter(block.saved_bytes[config.recompute] for block in parts.blocks)
     return [sum(islice(each, count)) for count in layers]
 
 
@@ -123,10 +123,10 @@ def _of_rank(
     elements = sum(part.parameters for part in [*every, *outside])
     elements += parts.tied_parameters if last in stages and 0 not in stages else 0
     # A block that is computed again is whole while its backward pass runs.
-    again = max((block.kept_bytes["none"] - block.kept_bytes[config.recompute] for block in every), default=0)
+    again = max((block.saved_bytes["none"] - block.saved_bytes[config.recompute] for block in every), default=0)
     working = max((block.backward_peak_bytes for block in every), default=0)
     # The logits of one microbatch with what the loss makes of them, and what the head keeps.
-    loss = parts.after.logits * holdings.logit + parts.after.kept_bytes["none"] if last in stages else 0.0
+    loss = parts.after.logits * holdings.logit + parts.after.saved_bytes["none"] if last in stages else 0.0
     return MemoryByCause(
         parameters=elements * holdings.weights / (config.shards if config.zero >= 3 else 1),
         gradients=elements * holdings.gradients / (config.shards if config.zero >= 2 else 1),

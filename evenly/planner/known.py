@@ -57,7 +57,7 @@ def _found(text: str) -> Shape:
     shape = next((known[key] for key in _keys(text) if key in known), None)
     if shape is not None:
         return shape
-    asked = f"find the model {_shown(text)}"
+    asked = f"find the model {_quoted(text)}"
     if text.endswith(".json") or _is(Path.is_dir, Path(text)):
         raise UserError(asked, "no config.json is there", f"give its path, a known model, or {EXAMPLE}")
     near = [known[key].name for key in get_close_matches(_key(text)[:100], known, 5, 0.5)]
@@ -65,7 +65,7 @@ def _found(text: str) -> Shape:
     raise UserError(asked, found, f"name a known one, a config.json, or describe it as {EXAMPLE}")
 
 
-def _shown(text: str) -> str:
+def _quoted(text: str) -> str:
     return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 
@@ -137,7 +137,7 @@ def _changed(text: str, shape: Shape, settings: str) -> Shape:
 
 
 def _unreadable(text: str, problems: list[str], example: str) -> UserError:
-    return UserError(f"read the model {_shown(text)}", "; ".join(problems), f"write it as {example}")
+    return UserError(f"read the model {_quoted(text)}", "; ".join(problems), f"write it as {example}")
 
 
 def _complete(given: dict[str, Any]) -> Shape:
@@ -167,7 +167,7 @@ def _read(settings: str) -> tuple[dict[str, Any], list[str]]:
                 raise ValueError("is given twice")
             given[key] = _value(key, value)
         except ValueError as problem:
-            problems.append(f"{_shown(setting)} {problem}")
+            problems.append(f"{_quoted(setting)} {problem}")
     return given, problems
 
 

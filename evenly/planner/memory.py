@@ -27,7 +27,7 @@ from evenly.planner.profile import Interval, Parameter
 Cause = Literal[
     "parameters", "gradients", "sums", "optimizer", "activations", "gathered", "buffers", "temporaries", "context"
 ]
-WIDE = 8  # bytes of float64
+FLOAT64_BYTES = 8  # bytes of float64
 
 
 @dataclass(eq=False)
@@ -147,15 +147,15 @@ class FullSums(Sums):
             self._hold(bucket, accumulate_float64=accumulate_float64 or number == len(buckets) - 1)
             self._elements += [one.elements for one in bucket]
         tail = sum(len(bucket) for bucket in buckets) + numbers
-        meter.add("sums", 2 * tail * WIDE)
+        meter.add("sums", 2 * tail * FLOAT64_BYTES)
 
     def _hold(self, bucket: Sequence[Parameter], *, accumulate_float64: bool) -> None:
         length = sum(one.elements for one in bucket)
         self._lengths.append(length)
-        size = bucket[0].dtype.itemsize if bucket else WIDE
+        size = bucket[0].dtype.itemsize if bucket else FLOAT64_BYTES
         self.meter.add("gradients", length * size)
-        if accumulate_float64 and size != WIDE:
-            self.meter.add("sums", length * WIDE)
+        if accumulate_float64 and size != FLOAT64_BYTES:
+            self.meter.add("sums", length * FLOAT64_BYTES)
 
     def finish_reduce(self) -> None:
         pass
@@ -183,8 +183,8 @@ class ShardedSums(Sums):
         self._buckets = in_buckets(one for one in parameters if one.shape)
         self._bucket_of = {one.names[0]: n for n, bucket in enumerate(self._buckets) for one in bucket}
         self._lengths = [sum(piece_elements(one, ranks) for one in bucket) for bucket in self._buckets]
-        self._sizes = [bucket[0].dtype.itemsize if bucket else WIDE for bucket in self._buckets]
-        self._added_in = [WIDE if accumulate_float64 else size for size in self._sizes]
+        self._sizes = [bucket[0].dtype.itemsize if bucket else FLOAT64_BYTES for bucket in self._buckets]
+        self._added_in = [FLOAT64_BYTES if accumulate_float64 else size for size in self._sizes]
         self._messages = [
             ranks * length * (size if zero == 2 else added_in)
             for length, size, added_in in zip(self._lengths, self._sizes, self._added_in, strict=True)
@@ -324,10 +324,10 @@ def play(meter: Meter, sums: Sums, intervals: Iterable[Interval]) -> None:
 
 def norm_bytes(lengths: Iterable[int], itemsize: int) -> int:
     """What squaring gradients takes for a while: two neighbouring parts in float64."""
-    if itemsize == WIDE:
+    if itemsize == FLOAT64_BYTES:
         return 0
     parts = [0, *(part for length in lengths for part in _parts(length))]
-    return max((WIDE * (one + other) for one, other in pairwise(parts)), default=0)
+    return max((FLOAT64_BYTES * (one + other) for one, other in pairwise(parts)), default=0)
 
 
 def _parts(length: int) -> Iterator[int]:

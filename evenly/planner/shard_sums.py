@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from evenly.planner.memory import WIDE, Meter, Sums, piece_elements
+from evenly.planner.memory import FLOAT64_BYTES, Meter, Sums, piece_elements
 from evenly.planner.profile import Parameter
 
 
@@ -45,7 +45,7 @@ class ShardSums(Sums):
         ]
         self._trained = [sum(piece_elements(one, ranks) for one in unit.parameters if one.trained) for unit in units]
         self._ranks, self._accumulate_float64 = ranks, accumulate_float64
-        self._sizes = [unit.parameters[0].dtype.itemsize if unit.parameters else WIDE for unit in units]
+        self._sizes = [unit.parameters[0].dtype.itemsize if unit.parameters else FLOAT64_BYTES for unit in units]
         self._unit_of = {call: n for n, unit in enumerate(units) for call in unit.calls}
         self._home = {one.names[0]: n for n, unit in enumerate(units) for one in unit.parameters}
         self._bytes = {one.names[0]: one.bytes for unit in units for one in unit.parameters}
@@ -58,7 +58,7 @@ class ShardSums(Sums):
         self._reduced = 0  # kept until the end of the last backward pass
         self._last = False
         self._in_parts = in_parts
-        self._kept: set[str] = set()  # parameters with a whole gradient
+        self._full_gradients: set[str] = set()  # parameters with a whole gradient
         self._waiting: list[int] = []  # units whose gradients are reduced at the end of the step
 
     def begin(self, runs: int) -> None:
@@ -136,9 +136,13 @@ class ShardSums(Sums):
 
     def _keep(self, unit: int, name: str) -> None:
         """A whole gradient is added to those of earlier microbatches, in the type that they are reduced in."""
-        if name not in self._kept:
-            self._kept.add(name)
-            size = self._bytes[name] // self._sizes[unit] * (WIDE if self._accumulate_float64 else self._sizes[unit])
+        if name not in self._full_gradients:
+            self._full_gradients.add(name)
+            size = (
+                self._bytes[name]
+                // self._sizes[unit]
+                * (FLOAT64_BYTES if self._accumulate_float64 else self._sizes[unit])
+            )
             self._grads[unit] = self._grads.get(unit, 0) + size
             self.meter.add("gradients", size)
             if unit not in self._waiting:
@@ -162,7 +166,7 @@ class ShardSums(Sums):
         if not self._trained[unit]:
             return
         self.meter.add("buffers", -self._reducing)
-        added_in = WIDE if self._accumulate_float64 else self._sizes[unit]
+        added_in = FLOAT64_BYTES if self._accumulate_float64 else self._sizes[unit]
         row = self._trained[unit] * added_in
         sent_in = added_in if self._in_parts or self._ranks == 1 else self._sizes[unit]
         self._reducing = self._ranks * self._trained[unit] * sent_in

@@ -85,15 +85,15 @@ class Speeds:
         if not self.processors or not result or work.flops > 3.0 * result * work.inner:
             return 1.0  # many products at once fill each other's gaps
         best = math.inf
-        for high, wide, slower in TILES:
-            rounds = math.ceil(math.ceil(work.rows / high) * math.ceil(work.columns / wide) / self.processors)
-            best = min(best, slower * rounds * self.processors * high * wide / result)
+        for high, width, slower in TILES:
+            rounds = math.ceil(math.ceil(work.rows / high) * math.ceil(work.columns / width) / self.processors)
+            best = min(best, slower * rounds * self.processors * high * width / result)
         return 1 + self.idle * (best - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Library:
-    """How a training library computes and communicates; what is said here of all holds of evenly.
+    """How a training library computes and communicates; the defaults are evenly's own.
 
     kernels:        of a block. kernel: of fused attention. passes: bytes that its operations move for each that fused
                     ones would. unaligned: how many times as long a product takes whose sizes are no multiples of 8.
@@ -158,11 +158,11 @@ def own_library(precision: Precision, *, bitwise: bool, on_cpu: bool) -> Library
 
     On a CPU no driver holds anything of a process's memory, and nothing is started ahead of what computes.
     """
-    weight, gradient, wide, state = BYTES[precision]
-    reduced = wide if bitwise else gradient
+    weight, gradient, sum_bytes, state = BYTES[precision]
+    reduced = sum_bytes if bitwise else gradient
     holdings = Holdings(
         weights=weight,
-        gradients=gradient + (wide if bitwise else 0),
+        gradients=gradient + (sum_bytes if bitwise else 0),
         optimizer=state,
         gathered=weight,
         reduced=reduced,

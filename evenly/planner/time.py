@@ -170,7 +170,7 @@ def stage_times(parts: ModelCosts, layers: Sequence[int], config: TrainingConfig
     return stages
 
 
-def spread(blocks: int, stages: int) -> tuple[int, ...]:
+def even_counts(blocks: int, stages: int) -> tuple[int, ...]:
     """Blocks of each stage where nobody weighs them: all have as many, or embedding and head count as one each.
 
     Where neither comes out even, the last stages have fewer. So Megatron-LM and DeepSpeed cut.
@@ -183,8 +183,8 @@ def spread(blocks: int, stages: int) -> tuple[int, ...]:
 
 
 def stage_layers(parts: ModelCosts, config: TrainingConfig) -> tuple[int, ...]:
-    """Blocks of each stage: as the config says, else spread."""
-    return config.layers or spread(len(parts.blocks), config.pipeline * config.stages_per_rank)
+    """Blocks of each stage: as the config says, else evenly."""
+    return config.layers or even_counts(len(parts.blocks), config.pipeline * config.stages_per_rank)
 
 
 def step_time(parts: ModelCosts, config: TrainingConfig, machine: Machine) -> tuple[TimeByCause, float]:

@@ -37,7 +37,7 @@ class Kernels:
         """The operations of one attention; a fused one never writes the scores of all pairs of tokens."""
         attended = _attended(shape, split, causal=causal)
         flops, moved = attention_flops(shape, split) * attended, attention_elements(shape, split) * split.element_bytes
-        return [OpCost(kind="attention", flops=flops, moved_bytes=moved, dtype=split.wide)]
+        return [OpCost(kind="attention", flops=flops, moved_bytes=moved, dtype=split.outer_dtype)]
 
     def attend_backward(self, one: OpCost) -> OpCost:
         """The scores are computed again: 5 products for 2 (Dao 2023, arXiv 2307.08691, section 3)."""
@@ -95,8 +95,8 @@ class Split:
         return self.tokens / self.tensor if self.split_sequence else self.tokens
 
     @property
-    def wide(self) -> str:
-        """What is multiplied outside of the blocks' products with weights."""
+    def outer_dtype(self) -> str:
+        """The type of the matrix products outside of the blocks' products with weights."""
         return self.dtype
 
 
@@ -169,7 +169,7 @@ def _block(shape: Shape, kind: Kind, split: Split, kernels: Kernels) -> BlockCos
         forward=[replace(one, recomputed=id(one) in again) for one in (*products, *attention, *passes)],
         backward=[*_backward(products), *map(kernels.attend_backward, attention), *map(twice, passes)],
         input_bytes=int(split.own_tokens * shape.hidden * split.element_bytes),
-        kept_bytes=kernels.saved_bytes(shape, kind, split),
+        saved_bytes=kernels.saved_bytes(shape, kind, split),
         backward_peak_bytes=int(_widest(shape, kind, split) * split.element_bytes),
         tensor_bytes=sums,
         tensor_bytes_again=kernels.sums_again(sums),
@@ -312,7 +312,7 @@ def _embedding(shape: Shape, split: Split) -> BlockCost:
         forward=[look],
         backward=[replace(look, of_weights=True)],
         input_bytes=0,
-        kept_bytes=dict.fromkeys(("none", "selective", "full"), 0),
+        saved_bytes=dict.fromkeys(("none", "selective", "full"), 0),
         tensor_bytes=_summed_once(shape, split),
     )
 
@@ -321,7 +321,7 @@ def _head(shape: Shape, split: Split, kernels: Kernels) -> BlockCost:
     """Final norms, head and loss; what has no vocabulary is predicted once per sample, not per token."""
     rows = split.tokens if shape.vocab else split.samples
     columns = -(-shape.outputs // split.tensor)
-    logits = product(rows, shape.hidden, columns, split, dtype=split.wide)
+    logits = product(rows, shape.hidden, columns, split, dtype=split.outer_dtype)
     scores = rows * columns
     stream = int(split.own_tokens * shape.hidden * split.element_bytes)
     stacks = 2 if shape.encoder_layers else 1
@@ -336,7 +336,7 @@ def _head(shape: Shape, split: Split, kernels: Kernels) -> BlockCost:
             twice(norm),
         ],
         input_bytes=stream,
-        kept_bytes=dict.fromkeys(("none", "selective", "full"), 2 * stream),
+        saved_bytes=dict.fromkeys(("none", "selective", "full"), 2 * stream),
         tensor_bytes=_summed_once(shape, split),
         logits=scores,
     )

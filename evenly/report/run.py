@@ -136,7 +136,11 @@ def page(run: RunSummary, *sections: Any) -> str:
     """One self-contained HTML file: losses and times as curves, the memory of every device, and further `sections`."""
     parts: list[Any] = [table((), course_rows(run))]
     if run.steps:
-        parts += [heading("Loss"), _losses(run), heading("Seconds per step"), _seconds(run)]
+        seconds = curves(
+            {"seconds": ([r["step"] for r in run.steps], [r["step_s"] for r in run.steps])}, x="step", mode="markers"
+        )
+        seconds.update_yaxes(rangemode="tozero")
+        parts += [heading("Loss"), _losses(run), heading("Seconds per step"), seconds]
     if run.memory:
         bars = [StackedBar(f"device {number}", device) for number, device in enumerate(run.memory)]
         parts += [heading(f"What tensors take at the peak of each device: {balance(run.memory)}")]
@@ -148,11 +152,6 @@ def _losses(run: RunSummary) -> Any:
     training = [r["step"] for r in run.steps], [r["loss"] for r in run.steps]
     evaluation = [r["step"] for r in run.evaluations], [r["eval_loss"] for r in run.evaluations]
     return curves({"training": training, "evaluation": evaluation}, x="step")
-
-
-def _seconds(run: RunSummary) -> Any:
-    steps = [r["step"] for r in run.steps], [r["step_s"] for r in run.steps]
-    return curves({"seconds": steps}, x="step", mode="markers").update_yaxes(rangemode="tozero")
 
 
 def _number(value: float | None) -> str:

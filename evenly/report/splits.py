@@ -126,7 +126,7 @@ def _by_dim(alike: Sequence[Sequence[str]]) -> str:
     return "; ".join(f"[{', '.join(numbers)}] {reason}" for reason, numbers in dims.items())
 
 
-STAGE_HEADS = ("stage", "rank", "blocks", "cost", "parameters", "weights", "kept", "in flight", "receives")
+STAGE_HEADS = ("stage", "rank", "blocks", "cost", "parameters", "weights", "saved", "in flight", "receives")
 
 
 def stage_title(document: Row) -> str:
@@ -147,7 +147,7 @@ def stage_rows(document: Row) -> list[tuple[str, ...]]:
             f"{stage['cost']:.1%}",
             f"{stage['elements']:,}",
             size_in_words(stage["weight_bytes"]),
-            size_in_words(stage["kept_bytes"]),
+            size_in_words(stage["saved_bytes"]),
             str(stage["in_flight"]),
             ", ".join(dict.fromkeys(stage["receives"])) or "the batch",
         )

@@ -11,6 +11,7 @@ from typing import Any
 
 from evenly.errors import EvenlyError, PlanError, UserError
 from evenly.job import Precision
+from evenly.jobfile import read_with
 from evenly.launch.agent import Launch, start_ranks
 from evenly.plan import PlanSpec, parse_plan
 from evenly.verify.compare import RankComparison, Row, judge
@@ -109,7 +110,7 @@ def _verify_plan(
 ) -> Row:
     world = 0
     try:
-        plan = parse_plan(text)
+        plan = read_with(request.path, lambda: parse_plan(text))
         world = world_of(plan, devices, text)
         if plan.precision not in (None, request.dtype):
             raise PlanError(f"plan {text}", f"verification in {request.dtype}", f"give --dtype {plan.precision}")

@@ -359,8 +359,8 @@ def test_segments_of_like_blocks_cost_the_same() -> None:
     assert torch.equal(torch.get_rng_state(), draws)
     assert [call_cost.call for call_cost in call_costs] == [(f"blocks.{n}", 0) for n in range(LAYERS)]
     middle = call_costs[1:-1]
-    assert len({(s.flops, s.moved_bytes, s.weight_bytes, s.kept_bytes) for s in middle}) == 1
-    assert middle[0].flops > 0 and middle[0].kept_bytes > 0 and middle[0].moved_bytes > 0
+    assert len({(s.flops, s.moved_bytes, s.weight_bytes, s.saved_bytes) for s in middle}) == 1
+    assert middle[0].flops > 0 and middle[0].saved_bytes > 0 and middle[0].moved_bytes > 0
     block = Block()
     assert middle[0].tensors == {f"blocks.1.{name}" for name, _ in block.named_parameters()}
     assert middle[0].weight_bytes == 8 * sum(p.numel() for p in block.parameters())

@@ -25,9 +25,9 @@ SIZES = {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}
 def of(elements: int) -> ModelCosts:
     """A model of so many parameters in one block, which keeps nothing."""
     block = replace(
-        PARTS.blocks[0], parameters=elements, kept_bytes={"none": 0, "selective": 0, "full": 0}, backward_peak_bytes=0
+        PARTS.blocks[0], parameters=elements, saved_bytes={"none": 0, "selective": 0, "full": 0}, backward_peak_bytes=0
     )
-    end = replace(PARTS.after, parameters=0, kept_bytes={"none": 0, "selective": 0, "full": 0}, logits=0)
+    end = replace(PARTS.after, parameters=0, saved_bytes={"none": 0, "selective": 0, "full": 0}, logits=0)
     return ModelCosts(before=replace(PARTS.before, parameters=0), blocks=[block], after=end)
 
 
@@ -76,7 +76,7 @@ def test_a_unit_is_gathered_under_zero_3_alone_and_the_ends_besides() -> None:
 def test_activations_are_those_of_the_microbatches_in_flight(schedule: str, chunks: int, flights: list[int]) -> None:
     config = TrainingConfig(pipeline=4, schedule=schedule, stages_per_rank=chunks, batch=8)
     each = saved_by_stages(PARTS, [6] * 4, config)[0]
-    assert each == 6 * PARTS.blocks[0].kept_bytes["none"]
+    assert each == 6 * PARTS.blocks[0].saved_bytes["none"]
     found = [one.activations for one in held(config)]
     if schedule.startswith("zero"):  # weights' passes come later: a rank may hold more, not p + 1
         assert all(flight * each <= one <= 4 * each for flight, one in zip(flights, found, strict=True))
@@ -104,11 +104,11 @@ def test_fewer_microbatches_than_ranks_hold_fewer_activations() -> None:
 def test_what_a_pass_needs_is_a_block_computed_anew_or_the_loss() -> None:
     one = PARTS.blocks[0]
     full = held(TrainingConfig(recompute="full", batch=1))[0]
-    anew = one.kept_bytes["none"] - one.kept_bytes["full"] + one.backward_peak_bytes
-    assert full.temporaries == max(anew, PARTS.after.kept_bytes["none"])
-    assert full.activations == len(PARTS.blocks) * one.kept_bytes["full"]
+    anew = one.saved_bytes["none"] - one.saved_bytes["full"] + one.backward_peak_bytes
+    assert full.temporaries == max(anew, PARTS.after.saved_bytes["none"])
+    assert full.activations == len(PARTS.blocks) * one.saved_bytes["full"]
     loss = held(TrainingConfig(batch=1), holdings=replace(ADAM, logit=100.0))[0]
-    assert loss.temporaries == PARTS.after.logits * 100 + PARTS.after.kept_bytes["none"]
+    assert loss.temporaries == PARTS.after.logits * 100 + PARTS.after.saved_bytes["none"]
 
 
 def test_the_last_rank_alone_needs_logits_and_a_tied_head_once_more() -> None:

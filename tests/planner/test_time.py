@@ -16,7 +16,7 @@ from evenly.planner.prediction import TimeByCause
 from evenly.planner.shape import parameters
 from evenly.planner.shapes import split_of
 from evenly.planner.speeds import own_library, speeds_of
-from evenly.planner.time import Machine, message_seconds, overlapped, spread, stage_times, step_time
+from evenly.planner.time import Machine, even_counts, message_seconds, overlapped, stage_times, step_time
 from evenly.planner.training_config import TrainingConfig
 from evenly.planner.transformer import Split, transformer_parts
 
@@ -216,7 +216,7 @@ def test_two_that_run_beside_each_other_take_as_long_as_the_slower() -> None:
     ],
 )
 def test_blocks_are_spread_as_megatron_does(blocks: int, stages: int, layers: tuple[int, ...]) -> None:
-    assert spread(blocks, stages) == layers and sum(layers) == blocks
+    assert even_counts(blocks, stages) == layers and sum(layers) == blocks
 
 
 def test_stages_have_the_parameters_of_their_parts() -> None:

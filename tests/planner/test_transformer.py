@@ -38,7 +38,7 @@ def parts(shape: Shape = GPT, kernels: Kernels = KERNELS, **changes: object) -> 
 
 
 def kept(shape: Shape = GPT, kernels: Kernels = KERNELS, recompute: Recompute = "none", **changes: object) -> int:
-    return parts(shape, kernels, **changes).blocks[0].kept_bytes[recompute]
+    return parts(shape, kernels, **changes).blocks[0].saved_bytes[recompute]
 
 
 def flops(works: object) -> float:
@@ -166,7 +166,7 @@ def test_decoders_attend_to_the_encoder_and_encoders_to_all() -> None:
     assert [work.flops for work in encoder.forward if work.kind == "attention"] == [width * S]
     assert [work.flops for work in decoder.forward if work.kind == "attention"] == [width * S / 2, width * S]
     # A norm's input, queries' input, queries, keys, values and what attention gives: 6 x 2, and its statistics.
-    assert decoder.kept_bytes["none"] - encoder.kept_bytes["none"] == pytest.approx(12 * SBH + 4 * A * S * B)
+    assert decoder.saved_bytes["none"] - encoder.saved_bytes["none"] == pytest.approx(12 * SBH + 4 * A * S * B)
     assert flops(list(decoder.forward)) - flops(list(encoder.forward)) == pytest.approx(
         8 * B * S * H**2 + 4 * B * S * S * H / 2
     )
@@ -182,7 +182,7 @@ def test_first_blocks_without_experts_have_one_mlp() -> None:
     # Three experts of a quarter of the width for one whole, and the router.
     saved = 4 * B * S * H * (4 * H - 3 * H) - 2 * B * S * H * 8
     assert flops(list(dense.forward)) - flops(list(sparse.forward)) == pytest.approx(saved)
-    assert dense.kept_bytes["none"] - sparse.kept_bytes["none"] == pytest.approx(2 * 2 * SBH)
+    assert dense.saved_bytes["none"] - sparse.saved_bytes["none"] == pytest.approx(2 * 2 * SBH)
     assert sparse.parameters - dense.parameters == 9 * 2 * H * H + 8 * H - 8 * H * H
     assert {work.times for work in sparse.forward if work.kind == "matmul"} == {1, 8}
 
@@ -214,5 +214,5 @@ def test_selective_recomputation_computes_again_what_multiplies_nothing() -> Non
 @pytest.mark.parametrize("name", ["gpt2", "llama-3.1-8b", "mixtral-8x7b", "t5-base", "bert-base", "falcon-7b"])
 def test_recomputing_more_keeps_less(name: str) -> None:
     for block in transformer_parts(find_shape(name), split(samples=1), Kernels()).blocks:
-        assert 0 < block.kept_bytes["full"] <= block.kept_bytes["selective"] <= block.kept_bytes["none"]
-        assert block.input_bytes <= block.kept_bytes["full"]
+        assert 0 < block.saved_bytes["full"] <= block.saved_bytes["selective"] <= block.saved_bytes["none"]
+        assert block.input_bytes <= block.saved_bytes["full"]

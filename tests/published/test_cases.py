@@ -200,7 +200,7 @@ def test_dropout_is_drawn_where_the_library_does() -> None:
     kept = {}
     for source, model in (("nvidia-dgxc", "Llama3-8B"), ("nvidia-dgxc", "GPT3-175B")):
         case = case_of(run(source=source, model=model))
-        kept[model] = parts_of(case, library_named(case.library)).blocks[0].kept_bytes["none"]
+        kept[model] = parts_of(case, library_named(case.library)).blocks[0].saved_bytes["none"]
     assert kept["GPT3-175B"] > kept["Llama3-8B"]
 
 

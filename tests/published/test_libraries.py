@@ -56,7 +56,7 @@ def parts(shape: Shape = GPT, kernels: LibraryKernels = NAIVE, **changes: object
 
 
 def kept(shape: Shape = GPT, kernels: LibraryKernels = NAIVE, recompute: Recompute = "none", **changes: object) -> int:
-    return parts(shape, kernels, **changes).blocks[0].kept_bytes[recompute]
+    return parts(shape, kernels, **changes).blocks[0].saved_bytes[recompute]
 
 
 def flops(works: object) -> float:
@@ -107,9 +107,9 @@ def test_maxtext_keeps_queries_keys_and_values() -> None:
 
 def test_fms_fsdp_recomputes_every_second_block() -> None:
     blocks = parts(kernels=LibraryKernels(selective="blocks")).blocks
-    assert [block.kept_bytes["selective"] for block in blocks[:4]] == [
-        blocks[0].kept_bytes["none"],
-        blocks[0].kept_bytes["full"],
+    assert [block.saved_bytes["selective"] for block in blocks[:4]] == [
+        blocks[0].saved_bytes["none"],
+        blocks[0].saved_bytes["full"],
     ] * 2
     assert not again(blocks[0]) and len(again(blocks[1])) == len(blocks[1].forward)
 
@@ -118,8 +118,8 @@ def test_fms_fsdp_recomputes_every_second_block() -> None:
 @pytest.mark.parametrize("name", ["gpt2", "llama-3.1-8b", "mixtral-8x7b", "t5-base", "bert-base", "falcon-7b"])
 def test_recomputing_more_keeps_less(name: str, selective: Selective) -> None:
     for block in transformer_parts(find_shape(name), split(samples=1), LibraryKernels(selective=selective)).blocks:
-        assert 0 < block.kept_bytes["full"] <= block.kept_bytes["selective"] <= block.kept_bytes["none"]
-        assert block.input_bytes <= block.kept_bytes["full"]
+        assert 0 < block.saved_bytes["full"] <= block.saved_bytes["selective"] <= block.saved_bytes["none"]
+        assert block.input_bytes <= block.saved_bytes["full"]
 
 
 def test_operations_of_a_step_are_those_of_narayanan_2021() -> None:

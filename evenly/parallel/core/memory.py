@@ -73,24 +73,24 @@ class MemoryCounter(TorchDispatchMode):
         self.now: Counter[tuple[int, Category]] = Counter()
         self._totals: Counter[int] = Counter()
         self._peaks: dict[int, tuple[int, dict[Category, int]]] = {}
-        self._held: dict[int, _Allocation] = {}  # by id of the storage, for as long as it lives
+        self._allocations: dict[int, _Allocation] = {}  # by id of the storage, for as long as it lives
 
     def track(self, tensors: Iterable[torch.Tensor], category: Category, number: int = 0) -> None:
         """Counts the storages of `tensors` as `category` on device `number` from now on, whatever they were."""
         for tensor in tensors:
-            held = self._hold(tensor, number)
-            if held is not None:
-                self._count(held, -held.size)
-                held.category, held.number = category, number
-                self._count(held, held.size)
+            allocation = self._hold(tensor, number)
+            if allocation is not None:
+                self._count(allocation, -allocation.size)
+                allocation.category, allocation.number = category, number
+                self._count(allocation, allocation.size)
 
     @property
     def peaks(self) -> Mapping[int, dict[Category, int]]:
-        """By device number, the bytes of each category at the moment when that device held most."""
+        """By device number, the bytes of each category at the moment when that device had most."""
         return {number: dict(categories) for number, (_, categories) in sorted(self._peaks.items())}
 
     def peak_bytes(self, number: int = 0) -> int:
-        """The most that device `number` held."""
+        """The most that device `number` had."""
         return self._peaks.get(number, (0, {}))[0]
 
     def __enter__(self) -> MemoryCounter:
@@ -99,11 +99,11 @@ class MemoryCounter(TorchDispatchMode):
 
         def counted(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
-            if (held := counter._held.get(id(storage))) is not None:
-                counter._count(held, -held.size)
+            if (allocation := counter._allocations.get(id(storage))) is not None:
+                counter._count(allocation, -allocation.size)
                 # So FSDP frees whole parameters, and takes them back.
-                held.size, held.category = size, "parameters" if size == 0 else held.category
-                counter._count(held, size)
+                allocation.size, allocation.category = size, "parameters" if size == 0 else allocation.category
+                counter._count(allocation, size)
             return result
 
         torch.UntypedStorage.resize_ = counted  # pyright: ignore[reportAttributeAccessIssue]
@@ -130,8 +130,8 @@ class MemoryCounter(TorchDispatchMode):
 
     def _numbers(self, nest: Any) -> set[int]:
         """The devices of the counted tensors of `nest`; numbers (scalar tensors) go with any device."""
-        held = (self._held.get(id(t.untyped_storage())) for t in tensors_in(nest) if t.dim() > 0)
-        return {one.number for one in held if one is not None}
+        found = (self._allocations.get(id(t.untyped_storage())) for t in tensors_in(nest) if t.dim() > 0)
+        return {one.number for one in found if one is not None}
 
     def _hold(self, tensor: torch.Tensor, number: int) -> _Allocation | None:
         if is_fake(type(tensor)):  # made of nothing, as a stage makes forms: no memory
@@ -141,21 +141,21 @@ class MemoryCounter(TorchDispatchMode):
         except (NotImplementedError, RuntimeError):  # sparse tensors have none
             return None
         key = id(storage)
-        if key not in self._held:
-            held = self._held[key] = _Allocation(number, self.category, storage.nbytes())
+        if key not in self._allocations:
+            allocation = self._allocations[key] = _Allocation(number, self.category, storage.nbytes())
             weakref.finalize(storage, self._release, key)
-            self._count(held, held.size)
-        return self._held[key]
+            self._count(allocation, allocation.size)
+        return self._allocations[key]
 
     def _release(self, key: int) -> None:
-        held = self._held.pop(key)
-        self._count(held, -held.size)
+        allocation = self._allocations.pop(key)
+        self._count(allocation, -allocation.size)
 
-    def _count(self, held: _Allocation, size: int) -> None:
-        self.now[held.number, held.category] += size
-        self._totals[held.number] += size
+    def _count(self, allocation: _Allocation, size: int) -> None:
+        self.now[allocation.number, allocation.category] += size
+        self._totals[allocation.number] += size
         if size > 0:
-            self._note_peak(held.number)
+            self._note_peak(allocation.number)
 
     def _note_peak(self, number: int) -> None:
         total = self._totals[number]

@@ -67,12 +67,12 @@ class ShardedInit(TorchDispatchMode):
         self._group = group
         self._least_bytes = LEAST_BYTES if least_bytes is None else least_bytes
         self._large: dict[int, _Large] = {}  # by id of the storage, the one used last at the end
-        self._settled = False
+        self._frozen = False
         self._reader = _ShardReader(self)
 
     def freeze(self) -> None:
         """The model is built: what is allocated from now on stays as it is."""
-        self._settled = True
+        self._frozen = True
 
     def fingerprint(self, tensor: torch.Tensor) -> int | None:
         """The fingerprint of the storage of an offloaded tensor; None for any other."""
@@ -109,7 +109,7 @@ class ShardedInit(TorchDispatchMode):
             if written is not None:
                 self._use(written, fill=not self._covers(written))
         results = func(*args, **(kwargs or {}))
-        if not self._settled:
+        if not self._frozen:
             for tensor in tensors_in(results):
                 self._admit(tensor, pinned=func.overloadpacket is _aten.set_)
         self._offload_all_but_the_last()
@@ -151,7 +151,7 @@ class ShardedInit(TorchDispatchMode):
         if storage is None or not storage.resizable():  # numpy, say, has its address
             return
         content = _bytes_of(storage)
-        if not self._settled:
+        if not self._frozen:
             large.fingerprint = fingerprint_of_bytes(content)
         large.slice = content.split(even_sizes(large.size, self._group.size))[self._group.position].clone()
         storage.resize_(0)

@@ -36,7 +36,7 @@ class _Layer:
     name: str
     module: Any  # one of BATCH_NORMS or INSTANCE_NORMS
     records: list[tuple[int, int, torch.Tensor]] = field(default_factory=list)  # (microbatch, call, mean | var)
-    kept: Any = None  # (running_mean, running_var, num_batches_tracked, momentum) while a call runs
+    saved: Any = None  # (running_mean, running_var, num_batches_tracked, momentum) while a call runs
 
     @property
     def channels(self) -> int:
@@ -155,7 +155,7 @@ class RunningStatistics:
         def enter(module: Any, given: Any) -> None:
             if not module.training or any(isinstance(one, DeferredTensor) and not one.arrived for one in given):
                 return
-            layer.kept = (module.running_mean, module.running_var, module.num_batches_tracked, module.momentum)
+            layer.saved = (module.running_mean, module.running_var, module.num_batches_tracked, module.momentum)
             module.running_mean = torch.zeros_like(module.running_mean)
             module.running_var = torch.zeros_like(module.running_var)
             module.num_batches_tracked = None
@@ -165,11 +165,11 @@ class RunningStatistics:
 
     def _leave(self, layer: _Layer) -> Any:
         def leave(module: Any, _: Any, __: Any) -> None:
-            if layer.kept is None:
+            if layer.saved is None:
                 return
             s = torch.cat([module.running_mean, module.running_var])
-            module.running_mean, module.running_var, module.num_batches_tracked, module.momentum = layer.kept
-            layer.kept = None
+            module.running_mean, module.running_var, module.num_batches_tracked, module.momentum = layer.saved
+            layer.saved = None
             if self._microbatch >= 0:
                 call = sum(m == self._microbatch for m, _, _ in layer.records)
                 layer.records.append((self._microbatch, call, s))

@@ -1,4 +1,4 @@
-"""Finds what staging a model needs to know, by running its code on fake tensors.
+"""Finds what cutting a model into stages needs to know, by running its code on fake tensors.
 
 First, one run of the job's loss in which all parameters are remote: which blocks are called, in which order, and for
 each call the cost and the parameters used up to the next one. Then, once the stages are chosen, each is run by itself,
@@ -157,7 +157,7 @@ class _CallRecord:
             flops=self.counter.flops,
             moved_bytes=self.counter.moved_bytes,
             weight_bytes=sum(fake.nbytes for fake in fakes),
-            kept_bytes=sum(tensor.untyped_storage().nbytes() for tensor in self.saved.values()),
+            saved_bytes=sum(tensor.untyped_storage().nbytes() for tensor in self.saved.values()),
         )
 
 

@@ -45,7 +45,7 @@ class CallCost:
     call:     the call itself.
     tensors:  names of the parameters, and of the buffers of its own, that it uses.
     flops, moved_bytes: of its forward.
-    weight_bytes, kept_bytes: of its parameters, and of what its forward saves for the backward.
+    weight_bytes, saved_bytes: of its parameters, and of what its forward saves for the backward.
     """
 
     call: CallId
@@ -53,7 +53,7 @@ class CallCost:
     flops: float
     moved_bytes: float
     weight_bytes: int
-    kept_bytes: int
+    saved_bytes: int
 
 
 @dataclass(frozen=True)

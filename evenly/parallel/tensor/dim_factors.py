@@ -142,12 +142,12 @@ class _FactorReader:
     """Reads a dim factor by factor, as it is by then: refinements and unions while reading are seen."""
 
     def __init__(self, factors: DimFactors, dim: Iterable[int]) -> None:
-        self._atoms = factors
+        self._factors = factors
         self._ahead = [*dim][::-1]
 
     def next(self) -> int | None:
         while self._ahead:
-            first, *others = self._atoms.now((self._ahead.pop(),))
+            first, *others = self._factors.now((self._ahead.pop(),))
             self._ahead.extend(others[::-1])
             return first
         return None

@@ -1,7 +1,7 @@
 """Which parameters of a model can be split, which of them together, and what each such group communicates.
 
 Read from a trace: the rules unite the factors (see `factors`) of all tensors that must be split together. Every factor
-that is left unbarred and stands in a parameter is a *group*: wherever it stands, its *units* can be dealt to ranks. Two
+that is left allowed and stands in a parameter is a *group*: wherever it stands, its *units* can be dealt to ranks. Two
 neighbouring factors can be one group too: where heads of queries are 2 kv heads x 4, all 8 can be dealt.
 
 A group is checked by following it through the calls: which tensors are split, where their parts are summed over
@@ -135,7 +135,7 @@ class _SplitSearch:
         return next(filter(None, map(self.factors.reason, dim)), "would stand twice in a tensor")
 
     def _runs(self, length: int) -> Iterable[Run]:
-        """Neighbouring unbarred factors of parameters, each run once."""
+        """Neighbouring allowed factors of parameters, each run once."""
         runs = (
             dim[start : start + length]
             for index in self.parameters
