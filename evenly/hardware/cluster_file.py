@@ -40,11 +40,10 @@ from evenly.hardware.links import far_link
 _Field = tuple[Callable[[Any], bool], str]  # whether a value is one, and what to give
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) and value >= 0
-
-
-NUMBER: _Field = (_is_number, "give a number that is not negative")
+NUMBER: _Field = (
+    lambda value: type(value) in (int, float) and isfinite(value) and value >= 0,
+    "give a number that is not negative",
+)
 COUNT: _Field = (lambda value: type(value) is int and value >= 1, "give a whole number of at least 1")
 TRUTH: _Field = (lambda value: isinstance(value, bool), "give true or false")
 TEXT: _Field = (lambda value: isinstance(value, str) and '"' not in value, "give a word")

@@ -45,11 +45,7 @@ class Holdings:
 
 
 def footprints(
-    parts: ModelCosts,
-    layers: Sequence[int],
-    config: TrainingConfig,
-    holdings: Holdings,
-    ranks: Sequence[int] | None = None,
+    parts: ModelCosts, layers: Sequence[int], config: TrainingConfig, holdings: Holdings, ranks: Sequence[int] = ()
 ) -> list[MemoryByCause]:
     """What every rank of the pipeline holds at most, or some `ranks`; stage i has `layers[i]` blocks."""
     places: Sequence[int] = (0,)
@@ -57,7 +53,7 @@ def footprints(
         places = rank_of_stage(config.schedule, config.pipeline, config.stages_per_rank)
     saved = saved_by_stages(parts, layers, config)
     found: list[MemoryByCause] = []
-    for rank in range(config.pipeline) if ranks is None else ranks:
+    for rank in ranks or range(config.pipeline):
         stages = [stage for stage, holder in enumerate(places) if holder == rank]
         found.append(_of_rank(stages, _most_saved(rank, stages, saved, config), parts, layers, config, holdings))
     return found

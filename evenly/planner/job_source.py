@@ -111,17 +111,12 @@ class JobSource:
         return self._profilers[plan.microbatch]
 
     def memory(
-        self,
-        plan: Plan,
-        config: TrainingConfig,
-        layers: Sequence[int],
-        library: Library,
-        ranks: Sequence[int] | None = None,
+        self, plan: Plan, config: TrainingConfig, layers: Sequence[int], library: Library, ranks: Sequence[int] = ()
     ) -> list[MemoryByCause]:
         """For every rank of the pipeline the device that holds most."""
         rest = library.holdings.rest
         found = [replace(one, context=one.context + rest) for one in self._memory_of(plan.with_stages(layers))]
-        return found if ranks is None else [found[rank] for rank in ranks]
+        return [found[rank] for rank in ranks] if ranks else found
 
     def _memory_of(self, plan: Plan) -> list[MemoryByCause]:
         if plan not in self._memory:

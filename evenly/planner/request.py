@@ -64,12 +64,7 @@ class CostSource(Protocol):
         ...
 
     def memory(
-        self,
-        plan: Plan,
-        config: TrainingConfig,
-        layers: Sequence[int],
-        library: Library,
-        ranks: Sequence[int] | None = None,
+        self, plan: Plan, config: TrainingConfig, layers: Sequence[int], library: Library, ranks: Sequence[int] = ()
     ) -> list[MemoryByCause]:
         """The memory of every rank of the pipeline, or of some `ranks`, where stage i has `layers[i]` blocks."""
         ...

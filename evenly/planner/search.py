@@ -219,7 +219,7 @@ class _Judge:
         time, bubble = time_of(one, layers)
         if time.step_s > most_s:
             return None
-        memory = self.request.source.memory(one.plan, one.config, layers, one.machine.library, None)
+        memory = self.request.source.memory(one.plan, one.config, layers, one.machine.library)
         return predicted(self.request, one, memory, time, bubble)
 
 

@@ -72,12 +72,7 @@ class ShapeSource:
         return split_of(config)
 
     def memory(
-        self,
-        plan: Plan,
-        config: TrainingConfig,
-        layers: Sequence[int],
-        library: Library,
-        ranks: Sequence[int] | None = None,
+        self, plan: Plan, config: TrainingConfig, layers: Sequence[int], library: Library, ranks: Sequence[int] = ()
     ) -> list[MemoryByCause]:
         """By what the library holds in memory."""
         return footprints(self.parts(plan, config), layers, config, library.holdings, ranks)

@@ -69,6 +69,7 @@ class RankComparison:
     sharded: float = 0.0
     downcast: str = ""  # narrower dtype that the model casts to, if that decides the rounding
     first: tuple[int, int, str, float] | None = None  # (step, order within the step, what, difference)
+    compared: int = 0  # values
 
     def add_loss(self, step: int, found: float, expected: float, *, what: str = "loss") -> None:
         """Compares a loss; `what` names it in the reason."""
@@ -104,6 +105,7 @@ class RankComparison:
         return tolerance if tolerance is None or not self.downcast else max(tolerance, DOWNCAST_TOLERANCE)
 
     def _judge(self, step: int, order: int, what: str, diff: float, tolerance: float | None) -> None:
+        self.compared += 1
         if self.first is None and tolerance is not None and not diff <= tolerance:
             self.first = (step, order, what, diff)
 
