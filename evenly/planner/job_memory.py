@@ -124,7 +124,7 @@ class _DataReplay:
                 ranks=self.shard,
                 accumulate_float64=accumulate_float64,
                 on_host=self.on_host,
-                in_parts=self.in_parts,
+                split_backward=self.split_backward,
             )
         if self.plan.data.zero_stage:
             return ShardedSums(
@@ -139,7 +139,7 @@ class _DataReplay:
         return FullSums(self.meter, self.parameters, accumulate_float64=accumulate_float64, numbers=numbers)
 
     @property
-    def in_parts(self) -> bool:
+    def split_backward(self) -> bool:
         """Whether gradients of parameters come later than those of inputs."""
         return self.plan.pipeline.active and (
             splits_backward(self.plan.pipeline.schedule) and self.plan.recompute == "none"
@@ -267,7 +267,7 @@ class _PipelineReplay(_DataReplay):
             return
         actions = orders(*self.how, self.number)[self.position]
         received = acknowledgements(*self.how, self.number)[self.position]
-        backwards = ("backward", "backward_weight") if self.in_parts else ("backward", "backward_input")
+        backwards = ("backward", "backward_weight") if self.split_backward else ("backward", "backward_input")
         last = max(number for number, action in enumerate(actions) if action.kind in backwards)
         run = _StageReplay(self, sums)
         for number, action in enumerate(actions):
@@ -328,11 +328,11 @@ class _StageReplay:
             self.meter.add("buffers", size)
             self.sent[at] = size
             self.end(at)
-        elif action.kind == "backward" or (action.kind == "backward_input" and not self.rank.in_parts):
+        elif action.kind == "backward" or (action.kind == "backward_input" and not self.rank.split_backward):
             self.backward(at, profile)
         elif action.kind == "backward_input":
             self.backward_input(at, profile)
-        elif action.kind == "backward_weight" and self.rank.in_parts:
+        elif action.kind == "backward_weight" and self.rank.split_backward:
             self.backward_weight(at, profile)
 
     def forward(self, at: tuple[int, int], profile: Profile) -> None:
@@ -387,7 +387,7 @@ class _StageReplay:
 
     def end(self, at: tuple[int, int]) -> None:
         """Nothing of a pass is left, in two parts once the second is done."""
-        if self.rank.in_parts and at in self.memory and at in self.deferred:
+        if self.rank.split_backward and at in self.memory and at in self.deferred:
             return
         rest = self.memory.pop(at, Bytes())
         self.meter.add("activations", -rest.activations)

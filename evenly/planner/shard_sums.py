@@ -32,11 +32,11 @@ class ShardSums(Sums):
         ranks: int,
         accumulate_float64: bool,
         on_host: bool,
-        in_parts: bool,
+        split_backward: bool,
     ) -> None:
         """units: the root first. ranks: of the shard group. on_host: whether shards live there.
 
-        in_parts: whether gradients of parameters come later than those of inputs, and units stay whole until then.
+        split_backward: whether gradients of parameters come later than those of inputs; units stay whole until then.
         """
         super().__init__(meter)
         self._units, self._on_host = units, on_host
@@ -57,7 +57,7 @@ class ShardSums(Sums):
         self._reducing = 0
         self._reduced = 0  # kept until the end of the last backward pass
         self._last = False
-        self._in_parts = in_parts
+        self._in_parts = split_backward
         self._full_gradients: set[str] = set()  # parameters with a whole gradient
         self._waiting: list[int] = []  # units whose gradients are reduced at the end of the step
 
