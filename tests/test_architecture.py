@@ -361,7 +361,7 @@ def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, ARGUMENTS = 500, 60, 300, 9
 # Lines of each package: it may shrink, and grows only by a larger number here, with a reason beside it.
 PACKAGE_LINES = {
-    "__init__": 683,  # torch_private, which came from many files; what a job file registers
+    "__init__": 684,  # torch_private, which came from many files; what a job file registers
     "checkpoint": 1752,
     "cli": 1163,
     "comm": 2039,
