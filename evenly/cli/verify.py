@@ -49,13 +49,21 @@ def run_verify(
 
 
 def _show(verdict: Verification) -> None:
-    rows: list[tuple[str, ...]] = []
-    for row in verdict.plans:
-        differences = ["" if d is None else f"{d:.1e}" for d in (row.loss_diff, row.grad_norm_diff, row.param_diff)]
-        bits = "" if row.bits_differ is None else str(row.bits_differ)
-        rows.append((row.plan, str(row.world), row.status, *differences, bits))
+    columns: dict[str, list[str]] = {
+        "plan": [row.plan for row in verdict.plans],
+        "ranks": [str(row.world) if row.world else "" for row in verdict.plans],
+        "status": [row.status for row in verdict.plans],
+        "loss": [_number(row.loss_diff) for row in verdict.plans],
+        "grad norm": [_number(row.grad_norm_diff) for row in verdict.plans],
+        "parameters": [_number(row.param_diff) for row in verdict.plans],
+        "rounding": [_number(row.param_rounding) for row in verdict.plans],
+        "other bits": ["" if row.bits_differ is None else str(row.bits_differ) for row in verdict.plans],
+    }
+    filled = {head: cells for head, cells in columns.items() if any(cells)}
     title = f"{verdict.job}: {verdict.steps} steps in {verdict.dtype}, largest difference from one device"
-    print_table(title, ("plan", "ranks", "status", "loss", "grad norm", "parameters", "other bits"), rows)
+    print_table(title, [*filled], [*zip(*filled.values(), strict=True)])
+    if "rounding" in filled:
+        print("rounding: how far the parameters of one device stray where rounding is added to it")
     if verdict.note:
         print(f"note: {verdict.note}")
     for row in verdict.plans:
@@ -63,3 +71,7 @@ def _show(verdict: Verification) -> None:
             print(f"{row.plan}: the parameter that is farthest off is {row.worst_param}")
         if row.reason:
             print(f"{row.plan}: {row.reason}")
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.1e}"

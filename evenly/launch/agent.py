@@ -121,7 +121,12 @@ def start_ranks(fn: Callable[..., Any], args: Sequence[Any], launch: Launch) -> 
         stack.callback(folder.remove)
         stop = stack.enter_context(forwarded_signals(folder))
         environment = {**process_environment(), CONTROL_VARIABLE: str(folder.control), **launch.environment}
-        results = _run(RankTask(task, folder, environment), launch, stop)
+        try:
+            results = _run(RankTask(task, folder, environment), launch, stop)
+        except FailedRank as failed:
+            if failed.exit_code == UserError.exit_code:  # a refusal says all in its message
+                folder.remove_logs()
+            raise
     folder.remove_logs()
     return {rank: pickle.loads(results[rank]) for rank in sorted(results)}
 
@@ -397,10 +402,12 @@ def _first_failure(folder: LaunchFolder, exit_codes: Mapping[int, int], stop: St
     asked, found = f"rank {first.rank} failed" + ("" if first.step is None else f" at step {first.step}"), first.text
     if first.is_mistake:
         asked, found = first.asked, first.found
+    if first.exit_code == UserError.exit_code and folder.temporary:  # its logs are removed
+        where = ""
     return FailedRank(
         asked,
         found + (f"; {diagnosis.text}" if diagnosis else ""),
-        f"{first.do}; {where}" if first.do else where,
+        "; ".join(filter(None, (first.do, where))),
         rank=first.rank,
         exit_code=first.exit_code,
         traceback=first.traceback,

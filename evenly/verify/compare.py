@@ -1,32 +1,65 @@
-"""Compares two computations: how large the difference is, and which tensor differs first.
+"""Compares two computations: how large the difference is, whether rounding explains it, and what differs first.
 
 A difference is the largest |a - b| of a tensor over the larger of 1 and its largest |b|: relative for large values,
 absolute for small ones, where rounding of a gradient that is truly zero can be as large as the parameter itself.
+
+What rounding explains is measured, not assumed (`Rounding`): the reference runs a second time with rounding added, and
+how far it strays is what rounding does to this job. In float64 a tensor is equal within 1e-9, or within `TIMES` what
+rounding does to it. In narrower types single elements jump (Adam turns the rounding of a gradient near zero into a full
+step), and which ones is chance: there the median element decides, which a lost, doubled or flipped gradient moves and
+chance does not; and after the first step, which starts from equal parameters, the largest difference of the optimizer's
+state, which is linear in the gradient, or nearly.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-# Largest difference that counts as rounding. None: reported, not judged, because Adam turns the rounding of a
-# gradient near zero into full steps.
-LOSS_TOLERANCE = {
-    "float64": 1e-9,
-    "float32": 1e-5,
-    "bfloat16": 1e-2,
-    "float16": 1e-2,
-    "pure-bfloat16": 5e-2,  # the sum of losses itself has 8 bits
-    "pure-float16": 1e-2,
-}
-# For a model that casts to a narrower dtype itself, where a plan sums in another order before the cast.
-DOWNCAST_TOLERANCE = 1e-5
-# Rounding of parameters changes the norm of all gradients little; a wrong sum changes it much.
-NORM_TOLERANCE = dict.fromkeys(LOSS_TOLERANCE, 1e-1) | {"float64": 1e-9, "float32": 1e-2}
-PARAM_TOLERANCE: dict[str, float | None] = dict.fromkeys(LOSS_TOLERANCE) | {"float64": 1e-9}
+from evenly.verify.disturb import Disturbance
+
+CONTRACT = 1e-9  # largest difference that is equal in float64, whatever the job
+TIMES = 16.0  # how many times the measured rounding is still rounding
+FIRST, LAST = 0, 1 << 30  # in the order of a step's values
+FEW = 16  # elements: the median of fewer says little about what rounding does to a tensor
+
+# Unit in the last place of weights and sums, and of what the forward computes in.
+WEIGHT_EPS = dict.fromkeys(("float32", "bfloat16", "float16"), 2.0**-23) | {
+    "float64": 2.0**-52, "pure-bfloat16": 2.0**-7, "pure-float16": 2.0**-10,
+}  # fmt: skip
+FORWARD_EPS = WEIGHT_EPS | {"bfloat16": 2.0**-7, "float16": 2.0**-10}
+
+# By tensor, the largest and the median |a - b|.
+Spreads = dict[str, tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How far the reference strays when rounding is added; lists by step, of which entry 0 is before the first.
+
+    scalars: largest difference of losses and gradient norms up to the step. tensors, states: of the model and of the
+    optimizer's state. kind: what was disturbed, see `disturb`.
+    """
+
+    scalars: list[float] = field(default_factory=list[float])
+    tensors: list[Spreads] = field(default_factory=list[Spreads])
+    states: list[Spreads] = field(default_factory=list[Spreads])
+    kind: Disturbance = "sums"
+
+    def scalar(self, step: int) -> float:
+        """Of losses and gradient norms at `step`."""
+        return self.scalars[step] if step < len(self.scalars) else 0.0
+
+    def of_tensors(self, step: int) -> Spreads:
+        """Of the model after `step`."""
+        return self.tensors[step] if step < len(self.tensors) else {}
+
+    def of_state(self, step: int) -> Spreads:
+        """Of the optimizer's state after `step`."""
+        return self.states[step] if step < len(self.states) else {}
 
 
 def difference(found: torch.Tensor | float, expected: torch.Tensor | float) -> float:
@@ -40,9 +73,26 @@ def difference(found: torch.Tensor | float, expected: torch.Tensor | float) -> f
     return math.inf if math.isnan(worst) else worst
 
 
+def spread(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
+    """The largest and the median |a - b|; infinite for other shapes and numbers that are not finite."""
+    a, b = _float64(found), _float64(expected)
+    if a.shape != b.shape:
+        return math.inf, math.inf
+    if a.numel() == 0 or torch.equal(a, b):
+        return 0.0, 0.0
+    apart = (a - b).abs().flatten()
+    largest = float(apart.max())
+    return (math.inf, math.inf) if math.isnan(largest) else (largest, float(apart.median()))
+
+
+def spread_of(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> Spreads:
+    """The `spread` of every tensor, by name."""
+    return {name: spread(found[name], tensor) for name, tensor in expected.items() if name in found}
+
+
 def _float64(value: torch.Tensor | float) -> torch.Tensor:
     """In float64, on the CPU; a Python number would become float32 otherwise."""
-    return torch.as_tensor(value, dtype=torch.float64).cpu()
+    return torch.as_tensor(value, dtype=torch.float64).detach().cpu()
 
 
 def differing_elements(found: torch.Tensor, expected: torch.Tensor) -> int:
@@ -57,62 +107,140 @@ def differing_elements(found: torch.Tensor, expected: torch.Tensor) -> int:
 
 @dataclass
 class RankComparison:
-    """The comparison on one rank; differences are the largest over all steps so far."""
+    """The comparison on one rank; differences are the largest over all steps so far.
+
+    expected, seen: names of all that is to be compared, and of what this rank has compared.
+    """
 
     dtype: str
     rank: int
+    rounding: Rounding = field(default_factory=Rounding)
     loss_diff: float = 0.0
     grad_norm_diff: float = 0.0
     param_diff: float = 0.0
+    param_rounding: float = 0.0
     worst_param: str = ""
     bits_differ: int | None = None
     sharded: float = 0.0
-    downcast: str = ""  # narrower dtype that the model casts to, if that decides the rounding
     first: tuple[int, int, str, float] | None = None  # (step, order within the step, what, difference)
+    expected: set[str] = field(default_factory=set[str])
+    seen: set[str] = field(default_factory=set[str])
     compared: int = 0  # values
 
-    def add_loss(self, step: int, found: float, expected: float, *, what: str = "loss") -> None:
-        """Compares a loss; `what` names it in the reason."""
-        diff = difference(found, expected)
+    def add_loss(self, step: int, found: float, expected: float) -> None:
+        """Compares the loss of a batch."""
+        self._add_loss(step, FIRST, "loss", difference(found, expected))
+
+    def add_evaluation(self, step: int, found: float, expected: float) -> None:
+        """Compares the loss of an evaluation after `step`."""
+        self._add_loss(step, LAST, "evaluation loss", difference(found, expected))
+
+    def _add_loss(self, step: int, order: int, what: str, diff: float) -> None:
         self.loss_diff = max(self.loss_diff, diff)
-        self._judge(step, 0, what, diff, self._tolerance(LOSS_TOLERANCE))
+        self._judge(step, order, what, diff, equal=diff <= self._scalar_tolerance(step))
 
     def add_grad_norm(self, step: int, found: float, expected: float) -> None:
         """Compares the norm of the batch's gradient."""
         both_overflow = not math.isfinite(found) and not math.isfinite(expected)  # a step that float16 skips
         diff = 0.0 if both_overflow else difference(found, expected)
         self.grad_norm_diff = max(self.grad_norm_diff, diff)
-        self._judge(step, 1, "grad_norm", diff, self._tolerance(NORM_TOLERANCE))
+        self._judge(step, 1, "grad_norm", diff, equal=diff <= self._scalar_tolerance(step))
+
+    def add_rates(self, step: int, found: Sequence[float], expected: Sequence[float]) -> None:
+        """Compares the learning rate of each parameter group after `step`."""
+        for group, rate in enumerate(expected):
+            diff = abs(found[group] - rate) / max(abs(rate), 1e-300) if group < len(found) else math.inf
+            self._judge(step, 2, f"learning rate of group {group}", diff, equal=diff <= CONTRACT)
 
     def add_tensors(self, step: int, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-        """Compares parameters and buffers by name; a name on one side only is infinitely far."""
-        for order, name in enumerate(sorted(found.keys() | expected.keys())):
-            both = name in found and name in expected
-            diff = difference(found[name], expected[name]) if both else math.inf
+        """Compares the parameters and buffers that this rank has; a name that is not expected is infinitely far."""
+        self.expected |= expected.keys()
+        spreads = self.rounding.of_tensors(step)
+        noise = _noise(spreads, expected)
+        for order, name in enumerate(sorted(found)):
+            diff = difference(found[name], expected[name]) if name in expected else math.inf
             if diff > self.param_diff or not self.worst_param:
                 self.param_diff, self.worst_param = max(diff, self.param_diff), name
-            self._judge(step, 2 + order, name, diff, self._tolerance(PARAM_TOLERANCE))
+            if name in spreads and name in expected:
+                size = max(1.0, float(_float64(expected[name]).abs().max())) if expected[name].numel() else 1.0
+                self.param_rounding = max(self.param_rounding, spreads[name][0] / size)
+            equal = diff < math.inf and self._is_rounding(found[name], expected[name], spreads.get(name), noise)
+            self._judge(step, 3 + order, name, diff, equal=diff <= 0 or equal)
+
+    def add_state(self, step: int, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+        """Compares the optimizer's state that this rank has, as `add_tensors` does; its differences are not listed."""
+        self.expected |= expected.keys()
+        spreads = self.rounding.of_state(step)
+        noise = _noise(spreads, expected)
+        for name in sorted(found):
+            a, b = found[name], expected.get(name)
+            diff = math.inf if b is None else difference(a, b)
+            equal = b is not None and diff < math.inf and self._is_rounding(a, b, spreads.get(name), noise)
+            if equal and b is not None and self.dtype != "float64" and step == 1:
+                largest = spreads.get(name, (0.0, 0.0))[0]
+                floor = TIMES * _eps(b) * (float(_float64(b).abs().max()) if b.numel() else 0.0)
+                equal = spread(a, b)[0] <= max(TIMES * largest, floor)
+            self._judge(step, 3 + len(self.expected), name, diff, equal=diff <= 0 or equal)
 
     def add_bits(self, step: int, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
         """Counts the elements whose bits differ, of which there must be none."""
         for order, name in enumerate(sorted(expected)):
             count = differing_elements(found[name], expected[name])
             self.bits_differ = (self.bits_differ or 0) + count
-            self._judge(step, 2 + order, f"elements of {name} with different bits", count, 0)
+            self._judge(step, 3 + order, f"elements of {name} with different bits", count, equal=count == 0)
 
-    def _tolerance(self, known: Mapping[str, float | None]) -> float | None:
-        tolerance = known[self.dtype]
-        return tolerance if tolerance is None or not self.downcast else max(tolerance, DOWNCAST_TOLERANCE)
+    def _scalar_tolerance(self, step: int) -> float:
+        if self.dtype == "float64":
+            floor = CONTRACT
+        else:
+            floor = TIMES * WEIGHT_EPS[self.dtype]
+            if self.rounding.kind == "forward":
+                floor = max(floor, FORWARD_EPS[self.dtype])
+        return max(floor, TIMES * self.rounding.scalar(step))
 
-    def _judge(self, step: int, order: int, what: str, diff: float, tolerance: float | None) -> None:
+    def _is_rounding(
+        self, a: torch.Tensor, b: torch.Tensor, rounding: tuple[float, float] | None, noise: float
+    ) -> bool:
+        """Whether rounding explains that `a` is not `b`.
+
+        rounding: what it does to this tensor. noise: the most that it does to any, of its size.
+        """
+        largest, median = rounding or (0.0, 0.0)
+        if self.dtype == "float64":
+            return difference(a, b) <= CONTRACT or spread(a, b)[0] <= TIMES * largest
+        floor = TIMES * _eps(b)
+        if b.numel() < FEW:
+            floor = max(floor, 2 * noise)
+        return spread(a, b)[1] <= max(TIMES * median, floor * _size(b))
+
+    def _judge(self, step: int, order: int, what: str, diff: float, *, equal: bool) -> None:
+        self.seen.add(what)
         self.compared += 1
-        if self.first is None and tolerance is not None and not diff <= tolerance:
+        if self.first is None and not equal:
             self.first = (step, order, what, diff)
+
+
+def _noise(spreads: Spreads, expected: Mapping[str, torch.Tensor]) -> float:
+    """The largest median spread of a tensor of enough elements, as a share of the tensor's size."""
+    named = ((spreads[name][1], tensor) for name, tensor in expected.items() if name in spreads)
+    return max((median / _size(b) for median, b in named if b.numel() >= FEW and _size(b) > 0), default=0.0)
+
+
+def _size(tensor: torch.Tensor) -> float:
+    """The root of the mean square."""
+    return float(_float64(tensor).square().mean().sqrt()) if tensor.numel() else 0.0
+
+
+def _eps(tensor: torch.Tensor) -> float:
+    return torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
 
 
 @dataclass(frozen=True)
 class Row:
-    """The verdict on one plan; `world` counts its devices, `status` is equal, different, unsupported or error."""
+    """The verdict on one plan; `world` counts its devices, `status` is equal, different, unsupported or error.
+
+    param_rounding: the largest difference of parameters that rounding makes on one device.
+    """
 
     plan: str
     world: int
@@ -124,22 +252,28 @@ class Row:
     sharded: float | None = None
     bits_differ: int | None = None
     reason: str = ""
+    param_rounding: float | None = None
 
 
 def judge(plan: str, comparisons: list[RankComparison]) -> Row:
-    """The row of `plan` from all ranks' comparisons; the reason names the first difference: step, rank and size."""
+    """The row of `plan` from all ranks' comparisons; the reason names the first difference: step, rank and size.
+
+    What no rank has compared is different.
+    """
     worst = max(comparisons, key=lambda comparison: comparison.param_diff)
     faults = [(comparison.first, comparison.rank) for comparison in comparisons if comparison.first is not None]
-    downcast = next((comparison.downcast for comparison in comparisons if comparison.downcast), "")
-    reason = f"the model itself computes in {downcast}: tolerance {DOWNCAST_TOLERANCE:g}" if downcast else ""
+    unseen = set[str]().union(*(c.expected for c in comparisons)).difference(*(c.seen for c in comparisons))
+    reason = ""
     if faults:
         (step, _, what, diff), rank = min(faults)
         reason = f"first difference: {what} at step {step} on rank {rank}, {diff:.3g}"
+    elif unseen:
+        reason = f"no rank has {min(unseen)}" + (f" and {len(unseen) - 1} more" if len(unseen) > 1 else "")
     bits = [comparison.bits_differ for comparison in comparisons if comparison.bits_differ is not None]
     return Row(
         plan=plan,
-        world=len(comparisons),
-        status="different" if faults else "equal",
+        world=1 + max((comparison.rank for comparison in comparisons), default=0),
+        status="different" if faults or unseen else "equal",
         loss_diff=max(comparison.loss_diff for comparison in comparisons),
         grad_norm_diff=max(comparison.grad_norm_diff for comparison in comparisons),
         param_diff=worst.param_diff,
@@ -147,4 +281,5 @@ def judge(plan: str, comparisons: list[RankComparison]) -> Row:
         sharded=max(comparison.sharded for comparison in comparisons),
         bits_differ=max(bits) if bits else None,
         reason=reason,
+        param_rounding=max(comparison.param_rounding for comparison in comparisons),
     )

@@ -2,154 +2,185 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
+from evenly.checkpoint.manifest import OPTIMIZER
+from evenly.checkpoint.state import parameter_of
+from evenly.comm.connect import find_device
 from evenly.errors import PlanError
 from evenly.job import Job, Precision
 from evenly.jobfile import load_job
+from evenly.launch.environment import find_here
 from evenly.plan import PlanSpec, with_microbatch
-from evenly.torch_private import TO_COPY, TorchDispatchMode
+from evenly.torch_private import plain_name
 from evenly.train import Run, start
+from evenly.train.resume import snapshot
 from evenly.verify.compare import RankComparison
-from evenly.verify.reference import loss_not_additive, named_tensors, reference_steps
+from evenly.verify.data_rules import broken_data_rule
+from evenly.verify.disturb import Disturbance, Disturber
+from evenly.verify.hidden_state import find_hidden_state
+from evenly.verify.reference import evaluates, loss_not_additive, named_tensors, reference_steps
+from evenly.verify.shorten import shortened
+from evenly.verify.trajectory import Scalars, Trajectory, read_rounding
 
 
-def write_reference(
-    path: Path, settings: dict[str, Any], dtype: Precision, plan: PlanSpec, steps: int, folder: Path
-) -> PlanError | str:
-    """Trains the job of file `path` in the plain loop and saves its trajectory in `folder`; one process.
+@dataclass(frozen=True)
+class FoundInJob:
+    """What is known of the job before any plan is compared; texts are '' where all is well.
 
-    Of `plan`, only the microbatch counts. Returns the error, without training, if it does not fit the job; else a
-    warning about the job's loss, or ''.
+    broken_rule:  a rule of data order that its batches break. hidden_state: what one microbatch passes to the next.
+    note:         a warning about its loss.
+    """
+
+    broken_rule: str = ""
+    hidden_state: str = ""
+    note: str = ""
+
+    @property
+    def notes(self) -> str:
+        """All that is not well, in one line."""
+        return "; ".join(filter(None, (self.broken_rule, self.hidden_state, self.note)))
+
+
+def write_references(
+    path: Path,
+    settings: dict[str, Any],
+    dtype: Precision,
+    plan: PlanSpec,
+    steps: int,
+    folder: Path,
+    kinds: list[Disturbance],
+) -> PlanError | FoundInJob | None:
+    """Trains the job of file `path` in the plain loop, on each rank with another of `kinds` of rounding added.
+
+    Each saves its trajectory in a folder of its own (`trajectory_folder`). Of `plan`, only the microbatch counts. The
+    first rank returns the error, without training, if it does not fit the job; else what it has found in the job.
     """
     torch.set_num_threads(1)
+    place = find_here()
+    kind = kinds[place.rank]
+    device = find_device(replace(place, local_rank=0, local_size=1))  # a GPU draws other numbers than the CPU
     try:
         job = with_microbatch(replace(load_job(path, settings), precision=dtype), plan)
     except PlanError as problem:
         return problem
-    keep_reference(job, steps, folder)
+    keep_reference(shortened(job, steps), steps, trajectory_folder(folder, kind), kind, device=device)
+    if kind != "none":
+        return None
     try:
-        return loss_not_additive(job)
+        note = loss_not_additive(job)
     except Exception:  # for example a loss that needs full microbatches
-        return ""
+        note = ""
+    return FoundInJob(broken_data_rule(job), find_hidden_state(job), note)
 
 
-def keep_reference(job: Job, steps: int, folder: Path) -> None:
-    """Trains `job` in the plain loop and saves its trajectory in `folder`."""
-    trajectory, losses, norms, eval_loss = Trajectory(folder), [], [], None
-    records = reference_steps(job, steps)
-    with DowncastWatch() as downcasts:
-        first = next(records)
-    for record in chain([first], records):
-        if record.step == 0:
-            eval_loss = record.loss
-            continue
-        trajectory.add_tensors(record.step, record.tensors)
-        losses.append(record.loss)
-        norms.append(record.grad_norm)
-    trajectory.finish(losses=losses, grad_norms=norms, eval_loss=eval_loss, downcast=downcasts.found)
+def trajectory_folder(folder: Path, kind: Disturbance) -> Path:
+    """Where the run with `kind` of rounding added is saved."""
+    return folder / ("reference" if kind == "none" else f"disturbed-{kind}")
 
 
-def compare_file(
-    path: Path, settings: dict[str, Any], dtype: Precision, plan: PlanSpec, steps: int, folder: Path
-) -> RankComparison:
-    """Runs the job of file `path` under `plan` on this rank and compares it with the trajectory in `folder`."""
-    return compare_job(replace(load_job(path, settings), precision=dtype), plan, steps, folder)
-
-
-def compare_job(job: Job, plan: str | PlanSpec, steps: int, folder: Path) -> RankComparison:
-    """Runs `job` under `plan` on this rank and compares every step with the trajectory `folder`/reference.
-
-    With exact=bitwise the engine's own run on one device is saved as `folder`/single, and the bits of later plans are
-    compared with it.
-    """
-    expected, single = Trajectory(folder / "reference"), Trajectory(folder / "single")
-    losses, norms, eval_loss, downcast = expected.scalars()
-    with start(replace(job, steps=max(job.steps, steps)), plan=plan) as run:
-        run.interrupt.close()  # a stop need not wait for the end of a step
-        if run.composed.tensor is None:
-            downcast = ""  # sums before the cast are in the same order
-        comparison = RankComparison(job.precision, run.world.rank, sharded=run.composed.sharded, downcast=downcast)
-        for batch in run.batches():
-            report = run.step(batch)
-            comparison.add_loss(report.step, report.loss, losses[report.step - 1])
-            comparison.add_grad_norm(report.step, report.grad_norm, norms[report.step - 1])
-            tensors = {name: run.composed.full_view(name, tensor) for name, tensor in named_tensors(run.model).items()}
-            comparison.add_tensors(report.step, tensors, _own_stages(run, expected.tensors(report.step)))
-            _compare_bits(run, comparison, tensors, single, report.step)
-            if report.step == steps:
-                break
-        if eval_loss is not None:
-            comparison.add_loss(steps, run.evaluate().loss, eval_loss, what="evaluation loss")
-    return comparison
-
-
-def _own_stages(run: Run, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The `tensors` that this rank holds, without those of other pipeline stages only."""
-    pipeline = run.composed.pipeline
-    return {name: t for name, t in tensors.items() if pipeline is None or name not in pipeline.placeholders}
-
-
-def _compare_bits(
-    run: Run, comparison: RankComparison, tensors: dict[str, torch.Tensor], single: Trajectory, step: int
-) -> None:
-    if run.plan.exact != "bitwise":
-        return
-    if run.plan.devices == 1:
-        single.add_tensors(step, tensors)
-    comparison.add_bits(step, tensors, single.tensors(step))
+def keep_reference(job: Job, steps: int, folder: Path, kind: Disturbance = "none", *, device: str = "cpu") -> None:
+    """Trains `job` in the plain loop, with `kind` of rounding added, and saves its trajectory in `folder`."""
+    trajectory, scalars = Trajectory(folder), Scalars()
+    for record in reference_steps(job, steps, device=device, around=Disturber(kind).around_microbatch):
+        trajectory.add_tensors(record.step, record.tensors, record.state)
+        scalars.add(
+            record.step, loss=record.loss, grad_norm=record.grad_norm, rates=record.rates, eval_loss=record.eval_loss
+        )
+    trajectory.finish(scalars)
 
 
 @dataclass(frozen=True)
-class Trajectory:
-    """One folder: a safetensors file per step, and the scalars of all steps as JSON once the run is over."""
+class PlanSteps:
+    """Consecutive steps that one plan runs.
 
-    folder: Path
+    first, last: how many steps are done before and after it. out: folder of the run, where several plans take turns.
+    """
 
-    def add_tensors(self, step: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Saves the state after `step`."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, self._file(step))
-
-    def finish(
-        self, *, losses: list[float], grad_norms: list[float], eval_loss: float | None, downcast: str = ""
-    ) -> None:
-        """Saves the scalars of all steps; downcast: narrower dtype that the model casts to, or ''."""
-        scalars = {"losses": losses, "grad_norms": grad_norms, "eval_loss": eval_loss, "downcast": downcast}
-        (self.folder / "scalars.json").write_text(json.dumps(scalars))
-
-    def tensors(self, step: int) -> dict[str, torch.Tensor]:
-        return load_file(self._file(step))
-
-    def scalars(self) -> tuple[list[float], list[float], float | None, str]:
-        """Losses and gradient norms by step, the evaluation loss at the end, and `downcast`."""
-        scalars = json.loads((self.folder / "scalars.json").read_text())
-        return scalars["losses"], scalars["grad_norms"], scalars["eval_loss"], scalars["downcast"]
-
-    def _file(self, step: int) -> Path:
-        return self.folder / f"step-{step}.safetensors"
+    plan: PlanSpec
+    first: int
+    last: int
+    out: Path | None = None
 
 
-class DowncastWatch(TorchDispatchMode):
-    """A context manager; `found` is the dtype that float64 tensors were cast to within, or ''."""
+def compare_file(
+    path: Path, settings: dict[str, Any], dtype: Precision, part: PlanSteps, steps: int, folder: Path, kind: Disturbance
+) -> RankComparison:
+    """Runs a part of the job of file `path` on this rank and compares it with the trajectory in `folder`."""
+    job = shortened(replace(load_job(path, settings), precision=dtype), steps)
+    return compare_steps(job, part, steps, folder, kind)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = ""
 
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        converts = func is TO_COPY.default and args[0].dtype == torch.float64
-        if converts and result.dtype.is_floating_point and result.dtype != torch.float64:
-            self.found = str(result.dtype).removeprefix("torch.")
-        return result
+def compare_job(job: Job, plan: str | PlanSpec, steps: int, folder: Path) -> RankComparison:
+    """Runs `job` under `plan` on this rank and compares every step with the trajectory `folder`/reference."""
+    return compare_steps(job, PlanSteps(plan, 0, steps), steps, folder)  # type: ignore[arg-type]
+
+
+def compare_steps(job: Job, part: PlanSteps, steps: int, folder: Path, kind: Disturbance = "sums") -> RankComparison:
+    """Runs a part of `job` on this rank and compares every step with the trajectory `folder`/reference.
+
+    kind: of rounding that its plan may add. With exact=bitwise the engine's own run on one device is saved as
+    `folder`/single, and the bits of later plans are compared with it.
+    """
+    expected, single = Trajectory(folder / "reference"), Trajectory(folder / "single")
+    scalars, rounding = expected.scalars(), read_rounding(folder / f"rounding-{kind}.json")
+    job = replace(job, steps=max(job.steps, steps))
+    with start(job, plan=part.plan, out=part.out, resume=part.first > 0) as run:
+        run.interrupt.close()  # a stop need not wait for the end of a step
+        comparison = RankComparison(job.precision, run.world.rank, rounding, sharded=run.composed.sharded)
+        if part.first:
+            _compare_state(run, comparison, expected)
+        for batch in run.batches():
+            report = run.step(batch)
+            comparison.add_loss(report.step, report.loss, scalars.losses[report.step - 1])
+            comparison.add_grad_norm(report.step, report.grad_norm, scalars.grad_norms[report.step - 1])
+            rates = [float(group["lr"]) for group in run.optimizer.param_groups]
+            comparison.add_rates(report.step, rates, scalars.rates[report.step - 1])
+            tensors = _compare_state(run, comparison, expected)
+            _compare_bits(run, comparison, tensors, single)
+            if evaluates(job, report.step, steps):
+                found = run.evaluate().loss
+                comparison.add_evaluation(report.step, found, scalars.eval_losses[report.step])
+            if report.step == part.last:
+                break
+    return comparison
+
+
+def _compare_state(run: Run, comparison: RankComparison, expected: Trajectory) -> dict[str, torch.Tensor]:
+    """Compares what this rank has of the model and of the optimizer's state; returns the model's tensors."""
+    step, pipeline = run.steps_done, run.composed.pipeline
+    named = named_tensors(run.model)
+    if pipeline is not None:
+        named = {name: tensor for name, tensor in named.items() if name not in pipeline.placeholders}
+    tensors = {name: run.composed.full_view(name, tensor) for name, tensor in named.items()}
+    comparison.add_tensors(step, tensors, expected.tensors(step))
+    comparison.add_state(step, _full_state(run), expected.state(step))
+    return tensors
+
+
+def _full_state(run: Run) -> dict[str, torch.Tensor]:
+    """The optimizer's state that this rank has, in full and named as in the reference; a collective."""
+    saved = snapshot(run)
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in saved.tensors.items():
+        if name.startswith(OPTIMIZER):
+            owner = plain_name(parameter_of(name))
+            full: Any = getattr(tensor, "full_tensor", None)
+            whole = tensor if full is None else full()
+            found[f"{name.rpartition('.')[2]} of {owner}"] = whole.detach().cpu()
+    for owner, values in saved.values["optimizer"]["state"].items():
+        numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
+        found |= {f"{key} of {owner}": torch.tensor(value, dtype=torch.float64) for key, value in numbers.items()}
+    return found
+
+
+def _compare_bits(run: Run, comparison: RankComparison, tensors: dict[str, torch.Tensor], single: Trajectory) -> None:
+    if run.plan.exact != "bitwise":
+        return
+    if run.plan.devices == 1:
+        single.add_tensors(run.steps_done, tensors)
+    comparison.add_bits(run.steps_done, tensors, single.tensors(run.steps_done))

@@ -7,9 +7,10 @@ the keys of random streams. Everything else is plain torch: sums of losses, one 
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from evenly.data.generators import seeded
 from evenly.data.loader import microbatches_of_evaluation, microbatches_of_step
 from evenly.data.nest import map_tensors
 from evenly.data.stream import block_key, stream_key
+from evenly.errors import UserError
 from evenly.job import Job, Loss
 from evenly.model.blocks import find_blocks
 
@@ -29,58 +31,127 @@ WEIGHTS = {"float64": torch.float64, "pure-bfloat16": torch.bfloat16, "pure-floa
 
 @dataclass(frozen=True)
 class ReferenceStep:
-    """State after a step: loss and gradient norm of the step, every parameter and buffer after it."""
+    """A step and the state after it.
+
+    tensors:   every parameter and buffer, by name.
+    state:     every tensor of the optimizer's state, by parameter and key.
+    rates:     the learning rate of each parameter group.
+    eval_loss: the evaluation loss after the step, where it was asked for.
+    """
 
     step: int
     loss: float
     grad_norm: float
     tensors: dict[str, torch.Tensor]
+    state: dict[str, torch.Tensor]
+    rates: list[float]
+    eval_loss: float | None
 
 
-def reference_steps(job: Job, steps: int) -> Iterator[ReferenceStep]:
-    """Trains `job` on the CPU in this process; yields after every step.
+def reference_steps(
+    job: Job,
+    steps: int,
+    *,
+    device: str = "cpu",
+    around: Callable[[torch.nn.Module], AbstractContextManager[None]] | None = None,
+) -> Iterator[ReferenceStep]:
+    """Trains `job` on `device` in this process; yields after every step, with an evaluation where `evaluates` says.
 
-    Where the job has `eval_data`, a last record, of step 0, has the evaluation loss of the trained model as its loss.
+    around: given the model, a context for the forward and backward of each microbatch.
+    Raises `UserError` for a loss that cannot be trained on.
     """
-    model, optimizer, schedule, scaler = _build(job)
+    model, optimizer, schedule, scaler = _build(job, device)
     for step in range(steps):
         optimizer.zero_grad()
-        total, weight = 0.0, 0.0
+        totals: list[float] = []
+        weights: list[float] = []
         for number, indices in enumerate(microbatches_of_step(job, step)):
-            batch = _read(job, job.data, indices, stream_key(job.seed, "data", step, number))
-            with _drawing(model, stream_key(job.seed, "microbatch", step, number)):
+            batch = _read(job, job.data, indices, stream_key(job.seed, "data", step, number), device)
+            with (
+                nullcontext() if around is None else around(model),
+                _drawing(model, stream_key(job.seed, "microbatch", step, number), device),
+            ):
                 loss = _loss(job, model, batch, len(indices))
                 if loss.total.requires_grad:
                     scaler.scale(loss.total).backward()
-            total, weight = total + float(loss.total.detach().double()), weight + float(loss.weight)
+            totals.append(float(loss.total.detach().double()))
+            weights.append(float(loss.weight))
+        _check_finite(step + 1, totals, weights)
+        weight = math.fsum(weights)
+        _check_dense(model)
         scaler.unscale_(optimizer)
         used = [p for p in model.parameters() if p.grad is not None]
         for parameter in used:
             assert parameter.grad is not None
             parameter.grad /= weight
-        grad_norm = torch.nn.utils.clip_grad_norm_(used, job.clip_norm or float("inf"))
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(used, job.clip_norm or float("inf")))
+        if not math.isfinite(grad_norm) and job.precision != "float16":
+            raise UserError(
+                f"training step {step + 1} on one device",
+                f"the norm of the gradient is {grad_norm}",
+                "look for a square root or a division at zero, or too high a learning rate",
+            )
         scaler.step(optimizer)
         scaler.update()
         if schedule is not None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a step that float16 skips counts for the schedule
                 schedule.step()
-        yield ReferenceStep(step + 1, total / weight, float(grad_norm), named_tensors(model))
-    if job.eval_data is not None:
-        yield ReferenceStep(0, reference_evaluation(job, model), 0.0, {})
+        yield ReferenceStep(
+            step + 1,
+            math.fsum(totals) / weight,
+            grad_norm,
+            named_tensors(model),
+            named_state(model, optimizer),
+            [float(group["lr"]) for group in optimizer.param_groups],
+            reference_evaluation(job, model, device) if evaluates(job, step + 1, steps) else None,
+        )
 
 
-def reference_evaluation(job: Job, model: torch.nn.Module) -> float:
+def evaluates(job: Job, step: int, steps: int) -> bool:
+    """Whether a verification of `steps` evaluates after `step`: once in between, which must not change what follows,
+    and at the end.
+    """
+    return job.eval_data is not None and step in (steps // 2, steps)
+
+
+def reference_evaluation(job: Job, model: torch.nn.Module, device: str = "cpu") -> float:
     """The loss over all of `job.eval_data`."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
-    total, weight = 0.0, 0.0
+    totals: list[float] = []
+    weights: list[float] = []
     with torch.no_grad():
         for number, indices in enumerate(microbatches_of_evaluation(job)):
-            batch = _read(job, job.eval_data, indices, stream_key(job.seed, "evaluation data", 0, number))
-            with _drawing(model, stream_key(job.seed, "evaluation", number)):
+            batch = _read(job, job.eval_data, indices, stream_key(job.seed, "evaluation data", 0, number), device)
+            with _drawing(model, stream_key(job.seed, "evaluation", number), device):
                 loss = _loss(job, model, batch, len(indices))
-            total, weight = total + float(loss.total.double()), weight + float(loss.weight)
-    return total / weight
+            totals.append(float(loss.total.double()))
+            weights.append(float(loss.weight))
+    for module, training in modes:
+        module.training = training
+    if math.fsum(weights) == 0:
+        raise UserError(
+            "evaluating the job", "nothing in its eval_data counts: the weight is 0", "give it samples that count"
+        )
+    return math.fsum(totals) / math.fsum(weights)
+
+
+def _check_dense(model: torch.nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise UserError(f"the gradient of {name}", "it is sparse", "build the model without sparse=True")
+
+
+def _check_finite(step: int, totals: list[float], weights: list[float]) -> None:
+    """Raises `UserError` for a step that no device can train."""
+    asked = f"training step {step} on one device"
+    for number, (total, weight) in enumerate(zip(totals, weights, strict=True)):
+        if not math.isfinite(total) or not math.isfinite(weight) or weight < 0:
+            found = f"microbatch {number} has the loss {total:g} with weight {weight:g}"
+            raise UserError(asked, found, "look for a division by zero or a log of zero; weights are 0 or more")
+    if math.fsum(weights) == 0:
+        raise UserError(asked, "the weight is 0 in every microbatch", "leave out samples that do not count")
 
 
 def loss_not_additive(job: Job) -> str:
@@ -92,7 +163,7 @@ def loss_not_additive(job: Job) -> str:
     indices = next(iter(microbatches_of_step(job, 0)))
     if len(indices) < 2:
         return ""
-    model = _build(job)[0].eval()
+    model = build_model(job).eval()
     found: list[tuple[float, float]] = []
     with seeded(key := stream_key(job.seed, "data", 0, 0)):
         samples = [job.data[i] for i in indices]
@@ -118,22 +189,53 @@ def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in named}
 
 
-def _build(job: Job) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any, torch.amp.GradScaler]:
+def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Copies of the optimizer's state, as `exp_avg of layer.weight`; its numbers as tensors."""
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                found[f"{key} of {name}"] = value.detach().cpu().clone()
+            elif isinstance(value, int | float):
+                found[f"{key} of {name}"] = torch.tensor(value, dtype=torch.float64)
+    return found
+
+
+def build_model(job: Job, device: str = "cpu") -> torch.nn.Module:
+    """The job's model in training mode, built on the CPU; what the job itself sets to evaluation stays so."""
     with seeded(stream_key(job.seed, "model")):
         model = job.model()
     if job.precision in WEIGHTS:
         model = model.to(WEIGHTS[job.precision])
-    model.train()
+    return (model if model.training else model.train()).to(device)
+
+
+def _build(job: Job, device: str = "cpu") -> tuple[torch.nn.Module, torch.optim.Optimizer, Any, torch.amp.GradScaler]:
+    model = build_model(job, device)
     optimizer = job.optimizer(model.parameters())
     schedule = job.schedule(optimizer) if job.schedule is not None else None
     power = (job.global_batch - 1).bit_length()
-    scaler = torch.amp.GradScaler("cpu", init_scale=max(1.0, 2.0 ** (16 - power)), enabled=job.precision == "float16")
+    scale = max(1.0, 2.0 ** (16 - power))
+    kind = torch.device(device).type
+    scaler = torch.amp.GradScaler(kind, init_scale=scale, enabled=job.precision == "float16")
     return model, optimizer, schedule, scaler
 
 
-def _read(job: Job, data: Any, indices: list[int], key: int) -> Any:
+def read_microbatch(job: Job, indices: list[int], key: int) -> Any:
+    """The training samples of these indices, collated, with random numbers from the stream `key`."""
+    return _read(job, job.data, indices, key)
+
+
+def run_forward(job: Job, model: torch.nn.Module, batch: Any, key: int, samples: int) -> Loss:
+    """The job's loss of one microbatch of so many samples, with random numbers from the stream `key`."""
+    with _drawing(model, key):
+        return _loss(job, model, batch, samples)
+
+
+def _read(job: Job, data: Any, indices: list[int], key: int, device: str = "cpu") -> Any:
     with seeded(key):
-        return _collated(job, [data[i] for i in indices])
+        batch = _collated(job, [data[i] for i in indices])
+    return map_tensors(lambda t: t.to(device), batch)
 
 
 def _collated(job: Job, samples: list[Any]) -> Any:
@@ -144,7 +246,7 @@ def _collated(job: Job, samples: list[Any]) -> Any:
 
 
 @contextmanager
-def _drawing(model: torch.nn.Module, key: int) -> Generator[None]:
+def _drawing(model: torch.nn.Module, key: int, device: str = "cpu") -> Generator[None]:
     """Within, seeds all generators from the stream `key`, and again at the begin and end of every block."""
     calls: dict[str, int] = {}
     handles: list[Any] = []
@@ -159,7 +261,7 @@ def _drawing(model: torch.nn.Module, key: int) -> Generator[None]:
 
         handles += [block.module.register_forward_pre_hook(begin), block.module.register_forward_hook(end)]
     try:
-        with seeded(key):
+        with seeded(key, device):
             yield
     finally:
         for handle in handles:
@@ -168,6 +270,15 @@ def _drawing(model: torch.nn.Module, key: int) -> Generator[None]:
 
 def _loss(job: Job, model: torch.nn.Module, batch: Any, samples: int) -> Loss:
     mixed = job.precision in ("bfloat16", "float16")
-    with torch.autocast("cpu", dtype=getattr(torch, job.precision)) if mixed else nullcontext():
-        loss = job.loss(model, batch)
-    return loss if isinstance(loss, Loss) else Loss(loss * samples, samples)
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    with torch.autocast(device, dtype=getattr(torch, job.precision)) if mixed else nullcontext():
+        found = job.loss(model, batch)
+    loss = found if isinstance(found, Loss) else Loss(found, samples)
+    if not isinstance(loss.total, torch.Tensor) or loss.total.numel() != 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UserError(
+            "the job's loss must return evenly.Loss(total, weight) or a scalar tensor",
+            f"it returned a {type(found).__name__}" + (" whose total is no scalar tensor" if found is loss else ""),
+            "sum the losses into `total`, a tensor, and count what they cover in `weight`",
+        )
+    total = loss.total.reshape(())
+    return Loss(total, loss.weight) if found is loss else Loss(total * samples, samples)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from evenly.errors import EvenlyError, PlanError, UserError
@@ -15,7 +16,9 @@ from evenly.jobfile import read_with
 from evenly.launch.agent import Launch, start_ranks
 from evenly.plan import PlanSpec, parse_plan
 from evenly.verify.compare import RankComparison, Row, judge
-from evenly.verify.ranks import compare_file, write_reference
+from evenly.verify.disturb import Disturbance
+from evenly.verify.ranks import FoundInJob, PlanSteps, compare_file, trajectory_folder, write_references
+from evenly.verify.trajectory import Trajectory, write_rounding
 
 SIGNALLED = 128  # an exit code above is 128 + the signal that ended the process
 
@@ -24,7 +27,7 @@ SIGNALLED = 128  # an exit code above is 128 + the signal that ended the process
 class Verification:
     """The verdict on each plan.
 
-    note: a warning about the job's loss, or ''.
+    note: what is to be known of the job itself, or ''.
     """
 
     job: str
@@ -57,48 +60,56 @@ def verify(
     devices: of plans that state no sizes; by default the smallest world that shows the plan. report: called with a
     line of progress. Raises what the first run of the reference raises.
     """
-    with tempfile.TemporaryDirectory(prefix="evenly-verify-") as name:
+    with TemporaryDirectory(prefix="evenly-verify-") as name:
         references = _ReferenceRuns(request, Path(name), report)
         rows = [_verify_plan(request, text, references, devices=devices, report=report) for text in plans]
-    return Verification(str(request.path), request.steps, request.dtype, rows, references.note)
+    return Verification(str(request.path), request.steps, request.dtype, rows, references.found.notes)
 
 
 class _ReferenceRuns:
-    """The reference runs on one device, one for each microbatch that plans name (None: the job's), made when needed.
+    """The reference runs on one device, made when needed: one for each microbatch that plans name (None: the job's).
 
-    folders:   those of the runs so far.
+    folders:   those of the runs so far, with the kinds of rounding that were added in runs of their own.
     with_bits: those that also have the engine's own run on one device, to compare bits with.
-    note:      a warning about the job's loss, or ''.
+    found:     what the first of them found in the job.
     """
 
     def __init__(self, request: VerifyRequest, folder: Path, report: Callable[[str], None]) -> None:
         self._request, self._folder, self._report = request, folder, report
-        self.folders: set[Path] = set()
+        self.folders: dict[Path, set[Disturbance]] = {}
         self.with_bits: set[Path] = set()
-        self.note = ""
+        self.found = FoundInJob()
 
-    def of(self, plan: PlanSpec) -> Path:
-        """The folder of the reference of `plan`. Raises `PlanError` if its microbatch does not fit the job."""
+    def of(self, plan: PlanSpec, kind: Disturbance) -> Path:
+        """The folder of the reference of `plan`, to be compared under this `kind` of rounding.
+
+        Raises `PlanError` if its microbatch does not fit the job.
+        """
         folder = self._folder / f"microbatch-{plan.microbatch}"
-        if folder not in self.folders:
-            self._make(plan, folder)
-            self.folders.add(folder)
+        if kind not in self.folders.get(folder, ()):
+            self._make(plan, folder, kind)
+            self.folders.setdefault(folder, set()).add(kind)
         if plan.exact == "bitwise" and folder not in self.with_bits:
             single = PlanSpec(data=1, microbatch=plan.microbatch, exact="bitwise")
             if plan != single:
                 self._report(f"single: for the bits of the others{_of_microbatch(plan)}")
-                _run_plan(self._request, single, folder)
+                _run_steps(self._request, PlanSteps(single, 0, self._request.steps), folder, kind)
             self.with_bits.add(folder)
         return folder
 
-    def _make(self, plan: PlanSpec, folder: Path) -> None:
+    def _make(self, plan: PlanSpec, folder: Path, kind: Disturbance) -> None:
         request = self._request
-        self._report(f"reference: a plain loop on one device{_of_microbatch(plan)}")
-        where = (request.path, request.settings, request.dtype)
-        found = start_ranks(write_reference, (*where, plan, request.steps, folder / "reference"), Launch(devices=1))[0]
+        kinds: list[Disturbance] = [kind] if folder in self.folders else ["none", kind]
+        what = "again, with rounding added" if len(kinds) == 1 else "a plain loop on one device, twice"
+        self._report(f"reference: {what}{_of_microbatch(plan)}")
+        arguments = (request.path, request.settings, request.dtype, plan, request.steps, folder, kinds)
+        found = start_ranks(write_references, arguments, Launch(devices=len(kinds)))[0]
         if isinstance(found, PlanError):
             raise found
-        self.note = self.note or found
+        if found is not None and not self.folders:
+            self.found = found
+        reference, disturbed = (Trajectory(trajectory_folder(folder, one)) for one in ("none", kind))
+        write_rounding(reference, disturbed, folder / f"rounding-{kind}.json", kind)
 
 
 def _of_microbatch(plan: PlanSpec) -> str:
@@ -110,15 +121,18 @@ def _verify_plan(
 ) -> Row:
     world = 0
     try:
-        plan = read_with(request.path, lambda: parse_plan(text))
-        world = world_of(plan, devices, text)
-        if plan.precision not in (None, request.dtype):
-            raise PlanError(f"plan {text}", f"verification in {request.dtype}", f"give --dtype {plan.precision}")
-        fitted = plan.fit(world)
-        fitted.complete(request.dtype)
-        folder = references.of(fitted)
+        turns = [_Turn.of(request, part.strip(), devices) for part in text.split(">")]
+        world = max(turn.world for turn in turns)
+        if len(turns) > request.steps:
+            raise PlanError(
+                f"plan {text}", f"{request.steps} steps for {len(turns)} plans", f"give --steps {len(turns)}"
+            )
+        kind: Disturbance = "forward" if any(turn.adds_in_forward for turn in turns) else "sums"
+        folder = references.of(turns[0].plan, kind)
+        if (problem := _problem_of(references.found, world)) is not None:
+            return replace(problem, plan=text)
         report(f"{text}: {world} device{'s' * (world != 1)}")
-        return replace(judge(text, _run_plan(request, fitted, folder)), world=world)
+        return replace(judge(text, _run_turns(request, turns, folder, kind)), world=world)
     except PlanError as problem:
         return Row(text, world, "unsupported", reason=f"{problem.asked}: {problem.found}; {problem.do}")
     except EvenlyError as problem:
@@ -129,9 +143,51 @@ def _verify_plan(
         return Row(text, world, status, reason=" | ".join(filter(None, (problem.asked, problem.found))))
 
 
-def _run_plan(request: VerifyRequest, plan: PlanSpec, folder: Path) -> list[RankComparison]:
-    arguments = (request.path, request.settings, request.dtype, plan, request.steps, folder)
-    results = start_ranks(compare_file, arguments, Launch(devices=plan.ranks or 1))
+def _problem_of(found: FoundInJob, world: int) -> Row | None:
+    """The row of every plan of `world` devices where the job or its data break the contract themselves."""
+    if found.broken_rule:
+        return Row("", world, "different", reason=f"data: {found.broken_rule}")
+    if found.hidden_state and world > 1:
+        return Row("", world, "unsupported", reason=f"it is free who runs which microbatch, and {found.hidden_state}")
+    return None
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """One of the plans of `ddp>zero3`, which run a job's steps in turns.
+
+    adds_in_forward: whether it may add in another order within the forward.
+    """
+
+    plan: PlanSpec
+    world: int
+    adds_in_forward: bool
+
+    @classmethod
+    def of(cls, request: VerifyRequest, text: str, devices: int | None) -> _Turn:
+        plan = read_with(request.path, lambda: parse_plan(text))
+        world = world_of(plan, devices, text)
+        if plan.precision not in (None, request.dtype):
+            raise PlanError(f"plan {text}", f"verification in {request.dtype}", f"give --dtype {plan.precision}")
+        fitted = plan.fit(world)
+        complete = fitted.complete(request.dtype)
+        return cls(fitted, world, complete.tensor.active or complete.compile == "blocks")
+
+
+def _run_turns(request: VerifyRequest, turns: Sequence[_Turn], folder: Path, kind: Disturbance) -> list[RankComparison]:
+    """Each plan in turn runs its share of the steps; the next goes on from what it has saved."""
+    ends = [request.steps * number // len(turns) for number in range(len(turns) + 1)]
+    comparisons: list[RankComparison] = []
+    with ExitStack() as stack:
+        out = Path(stack.enter_context(TemporaryDirectory(prefix="evenly-verify-"))) if len(turns) > 1 else None
+        for turn, first, last in zip(turns, ends, ends[1:], strict=False):
+            comparisons += _run_steps(request, PlanSteps(turn.plan, first, last, out), folder, kind)
+    return comparisons
+
+
+def _run_steps(request: VerifyRequest, part: PlanSteps, folder: Path, kind: Disturbance) -> list[RankComparison]:
+    arguments = (request.path, request.settings, request.dtype, part, request.steps, folder, kind)
+    results = start_ranks(compare_file, arguments, Launch(devices=part.plan.ranks or 1))
     return [results[rank] for rank in sorted(results)]
 
 

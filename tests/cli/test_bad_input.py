@@ -31,6 +31,20 @@ def test_a_run_ends_in_one_clear_message(name: str, tmp_path: Path) -> None:
     assert done.stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([JOB, "--steps", "0"], "--steps"),
+        ([JOB, "--plans", "ddp", "--set", "fault=nan"], "microbatch 0 has the loss nan"),
+        ([JOB, "--dtype", "float8"], "one of float32"),
+    ],
+)
+def test_a_verification_ends_in_one_clear_message(arguments: list[str], message: str, tmp_path: Path) -> None:
+    done = evenly("verify", *arguments, folder=tmp_path)
+    assert (message in done.stderr, done.returncode, done.stdout) == (True, 2, "")
+    assert "Traceback" not in done.stderr
+
+
 def test_what_no_rank_is_needed_for_is_told_before_there_is_a_folder(tmp_path: Path) -> None:
     done = evenly("run", JOB, "--set", "layer=2", folder=tmp_path)
     assert done.stderr.startswith("evenly: --set layer=") and not (tmp_path / "runs").exists()

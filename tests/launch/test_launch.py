@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -161,12 +162,16 @@ def test_the_raising_rank_is_reported_with_its_step(tmp_path: Path, capfd: pytes
     assert not _children_that_are_ranks()
 
 
-def test_a_users_mistake_keeps_its_exit_code_and_advice() -> None:
+def test_a_users_mistake_keeps_its_exit_code_and_advice_and_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(FailedRank) as caught:
         launch(raise_in_rank_1, "user", devices=2)
+    assert [*tmp_path.glob("evenly-*")] == []
     assert caught.value.exit_code == 2
     assert (caught.value.asked, caught.value.found) == ("train on nothing", "0 samples")
-    assert caught.value.do.startswith("give samples; see rank 1's log: ")
+    assert caught.value.do == "give samples"
 
 
 def test_a_killed_rank_is_reported_and_not_the_one_that_waited_for_it(tmp_path: Path) -> None:

@@ -1,15 +1,18 @@
-"""What counts as equal, and what a model that computes in a narrower type is held to."""
+"""What counts as equal: what rounding explains, measured on the job itself."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from evenly.verify.compare import RankComparison, difference, judge
-from evenly.verify.ranks import DowncastWatch
+from evenly.verify.compare import RankComparison, Rounding, difference, judge
+from evenly.verify.disturb import Disturbance, Disturber
+from evenly.verify.trajectory import Scalars, Trajectory, read_rounding, write_rounding
 
 
 def test_numbers_are_compared_as_finely_as_tensors() -> None:
@@ -38,37 +41,139 @@ def in_float32(x: torch.Tensor) -> torch.Tensor:
     return (x.float() / x.float().norm()).to(x.dtype)
 
 
-@pytest.mark.parametrize(("narrow", "found"), [(True, "float32"), (False, "")])
-def test_a_narrower_type_inside_a_model_is_found(narrow: bool, found: str) -> None:
-    with DowncastWatch() as downcasts:
-        Normed(narrow=narrow)(torch.randn(3, 4, dtype=torch.float64)).sum().backward()
-    assert downcasts.found == found
+@pytest.mark.parametrize(
+    ("kind", "narrow", "least", "most"),
+    [
+        ("none", True, 0.0, 0.0),
+        ("sums", True, 1e-18, 1e-15),
+        ("forward", False, 1e-18, 1e-14),
+        ("forward", True, 1e-9, 1e-5),
+    ],
+)
+def test_rounding_is_added_in_the_type_that_a_model_computes_in(
+    kind: Disturbance, narrow: bool, least: float, most: float
+) -> None:
+    gradients: list[torch.Tensor] = []
+    for added in (Disturber(), Disturber(kind)):
+        torch.manual_seed(0)
+        model = Normed(narrow=narrow)
+        before = [p.clone() for p in model.parameters()]
+        with added.around_microbatch(model):
+            model(torch.randn(3, 4, dtype=torch.float64)).square().sum(0)[0].backward()
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        gradients.append(model.linear.weight.grad)  # type: ignore[arg-type]
+    apart = float((gradients[0] - gradients[1]).abs().max())
+    assert least <= apart <= most
 
 
-def test_it_is_held_to_less_and_named() -> None:
-    for downcast, status in (("", "different"), ("float32", "equal")):
-        trace = RankComparison("float64", rank=0, downcast=downcast)
-        trace.add_grad_norm(1, 1.0 + 1e-6, 1.0)
-        row = judge("tensor=2", [trace])
-        assert row.status == status
-        assert ("computes in float32: tolerance 1e-05" in row.reason) == bool(downcast)
-    trace.add_grad_norm(2, 1.0 + 1e-4, 1.0)
-    assert judge("tensor=2", [trace]).status == "different"
+def rounding(scalar: float = 0.0, **named: tuple[float, float]) -> Rounding:
+    """What rounding does at step 1 to the tensors of these names."""
+    return Rounding([0.0, scalar], [{}, dict(named)], [{}, dict(named)])
 
 
 @pytest.mark.parametrize(
-    ("dtype", "norm", "status"),
+    ("dtype", "measured", "diff", "status"),
     [
-        ("float32", 1.001, "equal"),
-        ("float32", 1.1, "different"),
-        ("bfloat16", 1.05, "equal"),
-        ("float16", 1.5, "different"),
+        ("float64", 0.0, 5e-10, "equal"),
+        ("float64", 0.0, 2e-9, "different"),
+        ("float64", 1e-6, 1e-5, "equal"),
+        ("float64", 1e-6, 1e-4, "different"),
+        ("float32", 0.0, 1e-6, "equal"),
+        ("float32", 0.0, 1e-5, "different"),
+        ("bfloat16", 0.0, 1e-4, "different"),
+        ("bfloat16", 1e-3, 1e-2, "equal"),
+        ("pure-bfloat16", 0.0, 0.05, "equal"),
+        ("float16", 0.0, 0.5, "different"),
     ],
 )
-def test_a_norm_that_rounding_does_not_explain_is_a_difference(dtype: str, norm: float, status: str) -> None:
-    trace = RankComparison(dtype, rank=0)
-    trace.add_grad_norm(1, norm, 1.0)
-    assert judge("ddp", [trace]).status == status
+def test_a_norm_is_judged_by_what_rounding_does_to_this_job(
+    dtype: str, measured: float, diff: float, status: str
+) -> None:
+    comparison = RankComparison(dtype, rank=0, rounding=rounding(measured))
+    comparison.add_grad_norm(1, 1.0 + diff, 1.0)
+    assert judge("ddp", [comparison]).status == status
+
+
+BEFORE = torch.linspace(0.5, 2.0, 40)
+
+
+def one_far(x: torch.Tensor) -> torch.Tensor:
+    """As where Adam turns the rounding of one gradient near zero into a full step."""
+    return torch.cat([x[:1] + 0.1, x[1:]])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "found", "measured", "status"),
+    [
+        ("float64", lambda x: x + 1e-8, (0.0, 0.0), "different"),
+        ("float64", lambda x: x + 1e-8, (2e-9, 1e-9), "equal"),
+        ("float64", one_far, (1e-3, 1e-3), "different"),
+        ("float32", one_far, (0.0, 0.0), "equal"),
+        ("float32", lambda x: x * (1 - 1e-4), (0.0, 0.0), "different"),
+        ("float32", lambda x: x * (1 - 1e-4), (1e-3, 1e-4), "equal"),
+        ("float32", lambda x: x * (1 - 1e-4), (1.0, 1e-7), "different"),
+    ],
+)
+def test_a_tensor_is_judged_by_what_rounding_does_to_it(
+    dtype: str, found: Any, measured: tuple[float, float], status: str
+) -> None:
+    expected = BEFORE.to(getattr(torch, dtype))
+    comparison = RankComparison(dtype, rank=0, rounding=rounding(w=measured))
+    comparison.add_tensors(1, {"w": found(expected)}, {"w": expected})
+    assert judge("ddp", [comparison]).status == status
+
+
+def test_after_the_first_step_one_element_of_the_optimizers_state_is_a_difference() -> None:
+    for step, status in ((1, "different"), (2, "equal")):
+        comparison = RankComparison("float32", rank=0)
+        comparison.add_state(step, {"exp_avg of w": one_far(BEFORE)}, {"exp_avg of w": BEFORE})
+        assert judge("ddp", [comparison]).status == status
+
+
+def test_the_median_of_few_elements_may_be_chance_where_others_are_noise() -> None:
+    few, many = torch.ones(3), torch.ones(64)
+    for noisy, status in (((0.9, 0.5), "equal"), ((1e-7, 1e-7), "different")):
+        comparison = RankComparison("float32", rank=0, rounding=rounding(few=(0.0, 0.0), many=noisy))
+        comparison.add_tensors(1, {"few": few * 1.5, "many": many}, {"few": few, "many": many})
+        assert judge("ddp", [comparison]).status == status
+
+
+def test_what_no_rank_has_compared_is_a_difference() -> None:
+    whole = {"a": torch.ones(3), "b": torch.zeros(5)}
+    ranks = [RankComparison("float64", rank=rank) for rank in range(2)]
+    for comparison, name in zip(ranks, whole, strict=True):
+        comparison.add_tensors(1, {name: whole[name]}, whole)
+    assert judge("pipeline=2", ranks).status == "equal"
+    row = judge("pipeline=2", ranks[:1])
+    assert (row.status, row.reason) == ("different", "no rank has b")
+
+
+def test_a_learning_rate_is_compared_for_every_group() -> None:
+    for found, reason in (
+        ([0.1, 0.01], ""),
+        ([0.1, 0.02], "first difference: learning rate of group 1 at step 2 on rank 0, 1"),
+        ([0.1], "first difference: learning rate of group 1 at step 2 on rank 0, inf"),
+    ):
+        comparison = RankComparison("float32", rank=0)
+        comparison.add_rates(2, found, [0.1, 0.01])
+        assert judge("ddp", [comparison]).reason == reason
+
+
+def test_the_numbers_of_rounding_are_measured(tmp_path: Path) -> None:
+    one, other = Trajectory(tmp_path / "one"), Trajectory(tmp_path / "other")
+    for trajectory, shift in ((one, 0.0), (other, 1e-3)):
+        scalars = Scalars()
+        for step in (1, 2):
+            trajectory.add_tensors(step, {"w": BEFORE + shift * step}, {"exp_avg of w": BEFORE})
+            scalars.add(step, loss=1.0, grad_norm=2.0 + shift / step, rates=[0.1], eval_loss=None)
+        trajectory.finish(scalars)
+    write_rounding(one, other, tmp_path / "rounding.json", "forward")
+    found = read_rounding(tmp_path / "rounding.json")
+    assert found.kind == "forward"
+    assert [found.scalar(step) for step in (1, 2)] == pytest.approx([5e-4, 5e-4])  # the largest so far
+    assert found.of_tensors(2)["w"] == pytest.approx((2e-3, 2e-3), rel=1e-3)
+    assert found.of_state(1) == {"exp_avg of w": (0.0, 0.0)} or found.of_state(1)["exp_avg of w"] == [0.0, 0.0]
+    assert read_rounding(tmp_path / "none.json") == Rounding()
 
 
 def test_other_bits_are_a_difference_where_they_are_compared() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from pathlib import Path
 from typing import Any
@@ -9,23 +10,31 @@ from typing import Any
 import pytest
 import torch
 from jobs import class_loss, classifier_job, language_job
+from torch import nn
 
+from evenly.errors import UserError
 from evenly.job import Loss
 from evenly.launch.agent import FailedRank
 from evenly.train import Run
 from evenly.verify import verify as module
 from evenly.verify.compare import RankComparison
-from evenly.verify.ranks import compare_job, keep_reference
-from evenly.verify.reference import loss_not_additive
+from evenly.verify.ranks import FoundInJob, compare_job, keep_reference
+from evenly.verify.reference import loss_not_additive, reference_steps
 from evenly.verify.verify import VerifyRequest, verify
+
+
+@pytest.fixture(autouse=True)
+def rounding_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No reference runs here."""
+    monkeypatch.setattr(module, "write_rounding", lambda *_: None)
 
 
 def failing(exit_code: int) -> Any:
     """In place of starting ranks: the reference comes through, those of a plan fail."""
 
     def start_ranks(task: Any, *_: Any) -> dict[int, Any]:
-        if task is module.write_reference:
-            return {0: ""}
+        if task is module.write_references:
+            return {0: FoundInJob()}
         raise FailedRank("rank 1 failed", "it was so", "", rank=1, exit_code=exit_code)
 
     return start_ranks
@@ -55,9 +64,9 @@ def test_one_device_runs_first_where_bits_are_compared(
     begun: list[str] = []
 
     def start_ranks(task: Any, arguments: tuple[Any, ...], _: Any) -> dict[int, Any]:
-        if task is module.write_reference:
-            return {0: None}
-        begun.append(str(arguments[3]))
+        if task is module.write_references:
+            return {0: FoundInJob()}
+        begun.append(str(arguments[3].plan))
         return {0: RankComparison("float32", 0)}
 
     monkeypatch.setattr(module, "start_ranks", start_ranks)
@@ -118,3 +127,39 @@ def test_a_loss_that_is_no_sum_is_noted(loss: Any, wrong: str) -> None:
 
 def test_ragged_samples_add_up() -> None:
     assert loss_not_additive(language_job(precision="float64")) == ""
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.last = nn.Embedding(9, 4, sparse=True), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.embed((x[:, 0].abs() * 3).long()))
+
+
+def of_root(model: Any, batch: Any) -> Loss:
+    return Loss((model(batch[0]) * 0).sqrt().sum(), len(batch[0]))
+
+
+BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
+    "not finite": (dict(loss=lambda model, batch: model(batch[0]).sum() * math.inf), "microbatch 0 has the loss"),
+    "a gradient that is not finite": (dict(loss=of_root), "the norm of the gradient is nan"),
+    "sparse": (dict(model=Sparse), "the gradient of embed.weight"),
+    "a dict": (dict(loss=lambda model, batch: {"loss": model(batch[0]).sum()}), "it returned a dict"),
+    "a tuple": (dict(loss=lambda model, batch: (model(batch[0]).sum(), 1)), "it returned a tuple"),
+    "a vector": (dict(loss=lambda model, batch: Loss(model(batch[0]), 1)), "whose total is no scalar tensor"),
+    "nothing counts": (dict(loss=lambda model, batch: Loss(model(batch[0]).sum(), 0)), "the weight is 0 in every"),
+    "a negative weight": (dict(loss=lambda model, batch: Loss(model(batch[0]).sum(), -1)), "with weight -1"),
+    "an evaluation of nothing": (
+        dict(loss=lambda model, batch: Loss(model(batch[0]).sum(), float(model.training))), "nothing in its eval_data"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_JOBS)
+def test_a_job_that_no_device_can_train_is_a_mistake_in_one_sentence(name: str) -> None:
+    changes, words = BAD_JOBS[name]
+    with pytest.raises(UserError) as found:
+        list(reference_steps(classifier_job(precision="float64", **changes), 2))
+    assert words in str(found.value) and found.value.exit_code == 2

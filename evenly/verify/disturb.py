@@ -1,0 +1,79 @@
+"""Rounding, added on purpose to a run on one device: how far it carries is what rounding does to this job.
+
+Two plans that keep the contract differ in the order in which they add. Where only gradients of microbatches are added
+in another order, the sums move by a unit in the last place (`sums`). Where a plan also adds in another order within the
+forward, as the tensor axis does, everything that is computed from the weights moves so, and what a model casts to a
+narrower type moves by a unit of that type (`forward`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+
+from evenly.torch_private import TO_COPY, TorchDispatchMode
+
+Disturbance = Literal["none", "sums", "forward"]
+
+
+class Disturber:
+    """Adds rounding of one kind to the microbatches of a run; draws from generators of its own."""
+
+    def __init__(self, kind: Disturbance = "none") -> None:
+        self._kind = kind
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    @contextmanager
+    def around_microbatch(self, model: torch.nn.Module) -> Generator[None]:
+        """Within, a microbatch's forward and backward run; gradients summed so far are disturbed at the end."""
+        if self._kind == "none":
+            yield
+            return
+        if self._kind == "sums":
+            yield
+        else:
+            with self._disturbed_weights(model), _DisturbedCasts(self.disturb):
+                yield
+        for parameter in model.parameters():
+            if parameter.grad is not None and not parameter.grad.is_sparse:
+                self.disturb(parameter.grad)
+
+    @torch.no_grad()
+    def disturb(self, tensor: torch.Tensor) -> None:
+        """Moves about half of the elements by one unit in the last place, in place, towards zero."""
+        generator = self._generators.get(tensor.device)
+        if generator is None:
+            generator = self._generators[tensor.device] = torch.Generator(tensor.device).manual_seed(1)
+        moved = torch.randint(0, 2, tensor.shape, generator=generator, device=tensor.device, dtype=torch.int8)
+        tensor.mul_(1 - torch.finfo(tensor.dtype).eps * moved.to(tensor.dtype))
+
+    @contextmanager
+    def _disturbed_weights(self, model: torch.nn.Module) -> Generator[None]:
+        parameters = [p for p in model.parameters() if p.is_floating_point()]
+        saved = [parameter.detach().clone() for parameter in parameters]
+        for parameter in parameters:
+            self.disturb(parameter.detach())
+        yield
+        with torch.no_grad():
+            for parameter, before in zip(parameters, saved, strict=True):
+                parameter.copy_(before)
+
+
+class _DisturbedCasts(TorchDispatchMode):
+    """A context manager: what is cast to a narrower type within is disturbed by `disturb`."""
+
+    def __init__(self, disturb: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self._disturb = disturb
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        floating = func is TO_COPY.default and args[0].is_floating_point() and result.is_floating_point()
+        if floating and result.element_size() < args[0].element_size():
+            self._disturb(result)
+        return result

@@ -1,0 +1,44 @@
+"""The job that is verified: its data cut so that few steps meet the end of an epoch.
+
+What is special at that end (a short batch, uneven shares, a new order) would otherwise come after hours. The rules of
+data order are checked on the whole data (`data_rules`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from evenly.job import Job
+
+
+class FirstSamples(Dataset[Any]):
+    """The first `count` samples of `data`."""
+
+    def __init__(self, data: Any, count: int) -> None:
+        self._data, self._count = data, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < self._count:
+            raise IndexError(f"sample {index} of {self._count}")
+        return self._data[index]
+
+
+def shortened(job: Job, steps: int) -> Job:
+    """`job` with epochs that end within `steps`, in a short batch, and with fewer samples to evaluate.
+
+    Of three steps the second has a short batch, and the third begins an epoch.
+    """
+    batch = job.global_batch
+    length = max(1, steps - 2) * batch + batch // 2 + 1 if steps > 1 and batch > 2 else job.length
+    data = FirstSamples(job.data, length) if length < job.length else job.data
+    if job.eval_data is None:
+        return replace(job, data=data)
+    evaluated = 2 * batch + 1
+    short = evaluated < len(job.eval_data)  # pyright: ignore[reportArgumentType]
+    return replace(job, data=data, eval_data=FirstSamples(job.eval_data, evaluated) if short else job.eval_data)

@@ -1,0 +1,182 @@
+"""The rules of data order, broken in the code that the engine and the reference share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import Points, classifier_job, language_job
+from torch import nn
+
+import evenly
+import evenly.data.loader as loader
+import evenly.verify.data_rules as data_rules
+from evenly.verify.data_rules import broken_data_rule
+from evenly.verify.hidden_state import find_hidden_state
+from evenly.verify.ranks import FoundInJob
+from evenly.verify.shorten import shortened
+from evenly.verify.verify import _problem_of, _ReferenceRuns, _verify_plan
+
+JOBS = {
+    "classifier": classifier_job,
+    "language": language_job,
+    "in order": lambda: classifier_job(shuffle=False),
+    "one batch": lambda: classifier_job(global_batch=37, microbatch=None),
+    "no evaluation": lambda: classifier_job(eval_data=None),
+    "long": lambda: classifier_job(data=Points(4001), global_batch=2, microbatch=1),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_rules_are_kept(name: str) -> None:
+    assert broken_data_rule(JOBS[name]()) == ""
+
+
+def in_order(change: Callable[[list[int], dict[str, Any]], list[int]]) -> Callable[[pytest.MonkeyPatch], None]:
+    """A fault in `data/order`, of which loader and rules have a name each."""
+    plain = loader.batch_indices
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        for module in (loader, data_rules):
+            patch.setattr(module, "batch_indices", lambda **rest: change(plain(**rest), rest))
+
+    return plant
+
+
+def in_cut(change: Callable[[list[list[int]]], list[list[int]]]) -> Callable[[pytest.MonkeyPatch], None]:
+    """A fault in what `data/loader` makes of a batch."""
+    plain = loader.microbatches_of_step
+    return lambda patch: patch.setattr(data_rules, "microbatches_of_step", lambda job, step: change(plain(job, step)))
+
+
+def in_evaluation(change: Callable[[list[list[int]]], list[list[int]]]) -> Callable[[pytest.MonkeyPatch], None]:
+    plain = loader.microbatches_of_evaluation
+    return lambda patch: patch.setattr(data_rules, "microbatches_of_evaluation", lambda job: change(plain(job)))
+
+
+FAULTS = {
+    "a sample less per batch": (in_order(lambda batch, _: batch[:-1]), "the batch of step 1 has 9 samples, not 10"),
+    "always step 0": (in_order(lambda _, rest: loader_indices({**rest, "step": 0})), "step 4 has 10 samples, not 7"),
+    "one sample again": (in_order(lambda batch, _: [batch[0], *batch[:-1]]), "epoch 1 has samples"),
+    "one epoch's order": (in_order(lambda _, rest: loader_indices({**rest, "step": rest["step"] % 4})), "same order"),
+    "a sample that is not there": (in_order(lambda batch, _: [37 if i == 3 else i for i in batch]), "sample 37"),
+    "the short batch lost": (in_order(lambda batch, _: batch if len(batch) == 10 else []), "step 4 has 0 samples"),
+    "cut with loss": (in_cut(lambda cut: cut[:-1]), "the batch of step 1 has 7 samples, not 10"),
+    "cut with an exchange": (in_cut(lambda cut: [[*cut[1][:1], *cut[0][1:]], *cut[1:]]), "do not have the samples"),
+    "cut too large": (in_cut(lambda cut: [cut[0] + cut[1], *cut[2:]]), "microbatch 0 of step 1 has 5 samples"),
+    "one evaluated microbatch": (in_evaluation(lambda cut: cut[:1]), "an evaluation leaves out samples"),
+    "evaluated twice": (in_evaluation(lambda cut: [*cut, [0]]), "an evaluation has sample 0 more than once"),
+}  # fmt: skip
+
+
+def loader_indices(rest: dict[str, Any]) -> list[int]:
+    from evenly.data.order import batch_indices
+
+    return batch_indices(**rest)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_broken_rule_is_found_and_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, words = FAULTS[name]
+    plant(monkeypatch)
+    assert words in broken_data_rule(classifier_job())
+
+
+def test_a_budget_of_padded_length_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_cut(lambda cut: [[*chain.from_iterable(cut)]])(monkeypatch)
+    assert "has a padded cost of" in broken_data_rule(language_job())
+
+
+@pytest.mark.parametrize(
+    ("found", "world", "status"),
+    [
+        (FoundInJob(), 2, None),
+        (FoundInJob(broken_rule="a rule"), 1, "different"),
+        (FoundInJob(hidden_state="a module"), 1, None),
+        (FoundInJob(hidden_state="a module"), 2, "unsupported"),
+    ],
+)
+def test_what_is_wrong_with_the_job_is_every_plans_row(found: FoundInJob, world: int, status: str | None) -> None:
+    row = _problem_of(found, world)
+    assert (row and row.status) == status
+
+
+def test_epochs_end_within_the_steps() -> None:
+    job = shortened(classifier_job(data=Points(1000), eval_data=Points(500)), 3)
+    assert job.length == 16
+    sizes = [sum(map(len, loader.microbatches_of_step(job, step))) for step in range(3)]
+    assert sizes == [10, 6, 10]
+    assert len(job.eval_data) == 21  # type: ignore[arg-type]
+    assert broken_data_rule(job) == ""
+    assert shortened(classifier_job(), 6).length == 37  # as long as it is
+    with pytest.raises(IndexError):
+        job.data[16]
+
+
+class Counting(nn.Module):
+    """Carries something from one call to the next, in an attribute or in a buffer outside of the state dict."""
+
+    def __init__(self, *, buffer: bool) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(5, 3), 0
+        self.register_buffer("last", torch.zeros(3), persistent=False)
+        self.by_buffer = buffer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.linear(x)
+        if self.by_buffer:
+            self.last, out = out.detach().mean(0), out + self.last
+            return out
+        self.calls += 1
+        return out * self.calls
+
+
+@pytest.mark.parametrize("buffer", [False, True])
+def test_what_a_module_carries_along_is_found_and_named(buffer: bool) -> None:
+    job = classifier_job(model=lambda: nn.Sequential(nn.BatchNorm1d(5), Counting(buffer=buffer)))
+    assert find_hidden_state(job).startswith("module 1 computes other numbers for microbatch 0 of step 1")
+
+
+def test_statistics_dropout_and_caches_are_not_hidden_state() -> None:
+    for job in (classifier_job(), language_job(), classifier_job(microbatch=10)):
+        assert find_hidden_state(job) == ""
+
+
+CALLS = [0]
+
+
+def counted_loss(model: nn.Module, batch: Any) -> evenly.Loss:
+    CALLS[0] += 1
+    return evenly.Loss(model(batch[0]).sum() * CALLS[0], len(batch[0]))
+
+
+def test_a_loss_that_counts_its_calls_is_found() -> None:
+    assert find_hidden_state(classifier_job(loss=counted_loss)).startswith("the job's loss computes other numbers")
+
+
+class Drawing(Points):
+    """Draws from a generator of its own."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.draw = torch.Generator().manual_seed(0)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[index] + torch.randn(5, generator=self.draw), self.y[index]
+
+
+def test_data_with_a_memory_are_found() -> None:
+    assert find_hidden_state(classifier_job(data=Drawing(37))).startswith("the data have a memory")
+
+
+def test_plans_in_turns_need_a_step_each(tmp_path: Path) -> None:
+    from evenly.verify.verify import VerifyRequest
+
+    request = VerifyRequest(tmp_path / "job.py", {}, 1, "float64")
+    references = _ReferenceRuns(request, tmp_path, lambda _: None)
+    row = _verify_plan(request, "ddp>zero3", references, devices=2, report=lambda _: None)
+    assert (row.status, "1 steps for 2 plans" in row.reason) == ("unsupported", True)
