@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,10 @@ class FoundInJob:
         """All that is not well, in one line."""
         return "; ".join(filter(None, (self.broken_rule, self.hidden_state, self.note)))
 
+    def __or__(self, other: FoundInJob) -> FoundInJob:
+        """What both have found."""
+        return FoundInJob(*(getattr(self, f.name) or getattr(other, f.name) for f in fields(self)))
+
 
 def write_references(
     path: Path,
@@ -54,11 +58,11 @@ def write_references(
     steps: int,
     folder: Path,
     kinds: list[Disturbance],
-) -> PlanError | FoundInJob | None:
+) -> PlanError | FoundInJob:
     """Trains the job of file `path` in the plain loop, on each rank with another of `kinds` of rounding added.
 
-    Each saves its trajectory in a folder of its own (`trajectory_folder`). Of `plan`, only the microbatch counts. The
-    first rank returns the error, without training, if it does not fit the job; else what it has found in the job.
+    Each saves its trajectory in a folder of its own (`trajectory_folder`), and looks at a part of the job: returns what
+    it has found, or the error, without training, if `plan` does not fit the job. Of `plan`, only the microbatch counts.
     """
     torch.set_num_threads(1)
     place = find_here()
@@ -70,12 +74,12 @@ def write_references(
         return problem
     keep_reference(shortened(job, steps), steps, trajectory_folder(folder, kind), kind, device=device)
     if kind != "none":
-        return None
+        return FoundInJob(hidden_state=find_hidden_state(job))
     try:
         note = loss_not_additive(job)
     except Exception:  # for example a loss that needs full microbatches
         note = ""
-    return FoundInJob(broken_data_rule(job), find_hidden_state(job), note)
+    return FoundInJob(broken_rule=broken_data_rule(job), note=note)
 
 
 def trajectory_folder(folder: Path, kind: Disturbance) -> Path:

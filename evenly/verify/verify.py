@@ -71,7 +71,7 @@ class _ReferenceRuns:
 
     folders:   those of the runs so far, with the kinds of rounding that were added in runs of their own.
     with_bits: those that also have the engine's own run on one device, to compare bits with.
-    found:     what the first of them found in the job.
+    found:     what they have found in the job.
     """
 
     def __init__(self, request: VerifyRequest, folder: Path, report: Callable[[str], None]) -> None:
@@ -103,11 +103,10 @@ class _ReferenceRuns:
         what = "again, with rounding added" if len(kinds) == 1 else "a plain loop on one device, twice"
         self._report(f"reference: {what}{_of_microbatch(plan)}")
         arguments = (request.path, request.settings, request.dtype, plan, request.steps, folder, kinds)
-        found = start_ranks(write_references, arguments, Launch(devices=len(kinds)))[0]
-        if isinstance(found, PlanError):
-            raise found
-        if found is not None and not self.folders:
-            self.found = found
+        for found in start_ranks(write_references, arguments, Launch(devices=len(kinds))).values():
+            if isinstance(found, PlanError):
+                raise found
+            self.found |= found
         reference, disturbed = (Trajectory(trajectory_folder(folder, one)) for one in ("none", kind))
         write_rounding(reference, disturbed, folder / f"rounding-{kind}.json", kind)
 

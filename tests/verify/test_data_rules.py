@@ -180,3 +180,8 @@ def test_plans_in_turns_need_a_step_each(tmp_path: Path) -> None:
     references = _ReferenceRuns(request, tmp_path, lambda _: None)
     row = _verify_plan(request, "ddp>zero3", references, devices=2, report=lambda _: None)
     assert (row.status, "1 steps for 2 plans" in row.reason) == ("unsupported", True)
+
+
+def test_what_two_processes_have_found_is_one_note() -> None:
+    found = FoundInJob(broken_rule="a rule") | FoundInJob(hidden_state="a module")
+    assert found == FoundInJob("a rule", "a module") and found.notes == "a rule; a module"

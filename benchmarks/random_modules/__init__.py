@@ -1,0 +1,1 @@
+"""Random modules under random plans, each held against one device."""
