@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from evenly.verify.verify import Verification
 
 # What every rank needs; pipelining imports what the first optimizer does, which takes a second.
-PRELOAD = ["evenly.verify.ranks", "torch.distributed.pipelining"]
+PRELOAD = ["evenly.verify.ranks", "evenly.train.resume", "torch.distributed.pipelining"]
 
 
 def run_verify(

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from evenly.checkpoint.manifest import OPTIMIZER
-from evenly.checkpoint.state import parameter_of
 from evenly.comm.connect import find_device
 from evenly.errors import PlanError
 from evenly.job import Job, Precision
@@ -18,7 +17,6 @@ from evenly.launch.environment import find_here
 from evenly.plan import PlanSpec, with_microbatch
 from evenly.torch_private import plain_name
 from evenly.train import Run, start
-from evenly.train.resume import snapshot
 from evenly.verify.compare import RankComparison
 from evenly.verify.data_rules import broken_data_rule
 from evenly.verify.disturb import Disturbance, Disturber
@@ -168,6 +166,10 @@ def _compare_state(run: Run, comparison: RankComparison, expected: Trajectory) -
 
 def _full_state(run: Run) -> dict[str, torch.Tensor]:
     """The optimizer's state that this rank has, in full and named as in the reference; a collective."""
+    # Takes a second to import, which the launcher need not wait for.
+    from evenly.checkpoint.state import parameter_of
+    from evenly.train.resume import snapshot
+
     saved = snapshot(run)
     found: dict[str, torch.Tensor] = {}
     for name, tensor in saved.tensors.items():
