@@ -122,20 +122,30 @@ def all_reduce(
 
 @Operation
 def all_gather(
-    tensor: torch.Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None, label: str = ""
+    tensor: torch.Tensor,
+    group: Group,
+    *,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    into: torch.Tensor | None = None,
+    label: str = "",
 ) -> Pending[torch.Tensor]:
-    """A new tensor on every rank: the ranks' tensors joined along `dim`. label: what it is, for messages."""
+    """A new tensor on every rank: the ranks' tensors joined along `dim`.
+
+    into: takes the result in place of a new tensor, where all pieces have one length and dim is 0; contiguous.
+    label: what it is, for messages.
+    """
     if group.fake is not None:
         return group.fake.all_gather(tensor, group, dim, sizes)
     serial = enter(group, "all_gather", tensor, free=(dim,), detail=detail_of(f"along {dim}", sizes), label=label)
     lengths = sizes_of_join(tensor, dim, sizes, group)
     if group.size == 1:
-        return Pending(group, serial, (), tensor.detach().clone)
+        return Pending(group, serial, (), lambda: tensor.detach().clone() if into is None else put_back(tensor, into))
     longest, own = max(lengths), tensor.detach().movedim(dim, 0)
     if own.shape[0] < longest:  # backends gather pieces of one size
         own = torch.cat([own, own.new_empty(longest - own.shape[0], *own.shape[1:])])
     own = contiguous(own)
-    whole = own.new_empty(group.size * longest, *own.shape[1:])
+    whole = own.new_empty(group.size * longest, *own.shape[1:]) if into is None else into
     works = works_of(
         all_gather_single(as_bytes(whole), as_bytes(own), group=group.handle, async_op=True) if own.numel() else None
     )
@@ -147,6 +157,20 @@ def all_gather(
         return torch.cat([whole[s : s + n] for s, n in zip(starts, lengths, strict=True)]).movedim(0, dim)
 
     return Pending(group, serial, works, finish)
+
+
+@Operation
+def exchange(packed: torch.Tensor, group: Group, *, label: str = "") -> Pending[Sequence[torch.Tensor]]:
+    """Row i of `packed` (ranks x elements) goes to position i; the rows that come, by position.
+
+    label: what it is, for messages.
+    """
+    serial = enter(group, "exchange", packed, label=label)
+    if group.size == 1 or not packed.numel():
+        return Pending(group, serial, (), lambda: packed.unbind())
+    ranks, length = packed.shape
+    coming = exchange_packed(contiguous(packed).view(-1), [length] * ranks, [length] * ranks, group)
+    return Pending(group, serial, (), lambda: coming.wait().view(ranks, length).unbind())
 
 
 def _check_target(into: torch.Tensor, shape: Sequence[int]) -> None:

@@ -173,7 +173,14 @@ def _statistics(
     whole = plan.data.zero_stage < 3 and tensor is None and pipeline is None
     group = world.group("data")
     return [
-        RunningStatistics(r.module, group=group, alone=plan.devices == 1, whole=whole, elsewhere=placeholders)
+        RunningStatistics(
+            r.module,
+            group=group,
+            alone=plan.devices == 1,
+            whole=whole,
+            elsewhere=placeholders,
+            exact=plan.exact == "bitwise",
+        )
         for r in replicas
     ]
 

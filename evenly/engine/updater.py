@@ -18,6 +18,7 @@ from evenly.engine.step_totals import StepTotals
 from evenly.errors import RunError
 from evenly.job import Job
 from evenly.parallel.core.memory import HOST, MemoryCounter, state_tensors
+from evenly.parallel.data.gradients import NORM_ERROR
 from evenly.plan import Plan
 
 if TYPE_CHECKING:
@@ -46,10 +47,9 @@ class Updater:
         if self._composed.pipeline is not None:
             self._composed.pipeline.ties.sum(gradients.named_gradients())
         divisor = totals.weight * self.loss_scale.factor
-        norm = gradients.norm() / divisor
+        norm = gradients.norm()
+        grad_norm = self._same_bits(norm, divisor) if self._plan.exact == "bitwise" else float(norm / divisor)
         gradients.divide(divisor)
-        # The order of summation shows in the last bits of float64, and would show in the clipping.
-        grad_norm = float(norm.float() if self._plan.exact == "bitwise" else norm)
         if self._update_scale(grad_norm, step):
             return grad_norm, True
         if self._job.clip_norm is not None and (factor := self._job.clip_norm / (grad_norm + 1e-6)) < 1:
@@ -62,6 +62,17 @@ class Updater:
         if counter is not None:
             counter.track(state_tensors(self.optimizer), "optimizer", self.device_number)
         return grad_norm, False
+
+    def _same_bits(self, norm: torch.Tensor, divisor: float) -> float:
+        """norm / divisor, rounded to float32 so that the order in which `norm` was added up does not show.
+
+        Mostly all values that it may be off by are rounded to the same number; where they are not, all ranks know.
+        """
+        lowest, highest = (norm * (1 + error) / divisor for error in (-NORM_ERROR, NORM_ERROR))
+        if lowest.float() == highest.float() or not math.isfinite(norm):
+            return float(highest.float())
+        exact = torch.tensor(self._composed.gradients.exact_norm(), dtype=torch.float64)
+        return float((exact / divisor).float())
 
     def _update_scale(self, grad_norm: float, step: int) -> bool:
         """Updates the loss scale; whether float16 has overflowed. Raises `RunError` for overflows of other types."""

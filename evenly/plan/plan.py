@@ -30,7 +30,7 @@ class Plan:
     offload:    what is stored in the host's memory next to a GPU: "none"; "optimizer" its state, and the update is
                 computed there; "parameters" those too, one block of them on the GPU at a time.
     precision:  of the forward and backward pass.
-    exact:      "bitwise" adds gradients in float64, so that training has the same bits on any number of ranks;
+    exact:      "bitwise" adds gradients exactly, so that training has the same bits on any number of ranks;
                 "rounding" adds them in their own type, and plans agree up to rounding.
 
     Raises `PlanError` where no wider type or no fixed order of additions exists that "bitwise" needs.

@@ -136,7 +136,10 @@ class _DataReplay:
                 rounds=self.rounds,
             )
         numbers = len(self.share.microbatches) * (2 + self.layers) + (self.plan.ranks or 1) + 1
-        return FullSums(self.meter, self.parameters, accumulate_float64=accumulate_float64, numbers=numbers)
+        ranks = self.plan.data.size
+        return FullSums(
+            self.meter, self.parameters, accumulate_float64=accumulate_float64, numbers=numbers, ranks=ranks
+        )
 
     @property
     def split_backward(self) -> bool:

@@ -20,7 +20,8 @@ import torch
 
 from evenly.parallel.data.gradients import SQUARED_AT_ONCE
 from evenly.parallel.data.grouping import bucket_members, needs_tail_bucket
-from evenly.parallel.data.partition import IN_FLIGHT, RowLayout
+from evenly.parallel.data.partition import IN_FLIGHT
+from evenly.parallel.data.row_layout import RowLayout
 from evenly.planner.prediction import MemoryByCause
 from evenly.planner.profile import Interval, Parameter
 
@@ -132,22 +133,23 @@ class FullSums(Sums):
     """Every rank has all gradients (`parallel.data.gradients`)."""
 
     def __init__(
-        self, meter: Meter, parameters: Sequence[Parameter], *, accumulate_float64: bool, numbers: int
+        self, meter: Meter, parameters: Sequence[Parameter], *, accumulate_float64: bool, numbers: int, ranks: int
     ) -> None:
-        """numbers: that are summed with the gradients."""
+        """numbers: that are summed with the gradients. ranks: over which they are."""
         super().__init__(meter)
+        self._exact, self._ranks = accumulate_float64, ranks
         self._lengths: list[int] = []
         self._elements: list[int] = []
         buckets = in_buckets(parameters)
         last = buckets[-1] if buckets else []
-        widened = accumulate_float64 or not last or last[0].dtype is torch.float64
+        widened = not accumulate_float64 and (not last or last[0].dtype is torch.float64)
         if needs_tail_bucket(sum(one.bytes for one in last), widened=widened):
             buckets.append([])
         for number, bucket in enumerate(buckets):
             self._hold(bucket, accumulate_float64=accumulate_float64 or number == len(buckets) - 1)
             self._elements += [one.elements for one in bucket]
-        tail = sum(len(bucket) for bucket in buckets) + numbers
-        meter.add("sums", 2 * tail * FLOAT64_BYTES)
+        self._tail = sum(len(bucket) for bucket in buckets) + numbers
+        meter.add("sums", 2 * self._tail * FLOAT64_BYTES)
 
     def _hold(self, bucket: Sequence[Parameter], *, accumulate_float64: bool) -> None:
         length = sum(one.elements for one in bucket)
@@ -158,7 +160,11 @@ class FullSums(Sums):
             self.meter.add("sums", length * FLOAT64_BYTES)
 
     def finish_reduce(self) -> None:
-        pass
+        if self._exact and self._ranks > 1:  # parts of the other ranks: of buckets in flight, and all of the last
+            *others, last = self._lengths
+            received = sum(others[-IN_FLIGHT:]) + self._ranks * (last + self._tail)
+            chunk = min(SQUARED_AT_ONCE, max(self._lengths))  # of the norm; gloo lets go of what came only later
+            self.meter.for_a_while("buffers", (received + chunk) * FLOAT64_BYTES)
 
     def norm_lengths(self, *, apart: bool) -> list[int]:
         return self._elements if apart else self._lengths

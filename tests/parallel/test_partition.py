@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import evenly
 from evenly.errors import RunError
-from evenly.parallel.data.partition import RowLayout
+from evenly.parallel.data.row_layout import RowLayout
 from evenly.verify.compare import RankComparison, judge
 from evenly.verify.ranks import compare_job, keep_reference
 

@@ -120,7 +120,8 @@ def talk_of_a_step(whole_bytes: int = 0) -> tuple[list[str], set[tuple[torch.dty
     grouping.WHOLE_BYTES = whole_bytes
     order: list[str] = []
     types: set[tuple[torch.dtype, torch.dtype]] = set()
-    gather, reduce = shards.all_gather_single, shards.reduce_scatter.begin
+    gather, add, exchange = shards.all_gather_single, shards.ExactSum.add, shards.exchange.begin
+    sent: list[torch.dtype] = []
     with evenly.start(tower_job(steps=1, precision="float32"), plan="zero3 exact=bitwise") as run:
         for name, block in run.model.blocks.named_children():  # pyright: ignore
             block.register_forward_pre_hook(lambda *_, name=name: order.append(name))
@@ -129,16 +130,22 @@ def talk_of_a_step(whole_bytes: int = 0) -> tuple[list[str], set[tuple[torch.dty
             order.append("gather")
             return gather(*arguments, **named)
 
-        def reduced(tensor: torch.Tensor, *arguments: Any, into: torch.Tensor, **named: Any) -> Any:
-            types.add((tensor.dtype, into.dtype))
-            return reduce(tensor, *arguments, into=into, **named)
+        def exchanged(packed: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+            sent.append(packed.dtype)
+            return exchange(packed, *arguments, **named)
 
-        shards.all_gather_single, shards.reduce_scatter.begin = gathered, reduced  # pyright: ignore
+        def added(total: Any, values: torch.Tensor, start: int = 0) -> None:
+            types.add((values.dtype, total.high.dtype))
+            add(total, values, start)
+
+        shards.all_gather_single, shards.exchange.begin = gathered, exchanged  # pyright: ignore
+        shards.ExactSum.add = added  # pyright: ignore
         try:
             run.step(next(run.batches()))
         finally:
-            shards.all_gather_single, shards.reduce_scatter.begin = gather, reduce
+            shards.all_gather_single, shards.exchange.begin, shards.ExactSum.add = gather, exchange, add
             grouping.WHOLE_BYTES = 0
+    assert {*sent} == {torch.float32}
     return order, types
 
 

@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 from evenly.comm.collectives import all_reduce
+from evenly.comm.exact_reduce import begin_exact_all_reduce
+from evenly.comm.exact_sum import ExactSum
 from evenly.comm.groups import Group
 from evenly.errors import UserError
 from evenly.model.fake import DeferredTensor
@@ -65,11 +67,12 @@ class RunningStatistics:
         alone: bool | None = None,
         whole: bool = True,
         elsewhere: Container[str] = (),
+        exact: bool = False,
     ) -> None:
         """alone: whether no other copy of `model` shares a step; by default, whether `group` is of one rank.
 
         whole: whether the rank holds all parameters as they are. elsewhere: names of layers' buffers that other ranks
-        hold; their layers are counted and not kept.
+        hold; their layers are counted and not kept. exact: whether the bits must not depend on which rank calls what.
         """
         for name, module in model.named_modules():
             if isinstance(module, nn.SyncBatchNorm):
@@ -84,7 +87,7 @@ class RunningStatistics:
                     "its running statistics are known from torch's only",
                     "derive it from nn.Module, or leave the forward as torch has it",
                 )
-        self._group = group
+        self._group, self._exact = group, exact
         self._all = [_Layer(name, module) for name, module in model.named_modules() if keeps_statistics(module)]
         self._layers = [layer for layer in self._all if f"{layer.name}.running_mean".lstrip(".") not in elsewhere]
         own = {id(b) for layer in self._layers for b in layer.module.buffers()}
@@ -131,7 +134,7 @@ class RunningStatistics:
             return
         columns = {id(layer): [row[number] for row in calls] for number, layer in enumerate(self._all)}
         parts = [self._weighted(layer, columns[id(layer)]) for layer in self._layers]
-        flat = all_reduce(torch.cat(parts), self._group, label="running statistics")
+        flat = self._exactly_summed(parts) if self._exact else self._summed(parts)
         start = 0
         for layer in self._layers:
             _apply(layer, flat[start : start + 2 * layer.channels], sum(columns[id(layer)]))
@@ -143,13 +146,31 @@ class RunningStatistics:
         for handle in self._handles:
             handle.remove()
 
-    def _weighted(self, layer: _Layer, calls: list[int]) -> torch.Tensor:
-        """This rank's part of the sum over s_k, in float64, shape (2 x features,)."""
+    def _weighted(self, layer: _Layer, calls: list[int]) -> list[torch.Tensor]:
+        """The terms of the sum over s_k that this rank has, in float64, each of shape (2 x features,); zeros first."""
         total, before = sum(calls), [sum(calls[:j]) for j in range(len(calls))]
-        result = torch.zeros(2 * layer.channels, dtype=torch.float64, device=layer.module.running_mean.device)
-        for microbatch, call, s in layer.records:
-            result += _coefficient(layer.momentum, before[microbatch] + call, total) * s.double()
-        return result
+        zeros = torch.zeros(2 * layer.channels, dtype=torch.float64, device=layer.module.running_mean.device)
+        return [zeros] + [
+            _coefficient(layer.momentum, before[microbatch] + call, total) * s.double()
+            for microbatch, call, s in layer.records
+        ]
+
+    def _summed(self, parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+        """The sums over ranks of the terms of each layer, one layer after the other."""
+        for total, *terms in parts:
+            for term in terms:
+                total += term
+        return all_reduce(torch.cat([total for total, *_ in parts]), self._group, label="running statistics")
+
+    def _exactly_summed(self, parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+        """The same, rounded once."""
+        sums, start = ExactSum(torch.cat([zeros for zeros, *_ in parts])), 0
+        for zeros, *terms in parts:
+            for term in terms:
+                sums.add(term, start)
+            start += len(zeros)
+        begin_exact_all_reduce(sums, self._group, label="running statistics")()
+        return sums.rounded()
 
     def _enter(self, layer: _Layer) -> Any:
         def enter(module: Any, given: Any) -> None:

@@ -10,29 +10,33 @@ for parameters that not all of those replicate. The last bucket of a group is al
 that no rank used keeps `grad=None` (an optimizer does more with a gradient of zeros than with none: weight decay,
 momentum); then, in the very last, numbers of the caller's, which so need no collective of their own.
 
-Exactness. With `accumulate_float64` buckets float32 gradients are added in float64. A sum of float32 numbers whose
-magnitudes lie within a factor of 2**28 of each other has no rounding at all in float64, in any order, and what rounding
-is left beyond that is 2**29 times finer than the float32 number it is rounded to: the result has the same bits
-whoever added what.
+Exactness. With `accumulate_float64` sums are exact (`comm.exact_sum`), over microbatches and over ranks, and rounded
+once: the same bits whoever added what, at any magnitude. Float64 alone would not do: a sum of float32 numbers may lie
+next to a tie of float32, nearer than float64 can tell, and the order of additions then decides where it is rounded to.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
 from torch import nn
 
 from evenly.comm.collectives import all_reduce
+from evenly.comm.exact_reduce import exact_norm
 from evenly.comm.groups import Group
-from evenly.comm.transport import Pending, add
+from evenly.comm.transport import Pending
 from evenly.errors import RunError, UserError
 from evenly.parallel.core.memory import MemoryCounter
+from evenly.parallel.data.buckets import Bucket, ExactBucket, Slot, share_low_terms
 from evenly.parallel.data.grouping import bucket_members, needs_tail_bucket
 
+IN_FLIGHT = 3  # buckets whose parts are on their way between ranks where sums are exact; bounds their memory
+# Of a norm, relative: a square goes through at most 2**17 additions, each off by 2**-53; the root halves that.
+NORM_ERROR = 2.0**-36
 SQUARED_AT_ONCE = 1 << 16  # elements per chunk of a sum of squares; a chunk stays in a core's cache
 
 
@@ -89,8 +93,12 @@ class Gradients(ABC):
     def norm(self) -> torch.Tensor:
         """Norm of all reduced gradients, before `divide`: a scalar, the same on all ranks.
 
-        Computed in float64, so that any order of summation gives the same when rounded to float32.
+        Added up in float64, in an order that depends on how gradients are cut: off by less than `NORM_ERROR`.
         """
+
+    @abstractmethod
+    def exact_norm(self) -> float:
+        """The same whatever the order, rounded once; takes much longer. Where sums are exact."""
 
     @abstractmethod
     def divide(self, divisor: float) -> None:
@@ -119,59 +127,6 @@ class Gradients(ABC):
         """Removes the hooks from the parameters."""
 
 
-@dataclass(eq=False)
-class Slot:
-    """One parameter's place in a bucket."""
-
-    name: str
-    parameter: nn.Parameter
-    sum: torch.Tensor = field(init=False)  # view of the bucket's `sums`, shaped as the parameter
-    gradient: torch.Tensor = field(init=False)  # view of the bucket's `gradients`, shaped as the parameter
-    used: bool = False  # in this step, on this rank
-
-
-class Bucket:
-    """Neighbouring parameters of one dtype and device, added up and summed over the ranks of `group` together.
-
-    sums:      1D, of the dtype that gradients are added in.
-    tail:      what numbers lie behind the sums, 1D; `sent` is both.
-    gradients: 1D, of the parameters' dtype; the same memory as `sums` where the dtypes are the same.
-    waiting:   slots whose last gradient of this step is still to come.
-    """
-
-    def __init__(
-        self, slots: list[Slot], group: Group, *, dtype: torch.dtype, sum_dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.slots, self.group, self.device = slots, group, device
-        self.dtype, self.sum_dtype = dtype, sum_dtype
-        self.waiting = 0
-        self.pending: Pending[torch.Tensor] | None = None
-        self.label = f"gradient of {slots[0].name} to {slots[-1].name}" if slots else ""
-        self.length = sum(slot.parameter.numel() for slot in slots)
-        self._allocate(tail=0)
-
-    def resize_tail(self, tail: int) -> None:
-        """Resizes the tail to `tail` numbers; the sums are lost."""
-        if self.length + tail > self._buffer.numel():
-            self._allocate(tail=2 * tail)
-        if self.tail.numel() != tail:
-            self.sent = self._buffer[: self.length + tail]
-            self.tail = self.sent[self.length :]
-
-    def _allocate(self, *, tail: int) -> None:
-        self._buffer = torch.zeros(self.length + tail, dtype=self.sum_dtype, device=self.device)
-        self.sums = self.sent = self._buffer[: self.length]
-        self.tail = self._buffer[self.length : self.length]
-        same = self.sum_dtype is self.dtype
-        self.gradients = self.sums if same else torch.zeros(self.length, dtype=self.dtype, device=self.device)
-        start = 0
-        for slot in self.slots:
-            end = start + slot.parameter.numel()
-            slot.sum = self.sums[start:end].view(slot.parameter.shape)
-            slot.gradient = self.gradients[start:end].view(slot.parameter.shape)
-            start = end
-
-
 class GradientSum(Gradients):
     """Adds the gradients of `model` over the microbatches of a step and over the ranks of `group`."""
 
@@ -198,8 +153,8 @@ class GradientSum(Gradients):
         self.buckets = [*chain.from_iterable(buckets[:-1] for buckets in filled), *(buckets[-1] for buckets in filled)]
         self._tails = [(buckets[-1], [slot for bucket in buckets for slot in bucket.slots]) for buckets in filled]
         self._slots = [slot for bucket in self.buckets for slot in bucket.slots]
-        self._last = False
-        self._sent = 0
+        self._last, self._sent = False, 0
+        self._exact = accumulate_float64
         self._handles = [
             slot.parameter.register_post_accumulate_grad_hook(self._hook(bucket, slot))
             for bucket in self.buckets
@@ -209,11 +164,11 @@ class GradientSum(Gradients):
     def begin(self, *, numbers: int = 0, rounds: int = 1) -> None:
         self._last, self._sent = False, 0
         for bucket in self.buckets:
-            bucket.pending = None
+            bucket.begin()
         for slot in self._slots:
             slot.used, slot.parameter.grad = False, None
         for bucket, slots in self._tails:
-            bucket.resize_tail(len(slots) + (numbers if bucket is self.buckets[-1] else 0))
+            bucket.resize_tail(len(slots) + self._exact + (numbers if bucket is self.buckets[-1] else 0))
 
     def expect_last(self) -> None:
         """Begins to send buckets as they fill up."""
@@ -227,34 +182,46 @@ class GradientSum(Gradients):
             self.expect_last()
         self._send_until(len(self.buckets) - len(self._tails))
         for bucket, slots in self._tails:
-            bucket.tail[: len(slots)].copy_(torch.tensor([float(slot.used) for slot in slots]))
-        tail = self.buckets[-1].tail
-        tail[len(self._tails[-1][1]) :].copy_(torch.as_tensor(numbers, dtype=torch.float64))
+            flags = [float(slot.used) for slot in slots]
+            low_terms = [float(self._has_low_terms(bucket.group))] if self._exact else []
+            bucket.tail[: len(flags + low_terms)].copy_(torch.tensor(flags + low_terms))
+        self._numbers().copy_(torch.as_tensor(numbers, dtype=torch.float64))
         self._send_until(len(self.buckets))
+
+    def _numbers(self) -> torch.Tensor:
+        """The caller's, in the last tail."""
+        bucket, slots = self._tails[-1]
+        return bucket.tail[len(slots) + self._exact :]
+
+    def _has_low_terms(self, group: Group) -> bool:
+        return any(len(bucket.low_pairs()) for bucket in self._exact_buckets(group))
+
+    def _exact_buckets(self, group: Group) -> list[ExactBucket]:
+        return [bucket for bucket in self.buckets if isinstance(bucket, ExactBucket) and bucket.group is group]
 
     def merge(self, other: GradientSum) -> None:
         """Adds the sums of `other`, of a replica of the model; before `start_reduce`."""
-        for mine, theirs in zip(self._slots, other._slots, strict=True):
-            if not theirs.used:
-                continue
-            added = theirs.sum.to(mine.sum.device, copy=True)
-            if mine.used:
-                mine.sum.add_(added)
-            else:
-                mine.sum.copy_(added)
-                mine.used = True
+        for bucket, from_bucket in zip(self.buckets, other.buckets, strict=True):
+            for mine, theirs in zip(bucket.slots, from_bucket.slots, strict=True):
+                if theirs.used:
+                    bucket.accumulate(mine, theirs.sum.to(mine.sum.device, copy=True))
+            if isinstance(bucket, ExactBucket) and isinstance(from_bucket, ExactBucket):
+                bucket.exact.add_pairs(from_bucket.low_pairs().to(bucket.device))
 
     def finish_reduce(self) -> list[float]:
         for bucket in self.buckets:
-            assert bucket.pending is not None
-            bucket.pending.wait()
+            bucket.receive()
+        for bucket, slots in self._tails:
+            if self._exact and bucket.tail[len(slots)] > 0:
+                share_low_terms(self._exact_buckets(bucket.group), bucket.group)
         for bucket in self.buckets:
-            if bucket.sum_dtype is not bucket.dtype:
-                bucket.gradients.copy_(bucket.sums)
+            bucket.begin_gather()
+        for bucket in self.buckets:
+            bucket.finish()
         for bucket, slots in self._tails:
             for slot, users in zip(slots, bucket.tail[: len(slots)].tolist(), strict=True):
                 slot.parameter.grad = slot.gradient if users > 0 else None
-        return self.buckets[-1].tail[len(self._tails[-1][1]) :].tolist()
+        return self._numbers().tolist()
 
     def used(self) -> set[str]:
         return {slot.name for slot in self._slots if slot.used}
@@ -275,6 +242,9 @@ class GradientSum(Gradients):
         if self._ownership is not None:
             return self._ownership.norm(self.named_gradients())
         return sum_of_squares(bucket.gradients for bucket in self.buckets).sqrt()
+
+    def exact_norm(self) -> float:
+        return exact_norm((bucket.gradients for bucket in self.buckets), None)
 
     def divide(self, divisor: float) -> None:
         for bucket in self.buckets:
@@ -307,12 +277,8 @@ class GradientSum(Gradients):
         return accumulate
 
     def _accumulate(self, bucket: Bucket, slot: Slot, gradient: torch.Tensor) -> None:
-        check_gradient(slot.name, gradient, sent=bucket.pending is not None)
-        if slot.used:
-            add(slot.sum, gradient)
-        else:
-            slot.sum.copy_(gradient)
-            slot.used = True
+        check_gradient(slot.name, gradient, sent=bucket.sending)
+        bucket.accumulate(slot, gradient)
         if self._last:
             bucket.waiting -= 1
             if bucket.waiting == 0:
@@ -326,12 +292,11 @@ class GradientSum(Gradients):
         self._send_until(ready)
 
     def _send_until(self, end: int) -> None:
-        for bucket in self.buckets[self._sent : end]:
-            for slot in bucket.slots:
-                if not slot.used:
-                    slot.sum.zero_()
-            bucket.pending = all_reduce.begin(bucket.sent, bucket.group, label=bucket.label)
-        self._sent = end
+        for number in range(self._sent, end):
+            if self._exact and number >= IN_FLIGHT:
+                self.buckets[number - IN_FLIGHT].receive()
+            self.buckets[number].send()
+        self._sent = max(self._sent, end)
 
 
 def trainable(
@@ -457,17 +422,17 @@ def fill_buckets(named: Iterable[tuple[str, nn.Parameter]], group: Group, *, acc
     """
     filled = [[Slot(name, p) for name, p in some] for some in in_backward_order(named)] or [[]]
     last = filled[-1]
-    widened = accumulate_float64 or not last or last[0].parameter.dtype is torch.float64
+    widened = not accumulate_float64 and (not last or last[0].parameter.dtype is torch.float64)
     device = last[0].parameter.device if last else group.device
     if needs_tail_bucket(sum(slot.parameter.nbytes for slot in last), widened=widened):
         filled.append([])
     return [
-        _bucket(slots, group, accumulate_float64=accumulate_float64 or slots is filled[-1], device=device)
-        for slots in filled
+        _bucket(slots, group, exact=accumulate_float64, widened=slots is filled[-1], device=device) for slots in filled
     ]
 
 
-def _bucket(slots: list[Slot], group: Group, *, accumulate_float64: bool, device: torch.device) -> Bucket:
+def _bucket(slots: list[Slot], group: Group, *, exact: bool, widened: bool, device: torch.device) -> Bucket:
     """A bucket of `slots`, which share their dtype and device; an empty one is on `device`."""
     dtype, device = (slots[0].parameter.dtype, slots[0].parameter.device) if slots else (torch.float64, device)
-    return Bucket(slots, group, dtype=dtype, sum_dtype=torch.float64 if accumulate_float64 else dtype, device=device)
+    kind, sum_dtype = ExactBucket if exact else Bucket, torch.float64 if exact or widened else dtype
+    return kind(slots, group, dtype=dtype, sum_dtype=sum_dtype, device=device)

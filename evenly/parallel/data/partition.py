@@ -15,7 +15,8 @@ rank 0, then those of rank 1, and so on, each padded with zeros to the same leng
 buckets, strictly in their order, so that all ranks agree; a rank that runs fewer microbatches than others sends zeros
 in the remaining rounds. Nothing else in a step depends on what other ranks run.
 
-Exactness is as in `gradients`: with `accumulate_float64` sums are in float64, rounded once, and divided by the weight.
+Exactness. With `accumulate_float64` sums are exact and rounded once, as in `gradients`, and then divided by the weight.
+The ranks exchange what they have, and each adds up its pieces itself.
 """
 
 from __future__ import annotations
@@ -23,13 +24,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from evenly.comm.collectives import adds_here, all_gather, all_reduce, reduce_scatter
+from evenly.comm.collectives import adds_here, all_gather, all_reduce, exchange, reduce_scatter
+from evenly.comm.exact_reduce import begin_exact_all_reduce, exact_norm, pairs_of_others
+from evenly.comm.exact_sum import ExactSum
+from evenly.comm.groups import Group
 from evenly.comm.transport import Pending, add
 from evenly.comm.world import World
 from evenly.parallel.core.memory import MemoryCounter
@@ -45,73 +50,17 @@ from evenly.parallel.data.gradients import (
 )
 from evenly.parallel.data.mesh import groups_of, shard_mesh
 from evenly.parallel.data.optimizer import OwnedRows
+from evenly.parallel.data.row_layout import RowLayout
 
 IN_FLIGHT = 3  # reductions of buckets at a time; bounds their memory
 NOTHING = torch.empty(0)
-
-
-@dataclass(frozen=True)
-class RowLayout:
-    """Where the pieces of a parameter are in the rows of its packed bucket.
-
-    rows: of the parameter. row_shape: of one of its rows. offset: of its piece in each packed row, in elements.
-    """
-
-    rows: int
-    piece_rows: int
-    row_shape: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, shape: Sequence[int], ranks: int, offset: int = 0) -> RowLayout:
-        """The layout of a parameter of `shape`, with at least one dim."""
-        rows, *row_shape = shape
-        return cls(rows, max(1, -(-rows // ranks)), tuple(row_shape), offset)
-
-    @property
-    def length(self) -> int:
-        """The elements of a piece."""
-        return self.piece_rows * torch.Size(self.row_shape).numel()
-
-    def own(self, position: int) -> slice:
-        """The rows of the piece at `position`."""
-        return slice(min(position * self.piece_rows, self.rows), min((position + 1) * self.piece_rows, self.rows))
-
-    def pack(self, tensor: torch.Tensor | None, packed: torch.Tensor) -> None:
-        """Copies the pieces of `tensor`, or zeros, into `packed` (ranks x elements)."""
-        region = packed[:, self.offset : self.offset + self.length]
-        if tensor is None or region.shape[0] * self.piece_rows > self.rows:
-            region.zero_()
-        if tensor is not None:
-            self._copy_pieces(tensor, packed, lambda piece, target: target.copy_(piece))
-
-    def unpack(self, packed: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Copies the pieces in `packed` (ranks x elements) into `tensor`."""
-        self._copy_pieces(tensor, packed, lambda piece, target: piece.copy_(target))
-
-    def piece(self, row: torch.Tensor, position: int) -> torch.Tensor:
-        """The piece at `position`, without padding, as a view of its rank's packed `row`."""
-        rows = self.own(position)
-        region = row[self.offset : self.offset + self.length]
-        return region.unflatten(0, (self.piece_rows, *self.row_shape))[: rows.stop - rows.start]
-
-    def _copy_pieces(
-        self, tensor: torch.Tensor, packed: torch.Tensor, copy: Callable[[torch.Tensor, torch.Tensor], object]
-    ) -> None:
-        """Calls `copy` with rows of `tensor` and their region of `packed`: all full pieces at once, then the last."""
-        region = packed[:, self.offset : self.offset + self.length].unflatten(1, (self.piece_rows, *self.row_shape))
-        full, remainder = divmod(self.rows, self.piece_rows)
-        if full:
-            copy(tensor[: full * self.piece_rows].unflatten(0, (full, self.piece_rows)), region[:full])
-        if remainder:
-            copy(tensor[full * self.piece_rows :], region[full, :remainder])
 
 
 @dataclass(eq=False)
 class RowRange:
     """One parameter of a bucket.
 
-    layout: of its pieces. total: sum of this rank's gradients that are not sent yet.
+    layout: of its pieces. total: sum of this rank's gradients that are not sent yet; exact: the same, exactly.
     used:   whether it got a gradient in this step: on this rank, and after `finish_reduce` on any.
     """
 
@@ -119,12 +68,24 @@ class RowRange:
     parameter: nn.Parameter
     layout: RowLayout
     total: torch.Tensor | None = None
+    exact: ExactSum | None = None
     used: bool = False
+
+    def add(self, gradient: torch.Tensor) -> None:
+        """Adds `gradient` to the total."""
+        assert self.total is not None
+        if self.exact is None:
+            add(self.total, gradient)
+        else:
+            self.exact.add(gradient.reshape(-1))
 
 
 @dataclass(eq=False)
 class Scalar:
-    """A parameter without dims; its gradient is accumulated in float64 and reduced with the numbers."""
+    """A parameter without dims; its gradient is accumulated in float64 and reduced with the numbers.
+
+    total: None too where sums are exact, which are kept for all scalars together.
+    """
 
     name: str
     parameter: nn.Parameter
@@ -148,23 +109,64 @@ class ShardedBucket:
         self.send_dtype = self.dtype if send_narrow else self.sum_dtype
         self.length = last.layout.offset + last.layout.length  # of a rank's row
         self.sums = self.gradients = NOTHING
+        self.exact = ExactSum(NOTHING) if accumulate_float64 else None  # over `sums`
+        self.pairs: list[torch.Tensor] = []  # low terms of the packed gradients that this rank has sent
         self.waiting = 0
         self.label = f"gradient of {first.name} to {last.name}"
 
     def begin(self) -> None:
         self.sums = self.gradients = NOTHING
+        self.pairs.clear()
+
+    def reduce(self, packed: torch.Tensor, group: Group) -> Pending[Any]:
+        """Begins to sum the ranks' `packed` gradients into `sums`."""
+        adding = self.sums is not NOTHING
+        if not adding:
+            self.sums = torch.empty(self.length, dtype=self.sum_dtype, device=self.device)
+        if self.exact is None:
+            return reduce_scatter.begin(packed.view(-1), group, into=self.sums, adding=adding, label=self.label)
+        if not adding:
+            self.exact = ExactSum(self.sums)
+        rows = exchange.begin(packed, group, label=self.label)
+        return Pending(group, 0, (), lambda: self._add_rows(rows.wait(), adding=adding))
+
+    def _add_rows(self, rows: Sequence[torch.Tensor], *, adding: bool) -> None:
+        assert self.exact is not None
+        if not adding:
+            self.sums.copy_(rows[0])
+        for row in rows if adding else rows[1:]:
+            self.exact.add(row)
+
+    def share_low_terms(self, group: Group) -> None:
+        """Adds what the sums of the ranks of `group`, as they were packed, had lost."""
+        assert self.exact is not None
+        own = torch.cat([torch.empty(0, 2, dtype=torch.float64, device=self.device), *self.pairs])
+        first = group.position * self.length
+        for pairs in (own, pairs_of_others(own, group)):
+            inside = (pairs[:, 0] >= first) & (pairs[:, 0] < first + self.length)
+            self.exact.add_pairs(pairs[inside] - pairs.new_tensor([first, 0.0]))
 
     def pack(self, ranks: int) -> torch.Tensor:
         """This rank's gradients of the round (ranks x elements); drops the totals."""
         packed = torch.empty((ranks, self.length), dtype=self.send_dtype, device=self.device)
         for part in self.parts:
             part.layout.pack(part.total, packed)
-            part.total = None
+            if part.exact is not None and part.exact.has_low_terms:
+                pairs = part.exact.pairs()
+                pairs[:, 0] = part.layout.packed_index(pairs[:, 0].long(), self.length).double()
+                self.pairs.append(pairs)
+            part.total = part.exact = None
         return packed
 
     def finish_sums(self) -> None:
         """Turns the sums into gradients."""
-        self.gradients, self.sums = self.sums.to(self.dtype), NOTHING
+        if self.exact is None:
+            self.gradients = self.sums.to(self.dtype)
+        else:
+            self.gradients = torch.empty_like(self.sums, dtype=self.dtype)
+            self.exact.round_into(self.gradients)
+            self.exact = ExactSum(NOTHING)
+        self.sums = NOTHING
 
 
 class PartitionedGradients(Gradients):
@@ -186,12 +188,15 @@ class PartitionedGradients(Gradients):
     ) -> None:
         named, self._frozen = trainable(model, required=ownership is None or ownership.pipeline_group is None)
         self._all, self._zero, self._ownership = world.group("data"), zero, ownership
+        self._exact = accumulate_float64
         mesh = shard_mesh(world, shard)
         self._group, self._across = groups_of(mesh, self._all)
         self._position = self._group.position
         self._scalars = [Scalar(name, p) for name, p in named if p.dim() == 0]
+        self._scalar_sums = ExactSum(torch.zeros(len(self._scalars), dtype=torch.float64, device=self._all.device))
         cut = in_backward_order((name, p) for name, p in named if p.dim() > 0)
-        send_narrow = zero == 2 and adds_here(self._group)  # a round has one microbatch: nothing is lost
+        # A round has one microbatch: nothing is lost.
+        send_narrow = zero == 2 and (accumulate_float64 or adds_here(self._group))
         self.buckets = [
             ShardedBucket(
                 _parts(group, self._group.size), accumulate_float64=accumulate_float64, send_narrow=send_narrow
@@ -203,7 +208,7 @@ class PartitionedGradients(Gradients):
         split = sum(part.parameter.numel() for part in self._parts if part.layout.length < part.parameter.numel())
         self.share = split / max(1, sum(p.numel() for _, p in named))
         self._sending, self._sent, self._rounds = False, 0, 0
-        self._in_flight: deque[Pending[torch.Tensor]] = deque()  # in the order in which they were begun
+        self._in_flight: deque[Pending[Any]] = deque()  # in the order in which they were begun
         self._tail: Pending[torch.Tensor] | None = None
         self._handles = [
             part.parameter.register_post_accumulate_grad_hook(self._hook(index, bucket, part))
@@ -211,7 +216,8 @@ class PartitionedGradients(Gradients):
             for part in bucket.parts
         ]
         self._handles += [
-            scalar.parameter.register_post_accumulate_grad_hook(_add_to(scalar)) for scalar in self._scalars
+            scalar.parameter.register_post_accumulate_grad_hook(self._scalar_hook(number, scalar))
+            for number, scalar in enumerate(self._scalars)
         ]
 
     # ------------------------------------------------------------------------------------------- a step
@@ -221,6 +227,10 @@ class PartitionedGradients(Gradients):
             bucket.begin()
         for one in (*self._parts, *self._scalars):
             one.used, one.total, one.parameter.grad = False, None, None
+        for part in self._parts:
+            part.exact = None
+        self._scalar_sums.high.zero_()
+        self._scalar_sums.clear()
         self._begin_round(sending=self._zero == 2)
 
     def expect_last(self) -> None:
@@ -236,25 +246,46 @@ class PartitionedGradients(Gradients):
             self._finish_round()
         flags = [float(one.used) for one in (*self._parts, *self._scalars)]
         totals = [0.0 if scalar.total is None else float(scalar.total) for scalar in self._scalars]
-        self._tail = begin_numbers([*flags, *totals], numbers, self._all)
+        low_terms = float(any(bucket.pairs for bucket in self.buckets))
+        self._tail = begin_numbers([*flags, low_terms, *totals], numbers, self._all)
 
     def finish_reduce(self) -> list[float]:
         while self._in_flight:
             self._wait_oldest()
-        if self._across is not None:
-            sums = [all_reduce.begin(bucket.sums, self._across, label=bucket.label) for bucket in self.buckets]
-            for pending in sums:
-                pending.wait()
         assert self._tail is not None
         values = iter(self._tail.wait().tolist())
         for one in (*self._parts, *self._scalars):
             one.used = next(values) > 0
-        for scalar in self._scalars:
-            total = next(values)
+        if next(values) > 0:
+            for bucket in self.buckets:
+                bucket.share_low_terms(self._group)
+        self._sum_across()
+        exact_totals = self._exact_scalars()
+        for scalar, exact_total in zip(self._scalars, exact_totals, strict=True):
+            total = next(values) + exact_total
             scalar.parameter.grad = torch.full_like(scalar.parameter, total) if scalar.used else None
         for bucket in self.buckets:
             bucket.finish_sums()
         return list(values)
+
+    def _exact_scalars(self) -> list[float]:
+        """The exact sums of the scalars' gradients over the data axis, rounded; zeros where others are kept."""
+        if self._exact and self._scalars:
+            begin_exact_all_reduce(self._scalar_sums, self._all, label="gradients of scalars")()
+        return self._scalar_sums.rounded().tolist()
+
+    def _sum_across(self) -> None:
+        """Sums the pieces over the ranks that have the same."""
+        if (group := self._across) is None:
+            return
+        ends: list[Callable[[], object]] = [
+            begin_exact_all_reduce(bucket.exact, group, label=bucket.label)
+            if bucket.exact is not None
+            else all_reduce.begin(bucket.sums, group, label=bucket.label).wait
+            for bucket in self.buckets
+        ]
+        for end in ends:
+            end()
 
     def used(self) -> set[str]:
         return {one.name for one in (*self._parts, *self._scalars) if one.used}
@@ -268,16 +299,23 @@ class PartitionedGradients(Gradients):
             for part in bucket.parts:
                 if part.parameter.grad is not None:
                     self._hook(index, bucket, part)(part.parameter)
-        for scalar in self._scalars:
+        for number, scalar in enumerate(self._scalars):
             if scalar.parameter.grad is not None:
-                _add_to(scalar)(scalar.parameter)
+                self._scalar_hook(number, scalar)(scalar.parameter)
 
     def norm(self) -> torch.Tensor:
         if self._ownership is not None:
             named = self.named_gradients() if self._position == 0 else self._named_pieces()
             return self._ownership.norm(named, self._group)
+        return norm_of_shards(self._counted(), self._group)
+
+    def exact_norm(self) -> float:
+        return exact_norm(self._counted(), self._group)
+
+    def _counted(self) -> Iterable[torch.Tensor]:
+        """The gradients that this rank counts in the norm."""
         scalars = self._scalar_gradients() if self._position == 0 else ()  # all ranks have the same
-        return norm_of_shards((*(bucket.gradients for bucket in self.buckets), *scalars), self._group)
+        return (*(bucket.gradients for bucket in self.buckets), *scalars)
 
     def divide(self, divisor: float) -> None:
         for gradient in (*(bucket.gradients for bucket in self.buckets), *self._scalar_gradients()):
@@ -336,13 +374,26 @@ class PartitionedGradients(Gradients):
             parameter.grad = None
             check_gradient(part.name, gradient, sent=index < self._sent)
             if part.total is not None:
-                add(part.total, gradient)
+                part.add(gradient)
             else:  # what is sent at once is converted when it is sent
                 part.total = gradient if self._zero == 2 else gradient.to(bucket.sum_dtype)
+                part.exact = ExactSum(part.total.view(-1)) if self._exact and self._zero == 1 else None
             part.used = True
             if self._sending:
                 bucket.waiting -= 1
                 self._send_full()
+
+        return accumulate
+
+    def _scalar_hook(self, number: int, scalar: Scalar) -> Callable[[torch.Tensor], None]:
+        def accumulate(parameter: torch.Tensor) -> None:
+            gradient = parameter.grad
+            assert gradient is not None  # autograd calls the hook with the gradient in place
+            parameter.grad, scalar.used = None, True
+            if self._exact:
+                self._scalar_sums.add(gradient.reshape(1).to(self._scalar_sums.high.device), number)
+            else:
+                scalar.total = gradient.double() if scalar.total is None else scalar.total + gradient.double()
 
         return accumulate
 
@@ -357,11 +408,7 @@ class PartitionedGradients(Gradients):
         for bucket in self.buckets[self._sent : end]:
             if len(self._in_flight) == IN_FLIGHT:
                 self._wait_oldest()
-            packed, adding = bucket.pack(self._group.size).view(-1), bucket.sums is not NOTHING
-            if not adding:
-                bucket.sums = torch.empty(bucket.length, dtype=bucket.sum_dtype, device=bucket.device)
-            pending = reduce_scatter.begin(packed, self._group, into=bucket.sums, adding=adding, label=bucket.label)
-            self._in_flight.append(pending)
+            self._in_flight.append(bucket.reduce(bucket.pack(self._group.size), self._group))
         self._sent = max(self._sent, end)
 
     def _wait_oldest(self) -> None:
@@ -401,13 +448,3 @@ def _cut(part: RowRange, rows: slice, mesh: DeviceMesh) -> OwnedRows:
     placements, shape, stride = [Replicate(), Shard(0)], whole.shape, whole.stride()
     piece = DTensor.from_local(whole[rows], mesh, placements, run_check=False, shape=shape, stride=stride)
     return OwnedRows(part.name, part.parameter, nn.Parameter(piece), rows)
-
-
-def _add_to(scalar: Scalar) -> Callable[[torch.Tensor], None]:
-    def accumulate(parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        assert gradient is not None  # autograd calls the hook with the gradient in place
-        parameter.grad, scalar.used = None, True
-        scalar.total = gradient.double() if scalar.total is None else scalar.total + gradient.double()
-
-    return accumulate

@@ -127,6 +127,9 @@ class ReplicaGradients(Gradients):
     def norm(self) -> torch.Tensor:
         return self._sum.norm()
 
+    def exact_norm(self) -> float:
+        return self._sum.exact_norm()
+
     def divide(self, divisor: float) -> None:
         self._sum.divide(divisor)
 

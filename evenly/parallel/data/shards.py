@@ -8,8 +8,9 @@ microbatch are reduce-scattered as soon as they are computed.
 With shard groups smaller than the data axis (hybrid sharding) the groups hold the same shards, and all-reduce the
 shards of their gradients in the last backward of a step.
 
-Exactness. With `accumulate_float64`, gradients of several microbatches and ranks are summed in float64 and rounded
-once, as in `gradients`: the same bits on any number of ranks. Gradients are sums, not means.
+Exactness. With `accumulate_float64`, sums over microbatches and ranks are exact and rounded once, as in `gradients`:
+the same bits on any number of ranks. `fully_shard` itself would add microbatches and replicas up in float64, with
+rounding; `_ExactReduceScatter` leaves it nothing but zeros to add. Gradients are sums, not means.
 
 Order. The forward and the backward of every unit contain collectives, so all ranks must run equally many microbatches;
 `Share.filled` adds fillers. After an evaluation, `reshard` frees the gathered parameters of the root.
@@ -26,7 +27,9 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from evenly.comm.collectives import adds_here, reduce_scatter
+from evenly.comm.collectives import adds_here, exchange, reduce_scatter
+from evenly.comm.exact_reduce import begin_exact_all_reduce, exact_norm
+from evenly.comm.exact_sum import ExactSum
 from evenly.comm.groups import Group
 from evenly.comm.transport import Pending, PolledWork
 from evenly.comm.world import World
@@ -45,7 +48,7 @@ from evenly.parallel.data.gradients import (
 from evenly.parallel.data.grouping import unit_members
 from evenly.parallel.data.mesh import groups_of, shard_mesh
 from evenly.parallel.data.optimizer import OwnedRows
-from evenly.parallel.data.partition import RowLayout
+from evenly.parallel.data.row_layout import RowLayout
 from evenly.torch_private import all_gather_single, end_sharded_forward, initialize_sharding, reduce_sharded
 
 ORDER_PRIME = 65_521  # modulus of the hash of the order of units; its square times any world size is exact in float64
@@ -95,10 +98,16 @@ class ShardedGradients(Gradients):
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         # With a split backward, gradients of several microbatches are accumulated before they are reduced.
         send_dtype = None if split_backward else next((p.dtype for p in model.parameters() if p.requires_grad), None)
-        for unit in self._units:
+        self._exact = (
+            [_ExactReduceScatter(self._shards, across, send_dtype) for _ in self._units] if accumulate_float64 else []
+        )
+        for number, unit in enumerate(self._units):
             _reduce_by_sum(unit)
-            if adds_here(self._shards) and self._shards.size > 1:
+            if self._exact:
+                unit.set_custom_reduce_scatter(cast(Any, self._exact[number]))
+            elif adds_here(self._shards) and self._shards.size > 1:
                 unit.set_custom_reduce_scatter(cast(Any, _ReduceScatter(self._shards, send_dtype)))
+            if adds_here(self._shards) and self._shards.size > 1:
                 unit.set_custom_all_gather(cast(Any, _AsyncAllGather()))
         for unit, following in pairwise(self._units):
             unit.set_modules_to_forward_prefetch([following])
@@ -142,6 +151,8 @@ class ShardedGradients(Gradients):
         self._used = [False] * len(self._named)
         self._unit_order = 0
         self._sums.clear()
+        for reduction in self._exact:
+            reduction.begin()
         for _, parameter in self._named:
             parameter.grad = None
         self._expect(last=False)
@@ -152,6 +163,8 @@ class ShardedGradients(Gradients):
             self._expect(last=True)
 
     def _expect(self, *, last: bool) -> None:
+        for reduction in self._exact:
+            reduction.last = last
         root = self._units[0]
         root.set_is_last_backward(last)
         root.set_requires_all_reduce(last)
@@ -220,6 +233,9 @@ class ShardedGradients(Gradients):
         if self._ownership is not None:
             return self._ownership.norm(self.named_gradients(), self._shards)
         return torch.tensor(self._squares, dtype=torch.float64).sqrt()
+
+    def exact_norm(self) -> float:
+        return exact_norm(self._sums.values() if self._counts_squares else (), self._group)
 
     def divide(self, divisor: float) -> None:
         for gradient in self._sums.values():
@@ -307,6 +323,67 @@ class _ReduceScatter(_NewMemory):
     ) -> None:
         self._allocated = False
         reduce_scatter(input_tensor, self._group, into=output_tensor)
+
+
+class _ExactReduceScatter(_NewMemory):
+    """A reduce-scatter whose results, added up by `fully_shard` over the microbatches of a step, are the exact sum.
+
+    Its results are zeros, but for the first: `fully_shard` keeps that tensor and adds the others to it, and so it is
+    the one in which gradients are added up here. In the last backward it becomes the rounded sum over all ranks, on the
+    first of the ranks `across` that have the same shards, and zeros on the others. In a group of one rank `fully_shard`
+    calls no collective and copies what it would have sent; that is replaced before it allocates the result.
+
+    last: whether the next backward is the last of the step.
+    """
+
+    def __init__(self, group: Group, across: Group | None, send_dtype: torch.dtype | None) -> None:
+        self._group, self._across, self._send_dtype = group, across, send_dtype
+        self._sent: torch.Tensor | None = None  # the buffer to send, until the result is allocated
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets the last step."""
+        self._sum: ExactSum | None = None
+        self.last = False
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if self._sent is None:
+            send_dtype = self._send_dtype if self._group.size > 1 else None
+            self._sent = super().allocate(size, dtype=send_dtype or dtype, device=device)
+            return self._sent
+        if self._group.size == 1:
+            self._add([self._sent], self._sent)
+        self._sent = None
+        return super().allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        self._add(exchange(input_tensor.view(self._group.size, -1), self._group), output_tensor)
+
+    def _add(self, rows: Sequence[torch.Tensor], output: torch.Tensor) -> None:
+        """Adds the ranks' `rows`, and sets `output`, the memory of the row in a group of one rank."""
+        if self._sum is None:
+            own = output.copy_(rows[0]) if self._group.size > 1 else output.clone()
+            self._sum, rows = ExactSum(own), rows[1:]
+        for row in rows:
+            self._sum.add(row)
+        total = self._sum.high
+        if self.last:
+            self._round()
+        if output is not total:
+            output.copy_(total) if self.last and self._group.size == 1 else output.zero_()
+
+    def _round(self) -> None:
+        """Turns the sum into the result, and ends the step."""
+        assert self._sum is not None
+        if self._across is not None:
+            begin_exact_all_reduce(self._sum, self._across, label="gradients of shards")()
+        if self._across is None or self._across.position == 0:
+            self._sum.high.copy_(self._sum.rounded())
+        else:
+            self._sum.high.zero_()
+        self._sum = None
 
 
 def _check_can_shard(model: nn.Module) -> None:

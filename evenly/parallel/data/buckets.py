@@ -1,0 +1,195 @@
+"""Buckets of gradients that are reduced together; see `gradients` for the vocabulary.
+
+A `Bucket` is all-reduced in the type that it is added in. An `ExactBucket` adds up exactly, over microbatches and over
+ranks, which no all-reduce does: each rank sums one *region* over the ranks, from their parts of it, rounds it, and
+sends it to all. That moves 12 bytes an element where an all-reduce of float64 moves 16. A bucket with a tail is small:
+there every rank gets all and sums all, which takes one collective.
+
+What a rank's parts lose in float64 (the low terms of `ExactSum`) is not sent along, since there hardly ever is any. The
+tail tells all ranks whether there is, and then they exchange it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from evenly.comm.collectives import all_gather, all_reduce, exchange
+from evenly.comm.exact_reduce import pairs_of_others
+from evenly.comm.exact_sum import ExactSum
+from evenly.comm.groups import Group
+from evenly.comm.transport import Pending, add
+
+
+@dataclass(eq=False)
+class Slot:
+    """One parameter's place in a bucket."""
+
+    name: str
+    parameter: nn.Parameter
+    start: int = field(init=False)  # in the bucket, in elements
+    sum: torch.Tensor = field(init=False)  # view of the bucket's `sums`, shaped as the parameter
+    gradient: torch.Tensor = field(init=False)  # view of the bucket's `gradients`, shaped as the parameter
+    used: bool = False  # in this step, on this rank
+
+
+class Bucket:
+    """Neighbouring parameters of one dtype and device, added up and summed over the ranks of `group` together.
+
+    sums:      1D, of the dtype that gradients are added in.
+    tail:      what numbers lie behind the sums, 1D; `sent` is both.
+    gradients: 1D, of the parameters' dtype; the same memory as `sums` where the dtypes are the same.
+    waiting:   slots whose last gradient of this step is still to come.
+    sending:   whether this step's sums have been sent.
+    """
+
+    def __init__(
+        self, slots: list[Slot], group: Group, *, dtype: torch.dtype, sum_dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.slots, self.group, self.device = slots, group, device
+        self.dtype, self.sum_dtype = dtype, sum_dtype
+        self.waiting = 0
+        self.sending = False
+        self.label = f"gradient of {slots[0].name} to {slots[-1].name}" if slots else ""
+        self.length = self._padded(sum(slot.parameter.numel() for slot in slots))
+        self._allocate(tail=0)
+
+    def resize_tail(self, tail: int) -> None:
+        """Resizes the tail to `tail` numbers; the sums are lost."""
+        if self.length + tail > self._buffer.numel():
+            self._allocate(tail=2 * tail)
+        if self.tail.numel() != tail:
+            self.sent = self._buffer[: self.length + tail]
+            self.tail = self.sent[self.length :]
+
+    def _padded(self, length: int) -> int:
+        return length
+
+    def _allocate(self, *, tail: int) -> None:
+        self._buffer = torch.zeros(self.length + tail, dtype=self.sum_dtype, device=self.device)
+        self.sums = self.sent = self._buffer[: self.length]
+        self.tail = self._buffer[self.length : self.length]
+        same = self.sum_dtype is self.dtype
+        self.gradients = self.sums if same else torch.zeros(self.length, dtype=self.dtype, device=self.device)
+        start = 0
+        for slot in self.slots:
+            end = start + slot.parameter.numel()
+            slot.start = start
+            slot.sum = self.sums[start:end].view(slot.parameter.shape)
+            slot.gradient = self.gradients[start:end].view(slot.parameter.shape)
+            start = end
+
+    # ------------------------------------------------------------------------------------------- a step
+    def begin(self) -> None:
+        """Forgets the last step."""
+        self.sending = False
+
+    def accumulate(self, slot: Slot, gradient: torch.Tensor) -> None:
+        """Adds `gradient`, shaped as the parameter, to this rank's sum."""
+        if slot.used:
+            self._add(slot, gradient)
+        else:
+            slot.sum.copy_(gradient)
+            slot.used = True
+
+    def _add(self, slot: Slot, gradient: torch.Tensor) -> None:
+        add(slot.sum, gradient)
+
+    def send(self) -> None:
+        """Begins to sum over ranks; zeros for what this rank did not use."""
+        for slot in self.slots:
+            if not slot.used:
+                slot.sum.zero_()
+        self.sending = True
+        self._begin_sum()
+
+    def _begin_sum(self) -> None:
+        self._pending = all_reduce.begin(self.sent, self.group, label=self.label)
+
+    def receive(self) -> None:
+        """Waits for what `send` began: then `tail` is summed over ranks."""
+        self._pending.wait()
+
+    def begin_gather(self) -> None:
+        """Turns the sums into gradients."""
+        if self.sum_dtype is not self.dtype:
+            self.gradients.copy_(self.sums)
+
+    def finish(self) -> None:
+        """Waits until `gradients` are there."""
+
+
+class ExactBucket(Bucket):
+    """Of float64, whose sums are rounded once: the same bits, whatever the order and whatever the rank.
+
+    exact: the sums over microbatches on this rank; from `receive` on, within the region, over ranks.
+    """
+
+    def _padded(self, length: int) -> int:
+        return -(-length // self.group.size) * self.group.size
+
+    def _allocate(self, *, tail: int) -> None:
+        super()._allocate(tail=tail)
+        self.exact = ExactSum(self.sums)
+
+    def begin(self) -> None:
+        super().begin()
+        self.exact.clear()
+        self._pairs: torch.Tensor | None = None
+
+    def _add(self, slot: Slot, gradient: torch.Tensor) -> None:
+        self.exact.add(gradient.reshape(-1), slot.start)
+
+    def low_pairs(self) -> torch.Tensor:
+        """The low terms of this rank's part, as `ExactSum.pairs`; asked for before other ranks' parts are added."""
+        if self._pairs is None:
+            self._pairs = self.exact.pairs()
+        return self._pairs
+
+    def _begin_sum(self) -> None:
+        self.low_pairs()
+        ranks, position = self.group.size, self.group.position
+        self._gathering: Pending[torch.Tensor] | None = None
+        self._received = False
+        self._part = self.length // ranks if not self.tail.numel() else self.length
+        self._first = position * self._part if self._part < self.length else 0
+        if self.tail.numel():
+            self._rows = all_gather.begin(self.sent.view(1, -1), self.group, sizes=[1] * ranks, label=self.label)
+        else:
+            self._rows = exchange.begin(self.sums.view(ranks, -1), self.group, label=self.label)
+
+    def receive(self) -> None:
+        """Waits for what `send` began, and adds it: then `tail` is summed over ranks."""
+        if self._received or self.group.size == 1:
+            return
+        self._received = True
+        for position, row in enumerate(self._rows.wait()):
+            if position != self.group.position:
+                self.exact.add(row[: self._part], self._first)
+                self.tail.add_(row[self._part :])
+        del self._rows
+
+    def add_pairs(self, pairs: torch.Tensor) -> None:
+        """Adds low terms of other ranks, as `ExactSum.pairs` gives them, within the region."""
+        self.exact.add_pairs(pairs, self._first, self._first + self._part)
+
+    def begin_gather(self) -> None:
+        own = self.gradients[self._first : self._first + self._part]
+        self.exact.round_into(own, self._first)
+        if self._part < self.length:
+            self._gathering = all_gather.begin(
+                own, self.group, sizes=[self._part] * self.group.size, label=self.label, into=self.gradients
+            )
+
+    def finish(self) -> None:
+        if self._gathering is not None:
+            self._gathering.wait()
+
+
+def share_low_terms(buckets: Sequence[ExactBucket], group: Group) -> None:
+    """Adds the low terms of each rank's parts of `buckets` to the sums of all ranks of `group`."""
+    for bucket in buckets if group.size > 1 else ():
+        bucket.add_pairs(pairs_of_others(bucket.low_pairs(), group))
