@@ -21,6 +21,7 @@ import evenly.engine.executor as executor
 import evenly.engine.updater as updater
 import evenly.parallel.core.calls as calls
 import evenly.parallel.core.statistics as statistics
+import evenly.parallel.data.buckets as buckets
 import evenly.parallel.data.gradients as gradients
 import evenly.parallel.data.partition as partition
 import evenly.parallel.data.shards as shards
@@ -155,12 +156,11 @@ def other_order(patch: Patch) -> None:
 def forgotten_unused_share(patch: Patch) -> None:
     """Old sums of a parameter that this rank did not use in this step are summed again."""
 
-    def send(self: Any, end: int) -> None:
-        for bucket in self.buckets[self._sent : end]:
-            bucket.pending = gradients.all_reduce.begin(bucket.sent, bucket.group)
-        self._sent = end
+    def send(self: Any) -> None:
+        self.sending = True
+        self._begin_sum()
 
-    patch.setattr(gradients.GradientSum, "_send_until", send)
+    patch.setattr(buckets.Bucket, "send", send)
 
 
 # --- evaluation -----------------------------------------------------------------------------------------
@@ -487,8 +487,8 @@ def lost_weight_decay(patch: Patch) -> None:
 
 def sums_in_bfloat16(patch: Patch) -> None:
     """Gradients of microbatches are rounded to bfloat16 before they are added."""
-    plain = gradients.add
-    patch.setattr(gradients, "add", lambda total, gradient: plain(total, gradient.bfloat16().to(gradient.dtype)))
+    plain = buckets.add
+    patch.setattr(buckets, "add", lambda total, gradient: plain(total, gradient.bfloat16().to(gradient.dtype)))
 
 
 def one_lost_element(patch: Patch) -> None:
