@@ -36,6 +36,7 @@ import numpy as np
 import torch
 
 CHUNK = 1 << 16  # elements whose additions are checked together; they stay in a core's cache
+PART = 1 << 11  # elements of a chunk whose errors are computed together, where the chunk has any
 # The bit of C's FE_INEXACT.
 _INEXACT = {"x86_64": 0x20, "AMD64": 0x20, "i686": 0x20, "aarch64": 0x10, "arm64": 0x10}
 
@@ -69,9 +70,8 @@ class ExactSum:
         end = start + len(values)
         for chunk in range(start // CHUNK, -(-end // CHUNK)):
             first, last = max(start, chunk * CHUNK), min(end, (chunk + 1) * CHUNK)
-            error = self._add_high(self.high[first:last], values[first - start : last - start])
-            if error is not None:
-                self._pairs.append(_pairs_of(error, first))
+            for offset, error in self._add_high(self.high[first:last], values[first - start : last - start]):
+                self._pairs.append(_pairs_of(error, first + offset))
         if self._pairs and sum(map(len, self._pairs)) > len(self.high) // 16 + 64:
             self._merge()
 
@@ -114,20 +114,26 @@ class ExactSum:
             inverse, rest = inverse[~first], rest[~first]
         return places - start, _rounded_to_odd(terms)
 
-    def _add_high(self, total: torch.Tensor, more: torch.Tensor) -> torch.Tensor | None:
-        """total += more; returns the errors of that, None if there are none."""
+    def _add_high(self, total: torch.Tensor, more: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """total += more; returns the errors of that as (first element, errors) of the parts that have some."""
         if total.is_cuda or _rounds is None:
             before = total.clone()
             total.add_(more)
             error = _error(before, more.double(), total)
-            return error if bool(error.any()) else None
+            return [(0, error)] if bool(error.any()) else []
         if len(self._before) < len(total):
             self._before = np.empty(min(CHUNK, len(self.high)))
         before, sums, added = self._before[: len(total)], total.numpy(), more.numpy()
         np.copyto(before, sums)
         if not _rounds(lambda: np.add(sums, added, out=sums)):
-            return None
-        return torch.from_numpy(_error(before, added.astype(np.float64), sums))
+            return []
+        found: list[tuple[int, torch.Tensor]] = []
+        for first in range(0, len(sums), PART):
+            part = slice(first, first + PART)
+            if _rounds(lambda part=part: np.add(before[part], added[part])):
+                error = _error(before[part], added[part].astype(np.float64), sums[part])
+                found.append((first, torch.from_numpy(error)))
+        return found
 
     def _merge(self) -> None:
         """Turns the pairs into low terms of whole chunks."""
