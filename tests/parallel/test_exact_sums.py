@@ -124,3 +124,63 @@ def test_and_in_many_buckets(plan: str, size: int, ranks: KeptRanks) -> None:
 def test_and_of_parameters_without_dims(plan: str, size: int, ranks: KeptRanks) -> None:
     (expected,) = ranks.run(run, "single", True, size=1)
     assert ranks.run(differing, plan, expected, True, size=size) == [{}] * size
+
+
+class Saturated(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Inputs so large, and labels that the model gives itself, that its softmax saturates: of one element, gradients of
+    microbatches differ by more than 2**60.
+    """
+
+    def __init__(self) -> None:
+        self.x = 100 * torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            self.y = saturated_model()(self.x).argmax(1)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[index], self.y[index]
+
+
+def saturated_model() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    return model
+
+
+def saturated(plan: str, steps: int = 50) -> dict[str, torch.Tensor]:
+    """The parameters after `steps`."""
+    job = evenly.Job(
+        model=saturated_model,
+        loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+        data=Saturated(),
+        optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+        global_batch=24,
+        microbatch=1,
+        steps=steps,
+        clip_norm=1.0,
+        seed=3,
+    )
+    with evenly.start(job, plan=f"{plan} exact=bitwise") as run:
+        for batch in run.batches():
+            run.step(batch)
+        named = {name: p.detach() for name, p in run.model.named_parameters()}
+        return {name: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for name, p in named.items()}
+
+
+@pytest.fixture(scope="module")
+def saturated_alone(ranks: KeptRanks) -> dict[str, torch.Tensor]:
+    return ranks.run(saturated, "single", size=1)[0]
+
+
+@pytest.mark.parametrize(("plan", "size"), [("ddp", 2), ("ddp", 3), ("ddp", 4), ("zero2", 3), ("zero3", 2)])
+def test_fifty_steps_of_a_saturated_model_have_the_bits_of_one_device(
+    plan: str, size: int, ranks: KeptRanks, saturated_alone: dict[str, torch.Tensor]
+) -> None:
+    for found in ranks.run(saturated, plan, size=size):
+        assert all(torch.equal(found[name], expected) for name, expected in saturated_alone.items())
