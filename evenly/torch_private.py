@@ -167,6 +167,11 @@ def unwrap_call(module: nn.Module, before: Any) -> None:
     module._compiled_call_impl = before  # pyright: ignore[reportPrivateUsage]
 
 
+def in_backward() -> bool:
+    """Whether autograd is running a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore
+
+
 # ---------------------------------------------------------------------------------------------------- distributed
 # Renamed in torch 2.13, which warns about the older name.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor")  # noqa: B009

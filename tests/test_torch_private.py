@@ -37,6 +37,7 @@ from evenly.torch_private import (
     has_accumulated_hooks,
     has_forward_hooks,
     has_gradient_hooks,
+    in_backward,
     initialize_sharding,
     is_fake,
     masks_not_compared,
@@ -373,3 +374,11 @@ def test_a_sharded_model_ends_its_forward_and_reduces_when_asked(ranks: KeptRank
 def test_pipelining_imports_what_the_first_optimizer_does() -> None:
     program = "import sys, torch.distributed.pipelining; sys.exit('torch._dynamo' not in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_in_backward() -> None:
+    seen: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda _: seen.append(in_backward()))
+    (x * 2).sum().backward()
+    assert seen == [True] and not in_backward()

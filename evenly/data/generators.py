@@ -34,6 +34,11 @@ def reseed(key: int, device: str = "cpu") -> None:
         _gpu_generator(device).manual_seed(key)
 
 
+def last_seed() -> int:
+    """The key that torch's generator of the CPU was last seeded from, or was when its state was saved."""
+    return torch.default_generator.initial_seed()
+
+
 def seed(key: int, device: str = "cpu") -> None:
     """As `reseed`, and also seeds Python's and numpy's generators."""
     reseed(key, device)

@@ -16,6 +16,8 @@ from evenly.data.stream import stream_key
 from evenly.engine.precision import place_model
 from evenly.errors import EvenlyError, PlanError, RunError, UserError, describe
 from evenly.job import Job
+from evenly.model.modes import in_training
+from evenly.model.overlap import find_overlapping
 from evenly.parallel.core.mutation_guard import fingerprint
 from evenly.parallel.core.sharded_init import ShardedInit
 from evenly.plan import Plan
@@ -27,6 +29,7 @@ T = TypeVar("T")
 def build_model(job: Job, *, precision: str, device: str | None) -> nn.Module:
     """The job's model in training mode on `device`, with initial values that depend on the seed alone.
 
+    What the job has put into evaluation mode within a model in training mode stays in it.
     It is built on the CPU, whose random numbers are the same on every machine with the same torch, and stays there if
     `device` is None.
     """
@@ -34,7 +37,7 @@ def build_model(job: Job, *, precision: str, device: str | None) -> nn.Module:
         model = call_job("model", job.model)
     _expect("model", model, nn.Module)
     _check_parameters(model)
-    return place_model(model, precision, device).train()
+    return place_model(in_training(model), precision, device)
 
 
 # Optimizers whose update of a shard differs from that of the full parameter.
@@ -50,7 +53,8 @@ def build_optimizer(job: Job, parameters: Sequence[nn.Parameter], plan: Plan) ->
 
     Parameters of other ranks are on the meta device, so that the job can sort all into groups; they are removed then.
     """
-    optimizer = call_job("optimizer", lambda: job.optimizer(iter(parameters)))
+    with seeded(stream_key(job.seed, "optimizer", 0)):
+        optimizer = call_job("optimizer", lambda: job.optimizer(iter(parameters)))
     _expect("optimizer", optimizer, torch.optim.Optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UserError(
@@ -141,7 +145,8 @@ def build_schedule(job: Job, optimizer: torch.optim.Optimizer) -> torch.optim.lr
     """The job's learning-rate schedule, if it has one; its state must be plain values, so that it can be saved."""
     if job.schedule is None:
         return None
-    schedule = call_job("schedule", lambda: job.schedule and job.schedule(optimizer))
+    with seeded(stream_key(job.seed, "schedule", 0)):
+        schedule = call_job("schedule", lambda: job.schedule and job.schedule(optimizer))
     _expect("schedule", schedule, torch.optim.lr_scheduler.LRScheduler)
     assert schedule is not None
     if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -161,6 +166,12 @@ def build_schedule(job: Job, optimizer: torch.optim.Optimizer) -> torch.optim.lr
 
 def _check_parameters(model: nn.Module) -> None:
     """Raises `UserError` for parameters that cannot be trained as they are."""
+    if overlapping := find_overlapping(model):
+        raise UserError(
+            f"training parameter {overlapping[1]}",
+            f"it shares memory with {overlapping[0]} and is another parameter, which would be stepped by itself",
+            f"make it the same parameter ({overlapping[1]} = {overlapping[0]}), or give it a copy of the values",
+        )
     for name, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):
             found, do = "it has no shape yet", "call the model once where it is built, or give its layers their sizes"

@@ -57,6 +57,7 @@ class Composed:
     runner:     runs the stages of this rank in the order of the schedule.
     in_step:    whether the model contains collectives of the data axis, so that all ranks must run equally many
                 microbatches.
+    never_trains: the modules that the job has put into evaluation mode.
     """
 
     model: nn.Module
@@ -71,6 +72,7 @@ class Composed:
     pipeline: Pipeline | None = None
     runner: ScheduleRunner | None = None
     in_step: bool = False
+    never_trains: Sequence[nn.Module] = ()
 
     @property
     def layers(self) -> int:
@@ -113,6 +115,8 @@ class Composed:
         for replica in self.replicas:
             replica.called.train(mode)
         if mode:
+            for module in self.never_trains:
+                module.training = False
             self.gradients.reshard()
         else:
             self.replicas.refresh()
@@ -162,6 +166,7 @@ def compose(
         pipeline=pipeline,
         runner=None if pipeline is None else _runner(pipeline, plan, tensor, gradients),
         in_step=plan.data.zero_stage == 3,
+        never_trains=[one for module in modules for one in module.modules() if not one.training],
     )
 
 

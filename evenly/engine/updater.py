@@ -11,6 +11,8 @@ import torch
 
 from evenly.comm.collectives import gather_values
 from evenly.comm.world import World
+from evenly.data.generators import seeded
+from evenly.data.stream import stream_key
 from evenly.engine.build import build_optimizer, build_schedule
 from evenly.engine.compose import Composed
 from evenly.engine.precision import LossScale, first_scale
@@ -76,10 +78,10 @@ class Updater:
             self.loss_scale = self.loss_scale.after(finite=finite)
         return not finite
 
-    def end_step(self) -> None:
-        """Advances the learning-rate schedule."""
+    def end_step(self, step: int) -> None:
+        """Advances the learning-rate schedule; what it draws follows from `step`."""
         if self.schedule is not None:
-            with warnings.catch_warnings():
+            with seeded(stream_key(self._job.seed, "schedule", step)), warnings.catch_warnings():
                 # The schedule counts steps, those that float16 skipped included.
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
                 self.schedule.step()

@@ -147,8 +147,8 @@ class Run:
 
     def _end_step(self, totals: StepTotals) -> None:
         self.composed.sync_statistics(totals.calls)
-        self.updater.end_step()
         self.steps_done += 1
+        self.updater.end_step(self.steps_done)
         self.stopped = totals.stop
         if self._large_blocks is not None:
             self._large_blocks.after_step(max(totals.memory_bytes), free_memory_bytes)

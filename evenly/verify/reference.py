@@ -22,6 +22,7 @@ from evenly.data.nest import map_tensors
 from evenly.data.stream import block_key, stream_key
 from evenly.job import Job, Loss
 from evenly.model.blocks import find_blocks
+from evenly.torch_private import in_backward
 
 # Weights, gradients and optimizer state of these precisions; of the others they are float32.
 WEIGHTS = {"float64": torch.float64, "pure-bfloat16": torch.bfloat16, "pure-float16": torch.float16}
@@ -59,10 +60,11 @@ def reference_steps(job: Job, steps: int) -> Iterator[ReferenceStep]:
             assert parameter.grad is not None
             parameter.grad /= weight
         grad_norm = torch.nn.utils.clip_grad_norm_(used, job.clip_norm or float("inf"))
-        scaler.step(optimizer)
+        with seeded(stream_key(job.seed, "optimizer", step + 1)):
+            scaler.step(optimizer)
         scaler.update()
         if schedule is not None:
-            with warnings.catch_warnings():
+            with seeded(stream_key(job.seed, "schedule", step + 1)), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a step that float16 skips counts for the schedule
                 schedule.step()
         yield ReferenceStep(step + 1, total / weight, float(grad_norm), named_tensors(model))
@@ -123,9 +125,12 @@ def _build(job: Job) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any, torch
         model = job.model()
     if job.precision in WEIGHTS:
         model = model.to(WEIGHTS[job.precision])
-    model.train()
-    optimizer = job.optimizer(model.parameters())
-    schedule = job.schedule(optimizer) if job.schedule is not None else None
+    if not model.training:
+        model.train()
+    with seeded(stream_key(job.seed, "optimizer", 0)):
+        optimizer = job.optimizer(model.parameters())
+    with seeded(stream_key(job.seed, "schedule", 0)):
+        schedule = job.schedule(optimizer) if job.schedule is not None else None
     power = (job.global_batch - 1).bit_length()
     scaler = torch.amp.GradScaler("cpu", init_scale=max(1.0, 2.0 ** (16 - power)), enabled=job.precision == "float16")
     return model, optimizer, schedule, scaler
@@ -145,17 +150,27 @@ def _collated(job: Job, samples: list[Any]) -> Any:
 
 @contextmanager
 def _drawing(model: torch.nn.Module, key: int) -> Generator[None]:
-    """Within, seeds all generators from the stream `key`, and again at the begin and end of every block."""
+    """Within, seeds all generators from the stream `key`, and again at the begin and end of every block.
+
+    A block that the model's own checkpointing calls again in the backward draws what its first call drew: that is the
+    one before which the generator had the same seed.
+    """
     calls: dict[str, int] = {}
+    numbers: dict[tuple[str, int], int] = {}  # by block and the seed before its call
+    running: dict[str, int] = {}
     handles: list[Any] = []
     for block in find_blocks(model):
 
         def begin(_: Any, __: Any, name: str = block.name) -> None:
-            torch.manual_seed(block_key(key, name, calls.get(name, 0), "begin"))
+            before = torch.initial_seed()
+            if not in_backward():
+                numbers[name, before] = calls.get(name, 0)
+                calls[name] = numbers[name, before] + 1
+            running[name] = numbers.get((name, before), 0)
+            torch.manual_seed(block_key(key, name, running[name], "begin"))
 
         def end(_: Any, __: Any, ___: Any, name: str = block.name) -> None:
-            torch.manual_seed(block_key(key, name, calls.get(name, 0), "end"))
-            calls[name] = calls.get(name, 0) + 1
+            torch.manual_seed(block_key(key, name, running[name], "end"))
 
         handles += [block.module.register_forward_pre_hook(begin), block.module.register_forward_hook(end)]
     try:

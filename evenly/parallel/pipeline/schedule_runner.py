@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.utils.checkpoint import CheckpointError
 
 from evenly.comm.groups import Group
+from evenly.parallel.core.calls import several_stages_together
 from evenly.parallel.pipeline.backward import backward, begin_backward, non_view_alias
 from evenly.parallel.pipeline.messages import IncomingGradients, IncomingTensors, Payload, StageChannel
 from evenly.parallel.pipeline.model import StagedModel
@@ -159,6 +161,8 @@ class ScheduleRunner:
                     end = clock + time.perf_counter()
                     spans.append(ActionSpan(action.kind, action.stage, action.microbatch, begin, end))
             self._channel.finish()
+        except CheckpointError as problem:
+            raise several_stages_together("what the model has checkpointed") from problem
         finally:
             self._work = None
             self._reset()
