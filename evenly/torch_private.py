@@ -34,6 +34,7 @@ ATTENTION_BACKWARD = (
 )
 TO_COPY = _aten._to_copy  # `.to()` of another type or device
 UNSAFE_VIEW, RESHAPE_ALIAS = _aten._unsafe_view, _aten._reshape_alias  # views that are none by their schema
+NUMBERS_OF_TENSORS = (_aten._local_scalar_dense.default, _aten.is_nonzero.default, _aten.equal.default)
 PACK_PADDED_SEQUENCE = _aten._pack_padded_sequence
 
 # ------------------------------------------------------------------------------------------- subclasses of tensors
@@ -144,6 +145,12 @@ def has_forward_hooks(module: nn.Module) -> bool:
 def has_gradient_hooks(parameter: Any) -> bool:
     """Whether any hook sees, and may change, the gradient of each backward."""
     return bool(parameter._backward_hooks)
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether anything runs before or after its steps, of this optimizer alone."""
+    before: Any = optimizer._optimizer_step_pre_hooks  # pyright: ignore[reportPrivateUsage]
+    return bool(before or optimizer._optimizer_step_post_hooks)  # pyright: ignore[reportPrivateUsage]
 
 
 def has_accumulated_hooks(parameter: Any) -> bool:

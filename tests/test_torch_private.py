@@ -24,6 +24,7 @@ from evenly.torch_private import (
     ATTENTION_BACKWARD_ON_CPU,
     ATTENTION_ON_CPU,
     FAKE_TENSOR_LOGGER,
+    NUMBERS_OF_TENSORS,
     PACK_PADDED_SEQUENCE,
     RESHAPE_ALIAS,
     TO_COPY,
@@ -37,6 +38,7 @@ from evenly.torch_private import (
     has_accumulated_hooks,
     has_forward_hooks,
     has_gradient_hooks,
+    has_step_hooks,
     in_backward,
     initialize_sharding,
     is_fake,
@@ -374,6 +376,27 @@ def test_a_sharded_model_ends_its_forward_and_reduces_when_asked(ranks: KeptRank
 def test_pipelining_imports_what_the_first_optimizer_does() -> None:
     program = "import sys, torch.distributed.pipelining; sys.exit('torch._dynamo' not in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_step_hooks_of_an_optimizer() -> None:
+    before, after = (torch.optim.SGD([torch.ones(1)], lr=1.0) for _ in range(2))
+    assert not has_step_hooks(before)
+    before.register_step_pre_hook(lambda *_: None)
+    after.register_step_post_hook(lambda *_: None)
+    assert has_step_hooks(before) and has_step_hooks(after)
+
+
+def test_asking_a_tensor_for_a_number_is_one_of_these_operations() -> None:
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen: list[Any] = []
+    one = torch.ones(1)
+    with Seen():
+        found = [one.item(), float(one), bool(one), int(one), one.tolist(), torch.equal(one, one)]
+    assert len(found) == len(seen) == sum(func in NUMBERS_OF_TENSORS for func in seen)
 
 
 def test_in_backward() -> None:

@@ -19,6 +19,7 @@ from evenly.job import Job
 from evenly.model.modes import in_training
 from evenly.model.overlap import find_overlapping
 from evenly.parallel.core.mutation_guard import fingerprint
+from evenly.parallel.core.optimizer_kinds import is_changed
 from evenly.parallel.core.sharded_init import ShardedInit
 from evenly.plan import Plan
 from evenly.torch_private import has_accumulated_hooks, has_gradient_hooks
@@ -40,14 +41,6 @@ def build_model(job: Job, *, precision: str, device: str | None) -> nn.Module:
     return place_model(in_training(model), precision, device)
 
 
-# Optimizers whose update of a shard differs from that of the full parameter.
-NEEDS_WHOLE_PARAMETERS = {
-    "Adafactor": "it takes means over whole rows and columns",
-    "Muon": "it makes whole matrices orthogonal",
-    "Rprop": "torch's does not run on shards",
-}
-
-
 def build_optimizer(job: Job, parameters: Sequence[nn.Parameter], plan: Plan) -> torch.optim.Optimizer:
     """The job's optimizer over all `parameters` of the model; raises `UserError` if it cannot step them as `plan` says.
 
@@ -62,27 +55,12 @@ def build_optimizer(job: Job, parameters: Sequence[nn.Parameter], plan: Plan) ->
             "it evaluates the loss several times per step",
             "use an optimizer with one gradient per step",
         )
-    reasons = (NEEDS_WHOLE_PARAMETERS.get(kind.__name__) for kind in type(optimizer).__mro__)
-    if plan.data.zero_stage and (reason := next(filter(None, reasons), None)):
+    if plan.pipeline.active and (is_changed(optimizer) or type(optimizer).__module__.partition(".")[0] != "torch"):
+        hooks = " with hooks or a step of its own" if is_changed(optimizer) else ""
         raise UserError(
-            f"optimizer {type(optimizer).__name__} under zero={plan.data.zero_stage}",
-            f"{reason}, and each rank holds a part",
-            "use plan ddp, or an optimizer that treats every element by itself (AdamW, SGD)",
-        )
-    if plan.tensor.active:
-        from evenly.parallel.data.optimizer import ELEMENTWISE  # takes seconds to import
-
-        if type(optimizer) not in ELEMENTWISE:
-            raise UserError(
-                f"optimizer {type(optimizer).__name__} under tensor={plan.tensor.size}",
-                "it may need whole parameters, and each rank has a part of them",
-                "use an optimizer of torch.optim that treats every element by itself (AdamW, SGD), or plan ddp",
-            )
-    if plan.pipeline.active and type(optimizer).__module__.partition(".")[0] != "torch":
-        raise UserError(
-            f"optimizer {type(optimizer).__name__} under pipeline={plan.pipeline.size}",
+            f"optimizer {type(optimizer).__name__}{hooks} under pipeline={plan.pipeline.size}",
             "it may look at all parameters together, and each rank has those of its stages",
-            "use an optimizer of torch.optim, or a plan without pipeline",
+            "use an optimizer of torch.optim as it is, or a plan without pipeline",
         )
     _check_eps(optimizer)
     known = {id(p) for p in parameters}
@@ -98,6 +76,16 @@ def build_optimizer(job: Job, parameters: Sequence[nn.Parameter], plan: Plan) ->
 # Their fused kernels compute the same up to rounding. The one of SGD fails where some parameters get their momentum
 # buffer later than others.
 FUSED = (torch.optim.Adam, torch.optim.AdamW)
+
+
+def check_offload(optimizer: torch.optim.Optimizer, offload: str) -> None:
+    """Raises `UserError` for an optimizer that would need the ranks' GPUs for what lies on the host."""
+    if offload != "none":
+        raise UserError(
+            f"optimizer {type(optimizer).__name__} under offload={offload}",
+            "it may need whole parameters, and each rank has a part of them on the host",
+            "use an optimizer of torch.optim that treats every element by itself (AdamW, SGD), or no offload",
+        )
 
 
 def choose_kernels(optimizer: torch.optim.Optimizer, plan: Plan) -> None:

@@ -102,6 +102,10 @@ class Composed:
         mine = tensor if full_tensor is None else full_tensor()
         return mine if self.tensor is None else self.tensor.full_view(name, mine)
 
+    def local_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """What the tensor axis leaves on this rank of the full tensor of a parameter."""
+        return full if self.tensor is None else self.tensor.local_part(name, full)
+
     def sync_statistics(self, calls: Sequence[Sequence[int]]) -> None:
         """Ends a step; `calls` as of `RunningStatistics.sync`."""
         first, *others = self.statistics

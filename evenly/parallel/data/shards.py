@@ -84,6 +84,7 @@ class ShardedGradients(Gradients):
     ) -> None:
         trainable(model, required=ownership is None or ownership.pipeline_group is None)
         _check_can_shard(model)
+        _lay_out_in_order(model)
         self._world, self._group, self._offload, self._ownership = world, world.group("data"), offload, ownership
         self._model, self._split_backward = model, split_backward
         units = units_of(model, find_blocks(model) if blocks is None else blocks)
@@ -324,6 +325,13 @@ def _check_can_shard(model: nn.Module) -> None:
                 f"parameter {name} has no dims, and fully_shard cuts along the first",
                 "give it shape (1,), or use plan zero2",
             )
+
+
+def _lay_out_in_order(model: nn.Module) -> None:
+    """Has every parameter in memory in the order of its dims, the only one that `fully_shard` knows (channels last)."""
+    for parameter in model.parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.detach().contiguous()
 
 
 def _own_modules(unit: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:

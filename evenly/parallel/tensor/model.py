@@ -68,6 +68,11 @@ class SplitModel:
             part = self.axis.split(tensor.detach().to(self.axis.group.device, copy=True), layout)
             return self.axis.gather_full(part)
 
+    def local_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """The inverse of `full_view`."""
+        layout = self.layouts.get(name)
+        return full if layout is None else own_part(full, layout, self.axis.position)
+
     def gathered(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The full tensors of `tensors`, of which some may be split; of gradients each rank takes its part."""
         return [self.axis.gather_full(one) if is_split(one) else one for one in tensors]
