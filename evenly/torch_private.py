@@ -153,6 +153,18 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(before or optimizer._optimizer_step_post_hooks)  # pyright: ignore[reportPrivateUsage]
 
 
+def gradient_hooks(parameter: Any) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
+    """The hooks of `has_gradient_hooks`, in order."""
+    return [*(parameter._backward_hooks or {}).values()]
+
+
+def replace_gradient_hooks(parameter: Any, hooks: Sequence[Callable[[torch.Tensor], torch.Tensor | None]]) -> None:
+    """Has these hooks see its gradient in place of its own."""
+    parameter._backward_hooks.clear()
+    for hook in hooks:
+        parameter.register_hook(hook)
+
+
 def has_accumulated_hooks(parameter: Any) -> bool:
     """Whether any hook sees the gradient after it was added to what is there."""
     return bool(parameter._post_accumulate_grad_hooks)

@@ -35,6 +35,7 @@ from evenly.torch_private import (
     end_sharded_forward,
     fake_mode,
     fake_subclass,
+    gradient_hooks,
     has_accumulated_hooks,
     has_forward_hooks,
     has_gradient_hooks,
@@ -48,6 +49,7 @@ from evenly.torch_private import (
     plain_name,
     reduce_scatter_single,
     reduce_sharded,
+    replace_gradient_hooks,
     set_tensor_dict,
     tensor_dict,
     unwrap_call,
@@ -378,6 +380,16 @@ def test_pipelining_imports_what_the_first_optimizer_does() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
+def test_hooks_for_gradients_are_replaced() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    weight.register_hook(lambda g: 2 * g)
+    (doubled,) = gradient_hooks(weight)
+    replace_gradient_hooks(weight, [doubled, doubled])
+    assert gradient_hooks(weight) == [doubled, doubled]
+    weight.sum().backward()
+    assert weight.grad is not None and weight.grad.tolist() == [4, 4]
+
+
 def test_step_hooks_of_an_optimizer() -> None:
     before, after = (torch.optim.SGD([torch.ones(1)], lr=1.0) for _ in range(2))
     assert not has_step_hooks(before)
@@ -393,10 +405,12 @@ def test_asking_a_tensor_for_a_number_is_one_of_these_operations() -> None:
             return func(*args, **(kwargs or {}))
 
     seen: list[Any] = []
-    one = torch.ones(1)
-    with Seen():
-        found = [one.item(), float(one), bool(one), int(one), one.tolist(), torch.equal(one, one)]
-    assert len(found) == len(seen) == sum(func in NUMBERS_OF_TENSORS for func in seen)
+    one = torch.ones(())
+    asked: list[Any] = [torch.Tensor.item, float, bool, int, torch.is_nonzero, lambda t: torch.equal(t, t)]
+    for ask in asked:
+        with Seen():
+            ask(one)
+        assert seen and seen.pop() in NUMBERS_OF_TENSORS and not seen
 
 
 def test_in_backward() -> None:

@@ -42,6 +42,11 @@ def last_seed() -> int:
 def seed(key: int, device: str = "cpu") -> None:
     """As `reseed`, and also seeds Python's and numpy's generators."""
     reseed(key, device)
+    seed_past_torch(key)
+
+
+def seed_past_torch(key: int) -> None:
+    """Seeds Python's and numpy's generators from the stream `key`."""
     random.seed(key)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(key & 0xFFFFFFFF)

@@ -42,6 +42,8 @@ def build_and_compose(job: Job, plan: Plan, world: World) -> Composed:
         splits = find_splits(job, modules[0], plan, world)
         stages = _find_stages(job, modules[0], plan, world)
         composed = compose(modules, plan, world, splits, stages)
+    if composed.pipeline is not None:
+        refuse_gradient_hooks(modules[0], plan, composed.pipeline.ties.names)
     if sharded:
         mark_stale(before, modules)
     if sharded and world.device == "cpu":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +22,7 @@ from evenly.parallel.core.mutation_guard import fingerprint
 from evenly.parallel.core.optimizer_kinds import is_changed
 from evenly.parallel.core.sharded_init import ShardedInit
 from evenly.plan import Plan
+from evenly.plan.schedule import splits_backward
 from evenly.torch_private import has_accumulated_hooks, has_gradient_hooks
 
 T = TypeVar("T")
@@ -154,12 +155,6 @@ def build_schedule(job: Job, optimizer: torch.optim.Optimizer) -> torch.optim.lr
 
 def _check_parameters(model: nn.Module) -> None:
     """Raises `UserError` for parameters that cannot be trained as they are."""
-    if overlapping := find_overlapping(model):
-        raise UserError(
-            f"training parameter {overlapping[1]}",
-            f"it shares memory with {overlapping[0]} and is another parameter, which would be stepped by itself",
-            f"make it the same parameter ({overlapping[1]} = {overlapping[0]}), or give it a copy of the values",
-        )
     for name, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):
             found, do = "it has no shape yet", "call the model once where it is built, or give its layers their sizes"
@@ -171,12 +166,22 @@ def _check_parameters(model: nn.Module) -> None:
         else:
             continue
         raise UserError(f"training parameter {name}", found, do)
+    if overlapping := find_overlapping(model):
+        raise UserError(
+            f"training parameter {overlapping[1]}",
+            f"it shares memory with {overlapping[0]} and is another parameter, which would be stepped by itself",
+            f"make it the same parameter ({overlapping[1]} = {overlapping[0]}), or give it a copy of the values",
+        )
 
 
-def refuse_gradient_hooks(model: nn.Module, plan: Plan) -> None:
-    """Raises `PlanError` where a plan that shards parameters would bypass hooks on their gradients."""
+def refuse_gradient_hooks(model: nn.Module, plan: Plan, shared: Container[str] = ()) -> None:
+    """Raises `PlanError` where hooks for gradients would be bypassed, or see what is no whole gradient.
+
+    shared: names of the parameters that several stages hold.
+    """
+    split = plan.pipeline.active and splits_backward(plan.pipeline.schedule)
     for name, parameter in model.named_parameters():
-        if has_gradient_hooks(parameter):
+        if has_gradient_hooks(parameter) and (split or name in shared or plan.offload == "parameters"):
             raise PlanError(
                 f"plan {plan}",
                 f"parameter {name} has a hook for its gradient, which no rank has whole",
@@ -185,11 +190,12 @@ def refuse_gradient_hooks(model: nn.Module, plan: Plan) -> None:
 
 
 def check_same_start(model: nn.Module, world: World, init: ShardedInit | None = None) -> None:
-    """Raises `RunError`, on all ranks alike, if a parameter or buffer differs between ranks."""
+    """Raises `RunError`, on all ranks alike, if a parameter or buffer, or their order, differs between ranks."""
     state = {name: t for name, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
     offloaded = {name: None if init is None else init.fingerprint(t) for name, t in state.items()}
     mine = {name: fingerprint(t) if (known := offloaded[name]) is None else known for name, t in state.items()}
-    prints = gather_values(mine, world.group("files"))
+    order = [name for name, _ in model.named_parameters()]
+    prints = gather_values({"the order of its parameters": order, **mine}, world.group("files"))
     for rank, theirs in enumerate(prints):
         for name in prints[0]:
             if theirs.get(name) != prints[0][name]:

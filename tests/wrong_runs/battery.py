@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import torch
-from cases import case
+from cases import WIDTH, Net, Points, adamw, by_chance, case, job
 from plain import plain_steps
+from torch import nn
 
 import evenly
-from evenly.errors import EvenlyError
+from evenly.errors import EvenlyError, UserError
 
 STEPS = 3
 
@@ -21,6 +25,8 @@ def outcome(name: str, plan: str) -> tuple[str, str]:
     try:
         run = evenly.start(mine.job, plan=plan)
     except EvenlyError as problem:
+        if "pipeline" in plan and not isinstance(problem, UserError):  # the other stage waits for this one
+            raise AssertionError(f"REFUSED: {problem}") from None
         leave()
         return "refused", str(problem)
     try:
@@ -55,3 +61,50 @@ def leave() -> None:
 
 def outcomes(names: list[str], plan: str) -> dict[str, tuple[str, str]]:
     return {name: outcome(name, plan) for name in names}
+
+
+class Reordered(Net):
+    """Parameters in an order of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+        self._modules["head"] = self._modules.pop("head")
+        self._modules["enter"] = self._modules.pop("enter")
+
+
+def disagreeing(name: str, rank: int) -> evenly.Job:
+    """The job of a rank, of which that of rank 1 is another."""
+    if rank == 0:
+        return job()
+    changes: dict[str, Any] = {
+        "length": {"data": Points(15)},
+        "clip_norm": {"clip_norm": 1.0},
+        "shuffle": {"shuffle": False},
+        "global_batch": {"global_batch": 6},
+        "schedule": {"schedule": by_chance},
+        "optimizer": {"optimizer": adamw},
+        "lr": {"optimizer": lambda ps: torch.optim.SGD(ps, lr=0.06, momentum=0.9)},
+        "samples": {"data": Shifted()},
+        "order": {"model": Reordered},
+    }
+    return job(**changes[name])
+
+
+class Shifted(Points):
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = self.x + 1e-6
+
+
+def steps_of_ranks(names: list[str]) -> dict[str, str]:
+    """What starting a job ends in, of which rank 1 has another."""
+    found: dict[str, str] = {}
+    for name in names:
+        try:
+            evenly.start(disagreeing(name, int(os.environ["RANK"])), plan="ddp").close()
+            found[name] = "nothing"
+        except EvenlyError as problem:
+            found[name] = str(problem)
+        leave()
+    return found

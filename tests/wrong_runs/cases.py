@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -450,10 +449,20 @@ def normalized(model: nn.Module) -> None:
     weight.div_(weight.norm())
 
 
+@torch.no_grad()
 def noisy_loop(model: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1e-2 * torch.randn_like(parameter))
+    """By numbers of Python's and numpy's generators."""
+    for parameter in model.parameters():
+        if not parameter.is_meta:
+            parameter.mul_(FACTORS[0])
+
+
+def factors_drawn(model: nn.Module) -> None:
+    FACTORS[0] = 1 + 0.1 * random.random() + 0.1 * float(np.random.rand())
+    noisy_loop(model)
+
+
+FACTORS = [1.0]
 
 
 # ------------------------------------------------------------------------------------- gradients of gradients
@@ -463,6 +472,19 @@ def penalized(model: nn.Module, batch: Any) -> evenly.Loss:
     out = model(x)
     (gradient,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
     return evenly.Loss(F.cross_entropy(out, y, reduction="sum") + 0.1 * gradient.square().sum(), len(y))
+
+
+class Attending(Net):
+    """Norms, attention and an embedding, whose gradients have gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.view(len(x), 2, 3) for t in self.mix(self.norm(x)).chunk(3, -1))
+        mixed = torch.softmax(q @ k.transpose(1, 2), -1) @ v
+        return super().forward(F.gelu(mixed.flatten(1)) * x)
 
 
 # --------------------------------------------------------------------------------------- modes of the builder
@@ -485,12 +507,12 @@ def with_frozen_norm() -> nn.Module:
 
 # ------------------------------------------------------------------------------------- blocks chosen by data
 class Chosen(Net):
-    """A microbatch whose first number is positive leaves out a block."""
+    """A microbatch whose first number is small leaves out a block."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.enter(x)
+        large, x = bool(x[0, 0] > 1), self.enter(x)
         for number, block in enumerate(self.blocks):
-            if number != 2 or bool(x[0, 0] > 0):
+            if number != 2 or large:
                 x = block(x)
         return self.head(x)
 
@@ -590,8 +612,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "momentum head data": lambda: Case(job(lambda: MomentumHead(past_autograd=True))),
     "max_norm": lambda: Case(job(Normed)),
     "own loop": lambda: Case(job(), after=normalized),
-    "own loop draws": lambda: Case(job(), after=noisy_loop),
+    "own loop draws": lambda: Case(job(), after=factors_drawn),
     "double backward": lambda: Case(job(loss=penalized)),
+    "double backward of norms": lambda: Case(job(Attending, loss=penalized)),
     "frozen norm": lambda: Case(job(with_frozen_norm, data=Points(16))),
     "chosen blocks": lambda: Case(job(Chosen)),
     "auxiliary loss": lambda: Case(job(AuxiliaryLoss, loss=with_auxiliary)),
@@ -606,6 +629,3 @@ CASES: dict[str, Callable[[], Case]] = {
 def case(name: str) -> Case:
     """A fresh one of that name: some have a memory."""
     return CASES[name]()
-
-
-__all__ = ["CASES", "Case", "case", "replace"]

@@ -64,6 +64,7 @@ def plain_steps(case: Case, steps: int) -> list[dict[str, torch.Tensor]]:
         if schedule is not None:
             draw_from(stream_key(job.seed, "schedule", step + 1))
             schedule.step()
+        draw_from(stream_key(job.seed, "after step", step + 1))
         if case.after is not None:
             case.after(model)
         found.append({name: p.detach().clone() for name, p in model.named_parameters()})

@@ -115,12 +115,19 @@ class ScheduleRunner:
         self._training = True
         self._run(self._orders(microbatches), self._acknowledgements(microbatches), microbatches, work, spans)
 
+    def look(self, microbatches: int, work: MicrobatchWork) -> None:
+        """Runs the forward of all microbatches as in training, and drops it."""
+        self._training = True
+        self._run(self._forwards(microbatches), {}, microbatches, work, None)
+
     def evaluate(self, microbatches: int, work: MicrobatchWork) -> None:
         """Runs the forward of all microbatches."""
         self._training = False
+        self._run(self._forwards(microbatches), {}, microbatches, work, None)
+
+    def _forwards(self, microbatches: int) -> list[Action]:
         forward = ("forward", "send_forward", "recv_forward")
-        actions = [action for action in self._orders(microbatches) if action.kind in forward]
-        self._run(actions, {}, microbatches, work, None)
+        return [action for action in self._orders(microbatches) if action.kind in forward]
 
     def _orders(self, microbatches: int) -> Sequence[Action]:
         if not microbatches:
