@@ -34,6 +34,7 @@ ATTENTION_BACKWARD = (
 )
 TO_COPY = _aten._to_copy  # `.to()` of another type or device
 UNSAFE_VIEW, RESHAPE_ALIAS = _aten._unsafe_view, _aten._reshape_alias  # views that are none by their schema
+NUMBERS_OF_TENSORS = (_aten._local_scalar_dense.default, _aten.is_nonzero.default, _aten.equal.default)
 PACK_PADDED_SEQUENCE = _aten._pack_padded_sequence
 
 # ------------------------------------------------------------------------------------------- subclasses of tensors
@@ -146,6 +147,24 @@ def has_gradient_hooks(parameter: Any) -> bool:
     return bool(parameter._backward_hooks)
 
 
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether anything runs before or after its steps, of this optimizer alone."""
+    before: Any = optimizer._optimizer_step_pre_hooks  # pyright: ignore[reportPrivateUsage]
+    return bool(before or optimizer._optimizer_step_post_hooks)  # pyright: ignore[reportPrivateUsage]
+
+
+def gradient_hooks(parameter: Any) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
+    """The hooks of `has_gradient_hooks`, in order."""
+    return [*(parameter._backward_hooks or {}).values()]
+
+
+def replace_gradient_hooks(parameter: Any, hooks: Sequence[Callable[[torch.Tensor], torch.Tensor | None]]) -> None:
+    """Has these hooks see its gradient in place of its own."""
+    parameter._backward_hooks.clear()
+    for hook in hooks:
+        parameter.register_hook(hook)
+
+
 def has_accumulated_hooks(parameter: Any) -> bool:
     """Whether any hook sees the gradient after it was added to what is there."""
     return bool(parameter._post_accumulate_grad_hooks)
@@ -165,6 +184,11 @@ def wrap_call(module: nn.Module, call: Callable[..., Any]) -> Any:
 def unwrap_call(module: nn.Module, before: Any) -> None:
     """Undoes `wrap_call`."""
     module._compiled_call_impl = before  # pyright: ignore[reportPrivateUsage]
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore
 
 
 # ---------------------------------------------------------------------------------------------------- distributed

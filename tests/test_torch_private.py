@@ -24,6 +24,7 @@ from evenly.torch_private import (
     ATTENTION_BACKWARD_ON_CPU,
     ATTENTION_ON_CPU,
     FAKE_TENSOR_LOGGER,
+    NUMBERS_OF_TENSORS,
     PACK_PADDED_SEQUENCE,
     RESHAPE_ALIAS,
     TO_COPY,
@@ -34,9 +35,12 @@ from evenly.torch_private import (
     end_sharded_forward,
     fake_mode,
     fake_subclass,
+    gradient_hooks,
     has_accumulated_hooks,
     has_forward_hooks,
     has_gradient_hooks,
+    has_step_hooks,
+    in_backward,
     initialize_sharding,
     is_fake,
     masks_not_compared,
@@ -45,6 +49,7 @@ from evenly.torch_private import (
     plain_name,
     reduce_scatter_single,
     reduce_sharded,
+    replace_gradient_hooks,
     set_tensor_dict,
     tensor_dict,
     unwrap_call,
@@ -373,3 +378,44 @@ def test_a_sharded_model_ends_its_forward_and_reduces_when_asked(ranks: KeptRank
 def test_pipelining_imports_what_the_first_optimizer_does() -> None:
     program = "import sys, torch.distributed.pipelining; sys.exit('torch._dynamo' not in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_hooks_for_gradients_are_replaced() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    weight.register_hook(lambda g: 2 * g)
+    (doubled,) = gradient_hooks(weight)
+    replace_gradient_hooks(weight, [doubled, doubled])
+    assert gradient_hooks(weight) == [doubled, doubled]
+    weight.sum().backward()
+    assert weight.grad is not None and weight.grad.tolist() == [4, 4]
+
+
+def test_step_hooks_of_an_optimizer() -> None:
+    before, after = (torch.optim.SGD([torch.ones(1)], lr=1.0) for _ in range(2))
+    assert not has_step_hooks(before)
+    before.register_step_pre_hook(lambda *_: None)
+    after.register_step_post_hook(lambda *_: None)
+    assert has_step_hooks(before) and has_step_hooks(after)
+
+
+def test_asking_a_tensor_for_a_number_is_one_of_these_operations() -> None:
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen: list[Any] = []
+    one = torch.ones(())
+    asked: list[Any] = [torch.Tensor.item, float, bool, int, torch.is_nonzero, lambda t: torch.equal(t, t)]
+    for ask in asked:
+        with Seen():
+            ask(one)
+        assert seen and seen.pop() in NUMBERS_OF_TENSORS and not seen
+
+
+def test_in_backward() -> None:
+    seen: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda _: seen.append(in_backward()))
+    (x * 2).sum().backward()
+    assert seen == [True] and not in_backward()

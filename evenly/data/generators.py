@@ -34,9 +34,19 @@ def reseed(key: int, device: str = "cpu") -> None:
         _gpu_generator(device).manual_seed(key)
 
 
+def last_seed() -> int:
+    """The key that torch's generator of the CPU was last seeded from, or was when its state was saved."""
+    return torch.default_generator.initial_seed()
+
+
 def seed(key: int, device: str = "cpu") -> None:
     """As `reseed`, and also seeds Python's and numpy's generators."""
     reseed(key, device)
+    seed_past_torch(key)
+
+
+def seed_past_torch(key: int) -> None:
+    """Seeds Python's and numpy's generators from the stream `key`."""
     random.seed(key)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(key & 0xFFFFFFFF)

@@ -14,6 +14,7 @@ from evenly.engine.find_splits import find_splits
 from evenly.job import Job
 from evenly.launch.allocator import hand_back_freed_memory, keep_freed_memory
 from evenly.parallel.core.sharded_init import ShardedInit
+from evenly.parallel.core.stale import mark_stale, memory_of
 from evenly.plan import Plan
 
 if TYPE_CHECKING:
@@ -37,9 +38,14 @@ def build_and_compose(job: Job, plan: Plan, world: World) -> Composed:
             init.freeze()
             refuse_gradient_hooks(modules[0], plan)
         check_same_start(modules[0], world, init)
+        before = memory_of(modules[0])
         splits = find_splits(job, modules[0], plan, world)
         stages = _find_stages(job, modules[0], plan, world)
         composed = compose(modules, plan, world, splits, stages)
+    if composed.pipeline is not None:
+        refuse_gradient_hooks(modules[0], plan, composed.pipeline.ties.names)
+    if sharded:
+        mark_stale(before, modules)
     if sharded and world.device == "cpu":
         keep_freed_memory()
     return composed

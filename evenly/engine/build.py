@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,9 +16,13 @@ from evenly.data.stream import stream_key
 from evenly.engine.precision import place_model
 from evenly.errors import EvenlyError, PlanError, RunError, UserError, describe
 from evenly.job import Job
+from evenly.model.modes import in_training
+from evenly.model.overlap import find_overlapping
 from evenly.parallel.core.mutation_guard import fingerprint
+from evenly.parallel.core.optimizer_kinds import is_changed
 from evenly.parallel.core.sharded_init import ShardedInit
 from evenly.plan import Plan
+from evenly.plan.schedule import splits_backward
 from evenly.torch_private import has_accumulated_hooks, has_gradient_hooks
 
 T = TypeVar("T")
@@ -27,6 +31,7 @@ T = TypeVar("T")
 def build_model(job: Job, *, precision: str, device: str | None) -> nn.Module:
     """The job's model in training mode on `device`, with initial values that depend on the seed alone.
 
+    What the job has put into evaluation mode within a model in training mode stays in it.
     It is built on the CPU, whose random numbers are the same on every machine with the same torch, and stays there if
     `device` is None.
     """
@@ -34,15 +39,7 @@ def build_model(job: Job, *, precision: str, device: str | None) -> nn.Module:
         model = call_job("model", job.model)
     _expect("model", model, nn.Module)
     _check_parameters(model)
-    return place_model(model, precision, device).train()
-
-
-# Optimizers whose update of a shard differs from that of the full parameter.
-NEEDS_WHOLE_PARAMETERS = {
-    "Adafactor": "it takes means over whole rows and columns",
-    "Muon": "it makes whole matrices orthogonal",
-    "Rprop": "torch's does not run on shards",
-}
+    return place_model(in_training(model), precision, device)
 
 
 def build_optimizer(job: Job, parameters: Sequence[nn.Parameter], plan: Plan) -> torch.optim.Optimizer:
@@ -50,7 +47,8 @@ def build_optimizer(job: Job, parameters: Sequence[nn.Parameter], plan: Plan) ->
 
     Parameters of other ranks are on the meta device, so that the job can sort all into groups; they are removed then.
     """
-    optimizer = call_job("optimizer", lambda: job.optimizer(iter(parameters)))
+    with seeded(stream_key(job.seed, "optimizer", 0)):
+        optimizer = call_job("optimizer", lambda: job.optimizer(iter(parameters)))
     _expect("optimizer", optimizer, torch.optim.Optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UserError(
@@ -58,27 +56,12 @@ def build_optimizer(job: Job, parameters: Sequence[nn.Parameter], plan: Plan) ->
             "it evaluates the loss several times per step",
             "use an optimizer with one gradient per step",
         )
-    reasons = (NEEDS_WHOLE_PARAMETERS.get(kind.__name__) for kind in type(optimizer).__mro__)
-    if plan.data.zero_stage and (reason := next(filter(None, reasons), None)):
+    if plan.pipeline.active and (is_changed(optimizer) or type(optimizer).__module__.partition(".")[0] != "torch"):
+        hooks = " with hooks or a step of its own" if is_changed(optimizer) else ""
         raise UserError(
-            f"optimizer {type(optimizer).__name__} under zero={plan.data.zero_stage}",
-            f"{reason}, and each rank holds a part",
-            "use plan ddp, or an optimizer that treats every element by itself (AdamW, SGD)",
-        )
-    if plan.tensor.active:
-        from evenly.parallel.data.optimizer import ELEMENTWISE  # takes seconds to import
-
-        if type(optimizer) not in ELEMENTWISE:
-            raise UserError(
-                f"optimizer {type(optimizer).__name__} under tensor={plan.tensor.size}",
-                "it may need whole parameters, and each rank has a part of them",
-                "use an optimizer of torch.optim that treats every element by itself (AdamW, SGD), or plan ddp",
-            )
-    if plan.pipeline.active and type(optimizer).__module__.partition(".")[0] != "torch":
-        raise UserError(
-            f"optimizer {type(optimizer).__name__} under pipeline={plan.pipeline.size}",
+            f"optimizer {type(optimizer).__name__}{hooks} under pipeline={plan.pipeline.size}",
             "it may look at all parameters together, and each rank has those of its stages",
-            "use an optimizer of torch.optim, or a plan without pipeline",
+            "use an optimizer of torch.optim as it is, or a plan without pipeline",
         )
     _check_eps(optimizer)
     known = {id(p) for p in parameters}
@@ -94,6 +77,16 @@ def build_optimizer(job: Job, parameters: Sequence[nn.Parameter], plan: Plan) ->
 # Their fused kernels compute the same up to rounding. The one of SGD fails where some parameters get their momentum
 # buffer later than others.
 FUSED = (torch.optim.Adam, torch.optim.AdamW)
+
+
+def check_offload(optimizer: torch.optim.Optimizer, offload: str) -> None:
+    """Raises `UserError` for an optimizer that would need the ranks' GPUs for what lies on the host."""
+    if offload != "none":
+        raise UserError(
+            f"optimizer {type(optimizer).__name__} under offload={offload}",
+            "it may need whole parameters, and each rank has a part of them on the host",
+            "use an optimizer of torch.optim that treats every element by itself (AdamW, SGD), or no offload",
+        )
 
 
 def choose_kernels(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
@@ -141,7 +134,8 @@ def build_schedule(job: Job, optimizer: torch.optim.Optimizer) -> torch.optim.lr
     """The job's learning-rate schedule, if it has one; its state must be plain values, so that it can be saved."""
     if job.schedule is None:
         return None
-    schedule = call_job("schedule", lambda: job.schedule and job.schedule(optimizer))
+    with seeded(stream_key(job.seed, "schedule", 0)):
+        schedule = call_job("schedule", lambda: job.schedule and job.schedule(optimizer))
     _expect("schedule", schedule, torch.optim.lr_scheduler.LRScheduler)
     assert schedule is not None
     if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -172,12 +166,22 @@ def _check_parameters(model: nn.Module) -> None:
         else:
             continue
         raise UserError(f"training parameter {name}", found, do)
+    if overlapping := find_overlapping(model):
+        raise UserError(
+            f"training parameter {overlapping[1]}",
+            f"it shares memory with {overlapping[0]} and is another parameter, which would be stepped by itself",
+            f"make it the same parameter ({overlapping[1]} = {overlapping[0]}), or give it a copy of the values",
+        )
 
 
-def refuse_gradient_hooks(model: nn.Module, plan: Plan) -> None:
-    """Raises `PlanError` where a plan that shards parameters would bypass hooks on their gradients."""
+def refuse_gradient_hooks(model: nn.Module, plan: Plan, shared: Container[str] = ()) -> None:
+    """Raises `PlanError` where hooks for gradients would be bypassed, or see what is no whole gradient.
+
+    shared: names of the parameters that several stages hold.
+    """
+    split = plan.pipeline.active and splits_backward(plan.pipeline.schedule)
     for name, parameter in model.named_parameters():
-        if has_gradient_hooks(parameter):
+        if has_gradient_hooks(parameter) and (split or name in shared or plan.offload == "parameters"):
             raise PlanError(
                 f"plan {plan}",
                 f"parameter {name} has a hook for its gradient, which no rank has whole",
@@ -186,11 +190,12 @@ def refuse_gradient_hooks(model: nn.Module, plan: Plan) -> None:
 
 
 def check_same_start(model: nn.Module, world: World, init: ShardedInit | None = None) -> None:
-    """Raises `RunError`, on all ranks alike, if a parameter or buffer differs between ranks."""
+    """Raises `RunError`, on all ranks alike, if a parameter or buffer, or their order, differs between ranks."""
     state = {name: t for name, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
     offloaded = {name: None if init is None else init.fingerprint(t) for name, t in state.items()}
     mine = {name: fingerprint(t) if (known := offloaded[name]) is None else known for name, t in state.items()}
-    prints = gather_values(mine, world.group("files"))
+    order = [name for name, _ in model.named_parameters()]
+    prints = gather_values({"the order of its parameters": order, **mine}, world.group("files"))
     for rank, theirs in enumerate(prints):
         for name in prints[0]:
             if theirs.get(name) != prints[0][name]:

@@ -57,6 +57,7 @@ class Composed:
     runner:     runs the stages of this rank in the order of the schedule.
     in_step:    whether the model contains collectives of the data axis, so that all ranks must run equally many
                 microbatches.
+    never_trains: the modules that the job has put into evaluation mode.
     """
 
     model: nn.Module
@@ -71,6 +72,7 @@ class Composed:
     pipeline: Pipeline | None = None
     runner: ScheduleRunner | None = None
     in_step: bool = False
+    never_trains: Sequence[nn.Module] = ()
 
     @property
     def layers(self) -> int:
@@ -100,6 +102,10 @@ class Composed:
         mine = tensor if full_tensor is None else full_tensor()
         return mine if self.tensor is None else self.tensor.full_view(name, mine)
 
+    def local_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """What the tensor axis leaves on this rank of the full tensor of a parameter."""
+        return full if self.tensor is None else self.tensor.local_part(name, full)
+
     def sync_statistics(self, calls: Sequence[Sequence[int]]) -> None:
         """Ends a step; `calls` as of `RunningStatistics.sync`."""
         first, *others = self.statistics
@@ -113,6 +119,8 @@ class Composed:
         for replica in self.replicas:
             replica.called.train(mode)
         if mode:
+            for module in self.never_trains:
+                module.training = False
             self.gradients.reshard()
         else:
             self.replicas.refresh()
@@ -162,6 +170,7 @@ def compose(
         pipeline=pipeline,
         runner=None if pipeline is None else _runner(pipeline, plan, tensor, gradients),
         in_step=plan.data.zero_stage == 3,
+        never_trains=[one for module in modules for one in module.modules() if not one.training],
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import resource
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +77,25 @@ class Executor(ABC):
             self.composed.train(True)
         numbers = torch.as_tensor(builder.numbers(), dtype=torch.float64, device=self.world.device)
         return builder.read(all_reduce(numbers, self.world.group("world"), label="evaluation").tolist())
+
+    def look(self, microbatches: Sequence[Microbatch]) -> tuple[list[float], list[int]]:
+        """The losses of `microbatches` in turn, where this rank computes them, and a number for the order of blocks.
+
+        Nothing is recorded and no gradient computed; all ranks run all of them.
+        """
+        losses, orders = self.look_at(microbatches)
+        self.composed.gradients.reshard()
+        return losses, orders
+
+    @abstractmethod
+    def look_at(self, microbatches: Sequence[Microbatch]) -> tuple[list[float], list[int]]:
+        """As `look`."""
+
+    def loss_of(self, microbatch: Microbatch) -> Loss:
+        """The loss of a microbatch of the first step in training, on the first replica; it is not recorded."""
+        key = stream_key(self.job.seed, "microbatch", 0, microbatch.number)
+        with self.composed.statistics[0].recording(-1):  # leaves no trace, and notices what changes
+            return self._loss(self.composed.replicas[0], microbatch, key)
 
     @abstractmethod
     def rounds(self, share: Share) -> int:
@@ -177,6 +196,17 @@ class MicrobatchExecutor(Executor):
                 self._backward(loss, scale)
                 gradients.finish_backward()
                 self.track_gradients()
+
+    def look_at(self, microbatches: Sequence[Microbatch]) -> tuple[list[float], list[int]]:
+        losses: list[float] = []
+        orders: list[int] = []
+        for microbatch in microbatches:
+            self.composed.gradients.reshard()
+            self.composed.gradients.forget_order()
+            losses.append(float(self.loss_of(microbatch).total.detach()))
+            orders.append(self.composed.gradients.unit_order)
+        self.composed.gradients.forget_order()
+        return losses, orders
 
     def _backward(self, loss: Loss, scale: float) -> None:
         if (total := self.backward_root(loss, scale)) is not None:

@@ -17,6 +17,7 @@ from evenly.engine.build import build_model
 from evenly.engine.precision import autocast, place_batch
 from evenly.errors import EvenlyError, PlanError
 from evenly.job import Job
+from evenly.model.modes import evaluating
 from evenly.parallel.core.recompute import CachesOff
 from evenly.parallel.pipeline.model import StagedModel
 from evenly.parallel.pipeline.stage_discovery import find_call_costs, find_stage_plan
@@ -62,11 +63,8 @@ def stage_plan_of(job: Job, model: StagedModel, plan: Plan, *, device: str) -> t
         evaluate = _compute(job, model.model, plan.precision, evaluation=True)
 
         def evaluated() -> Any:
-            model.model.eval()
-            try:
+            with evaluating(model.model):
                 return evaluate()
-            finally:
-                model.model.train()
 
         return find_stage_plan(model, call_costs, counts, compute, evaluated), call_costs
     finally:

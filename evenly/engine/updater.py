@@ -11,18 +11,22 @@ import torch
 
 from evenly.comm.collectives import gather_values
 from evenly.comm.world import World
-from evenly.engine.build import build_optimizer, build_schedule
+from evenly.data.generators import seeded
+from evenly.data.stream import stream_key
+from evenly.engine.build import build_optimizer, build_schedule, check_offload
 from evenly.engine.compose import Composed
 from evenly.engine.precision import LossScale, first_scale
 from evenly.engine.step_totals import StepTotals
 from evenly.errors import RunError
 from evenly.job import Job
 from evenly.parallel.core.memory import HOST, MemoryCounter, state_tensors
+from evenly.parallel.core.optimizer_kinds import needs_whole, steps_elements
 from evenly.parallel.data.gradients import NORM_ERROR
 from evenly.plan import Plan
 
 if TYPE_CHECKING:
     from evenly.parallel.data.optimizer import ShardedOptimizer
+    from evenly.parallel.data.whole_optimizer import WholeOptimizer
 
 
 class Updater:
@@ -31,13 +35,29 @@ class Updater:
     def __init__(self, job: Job, plan: Plan, composed: Composed, world: World) -> None:
         self._job, self._plan, self._composed, self._world = job, plan, composed, world
         self.optimizer = build_optimizer(job, composed.parameters(), plan)
-        self._sharded: ShardedOptimizer | None = None
-        if composed.cuts:
-            from evenly.parallel.data.optimizer import ShardedOptimizer  # takes seconds to import
-
-            self._sharded = ShardedOptimizer(composed.model, self.optimizer, composed.cuts, offload=plan.offload)
+        self._plain = steps_elements(self.optimizer)
+        self._sharded = self._over_parts()
         self.schedule = build_schedule(job, self.optimizer)
         self.loss_scale: LossScale = first_scale(plan.precision, job.global_batch)
+
+    def _over_parts(self) -> ShardedOptimizer | WholeOptimizer | None:
+        """What steps the optimizer where this rank has parts of parameters."""
+        composed, optimizer, offload = self._composed, self.optimizer, self._plan.offload
+        zero = self._plan.data.zero_stage > 0
+        if not self._plain and (composed.tensor is not None or (zero and needs_whole(optimizer))):
+            check_offload(optimizer, offload)
+            from evenly.parallel.data.whole_optimizer import WholeOptimizer
+
+            return WholeOptimizer(
+                composed.model, optimizer, composed.cuts, gather=composed.full_view, part=composed.local_part
+            )
+        if not composed.cuts:
+            return None
+        if zero and not self._plain:
+            check_offload(optimizer, offload)
+        from evenly.parallel.data.optimizer import ShardedOptimizer  # takes seconds to import
+
+        return ShardedOptimizer(composed.model, optimizer, composed.cuts, offload=offload)
 
     def apply(self, totals: StepTotals, step: int, counter: MemoryCounter | None) -> tuple[float, bool]:
         """Applies the gradient of `step`; returns its norm before clipping, and whether the update was skipped."""
@@ -54,10 +74,14 @@ class Updater:
             return grad_norm, True
         if self._job.clip_norm is not None and (factor := self._job.clip_norm / (grad_norm + 1e-6)) < 1:
             gradients.scale(factor)
-        if self._sharded is None:
-            self.optimizer.step()
-        else:
-            self._sharded.step(gradients.named_gradients())
+        with (
+            nullcontext() if self._plain else seeded(stream_key(self._job.seed, "optimizer", step), self._world.device)
+        ):
+            if self._sharded is None:
+                self.optimizer.step()
+            else:
+                self._sharded.step(gradients.named_gradients())
+        if self._sharded is not None:
             gradients.all_gather_parameters()
         if counter is not None:
             counter.track(state_tensors(self.optimizer), "optimizer", self.device_number)
@@ -87,10 +111,10 @@ class Updater:
             self.loss_scale = self.loss_scale.after(finite=finite)
         return not finite
 
-    def end_step(self) -> None:
-        """Advances the learning-rate schedule."""
+    def end_step(self, step: int) -> None:
+        """Advances the learning-rate schedule; what it draws follows from `step`."""
         if self.schedule is not None:
-            with warnings.catch_warnings():
+            with seeded(stream_key(self._job.seed, "schedule", step)), warnings.catch_warnings():
                 # The schedule counts steps, those that float16 skipped included.
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
                 self.schedule.step()

@@ -20,6 +20,7 @@ from evenly.model import lstm
 from evenly.model.blocks import Block, find_blocks
 from evenly.model.costs import flops_of, moves_bytes
 from evenly.model.fake import fake_model, running_fake
+from evenly.model.modes import in_training
 from evenly.model.parts import Kind, OpCost
 from evenly.planner.partly_fake import PartlyFake
 from evenly.planner.profile import AFTER, MODEL, Bytes, Event, Interval, Parameter, Pass, Profile, ProfiledCall
@@ -61,7 +62,7 @@ def profile_module(
     mode = PartlyFake()
     with running_fake():
         try:
-            faked = fake_model(model, mode.fakes, _discard).train()
+            faked = in_training(fake_model(model, mode.fakes, _discard))
             blocks, nest = find_blocks(faked), map_tensors(torch.clone, batch)
             changed = nullcontext() if change is None else change(faked, blocks)
             with mode, changed, torch.enable_grad():

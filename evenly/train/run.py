@@ -21,7 +21,9 @@ from evenly.comm.collectives import gather_values
 from evenly.comm.connect import disconnect
 from evenly.comm.groups import Group
 from evenly.comm.world import World
+from evenly.data.generators import seed_past_torch
 from evenly.data.loader import Loader, Share, share_of_evaluation, share_of_step, worker_count
+from evenly.data.stream import stream_key
 from evenly.engine.assemble import build_and_compose
 from evenly.engine.compose import Composed
 from evenly.engine.executor import Batch, Executor, MicrobatchExecutor
@@ -37,6 +39,7 @@ from evenly.observe.sinks import Sink
 from evenly.parallel.core.memory import HOST, Category, MemoryCounter, local, state_tensors
 from evenly.plan import Plan, PlanSpec, asked_plan
 from evenly.train.interrupt import Interrupt
+from evenly.train.look import check_job, check_model, check_update
 from evenly.train.options import RunOptions, merge_options
 from evenly.train.recorder import RunRecorder, write_decisions
 from evenly.train.reports import Evaluation, StepReport
@@ -60,6 +63,7 @@ class Run:
         self.job, self.world, self.out = job, world, options.out
         self.steps, self.steps_done = options.steps or job.steps, 0
         self._data: Group = world.group("data")
+        seen = check_job(job, decision.plan, world)
         self.composed: Composed = build_and_compose(job, decision.plan, world)
         self.model = self.composed.model
         self.plan = decision.plan
@@ -69,6 +73,8 @@ class Run:
         self.devices = self.executor.devices
         self.updater = Updater(job, self.plan, self.composed, world)
         self.optimizer, self.schedule = self.updater.optimizer, self.updater.schedule
+        check_update(self.updater, world)
+        check_model(job, self.plan, self.executor, seen, world)
         self.interrupt = Interrupt()
         self.saved_at: int | None = None  # step of the newest checkpoint
         self.stopped = False  # all ranks agreed to stop early
@@ -147,8 +153,10 @@ class Run:
 
     def _end_step(self, totals: StepTotals) -> None:
         self.composed.sync_statistics(totals.calls)
-        self.updater.end_step()
         self.steps_done += 1
+        self.updater.end_step(self.steps_done)
+        # What was read has left them elsewhere on each rank: an own loop draws the same on all.
+        seed_past_torch(stream_key(self.job.seed, "after step", self.steps_done))
         self.stopped = totals.stop
         if self._large_blocks is not None:
             self._large_blocks.after_step(max(totals.memory_bytes), free_memory_bytes)

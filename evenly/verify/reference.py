@@ -24,6 +24,9 @@ from evenly.data.stream import block_key, stream_key
 from evenly.errors import UserError
 from evenly.job import Job, Loss
 from evenly.model.blocks import find_blocks
+from evenly.model.modes import evaluating, in_training
+from evenly.model.overlap import find_overlapping
+from evenly.torch_private import in_backward
 
 # Weights, gradients and optimizer state of these precisions; of the others they are float32.
 WEIGHTS = {"float64": torch.float64, "pure-bfloat16": torch.bfloat16, "pure-float16": torch.float16}
@@ -91,10 +94,11 @@ def reference_steps(
                 f"the norm of the gradient is {grad_norm}",
                 "look for a square root or a division at zero, or too high a learning rate",
             )
-        scaler.step(optimizer)
+        with seeded(stream_key(job.seed, "optimizer", step + 1)):
+            scaler.step(optimizer)
         scaler.update()
         if schedule is not None:
-            with warnings.catch_warnings():
+            with seeded(stream_key(job.seed, "schedule", step + 1)), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a step that float16 skips counts for the schedule
                 schedule.step()
         yield ReferenceStep(
@@ -117,19 +121,15 @@ def evaluates(job: Job, step: int, steps: int) -> bool:
 
 def reference_evaluation(job: Job, model: torch.nn.Module, device: str = "cpu") -> float:
     """The loss over all of `job.eval_data`."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     totals: list[float] = []
     weights: list[float] = []
-    with torch.no_grad():
+    with torch.no_grad(), evaluating(model):
         for number, indices in enumerate(microbatches_of_evaluation(job)):
             batch = _read(job, job.eval_data, indices, stream_key(job.seed, "evaluation data", 0, number), device)
             with _drawing(model, stream_key(job.seed, "evaluation", number), device):
                 loss = _loss(job, model, batch, len(indices))
             totals.append(float(loss.total.double()))
             weights.append(float(loss.weight))
-    for module, training in modes:
-        module.training = training
     if math.fsum(weights) == 0:
         raise UserError(
             "evaluating the job", "nothing in its eval_data counts: the weight is 0", "give it samples that count"
@@ -205,15 +205,23 @@ def build_model(job: Job, device: str = "cpu") -> torch.nn.Module:
     """The job's model in training mode, built on the CPU; what the job itself sets to evaluation stays so."""
     with seeded(stream_key(job.seed, "model")):
         model = job.model()
+    if shared := find_overlapping(model):  # in another type they would lie apart
+        raise UserError(
+            f"training parameters {shared[0]} and {shared[1]}",
+            "they are two parameters in one memory",
+            "assign the one to both modules, so that it is one parameter",
+        )
     if job.precision in WEIGHTS:
         model = model.to(WEIGHTS[job.precision])
-    return (model if model.training else model.train()).to(device)
+    return in_training(model).to(device)
 
 
 def _build(job: Job, device: str = "cpu") -> tuple[torch.nn.Module, torch.optim.Optimizer, Any, torch.amp.GradScaler]:
     model = build_model(job, device)
-    optimizer = job.optimizer(model.parameters())
-    schedule = job.schedule(optimizer) if job.schedule is not None else None
+    with seeded(stream_key(job.seed, "optimizer", 0)):
+        optimizer = job.optimizer(model.parameters())
+    with seeded(stream_key(job.seed, "schedule", 0)):
+        schedule = job.schedule(optimizer) if job.schedule is not None else None
     power = (job.global_batch - 1).bit_length()
     scale = max(1.0, 2.0 ** (16 - power))
     kind = torch.device(device).type
@@ -247,17 +255,27 @@ def _collated(job: Job, samples: list[Any]) -> Any:
 
 @contextmanager
 def _drawing(model: torch.nn.Module, key: int, device: str = "cpu") -> Generator[None]:
-    """Within, seeds all generators from the stream `key`, and again at the begin and end of every block."""
+    """Within, seeds all generators from the stream `key`, and again at the begin and end of every block.
+
+    A block that the model's own checkpointing calls again in the backward draws what its first call drew: that is the
+    one before which the generator had the same seed.
+    """
     calls: dict[str, int] = {}
+    numbers: dict[tuple[str, int], int] = {}  # by block and the seed before its call
+    running: dict[str, int] = {}
     handles: list[Any] = []
     for block in find_blocks(model):
 
         def begin(_: Any, __: Any, name: str = block.name) -> None:
-            torch.manual_seed(block_key(key, name, calls.get(name, 0), "begin"))
+            before = torch.initial_seed()
+            if not in_backward():
+                numbers[name, before] = calls.get(name, 0)
+                calls[name] = numbers[name, before] + 1
+            running[name] = numbers.get((name, before), 0)
+            torch.manual_seed(block_key(key, name, running[name], "begin"))
 
         def end(_: Any, __: Any, ___: Any, name: str = block.name) -> None:
-            torch.manual_seed(block_key(key, name, calls.get(name, 0), "end"))
-            calls[name] = calls.get(name, 0) + 1
+            torch.manual_seed(block_key(key, name, running[name], "end"))
 
         handles += [block.module.register_forward_pre_hook(begin), block.module.register_forward_hook(end)]
     try:

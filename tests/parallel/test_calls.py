@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from evenly.data.generators import undisturbed
 from evenly.model.blocks import find_blocks
@@ -99,3 +100,38 @@ def test_what_ran_in_the_place_of_a_call_still_does() -> None:
     drawn = [block.drawn[0] for block in model.blocks]  # pyright: ignore
     assert torch.allclose(twice, torch.full((3,), 2 * (drawn[0] + drawn[1]) + drawn[2]))
     assert before._compiled_call_impl is not None and model.blocks[0]._compiled_call_impl is None
+
+
+class Multiplied(Noisy):
+    """Its backward needs what it drew."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (super().forward(x) - x)
+
+
+class Checkpointed(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Multiplied() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, skip: int = -1) -> torch.Tensor:
+        x = checkpoint(self.blocks[0], x, use_reentrant=False)
+        return checkpoint(super().forward, x, skip, use_reentrant=False)
+
+
+def test_a_block_that_the_model_computes_again_draws_the_same() -> None:
+    """Where it is called several times, as often as in the forward; torch has restored the seed before each."""
+    model = Checkpointed()
+    calls = BlockCalls(find_blocks(model), "cpu")
+    with undisturbed():
+        with calls.drawing(7):
+            first = model(torch.ones(3, requires_grad=True)).sum()
+        with calls.drawing(8):
+            model(torch.ones(3))
+        before = [list(block.drawn) for block in model.blocks], list(model.after)
+        first.backward()
+    assert [len(drawn) for drawn in before[0]] == [4, 2, 2]
+    first_block = model.blocks[0].drawn
+    assert sorted(first_block[4:]) == sorted(first_block[:2]) and first_block[0] != first_block[1]
+    assert [block.drawn[2:] for block in model.blocks[1:]] == [block.drawn[:1] for block in model.blocks[1:]]
+    assert model.after[6:] == model.after[:2]  # the last is not needed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from kept_ranks import KeptRanks
 from torch import nn
 
 import evenly
-from evenly.errors import UserError
 from evenly.verify.reference import reference_steps
 
 STEPS = 3
@@ -23,8 +23,9 @@ EVERY = {
     if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
 }
 REFUSED_ANYWHERE = {"LBFGS", "SparseAdam"}  # several losses per step; sparse gradients
-REFUSED_ON_SHARDS = {"Adafactor", "Muon", "Rprop"}
-WORK_ON_SHARDS = sorted(EVERY - REFUSED_ANYWHERE - REFUSED_ON_SHARDS)
+STEPPED_WHOLE = ["Adafactor", "Rprop"]
+# Muon computes in bfloat16, which turns the last bits of a sum into other steps: it is compared in wrong_runs.
+WORK_ON_SHARDS = sorted(EVERY - REFUSED_ANYWHERE - {"Muon"})
 
 
 class Blocks(nn.Module):
@@ -32,7 +33,7 @@ class Blocks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 5)) for _ in range(2))
         self.head = nn.Linear(5, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -59,8 +60,6 @@ def in_groups(name: str) -> Callable[[Any], torch.optim.Optimizer]:
         every = list(parameters)
         weights, biases = ([p for p in every if (p.ndim > 1) is large] for large in (True, False))
         groups = [{"params": weights}, {"params": biases, "lr": 3e-3}]
-        if name == "Muon":
-            groups = groups[:1]  # it takes matrices only
         return (Normed if name == "Normed" else getattr(torch.optim, name))(groups, lr=1e-2)
 
     return make
@@ -85,13 +84,20 @@ def differences(plan: str, names: list[str]) -> dict[str, float]:
                         float((run.composed.full_view(key, parameter.detach()) - expected.tensors[key]).abs().max())
                     )
             assert [group["lr"] for group in run.optimizer.param_groups] == [1e-2, 3e-3]
-        assert len(worst) == STEPS * 6
+        assert len(worst) == STEPS * 10
         found[name] = max(worst)
     return found
 
 
 # Adagrad makes its state at once. Normed is no optimizer of torch's.
-@pytest.mark.parametrize(("plan", "names"), [("zero3", [*WORK_ON_SHARDS, "Normed"]), ("zero1", ["Adagrad", "Normed"])])
+@pytest.mark.parametrize(
+    ("plan", "names"),
+    [
+        ("zero3", [*WORK_ON_SHARDS, "Normed"]),
+        ("zero1", ["Adagrad", "Normed", *STEPPED_WHOLE]),
+        ("tensor=2", ["Adagrad", "Normed", *STEPPED_WHOLE]),
+    ],
+)
 def test_optimizers_compute_on_shards_what_they_compute_on_one_device(
     plan: str, names: list[str], ranks: KeptRanks
 ) -> None:
@@ -100,25 +106,23 @@ def test_optimizers_compute_on_shards_what_they_compute_on_one_device(
         assert {name: worst for name, worst in found.items() if not worst < 1e-11} == {}
 
 
-def refusals() -> dict[str, str]:
-    texts: dict[str, str] = {}
-    for name in sorted(REFUSED_ON_SHARDS):
-        try:
-            with evenly.start(job(name), plan="zero2"):
-                texts[name] = "nothing"
-        except UserError as problem:
-            texts[name] = str(problem)
-    return texts
-
-
-def test_optimizers_that_need_whole_parameters_are_refused_on_shards(ranks: KeptRanks) -> None:
-    for found in ranks.run(refusals, size=2):
-        assert all(f"optimizer {name} under zero=2" in text for name, text in found.items()), found
-
-
-@pytest.mark.parametrize("name", sorted(REFUSED_ON_SHARDS - {"Muon"}))
-def test_they_work_where_parameters_are_whole(name: str) -> None:
-    with evenly.start(job(name), plan="single") as run:
+def trained(name: str, plan: str, out: Path, resume: bool) -> float:
+    """The largest difference after the second step, saved, or after the third, resumed."""
+    steps = 3 if resume else 2
+    with evenly.start(job(name), plan=plan, out=out, steps=steps, resume=resume) as run:
         for batch in run.batches():
             run.step(batch)
-        assert run.steps_done == STEPS
+            run.save()
+        run.save()
+        found = {key: run.composed.full_view(key, p.detach()) for key, p in run.model.named_parameters()}
+    expected = [*reference_steps(job(name), steps)][-1].tensors
+    return max(float((found[key] - expected[key]).abs().max()) for key in found)
+
+
+@pytest.mark.parametrize("plans", [("zero3", "tensor=2"), ("tensor=2", "zero1"), ("zero2", "ddp"), ("ddp", "zero3")])
+def test_an_optimizer_that_is_stepped_whole_goes_on_under_another_plan(
+    plans: tuple[str, str], ranks: KeptRanks, tmp_path: Path
+) -> None:
+    for name in ("Rprop", "Normed"):
+        for plan, resume in zip(plans, (False, True), strict=True):
+            assert max(ranks.run(trained, name, plan, tmp_path / name, resume, size=2)) < 1e-11, (name, plan)

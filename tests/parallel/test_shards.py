@@ -183,7 +183,7 @@ def train_one_left_out(plan: str) -> int:
 def test_ranks_that_run_other_blocks_are_found(ranks: KeptRanks) -> None:
     """Each would compute with another block's parameters."""
     assert ranks.run(train_one_left_out, "ddp", limit_s=100) == [2, 2]
-    with pytest.raises(AssertionError, match="ranks ran different blocks"):
+    with pytest.raises(AssertionError, match="which blocks run depends on the microbatch"):
         ranks.run(train_one_left_out, "zero3", limit_s=100)
 
 
@@ -201,7 +201,10 @@ class EverySecondTime(Chain):
 
 def train_every_second_time(plan: str) -> dict[str, torch.Tensor]:
     job = text_job(model=EverySecondTime, eval_data=None, steps=4, global_batch=8, microbatch=2, precision="float64")
-    with evenly.start(job, plan=plan) as run:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("evenly.train.run.check_model", lambda *_: None)  # which refuses it
+        run = evenly.start(job, plan=plan)
+    with run:
         for batch in run.batches():
             run.step(batch)
         return {name: run.composed.full_view(name, p.detach()).clone() for name, p in run.model.named_parameters()}

@@ -235,16 +235,11 @@ class Filters(nn.Module):
         return self.norm(self.filter(x[:, None]).flatten(1))
 
 
-class Lars(torch.optim.SGD):
-    """Not of torch: it might look at whole parameters."""
-
-
 REFUSED: dict[str, tuple[Callable[[], evenly.Job], str, str]] = {
     "nothing": (lambda: threes_job(model=Filters), "tensor=2", "no parameter of the model can be split over 2 ranks"),
     "untraceable": (lambda: threes_job(model=Numbers), "tensor=2", "aten._local_scalar_dense (test_tensor.py:"),
     "all-whole": (packed_job, "tensor=2 tensor_exclude=*", "is excluded by '*'"),
     "misspelt": (packed_job, "tensor=2 tensor_exclude=heed.weight", "close: head.weight"),
-    "optimizer": (lambda: packed_job(optimizer=lambda p: Lars(p, lr=0.1)), "tensor=2", "optimizer Lars under tensor=2"),
 }
 
 

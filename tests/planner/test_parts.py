@@ -148,10 +148,14 @@ def clamped() -> nn.Module:
     return model
 
 
-def test_hooks_of_gradients_and_plans_that_hold_parts_do_not_go_together() -> None:
-    refuse_gradient_hooks(nn.Linear(3, 3), PlanSpec(data=2, zero=3).complete("float32"))
+def test_hooks_of_gradients_and_plans_that_would_pass_them_by_do_not_go_together() -> None:
+    refuse_gradient_hooks(clamped(), PlanSpec(data=2, zero=3).complete("float32"))
+    staged = PlanSpec(data=1, pipeline=2).complete("float32")
+    refuse_gradient_hooks(clamped(), staged)
     with pytest.raises(PlanError, match=r"parameter weight has a hook[^$]*use ddp, zero1 or zero2"):
-        refuse_gradient_hooks(clamped(), PlanSpec(data=2, zero=3).complete("float32"))
+        refuse_gradient_hooks(clamped(), staged, shared=["weight"])
+    with pytest.raises(PlanError, match="parameter weight has a hook"):
+        refuse_gradient_hooks(clamped(), PlanSpec(data=1, pipeline=2, schedule="zero-bubble").complete("float32"))
     with (
         pytest.raises(PlanError, match="parameter weight has a hook"),
         start(classifier_job(model=clamped), plan="single zero3 offload=parameters"),

@@ -611,6 +611,7 @@ def compare(name: str, plans: str, job: str, dtype: str, kind: Disturbance, fold
     with pytest.MonkeyPatch.context() as patch:
         if name:
             CASES[name].fault(patch)
+            patch.setattr("evenly.train.run.check_job", lambda *_: [])  # finds some of them first
         segments = plans.split(">")
         for number, plan in enumerate(segments):
             first, last = number, STEPS if number == len(segments) - 1 else number + 1

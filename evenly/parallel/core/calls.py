@@ -3,6 +3,9 @@
 What a block draws follows from the microbatch, the block's name and how often the microbatch has called it, and so does
 what is drawn between it and the next: nothing depends on what ran before, which may have run elsewhere.
 
+A model that checkpoints blocks by itself calls them again in the backward. torch has then restored the generator of the
+first call's beginning, whose seed tells which call is repeated: it draws again what the first drew.
+
 Order: a call is taken over outside of everything that a plan does to the block: hooks that gather its parameters,
 recomputation (whose second forward draws again what the first drew), compilation.
 """
@@ -15,11 +18,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from evenly.data.generators import reseed, seed
+from evenly.data.generators import last_seed, reseed, seed
 from evenly.data.stream import block_key
-from evenly.errors import PlanError
+from evenly.errors import PlanError, RunError
 from evenly.model.blocks import Block
-from evenly.torch_private import unwrap_call, wrap_call
+from evenly.torch_private import in_backward, unwrap_call, wrap_call
+
+# Calls that ran, by block and the seed before them -> (key of the microbatch, number of the call).
+Begun = dict[tuple[str, int], tuple[int, int]]
+CALLS_KEPT = 1 << 14  # more than a step has that a backward could repeat
 
 
 class ForwardEnded(Exception):
@@ -38,18 +45,31 @@ class BlockCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     _run: Callable[..., Any]
-    _reseed: Callable[[str, int, Literal["begin", "end"]], None]
+    _reseed: Callable[[int, str, int, Literal["begin", "end"]], None]
+    _key: int
+    _begun: Begun
+    _at: tuple[str, int]
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """What the block returns for these arguments."""
-        self._reseed(self.block.name, self.number, "begin")
+        self._begun[self._at] = self._key, self.number
+        self._reseed(self._key, self.block.name, self.number, "begin")
         result = self._run(*args, **kwargs)
         self.skip()
         return result
 
     def skip(self) -> None:
         """Draws what comes after the block as if it had run."""
-        self._reseed(self.block.name, self.number, "end")
+        self._reseed(self._key, self.block.name, self.number, "end")
+
+
+def several_stages_together(place: str) -> RunError:
+    """The error for a model whose own checkpointing goes across the border of a stage."""
+    return RunError(
+        f"computing {place} again in the backward of a stage",
+        "the model's own checkpointing computes parts of several stages together",
+        "have it checkpoint each block by itself, or leave that to the plan (recompute=full)",
+    )
 
 
 class BlockCalls:
@@ -62,6 +82,7 @@ class BlockCalls:
         self._device, self._handler = device, handler
         self._key: int | None = None
         self._calls: dict[str, int] = {}
+        self._begun: Begun = {}
         self._taken = [(block.module, wrap_call(block.module, partial(self._call, block))) for block in blocks]
 
     @contextmanager
@@ -70,6 +91,8 @@ class BlockCalls:
         seed(key, self._device)
         self._key = key
         self._calls.clear()
+        if len(self._begun) > CALLS_KEPT:
+            self._begun.clear()
         try:
             yield
         finally:
@@ -81,20 +104,35 @@ class BlockCalls:
             unwrap_call(module, before)
 
     def _call(self, block: Block, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._key is None:
-            return run(*args, **kwargs)
-        number = self._calls.get(block.name, 0)
-        self._calls[block.name] = number + 1
+        key, name, before = self._key, block.name, last_seed()
+        if in_backward() or key is None:
+            return self._repeat(name, before, run, *args, **kwargs)
+        number = self._calls.get(name, 0)
+        self._calls[name] = number + 1
         if self._handler is not None:
-            return self._handler(BlockCall(block, number, args, kwargs, run, self._reseed))
-        self._reseed(block.name, number, "begin")  # as `BlockCall.run`, without making one: a small step feels it
+            return self._handler(
+                BlockCall(block, number, args, kwargs, run, self._reseed, key, self._begun, (name, before))
+            )
+        self._begun[name, before] = key, number
+        self._reseed(key, name, number, "begin")  # as `BlockCall.run`, without making one: a small step feels it
         result = run(*args, **kwargs)
-        self._reseed(block.name, number, "end")
+        self._reseed(key, name, number, "end")
         return result
 
-    def _reseed(self, name: str, number: int, edge: Literal["begin", "end"]) -> None:
-        assert self._key is not None  # a call is under way
-        reseed(block_key(self._key, name, number, edge), self._device)
+    def _repeat(self, name: str, before: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a call outside of a forward: with the numbers of the one that it repeats, if it repeats any."""
+        repeated = self._begun.get((name, before)) if in_backward() else None
+        if repeated is None and in_backward() and self._handler is not None:
+            raise several_stages_together(name)
+        if repeated is None:
+            return run(*args, **kwargs)
+        self._reseed(repeated[0], name, repeated[1], "begin")
+        result = run(*args, **kwargs)
+        self._reseed(repeated[0], name, repeated[1], "end")
+        return result
+
+    def _reseed(self, key: int, name: str, number: int, edge: Literal["begin", "end"]) -> None:
+        reseed(block_key(key, name, number, edge), self._device)
 
 
 Forward = Callable[..., Any]

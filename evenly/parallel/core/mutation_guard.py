@@ -21,7 +21,7 @@ class MutationGuard:
     """Watches the buffers of a model's state and, where they are all here as they are, its parameters.
 
     That a tensor is changed or replaced is seen in every forward. That its numbers are written past autograd (`.data`)
-    is seen in the first alone, of what is not trained, where parameters are watched.
+    is seen in the first alone, of what is not trained.
     """
 
     def __init__(self, model: nn.Module, *, but: Container[int] = (), parameters: bool = True) -> None:
@@ -37,7 +37,7 @@ class MutationGuard:
             for name, tensor in found:
                 if id(tensor) not in but:
                     self._watched.append((f"{prefix}.{name}".lstrip("."), module, name))
-        self._first = parameters
+        self._first = True
 
     def __bool__(self) -> bool:
         return bool(self._watched)
@@ -48,7 +48,9 @@ class MutationGuard:
         now: list[torch.Tensor] = [getattr(module, name) for _, module, name in self._watched]
         before = [(tensor, version(tensor)) for tensor in now]
         first, self._first = self._first, False
-        prints = {id(tensor): fingerprint(tensor) for tensor in now if first and not tensor.requires_grad}
+        # What stands in for a tensor of another stage has no numbers.
+        here = [tensor for tensor in now if type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta]
+        prints = {id(tensor): fingerprint(tensor) for tensor in here if first and not tensor.requires_grad}
         try:
             yield
         except ForwardEnded:
@@ -61,13 +63,16 @@ class MutationGuard:
             now: Any = getattr(module, name)
             written = id(tensor) in prints and now is tensor and fingerprint(tensor) != prints[id(tensor)]
             if now is not tensor or version(tensor) != count or written:
-                kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-                raise RunError(
-                    f"{kind} {full} changes in the forward pass",
-                    "each rank would change it by its own microbatches only",
-                    "let the gradient change it, or run on one device; a buffer that only caches something may be kept "
-                    "out of the state (persistent=False)",
-                )
+                raise changed_error(full, parameter=isinstance(tensor, nn.Parameter))
+
+
+def changed_error(name: str, *, parameter: bool) -> RunError:
+    """The error for what a forward must not change."""
+    return RunError(
+        f"{'parameter' if parameter else 'buffer'} {name} changes in the forward pass",
+        "each rank would change it by its own microbatches only",
+        "let the gradient change it, or run on one device",
+    )
 
 
 WORDS_AT_ONCE = 1 << 16

@@ -51,6 +51,11 @@ class Gradients(ABC):
     """
 
     counting = True
+    unit_order = 0  # a hash of what was gathered since `forget_order`, in order
+
+    def forget_order(self) -> None:
+        """Begins a new order of units."""
+        self.unit_order = 0
 
     @abstractmethod
     def begin(self, *, numbers: int = 0, rounds: int = 1) -> None:

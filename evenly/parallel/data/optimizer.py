@@ -12,7 +12,7 @@ A checkpoint needs names, global shapes and offsets: `as_dtensors` presents para
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,17 +21,13 @@ import torch
 from torch import nn, optim
 from torch.distributed.tensor import DTensor
 
-from evenly.errors import RunError, UserError
+from evenly.errors import RunError
 from evenly.parallel.core.memory import HOST, local, on
+from evenly.parallel.core.optimizer_kinds import steps_elements
+from evenly.parallel.data.whole_numbers import WholeNumbers
 from evenly.plan import Offload
 
-# Exactly these classes: a subclass may do more.
-ELEMENTWISE = frozenset(
-    [
-        optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax,
-        optim.ASGD, optim.NAdam, optim.RAdam, optim.RMSprop, optim.SGD,
-    ]
-)  # fmt: skip
+State = Mapping[str, Any]  # what an optimizer keeps for one parameter
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,20 +63,14 @@ class OwnedRows:
 class ShardedOptimizer:
     """Lets `optimizer`, built over the parameters of `model` and not yet used, step the pieces of `cuts`.
 
-    offload: as in the plan. Raises `UserError` for a class that would need the ranks' GPUs for what lies on the host.
+    offload: as in the plan.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: optim.Optimizer, cuts: Sequence[OwnedRows], *, offload: Offload = "none"
     ) -> None:
         self._model, self._optimizer, self._offload = model, optimizer, offload == "optimizer"
-        elementwise = type(optimizer) in ELEMENTWISE
-        if offload != "none" and not elementwise and any(isinstance(cut.piece, DTensor) for cut in cuts):
-            raise UserError(
-                f"optimizer {type(optimizer).__name__} under offload={offload}",
-                "it may need whole parameters, and each rank has a part of them on the host",
-                "use an optimizer of torch.optim that treats every element by itself (AdamW, SGD), or no offload",
-            )
+        elementwise = steps_elements(optimizer)
         self._plain = self._offload or elementwise
         self._cuts = {cut.name: cut for cut in cuts}
         with torch.no_grad(), self._device_context():
@@ -99,7 +89,8 @@ class ShardedOptimizer:
         with self._device_context():
             if self._offload and torch.cuda.is_available():
                 torch.cuda.current_stream().synchronize()  # the copies must have ended
-            self._optimizer.step()
+            with nullcontext() if self._plain else WholeNumbers():
+                self._optimizer.step()
         with torch.no_grad(), self._device_context():
             for name, stepped in self._stepped.items():
                 if self._offload:
@@ -111,29 +102,22 @@ class ShardedOptimizer:
     def as_dtensors(self) -> Generator[None]:
         """Within, parameters and optimizer state are DTensors; values loaded into them are kept afterwards."""
         views = {name: self._checkpoint_parameter(cut) for name, cut in self._cuts.items()}
-        by_id = {id(cut.parameter): views[name] for name, cut in self._cuts.items()}
-        places = [
-            (module, name, parameter)
-            for module in self._model.modules()
-            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
-            if by_id.get(id(parameter), parameter) is not parameter
-        ]
-        for module, name, parameter in places:
-            setattr(module, name, by_id[id(parameter)])
         self._replace(
             (stepped, views[name], self._to_dtensor(self._cuts[name])) for name, stepped in self._stepped.items()
         )
         try:
-            yield
+            with replaced_in(self._model, {id(cut.parameter): views[name] for name, cut in self._cuts.items()}):
+                yield
         finally:
             back = local if self._plain else _identity
             self._replace((views[name], stepped, back) for name, stepped in self._stepped.items())
-            for module, name, parameter in places:
-                setattr(module, name, parameter)
             with torch.no_grad():
                 for name, cut in self._cuts.items():
                     if views[name] is not cut.parameter:
                         cut.own.copy_(local(views[name]))
+
+    def _replace(self, pairs: Iterable[tuple[Any, Any, Callable[[torch.Tensor], torch.Tensor]]]) -> None:
+        replace_parameters(self._optimizer, ((old, new, each_tensor(convert)) for old, new, convert in pairs))
 
     def _device_context(self) -> AbstractContextManager[None]:
         return on(HOST, carrying=True) if self._offload else nullcontext()
@@ -153,7 +137,7 @@ class ShardedOptimizer:
             raise RunError(
                 f"stepping {name}", "its memory has moved since the run began", "leave the model where it is"
             )
-        return gradient if gradient is None or self._plain else _dtensor(gradient, stepped)
+        return gradient if gradient is None or self._plain else as_piece(gradient, stepped)
 
     def _checkpoint_parameter(self, cut: OwnedRows) -> Any:
         """The parameter as a checkpoint sees it.
@@ -161,22 +145,10 @@ class ShardedOptimizer:
         A piece gets its own memory, since torch stages a view together with its whole base tensor.
         """
         if self._offload:
-            return nn.Parameter(_dtensor(_on_host(cut.own), cut.piece))
+            return nn.Parameter(as_piece(_on_host(cut.own), cut.piece))
         if cut.piece is cut.parameter:
             return cut.parameter
-        return nn.Parameter(_dtensor(cut.own.clone(), cut.piece))
-
-    def _replace(self, pairs: Iterable[tuple[Any, Any, Callable[[torch.Tensor], torch.Tensor]]]) -> None:
-        """Replaces parameters of the optimizer, given (old, new, conversion of its state tensors)."""
-        by_id: dict[int, torch.Tensor] = {}
-        state = self._optimizer.state
-        for old, new, convert in pairs:
-            by_id[id(old)] = new
-            if old is not new and old in state:
-                values = state.pop(old)
-                state[new] = {k: convert(v) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
-        for group in self._optimizer.param_groups:
-            group["params"] = [by_id.get(id(parameter), parameter) for parameter in group["params"]]
+        return nn.Parameter(as_piece(cut.own.clone(), cut.piece))
 
     def _to_rows(self, cut: OwnedRows) -> Callable[[torch.Tensor], torch.Tensor]:
         """Converts state that the optimizer made for the full parameter when it was built."""
@@ -187,7 +159,7 @@ class ShardedOptimizer:
             rows = local(value) if cut.piece is cut.parameter else value[cut.rows].clone()
             if self._offload:
                 return rows.cpu()
-            return rows if self._plain else _dtensor(rows, cut.piece)
+            return rows if self._plain else as_piece(rows, cut.piece)
 
         return convert
 
@@ -195,7 +167,42 @@ class ShardedOptimizer:
         if not self._plain:
             return _identity
         shape = cut.own.shape
-        return lambda value: _dtensor(value, cut.piece) if value.shape == shape else value
+        return lambda value: as_piece(value, cut.piece) if value.shape == shape else value
+
+
+def replace_parameters(optimizer: optim.Optimizer, pairs: Iterable[tuple[Any, Any, Callable[[State], State]]]) -> None:
+    """Replaces parameters of `optimizer`, given (old, new, conversion of its state)."""
+    by_id: dict[int, torch.Tensor] = {}
+    state: Any = optimizer.state
+    for old, new, convert in pairs:
+        by_id[id(old)] = new
+        if old is not new and old in state:
+            state[new] = dict(convert(state.pop(old)))
+    for group in optimizer.param_groups:
+        group["params"] = [by_id.get(id(parameter), parameter) for parameter in group["params"]]
+
+
+def each_tensor(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[State], State]:
+    """Converts the state of a parameter tensor by tensor."""
+    return lambda state: {k: change(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+
+
+@contextmanager
+def replaced_in(model: nn.Module, by_id: Mapping[int, nn.Parameter]) -> Generator[None]:
+    """Within, `model` has others in the place of its parameters of these ids."""
+    places = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+        if by_id.get(id(parameter), parameter) is not parameter
+    ]
+    for module, name, parameter in places:
+        setattr(module, name, by_id[id(parameter)])
+    try:
+        yield
+    finally:
+        for module, name, parameter in places:
+            setattr(module, name, parameter)
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -207,7 +214,7 @@ def _identity(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _dtensor(rows: torch.Tensor, template: Any) -> Any:
+def as_piece(rows: torch.Tensor, template: Any) -> Any:
     """`rows` as the local part of a DTensor like `template`; `rows` itself if that is none."""
     if not isinstance(template, DTensor):
         return rows

@@ -33,9 +33,11 @@ from evenly.comm.exact_sum import ExactSum
 from evenly.comm.groups import Group
 from evenly.comm.transport import Pending, PolledWork
 from evenly.comm.world import World
+from evenly.data.nest import tensors_in
 from evenly.errors import PlanError, RunError
 from evenly.model.blocks import Block, find_blocks
 from evenly.parallel.core.memory import HOST, MemoryCounter, local
+from evenly.parallel.core.mutation_guard import changed_error, fingerprint
 from evenly.parallel.core.parameter_views import local_parameters
 from evenly.parallel.data.gradients import (
     Gradients,
@@ -49,7 +51,14 @@ from evenly.parallel.data.grouping import unit_members
 from evenly.parallel.data.mesh import groups_of, shard_mesh
 from evenly.parallel.data.optimizer import OwnedRows
 from evenly.parallel.data.row_layout import RowLayout
-from evenly.torch_private import all_gather_single, end_sharded_forward, initialize_sharding, reduce_sharded
+from evenly.torch_private import (
+    all_gather_single,
+    end_sharded_forward,
+    gradient_hooks,
+    initialize_sharding,
+    reduce_sharded,
+    version,
+)
 
 ORDER_PRIME = 65_521  # modulus of the hash of the order of units; its square times any world size is exact in float64
 
@@ -87,12 +96,14 @@ class ShardedGradients(Gradients):
     ) -> None:
         trainable(model, required=ownership is None or ownership.pipeline_group is None)
         _check_can_shard(model)
+        _lay_out_in_order(model)
         self._world, self._group, self._offload, self._ownership = world, world.group("data"), offload, ownership
         self._model, self._split_backward = model, split_backward
         units = units_of(model, find_blocks(model) if blocks is None else blocks)
         for unit, _ in units:
             _check_dtypes(unit.name, unit.module)
         _check_dtypes("", model)
+        self._gradient_hooks = {name: hooks for name, p in model.named_parameters() if (hooks := gradient_hooks(p))}
         self._shards, across = self._cut(model, units, shard=shard, accumulate_float64=accumulate_float64)
         self._counts_squares = across is None or across.position == 0  # other groups have the same shards
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -116,12 +127,15 @@ class ShardedGradients(Gradients):
         self._numbers = {name: number for number, (name, _) in enumerate(self._named)}
         self._used = [False] * len(self._named)
         self._hooked: set[int] = set()
-        self._unit_order = 0  # hash of the units that this rank ran in the step, in order
         prefixes = {id(module): name for name, module in model.named_modules()}
+        own = {unit: _own_modules(unit, prefixes[id(unit)]) for unit in self._units}
         self._handles: list[Any] = [
-            unit.register_forward_pre_hook(self._before_unit(_own_modules(unit, prefixes[id(unit)]), number))
+            unit.register_forward_pre_hook(self._before_unit(own[unit], number))
             for number, unit in enumerate(self._units)
         ]
+        self._handles += [unit.register_forward_hook(self._after_unit(own[unit]), prepend=True) for unit in self._units]
+        self._versions: dict[str, tuple[int, int | None]] = {}  # of gathered parameters in a forward, and fingerprints
+        self._stepped = False
         self._pending: Pending[torch.Tensor] | None = None
         self._sums: dict[str, torch.Tensor] = {}  # by name, the reduced shards of gradients
         self._squares = 0.0  # of all gradients of the step; unless `ownership` computes the norm
@@ -149,7 +163,7 @@ class ShardedGradients(Gradients):
     # ------------------------------------------------------------------------------------------- a step
     def begin(self, *, numbers: int = 0, rounds: int = 1) -> None:
         self._used = [False] * len(self._named)
-        self._unit_order = 0
+        self.unit_order = 0
         self._sums.clear()
         for reduction in self._exact:
             reduction.begin()
@@ -186,13 +200,14 @@ class ShardedGradients(Gradients):
             self._reduce()
         refuse_unfrozen(self._frozen)
         flags = (float(used) for used in self._used)
-        order = (float(self._unit_order), float(self._unit_order**2))
+        order = (float(self.unit_order), float(self.unit_order**2))
         self._sums = self._reduced()
         counted = self._sums.values() if self._counts_squares else ()
         squares = sum_of_squares(counted) if self._ownership is None else None
         self._pending = begin_numbers((*order, *flags), numbers, self._group, squares)
 
     def finish_reduce(self) -> list[float]:
+        self._stepped = True
         assert self._pending is not None
         order, squared, *values = self._pending.wait().tolist()
         # n * sum(x^2) == (sum x)^2 holds if and only if all n numbers are equal.
@@ -268,13 +283,37 @@ class ShardedGradients(Gradients):
         """A pre-forward hook that adds hooks to the gathered parameters of a unit, to note which get a gradient."""
 
         def watch(*_: Any) -> None:
-            self._unit_order = (self._unit_order * 31 + number + 1) % ORDER_PRIME
+            self.unit_order = (self.unit_order * 31 + number + 1) % ORDER_PRIME
             for name, parameter in local_parameters(modules):
+                if not isinstance(parameter, DTensor):
+                    self._versions[name] = version(parameter), self._print(parameter)
                 if id(parameter) not in self._hooked and parameter.requires_grad and not isinstance(parameter, DTensor):
                     self._hooked.add(id(parameter))
+                    for hook in self._gradient_hooks.get(name, ()):
+                        parameter.register_hook(hook)
                     parameter.register_post_accumulate_grad_hook(self._note(self._numbers[name]))
 
         return watch
+
+    def _after_unit(self, modules: Sequence[tuple[str, nn.Module]]) -> Callable[[nn.Module, Any, Any], None]:
+        """A hook that raises where the forward of a unit has changed its gathered parameters, which would be lost."""
+
+        def compare(_: nn.Module, __: Any, output: Any) -> None:
+            for result in tensors_in(output):
+                if result.requires_grad:
+                    result.register_hook(_refuse_graph)
+            for name, parameter in local_parameters(modules):
+                before = self._versions.pop(name, None)
+                if before is None or isinstance(parameter, DTensor):
+                    continue
+                if before[0] != version(parameter) or (before[1] is not None and before[1] != fingerprint(parameter)):
+                    raise changed_error(name, parameter=True)
+
+        return compare
+
+    def _print(self, parameter: torch.Tensor) -> int | None:
+        """Of what is not trained and could be written past autograd; in the first step alone, for it reads it all."""
+        return None if self._stepped or parameter.requires_grad else fingerprint(parameter)
 
     def _note(self, number: int) -> Callable[[torch.Tensor], None]:
         def note(parameter: torch.Tensor) -> None:
@@ -401,6 +440,23 @@ def _check_can_shard(model: nn.Module) -> None:
                 f"parameter {name} has no dims, and fully_shard cuts along the first",
                 "give it shape (1,), or use plan zero2",
             )
+
+
+def _lay_out_in_order(model: nn.Module) -> None:
+    """Has every parameter in memory in the order of its dims, the only one that `fully_shard` knows (channels last)."""
+    for parameter in model.parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.detach().contiguous()
+
+
+def _refuse_graph(_: torch.Tensor) -> None:
+    """Raises `RunError` in a backward that keeps a graph: its own backward would find parameters that are gone."""
+    if torch.is_grad_enabled():
+        raise RunError(
+            "a gradient of a gradient (create_graph=True) under zero=3",
+            "parameters are gathered for one backward and then freed",
+            "use plan zero2 or ddp",
+        )
 
 
 def _own_modules(unit: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.utils.checkpoint import CheckpointError
 
 from evenly.comm.groups import Group
+from evenly.parallel.core.calls import several_stages_together
 from evenly.parallel.pipeline.backward import backward, begin_backward, non_view_alias
 from evenly.parallel.pipeline.messages import IncomingGradients, IncomingTensors, Payload, StageChannel
 from evenly.parallel.pipeline.model import StagedModel
@@ -113,12 +115,19 @@ class ScheduleRunner:
         self._training = True
         self._run(self._orders(microbatches), self._acknowledgements(microbatches), microbatches, work, spans)
 
+    def look(self, microbatches: int, work: MicrobatchWork) -> None:
+        """Runs the forward of all microbatches as in training, and drops it."""
+        self._training = True
+        self._run(self._forwards(microbatches), {}, microbatches, work, None)
+
     def evaluate(self, microbatches: int, work: MicrobatchWork) -> None:
         """Runs the forward of all microbatches."""
         self._training = False
+        self._run(self._forwards(microbatches), {}, microbatches, work, None)
+
+    def _forwards(self, microbatches: int) -> list[Action]:
         forward = ("forward", "send_forward", "recv_forward")
-        actions = [action for action in self._orders(microbatches) if action.kind in forward]
-        self._run(actions, {}, microbatches, work, None)
+        return [action for action in self._orders(microbatches) if action.kind in forward]
 
     def _orders(self, microbatches: int) -> Sequence[Action]:
         if not microbatches:
@@ -159,6 +168,8 @@ class ScheduleRunner:
                     end = clock + time.perf_counter()
                     spans.append(ActionSpan(action.kind, action.stage, action.microbatch, begin, end))
             self._channel.finish()
+        except CheckpointError as problem:
+            raise several_stages_together("what the model has checkpointed") from problem
         finally:
             self._work = None
             self._reset()

@@ -7,7 +7,8 @@ tensor of the full shape.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from evenly.comm.groups import Group
 from evenly.parallel.core.parameter_views import View, viewed_tensors
 from evenly.parallel.tensor.axis import Axis, SplitTensor, is_split, own_part
 from evenly.parallel.tensor.layout import Layout
+from evenly.torch_private import gradient_hooks, replace_gradient_hooks
 
 
 class SplitModel:
@@ -48,6 +50,8 @@ class SplitModel:
             if mine := {name: by_parameter[id(p)] for name, p in own if id(p) in by_parameter}:
                 viewed_tensors(module, "_parameters").add_view(self._view(mine))
         for name, layout in layouts.items():
+            if hooks := gradient_hooks(named[name]):
+                replace_gradient_hooks(named[name], [partial(self._hooked, name, hook) for hook in hooks])
             named[name].data = own_part(named[name], layout, group.position)
         self._padding = [
             PaddingZeroed(module)
@@ -67,6 +71,16 @@ class SplitModel:
         with torch.no_grad():
             part = self.axis.split(tensor.detach().to(self.axis.group.device, copy=True), layout)
             return self.axis.gather_full(part)
+
+    def local_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """The inverse of `full_view`."""
+        layout = self.layouts.get(name)
+        return full if layout is None else own_part(full, layout, self.axis.position)
+
+    def _hooked(self, name: str, hook: Callable[[torch.Tensor], torch.Tensor | None], own: torch.Tensor) -> Any:
+        """Has the job's hook see the full gradient; a collective in the backward, which is the same on all ranks."""
+        result = hook(self.full_view(name, own))
+        return None if result is None else self.local_part(name, result)
 
     def gathered(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The full tensors of `tensors`, of which some may be split; of gradients each rank takes its part."""

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from evenly.data.nest import map_tensors, tensors_in
 from evenly.errors import EVENLY, PlanError, describe, place_of
 from evenly.model.fake import Source, fake_model, fake_tensor, running_fake
+from evenly.model.modes import in_training
 from evenly.parallel.tensor.attention import multi_head_attention
 from evenly.torch_private import fake_mode, operation_of
 
@@ -136,7 +137,7 @@ def trace(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -
     recorder = _Recorder(fakes)
     with running_fake():
         try:
-            faked = fake_model(model, fakes, recorder.stand_in).train()
+            faked = in_training(fake_model(model, fakes, recorder.stand_in))
             nest = map_tensors(lambda tensor: recorder.know(fake_tensor(tensor, fakes), "batch"), batch)
             with _names_of_modules(faked, recorder.running), fakes, recorder, torch.enable_grad():
                 loss(faked, nest)

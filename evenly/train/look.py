@@ -1,0 +1,204 @@
+"""A look at the job before its first step, where several devices share it: what no rank could see by itself later.
+
+The ranks must have the same job. Reading a microbatch again must give the same, and so must running it after another:
+what a model, a loss or a data set remembers outside of the model's state is another on each rank. `evenly verify` looks
+more thoroughly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from evenly.checkpoint.state import EXECUTION
+from evenly.comm.collectives import gather_values
+from evenly.comm.world import World
+from evenly.data.generators import undisturbed
+from evenly.data.loader import Loader, Microbatch, microbatches_of_step, share_of_step
+from evenly.data.nest import tensors_by_path
+from evenly.engine.executor import Executor
+from evenly.engine.updater import Updater
+from evenly.errors import EvenlyError, RunError, SampleError, UserError, describe
+from evenly.job import Job
+from evenly.parallel.core.calls import ForwardEnded
+from evenly.parallel.core.mutation_guard import fingerprint
+from evenly.plan import Plan
+
+SETTINGS = (
+    *("global_batch", "steps", "microbatch", "microbatch_cost", "shuffle", "clip_norm", "seed", "precision"),
+    *("eval_every", "save_every"),
+)
+ROUNDING = 1e-5  # of a GPU, whose sums may come in another order each time
+
+
+def check_job(job: Job, plan: Plan, world: World) -> list[Microbatch]:
+    """Raises `UserError`, on all ranks alike, where ranks have different jobs or its data are not the same twice.
+
+    Returns the microbatches to look at the model with: the first of the first step and its last; none where they cannot
+    be read, which the step will report.
+    """
+    if plan.devices == 1:
+        return []
+    with undisturbed():
+        found = facts(job)
+        read = _read(job, [0, -1, 0])
+    found |= {f"microbatch {m.number} of the first step": digest(m.batch) for m in read[:2]}
+    found["again"] = [m.number for m in read[2:] if digest(m.batch) != digest(read[0].batch)]
+    if problem := differing_field(gather_values(found, world.group("files"))):
+        raise problem
+    return read[:2]
+
+
+def facts(job: Job) -> dict[str, Any]:
+    """What of `job` must be the same on all ranks, as small values by name."""
+    found: dict[str, Any] = {name: getattr(job, name) for name in SETTINGS}
+    found["len(data)"] = job.length
+    found["len(eval_data)"] = None if job.eval_data is None else len(job.eval_data)  # pyright: ignore
+    found["schedule"] = job.schedule is not None
+    first = microbatches_of_step(job, 0)
+    found["cost"] = [] if job.cost is None or first == microbatches_of_step(job, 0) else ["again"]
+    found["order of samples"] = first
+    return found
+
+
+def check_update(updater: Updater, world: World) -> None:
+    """Raises `UserError`, on all ranks alike, where ranks have different optimizers or schedules."""
+    if world.size == 1:
+        return
+    optimizer, schedule = updater.optimizer, updater.schedule
+    found: dict[str, Any] = {
+        "optimizer": type(optimizer).__qualname__,
+        "number of groups of the optimizer": len(optimizer.param_groups),
+        "schedule": None if schedule is None else (type(schedule).__qualname__, repr(schedule.state_dict())),
+    }
+    for number, group in enumerate(optimizer.param_groups):
+        plain = {key: value for key, value in group.items() if isinstance(value, (int, float, str, tuple))}
+        found |= {f"{key} of group {number}": value for key, value in plain.items() if key not in EXECUTION}
+    if problem := differing_field(gather_values(found, world.group("files"))):
+        raise problem
+
+
+def differing_field(ranks: Sequence[Mapping[str, Any]]) -> UserError | None:
+    """What is wrong with the facts of all ranks."""
+    if any(facts.get("cost") for facts in ranks):
+        return UserError(
+            "the job's cost on several ranks",
+            "called again, it is another",
+            "let it follow from the sample's index alone",
+        )
+    if any(facts.get("again") for facts in ranks):
+        return UserError(
+            "the job's data on several ranks",
+            "a microbatch read again after another is another: reading it depends on what was read before",
+            "let a sample follow from its index, and draw from torch, random and numpy, which are seeded; no generator "
+            "of its own, no counter",
+        )
+    for name in ranks[0]:
+        if others := [rank for rank, facts in enumerate(ranks) if facts.get(name) != ranks[0][name]]:
+            return UserError(
+                "every rank must have the same job",
+                f"{name} on rank {others[0]} differs from rank 0's",
+                "let the job follow from its file and settings alone: no unseeded draw, no set(), no rank in it",
+            )
+    return None
+
+
+def digest(nest: Any) -> list[tuple[str, tuple[int, ...], str, int]]:
+    """The tensors of `nest`: paths, shapes, types and fingerprints."""
+    return [
+        (path, tuple(t.shape), str(t.dtype), fingerprint(t))
+        for path, t in tensors_by_path(nest)
+        if t.layout is torch.strided
+    ]
+
+
+def check_model(job: Job, plan: Plan, executor: Executor, microbatches: Sequence[Microbatch], world: World) -> None:
+    """Raises `UserError`, on all ranks alike, where the loss of a microbatch depends on what ran before it."""
+    if not microbatches:
+        return
+    first, other = microbatches[0], microbatches[-1]
+    cut = plan.data.zero_stage == 3 or plan.tensor.active or plan.pipeline.active
+    models = [replica.module for replica in executor.composed.replicas]
+    with undisturbed(*executor.devices), buffers_restored(models), _explained(plan) if cut else nullcontext():
+        losses, orders = executor.look([first, other, first])
+        remembers = len(losses) == 3 and not same(losses[0], losses[2], exact=world.device == "cpu")
+        if plan.pipeline.active:  # what a model writes after its blocks, the first stages do not come to
+            before = _buffers(models)
+            executor.look([first])
+            remembers = remembers or _buffers(models) != before
+    chosen = len(set(orders)) > 1
+    found = gather_values((remembers, chosen), world.group("files"))
+    if any(one for one, _ in found):
+        raise UserError(
+            f"plan {plan}",
+            "the loss of a microbatch is another after another microbatch: the model or the loss remembers something "
+            "outside of the model's state (an attribute, a counter, a generator of its own, a buffer)",
+            "let it follow from the batch and the parameters alone, or run on one device",
+        )
+    if any(one for _, one in found):
+        raise UserError(
+            f"plan {plan}",
+            "which blocks run depends on the microbatch, and ranks would gather the parameters of different ones",
+            "let the model run the same blocks for every microbatch, or use plan zero2 or ddp",
+        )
+
+
+def same(one: float, other: float, *, exact: bool) -> bool:
+    """Whether two losses are the same number, up to the rounding of a GPU unless `exact`."""
+    if math.isnan(one) or math.isnan(other) or one == other:
+        return math.isnan(one) == math.isnan(other)
+    return not exact and abs(one - other) <= ROUNDING * max(abs(one), abs(other))
+
+
+@contextmanager
+def buffers_restored(models: Sequence[nn.Module]) -> Generator[None]:
+    """Undoes what is done within to the buffers of `models`, unless it raises, which ends the run."""
+    before = [
+        (module, name, buffer, buffer.clone())
+        for model in models
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        if not buffer.is_meta
+    ]
+    yield
+    with torch.no_grad():
+        for module, name, buffer, value in before:
+            if getattr(module, name) is not buffer:
+                setattr(module, name, buffer)
+            if buffer.shape == value.shape and not torch.equal(buffer, value):
+                buffer.copy_(value)
+
+
+@contextmanager
+def _explained(plan: Plan) -> Generator[None]:
+    """Turns what a forward raises where parameters are cut into a `RunError`."""
+    try:
+        yield
+    except (EvenlyError, ForwardEnded, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as problem:
+        raise RunError(
+            f"the first forward under plan {plan}",
+            describe(problem),
+            "if it runs under plan single, it may reach parameters past their modules (a list, a closure, a method): "
+            "look them up by name where they are used, or use plan ddp",
+        ) from problem
+
+
+def _buffers(models: Sequence[nn.Module]) -> list[int]:
+    return [fingerprint(b) for model in models for b in model.buffers() if not b.is_meta and b.layout is torch.strided]
+
+
+def _read(job: Job, numbers: Sequence[int]) -> list[Microbatch]:
+    share = share_of_step(job, 0, rank=0, ranks=1)
+    own = [range(len(share.microbatches))[number] for number in numbers]
+    try:
+        return [*Loader(job).read(iter([replace(share, own=own)]))]
+    except SampleError:
+        return []

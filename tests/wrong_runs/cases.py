@@ -1,0 +1,631 @@
+"""Jobs that ran to other numbers without a word, one for each way in which a job can go past what a plan splits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from plain import Case
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import evenly
+
+WIDTH = 6
+
+
+class Points(torch.utils.data.Dataset):
+    """(6 numbers, class of 4)."""
+
+    def __init__(self, count: int = 16) -> None:
+        draw = torch.Generator().manual_seed(3)
+        self.x = torch.randn(count, WIDTH, generator=draw)
+        self.y = torch.randint(0, 4, (count,), generator=draw)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[index], self.y[index]
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(WIDTH, 10), nn.Linear(10, WIDTH), dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.dropout(torch.tanh(self.up(x)), self.dropout, self.training))
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float = 0.0, layers: int = 4) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(layers))
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def class_loss(model: nn.Module, batch: Any) -> evenly.Loss:
+    x, y = batch
+    return evenly.Loss(F.cross_entropy(model(x), y, reduction="sum"), len(y))
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+
+def job(model: Callable[[], nn.Module] = Net, **changes: Any) -> evenly.Job:
+    fields: dict[str, Any] = dict(
+        model=model, loss=class_loss, data=Points(), optimizer=sgd, global_batch=8, microbatch=2, steps=3,
+        precision="float64", name="wrong",
+    )  # fmt: skip
+    return evenly.Job(**{**fields, **changes})
+
+
+# ------------------------------------------------------------------- parameters reached past the module
+class ByList(Net):
+    """A plain list of parameters, which are the model's too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(WIDTH)) for _ in self.blocks)
+        self.at_hand = [*self.scales]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for block, scale in zip(self.blocks, self.at_hand, strict=True):
+            x = block(x) * scale
+        return self.head(x)
+
+
+class ByClosure(Net):
+    """A head that closes over another's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        weight = self.enter.weight
+        self.mirror = lambda x: F.linear(x, weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.mirror(x))
+
+
+class ByView(Net):
+    """A view of a weight, made once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = (self.enter.weight.detach().t(),)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x @ self.turned[0])
+
+
+# ------------------------------------------------------------------------ two Parameters, one storage
+class TwoOnOne(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.out.weight.data = self.enter.weight.data
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.out(self.blocks[1](self.blocks[0](self.enter(x)))))
+
+
+class Transposed(TwoOnOne):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out.weight = nn.Parameter(self.enter.weight.data.t())
+
+
+# ---------------------------------------------------------------------------- optimizers and their hooks
+def with_clipping_hook(parameters: Any) -> torch.optim.Optimizer:
+    optimizer = adamw(parameters)
+
+    def clip(optimizer: Any, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            nn.utils.clip_grad_norm_(group["params"], 0.1)
+
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
+
+
+def with_rows_of_norm_one(parameters: Any) -> torch.optim.Optimizer:
+    optimizer = sgd(parameters)
+
+    @torch.no_grad()
+    def normalize(optimizer: Any, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.dim() > 1:
+                    parameter.div_(parameter.norm(dim=0, keepdim=True))
+
+    optimizer.register_step_post_hook(normalize)
+    return optimizer
+
+
+def with_patched_step(parameters: Any) -> torch.optim.Optimizer:
+    optimizer = adamw(parameters)
+    before = optimizer.step
+
+    def step(closure: Any = None) -> Any:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad /= parameter.grad.norm() + 1e-3
+        return before(closure)
+
+    optimizer.step = step  # type: ignore[method-assign]
+    return optimizer
+
+
+class Trusting(torch.optim.AdamW):
+    """Scales each gradient by a ratio of the whole tensor."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad = p.grad * (p.detach().norm() / (p.grad.norm() + 1)) + p.grad.mean() * p.grad.sign()
+        return super().step(closure)
+
+
+class Lars(torch.optim.Optimizer):
+    """LARS as it is commonly written: it asks tensors for numbers."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                weight, gradient = p.norm().item(), p.grad.norm().item()
+                ratio = 0.1 * weight / (gradient + 1e-9) if weight > 0 and gradient > 0 else 1.0
+                most = p.grad.abs().max().item()
+                state = self.state[p]
+                if "momentum" not in state:
+                    state["momentum"] = torch.zeros_like(p)
+                state["momentum"].mul_(0.9).add_(p.grad / (most + 1e-9), alpha=ratio)
+                p.add_(state["momentum"], alpha=-group["lr"])
+
+
+class Lamb(torch.optim.Optimizer):
+    def __init__(self, parameters: Any, lr: float = 0.02) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["m"], state["v"] = torch.zeros_like(p), torch.zeros_like(p)
+                state["m"].mul_(0.9).add_(p.grad, alpha=0.1)
+                state["v"].mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
+                update = state["m"] / (state["v"].sqrt() + 1e-6)
+                ratio = torch.where(p.norm() > 0, p.norm() / update.norm(), torch.ones((), dtype=p.dtype))
+                p.sub_(group["lr"] * ratio * update)
+
+
+class Together(torch.optim.SGD):
+    """Scales by the norm of all gradients together."""
+
+    def step(self, closure: Any = None) -> Any:
+        every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in every]).norm()
+        for p in every:
+            p.grad = p.grad / norm
+        return super().step(closure)
+
+
+class Noisy(torch.optim.SGD):
+    """SGLD."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(torch.randn_like(p), alpha=1e-2)
+
+
+def optimizers() -> dict[str, evenly.Job]:
+    two_dims = {"Muon": lambda ps: torch.optim.Muon([p for p in ps if p.ndim > 1], lr=1e-2)}
+    makers: dict[str, Any] = {
+        "pre_hook": with_clipping_hook,
+        "post_hook": with_rows_of_norm_one,
+        "patched_step": with_patched_step,
+        "trusting": lambda ps: Trusting(ps, lr=1e-2),
+        "lars": Lars,
+        "lamb": Lamb,
+        "together": lambda ps: Together(ps, lr=0.05),
+        "sgld": lambda ps: Noisy(ps, lr=0.05),
+        "adafactor": lambda ps: torch.optim.Adafactor(ps, lr=1e-2),
+        "rprop": lambda ps: torch.optim.Rprop(ps, lr=1e-2),
+        **two_dims,
+    }
+    return {f"optimizer {name}": job(optimizer=make) for name, make in makers.items()}
+
+
+# --------------------------------------------------------------------------------- checkpointing of one's own
+class Checkpointed(Net):
+    def __init__(self) -> None:
+        super().__init__(dropout=0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+class CheckpointedTogether(Net):
+    """Two blocks and what lies between are recomputed together."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.3)
+
+    def part(self, first: int, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[first](F.dropout(x, 0.1, self.training))
+        return self.blocks[first + 1](F.dropout(x, 0.1, self.training))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for first in (0, 2):
+            x = checkpoint(self.part, first, x, use_reentrant=False)
+        return self.head(x)
+
+
+class KeptTogether(CheckpointedTogether):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.part(2, self.part(0, self.enter(x))))
+
+
+# ---------------------------------------------------------------------------------------- schedules that draw
+def by_chance(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: random.uniform(0.5, 1.5))
+
+
+# ------------------------------------------------------------------------------------------ data with a memory
+class OwnGenerator(Points):
+    def __init__(self) -> None:
+        super().__init__()
+        self.draw = torch.Generator().manual_seed(1)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[index] + torch.randn(WIDTH, generator=self.draw), self.y[index]
+
+
+class OwnNumpyGenerator(Points):
+    def __init__(self) -> None:
+        super().__init__()
+        self.draw = np.random.default_rng(1)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[index] + torch.from_numpy(self.draw.normal(size=WIDTH)).float(), self.y[index]
+
+
+class CountsCalls(Points):
+    calls = 0
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls += 1
+        return self.x[index] * (1 + 0.1 * self.calls), self.y[index]
+
+
+def cost_by_chance() -> evenly.Job:
+    draw = random.Random(1)
+    return job(cost=lambda i: 1 + draw.random())
+
+
+# ---------------------------------------------------------------------------------------- models with a memory
+class DrawsByItself(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.draw = torch.Generator().manual_seed(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + 0.1 * torch.randn(x.shape, generator=self.draw, dtype=x.dtype))
+
+
+class Remembers(Net):
+    """Hidden state in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.last:
+            x = x + 0.1 * self.last[0]
+        self.last = [x.detach().mean(0)]
+        return super().forward(x)
+
+
+class Queue(Net):
+    """A queue of keys in a buffer that is not saved."""
+
+    def __init__(self, persistent: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("keys", torch.zeros(3, WIDTH), persistent=persistent)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x + self.keys.mean(0))
+        self.keys = torch.cat([self.keys[1:], x.detach().mean(0, keepdim=True)])
+        return out
+
+
+def counting_loss() -> Callable[..., evenly.Loss]:
+    calls = [0]
+
+    def loss(model: nn.Module, batch: Any) -> evenly.Loss:
+        calls[0] += 1
+        found = class_loss(model, batch)
+        return evenly.Loss(found.total * (1 + 0.1 * calls[0]), found.weight)
+
+    return loss
+
+
+# ---------------------------------------------------------------------- what a forward writes into the model
+class Codebook(Net):
+    """A moving average that is written past autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x + self.codes)
+        self.codes.data.copy_(0.9 * self.codes + 0.1 * x.detach().mean(0))
+        return out
+
+
+class MomentumHead(Net):
+    """A head that follows another by a moving average."""
+
+    def __init__(self, *, past_autograd: bool) -> None:
+        super().__init__()
+        self.slow, self.past_autograd = nn.Linear(WIDTH, 4), past_autograd
+        self.slow.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        target = self.slow(x).detach()
+        with torch.no_grad():
+            for mine, theirs in zip(self.slow.parameters(), self.head.parameters(), strict=True):
+                if self.past_autograd:
+                    mine.data = 0.8 * mine.data + 0.2 * theirs.data
+                else:
+                    mine.mul_(0.8).add_(theirs, alpha=0.2)
+        return self.head(x) + target
+
+
+class Normed(nn.Module):
+    """Words whose vectors are shortened where they are looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, WIDTH, max_norm=0.7)
+        self.net = Net()
+        self.blocks = self.net.blocks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x + self.embed((x[:, 0].abs() * 3).long().clamp(max=8)))
+
+
+# -------------------------------------------------------------------------------------------- own loops
+@torch.no_grad()
+def normalized(model: nn.Module) -> None:
+    weight = model.blocks[0].up.weight
+    weight.div_(weight.norm(dim=1, keepdim=True))
+    weight.div_(weight.norm())
+
+
+@torch.no_grad()
+def noisy_loop(model: nn.Module) -> None:
+    """By numbers of Python's and numpy's generators."""
+    for parameter in model.parameters():
+        if not parameter.is_meta:
+            parameter.mul_(FACTORS[0])
+
+
+def factors_drawn(model: nn.Module) -> None:
+    FACTORS[0] = 1 + 0.1 * random.random() + 0.1 * float(np.random.rand())
+    noisy_loop(model)
+
+
+FACTORS = [1.0]
+
+
+# ------------------------------------------------------------------------------------- gradients of gradients
+def penalized(model: nn.Module, batch: Any) -> evenly.Loss:
+    x, y = batch
+    x = x.clone().requires_grad_()
+    out = model(x)
+    (gradient,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    return evenly.Loss(F.cross_entropy(out, y, reduction="sum") + 0.1 * gradient.square().sum(), len(y))
+
+
+class Attending(Net):
+    """Norms, attention and an embedding, whose gradients have gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.view(len(x), 2, 3) for t in self.mix(self.norm(x)).chunk(3, -1))
+        mixed = torch.softmax(q @ k.transpose(1, 2), -1) @ v
+        return super().forward(F.gelu(mixed.flatten(1)) * x)
+
+
+# --------------------------------------------------------------------------------------- modes of the builder
+class WithNorm(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.norm.running_mean.add_(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(x))
+
+
+def with_frozen_norm() -> nn.Module:
+    model = WithNorm()
+    model.norm.eval()
+    model.blocks[1] = Block(dropout=0.5).eval()
+    return model
+
+
+# ------------------------------------------------------------------------------------- blocks chosen by data
+class Chosen(Net):
+    """A microbatch whose first number is small leaves out a block."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        large, x = bool(x[0, 0] > 1), self.enter(x)
+        for number, block in enumerate(self.blocks):
+            if number != 2 or large:
+                x = block(x)
+        return self.head(x)
+
+
+# --------------------------------------------------------------------- refused in the past, or by some plans
+class AuxiliaryLoss(Net):
+    """A loss of its own, kept as an attribute."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](self.enter(x))
+        self.auxiliary = x.square().sum()
+        for block in self.blocks[1:]:
+            x = block(x)
+        return self.head(x)
+
+
+def with_auxiliary(model: nn.Module, batch: Any) -> evenly.Loss:
+    loss = class_loss(model, batch)
+    return evenly.Loss(loss.total + 0.01 * model.auxiliary, loss.weight)
+
+
+class LearnedWeight(Net):
+    """The weight of its loss is learned, and read by the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_variance = nn.Parameter(torch.zeros(1))
+
+
+def with_learned_weight(model: nn.Module, batch: Any) -> evenly.Loss:
+    loss = class_loss(model, batch)
+    total = loss.total * (-model.log_variance).exp().sum() + model.log_variance.sum() * loss.weight
+    return evenly.Loss(total, loss.weight)
+
+
+def with_gradient_hooks() -> nn.Module:
+    model = Net()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda g: g / (1 + g.norm()))
+    return model
+
+
+def with_activation_hooks() -> nn.Module:
+    model = Net()
+    model.blocks[1].register_forward_hook(lambda _, __, out: out * 0.9)
+    model.blocks[2].register_forward_pre_hook(lambda _, given: (given[0] + 0.1,))
+    model.blocks[1].up.register_forward_hook(lambda _, __, out: out.clamp(-1, 1))
+    model.blocks[1].register_full_backward_hook(lambda _, into, out: (into[0] * 0.5,))
+    return model
+
+
+def with_spectral_norm() -> nn.Module:
+    model = Net()
+    nn.utils.parametrizations.spectral_norm(model.blocks[1].up)
+    nn.utils.parametrizations.spectral_norm(model.head)
+    return model
+
+
+class Pictures(nn.Module):
+    """A convolution whose weight lies in channels-last order, and a transposed weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.look = nn.Conv2d(2, 4, 2).to(memory_format=torch.channels_last)
+        self.net = Net()
+        self.blocks = self.net.blocks
+        self.net.enter = nn.Linear(8, WIDTH)
+        self.net.enter.weight = nn.Parameter(torch.randn(8, WIDTH).t() * 0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(self.look(torch.cat([x, x], 1).view(-1, 2, 2, 3)).flatten(1))
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "none": lambda: Case(job()),
+    "list": lambda: Case(job(ByList)),
+    "closure": lambda: Case(job(ByClosure)),
+    "view": lambda: Case(job(ByView, precision="float32")),
+    "two on one": lambda: Case(job(TwoOnOne)),
+    "two on one float32": lambda: Case(job(TwoOnOne, precision="float32")),
+    "transposed": lambda: Case(job(Transposed)),
+    **{name: (lambda found=found: Case(found)) for name, found in optimizers().items()},
+    "checkpoint": lambda: Case(job(Checkpointed), twin=lambda: Net(dropout=0.3)),
+    "checkpoint of two": lambda: Case(job(CheckpointedTogether), twin=KeptTogether),
+    "schedule": lambda: Case(job(schedule=by_chance)),
+    "data generator": lambda: Case(job(data=OwnGenerator())),
+    "data numpy": lambda: Case(job(data=OwnNumpyGenerator())),
+    "data counts": lambda: Case(job(data=CountsCalls())),
+    "cost": lambda: Case(cost_by_chance()),
+    "model generator": lambda: Case(job(DrawsByItself)),
+    "hidden state": lambda: Case(job(Remembers)),
+    "queue": lambda: Case(job(Queue)),
+    "saved queue": lambda: Case(job(lambda: Queue(persistent=True))),
+    "loss counts": lambda: Case(job(loss=counting_loss())),
+    "codebook": lambda: Case(job(Codebook)),
+    "momentum head": lambda: Case(job(lambda: MomentumHead(past_autograd=False))),
+    "momentum head data": lambda: Case(job(lambda: MomentumHead(past_autograd=True))),
+    "max_norm": lambda: Case(job(Normed)),
+    "own loop": lambda: Case(job(), after=normalized),
+    "own loop draws": lambda: Case(job(), after=factors_drawn),
+    "double backward": lambda: Case(job(loss=penalized)),
+    "double backward of norms": lambda: Case(job(Attending, loss=penalized)),
+    "frozen norm": lambda: Case(job(with_frozen_norm, data=Points(16))),
+    "chosen blocks": lambda: Case(job(Chosen)),
+    "auxiliary loss": lambda: Case(job(AuxiliaryLoss, loss=with_auxiliary)),
+    "learned weight": lambda: Case(job(LearnedWeight, loss=with_learned_weight)),
+    "gradient hooks": lambda: Case(job(with_gradient_hooks)),
+    "activation hooks": lambda: Case(job(with_activation_hooks)),
+    "spectral norm": lambda: Case(job(with_spectral_norm)),
+    "channels last": lambda: Case(job(Pictures)),
+}
+
+
+def case(name: str) -> Case:
+    """A fresh one of that name: some have a memory."""
+    return CASES[name]()

@@ -1,0 +1,78 @@
+"""Every way past what a plan splits: equal to a plain loop, or refused before the first update."""
+
+from __future__ import annotations
+
+import pytest
+from battery import STEPS, outcome, outcomes, steps_of_ranks
+from cases import CASES
+from kept_ranks import KeptRanks, RankFailure
+
+PLANS = {"single": 1, "ddp": 2, "zero1": 2, "zero3": 2, "tensor=2": 2, "pipeline=2": 2, "dp replicas=2": 1}
+
+TWO_DIMS = {"zero3", "tensor=2", "pipeline=2"}
+ALL = set(PLANS)
+SEVERAL = ALL - {"single"}
+OWN_OPTIMIZERS = ("pre_hook", "post_hook", "patched_step", "trusting", "lars", "lamb", "together", "sgld")
+# The plans under which a case is refused; under all others it is equal.
+REFUSED: dict[str, set[str]] = {
+    "list": {"zero3", "pipeline=2"},
+    "closure": {"zero3", "tensor=2"},
+    "view": TWO_DIMS,
+    **dict.fromkeys(("two on one", "two on one float32", "transposed"), ALL),
+    **{f"optimizer {name}": {"pipeline=2"} for name in OWN_OPTIMIZERS},
+    "checkpoint of two": {"pipeline=2"},
+    **dict.fromkeys(("data generator", "data numpy", "data counts", "cost"), SEVERAL),
+    **dict.fromkeys(("model generator", "hidden state", "queue", "saved queue", "loss counts"), SEVERAL),
+    **dict.fromkeys(("codebook", "momentum head", "momentum head data", "spectral norm"), SEVERAL),
+    "max_norm": SEVERAL - {"tensor=2", "pipeline=2"},
+    **{key: {"zero3", "pipeline=2"} for key in ("double backward", "double backward of norms")},
+    "chosen blocks": TWO_DIMS,
+    "activation hooks": {"pipeline=2"},
+    "channels last": {"tensor=2"},
+}
+# Refused by some ranks in a forward of the look or the first step: the others are ended with them.
+STOPPED = ("checkpoint of two", "saved queue", "codebook", "chosen blocks")
+IN_THE_STEP = {(name, "pipeline=2") for name in STOPPED}
+# Not refused and not equal: between steps, ranks of the tensor axis have parts of a parameter, and so a norm of a part.
+KNOWN = {("own loop", "tensor=2"): "different"}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_jobs_have_the_numbers_of_a_plain_loop_or_are_refused(plan: str, ranks: KeptRanks) -> None:
+    names = [name for name in CASES if (name, plan) not in IN_THE_STEP]
+    by_rank = ranks.run(outcomes, names, plan, size=PLANS[plan], limit_s=300)
+    wanted = {name: "refused" if plan in REFUSED.get(name, ()) else "equal" for name in names}
+    wanted |= {name: outcome for (name, where), outcome in KNOWN.items() if where == plan}
+    for found in by_rank:
+        assert {name: found[name] for name in names if found[name][0] != wanted[name]} == {}
+
+
+@pytest.mark.parametrize(("name", "plan"), sorted(IN_THE_STEP))
+def test_what_only_a_step_shows_is_refused_in_the_first(name: str, plan: str, ranks: KeptRanks) -> None:
+    with pytest.raises(RankFailure, match="REFUSED"):
+        ranks.run(outcome, name, plan, size=PLANS[plan], limit_s=60)
+
+
+DISAGREEMENTS = {
+    "length": "len(data)",
+    "clip_norm": "clip_norm",
+    "shuffle": "shuffle",
+    "global_batch": "global_batch",
+    "schedule": "schedule",
+    "optimizer": "optimizer",
+    "lr": "lr of group 0",
+    "samples": "microbatch 0 of the first step",
+    "order": "the order of its parameters",
+}
+
+
+def test_ranks_that_disagree_about_the_job_are_refused(ranks: KeptRanks) -> None:
+    for found in ranks.run(steps_of_ranks, [*DISAGREEMENTS], limit_s=120):
+        for name, field in DISAGREEMENTS.items():
+            assert found[name].startswith("every rank must "), (name, found[name])
+            assert f"found: {field} on rank 1 differs from rank 0's" in found[name]
+
+
+def test_cases_are_named() -> None:
+    assert REFUSED.keys() <= CASES.keys() and {name for name, _ in IN_THE_STEP} <= CASES.keys()
+    assert STEPS == 3
