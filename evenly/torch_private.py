@@ -70,6 +70,19 @@ def fake_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def without_fake_mode() -> AbstractContextManager[Any]:
+    """A context within which no mode of fake tensors is active: tensors are made with numbers."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """What `torch.func` made the tensor of by `vmap` or `grad`; the tensor itself outside of them."""
+    functorch: Any = torch._C._functorch  # pyright: ignore
+    return functorch.get_unwrapped(tensor) if functorch.is_functorch_wrapped_tensor(tensor) else tensor
+
+
 @cache
 def fake_subclass(cls: type[torch.Tensor]) -> type[torch.Tensor]:
     """What a fake tensor may change its class to: functions of torch meet it as one of `cls`, operators as fake."""

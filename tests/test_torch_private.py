@@ -48,8 +48,10 @@ from evenly.torch_private import (
     set_tensor_dict,
     tensor_dict,
     unwrap_call,
+    unwrapped,
     version,
     with_torch_function,
+    without_fake_mode,
     without_subclasses,
     without_torch_function,
     wrap_call,
@@ -198,6 +200,19 @@ def test_memory_by_its_key() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- fake tensors
+def test_what_vmap_wraps_is_the_tensor_that_it_was_given() -> None:
+    given, seen = torch.ones(3, 2), list[torch.Tensor]()
+    torch.func.vmap(lambda x: seen.append(unwrapped(x)) or x)(given)
+    assert seen[0] is given and unwrapped(given) is given
+
+
+def test_tensors_with_numbers_are_made_within_a_fake_mode() -> None:
+    with fake_mode():
+        with without_fake_mode():
+            assert torch.ones(2).sum().item() == 2
+        assert is_fake(type(torch.ones(2)))
+
+
 def test_fake_tensors_are_known_and_take_real_ones_along() -> None:
     with fake_mode():
         fake = torch.ones(3)

@@ -129,7 +129,8 @@ class _SplitSearch:
     def reason(self, parameter: int, dim: Dim) -> str:
         """Why a dim of a parameter is in no group."""
         if parameter not in self.used:
-            return "no call takes it"
+            ended = self.trace.ended
+            return f"no call takes it before the trace ends: {ended}" if ended else "no call takes it"
         if not dim:
             return "has one element"
         return next(filter(None, map(self.factors.reason, dim)), "would stand twice in a tensor")
