@@ -33,6 +33,7 @@ ATTENTION_BACKWARD = (
     _aten._scaled_dot_product_cudnn_attention_backward,
 )
 TO_COPY = _aten._to_copy  # `.to()` of another type or device
+GROUPED_PRODUCT = "_grouped_mm"  # what `torch.nn.functional.grouped_mm` calls, and interceptors of functions see
 UNSAFE_VIEW, RESHAPE_ALIAS = _aten._unsafe_view, _aten._reshape_alias  # views that are none by their schema
 PACK_PADDED_SEQUENCE = _aten._pack_padded_sequence
 

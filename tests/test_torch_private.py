@@ -24,6 +24,7 @@ from evenly.torch_private import (
     ATTENTION_BACKWARD_ON_CPU,
     ATTENTION_ON_CPU,
     FAKE_TENSOR_LOGGER,
+    GROUPED_PRODUCT,
     PACK_PADDED_SEQUENCE,
     RESHAPE_ALIAS,
     TO_COPY,
@@ -204,6 +205,20 @@ def test_what_vmap_wraps_is_the_tensor_that_it_was_given() -> None:
     given, seen = torch.ones(3, 2), list[torch.Tensor]()
     torch.func.vmap(lambda x: seen.append(unwrapped(x)) or x)(given)
     assert seen[0] is given and unwrapped(given) is given
+
+
+def test_a_grouped_product_is_seen_under_its_private_name() -> None:
+    seen = list[str]()
+
+    class Names(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    x, weight, ends = torch.ones(4, 8), torch.ones(2, 8, 16), torch.tensor([1, 4], dtype=torch.int32)
+    with Names():
+        F.grouped_mm(x, weight, offs=ends)
+    assert GROUPED_PRODUCT in seen and hasattr(torch, GROUPED_PRODUCT)
 
 
 def test_tensors_with_numbers_are_made_within_a_fake_mode() -> None:

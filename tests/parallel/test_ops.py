@@ -23,6 +23,7 @@ from evenly.launch.environment import find_here
 from evenly.parallel.tensor.axis import Axis, is_split
 from evenly.parallel.tensor.layout import Layout
 from evenly.parallel.tensor.ops import IN_PLACE, OPS, POINTWISE, UNARY, functions_of
+from evenly.torch_private import GROUPED_PRODUCT
 
 T = torch.Tensor
 SHAPE = (4, 6, 5)
@@ -82,6 +83,7 @@ CALLS: dict[str, Callable[[Callable[..., Any], T], Any]] = {
     "unbind": lambda f, x: f(x, 2),
     **{name: lambda f, x: f([x, -x], 2) for name in ("cat", "concat", "concatenate", "stack")},
     "__getitem__": lambda f, x: f(x, (slice(1, 3), slice(None), None, 2)),
+    "index_select": lambda f, x: f(x, 2, torch.tensor([4, 0, 4])),
     "select": lambda f, x: f(x, 2, 1),
     **{name: lambda f, x: f(x, (5,)) for name in ("layer_norm", "rms_norm")},
     "linear": lambda f, x: f(x, torch.ones(3, 5, dtype=x.dtype)),
@@ -116,6 +118,7 @@ WITHOUT_A_SPLIT |= {"rand", "randn", "randint", "randperm", "empty_like", "new_e
 # Their dims are forbidden to a split where they need it whole; the rule here is what is done on parts.
 GATHERED = {"bmm"}
 ELSEWHERE = set() if torch.cuda.is_available() else {"cuda"}
+ELSEWHERE |= {"grouped_mm", GROUPED_PRODUCT}  # of some shapes and types only: test_experts
 
 
 @contextmanager

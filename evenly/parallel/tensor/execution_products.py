@@ -72,6 +72,18 @@ def matmul(_: Any, a: T, b: T) -> Any:
     return NotImplemented
 
 
+def grouped_product(func: Any, x: T, weight: T, *, offs: T | None = None, bias: T | None = None, **kwargs: Any) -> Any:
+    """x [S, K] by weight [G, K, N]: the group of every row is told by `offs`."""
+    if not is_split(weight) or weight.split_as.dim == 0 or (x.dim(), weight.dim()) != (2, 3) or bias is not None:
+        return NotImplemented
+    axis, layout = weight.axis, weight.split_as
+    offs = axis.gather_full(offs) if is_split(offs) else offs
+    if layout.dim == 2:
+        return axis.split(func(axis.enter(x, products=True), weight, offs=offs, **kwargs), layout.at(1))
+    own: Any = part_for(x, layout.at(-1), axis)
+    return axis.total(func(own.contiguous(), weight, offs=offs, **kwargs))
+
+
 def _opened(a: T, result: T) -> tuple[int, ...]:
     """The shape of a product of `a` with a weight before the rows of `a` were flattened."""
     rows: tuple[int, ...] | None = getattr(a, "rows", None)

@@ -17,9 +17,11 @@ from torch.nn import functional as F
 
 from evenly.parallel.tensor import execution as e
 from evenly.parallel.tensor import execution_products as products
+from evenly.parallel.tensor import indexing
 from evenly.parallel.tensor import propagation as p
 from evenly.parallel.tensor.axis import EXECUTIONS
 from evenly.parallel.tensor.graph import Rule
+from evenly.torch_private import GROUPED_PRODUCT
 
 T = torch.Tensor
 HOMES = (torch, T, F)
@@ -117,13 +119,15 @@ _OPS: dict[str, Op] = {
     **_table(p.unbound, e.unbind, "unbind"),
     **_table(p.cat, e.cat, "cat concat concatenate"),
     **_table(p.stacked, e.stack, "stack"),
-    **_table(p.indexed, e.getitem, "__getitem__"),
+    **_table(indexing.propagate, indexing.execute, "__getitem__"),
+    **_table(p.index_selected, e.index_select, "index_select"),
     **_table(p.selected, e.select, "select"),
     **_table(p.normalized, e.normalize_rows, "layer_norm rms_norm"),
     **_table(p.linear, products.linear, "linear"),
     **_table(p.matmul, products.matmul, "matmul mm bmm __matmul__"),
     **_table(p.matmul, products.matmul_reversed, "__rmatmul__"),
     **_table(p.matmul_added, products.add_product, "addmm baddbmm"),
+    **_table(p.grouped_product, products.grouped_product, f"grouped_mm {GROUPED_PRODUCT}"),
     **_table(p.einsum, products.einsum, "einsum"),
     **_table(p.attention, products.attention, "scaled_dot_product_attention"),
     **_table(p.cross_entropy, products.cross_entropy, "cross_entropy"),
