@@ -30,8 +30,8 @@ class Mixture(nn.Module):
         super().__init__()
         self.how, self.gate = how, nn.Linear(WIDTH, EXPERTS)
         if how == "modules":
-            one = partial(nn.Sequential, nn.Linear(WIDTH, INNER), nn.GELU())
-            self.experts = nn.ModuleList(one(nn.Linear(INNER, WIDTH)) for _ in range(EXPERTS))
+            layers = [(nn.Linear(WIDTH, INNER), nn.GELU(), nn.Linear(INNER, WIDTH)) for _ in range(EXPERTS)]
+            self.experts = nn.ModuleList(nn.Sequential(*three) for three in layers)
         else:
             self.up = nn.Parameter(0.3 * torch.randn(EXPERTS, 2 * INNER, WIDTH))
             self.down = nn.Parameter(0.3 * torch.randn(EXPERTS, WIDTH, INNER))

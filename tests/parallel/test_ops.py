@@ -92,7 +92,9 @@ CALLS: dict[str, Callable[[Callable[..., Any], T], Any]] = {
     "mm": lambda f, x: f(x[0], torch.ones(5, 3, dtype=x.dtype)),
     "bmm": lambda f, x: f(x, x.transpose(1, 2).detach().contiguous() * 2),
     "addmm": lambda f, x: f(torch.ones(3, dtype=x.dtype), x[0], torch.ones(5, 3, dtype=x.dtype)),
-    "baddbmm": lambda f, x: f(torch.ones(3, dtype=x.dtype), x, torch.ones(4, 5, 3, dtype=x.dtype)),
+    "baddbmm": lambda f, x: f(
+        torch.ones(3, dtype=x.dtype), batch1=x, batch2=torch.ones(4, 5, 3, dtype=x.dtype), beta=2, alpha=3
+    ),
     "einsum": lambda f, x: f("bi...,bio->b...o", x, torch.ones(4, 6, 3, dtype=x.dtype)),
     "scaled_dot_product_attention": lambda f, x: f(x[:, :, None], x[:, :, None] * 2, x[:, :, None] * 3),
     "embedding": lambda f, x: f(torch.tensor([1, 3]), x[0]),
