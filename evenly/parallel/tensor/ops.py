@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from evenly.parallel.tensor import convolutions as c
 from evenly.parallel.tensor import execution as e
 from evenly.parallel.tensor import execution_products as products
 from evenly.parallel.tensor import indexing
@@ -71,6 +72,11 @@ UNARY = """
     isnan isinf isfinite nan_to_num real detach clone contiguous
     to type type_as float double half bfloat16 int long short bool byte char cpu cuda
     zeros_like ones_like empty_like full_like fill
+"""
+# Of positions, from dim 2 on.
+POSITIONS = """
+    max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d
+    adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d interpolate upsample
 """
 IN_PLACE = "copy_ zero_ fill_ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __iand__ __ior__"
 
@@ -131,6 +137,11 @@ _OPS: dict[str, Op] = {
     **_table(p.einsum, products.einsum, "einsum"),
     **_table(p.attention, products.attention, "scaled_dot_product_attention"),
     **_table(p.cross_entropy, products.cross_entropy, "cross_entropy"),
+    **_table(c.convolved, c.convolution, "conv1d conv2d conv3d"),
+    # torch.batch_norm takes its arguments in another order.
+    "batch_norm": Op(c.batch_normalized, c.batch_norm, homes=(F,)),
+    **_table(c.group_normalized, c.group_norm, "group_norm"),
+    **_table(c.pooled, c.positions, POSITIONS),
     # torch.embedding takes its arguments the other way round.
     "embedding": Op(p.embedding, products.embedding, homes=(F,)),
 }
