@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 from collections.abc import Callable
@@ -220,6 +221,16 @@ def test_numbers_of_the_batch_are_its_own() -> None:
     assert not traced.ended and not batch.any()
     (product,) = [call for call in traced.calls if call.function == "linear"]
     assert traced.values[product.inputs[0]].shape == (1, 5)
+
+
+@functools.lru_cache
+def ramp(length: int) -> torch.Tensor:
+    return torch.arange(length)
+
+
+def test_no_cache_of_the_model_keeps_what_has_no_numbers() -> None:
+    traced_with(lambda h: h * ramp(5))
+    assert ramp(5).tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("unseen", [behind_the_scenes, torch.func.vmap(torch.exp)], ids=["compiled", "mapped"])
