@@ -73,7 +73,7 @@ def matmul(_: Any, a: T, b: T) -> Any:
 
 
 def grouped_product(func: Any, x: T, weight: T, *, offs: T | None = None, bias: T | None = None, **kwargs: Any) -> Any:
-    """x [S, K] by weight [G, K, N]: the group of every row is told by `offs`."""
+    """x [S, K] by weight [G, K, N]: the group of every row is given by `offs`."""
     if not is_split(weight) or weight.split_as.dim == 0 or (x.dim(), weight.dim()) != (2, 3) or bias is not None:
         return NotImplemented
     axis, layout = weight.axis, weight.split_as
