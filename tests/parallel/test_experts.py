@@ -122,6 +122,7 @@ INDICES: dict[str, Any] = {
     "number and ids": (1, slice(None), IDS),
     "ids twice": (slice(None), IDS, IDS),
     "ids apart": (IDS, slice(None), IDS),
+    "ids apart at the end": (slice(None), IDS, slice(None), IDS),
     "ids of two dims": (slice(None), slice(None), IDS.view(2, 2)),
     "ids and none": (IDS, None, IDS),
     "mask": MASK,
