@@ -33,6 +33,7 @@ ATTENTION_BACKWARD = (
     _aten._scaled_dot_product_cudnn_attention_backward,
 )
 TO_COPY = _aten._to_copy  # `.to()` of another type or device
+GROUPED_PRODUCT = "_grouped_mm"  # what `torch.nn.functional.grouped_mm` calls, and interceptors of functions see
 UNSAFE_VIEW, RESHAPE_ALIAS = _aten._unsafe_view, _aten._reshape_alias  # views that are none by their schema
 NUMBERS_OF_TENSORS = (_aten._local_scalar_dense.default, _aten.is_nonzero.default, _aten.equal.default)
 PACK_PADDED_SEQUENCE = _aten._pack_padded_sequence
@@ -69,6 +70,19 @@ def fake_mode() -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode  # a second, which a plain run does not need
 
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def without_fake_mode() -> AbstractContextManager[Any]:
+    """A context within which no mode of fake tensors is active: tensors are made with numbers."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """What `torch.func` made the tensor of by `vmap` or `grad`; the tensor itself outside of them."""
+    functorch: Any = torch._C._functorch  # pyright: ignore
+    return functorch.get_unwrapped(tensor) if functorch.is_functorch_wrapped_tensor(tensor) else tensor
 
 
 @cache

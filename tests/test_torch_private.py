@@ -24,6 +24,7 @@ from evenly.torch_private import (
     ATTENTION_BACKWARD_ON_CPU,
     ATTENTION_ON_CPU,
     FAKE_TENSOR_LOGGER,
+    GROUPED_PRODUCT,
     NUMBERS_OF_TENSORS,
     PACK_PADDED_SEQUENCE,
     RESHAPE_ALIAS,
@@ -53,8 +54,10 @@ from evenly.torch_private import (
     set_tensor_dict,
     tensor_dict,
     unwrap_call,
+    unwrapped,
     version,
     with_torch_function,
+    without_fake_mode,
     without_subclasses,
     without_torch_function,
     wrap_call,
@@ -203,6 +206,33 @@ def test_memory_by_its_key() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- fake tensors
+def test_what_vmap_wraps_is_the_tensor_that_it_was_given() -> None:
+    given, seen = torch.ones(3, 2), list[torch.Tensor]()
+    torch.func.vmap(lambda x: seen.append(unwrapped(x)) or x)(given)
+    assert seen[0] is given and unwrapped(given) is given
+
+
+def test_a_grouped_product_is_seen_under_its_private_name() -> None:
+    seen = list[str]()
+
+    class Names(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    x, weight, ends = torch.ones(4, 8), torch.ones(2, 8, 16), torch.tensor([1, 4], dtype=torch.int32)
+    with Names():
+        F.grouped_mm(x, weight, offs=ends)
+    assert GROUPED_PRODUCT in seen and hasattr(torch, GROUPED_PRODUCT)
+
+
+def test_tensors_with_numbers_are_made_within_a_fake_mode() -> None:
+    with fake_mode():
+        with without_fake_mode():
+            assert torch.ones(2).sum().item() == 2
+        assert is_fake(type(torch.ones(2)))
+
+
 def test_fake_tensors_are_known_and_take_real_ones_along() -> None:
     with fake_mode():
         fake = torch.ones(3)

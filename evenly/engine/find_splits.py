@@ -12,8 +12,9 @@ from evenly.comm.collectives import gather_values
 from evenly.comm.world import World
 from evenly.data.loader import Loader, share_of_step
 from evenly.engine.build import build_model
+from evenly.engine.precision import place_batch
 from evenly.errors import EvenlyError, PlanError, UserError
-from evenly.job import Job
+from evenly.job import Job, Precision
 from evenly.launch.environment import cache_folder
 from evenly.parallel.tensor.derivation_cache import cached, key_of
 from evenly.parallel.tensor.splits import Derivation, ParameterSplit, Selection, SplitGroup, derive, select
@@ -31,7 +32,7 @@ def find_splits(job: Job, model: nn.Module, plan: Plan, world: World) -> Mapping
     found: Selection | EvenlyError | None = None
     if world.is_main:
         try:
-            found = choose_splits(plan, derivation_of(job, model))
+            found = choose_splits(plan, derivation_of(job, model, plan.precision))
         except EvenlyError as problem:
             found = problem
     found = gather_values(found, world.group("world"))[0]
@@ -41,10 +42,10 @@ def find_splits(job: Job, model: nn.Module, plan: Plan, world: World) -> Mapping
     return found.splits
 
 
-def derivation_of(job: Job, model: nn.Module) -> Derivation:
+def derivation_of(job: Job, model: nn.Module, precision: Precision) -> Derivation:
     """What can be split in `model`, found by tracing the job's loss on its first microbatch."""
     share = replace(share_of_step(job, 0, rank=0, ranks=1), own=[0])
-    batch = next(Loader(job).read(iter([share]))).batch
+    batch = place_batch(next(Loader(job).read(iter([share]))).batch, precision, "cpu")
     key = key_of(model, job.loss, batch)
     return cached(cache_folder() / "splits", key, lambda: derive(trace(model, job.loss, batch)))
 
@@ -156,11 +157,11 @@ def _explained(group: SplitGroup, reason: str) -> ExplainedGroup:
     )
 
 
-def _fake_derivation(job: Job, precision: str) -> Derivation:
+def _fake_derivation(job: Job, precision: Precision) -> Derivation:
     """Derives on the meta device, so for a model of any size; where its code needs values, on the real model."""
     try:
         with torch.device("meta"):
             model = build_model(job, precision=precision, device=None)
-        return derivation_of(job, model)
+        return derivation_of(job, model, precision)
     except UserError:
-        return derivation_of(job, build_model(job, precision=precision, device=None))
+        return derivation_of(job, build_model(job, precision=precision, device=None), precision)

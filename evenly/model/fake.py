@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import random
 import sys
@@ -69,9 +70,27 @@ def fake_model(model: nn.Module, fakes: Any, note: Callable[[torch.Tensor, Sourc
 
 @contextmanager
 def running_fake() -> Generator[None]:
-    """Within, a model's code can run on fake tensors; random states are restored on exit."""
-    with _restored_random_state(), _without_log(), masks_not_compared():
+    """Within, a model's code can run on fake tensors; random states are restored on exit, and no cache keeps one."""
+    with _restored_random_state(), _without_log(), _caches_cleared(), masks_not_compared():
         yield
+
+
+@contextmanager
+def _caches_cleared() -> Generator[None]:
+    """Clears, on exit, every `functools.lru_cache` of others that took something up within."""
+    before = {id(one): one.cache_info().misses for one in _caches()}
+    try:
+        yield
+    finally:
+        for one in _caches():
+            if one.cache_info().misses > before.get(id(one), 0):
+                one.cache_clear()
+
+
+def _caches() -> list[Any]:
+    kind = type(shared_fake_mode)
+    found: list[Any] = [one for one in gc.get_objects() if type(one) is kind]
+    return [one for one in found if getattr(one, "__module__", "").partition(".")[0] not in ("torch", "evenly")]
 
 
 @contextmanager

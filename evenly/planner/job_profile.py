@@ -131,7 +131,7 @@ class JobProfiler:
         if not plan.tensor.active:
             return {}
         if plan.precision not in self._derivations:
-            self._derivations[plan.precision] = derivation_of(self.job, self.model(plan.precision))
+            self._derivations[plan.precision] = derivation_of(self.job, self.model(plan.precision), plan.precision)
         splits = choose_splits(plan, self._derivations[plan.precision]).splits
         return {name: Layout.of(s.dim, s.outer, s.units, s.inner, plan.tensor.size) for name, s in splits.items()}
 

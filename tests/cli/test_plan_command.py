@@ -132,6 +132,8 @@ def job():
         steps=2, optimizer=torch.optim.Adam,
     )
 """
+# One whose code fails before its first layer.
+FAILS = LOOKS.replace("super().forward(x)", "super().forward({}['not there'])")
 REFUSALS = {
     "no cluster": (["gpt2"], "add --cluster 8xH100"),
     "unknown model": (["gtp2", *EIGHT], "near are gpt2"),
@@ -162,7 +164,7 @@ REFUSALS = {
     "no such pattern": ([JOB, "--explain", "--only", "tensor=2 tensor_exclude=0.weigt"], "close: 0.weight"),
     "no file": (["no_such_job.py", *EXPLAIN], "no such file"),
     "unknown setting": ([JOB, *EXPLAIN, "--set", "layer=2"], "did you mean layers?"),
-    "no trace": ([RECURRENT, *EXPLAIN], "needs numbers"),
+    "no trace": (["fails.py", *EXPLAIN], "it does not run on fake tensors: KeyError: 'not there'"),
 }
 
 
@@ -170,6 +172,7 @@ REFUSALS = {
 def test_a_refusal_is_one_clear_message(name: str, tmp_path: Path) -> None:
     arguments, message = REFUSALS[name]
     (tmp_path / "looks.py").write_text(LOOKS)
+    (tmp_path / "fails.py").write_text(FAILS)
     done = evenly("plan", *arguments, folder=tmp_path)
     assert done.returncode == 2 and message in done.stderr
     assert done.stdout == "" and "Traceback" not in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from torch.nn import functional as F
 from traced import Attention, own, transformer
 
 from evenly.errors import PlanError
-from evenly.parallel.tensor.trace import CallTrace, Ref, trace
+from evenly.parallel.tensor.splits import derive
+from evenly.parallel.tensor.trace import OPAQUE, CallTrace, Ref, trace
 from evenly.torch_private import fake_mode
 
 
@@ -176,50 +178,89 @@ def behind_the_scenes(x: torch.Tensor) -> torch.Tensor:
         return x + 1
 
 
-def refuse(forward: Callable[[torch.Tensor], Any]) -> str:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(5, 5)
+class Odd(nn.Module):
+    """Calls `forward` with what a layer of its own makes."""
 
-        def forward(self, x: torch.Tensor) -> Any:
-            return forward(self.inner(x))
+    def __init__(self, forward: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.inner, self.call = nn.Linear(5, 5), forward
 
-    with pytest.raises(PlanError) as caught:
-        trace(nn.Sequential(Odd()), lambda model, x: model(x).sum(), torch.randn(3, 5))
-    assert "tensor=N" in caught.value.asked and "ddp, zero3" in caught.value.do
-    return caught.value.found
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.call(self.inner(x))
+
+
+def traced_with(forward: Callable[[torch.Tensor], Any]) -> CallTrace:
+    return trace(nn.Sequential(Odd(forward)), lambda model, x: model(x).sum(), torch.randn(3, 5))
 
 
 @pytest.mark.parametrize(
-    ("forward", "operation"),
+    ("forward", "last"),
     [
-        (lambda h: h * h.max().item(), "aten._local_scalar_dense in 0"),
-        (lambda h: h if h.sum() > 0 else -h, "aten._local_scalar_dense in 0"),
-        (lambda h: h[h > 0], "aten.nonzero in 0"),
-        (lambda h: h[torch.nonzero(h)[:, 0]], "aten.nonzero in 0"),
+        (lambda h: h * h.max().item(), "mul"),
+        (lambda h: (h if h.sum() > 0 else -h).exp(), "exp"),
+        (lambda h: h[h > 0].exp(), "exp"),
+        (lambda h: h[torch.nonzero(h)[:, 0]].exp(), "exp"),
+        (lambda h: torch.tensor(h.detach().numpy()).exp() + h, "add"),
+        (lambda h: torch.stack([h[n].exp() for n in h.argmax(0).tolist()]), "stack"),
     ],
 )
-def test_an_operation_that_needs_numbers_is_named(forward: Callable[[torch.Tensor], Any], operation: str) -> None:
-    assert re.fullmatch(rf"{re.escape(operation)} \(test_trace.py:\d+\) needs numbers", refuse(forward))
+def test_code_that_asks_for_numbers_is_followed_to_its_end(forward: Callable[[torch.Tensor], Any], last: str) -> None:
+    traced = traced_with(forward)
+    assert not traced.ended and [call.function for call in traced.calls][-2:] == [last, "sum"]
+    assert traced.values[traced.calls[-1].outputs[0]].requires_grad
 
 
-def test_a_tensor_that_no_function_of_torch_made_is_named() -> None:
-    found = refuse(lambda h: F.relu(behind_the_scenes(h)))
-    assert re.match(r"relu in 0 \(test_trace.py:\d+\) takes a tensor of shape \(3, 5\) that no function of", found)
+def test_numbers_of_the_batch_are_its_own() -> None:
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x[0, 1] = 7
+        assert (x > 5).sum().item() == 1 and x.argmax().tolist() == 1
+        return model(x[x[:, 1] == 7]).sum()
+
+    batch = torch.zeros(3, 5)
+    traced = trace(nn.Linear(5, 5), forward, batch)
+    assert not traced.ended and not batch.any()
+    (product,) = [call for call in traced.calls if call.function == "linear"]
+    assert traced.values[product.inputs[0]].shape == (1, 5)
 
 
-def test_code_that_fails_is_named() -> None:
-    found = refuse(lambda h: h @ h)
+@functools.lru_cache
+def ramp(length: int) -> torch.Tensor:
+    return torch.arange(length)
+
+
+def test_no_cache_of_the_model_keeps_what_has_no_numbers() -> None:
+    traced_with(lambda h: h * ramp(5))
+    assert ramp(5).tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("unseen", [behind_the_scenes, torch.func.vmap(torch.exp)], ids=["compiled", "mapped"])
+def test_what_no_function_of_torch_made_is_one_call_that_nothing_is_split_by(unseen: Any) -> None:
+    traced = traced_with(lambda h: F.relu(unseen(h)))
+    opaque, followed = (next(c for c in traced.calls if c.function == name) for name in (OPAQUE, "relu"))
+    linear = next(call for call in traced.calls if call.function == "linear")
+    assert opaque.inputs == [*linear.outputs] and not traced.ended and followed
+    assert derive(traced).forbidden["0.inner.weight"][0] == f"{OPAQUE} in 0"
+
+
+def test_a_trace_ends_where_code_fails_and_says_where() -> None:
+    traced = traced_with(lambda h: h @ h)
+    assert [call.function for call in traced.calls] == ["linear"]
+    found = traced.ended
     assert re.search(r"same reduction dim.* \(in the call of matmul in 0 \(test_trace.py:\d+\)\)", found)
     attention = nn.MultiheadAttention(6, 2)
-    found = refuse(
+    found = traced_with(
         lambda h: F.multi_head_attention_forward(
             h, h, h, 5, 1, attention.in_proj_weight, None, None, None, False, 0.0, attention.out_proj.weight, None
         )[0]
-    )
+    ).ended
     assert re.search(r" \(in the call of linear in 0 \(test_trace.py:\d+\)\)", found)
-    assert re.search(r"KeyError: 'not there'.* \(test_trace.py:\d+\)", refuse(lambda h: {}["not there"]))
+    assert re.search(r"KeyError: 'not there'.* \(test_trace.py:\d+\)", traced_with(lambda h: {}["not there"]).ended)
+
+
+def test_code_that_fails_before_its_first_layer_is_refused() -> None:
+    with pytest.raises(PlanError) as caught:
+        trace(nn.Linear(5, 5), lambda model, x: model(x["not there"]), torch.randn(3, 5))
+    assert "tensor=N" in caught.value.asked and "ddp, zero3" in caught.value.do
 
 
 def test_calls_without_gradients_are_marked() -> None:

@@ -129,7 +129,7 @@ class ResidualMLP(nn.Module):
 
 
 class Convolutions(nn.Sequential):
-    """Nothing in it can be split."""
+    """Two groups of channels between its convolutions."""
 
     def __init__(self) -> None:
         super().__init__(nn.Conv1d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv1d(4, 4, 3), nn.Flatten(1))

@@ -177,7 +177,12 @@ def compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         _refuse_own_functions(func)
     execute = EXECUTIONS.get(func)
     if execute is not None:
-        result = execute(func, *args, **kwargs)
+        try:
+            result = execute(func, *args, **kwargs)
+        except TypeError as problem:
+            if problem.__traceback__ is None or problem.__traceback__.tb_next is not None:
+                raise
+            result = NotImplemented  # arguments that it does not take
         if result is not NotImplemented:
             return result
     return compute_full(func, args, kwargs)

@@ -298,26 +298,10 @@ def create_alike(func: Any, tensor: SplitTensor, *args: Any, **kwargs: Any) -> A
 
 
 # -------------------------------------------------------------------------------------- taking apart, joining
-def getitem(_: Any, tensor: T, index: Any) -> Any:
-    """Whole dims, numbers, slices and None, where the split dim is left as it is."""
-    if not is_split(tensor):
+def index_select(func: Any, tensor: T, dim: int, index: T) -> Any:
+    if not is_split(tensor) or is_split(index) or dim % tensor.dim() == tensor.split_as.dim:
         return NotImplemented
-    given = index if isinstance(index, tuple) else (index,)
-    if any(not isinstance(item, (int, slice, type(None), type(...))) or isinstance(item, bool) for item in given):
-        return NotImplemented
-    taken = sum(item is not None and item is not ... for item in given)
-    rest = [slice(None)] * (tensor.dim() - taken)
-    at = next((place for place, item in enumerate(given) if item is ...), len(given))
-    full = [*given[:at], *rest, *given[at + 1 :]]
-    layout = tensor.split_as
-    dims = [place for place, item in enumerate(full) if item is not None]
-    place = dims[layout.dim]
-    item = full[place]
-    if not isinstance(item, slice) or item.indices(layout.length) != (0, layout.length, 1):
-        return NotImplemented
-    full[place] = slice(None)
-    before = sum(not isinstance(item, int) for item in full[:place])
-    return tensor.axis.split(tensor[tuple(full)], layout.at(before))
+    return tensor.axis.split(func(tensor, dim, index), tensor.split_as)
 
 
 def select(_: Any, tensor: SplitTensor, dim: int, index: int) -> Any:

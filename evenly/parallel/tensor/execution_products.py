@@ -72,6 +72,18 @@ def matmul(_: Any, a: T, b: T) -> Any:
     return NotImplemented
 
 
+def grouped_product(func: Any, x: T, weight: T, *, offs: T | None = None, bias: T | None = None, **kwargs: Any) -> Any:
+    """x [S, K] by weight [G, K, N]: the group of every row is given by `offs`."""
+    if not is_split(weight) or weight.split_as.dim == 0 or (x.dim(), weight.dim()) != (2, 3) or bias is not None:
+        return NotImplemented
+    axis, layout = weight.axis, weight.split_as
+    offs = axis.gather_full(offs) if is_split(offs) else offs
+    if layout.dim == 2:
+        return axis.split(func(axis.enter(x, products=True), weight, offs=offs, **kwargs), layout.at(1))
+    own: Any = part_for(x, layout.at(-1), axis)
+    return axis.total(func(own.contiguous(), weight, offs=offs, **kwargs))
+
+
 def _opened(a: T, result: T) -> tuple[int, ...]:
     """The shape of a product of `a` with a weight before the rows of `a` were flattened."""
     rows: tuple[int, ...] | None = getattr(a, "rows", None)
@@ -82,13 +94,21 @@ def matmul_reversed(func: Any, b: T, a: T) -> Any:
     return matmul(func, a, b)
 
 
-def add_product(_: Any, bias: T, a: T, b: T, *, beta: float = 1, alpha: float = 1, out: Any = None) -> Any:
-    if (beta, alpha) != (1, 1) or out is not None or not (is_split(a) or is_split(b)):
+def add_product(_: Any, input: T, *given: T, beta: float = 1, alpha: float = 1, out: Any = None, **named: T) -> Any:
+    """`addmm`, `baddbmm`: beta times a tensor, and alpha times the product of two others."""
+    names = ("mat1", "mat2") if "mat1" in named or "mat2" in named else ("batch1", "batch2")
+    both = [*given, *(named[name] for name in names if name in named)]
+    if out is not None or len(both) != 2 or not any(map(is_split, both)):
         return NotImplemented
-    product = matmul(None, a, b)
+    product = matmul(None, *both)
     if product is NotImplemented:
         return NotImplemented
-    return _added(product, bias)
+    terms = [(product, alpha), (input, beta)]
+    return _added(*(term if factor == 1 else _scaled(term, factor) for term, factor in terms))
+
+
+def _scaled(a: T, factor: float) -> Any:
+    return elementwise(torch.mul, a, factor) if is_split(a) else a * factor
 
 
 def _added(a: T, b: T) -> Any:

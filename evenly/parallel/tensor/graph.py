@@ -109,7 +109,8 @@ class Graph:
 
     # ---------------------------------------------------------------------------------------------------- applying
     def _apply(self, call: TracedCall) -> None:
-        inputs = {*call.inputs}
+        # Rows of a weight are weights, whoever chose them.
+        inputs = {*(call.inputs[:1] if call.function in ("__getitem__", "index_select") else call.inputs)}
         for source in (self._from_batch, self._from_parameters):
             if inputs & source:
                 source.update(call.outputs)

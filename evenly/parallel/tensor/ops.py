@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from evenly.parallel.tensor import convolutions as c
 from evenly.parallel.tensor import execution as e
 from evenly.parallel.tensor import execution_products as products
+from evenly.parallel.tensor import indexing
 from evenly.parallel.tensor import propagation as p
 from evenly.parallel.tensor.axis import EXECUTIONS
 from evenly.parallel.tensor.graph import Rule
+from evenly.torch_private import GROUPED_PRODUCT
 
 T = torch.Tensor
 HOMES = (torch, T, F)
@@ -70,6 +73,11 @@ UNARY = """
     to type type_as float double half bfloat16 int long short bool byte char cpu cuda
     zeros_like ones_like empty_like full_like fill
 """
+# Of positions, from dim 2 on.
+POSITIONS = """
+    max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d
+    adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d interpolate upsample
+"""
 IN_PLACE = "copy_ zero_ fill_ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __iand__ __ior__"
 
 _OPS: dict[str, Op] = {
@@ -117,16 +125,23 @@ _OPS: dict[str, Op] = {
     **_table(p.unbound, e.unbind, "unbind"),
     **_table(p.cat, e.cat, "cat concat concatenate"),
     **_table(p.stacked, e.stack, "stack"),
-    **_table(p.indexed, e.getitem, "__getitem__"),
+    **_table(indexing.propagate, indexing.execute, "__getitem__"),
+    **_table(p.index_selected, e.index_select, "index_select"),
     **_table(p.selected, e.select, "select"),
     **_table(p.normalized, e.normalize_rows, "layer_norm rms_norm"),
     **_table(p.linear, products.linear, "linear"),
     **_table(p.matmul, products.matmul, "matmul mm bmm __matmul__"),
     **_table(p.matmul, products.matmul_reversed, "__rmatmul__"),
     **_table(p.matmul_added, products.add_product, "addmm baddbmm"),
+    **_table(p.grouped_product, products.grouped_product, f"grouped_mm {GROUPED_PRODUCT}"),
     **_table(p.einsum, products.einsum, "einsum"),
     **_table(p.attention, products.attention, "scaled_dot_product_attention"),
     **_table(p.cross_entropy, products.cross_entropy, "cross_entropy"),
+    **_table(c.convolved, c.convolution, "conv1d conv2d conv3d"),
+    # torch.batch_norm takes its arguments in another order.
+    "batch_norm": Op(c.batch_normalized, c.batch_norm, homes=(F,)),
+    **_table(c.group_normalized, c.group_norm, "group_norm"),
+    **_table(c.pooled, c.positions, POSITIONS),
     # torch.embedding takes its arguments the other way round.
     "embedding": Op(p.embedding, products.embedding, homes=(F,)),
 }

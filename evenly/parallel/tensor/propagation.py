@@ -257,36 +257,13 @@ def give_united(graph: Graph, call: TracedCall, parts: Sequence[Dims], place: in
     graph.give(call, dims)
 
 
-def indexed(graph: Graph, call: TracedCall) -> None:
-    """`x[...]` of numbers, slices, None and Ellipsis: whole slices pass, numbers and parts forbid their dim."""
-    index = argument(call, 1)
-    items = [*(index if isinstance(index, tuple) else (index,))]
-    if any(
-        isinstance(item, bool) or not (item is None or item is ... or isinstance(item, int | slice)) for item in items
-    ):
-        raise NoRule
-    dims = graph.of(input_of(call))
-    taken = sum(item is not None and item is not ... for item in items)
-    at = items.index(...) if ... in items else len(items)
-    items[at : at + 1] = [slice(None)] * (len(dims) - taken)
-    graph.give(call, [*_picked(graph, call, iter(zip(graph.shape(input_of(call)), dims, strict=True)), items)])
-
-
-def _picked(graph: Graph, call: TracedCall, dims: Any, items: Sequence[Any]) -> Iterable[Dim]:
-    for item in items:
-        if item is None:
-            yield ()
-            continue
-        size, dim = next(dims)
-        if isinstance(item, int):
-            graph.forbid(dim, call)
-        elif any(isinstance(end, Ref) for end in (item.start, item.stop, item.step)):
-            raise NoRule
-        elif item.indices(size) == (0, size, 1):
-            yield dim
-        else:
-            graph.forbid(dim, call)
-            yield graph.forbidden(len(range(*item.indices(size))), call)
+def index_selected(graph: Graph, call: TracedCall) -> None:
+    """`index_select`: some elements of a dim, which is forbidden."""
+    place, dims = dim_of(graph, call, 1), [*graph.of(input_of(call))]
+    for dim in (dims[place], *graph.of(tensor(call, 2, "index"))):
+        graph.forbid(dim, call)
+    dims[place] = graph.forbidden(graph.output_shape(call)[place], call)
+    graph.give(call, dims)
 
 
 def selected(graph: Graph, call: TracedCall) -> None:
@@ -348,6 +325,16 @@ def product(graph: Graph, call: TracedCall, first: Ref, second: Ref) -> Dims:
 def matmul(graph: Graph, call: TracedCall) -> None:
     operands = input_of(call), tensor(call, 1, "other", "mat2", "tensor2")
     graph.give(call, product(graph, call, *(operands if call.function != "__rmatmul__" else operands[::-1])))
+
+
+def grouped_product(graph: Graph, call: TracedCall) -> None:
+    """`grouped_mm`: rows of x [S, K], by groups, times one matrix each of [G, K, N]."""
+    x, weight, bias = input_of(call), tensor(call, 1, "mat2", "mat_b"), argument(call, 3, "bias")
+    if (len(graph.shape(x)), len(graph.shape(weight))) != (2, 3) or bias is not None:
+        raise NoRule
+    graph.forbid(graph.of(weight)[0], call)
+    graph.forbid(graph.of(x)[0], call)
+    graph.give(call, contract(graph, call, [(x, ["row", "in"]), (weight, ["group", "in", "out"])], ["row", "out"]))
 
 
 def matmul_added(graph: Graph, call: TracedCall) -> None:

@@ -11,7 +11,7 @@ ranks, and which whole tensors meet them, whose gradients are summed in turn.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import inf
@@ -124,12 +124,38 @@ class _SplitSearch:
                 found.append(_Following(self, run).group())
             except NotTogether:
                 continue
-        return found
+        alike = self._unseen_alike()
+        return [self._with_unseen(group, alike) for group in found]
+
+    def _unseen_alike(self) -> dict[str, list[int]]:
+        """Parameter -> those that no call takes and that differ by one number in the name: of an expert or a layer that
+        other numbers choose.
+        """
+        values = self.trace.values
+        seen = [values[index] for index in self.parameters if index in self.used]
+        alike: dict[str, list[int]] = {}
+        for index in self.parameters:
+            if index in self.used:
+                continue
+            for one in seen:
+                if one.shape == values[index].shape and _differ_by_a_number(one.name, values[index].name):
+                    alike.setdefault(one.name, []).append(index)
+                    break
+        return alike
+
+    def _with_unseen(self, group: SplitGroup, alike: dict[str, list[int]]) -> SplitGroup:
+        values = self.trace.values
+        added = [(one, index) for one in group.parameters for index in alike.get(one.name, ())]
+        parameters = (*group.parameters, *(replace(one, name=values[index].name) for one, index in added))
+        return replace(
+            group, parameters=parameters, elements=group.elements + sum(values[index].elements for _, index in added)
+        )
 
     def reason(self, parameter: int, dim: Dim) -> str:
         """Why a dim of a parameter is in no group."""
         if parameter not in self.used:
-            return "no call takes it"
+            ended = self.trace.ended
+            return f"no call takes it before the trace ends: {ended}" if ended else "no call takes it"
         if not dim:
             return "has one element"
         return next(filter(None, map(self.factors.reason, dim)), "would stand twice in a tensor")
@@ -153,6 +179,13 @@ class _SplitSearch:
                     for factor in dim:
                         calls.setdefault(factor, {})[at] = None
         return {factor: [*found] for factor, found in calls.items()}
+
+
+def _differ_by_a_number(first: str, second: str) -> bool:
+    """Whether two names are those of alike parameters of two members of one list."""
+    ones, others = first.split("."), second.split(".")
+    unlike = [(one, other) for one, other in zip(ones, others, strict=False) if one != other]
+    return len(ones) == len(others) and len(unlike) == 1 and all(part.isdigit() for part in unlike[0])
 
 
 @dataclass(eq=False)

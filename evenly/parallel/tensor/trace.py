@@ -5,8 +5,10 @@ torch as the model's code calls it. A function of `torch.nn.functional` is one c
 `multi_head_attention_forward`: it stands as the calls that it is made of.
 
 The model's own code runs once, in training, on tensors that have a shape and a type but no numbers: no weight is
-copied, and a model on the meta device will do. Code that asks for a number (`.item()`, a mask as index) cannot be
-traced, and neither can code that makes tensors by other means than torch's functions.
+copied, and a model on the meta device will do. Code that asks for a number (`.item()`, a mask as index) runs a second
+time, with numbers to ask for (`example_numbers`): the trace is then of one path among several. What makes tensors
+by other means than torch's functions (compiled or scripted code, `vmap`) is one call that no rule describes. A trace of
+code that fails ends there, and what it has seen by then stands.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from evenly.errors import EVENLY, PlanError, describe, place_of
 from evenly.model.fake import Source, fake_model, fake_tensor, running_fake
 from evenly.model.modes import in_training
 from evenly.parallel.tensor.attention import multi_head_attention
-from evenly.torch_private import fake_mode, operation_of
+from evenly.parallel.tensor.example_numbers import ExampleNumbers
+from evenly.torch_private import fake_mode, operation_of, unwrapped
 
 INSIDE = (torch.__path__[0], EVENLY)  # code whose lines no message names
 ASKED = "to find what of the model can be split (tensor=N)"
@@ -37,6 +40,7 @@ AnySource = Source | Literal["batch", "call"]
 
 # Of a tensor's attributes those that are tensors.
 TENSOR_ATTRIBUTES = ("T", "mT", "H", "mH", "data", "real", "imag", "grad")
+OPAQUE = "code without functions of torch (compiled, scripted or mapped)"  # as a function's name
 # Calls that change a tensor and return none.
 SILENT = ("__setitem__", "__set__")
 # `torch.embedding` takes its arguments in another order than `torch.nn.functional.embedding`.
@@ -106,11 +110,13 @@ class CallTrace:
     values:     all tensors; the parameters come first, in order of definition.
     calls:      in the order in which they ran.
     parameters: every name of every parameter -> index of its value; of tied ones the same index.
+    ended:      why it ends before the loss does; empty if it does not.
     """
 
     values: tuple[Value, ...]
     calls: tuple[TracedCall, ...]
     parameters: dict[str, int]
+    ended: str = ""
 
 
 def refs_in(arguments: Any) -> Iterator[Ref]:
@@ -129,23 +135,49 @@ def refs_in(arguments: Any) -> Iterator[Ref]:
 def trace(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> CallTrace:
     """The calls of `loss(model, batch)` in training. Neither the model nor any random state is changed.
 
-    model: on any device, meta among them. batch: any nest of tensors; only shapes and types of it are used.
+    model: on any device, meta among them. batch: any nest of tensors; its numbers are looked at only where code asks.
 
-    Raises `PlanError`, naming the operation and its place, where the code needs numbers or cannot be followed.
+    Raises `PlanError`, naming the operation and its place, where the code cannot be followed up to a parameter.
     """
-    fakes = fake_mode()
-    recorder = _Recorder(fakes)
+    recorder = _Recorder(fake_mode())
+    problem = _record(recorder, model, loss, batch)
+    if problem is not None:
+        recorder = _Recorder(fake_mode(), with_numbers=True)
+        problem = _record(recorder, model, loss, batch)
+    traced = recorder.trace("" if problem is None else problem.found)
+    if problem is not None and not {*traced.parameters.values()} & {i for call in traced.calls for i in call.inputs}:
+        raise problem
+    return traced
+
+
+def _record(
+    recorder: _Recorder, model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any
+) -> PlanError | None:
+    """Runs `loss(model, batch)` under `recorder`; what kept it from its end."""
+    fakes = recorder.fakes
+
+    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+        fake = recorder.know(fake_tensor(tensor, fakes), "batch")
+        recorder.give_numbers(fake, tensor)
+        return fake
+
     with running_fake():
         try:
             faked = in_training(fake_model(model, fakes, recorder.stand_in))
-            nest = map_tensors(lambda tensor: recorder.know(fake_tensor(tensor, fakes), "batch"), batch)
+            _give_buffers(recorder, model, faked)
+            nest = map_tensors(stand_in, batch)
             with _names_of_modules(faked, recorder.running), fakes, recorder, torch.enable_grad():
                 loss(faked, nest)
-        except PlanError:
-            raise
+        except PlanError as problem:
+            return problem
         except Exception as problem:
-            raise _refusal(problem, recorder) from problem
-    return recorder.trace()
+            return _refusal(problem, recorder)
+    return None
+
+
+def _give_buffers(recorder: _Recorder, model: nn.Module, faked: nn.Module) -> None:
+    for real, fake in zip(model.buffers(), faked.buffers(), strict=True):
+        recorder.give_numbers(fake, real)
 
 
 # ------------------------------------------------------------------------------------------------------------ recording
@@ -156,6 +188,7 @@ class _Recorder(TorchFunctionMode):
     """Records every call while it is active."""
 
     fakes: Any
+    with_numbers: bool = False
     calls: list[TracedCall] = field(default_factory=list[TracedCall])
     parameters: dict[str, int] = field(default_factory=dict[str, int])
     running: list[str] = field(default_factory=list[str])
@@ -165,6 +198,7 @@ class _Recorder(TorchFunctionMode):
 
     def __post_init__(self) -> None:
         super().__init__()
+        self._numbers = ExampleNumbers(partial(fake_tensor, fakes=self.fakes)) if self.with_numbers else None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -178,19 +212,35 @@ class _Recorder(TorchFunctionMode):
                 return result
         call = TracedCall(name_of(func), (), {}, (), self.module, torch.is_grad_enabled())
         if _matters(func):
-            arguments = _map(partial(self._ref, call), (args, keywords))
+            arguments = _map(self._ref, (args, keywords))
             call = replace(call, arguments=arguments[0], keywords=arguments[1])
         try:
             result = func(*args, **keywords)
         except Exception as problem:
             self.failed = problem, call
-            raise
-        outputs = [*tensors_in(result)]
-        if not outputs and (call.function in SILENT or re.fullmatch(r"\w*[a-z]_", call.function)):
-            outputs = [*tensors_in(args[:1])]
+            result = self._answer(problem, func, args, keywords)
+            outputs = _changed_by(call, args, result)
+        else:
+            outputs = _changed_by(call, args, result)
+            if self._numbers is not None and outputs:
+                self._numbers.follow(func, args, keywords, outputs)
         if outputs:
             self.calls.append(replace(call, outputs=tuple(map(self._made, outputs))))
         return result
+
+    def _answer(self, problem: Exception, func: Any, args: Any, keywords: Any) -> Any:
+        """What the call returns of numbers; raises `problem` where there are none."""
+        if self._numbers is None:
+            raise problem
+        try:
+            return self._numbers.answer(func, args, keywords)
+        except Exception:
+            raise problem from None
+
+    def give_numbers(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        """Code that asks for numbers of `fake` finds those of `real`."""
+        if self._numbers is not None:
+            self._numbers.know(fake, real)
 
     def know(self, tensor: torch.Tensor, source: AnySource, name: str = "") -> torch.Tensor:
         """Takes `tensor` among the values, if it is not there."""
@@ -209,24 +259,47 @@ class _Recorder(TorchFunctionMode):
     def index_of(self, tensor: torch.Tensor) -> int:
         return self._index[id(tensor)]
 
-    def trace(self) -> CallTrace:
+    def trace(self, ended: str) -> CallTrace:
         values = (
             Value(value.shape, value.dtype, tensor.requires_grad, value.source, value.name)
             for tensor, value in self._values
         )
-        return CallTrace(tuple(values), tuple(self.calls), self.parameters)
+        return CallTrace(tuple(values), tuple(self.calls), self.parameters, ended)
 
     @property
     def module(self) -> str:
         """The innermost module that runs."""
         return self.running[-1] if self.running else ""
 
-    def _ref(self, call: TracedCall, tensor: torch.Tensor) -> Ref:
+    def _ref(self, tensor: torch.Tensor) -> Ref:
         if id(tensor) not in self._index:
-            if getattr(tensor, "fake_mode", None) is self.fakes:
-                raise _unrecorded(tensor, call)
-            self.know(tensor, "constant")  # with numbers, so from before the forward
+            if getattr(tensor, "fake_mode", None) is self.fakes or unwrapped(tensor) is not tensor:
+                self._note_opaque(tensor)
+            else:
+                self.know(tensor, "constant")  # with numbers, so from before the forward
         return Ref(self._index[id(tensor)])
+
+    def _note_opaque(self, tensor: torch.Tensor) -> None:
+        """Takes among the calls the code that made `tensor` unseen, with what it was made of."""
+        inner = unwrapped(tensor)
+        inputs = {self._index[id(inner)]} if id(inner) in self._index else self._found_in_graph(tensor)
+        arguments = tuple(map(Ref, sorted(inputs)))
+        self.calls.append(TracedCall(OPAQUE, arguments, {}, (self._made(tensor),), self.module, True))
+
+    def _found_in_graph(self, tensor: torch.Tensor) -> set[int]:
+        """The values whose gradients autograd would compute first from that of `tensor`."""
+        nodes: dict[Any, int] = {one.grad_fn: at for at, (one, _) in enumerate(self._values) if one.grad_fn is not None}
+        found: set[int] = set()
+        seen, ahead = set[Any](), [tensor.grad_fn]
+        while ahead:
+            node = ahead.pop()
+            leaf = self._index.get(id(getattr(node, "variable", None)))
+            if (at := nodes.get(node, leaf)) is not None:
+                found.add(at)
+            elif node is not None and node not in seen:
+                ahead.extend(following for following, _ in node.next_functions)
+            seen.add(node)
+        return found
 
     def _made(self, tensor: torch.Tensor) -> int:
         known = self._index.get(id(tensor))
@@ -238,6 +311,14 @@ class _Recorder(TorchFunctionMode):
 def _matters(func: Any) -> bool:
     """Whether the arguments have to be known: asking a tensor for its shape or type tells nothing."""
     return getattr(func, "__name__", "") != "__get__" or getattr(func.__self__, "__name__", "") in TENSOR_ATTRIBUTES
+
+
+def _changed_by(call: TracedCall, args: Any, result: Any) -> list[torch.Tensor]:
+    """The tensors that a call returned, or changed without a word."""
+    outputs = [*tensors_in(result)]
+    if not outputs and (call.function in SILENT or re.fullmatch(r"\w*[a-z]_", call.function)):
+        return [*tensors_in(args[:1])]
+    return outputs
 
 
 def _map(change: Callable[[torch.Tensor], Any], nest: Any) -> Any:
@@ -301,15 +382,6 @@ def _names_of_modules(model: nn.Module, running: list[str]) -> Generator[None]:
 
 
 # --------------------------------------------------------------------------------------------------------------- errors
-
-
-def _unrecorded(tensor: torch.Tensor, call: TracedCall) -> PlanError:
-    return PlanError(
-        ASKED,
-        f"{call.place}{place_of(inside=INSIDE)} takes a tensor of shape {tuple(tensor.shape)} that no function of "
-        "torch made: it comes from compiled or scripted code",
-        f"write it with functions of torch, or {OTHER_AXIS}",
-    )
 
 
 def _refusal(problem: Exception, recorder: _Recorder) -> PlanError:
