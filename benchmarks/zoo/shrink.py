@@ -1,4 +1,4 @@
-"""One rule that makes any configuration of transformers small: by the name of a field and its default, in its parts too.
+"""One rule that makes any configuration of transformers small: by a field's name and its default, in its parts too.
 
 Nothing here knows an architecture. What the rule cannot see is data in `exceptions.toml`, each with its reason.
 """
