@@ -15,6 +15,7 @@ from typing import Any
 EXCEPTIONS = Path(__file__).with_name("exceptions.toml")
 
 VOCABULARY = 96
+CODEBOOK = 64  # some want a power of two
 LAYERS = 2
 HEADS = 4
 HEAD_DIM = 8
@@ -27,7 +28,8 @@ PATCH = 8
 
 # The first pattern that is found in a field's name decides; the number is the most that it keeps.
 INTEGERS: tuple[tuple[str, int], ...] = (
-    (r"vocab_size|codebook_size|^num_embeddings$", VOCABULARY),
+    (r"codebook_size", CODEBOOK),
+    (r"vocab_size|^num_embeddings$", VOCABULARY),
     (r"experts_per_tok|^moe_k$|moe_topk|top_?k_experts|num_selected_experts", 2),
     (r"experts_per_group", 2),
     (r"n_shared_experts|num_shared_experts", 1),
@@ -48,7 +50,10 @@ INTEGERS: tuple[tuple[str, int], ...] = (
     (r"conv_pos_embeddings$", 16),
     (r"intermediate|ffn_dim|ffn_hidden|feed_?forward|mlp_dim|^d_ff$|^d_inner$|mlp_hidden|^n_inner$", WIDER),
     (r"max_.*position|n_positions|context_length|max_seq_len|position_embeddings$|max_.*frames", POSITIONS),
-    (r"attention_window|sliding_window|window_size$|local_attention|chunk_size|index_topk|block_size|chunk_length", 8),
+    (
+        r"attention_window|sliding_window|window_size$|local_attention|(?<!tokenizer_)chunk_size|index_topk|block_size|chunk_length",
+        8,
+    ),
     (r"num_(queries|query_tokens|latents|object_queries|denoising)$|latent_query_num|num_proposals", 10),
     (r"(?<!scaled_)image_size|img_size|input_size", IMAGE),
     (r"patch_size|encoder_stride", PATCH),
@@ -58,9 +63,11 @@ INTEGERS: tuple[tuple[str, int], ...] = (
     ),
     (r"^(num_)?(hidden_)?classes$", 8),
 )
+# Defaults of None that a model cannot be built from.
+MISSING = {"head_dim": HEAD_DIM, "num_key_value_heads": HEADS, "vocab_size": VOCABULARY, "num_experts_per_tok": 2}
 KEPT = re.compile(
     r"num_channels|in_channels|audio_channels|query_dim|type_vocab|num_mel_bins|coefficient|drop|temperature|interval|"
-    r"conv_kernel_dim|_id$|token_index|^chunk_size_feed_forward|output_stride|max_relative_positions|_per_"
+    r"conv_kernel_dim|_id$|token_index|^chunk_size_feed_forward|output_stride|max_relative_positions"
 )
 IDS = re.compile(r"token_ids?$|token_index$|(bos|eos|pad|unk|sep|cls|mask)_(id|index)$|^lang_id$")
 WIDTHS = re.compile(
@@ -85,6 +92,8 @@ def shrunk(config_class: type, changes: dict[str, Any] | None = None) -> Any:
         if hasattr(value, "to_dict"):
             inner = {k.split(".", 1)[1]: v for k, v in changes.items() if k.startswith(f"{name}.")}
             fields[name] = shrunk(type(value), {**exceptions(value.model_type), **inner})
+        elif value is None and name in MISSING:
+            fields[name] = MISSING[name]
         elif (small := _small(name, value, own, old_layers)) != value:
             fields[name] = small
     fields |= {name: value for name, value in changes.items() if "." not in name}

@@ -75,6 +75,9 @@ def small_config(model_type: str) -> Any:
     config = shrink.shrunk(CONFIG_MAPPING[model_type], shrink.exceptions(model_type))
     if getattr(config, "use_cache", None):
         config.use_cache = False
+    text = getattr(config, "text_config", None)
+    if text is not None and not isinstance(config, model_class(model_type).config_class):
+        config = text  # as the library's own `AutoModelForCausalLM` takes it
     if architectures()[model_type] == "CAUSAL_LM" and hasattr(config, "is_decoder"):
         config.is_decoder = True
     return config
