@@ -10,6 +10,7 @@ import resource
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -165,6 +166,7 @@ class MicrobatchExecutor(Executor):
         gradients, replicas = self.composed.gradients, self.composed.replicas
         for microbatches in batch.rounds(len(replicas)):
             self.allocating("activations")
+            gradients.survey(partial(self._loss_again, replicas[0], microbatches[0], batch.share.step))
             losses = [
                 self.training_loss(replica, microbatch, batch.share.step, builder)
                 for replica, microbatch in zip(replicas, microbatches, strict=False)
@@ -177,6 +179,10 @@ class MicrobatchExecutor(Executor):
                 self._backward(loss, scale)
                 gradients.finish_backward()
                 self.track_gradients()
+
+    def _loss_again(self, replica: Replica, microbatch: Microbatch, step: int) -> Loss:
+        """The loss of `microbatch`, of which nothing is recorded."""
+        return self._loss(replica, microbatch, stream_key(self.job.seed, "microbatch", step, microbatch.number))
 
     def _backward(self, loss: Loss, scale: float) -> None:
         if (total := self.backward_root(loss, scale)) is not None:

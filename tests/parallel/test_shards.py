@@ -152,8 +152,8 @@ def test_blocks_are_gathered_ahead_and_gradients_sent_as_narrow_as_they_are(rank
 def test_a_block_that_stays_whole_is_not_gathered_for_its_backward(ranks: KeptRanks) -> None:
     (anew, _), *_ = ranks.run(talk_of_a_step)
     (kept, _), *_ = ranks.run(talk_of_a_step, 1 << 20)
-    forwards = anew.count("2")
-    assert (anew.count("gather"), kept.count("gather")) == (7 * forwards, 4 * forwards)
+    forwards = anew.count("2")  # the first of which has no backward
+    assert (anew.count("gather"), kept.count("gather")) == (7 * forwards - 3, 4 * forwards)
 
 
 class OneLeftOut(Chain):
@@ -166,18 +166,103 @@ class OneLeftOut(Chain):
         return x
 
 
-def train_one_left_out(plan: str) -> int:
-    with evenly.start(text_job(model=OneLeftOut, eval_data=None, steps=2), plan=plan) as run:
+class LayerDrop(Chain):
+    """Leaves out each block but the first with a probability of one half."""
+
+    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            if number == 0 or torch.rand([]) < 0.5:
+                x = block(x)
+        return x
+
+
+class PastTheHooks(Chain):
+    """Calls the forward of its blocks, not the blocks."""
+
+    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block.forward(x)
+        return x
+
+
+class LeavesOutLater(OneLeftOut):
+    """Leaves none out in the first two forwards, for no reason that is seen in them."""
+
+    forwards = 0
+
+    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        return Chain.through(self, x, tokens) if self.forwards < 3 else super().through(x, tokens)
+
+
+def trained(model: type[Chain], plan: str, evaluates: bool = True) -> tuple[dict[str, torch.Tensor], float]:
+    """All parameters after 3 steps of 3 microbatches, and the evaluation loss."""
+    job = text_job(model=model, steps=3, global_batch=6, microbatch=2, precision="float64")
+    with evenly.start(job, plan=plan) as run:
         for batch in run.batches():
             run.step(batch)
-        return run.steps_done
+        tensors = {name: run.composed.full_view(name, p.detach()).clone() for name, p in run.model.named_parameters()}
+        return tensors, run.evaluate().loss if evaluates else 0.0
 
 
-def test_ranks_that_run_other_blocks_are_found(ranks: KeptRanks) -> None:
+@pytest.mark.parametrize("model", [OneLeftOut, LayerDrop, PastTheHooks])
+def test_blocks_left_out_by_chance_or_called_past_hooks_are_gathered_at_once(
+    model: type[Chain], ranks: KeptRanks
+) -> None:
+    expected, loss = ranks.run(trained, model, "ddp", model is LayerDrop)[0]
+    for found, its_loss in ranks.run(trained, model, "zero3", model is LayerDrop):
+        assert its_loss == pytest.approx(loss, rel=1e-12)
+        assert all((found[name] - expected[name]).abs().max() < 1e-12 for name in expected)
+
+
+def test_ranks_that_run_other_blocks_in_a_later_step_are_found(ranks: KeptRanks) -> None:
     """Each would compute with another block's parameters."""
-    assert ranks.run(train_one_left_out, "ddp", limit_s=100) == [2, 2]
     with pytest.raises(AssertionError, match="ranks ran different blocks"):
-        ranks.run(train_one_left_out, "zero3", limit_s=100)
+        ranks.run(trained, LeavesOutLater, "zero3", limit_s=100)
+
+
+class Towers(nn.Module):
+    """The blocks of the second tower get what the first computes and do not use it."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+
+        def forward(self, x: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Tensor:
+            return self.layer(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.tower = nn.Linear(6, 6), nn.ModuleList(self.Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        beside = self.start(x)
+        for block in self.tower:
+            x = block(x, beside)
+        return x
+
+
+def start_of_towers(plan: str) -> torch.Tensor:
+    """A weight that no loss depends on, after two steps that would decay it."""
+    job = evenly.Job(
+        model=Towers,
+        loss=lambda model, batch: model(batch).square().mean(),
+        data=[torch.full((6,), float(number)) for number in range(8)],  # type: ignore[arg-type]
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, weight_decay=0.5),
+        global_batch=4,
+        microbatch=2,
+        steps=2,
+    )
+    with evenly.start(job, plan=plan) as run:
+        for batch in run.batches():
+            run.step(batch)
+        return run.composed.full_view("start.weight", run.model.start.weight.detach()).clone()
+
+
+def test_what_a_block_gets_and_does_not_use_is_not_stepped(ranks: KeptRanks) -> None:
+    [expected, _], [found, _] = ranks.run(start_of_towers, "ddp"), ranks.run(start_of_towers, "zero3")
+    assert torch.equal(found, expected)
 
 
 class EverySecondTime(Chain):
@@ -193,6 +278,7 @@ class EverySecondTime(Chain):
 
 
 def train_every_second_time(plan: str) -> dict[str, torch.Tensor]:
+    EverySecondTime.forwards = -1 if plan == "zero3" else 0  # which runs one forward before the first step
     job = text_job(model=EverySecondTime, eval_data=None, steps=4, global_batch=8, microbatch=2, precision="float64")
     with evenly.start(job, plan=plan) as run:
         for batch in run.batches():

@@ -12,7 +12,8 @@ Exactness. With `accumulate_float64`, gradients of several microbatches and rank
 once, as in `gradients`: the same bits on any number of ranks. Gradients are sums, not means.
 
 Order. The forward and the backward of every unit contain collectives, so all ranks must run equally many microbatches;
-`Share.filled` adds fillers. After an evaluation, `reshard` frees the gathered parameters of the root.
+`Share.filled` adds fillers. After an evaluation, `reshard` frees the gathered parameters of the root. Where ranks may
+run different units (`survey`), all units are gathered at the begin of a step and reduced at its end.
 """
 
 from __future__ import annotations
@@ -46,7 +47,15 @@ from evenly.parallel.data.grouping import unit_members
 from evenly.parallel.data.mesh import groups_of, shard_mesh
 from evenly.parallel.data.optimizer import OwnedRows
 from evenly.parallel.data.partition import RowLayout
-from evenly.torch_private import all_gather_single, end_sharded_forward, initialize_sharding, reduce_sharded
+from evenly.parallel.data.unit_order import order_may_differ
+from evenly.torch_private import (
+    all_gather_single,
+    end_sharded_forward,
+    hide_sharding,
+    initialize_sharding,
+    keep_unused_inputs,
+    reduce_sharded,
+)
 
 ORDER_PRIME = 65_521  # modulus of the hash of the order of units; its square times any world size is exact in float64
 
@@ -86,6 +95,8 @@ class ShardedGradients(Gradients):
         _check_can_shard(model)
         self._world, self._group, self._offload, self._ownership = world, world.group("data"), offload, ownership
         self._model, self._split_backward = model, split_backward
+        # Whether parameters stay gathered, and gradients are accumulated, until the end of a step.
+        self._reduces_at_end, self._surveyed, self._gathers_at_once = split_backward, split_backward, False
         units = units_of(model, find_blocks(model) if blocks is None else blocks)
         for unit, _ in units:
             _check_dtypes(unit.name, unit.module)
@@ -93,13 +104,11 @@ class ShardedGradients(Gradients):
         self._shards, across = self._cut(model, units, shard=shard, accumulate_float64=accumulate_float64)
         self._counts_squares = across is None or across.position == 0  # other groups have the same shards
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        # With a split backward, gradients of several microbatches are accumulated before they are reduced.
-        send_dtype = None if split_backward else next((p.dtype for p in model.parameters() if p.requires_grad), None)
         for unit in self._units:
             _reduce_by_sum(unit)
             if adds_here(self._shards) and self._shards.size > 1:
-                unit.set_custom_reduce_scatter(cast(Any, _ReduceScatter(self._shards, send_dtype)))
                 unit.set_custom_all_gather(cast(Any, _AsyncAllGather()))
+        self._set_reduce_scatter()
         for unit, following in pairwise(self._units):
             unit.set_modules_to_forward_prefetch([following])
         self._named = list(model.named_parameters())
@@ -109,9 +118,11 @@ class ShardedGradients(Gradients):
         self._hooked: set[int] = set()
         self._unit_order = 0  # hash of the units that this rank ran in the step, in order
         prefixes = {id(module): name for name, module in model.named_modules()}
+        self._watches = [
+            self._before_unit(_own_modules(unit, prefixes[id(unit)]), number) for number, unit in enumerate(self._units)
+        ]
         self._handles: list[Any] = [
-            unit.register_forward_pre_hook(self._before_unit(_own_modules(unit, prefixes[id(unit)]), number))
-            for number, unit in enumerate(self._units)
+            unit.register_forward_pre_hook(watch) for unit, watch in zip(self._units, self._watches, strict=True)
         ]
         self._pending: Pending[torch.Tensor] | None = None
         self._sums: dict[str, torch.Tensor] = {}  # by name, the reduced shards of gradients
@@ -125,6 +136,7 @@ class ShardedGradients(Gradients):
         self, model: nn.Module, units: Sequence[tuple[Block, bool]], *, shard: int, accumulate_float64: bool
     ) -> tuple[Group, Group | None]:
         """Shards every unit, innermost first; returns the shard group, and the group of ranks with the same shards."""
+        keep_unused_inputs()
         mesh = shard_mesh(self._world, shard)
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float64 if accumulate_float64 else None)
         on_gpu = self._world.device.startswith("cuda")
@@ -135,9 +147,48 @@ class ShardedGradients(Gradients):
             # A split backward finds gradients through the gathered parameters that the forward used.
             fully_shard(unit.module, reshard_after_forward=not (keep_gathered or self._split_backward), **options)
         fully_shard(model, reshard_after_forward=False, **options)
+        hide_sharding(model)
         return groups_of(mesh, self._group)
 
+    def _set_reduce_scatter(self) -> None:
+        """Has gradients sent in their own dtype, or in that of the sum where those of several microbatches are."""
+        own = next((p.dtype for p in self._model.parameters() if p.requires_grad), None)
+        if adds_here(self._shards) and self._shards.size > 1:
+            for unit in self._units:
+                send = _ReduceScatter(self._shards, None if self._reduces_at_end else own)
+                unit.set_custom_reduce_scatter(cast(Any, send))
+
     # ------------------------------------------------------------------------------------------- a step
+    def survey(self, forward: Callable[[], object]) -> None:
+        """Runs the forward of the first microbatch once more, before it, and gathers at once if units may differ."""
+        if self._surveyed:
+            return
+        self._surveyed = True
+        prefixes = {id(module): name for name, module in self._model.named_modules()}
+        units = [(prefixes[id(unit)], cast(nn.Module, unit)) for unit in self._units[1:]]
+        if self._group.size == 1:
+            return
+        differs = order_may_differ(units, self._group, forward)
+        self._units[0].reset_iter_state()
+        if not differs:
+            return
+        self._reduces_at_end = self._gathers_at_once = True
+        self._hooked.clear()
+        self._set_reduce_scatter()
+        for unit in self._units:
+            unit.set_reshard_after_forward(False)
+            unit.set_modules_to_forward_prefetch([])
+        self._expect(last=False)
+        self.gather()
+
+    def gather(self) -> None:
+        """Gathers all units, in their order, if ranks may run different ones."""
+        if self._gathers_at_once:
+            initialize_sharding(self._model)
+            for unit, watch in zip(self._units, self._watches, strict=True):
+                unit.unshard()
+                watch()  # not every block need be run by a call of it
+
     def begin(self, *, numbers: int = 0, rounds: int = 1) -> None:
         self._used = [False] * len(self._named)
         self._unit_order = 0
@@ -145,17 +196,18 @@ class ShardedGradients(Gradients):
         for _, parameter in self._named:
             parameter.grad = None
         self._expect(last=False)
+        self.gather()
 
     def expect_last(self) -> None:
         """Lets the next backward reduce over all ranks; with a split backward `start_reduce` does that."""
-        if not self._split_backward:
+        if not self._reduces_at_end:
             self._expect(last=True)
 
     def _expect(self, *, last: bool) -> None:
         root = self._units[0]
         root.set_is_last_backward(last)
         root.set_requires_all_reduce(last)
-        if self._split_backward:
+        if self._reduces_at_end:
             root.set_requires_gradient_sync(last)
             root.set_reshard_after_backward(last)
 
@@ -168,8 +220,8 @@ class ShardedGradients(Gradients):
         return end_sharded_forward(self._model, outputs)
 
     def start_reduce(self, numbers: Sequence[float] | torch.Tensor = ()) -> None:
-        """Gradients are in flight since the backward, unless it was split."""
-        if self._split_backward:
+        """Gradients are in flight since the backward, unless they are reduced at the end."""
+        if self._reduces_at_end:
             self._reduce()
         refuse_unfrozen(self._frozen)
         flags = (float(used) for used in self._used)
@@ -248,27 +300,35 @@ class ShardedGradients(Gradients):
         return {name: local(p.grad) for name, p in self._named if p.grad is not None}
 
     # ------------------------------------------------------------------------------- which parameters are used
-    def _before_unit(self, modules: Sequence[tuple[str, nn.Module]], number: int) -> Callable[[nn.Module, Any], None]:
+    def _before_unit(self, modules: Sequence[tuple[str, nn.Module]], number: int) -> Callable[..., None]:
         """A pre-forward hook that adds hooks to the gathered parameters of a unit, to note which get a gradient."""
 
         def watch(*_: Any) -> None:
-            self._unit_order = (self._unit_order * 31 + number + 1) % ORDER_PRIME
+            if not self._gathers_at_once:
+                self._unit_order = (self._unit_order * 31 + number + 1) % ORDER_PRIME
             for name, parameter in local_parameters(modules):
                 if id(parameter) not in self._hooked and parameter.requires_grad and not isinstance(parameter, DTensor):
                     self._hooked.add(id(parameter))
+                    if self._gathers_at_once:
+                        parameter.register_hook(self._without_filler)
                     parameter.register_post_accumulate_grad_hook(self._note(self._numbers[name]))
 
         return watch
 
     def _note(self, number: int) -> Callable[[torch.Tensor], None]:
         def note(parameter: torch.Tensor) -> None:
+            if parameter.grad is None:
+                return  # what it would have gone to was not used
             if self.counting or self._split_backward:
                 self._used[number] = True
-            elif parameter.grad is not None:
-                # A filler's loss is multiplied by zero, but its gradient may still be NaN, or random.
-                parameter.grad.zero_()
+            elif not self._gathers_at_once:
+                parameter.grad.zero_()  # of a filler, whose loss is zero; the gradient may still be NaN, or random
 
         return note
+
+    def _without_filler(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Zeros for a filler's gradient, before it is added to those of other microbatches."""
+        return None if self.counting or gradient is None else torch.zeros_like(gradient)
 
 
 class _NewMemory:
