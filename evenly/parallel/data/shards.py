@@ -55,6 +55,7 @@ from evenly.torch_private import (
     initialize_sharding,
     keep_unused_inputs,
     reduce_sharded,
+    version,
 )
 
 ORDER_PRIME = 65_521  # modulus of the hash of the order of units; its square times any world size is exact in float64
@@ -97,6 +98,8 @@ class ShardedGradients(Gradients):
         self._model, self._split_backward = model, split_backward
         # Whether parameters stay gathered, and gradients are accumulated, until the end of a step.
         self._reduces_at_end, self._surveyed, self._gathers_at_once = split_backward, split_backward, False
+        # By id, (name, gathered parameter, version, dtype) of what a survey has met; None at other times.
+        self._found: dict[int, tuple[str, torch.Tensor, int, torch.dtype]] | None = None
         units = units_of(model, find_blocks(model) if blocks is None else blocks)
         for unit, _ in units:
             _check_dtypes(unit.name, unit.module)
@@ -141,6 +144,8 @@ class ShardedGradients(Gradients):
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float64 if accumulate_float64 else None)
         on_gpu = self._world.device.startswith("cuda")
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+        if empty := {p for p in model.parameters() if p.numel() == 0}:  # nothing to cut, and torch cannot
+            options["ignored_params"] = empty
         if self._offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
         for unit, keep_gathered in units:
@@ -168,7 +173,10 @@ class ShardedGradients(Gradients):
         units = [(prefixes[id(unit)], cast(nn.Module, unit)) for unit in self._units[1:]]
         if self._group.size == 1:
             return
+        self._found = {}
         differs = order_may_differ(units, self._group, forward)
+        self._refuse_written(self._found)
+        self._found = None
         self._units[0].reset_iter_state()
         if not differs:
             return
@@ -180,6 +188,16 @@ class ShardedGradients(Gradients):
             unit.set_modules_to_forward_prefetch([])
         self._expect(last=False)
         self.gather()
+
+    def _refuse_written(self, found: dict[int, tuple[str, torch.Tensor, int, torch.dtype]]) -> None:
+        """Raises `PlanError` if the forward changed a gathered parameter, of which the shards would not know."""
+        for name, parameter, count, dtype in found.values():
+            if version(parameter) != count or parameter.dtype != dtype:
+                raise PlanError(
+                    f"parameter {name} changes in the forward pass",
+                    f"it was {dtype} and is {parameter.dtype}" if parameter.dtype != dtype else "it was written to",
+                    "let the gradient change it, or run on one device",
+                )
 
     def gather(self) -> None:
         """Gathers all units, in their order, if ranks may run different ones."""
@@ -307,6 +325,8 @@ class ShardedGradients(Gradients):
             if not self._gathers_at_once:
                 self._unit_order = (self._unit_order * 31 + number + 1) % ORDER_PRIME
             for name, parameter in local_parameters(modules):
+                if self._found is not None and id(parameter) not in self._found:
+                    self._found[id(parameter)] = (name, parameter, version(parameter), parameter.dtype)
                 if id(parameter) not in self._hooked and parameter.requires_grad and not isinstance(parameter, DTensor):
                     self._hooked.add(id(parameter))
                     if self._gathers_at_once:
