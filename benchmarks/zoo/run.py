@@ -126,8 +126,8 @@ def _failure(outcome: ranks.Outcome) -> dict[str, Any]:
         rank, how = next(iter(sorted(outcome.ended.items())))
         return {"status": "error", "reason": f"rank {rank}: {how}", "trace": outcome.log}
     rank, error = min(outcome.errors.items(), key=lambda item: (order(item[1])[1], order(item[1])[0], item[0]))
-    at_start = error["step"] is None
-    status = "error" if error["kind"] == "raw" else "refused" if at_start else "late"
+    before_update = error["step"] in (None, 1)
+    status = "error" if error["kind"] == "raw" else "refused" if before_update else "late"
     return {"status": status, "reason": error["text"], "step": error["step"], "rank": rank, "trace": error["trace"]}
 
 
