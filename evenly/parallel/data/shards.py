@@ -19,6 +19,7 @@ run different units (`survey`), all units are gathered at the begin of a step an
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -27,7 +28,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from evenly.comm.collectives import adds_here, reduce_scatter
+from evenly.comm.collectives import adds_here, all_reduce, reduce_scatter
 from evenly.comm.groups import Group
 from evenly.comm.transport import Pending, PolledWork
 from evenly.comm.world import World
@@ -93,7 +94,7 @@ class ShardedGradients(Gradients):
         split_backward: bool = False,
     ) -> None:
         trainable(model, required=ownership is None or ownership.pipeline_group is None)
-        _check_can_shard(model)
+        _check_can_shard(model, scalars=ownership is None)
         self._world, self._group, self._offload, self._ownership = world, world.group("data"), offload, ownership
         self._model, self._split_backward = model, split_backward
         # Whether parameters stay gathered, and gradients are accumulated, until the end of a step.
@@ -127,13 +128,22 @@ class ShardedGradients(Gradients):
         self._handles: list[Any] = [
             unit.register_forward_pre_hook(watch) for unit, watch in zip(self._units, self._watches, strict=True)
         ]
+        # Parameters without dims are whole on every rank; their gradients are summed over microbatches in float64.
+        self._scalars = [(number, p) for number, (_, p) in enumerate(self._named) if p.dim() == 0 and p.requires_grad]
+        self._scalar_sums = torch.zeros(len(self._scalars), dtype=torch.float64, device=self._group.device)
+        for place, (number, parameter) in enumerate(self._scalars):
+            self._handles.append(parameter.register_hook(partial(self._add_scalar, place, number)))
         self._pending: Pending[torch.Tensor] | None = None
         self._sums: dict[str, torch.Tensor] = {}  # by name, the reduced shards of gradients
         self._squares = 0.0  # of all gradients of the step; unless `ownership` computes the norm
         cut = sum(p.numel() for _, p in self._named if local(p).numel() < p.numel())
         self.share = cut / max(1, sum(p.numel() for _, p in self._named))
         position, ranks = self._shards.position, self._shards.size
-        self.cuts = [OwnedRows(name, p, p, RowLayout.of(p.shape, ranks).own(position)) for name, p in self._named]
+        self.cuts = [
+            OwnedRows(name, p, p, RowLayout.of(p.shape, ranks).own(position))
+            for name, p in self._named
+            if isinstance(p, DTensor)
+        ]
 
     def _cut(
         self, model: nn.Module, units: Sequence[tuple[Block, bool]], *, shard: int, accumulate_float64: bool
@@ -144,8 +154,10 @@ class ShardedGradients(Gradients):
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float64 if accumulate_float64 else None)
         on_gpu = self._world.device.startswith("cuda")
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
-        if empty := {p for p in model.parameters() if p.numel() == 0}:  # nothing to cut, and torch cannot
-            options["ignored_params"] = empty
+        if whole := {p for p in model.parameters() if p.numel() == 0 or p.dim() == 0}:  # nothing to cut
+            options["ignored_params"] = whole
+            for parameter in whole:
+                parameter.data = parameter.data.to(self._world.device)
         if self._offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
         for unit, keep_gathered in units:
@@ -210,6 +222,7 @@ class ShardedGradients(Gradients):
     def begin(self, *, numbers: int = 0, rounds: int = 1) -> None:
         self._used = [False] * len(self._named)
         self._unit_order = 0
+        self._scalar_sums.zero_()
         self._sums.clear()
         for _, parameter in self._named:
             parameter.grad = None
@@ -242,12 +255,27 @@ class ShardedGradients(Gradients):
         if self._reduces_at_end:
             self._reduce()
         refuse_unfrozen(self._frozen)
+        self._reduce_scalars()
         flags = (float(used) for used in self._used)
         order = (float(self._unit_order), float(self._unit_order**2))
         self._sums = self._reduced()
-        counted = self._sums.values() if self._counts_squares else ()
+        scalars = {self._named[number][0] for number, _ in self._scalars} if self._group.position else set[str]()
+        counted = [s for name, s in self._sums.items() if name not in scalars] if self._counts_squares else ()
         squares = sum_of_squares(counted) if self._ownership is None else None
         self._pending = begin_numbers((*order, *flags), numbers, self._group, squares)
+
+    def _add_scalar(self, place: int, number: int, gradient: torch.Tensor | None) -> None:
+        """Adds a microbatch's gradient of a parameter without dims; a filler's does not count."""
+        if gradient is not None and self.counting:
+            self._used[number] = True
+            self._scalar_sums[place] += gradient.double()
+
+    def _reduce_scalars(self) -> None:
+        """Sums the gradients of parameters without dims over ranks."""
+        if self._scalars:
+            sums = all_reduce(self._scalar_sums, self._group, label="gradients without dims")
+            for (_, parameter), total in zip(self._scalars, sums, strict=True):
+                parameter.grad = total.to(parameter.dtype)
 
     def finish_reduce(self) -> list[float]:
         assert self._pending is not None
@@ -327,7 +355,8 @@ class ShardedGradients(Gradients):
             for name, parameter in local_parameters(modules):
                 if self._found is not None and id(parameter) not in self._found:
                     self._found[id(parameter)] = (name, parameter, version(parameter), parameter.dtype)
-                if id(parameter) not in self._hooked and parameter.requires_grad and not isinstance(parameter, DTensor):
+                whole = isinstance(parameter, DTensor) or parameter.dim() == 0
+                if id(parameter) not in self._hooked and parameter.requires_grad and not whole:
                     self._hooked.add(id(parameter))
                     if self._gathers_at_once:
                         parameter.register_hook(self._without_filler)
@@ -389,8 +418,11 @@ class _ReduceScatter(_NewMemory):
         reduce_scatter(input_tensor, self._group, into=output_tensor)
 
 
-def _check_can_shard(model: nn.Module) -> None:
-    """Raises `PlanError` for a version of torch or a model that fully_shard handles wrongly."""
+def _check_can_shard(model: nn.Module, *, scalars: bool) -> None:
+    """Raises `PlanError` for a version of torch or a model that fully_shard handles wrongly.
+
+    scalars: whether parameters without dims may be whole on all ranks.
+    """
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         raise PlanError(
             f"plan zero=3 with torch {torch.__version__}",
@@ -398,7 +430,7 @@ def _check_can_shard(model: nn.Module) -> None:
             "use torch 2.13 or newer, or plan zero2",
         )
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 0:
+        if parameter.dim() == 0 and not scalars:
             raise PlanError(
                 "sharding the model over ranks",
                 f"parameter {name} has no dims, and fully_shard cuts along the first",
