@@ -211,6 +211,33 @@ all_gather_single: Any = getattr(dist, "all_gather_single", None) or getattr(dis
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor")  # noqa: B009
 
 
+@cache
+def keep_unused_inputs() -> None:
+    """Lets an input that a unit of `fully_shard` does not use have no gradient, instead of zeros.
+
+    What computed it would count as used otherwise, and be stepped: weight decay moves it.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    function: Any = _fsdp_param_group.RegisterPostBackwardFunction
+    before = function.setup_context
+
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        before(ctx, inputs, output)
+        ctx.set_materialize_grads(False)
+
+    function.setup_context = staticmethod(setup_context)
+
+
+def hide_sharding(model: nn.Module) -> None:
+    """Takes off the modules of a model under `fully_shard` what tells their code of it.
+
+    Models of transformers run otherwise where they find it: blocks that layer drop leaves out, for one.
+    """
+    for module in model.modules():
+        vars(module).pop("_is_fsdp_managed_module", None)  # which torch reads where it compiles, and need not
+
+
 def initialize_sharding(model: nn.Module) -> None:
     """What the first forward of a model under `fully_shard` would do, before it."""
     _fsdp_state(model)._lazy_init()

@@ -41,9 +41,11 @@ from evenly.torch_private import (
     has_forward_hooks,
     has_gradient_hooks,
     has_step_hooks,
+    hide_sharding,
     in_backward,
     initialize_sharding,
     is_fake,
+    keep_unused_inputs,
     masks_not_compared,
     memory_key,
     operation_of,
@@ -403,6 +405,37 @@ def test_a_sharded_model_ends_its_forward_and_reduces_when_asked(ranks: KeptRank
     for found in ranks.run(sharded, size=2):
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(found[name], parameter.grad)
+
+
+class TakesTwo(nn.Module):
+    """A unit that uses one of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, unused: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def gradients_of_inputs() -> tuple[bool, list[bool]]:
+    """Whether a sharded module's attributes tell of it; which of two inputs have a gradient."""
+    keep_unused_inputs()
+    model = TakesTwo()
+    with group_of_all() as group:
+        fully_shard(model, mesh=init_device_mesh("cpu", (group.size,)))
+        told = hasattr(model, "_is_fsdp_managed_module")
+        hide_sharding(model)
+        assert told
+        given = [torch.ones(2, 3, requires_grad=True) * 2 for _ in range(2)]
+        for one in given:
+            one.retain_grad()
+        model(*given).sum().backward()
+        return hasattr(model, "_is_fsdp_managed_module"), [one.grad is not None for one in given]
+
+
+def test_an_unused_input_of_a_unit_has_no_gradient_and_its_code_does_not_see_that_it_is_one(ranks: KeptRanks) -> None:
+    assert ranks.run(gradients_of_inputs, size=2) == [(False, [True, False])] * 2
 
 
 def test_pipelining_imports_what_the_first_optimizer_does() -> None:

@@ -124,6 +124,7 @@ class Composed:
             self.gradients.reshard()
         else:
             self.replicas.refresh()
+            self.gradients.gather()
 
     def close(self) -> None:
         """Removes all hooks and wrappers from the model."""

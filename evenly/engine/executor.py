@@ -198,14 +198,17 @@ class MicrobatchExecutor(Executor):
                 self.track_gradients()
 
     def look_at(self, microbatches: Sequence[Microbatch]) -> tuple[list[float], list[int]]:
+        gradients = self.composed.gradients
+        gradients.survey(lambda: self.loss_of(microbatches[0]))
         losses: list[float] = []
         orders: list[int] = []
         for microbatch in microbatches:
-            self.composed.gradients.reshard()
-            self.composed.gradients.forget_order()
+            gradients.reshard()
+            gradients.forget_order()
+            gradients.gather()
             losses.append(float(self.loss_of(microbatch).total.detach()))
-            orders.append(self.composed.gradients.unit_order)
-        self.composed.gradients.forget_order()
+            orders.append(gradients.unit_order)
+        gradients.forget_order()
         return losses, orders
 
     def _backward(self, loss: Loss, scale: float) -> None:

@@ -2,11 +2,11 @@
 
 A *list* is a container (`ModuleList`, `Sequential`, `ModuleDict`) with two or more children of one class that
 themselves have children and hold parameters. Its items are *blocks* if most of them have parameters of the same shapes.
-Where they differ (the stages of a Swin transformer, of a ResNet), they are looked into, and an item without a list
-inside is a block itself. What lies inside a block is not looked into: the experts of one layer are part of it. Lists
-much smaller than the largest (two heads besides a tower) are no blocks, unless of the same class. A model without such
-lists is searched for children of one class that are no list (`self.block1`, `self.block2`), then for lists of plain
-layers.
+Where they differ (the stages of a Swin transformer, of a ResNet), or are containers that nothing calls, they are
+looked into, and an item without a list inside is a block itself. What lies inside a block is not looked into: the
+experts of one layer are part of it. Lists much smaller than the largest (two heads besides a tower) are no blocks,
+unless of the same class. A model without such lists is searched for children of one class that are no list
+(`self.block1`, `self.block2`), then for lists of plain layers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _lists(name: str, module: nn.Module, may_repeat: Callable[[nn.Module, nn.Mod
     chosen: set[int] = set()
     for items in _like_children(name, module, may_repeat):
         chosen.update(id(item.module) for item in items)
-        if _alike(items):
+        if _alike(items) and all(_is_called(item.module) for item in items):
             yield items
             continue
         inner = [list(_lists(item.name, item.module, may_repeat)) for item in items]
@@ -60,10 +60,10 @@ def _lists(name: str, module: nn.Module, may_repeat: Callable[[nn.Module, nn.Mod
             yield [
                 block
                 for item, lists in zip(items, inner, strict=True)
-                for block in ([b for found in lists for b in found] or [item])
+                for block in ([b for found in lists for b in found] or _called(item))
             ]
-        else:
-            yield items
+        elif called := [block for item in items for block in _called(item)]:
+            yield called
     for child_name, child in module.named_children():
         if id(child) not in chosen:
             yield from _lists(_joined(name, child_name), child, may_repeat)
@@ -95,6 +95,19 @@ def _plain_in_container(parent: nn.Module, child: nn.Module) -> bool:
 def _alike(items: Sequence[Block]) -> bool:
     shapes = Counter(tuple((n, tuple(p.shape)) for n, p in item.module.named_parameters()) for item in items)
     return 2 * max(shapes.values()) > len(items)
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether it can be called: a `ModuleList` without a forward only holds others."""
+    return not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or type(module).forward is not nn.Module.forward
+
+
+def _called(item: Block) -> list[Block]:
+    """`item`, or what a container that nothing calls holds in its place."""
+    if _is_called(item.module):
+        return [item]
+    children = (Block(_joined(item.name, name), child) for name, child in item.module.named_children())
+    return [block for child in children if any(True for _ in child.module.parameters()) for block in _called(child)]
 
 
 def _size(items: Sequence[Block]) -> int:

@@ -110,3 +110,13 @@ def test_models_of_transformers() -> None:
         gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=3, n_head=2, n_embd=8, vocab_size=50))
     assert names(t5) == [f"encoder.block.{i}" for i in range(2)] + [f"decoder.block.{i}" for i in range(3)]
     assert names(gpt2) == [f"transformer.h.{i}" for i in range(3)]
+
+
+def test_containers_that_nothing_calls_are_looked_into() -> None:
+    def layers(count: int) -> nn.ModuleList:
+        return nn.ModuleList(nn.TransformerEncoderLayer(4, 2, 4) for _ in range(count))
+
+    stages = nn.ModuleList([layers(2), layers(2)])
+    assert [block.name for block in find_blocks(stages)] == ["0.0", "0.1", "1.0", "1.1"]
+    single = nn.ModuleList([layers(1), layers(1)])
+    assert [block.name for block in find_blocks(single)] == ["0.0", "1.0"]

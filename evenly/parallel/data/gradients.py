@@ -64,6 +64,12 @@ class Gradients(ABC):
         numbers: length of what `start_reduce` will be given, on every rank. rounds: the most microbatches of any rank.
         """
 
+    def survey(self, forward: Callable[[], object]) -> None:  # noqa: B027
+        """Called before the first forward of a run with what runs one, on all ranks alike, to learn from it."""
+
+    def gather(self) -> None:  # noqa: B027
+        """Called before an evaluation."""
+
     @abstractmethod
     def expect_last(self) -> None:
         """Called before this rank's last backward of the step."""

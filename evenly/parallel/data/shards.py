@@ -10,16 +10,17 @@ shards of their gradients in the last backward of a step.
 
 Exactness. With `accumulate_float64`, sums over microbatches and ranks are exact and rounded once, as in `gradients`:
 the same bits on any number of ranks. `fully_shard` itself would add microbatches and replicas up in float64, with
-rounding; `_ExactReduceScatter` leaves it nothing but zeros to add. Gradients are sums, not means.
+rounding; `ExactReduceScatter` leaves it nothing but zeros to add. Gradients are sums, not means.
 
 Order. The forward and the backward of every unit contain collectives, so all ranks must run equally many microbatches;
-`Share.filled` adds fillers. After an evaluation, `reshard` frees the gathered parameters of the root.
+`Share.filled` adds fillers. After an evaluation, `reshard` frees the gathered parameters of the root. Where ranks may
+run different units (`survey`), all units are gathered at the begin of a step and reduced at its end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, cast
 
 import torch
@@ -27,11 +28,10 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from evenly.comm.collectives import adds_here, exchange, reduce_scatter
-from evenly.comm.exact_reduce import begin_exact_all_reduce, exact_norm
-from evenly.comm.exact_sum import ExactSum
+from evenly.comm.collectives import adds_here
+from evenly.comm.exact_reduce import exact_norm
 from evenly.comm.groups import Group
-from evenly.comm.transport import Pending, PolledWork
+from evenly.comm.transport import Pending
 from evenly.comm.world import World
 from evenly.data.nest import tensors_in
 from evenly.errors import PlanError, RunError
@@ -51,11 +51,15 @@ from evenly.parallel.data.grouping import unit_members
 from evenly.parallel.data.mesh import groups_of, shard_mesh
 from evenly.parallel.data.optimizer import OwnedRows
 from evenly.parallel.data.row_layout import RowLayout
+from evenly.parallel.data.scalars import ScalarSums
+from evenly.parallel.data.shard_collectives import AsyncAllGather, ExactReduceScatter, SumReduceScatter
+from evenly.parallel.data.unit_order import order_may_differ
 from evenly.torch_private import (
-    all_gather_single,
     end_sharded_forward,
     gradient_hooks,
+    hide_sharding,
     initialize_sharding,
+    keep_unused_inputs,
     reduce_sharded,
     version,
 )
@@ -95,85 +99,145 @@ class ShardedGradients(Gradients):
         split_backward: bool = False,
     ) -> None:
         trainable(model, required=ownership is None or ownership.pipeline_group is None)
-        _check_can_shard(model)
+        _check_can_shard(model, scalars=ownership is None and not accumulate_float64)
         _lay_out_in_order(model)
         self._world, self._group, self._offload, self._ownership = world, world.group("data"), offload, ownership
         self._model, self._split_backward = model, split_backward
+        # Whether parameters stay gathered, and gradients are accumulated, until the end of a step.
+        self._reduces_at_end, self._surveyed, self._gathers_at_once = split_backward, split_backward, False
         units = units_of(model, find_blocks(model) if blocks is None else blocks)
         for unit, _ in units:
             _check_dtypes(unit.name, unit.module)
         _check_dtypes("", model)
         self._gradient_hooks = {name: hooks for name, p in model.named_parameters() if (hooks := gradient_hooks(p))}
-        self._shards, across = self._cut(model, units, shard=shard, accumulate_float64=accumulate_float64)
-        self._counts_squares = across is None or across.position == 0  # other groups have the same shards
+        self._shards, self._across = self._cut(model, units, shard=shard, accumulate_float64=accumulate_float64)
+        # Other groups have the same shards.
+        self._counts_squares = self._across is None or self._across.position == 0
+        self._accumulates_float64 = accumulate_float64
+        self._exact: list[ExactReduceScatter] = []  # of each unit, with exact=bitwise
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        # With a split backward, gradients of several microbatches are accumulated before they are reduced.
-        send_dtype = None if split_backward else next((p.dtype for p in model.parameters() if p.requires_grad), None)
-        self._exact = (
-            [_ExactReduceScatter(self._shards, across, send_dtype) for _ in self._units] if accumulate_float64 else []
-        )
-        for number, unit in enumerate(self._units):
+        for unit in self._units:
             _reduce_by_sum(unit)
-            if self._exact:
-                unit.set_custom_reduce_scatter(cast(Any, self._exact[number]))
-            elif adds_here(self._shards) and self._shards.size > 1:
-                unit.set_custom_reduce_scatter(cast(Any, _ReduceScatter(self._shards, send_dtype)))
             if adds_here(self._shards) and self._shards.size > 1:
-                unit.set_custom_all_gather(cast(Any, _AsyncAllGather()))
+                unit.set_custom_all_gather(cast(Any, AsyncAllGather()))
+        self._set_reduce_scatter()
         for unit, following in pairwise(self._units):
             unit.set_modules_to_forward_prefetch([following])
         self._named = list(model.named_parameters())
         self._frozen = [(name, p) for name, p in self._named if not p.requires_grad]
         self._numbers = {name: number for number, (name, _) in enumerate(self._named)}
         self._used = [False] * len(self._named)
-        self._hooked: set[int] = set()
+        self._hooked: dict[int, list[Any]] = {}  # by id of a gathered parameter, the handles of its hooks
         prefixes = {id(module): name for name, module in model.named_modules()}
         own = {unit: _own_modules(unit, prefixes[id(unit)]) for unit in self._units}
+        self._watches = [self._before_unit(own[unit], number) for number, unit in enumerate(self._units)]
         self._handles: list[Any] = [
-            unit.register_forward_pre_hook(self._before_unit(own[unit], number))
-            for number, unit in enumerate(self._units)
+            unit.register_forward_pre_hook(watch) for unit, watch in zip(self._units, self._watches, strict=True)
         ]
         self._handles += [unit.register_forward_hook(self._after_unit(own[unit]), prepend=True) for unit in self._units]
-        self._versions: dict[str, tuple[int, int | None]] = {}  # of gathered parameters in a forward, and fingerprints
+        self._versions: dict[str, tuple[int, int | None, torch.dtype]] = {}  # of gathered parameters in a forward
         self._stepped = False
+        self._scalars = ScalarSums(self._named, self._group, self._use)
+        self._handles += self._scalars.handles
         self._pending: Pending[torch.Tensor] | None = None
         self._sums: dict[str, torch.Tensor] = {}  # by name, the reduced shards of gradients
         self._squares = 0.0  # of all gradients of the step; unless `ownership` computes the norm
         cut = sum(p.numel() for _, p in self._named if local(p).numel() < p.numel())
         self.share = cut / max(1, sum(p.numel() for _, p in self._named))
         position, ranks = self._shards.position, self._shards.size
-        self.cuts = [OwnedRows(name, p, p, RowLayout.of(p.shape, ranks).own(position)) for name, p in self._named]
+        self.cuts = [
+            OwnedRows(name, p, p, RowLayout.of(p.shape, ranks).own(position))
+            for name, p in self._named
+            if isinstance(p, DTensor)
+        ]
 
     def _cut(
         self, model: nn.Module, units: Sequence[tuple[Block, bool]], *, shard: int, accumulate_float64: bool
     ) -> tuple[Group, Group | None]:
         """Shards every unit, innermost first; returns the shard group, and the group of ranks with the same shards."""
+        keep_unused_inputs()
         mesh = shard_mesh(self._world, shard)
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float64 if accumulate_float64 else None)
         on_gpu = self._world.device.startswith("cuda")
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
+        if whole := {p for p in model.parameters() if p.numel() == 0 or p.dim() == 0}:  # nothing to cut
+            options["ignored_params"] = whole
+            for parameter in whole:
+                parameter.data = parameter.data.to(self._world.device)
         if self._offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
         for unit, keep_gathered in units:
             # A split backward finds gradients through the gathered parameters that the forward used.
             fully_shard(unit.module, reshard_after_forward=not (keep_gathered or self._split_backward), **options)
         fully_shard(model, reshard_after_forward=False, **options)
+        hide_sharding(model)
         return groups_of(mesh, self._group)
 
+    def _set_reduce_scatter(self) -> None:
+        """Has gradients sent in their own dtype, or in that of the sum where those of several microbatches are."""
+        own = next((p.dtype for p in self._model.parameters() if p.requires_grad), None)
+        send_dtype = None if self._reduces_at_end else own
+        for number, unit in enumerate(self._units):
+            if self._accumulates_float64:
+                self._exact.append(ExactReduceScatter(self._shards, self._across, send_dtype))
+                unit.set_custom_reduce_scatter(cast(Any, self._exact[number]))
+            elif adds_here(self._shards) and self._shards.size > 1:
+                unit.set_custom_reduce_scatter(cast(Any, SumReduceScatter(self._shards, send_dtype)))
+
     # ------------------------------------------------------------------------------------------- a step
+    def survey(self, forward: Callable[[], object]) -> None:
+        """Runs the forward of the first microbatch once more, before it, and gathers at once if units may differ."""
+        if self._surveyed:
+            return
+        self._surveyed = True
+        prefixes = {id(module): name for name, module in self._model.named_modules()}
+        units = [(prefixes[id(unit)], cast(nn.Module, unit)) for unit in self._units[1:]]
+        if self._group.size == 1:
+            return
+        differs = order_may_differ(units, self._group, forward)
+        self._units[0].reset_iter_state()
+        if not differs:
+            return
+        if self._accumulates_float64:
+            raise PlanError(
+                "exact=bitwise under zero=3",
+                "which blocks run may depend on the microbatch, and gradients of several are added up at once then",
+                "use plan zero2 exact=bitwise, or leave exact=bitwise out",
+            )
+        self._reduces_at_end = self._gathers_at_once = True
+        for handle in chain.from_iterable(self._hooked.values()):
+            handle.remove()
+        self._hooked.clear()
+        self._set_reduce_scatter()
+        for unit in self._units:
+            unit.set_reshard_after_forward(False)
+            unit.set_modules_to_forward_prefetch([])
+        self._expect(last=False)
+        self.gather()
+
+    def gather(self) -> None:
+        """Gathers all units, in their order, if ranks may run different ones."""
+        if self._gathers_at_once:
+            initialize_sharding(self._model)
+            for unit, watch in zip(self._units, self._watches, strict=True):
+                unit.unshard()
+                watch()  # not every block need be run by a call of it
+
     def begin(self, *, numbers: int = 0, rounds: int = 1) -> None:
         self._used = [False] * len(self._named)
         self.unit_order = 0
+        self._scalars.begin()
         self._sums.clear()
         for reduction in self._exact:
             reduction.begin()
         for _, parameter in self._named:
             parameter.grad = None
         self._expect(last=False)
+        self.gather()
 
     def expect_last(self) -> None:
         """Lets the next backward reduce over all ranks; with a split backward `start_reduce` does that."""
-        if not self._split_backward:
+        if not self._reduces_at_end:
             self._expect(last=True)
 
     def _expect(self, *, last: bool) -> None:
@@ -182,7 +246,7 @@ class ShardedGradients(Gradients):
         root = self._units[0]
         root.set_is_last_backward(last)
         root.set_requires_all_reduce(last)
-        if self._split_backward:
+        if self._reduces_at_end:
             root.set_requires_gradient_sync(last)
             root.set_reshard_after_backward(last)
 
@@ -195,14 +259,16 @@ class ShardedGradients(Gradients):
         return end_sharded_forward(self._model, outputs)
 
     def start_reduce(self, numbers: Sequence[float] | torch.Tensor = ()) -> None:
-        """Gradients are in flight since the backward, unless it was split."""
-        if self._split_backward:
+        """Gradients are in flight since the backward, unless they are reduced at the end."""
+        if self._reduces_at_end:
             self._reduce()
         refuse_unfrozen(self._frozen)
+        self._scalars.reduce()
         flags = (float(used) for used in self._used)
         order = (float(self.unit_order), float(self.unit_order**2))
         self._sums = self._reduced()
-        counted = self._sums.values() if self._counts_squares else ()
+        once = self._scalars.names if self._group.position else ()  # counted by the first rank
+        counted = [s for name, s in self._sums.items() if name not in once] if self._counts_squares else ()
         squares = sum_of_squares(counted) if self._ownership is None else None
         self._pending = begin_numbers((*order, *flags), numbers, self._group, squares)
 
@@ -279,18 +345,20 @@ class ShardedGradients(Gradients):
         return {name: local(p.grad) for name, p in self._named if p.grad is not None}
 
     # ------------------------------------------------------------------------------- which parameters are used
-    def _before_unit(self, modules: Sequence[tuple[str, nn.Module]], number: int) -> Callable[[nn.Module, Any], None]:
+    def _before_unit(self, modules: Sequence[tuple[str, nn.Module]], number: int) -> Callable[..., None]:
         """A pre-forward hook that adds hooks to the gathered parameters of a unit, to note which get a gradient."""
 
         def watch(*_: Any) -> None:
-            self.unit_order = (self.unit_order * 31 + number + 1) % ORDER_PRIME
+            if not self._gathers_at_once:
+                self.unit_order = (self.unit_order * 31 + number + 1) % ORDER_PRIME
             for name, parameter in local_parameters(modules):
-                if not isinstance(parameter, DTensor):
-                    self._versions[name] = version(parameter), self._print(parameter)
-                if id(parameter) not in self._hooked and parameter.requires_grad and not isinstance(parameter, DTensor):
-                    self._hooked.add(id(parameter))
-                    for hook in self._gradient_hooks.get(name, ()):
-                        parameter.register_hook(hook)
+                if isinstance(parameter, DTensor):
+                    continue
+                self._versions[name] = version(parameter), self._print(parameter), parameter.dtype
+                if id(parameter) not in self._hooked and parameter.requires_grad and parameter.dim():
+                    hooks = [*self._gradient_hooks.get(name, ()), *([self._without_filler] * self._gathers_at_once)]
+                    note = parameter.register_post_accumulate_grad_hook(self._note(self._numbers[name]))
+                    self._hooked[id(parameter)] = [note, *map(parameter.register_hook, hooks)]
                     parameter.register_post_accumulate_grad_hook(self._note(self._numbers[name]))
 
         return watch
@@ -306,7 +374,9 @@ class ShardedGradients(Gradients):
                 before = self._versions.pop(name, None)
                 if before is None or isinstance(parameter, DTensor):
                     continue
-                if before[0] != version(parameter) or (before[1] is not None and before[1] != fingerprint(parameter)):
+                count, printed, dtype = before
+                written = printed is not None and printed != fingerprint(parameter)
+                if version(parameter) != count or parameter.dtype != dtype or written:
                     raise changed_error(name, parameter=True)
 
         return compare
@@ -315,118 +385,32 @@ class ShardedGradients(Gradients):
         """Of what is not trained and could be written past autograd; in the first step alone, for it reads it all."""
         return None if self._stepped or parameter.requires_grad else fingerprint(parameter)
 
+    def _use(self, number: int) -> bool:
+        """Notes that a parameter got a gradient; whether that counts."""
+        self._used[number] = self._used[number] or self.counting
+        return self.counting
+
     def _note(self, number: int) -> Callable[[torch.Tensor], None]:
         def note(parameter: torch.Tensor) -> None:
+            if parameter.grad is None:
+                return  # what it would have gone to was not used
             if self.counting or self._split_backward:
                 self._used[number] = True
-            elif parameter.grad is not None:
-                # A filler's loss is multiplied by zero, but its gradient may still be NaN, or random.
-                parameter.grad.zero_()
+            elif not self._gathers_at_once:
+                parameter.grad.zero_()  # of a filler, whose loss is zero; the gradient may still be NaN, or random
 
         return note
 
-
-class _NewMemory:
-    """A collective for `fully_shard` with new buffers for each call."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
+    def _without_filler(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Zeros for a filler's gradient, before it is added to those of other microbatches."""
+        return None if self.counting or gradient is None else torch.zeros_like(gradient)
 
 
-class _AsyncAllGather(_NewMemory):
-    """An all-gather that waits on the CPU only where the result is needed."""
+def _check_can_shard(model: nn.Module, *, scalars: bool) -> None:
+    """Raises `PlanError` for a version of torch or a model that fully_shard handles wrongly.
 
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
-    ) -> Any:
-        work = all_gather_single(output_tensor, input_tensor, group=group, async_op=True)
-        return None if work is None else PolledWork(work)
-
-
-class _ReduceScatter(_NewMemory):
-    """A reduce-scatter that sends gradients in a narrower dtype than it sums them in.
-
-    send_dtype: of the gradients as they are sent; None if they are sent in the dtype of the sum.
+    scalars: whether parameters without dims may be whole on all ranks.
     """
-
-    def __init__(self, group: Group, send_dtype: torch.dtype | None) -> None:
-        self._group, self._send_dtype = group, send_dtype
-        self._allocated = False  # whether the buffer to send is allocated; the next one is the result
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        is_result, self._allocated = self._allocated, True
-        return super().allocate(size, dtype=dtype if is_result else self._send_dtype or dtype, device=device)
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> None:
-        self._allocated = False
-        reduce_scatter(input_tensor, self._group, into=output_tensor)
-
-
-class _ExactReduceScatter(_NewMemory):
-    """A reduce-scatter whose results, added up by `fully_shard` over the microbatches of a step, are the exact sum.
-
-    Its results are zeros, but for the first: `fully_shard` keeps that tensor and adds the others to it, and so it is
-    the one in which gradients are added up here. In the last backward it becomes the rounded sum over all ranks, on the
-    first of the ranks `across` that have the same shards, and zeros on the others. In a group of one rank `fully_shard`
-    calls no collective and copies what it would have sent; that is replaced before it allocates the result.
-
-    last: whether the next backward is the last of the step.
-    """
-
-    def __init__(self, group: Group, across: Group | None, send_dtype: torch.dtype | None) -> None:
-        self._group, self._across, self._send_dtype = group, across, send_dtype
-        self._sent: torch.Tensor | None = None  # the buffer to send, until the result is allocated
-        self.begin()
-
-    def begin(self) -> None:
-        """Forgets the last step."""
-        self._sum: ExactSum | None = None
-        self.last = False
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if self._sent is None:
-            send_dtype = self._send_dtype if self._group.size > 1 else None
-            self._sent = super().allocate(size, dtype=send_dtype or dtype, device=device)
-            return self._sent
-        if self._group.size == 1:
-            self._add([self._sent], self._sent)
-        self._sent = None
-        return super().allocate(size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> None:
-        self._add(exchange(input_tensor.view(self._group.size, -1), self._group), output_tensor)
-
-    def _add(self, rows: Sequence[torch.Tensor], output: torch.Tensor) -> None:
-        """Adds the ranks' `rows`, and sets `output`, the memory of the row in a group of one rank."""
-        if self._sum is None:
-            own = output.copy_(rows[0]) if self._group.size > 1 else output.clone()
-            self._sum, rows = ExactSum(own), rows[1:]
-        for row in rows:
-            self._sum.add(row)
-        total = self._sum.high
-        if self.last:
-            self._round()
-        if output is not total:
-            output.copy_(total) if self.last and self._group.size == 1 else output.zero_()
-
-    def _round(self) -> None:
-        """Turns the sum into the result, and ends the step."""
-        assert self._sum is not None
-        if self._across is not None:
-            begin_exact_all_reduce(self._sum, self._across, label="gradients of shards")()
-        if self._across is None or self._across.position == 0:
-            self._sum.high.copy_(self._sum.rounded())
-        else:
-            self._sum.high.zero_()
-        self._sum = None
-
-
-def _check_can_shard(model: nn.Module) -> None:
-    """Raises `PlanError` for a version of torch or a model that fully_shard handles wrongly."""
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         raise PlanError(
             f"plan zero=3 with torch {torch.__version__}",
@@ -434,7 +418,7 @@ def _check_can_shard(model: nn.Module) -> None:
             "use torch 2.13 or newer, or plan zero2",
         )
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 0:
+        if parameter.dim() == 0 and not scalars:
             raise PlanError(
                 "sharding the model over ranks",
                 f"parameter {name} has no dims, and fully_shard cuts along the first",

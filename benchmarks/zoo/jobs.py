@@ -1,0 +1,65 @@
+"""The jobs of the zoo, and what runs in the processes of a row."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import subjects
+import torch
+
+from evenly.job import Job
+from evenly.plan import PlanSpec, parse_plan
+from evenly.verify.ranks import compare_job, keep_reference
+from evenly.verify.verify import world_of
+
+STEPS = 2
+MICROBATCH = 2
+GLOBAL_BATCH = 6  # three microbatches: ranks have unlike shares
+
+
+def job_of(name: str, shapes: subjects.Shapes) -> Job:
+    """The job of one architecture: SGD with momentum, which enlarges no rounding as Adam does."""
+    return Job(
+        model=partial(subjects.build, name),
+        loss=subjects.loss,
+        data=subjects.Samples(shapes, subjects.avoided(name)),
+        optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
+        global_batch=GLOBAL_BATCH,
+        microbatch=MICROBATCH,
+        steps=STEPS,
+        precision="float64",
+        name=name,
+    )
+
+
+def plan_of(text: str) -> PlanSpec:
+    """The plan, with a size for every axis."""
+    plan = parse_plan(text)
+    return plan.fit(world_of(plan, None, text))
+
+
+def _quiet(*, small_units: bool) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    if small_units:  # blocks of small models are units, cut as those of large ones are
+        from evenly.parallel.data import grouping
+
+        grouping.SMALL_BYTES = grouping.WHOLE_BYTES = 0
+
+
+def prepare(name: str, folder: Path) -> dict[str, Any]:
+    """Finds the batch of an architecture, trains the reference, and keeps it in `folder`."""
+    _quiet(small_units=False)
+    found = subjects.subject(name)
+    keep_reference(job_of(name, found.batch), STEPS, folder / "reference")
+    return asdict(found)
+
+
+def compare(name: str, shapes: subjects.Shapes, plan: str, folder: Path) -> Any:
+    """The comparison of one rank under `plan`."""
+    _quiet(small_units=True)
+    return compare_job(job_of(name, shapes), plan_of(plan), STEPS, folder)
