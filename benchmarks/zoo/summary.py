@@ -88,13 +88,17 @@ def _reason(row: Row) -> str:
     if row["status"] in ("timeout",):
         return "no end within the limit"
     if row["status"] == "different":
-        return "first difference in " + re.sub(r"first difference: | on rank.*", "", row["reason"])
+        return f"first in {re.sub('first difference: | on rank.*', '', row['reason'])}; at most {_largest(row):.1e}"
     text = " ".join(line.strip() for line in row["reason"].split("\n"))
     text = re.sub(r" to do: .*", "", text)
     text = re.sub(r"\([\w ]*\w+\.py:\d+\)|\(in the call of.*", "", text)
     text = re.sub(r"\[[^\]]*\]:?\d*", "", text)
     text = re.sub(r"\b\w+(\.\w+){2,}\b", "...", text)
     return re.sub(r"\s+", " ", text).replace("|", "/").strip()[:200]
+
+
+def _largest(row: Row) -> float:
+    return max(row["loss_diff"], row["grad_norm_diff"], row["param_diff"])
 
 
 def _names(rows: Iterable[Row]) -> list[str]:
@@ -112,7 +116,12 @@ def _names(rows: Iterable[Row]) -> list[str]:
 
 def _left_out(rows: Iterable[Row]) -> list[str]:
     unbuilt = sorted({row["architecture"] for row in rows if row["status"] == "unbuilt"})
-    result = ["## Not run", "", *(f"- {name}: {reason}" for name, reason in shrink.left_out().items())]
+    result = [
+        "## Not run",
+        "",
+        "- plans that are not in the table above; models of other libraries",
+        *(f"- {name}: {reason}" for name, reason in shrink.left_out().items()),
+    ]
     if unbuilt:
         result.append(f"- no batch was found that the small model runs on: {', '.join(unbuilt)}")
     return result

@@ -19,7 +19,6 @@ run different units (`survey`), all units are gathered at the begin of a step an
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -28,7 +27,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from evenly.comm.collectives import adds_here, all_reduce, reduce_scatter
+from evenly.comm.collectives import adds_here, reduce_scatter
 from evenly.comm.groups import Group
 from evenly.comm.transport import Pending, PolledWork
 from evenly.comm.world import World
@@ -48,6 +47,7 @@ from evenly.parallel.data.grouping import unit_members
 from evenly.parallel.data.mesh import groups_of, shard_mesh
 from evenly.parallel.data.optimizer import OwnedRows
 from evenly.parallel.data.partition import RowLayout
+from evenly.parallel.data.scalars import ScalarSums
 from evenly.parallel.data.unit_order import order_may_differ
 from evenly.torch_private import (
     all_gather_single,
@@ -128,11 +128,8 @@ class ShardedGradients(Gradients):
         self._handles: list[Any] = [
             unit.register_forward_pre_hook(watch) for unit, watch in zip(self._units, self._watches, strict=True)
         ]
-        # Parameters without dims are whole on every rank; their gradients are summed over microbatches in float64.
-        self._scalars = [(number, p) for number, (_, p) in enumerate(self._named) if p.dim() == 0 and p.requires_grad]
-        self._scalar_sums = torch.zeros(len(self._scalars), dtype=torch.float64, device=self._group.device)
-        for place, (number, parameter) in enumerate(self._scalars):
-            self._handles.append(parameter.register_hook(partial(self._add_scalar, place, number)))
+        self._scalars = ScalarSums(self._named, self._group, self._use)
+        self._handles += self._scalars.handles
         self._pending: Pending[torch.Tensor] | None = None
         self._sums: dict[str, torch.Tensor] = {}  # by name, the reduced shards of gradients
         self._squares = 0.0  # of all gradients of the step; unless `ownership` computes the norm
@@ -187,7 +184,7 @@ class ShardedGradients(Gradients):
             return
         self._found = {}
         differs = order_may_differ(units, self._group, forward)
-        self._refuse_written(self._found)
+        _refuse_written(self._found)
         self._found = None
         self._units[0].reset_iter_state()
         if not differs:
@@ -201,16 +198,6 @@ class ShardedGradients(Gradients):
         self._expect(last=False)
         self.gather()
 
-    def _refuse_written(self, found: dict[int, tuple[str, torch.Tensor, int, torch.dtype]]) -> None:
-        """Raises `PlanError` if the forward changed a gathered parameter, of which the shards would not know."""
-        for name, parameter, count, dtype in found.values():
-            if version(parameter) != count or parameter.dtype != dtype:
-                raise PlanError(
-                    f"parameter {name} changes in the forward pass",
-                    f"it was {dtype} and is {parameter.dtype}" if parameter.dtype != dtype else "it was written to",
-                    "let the gradient change it, or run on one device",
-                )
-
     def gather(self) -> None:
         """Gathers all units, in their order, if ranks may run different ones."""
         if self._gathers_at_once:
@@ -222,7 +209,7 @@ class ShardedGradients(Gradients):
     def begin(self, *, numbers: int = 0, rounds: int = 1) -> None:
         self._used = [False] * len(self._named)
         self._unit_order = 0
-        self._scalar_sums.zero_()
+        self._scalars.begin()
         self._sums.clear()
         for _, parameter in self._named:
             parameter.grad = None
@@ -255,27 +242,14 @@ class ShardedGradients(Gradients):
         if self._reduces_at_end:
             self._reduce()
         refuse_unfrozen(self._frozen)
-        self._reduce_scalars()
+        self._scalars.reduce()
         flags = (float(used) for used in self._used)
         order = (float(self._unit_order), float(self._unit_order**2))
         self._sums = self._reduced()
-        scalars = {self._named[number][0] for number, _ in self._scalars} if self._group.position else set[str]()
-        counted = [s for name, s in self._sums.items() if name not in scalars] if self._counts_squares else ()
+        once = self._scalars.names if self._group.position else ()  # counted by the first rank
+        counted = [s for name, s in self._sums.items() if name not in once] if self._counts_squares else ()
         squares = sum_of_squares(counted) if self._ownership is None else None
         self._pending = begin_numbers((*order, *flags), numbers, self._group, squares)
-
-    def _add_scalar(self, place: int, number: int, gradient: torch.Tensor | None) -> None:
-        """Adds a microbatch's gradient of a parameter without dims; a filler's does not count."""
-        if gradient is not None and self.counting:
-            self._used[number] = True
-            self._scalar_sums[place] += gradient.double()
-
-    def _reduce_scalars(self) -> None:
-        """Sums the gradients of parameters without dims over ranks."""
-        if self._scalars:
-            sums = all_reduce(self._scalar_sums, self._group, label="gradients without dims")
-            for (_, parameter), total in zip(self._scalars, sums, strict=True):
-                parameter.grad = total.to(parameter.dtype)
 
     def finish_reduce(self) -> list[float]:
         assert self._pending is not None
@@ -364,6 +338,11 @@ class ShardedGradients(Gradients):
 
         return watch
 
+    def _use(self, number: int) -> bool:
+        """Notes that a parameter got a gradient; whether that counts."""
+        self._used[number] = self._used[number] or self.counting
+        return self.counting
+
     def _note(self, number: int) -> Callable[[torch.Tensor], None]:
         def note(parameter: torch.Tensor) -> None:
             if parameter.grad is None:
@@ -435,6 +414,17 @@ def _check_can_shard(model: nn.Module, *, scalars: bool) -> None:
                 "sharding the model over ranks",
                 f"parameter {name} has no dims, and fully_shard cuts along the first",
                 "give it shape (1,), or use plan zero2",
+            )
+
+
+def _refuse_written(found: dict[int, tuple[str, torch.Tensor, int, torch.dtype]]) -> None:
+    """Raises `PlanError` if the forward changed a gathered parameter, of which the shards would not know."""
+    for name, parameter, count, dtype in found.values():
+        if version(parameter) != count or parameter.dtype != dtype:
+            raise PlanError(
+                f"parameter {name} changes in the forward pass",
+                f"it was {dtype} and is {parameter.dtype}" if parameter.dtype != dtype else "it was written to",
+                "let the gradient change it, or run on one device",
             )
 
 
