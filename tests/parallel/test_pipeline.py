@@ -183,6 +183,9 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
         ("chain", "tensor=2 pipeline=2 recompute=full", 4, 0.9),
         ("layers", "tensor=2 pipeline=2 split_points=4", 4, 0.9),
         ("layers", "tensor=2 pipeline=2 split_points=3", 4, 0.9),
+        ("experts", "pipeline=2", 2, 0.98),
+        ("masked", "pipeline=2", 2, 0.98),
+        ("experts", "data=2 pipeline=2 zero=1 schedule=zbv", 4, 0.98),
         ("whole_penalty", "pipeline=2 schedule=zbv", 2, 0.0),  # all of it is on all ranks
         ("whole_penalty", "data=2 pipeline=2 zero=1", 4, 0.9),
         ("conv_norm", "data=2 pipeline=2 zero=2", 4, 0.9),

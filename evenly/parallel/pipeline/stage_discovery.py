@@ -1,5 +1,7 @@
 """Finds what cutting a model into stages needs to know, by running its code on fake tensors.
 
+Code that needs numbers does not run on these, and is run on made-up ones (`example_tensor`).
+
 First, one run of the job's loss in which all parameters are remote: which blocks are called, in which order, and for
 each call the cost and the parameters used up to the next one. Then, once the stages are chosen, each is run by itself,
 from the last to the first: which tensors it has to receive.
@@ -8,9 +10,10 @@ from the last to the first: which tensors it has to receive.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from functools import partial
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -20,6 +23,9 @@ from evenly.errors import EvenlyError, PlanError, describe
 from evenly.model.costs import CostCounter
 from evenly.model.fake import running_fake
 from evenly.parallel.core.calls import BlockCall, BlockCalls
+from evenly.parallel.pipeline.draws import Draws
+from evenly.parallel.pipeline.example_tensor import example_of, example_weight
+from evenly.parallel.pipeline.example_tensor import examples as running_examples
 from evenly.parallel.pipeline.model import ResultRecorder, StagedModel, StageRun, StageTensor
 from evenly.parallel.pipeline.remote_tensor import (
     OTHER_PLAN,
@@ -30,14 +36,13 @@ from evenly.parallel.pipeline.remote_tensor import (
     remote,
 )
 from evenly.parallel.pipeline.stages import CallCost, CallId, StagePlan, TensorSite, owners_of, stage_of_calls
-from evenly.torch_private import TensorDict, has_forward_hooks, memory_key, operation_of
+from evenly.torch_private import TensorDict, TorchDispatchMode, has_forward_hooks, memory_key, operation_of
 
 
 def find_call_costs(model: StagedModel, compute: Callable[[], Any]) -> list[CallCost]:
     """The cost of each block call of one forward; compute: runs the job's loss. Raises `PlanError` where it cannot."""
     _check_can_be_staged(model)
-    found = _CallDiscovery(model)
-    _run(model, found, compute)
+    found = _discover(model, partial(_CallDiscovery, model), compute)
     if not found.call_costs:
         raise PlanError(
             "cutting the model into stages",
@@ -105,12 +110,28 @@ def _with_stage_inputs(
     """`stage_plan` with the inputs of each stage."""
     for stage in reversed(range(stage_plan.stages)):
         model.set_stage_plan(stage_plan)
-        run = _InputDiscovery(model, stage, training=training)
-        _run(model, run, compute)
+        run = _discover(model, partial(_InputDiscovery, model, stage, training=training), compute)
         inputs = [*stage_plan.stage_inputs[training]]
         inputs[stage] = tuple(run.inputs)
-        stage_plan = replace(stage_plan, stage_inputs={**stage_plan.stage_inputs, training: tuple(inputs)})
+        mixed = stage_plan.mixed_draws | ({training} if run.random.mixed else set())
+        found = {**stage_plan.stage_inputs, training: tuple(inputs)}
+        stage_plan = replace(stage_plan, stage_inputs=found, mixed_draws=mixed)
     return stage_plan
+
+
+Discovery = TypeVar("Discovery", bound="_CallDiscovery | _InputDiscovery")
+
+
+def _discover(model: StagedModel, discovery: Callable[..., Discovery], compute: Callable[[], Any]) -> Discovery:
+    """A run of `compute` on fake tensors or, where that fails, on examples."""
+    try:
+        _run(model, run := discovery(examples=False), compute)
+    except EvenlyError as problem:
+        try:
+            _run(model, run := discovery(examples=True), compute)
+        except EvenlyError as again:
+            raise problem from again
+    return run
 
 
 def _run(model: StagedModel, run: _CallDiscovery | _InputDiscovery, compute: Callable[[], Any]) -> None:
@@ -118,7 +139,7 @@ def _run(model: StagedModel, run: _CallDiscovery | _InputDiscovery, compute: Cal
     model.running = run
     try:
         recorder = ResultRecorder(run) if isinstance(run, StageRun) else nullcontext()
-        with running_fake(), calls.drawing(0), torch.enable_grad(), recorder:
+        with running_fake(), calls.drawing(0), torch.enable_grad(), recorder, run.random, run.stack:
             run.end(compute())
     except _StageEnded:
         pass
@@ -142,11 +163,11 @@ def _refusal(problem: Exception) -> PlanError:
 
 @dataclass(eq=False)
 class _CallRecord:
-    """Collects the cost of a call; `saved` are the tensors saved for the backward, by memory."""
+    """Collects the cost of a call; `saved` are the bytes saved for the backward, by memory."""
 
     call: CallId
     tensors: set[str] = field(default_factory=set[str])
-    saved: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+    saved: dict[int, int] = field(default_factory=dict[int, int])
     counter: CostCounter = field(default_factory=CostCounter)
 
     def cost(self, model: StagedModel) -> CallCost:
@@ -157,28 +178,39 @@ class _CallRecord:
             flops=self.counter.flops,
             moved_bytes=self.counter.moved_bytes,
             weight_bytes=sum(fake.nbytes for fake in fakes),
-            saved_bytes=sum(tensor.untyped_storage().nbytes() for tensor in self.saved.values()),
+            saved_bytes=sum(self.saved.values()),
         )
 
 
 class _CallDiscovery:
-    """A run in which every parameter is remote; records each block call."""
+    """A run in which every parameter is remote, or an example; records each block call."""
 
-    def __init__(self, model: StagedModel) -> None:
-        self._model = model
-        self._remote: dict[str, RemoteTensor] = {}
+    def __init__(self, model: StagedModel, *, examples: bool) -> None:
+        self._model, self._examples = model, examples
+        self.stack, self.random = ExitStack(), Draws()
+        self._remote: dict[str, torch.Tensor] = {}
         self._names = {id(tensor): stage_tensor.name for tensor, stage_tensor in model.local_tensors()}
         self._weights = {memory_key(stage_tensor.fake) for stage_tensor in model.stage_tensors.values()}
         self._before_first = _CallRecord(("", 0))  # what precedes the first call
         self.call_costs: list[_CallRecord] = []
+        if examples:
+            noting = running_examples(note_inputs=self._note_examples, note_saved=self._note_saved)
+            self.stack.enter_context(noting)
+            self.stack.enter_context(_CurrentCost(self))
+
+    def _note_examples(self, arguments: Any) -> None:
+        self.note_inputs([*tensors_in(arguments)])
+
+    def _note_saved(self, tensor: torch.Tensor) -> None:
+        self.current.saved[memory_key(tensor)] = tensor.untyped_storage().nbytes()
 
     @property
     def function_context(self) -> AbstractContextManager[object]:
         """Counts the cost of a function, and notes what it saves for the backward."""
-        return _CostRecorder(self._current, self._weights)
+        return _CostRecorder(self.current, self._weights)
 
     @property
-    def _current(self) -> _CallRecord:
+    def current(self) -> _CallRecord:
         return self.call_costs[-1] if self.call_costs else self._before_first
 
     def value_of(self, tensor: RemoteTensor) -> None:
@@ -186,12 +218,13 @@ class _CallDiscovery:
 
     def note_inputs(self, tensors: list[torch.Tensor]) -> None:
         """Notes the parameters among `tensors`."""
-        self._current.tensors |= {name for tensor in tensors if (name := self._names.get(id(tensor))) is not None}
+        self.current.tensors |= {name for tensor in tensors if (name := self._names.get(id(tensor))) is not None}
 
-    def view_of(self, module: nn.Module, name: str, stage_tensor: StageTensor) -> RemoteTensor:
-        """One remote tensor for each parameter."""
+    def view_of(self, module: nn.Module, name: str, stage_tensor: StageTensor) -> torch.Tensor:
+        """One remote tensor, or example, for each parameter."""
         if stage_tensor.name not in self._remote:
-            new = self._remote[stage_tensor.name] = remote(stage_tensor.fake, self)
+            new = example_weight(stage_tensor.fake) if self._examples else remote(stage_tensor.fake, self)
+            self._remote[stage_tensor.name] = new
             self._names[id(new)] = stage_tensor.name
         return self._remote[stage_tensor.name]
 
@@ -203,7 +236,16 @@ class _CallDiscovery:
         if len(self.call_costs) == 1:
             first, before = self.call_costs[0], self._before_first
             first.tensors, first.saved, first.counter = before.tensors, before.saved, before.counter
-        return call.run(*call.args, **call.kwargs)
+        if self._examples:  # other numbers may lead to other parameters
+            self.current.tensors |= self._model.names_in(call.block.module)
+        self.random.at_block(between=False)
+        result = call.run(*call.args, **call.kwargs)
+        self.random.at_block(between=True)
+        return result
+
+    def draws(self) -> bool:
+        """Notes that a function draws for remote tensors."""
+        return self.random.note()
 
     def end(self, result: Any) -> None:
         """Does nothing: all calls are recorded."""
@@ -227,8 +269,21 @@ class _CostRecorder:
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         key = memory_key(tensor)
         if key not in self._weights:
-            self._record.saved[key] = tensor
+            self._record.saved[key] = tensor.untyped_storage().nbytes()
         return tensor
+
+
+class _CurrentCost(TorchDispatchMode):
+    """Within, adds the cost of every operation to the current call of `run`."""
+
+    def __init__(self, run: _CallDiscovery) -> None:
+        super().__init__()
+        self._run = run
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._run.current.counter.add(func, args, kwargs or {}, result)
+        return result
 
 
 class _StageEnded(Exception):
@@ -238,9 +293,13 @@ class _StageEnded(Exception):
 class _InputDiscovery(StageRun):
     """A run of one stage that finds the tensors it must receive; fake tensors take their place."""
 
-    def __init__(self, model: StagedModel, stage: int, *, training: bool) -> None:
+    def __init__(self, model: StagedModel, stage: int, *, training: bool, examples: bool) -> None:
         super().__init__(model, stage, [None] * len(model.stage_plan.stage_inputs[training][stage]), training=training)
+        self.stack, self.random, self._examples = ExitStack(), Draws(), examples
+        self._own: dict[str, torch.Tensor] = {}
         self.inputs: list[TensorSite] = []
+        if examples and self.entered:
+            self.stack.enter_context(running_examples())
         self._sites: dict[int, tuple[RemoteTensor, TensorSite]] = {}
 
     def value_of(self, tensor: RemoteTensor) -> torch.Tensor | None:
@@ -253,12 +312,16 @@ class _InputDiscovery(StageRun):
         if site is None:
             return None
         self.inputs.append(site[1])
-        return tensor.fake.clone()  # no leaf: the code may overwrite it
+        return example_of(tensor.fake) if self._examples else tensor.fake.clone()  # no leaf: may be overwritten
 
     def view_of(self, module: nn.Module, name: str, stage_tensor: StageTensor) -> torch.Tensor | None:
         """As in `StageRun`, with the stage's own parameters as fake tensors."""
         found = super().view_of(module, name, stage_tensor)
-        return stage_tensor.fake if found is None else found
+        if found is not None:
+            return found
+        if not self._examples:
+            return stage_tensor.fake
+        return self._own.setdefault(stage_tensor.name, example_weight(stage_tensor.fake))
 
     def _note(self, call: CallId, side: str, nest: Any) -> None:
         for path, tensor in tensors_by_path(nest):
@@ -273,11 +336,23 @@ class _InputDiscovery(StageRun):
         for path, tensor in tensors_by_path((call.args, call.kwargs)):
             if isinstance(tensor, RemoteTensor):
                 self._sites[id(tensor)] = (tensor, TensorSite(None, "in", path))
+        if self._examples:
+            self.stack.enter_context(running_examples())
         super()._enter(call)
         map_tensors(materialized, (call.args, call.kwargs))  # all arguments must be received
 
+    def draws(self) -> bool:
+        """Notes that a function draws for remote tensors."""
+        return self.random.note()
+
     def call(self, call: BlockCall) -> Any:
         """As in `StageRun`, but ends without sending."""
+        self.random.at_block(between=False)
+        result = self._called(call)
+        self.random.at_block(between=True)
+        return result
+
+    def _called(self, call: BlockCall) -> Any:
         stage = self._model.stage_plan.stage_of[call.block.name, call.number]
         if stage > self.stage:
             if not self.entered:

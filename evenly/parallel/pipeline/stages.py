@@ -65,6 +65,9 @@ class StagePlan:
     stage_of:     the stage of each call.
     owners:       name of a parameter, or of a buffer of a block -> the stages that use it, ascending.
     stage_inputs: training or evaluation -> per stage, what it receives from the stage before.
+    mixed_draws:  training or evaluation, where random numbers for tensors of other stages come before others between
+                  the same two blocks: every stage then draws both.
+    by_chance:    whether random numbers may decide which blocks a forward in training calls.
     """
 
     counts: tuple[int, ...]
@@ -72,6 +75,8 @@ class StagePlan:
     stage_of: Mapping[CallId, int]
     owners: Mapping[str, tuple[int, ...]]
     stage_inputs: Mapping[bool, tuple[tuple[TensorSite, ...], ...]]
+    mixed_draws: frozenset[bool] = frozenset()
+    by_chance: bool = False
 
     @property
     def stages(self) -> int:
