@@ -35,6 +35,8 @@ _rules: list[_Rules] = []  # of the `examples` that are entered
 class ExampleTensor(torch.Tensor):
     """A tensor with made-up numbers, and whatever is computed from one."""
 
+    arrived = False  # as of a `DeferredTensor`: it has no numbers of the job
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DeferredTensor) for kind in types):

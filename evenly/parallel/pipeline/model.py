@@ -63,12 +63,16 @@ class StageTensor:
 class StageRun:
     """One forward of `stage`, which received `inbox`."""
 
-    def __init__(self, model: StagedModel, stage: int, inbox: Payload, *, training: bool) -> None:
-        stage_plan = model.stage_plan
+    def __init__(
+        self, model: StagedModel, stage: int, inbox: Payload, *, training: bool, stage_plan: StagePlan | None = None
+    ) -> None:
+        stage_plan = stage_plan or model.stage_plan
         self._model, self.stage = model, stage
         self.entered = stage == 0
         self._calls = stage_plan.calls[training]
         self._stage_inputs = stage_plan.stage_inputs[training]
+        last = stage_plan.stage_of[self._calls[-1]] if self._calls else stage_plan.stages - 1
+        self._ends_early = last < stage_plan.stages - 1  # no block of the last stage is called
         self._sent_sites = {
             site for inputs in self._stage_inputs[stage + 1 :] for site in inputs if site.call is not None
         }
@@ -131,8 +135,12 @@ class StageRun:
         if not self.entered:
             self._enter(call)
         if stage > self.stage:
-            raise StageEnd(self, self._payload(call))
+            raise self._ended(call)
         return self._run(call, now)
+
+    def _ended(self, call: BlockCall | None) -> Exception:
+        """Ends the run: the next stage begins at `call`; None if it has none, at the end of the last."""
+        return StageEnd(self, self._payload(call))
 
     def begin(self) -> None:
         """Called at the start of the model's forward; tensors that its hooks returned do not count."""
@@ -155,12 +163,21 @@ class StageRun:
         result = self._model.skipped.result(call, self)
         self._call_ended(now, result)
         call.skip()
+        self._end_early()
         return result
 
-    def _enter(self, call: BlockCall) -> None:
-        """Fills remote tensors with the received ones."""
+    def _end_early(self) -> None:
+        """Begins, or ends, a stage of which this microbatch calls no block, after the last block that it calls."""
+        if self._ends_early and self._count == len(self._calls):
+            if not self.entered:
+                self._enter(None)
+            if self.stage < self._model.stage_plan.stages - 1:
+                raise self._ended(None)
+
+    def _enter(self, call: BlockCall | None) -> None:
+        """Fills remote tensors with the received ones; call: the first of the stage, if it has any."""
         self.entered = True
-        for path, tensor in tensors_by_path((call.args, call.kwargs)):
+        for path, tensor in () if call is None else tensors_by_path((call.args, call.kwargs)):
             if is_remote(tensor):
                 self._tensors[TensorSite(None, "in", path)] = tensor
         for site, value in self._inbox.items():
@@ -174,18 +191,23 @@ class StageRun:
         self._check((args, kwargs), call)
         self._note(now, "in", (args, kwargs))
         self._last_call = None
-        result = call.run(*args, **kwargs)
+        result = self._run_block(call, args, kwargs)
         self._call_ended(now, result)
+        self._end_early()
         return result
+
+    def _run_block(self, call: BlockCall, args: Any, kwargs: Any) -> Any:
+        return call.run(*args, **kwargs)
 
     def _call_ended(self, now: CallId, result: Any) -> None:
         self._last_call = now
         self._result_counts.clear()
         self._note(now, "out", result)
 
-    def _payload(self, call: BlockCall) -> Payload:
+    def _payload(self, call: BlockCall | None) -> Payload:
         """The inputs of the next stage."""
-        here = {TensorSite(None, "in", path): tensor for path, tensor in tensors_by_path((call.args, call.kwargs))}
+        arguments = () if call is None else tensors_by_path((call.args, call.kwargs))
+        here = {TensorSite(None, "in", path): tensor for path, tensor in arguments}
         found = [here.get(site, self._tensors.get(site)) for site in self._stage_inputs[self.stage + 1]]
         sent = [None if tensor is None else materialized(tensor) for tensor in found]
         self._check(sent, call)
@@ -331,12 +353,22 @@ class StagedModel:
         views.add_view(view, first=True)
 
     def forward(
-        self, stage: int, inbox: Payload, compute: Callable[[], Any], *, training: bool
+        self,
+        stage: int,
+        inbox: Payload,
+        compute: Callable[[], Any],
+        *,
+        training: bool,
+        stage_plan: StagePlan | None = None,
     ) -> tuple[Payload | None, Any]:
-        """Runs `stage`; returns (inputs of the next stage, None), or (None, what `compute` returned) of the last."""
-        run = StageRun(self, stage, inbox, training=training)
+        """Runs `stage`; returns (inputs of the next stage, None), or (None, what `compute` returned) of the last.
+
+        stage_plan: for this microbatch; the model's by default.
+        """
+        stage_plan = stage_plan or self.stage_plan
+        run = StageRun(self, stage, inbox, training=training, stage_plan=stage_plan)
         try:
-            return self._forward(run, compute, between_blocks=self.stage_plan.receives_between(training=training))
+            return self._forward(run, compute, between_blocks=stage_plan.receives_between(training=training))
         finally:
             run.release()
 
