@@ -18,6 +18,7 @@ from jobs import Points, Sentences, pad, token_loss, warm_up
 from jobs_tensor import adam, weighted_class_loss
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import evenly
 
@@ -233,6 +234,65 @@ class LayerDrop(Chain):
         return x
 
 
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * gradients[0]
+
+
+class ExpertBlock(nn.Module):
+    """Every token goes to two of four experts; the numbers say to which, and how many each gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("level", torch.full([], 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.level.copy_(torch.full([], 0.5))
+        flat = self.norm(x).flatten(0, 1)
+        weights, chosen = self.router(flat).softmax(-1).topk(2, dim=-1)
+        mixed = torch.zeros_like(flat)
+        hit = F.one_hot(chosen, 4).sum((0, 1)).nonzero().flatten()
+        for number in hit:
+            token, place = torch.where(chosen == number)
+            mixed.index_add_(0, token, self.experts[int(number)](flat[token]) * weights[token, place, None])
+        counts = torch.bincount(chosen.flatten(), minlength=4).tolist()
+        parts = self.out(mixed)[chosen.flatten().argsort() // 2].split(counts)
+        assert not torch.cat(parts).isnan().any()
+        cubes = checkpoint(Cube.apply, torch.tanh(mixed + self.level), use_reentrant=False)
+        return x + cubes.view_as(x) + parts[0].sum(0)
+
+
+class Masked(Chain):
+    """Leaves out some positions at random, after the embedding's dropout: what is drawn then depends on that."""
+
+    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        seen = F.dropout(torch.ones(tokens.shape, dtype=x.dtype, device=x.device), 0.1, self.training)
+        for block in self.blocks:
+            x = block(x * seen.unsqueeze(-1))
+        return x
+
+
+class Experts(Chain):
+    def __init__(self) -> None:
+        super().__init__(ExpertBlock() for _ in range(LAYERS))
+
+    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        x = super().through(x, tokens)
+        if not bool(x.isfinite().all()):
+            raise ValueError("not finite")
+        return x
+
+
 class Branches(Chain):
     """A parameter never used, in a block and outside, a frozen block, and a parameter for batches with a marker."""
 
@@ -399,6 +459,8 @@ TEXT_MODELS: dict[str, Callable[[], nn.Module]] = {
     "first_bias": FirstBias,
     "layerdrop": LayerDrop,
     "branches": Branches,
+    "experts": Experts,
+    "masked": Masked,
 }
 PIPELINE_JOBS: dict[str, Callable[..., evenly.Job]] = {
     **{name: partial(text_job, model=model, name=name) for name, model in TEXT_MODELS.items()},

@@ -59,6 +59,12 @@ def drawn_past_torch() -> bool:
     return random.getstate()[1][-1] != fresh or (numpy is not None and numpy.random.get_state()[2] != fresh)
 
 
+def position_past_torch() -> tuple[int, int]:
+    """Where Python's and numpy's generators are; the same twice where nothing was drawn between."""
+    numpy: Any = sys.modules.get("numpy")
+    return random.getstate()[1][-1], numpy.random.get_state()[2] if numpy is not None else 0
+
+
 @contextmanager
 def seeded(key: int, device: str = "cpu") -> Generator[None]:
     """Within, all random numbers of the CPU and of `device` come from the stream `key`."""

@@ -143,11 +143,17 @@ class Executor(ABC):
 
     def _loss(self, replica: Replica, microbatch: Microbatch, key: int) -> Loss:
         """The job's loss, with random numbers from the stream `key`."""
+        return self.run_code(replica, microbatch, key, finish=lambda loss: as_loss(loss, microbatch.samples))
+
+    def run_code(
+        self, replica: Replica, microbatch: Microbatch, key: int, *, finish: Callable[[Any], Any] = lambda loss: loss
+    ) -> Any:
+        """`finish` of what the job's loss returns, with random numbers from the stream `key`."""
         drawing = self.composed.calls[replica.number].drawing(key)
         precision = self.plan.precision
         with on(replica.loss_number), autocast(precision, replica.device), self.composed.execution_context, drawing:
             batch = place_batch(microbatch.batch, precision, replica.loss_device)
-            return as_loss(self.job.loss(replica.called, batch), microbatch.samples)
+            return finish(self.job.loss(replica.called, batch))
 
     def backward_root(self, loss: Loss, scale: float) -> torch.Tensor | None:
         """The tensor to call backward on; None if the loss is a constant."""

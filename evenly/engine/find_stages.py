@@ -20,8 +20,8 @@ from evenly.job import Job
 from evenly.model.modes import evaluating
 from evenly.parallel.core.recompute import CachesOff
 from evenly.parallel.pipeline.model import StagedModel
-from evenly.parallel.pipeline.stage_discovery import find_call_costs, find_stage_plan
-from evenly.parallel.pipeline.stages import CallCost, StagePlan
+from evenly.parallel.pipeline.stage_discovery import find_call_costs, find_calls, find_stage_plan
+from evenly.parallel.pipeline.stages import CallCost, FoundCalls, StagePlan
 from evenly.plan import Plan, PlanSpec, with_microbatch
 from evenly.plan.cut import Memory, cut
 from evenly.plan.orders import in_flight_of
@@ -53,22 +53,35 @@ def stage_plan_of(job: Job, model: StagedModel, plan: Plan, *, device: str) -> t
     caches = CachesOff(model.model)
     try:
         compute = _compute(job, model.model, plan.precision, evaluation=False)
-        call_costs = find_call_costs(model, compute)
+        found = find_calls(model, compute)
+        call_costs = found.costs
+        _check_chance(found, plan)
         microbatches = len(share_of_step(job, 0, rank=0, ranks=plan.axes["data"]).own)
         # No limit on the CPU, whose memory all ranks share.
         limit = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None
         counts = counts_of(call_costs, plan, device=device, microbatches=microbatches, limit_bytes=limit)
         if job.eval_data is None:
-            return find_stage_plan(model, call_costs, counts, compute, None), call_costs
+            return find_stage_plan(model, found, counts, compute, None), call_costs
         evaluate = _compute(job, model.model, plan.precision, evaluation=True)
 
         def evaluated() -> Any:
             with evaluating(model.model):
                 return evaluate()
 
-        return find_stage_plan(model, call_costs, counts, compute, evaluated), call_costs
+        return find_stage_plan(model, found, counts, compute, evaluated), call_costs
     finally:
         caches.close()
+
+
+def _check_chance(found: FoundCalls, plan: Plan) -> None:
+    """Raises `PlanError` where ranks that gather parameters together would call other blocks than each other."""
+    if found.by_chance and plan.data.zero_stage == 3:
+        raise PlanError(
+            f"plan {plan}",
+            "the model draws random numbers between its blocks, which may leave some out (layerdrop), and zero=3 "
+            "gathers the parameters of each",
+            "use zero=2, or a plan without pipeline",
+        )
 
 
 def call_costs_of(job: Job, model: StagedModel, plan: Plan) -> list[CallCost]:

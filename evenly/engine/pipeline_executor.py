@@ -14,6 +14,7 @@ from evenly.comm.world import World
 from evenly.data.generators import drawn_past_torch
 from evenly.data.loader import Microbatch, Share
 from evenly.data.nest import tensors_by_path
+from evenly.data.stream import stream_key
 from evenly.engine.compose import Composed
 from evenly.engine.executor import Batch, Executor
 from evenly.engine.step_totals import StepTotalsBuilder
@@ -40,6 +41,11 @@ class PipelineExecutor(Executor):
     def rounds(self, share: Share) -> int:
         """One per stage of this rank and microbatch, including those that fill up the schedule."""
         return self._runnable(share.rounds) * self.plan.pipeline.stages_per_rank
+
+    @property
+    def by_chance(self) -> bool:
+        """Whether what the code draws between blocks may decide which it calls; all stages draw the same then."""
+        return self._pipeline.model.stage_plan.by_chance
 
     def _runnable(self, microbatches: int) -> int:
         axis = self.plan.pipeline
@@ -101,13 +107,17 @@ class _Evaluating:
         try:
             return self._compute(found)
         finally:
-            if drawn_past_torch():
+            if not self.executor.by_chance and drawn_past_torch():
                 raise RunError(
                     "running the model in stages",
                     "its forward draws from Python's or numpy's generator, and stages would draw other numbers",
                     "draw from torch, or use a plan without pipeline",
                 )
             self._computed(found)
+
+    def run_code(self, microbatch: int) -> Any:
+        """Called in training only."""
+        raise NotImplementedError
 
     def _compute(self, microbatch: Microbatch) -> torch.Tensor | None:
         self.executor.evaluation_loss(self.executor.composed.replicas[0], microbatch, self.builder)
@@ -135,6 +145,12 @@ class _Looking(_Evaluating):
 class _Training(_Evaluating):
     step: int
     scale: float
+
+    def run_code(self, microbatch: int) -> Any:
+        """Runs the job's loss with the random numbers of the microbatch, and records nothing."""
+        found = self.microbatches[microbatch]
+        key = stream_key(self.executor.job.seed, "microbatch", self.step, found.number)
+        return self.executor.run_code(self.executor.composed.replicas[0], found, key)
 
     def _compute(self, microbatch: Microbatch) -> torch.Tensor | None:
         executor = self.executor

@@ -59,8 +59,12 @@ class CostCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not moves_bytes(func):
-            return result
-        self.moved_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors_in((args, kwargs, result)))
-        self.flops += flops_of(func, args, kwargs, result)
+        self.add(func, args, kwargs, result)
         return result
+
+    def add(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Counts an operation that has run."""
+        if moves_bytes(func):
+            moved = tensors_in((args, kwargs, result))
+            self.moved_bytes += sum(tensor.numel() * tensor.element_size() for tensor in moved)
+            self.flops += flops_of(func, args, kwargs, result)

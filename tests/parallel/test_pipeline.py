@@ -183,6 +183,11 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
         ("chain", "tensor=2 pipeline=2 recompute=full", 4, 0.9),
         ("layers", "tensor=2 pipeline=2 split_points=4", 4, 0.9),
         ("layers", "tensor=2 pipeline=2 split_points=3", 4, 0.9),
+        ("experts", "pipeline=2", 2, 0.98),
+        ("masked", "pipeline=2", 2, 0.98),
+        ("layerdrop", "pipeline=2 split_points=6", 2, 0.98),
+        ("layerdrop", "data=2 pipeline=2 zero=1 schedule=zbv", 4, 0.98),
+        ("experts", "data=2 pipeline=2 zero=1 schedule=zbv", 4, 0.98),
         ("whole_penalty", "pipeline=2 schedule=zbv", 2, 0.0),  # all of it is on all ranks
         ("whole_penalty", "data=2 pipeline=2 zero=1", 4, 0.9),
         ("conv_norm", "data=2 pipeline=2 zero=2", 4, 0.9),
@@ -329,7 +334,7 @@ class Leaves(Chain):
 
 
 REFUSED: dict[str, tuple[Callable[[], evenly.Job], str, str]] = {
-    "layerdrop": (lambda: prepared("layerdrop"), "pipeline=2", "the model leaves some out by chance (layerdrop)"),
+    "layerdrop": (lambda: prepared("layerdrop"), "data=1 pipeline=2 zero=3", "may leave some out (layerdrop)"),
     "leaves": (lambda: text_job(model=Leaves), "pipeline=2", "an evaluation calls blocks that training does not"),
     "shared": (lambda: prepared("shared"), "pipeline=2", "it has no repeated blocks that its forward calls"),
     "stages": (lambda: prepared("chain"), "pipeline=2 schedule=interleaved stages_per_rank=5", "it has 10 stages"),

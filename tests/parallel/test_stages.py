@@ -645,11 +645,6 @@ REFUSED: dict[str, tuple[evenly.Job, str, str]] = {
     "decides": (text_job(model=Decides), "pipeline=2", "needs numbers that another stage has"),
     "writes": (text_job(model=Writes), "pipeline=2", "__setitem__ writes a tensor of another stage into one that"),
     "shared": (PIPELINE_JOBS["shared"](), "pipeline=2", "it has no repeated blocks that its forward calls"),
-    "layerdrop": (
-        PIPELINE_JOBS["layerdrop"](),
-        "pipeline=2",
-        "an evaluation calls blocks that training does not: the model leaves some",
-    ),
     "stages": (PIPELINE_JOBS["chain"](), "pipeline=9", "it has 9 stages, and the model calls 8 blocks"),
     "V": (PIPELINE_JOBS["chain"](), "pipeline=5 schedule=zbv", "it has 10 stages, and the model calls 8 blocks"),
     "cut": (

@@ -5,23 +5,23 @@ Each rank would change its copy by its own microbatches only. Running statistics
 
 from __future__ import annotations
 
-from collections.abc import Container, Generator
+from collections.abc import Container, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 
 from evenly.errors import RunError
 from evenly.parallel.core.calls import ForwardEnded
-from evenly.torch_private import version
+from evenly.parallel.core.parameter_views import local_tensor
+from evenly.torch_private import is_fake, version
 
 
 class MutationGuard:
     """Watches the buffers of a model's state and, where they are all here as they are, its parameters.
 
     That a tensor is changed or replaced is seen in every forward. That its numbers are written past autograd (`.data`)
-    is seen in the first alone, of what is not trained.
+    is seen in the first alone, of what is not trained. A buffer may be given the values that it has.
     """
 
     def __init__(self, model: nn.Module, *, but: Container[int] = (), parameters: bool = True) -> None:
@@ -38,6 +38,7 @@ class MutationGuard:
                 if id(tensor) not in but:
                     self._watched.append((f"{prefix}.{name}".lstrip("."), module, name))
         self._first = True
+        self._buffers: dict[str, tuple[int, int, int]] = {}  # full name -> id, version, fingerprint
 
     def __bool__(self) -> bool:
         return bool(self._watched)
@@ -45,11 +46,12 @@ class MutationGuard:
     @contextmanager
     def watching(self) -> Generator[None]:
         """Around a forward. Raises `RunError` that names what has changed."""
-        now: list[torch.Tensor] = [getattr(module, name) for _, module, name in self._watched]
-        before = [(tensor, version(tensor)) for tensor in now]
+        now = [local_tensor(module, name) for _, module, name in self._watched]
+        before = [(tensor, 0 if tensor is None else version(tensor)) for tensor in now]
+        self._remember(before)
         first, self._first = self._first, False
         # What stands in for a tensor of another stage has no numbers.
-        here = [tensor for tensor in now if type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_meta]
+        here = [t for t in now if t is not None and type(t) in (torch.Tensor, nn.Parameter) and not t.is_meta]
         prints = {id(tensor): fingerprint(tensor) for tensor in here if first and not tensor.requires_grad}
         try:
             yield
@@ -58,12 +60,27 @@ class MutationGuard:
             raise
         self._compare(before, prints)
 
-    def _compare(self, before: list[tuple[torch.Tensor, int]], prints: dict[int, int]) -> None:
+    def _remember(self, before: Sequence[tuple[torch.Tensor | None, int]]) -> None:
+        """Takes the fingerprints of buffers, of each once unless it is changed between forwards."""
+        for (full, _, _), (tensor, count) in zip(self._watched, before, strict=True):
+            if tensor is not None and not isinstance(tensor, nn.Parameter) and not is_fake(type(tensor)):
+                known = self._buffers.get(full)
+                if known is None or known[:2] != (id(tensor), count):
+                    self._buffers[full] = id(tensor), count, fingerprint(tensor)
+
+    def _compare(self, before: Sequence[tuple[torch.Tensor | None, int]], prints: dict[int, int]) -> None:
         for (full, module, name), (tensor, count) in zip(self._watched, before, strict=True):
-            now: Any = getattr(module, name)
+            now = local_tensor(module, name)
+            if now is None or tensor is None:
+                continue  # of another rank
             written = id(tensor) in prints and now is tensor and fingerprint(tensor) != prints[id(tensor)]
-            if now is not tensor or version(tensor) != count or written:
+            changed = now is not tensor or version(tensor) != count
+            if written or (changed and not self._has_its_values(full, now)):
                 raise changed_error(full, parameter=isinstance(tensor, nn.Parameter))
+
+    def _has_its_values(self, full: str, now: torch.Tensor) -> bool:
+        known = self._buffers.get(full)
+        return known is not None and known[2] == fingerprint(now)
 
 
 def changed_error(name: str, *, parameter: bool) -> RunError:

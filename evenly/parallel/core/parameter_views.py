@@ -7,7 +7,7 @@ code find something else while the job computes. What is *hidden* is not on this
 from __future__ import annotations
 
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -77,6 +77,15 @@ def viewed_tensors(module: nn.Module, kind: TensorDict) -> ViewedParameters:
         local = ViewedParameters(local)
         set_tensor_dict(module, kind, local)
     return local
+
+
+def local_tensor(module: nn.Module, name: str) -> torch.Tensor | None:
+    """The parameter or buffer `name` of `module` as the engine finds it, even while the job computes."""
+    for kind in get_args(TensorDict):
+        tensors = tensor_dict(module, kind)
+        if name in tensors:
+            return tensors.local(name) if isinstance(tensors, ViewedParameters) else tensors[name]
+    return None
 
 
 def local_parameters(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Parameter]]:

@@ -23,8 +23,8 @@ from evenly.comm.exact_reduce import begin_exact_all_reduce
 from evenly.comm.exact_sum import ExactSum
 from evenly.comm.groups import Group
 from evenly.errors import UserError
-from evenly.model.fake import DeferredTensor
 from evenly.parallel.core.mutation_guard import MutationGuard
+from evenly.torch_private import is_fake
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -174,7 +174,7 @@ class RunningStatistics:
 
     def _enter(self, layer: _Layer) -> Any:
         def enter(module: Any, given: Any) -> None:
-            if not module.training or any(isinstance(one, DeferredTensor) and not one.arrived for one in given):
+            if not module.training or any(is_fake(type(one)) or not getattr(one, "arrived", True) for one in given):
                 return
             layer.saved = (module.running_mean, module.running_var, module.num_batches_tracked, module.momentum)
             module.running_mean = torch.zeros_like(module.running_mean)

@@ -22,12 +22,12 @@ from torch.overrides import TorchFunctionMode
 from evenly.data.nest import map_tensors, tensors_by_path
 from evenly.errors import RunError
 from evenly.model.blocks import find_blocks
-from evenly.model.fake import shared_fake_mode
 from evenly.parallel.core.calls import BlockCall, ForwardEnded
 from evenly.parallel.core.parameter_views import ViewedParameters, viewed_tensors
 from evenly.parallel.core.statistics import keeps_statistics
 from evenly.parallel.pipeline.messages import Payload
-from evenly.parallel.pipeline.remote_tensor import OTHER_PLAN, RemoteTensor, cache_key, is_remote, materialized, remote
+from evenly.parallel.pipeline.remote_tensor import OTHER_PLAN, RemoteTensor, fake_like, is_remote, materialized, remote
+from evenly.parallel.pipeline.skipped import SkippedBlocks
 from evenly.parallel.pipeline.stages import BEGIN, CallId, StagePlan, TensorSite
 from evenly.torch_private import TensorDict, operation_of, tensor_dict
 
@@ -63,16 +63,21 @@ class StageTensor:
 class StageRun:
     """One forward of `stage`, which received `inbox`."""
 
-    def __init__(self, model: StagedModel, stage: int, inbox: Payload, *, training: bool) -> None:
-        stage_plan = model.stage_plan
+    def __init__(
+        self, model: StagedModel, stage: int, inbox: Payload, *, training: bool, stage_plan: StagePlan | None = None
+    ) -> None:
+        stage_plan = stage_plan or model.stage_plan
         self._model, self.stage = model, stage
         self.entered = stage == 0
         self._calls = stage_plan.calls[training]
         self._stage_inputs = stage_plan.stage_inputs[training]
+        last = stage_plan.stage_of[self._calls[-1]] if self._calls else stage_plan.stages - 1
+        self._ends_early = last < stage_plan.stages - 1  # no block of the last stage is called
         self._sent_sites = {
             site for inputs in self._stage_inputs[stage + 1 :] for site in inputs if site.call is not None
         }
         self._inbox = dict(zip(self._stage_inputs[stage], inbox, strict=True)) if stage else {}
+        self._draws = training in stage_plan.mixed_draws
         self._count = 0  # calls so far
         self._begun = 0  # calls of the model's forward so far
         self._last_call: CallId | None = (BEGIN, 0)  # None inside a call
@@ -101,6 +106,10 @@ class StageRun:
     def note_inputs(self, tensors: list[torch.Tensor]) -> None:
         """Nothing to note."""
 
+    def draws(self) -> bool:
+        """Blocks begin streams of their own, so that only draws between them matter."""
+        return self._draws and self._last_call is not None
+
     # ------------------------------------------------------------------------------------------------ parameters
     def view_of(self, module: nn.Module, name: str, stage_tensor: StageTensor) -> torch.Tensor | None:
         if self._owns(stage_tensor):
@@ -126,8 +135,12 @@ class StageRun:
         if not self.entered:
             self._enter(call)
         if stage > self.stage:
-            raise StageEnd(self, self._payload(call))
+            raise self._ended(call)
         return self._run(call, now)
+
+    def _ended(self, call: BlockCall | None) -> Exception:
+        """Ends the run: the next stage begins at `call`; None if it has none, at the end of the last."""
+        return StageEnd(self, self._payload(call))
 
     def begin(self) -> None:
         """Called at the start of the model's forward; tensors that its hooks returned do not count."""
@@ -147,15 +160,24 @@ class StageRun:
     def _skip(self, call: BlockCall, now: CallId) -> Any:
         self._note(now, "in", (call.args, call.kwargs))
         self._last_call = None
-        result = self._model.skipped(self, call)
+        result = self._model.skipped.result(call, self)
         self._call_ended(now, result)
         call.skip()
+        self._end_early()
         return result
 
-    def _enter(self, call: BlockCall) -> None:
-        """Fills remote tensors with the received ones."""
+    def _end_early(self) -> None:
+        """Begins, or ends, a stage of which this microbatch calls no block, after the last block that it calls."""
+        if self._ends_early and self._count == len(self._calls):
+            if not self.entered:
+                self._enter(None)
+            if self.stage < self._model.stage_plan.stages - 1:
+                raise self._ended(None)
+
+    def _enter(self, call: BlockCall | None) -> None:
+        """Fills remote tensors with the received ones; call: the first of the stage, if it has any."""
         self.entered = True
-        for path, tensor in tensors_by_path((call.args, call.kwargs)):
+        for path, tensor in () if call is None else tensors_by_path((call.args, call.kwargs)):
             if is_remote(tensor):
                 self._tensors[TensorSite(None, "in", path)] = tensor
         for site, value in self._inbox.items():
@@ -169,18 +191,23 @@ class StageRun:
         self._check((args, kwargs), call)
         self._note(now, "in", (args, kwargs))
         self._last_call = None
-        result = call.run(*args, **kwargs)
+        result = self._run_block(call, args, kwargs)
         self._call_ended(now, result)
+        self._end_early()
         return result
+
+    def _run_block(self, call: BlockCall, args: Any, kwargs: Any) -> Any:
+        return call.run(*args, **kwargs)
 
     def _call_ended(self, now: CallId, result: Any) -> None:
         self._last_call = now
         self._result_counts.clear()
         self._note(now, "out", result)
 
-    def _payload(self, call: BlockCall) -> Payload:
+    def _payload(self, call: BlockCall | None) -> Payload:
         """The inputs of the next stage."""
-        here = {TensorSite(None, "in", path): tensor for path, tensor in tensors_by_path((call.args, call.kwargs))}
+        arguments = () if call is None else tensors_by_path((call.args, call.kwargs))
+        here = {TensorSite(None, "in", path): tensor for path, tensor in arguments}
         found = [here.get(site, self._tensors.get(site)) for site in self._stage_inputs[self.stage + 1]]
         sent = [None if tensor is None else materialized(tensor) for tensor in found]
         self._check(sent, call)
@@ -256,7 +283,7 @@ class StagedModel:
         self.model, self.device = model, device
         self.running: ModelRun | None = None
         self._stage_plan: StagePlan | None = None
-        self._skipped: dict[Any, _SkippedResult] = {}
+        self.skipped = SkippedBlocks(self)
         self._places: list[tuple[ViewedParameters, str, StageTensor]] = []
         self.blocks = find_blocks(model)
         # Runs after the hooks that gather parameters, which are always prepended.
@@ -281,11 +308,16 @@ class StagedModel:
         """Makes remote tensors report `device` from now on."""
         self.device = device
         for stage_tensor in self.stage_tensors.values():
-            stage_tensor.fake = _fake(stage_tensor.fake, device)
+            stage_tensor.fake = fake_like(stage_tensor.fake, device)
 
     def local_tensors(self) -> Iterable[tuple[torch.Tensor, StageTensor]]:
         """The model's own parameters and buffers that views stand in for."""
         return ((views[name], stage_tensor) for views, name, stage_tensor in self._places)
+
+    def names_in(self, module: nn.Module) -> set[str]:
+        """The names of the stage tensors of `module` and its children."""
+        inside = {id(tensor_dict(child, kind)) for child in module.modules() for kind in get_args(TensorDict)}
+        return {one.name for views, _, one in self._places if id(views) in inside}
 
     def keep_stages(self, stage_plan: StagePlan, own: Sequence[int]) -> dict[str, torch.Tensor]:
         """Frees all tensors but those of the stages `own`; returns placeholders for the freed ones, by name.
@@ -321,12 +353,22 @@ class StagedModel:
         views.add_view(view, first=True)
 
     def forward(
-        self, stage: int, inbox: Payload, compute: Callable[[], Any], *, training: bool
+        self,
+        stage: int,
+        inbox: Payload,
+        compute: Callable[[], Any],
+        *,
+        training: bool,
+        stage_plan: StagePlan | None = None,
     ) -> tuple[Payload | None, Any]:
-        """Runs `stage`; returns (inputs of the next stage, None), or (None, what `compute` returned) of the last."""
-        run = StageRun(self, stage, inbox, training=training)
+        """Runs `stage`; returns (inputs of the next stage, None), or (None, what `compute` returned) of the last.
+
+        stage_plan: for this microbatch; the model's by default.
+        """
+        stage_plan = stage_plan or self.stage_plan
+        run = StageRun(self, stage, inbox, training=training, stage_plan=stage_plan)
         try:
-            return self._forward(run, compute, between_blocks=self.stage_plan.receives_between(training=training))
+            return self._forward(run, compute, between_blocks=stage_plan.receives_between(training=training))
         finally:
             run.release()
 
@@ -374,46 +416,6 @@ class StagedModel:
         assert self.running is not None  # blocks are called only while a stage runs
         return self.running.call(call)
 
-    def skipped(self, run: StageRun, call: BlockCall) -> Any:
-        """The result of a block of an earlier stage, as remote tensors."""
-        given = dict(tensors_by_path((call.args, call.kwargs)))
-        key = cache_key((call.block.name, call.block.module.training, call.args, call.kwargs))
-        skipped = self._skipped.get(key) if key is not None else None
-        if skipped is None:
-            result = type(call.block.module).forward(call.block.module, *call.args, **call.kwargs)
-            skipped = _skipped_result(result, {id(tensor): path for path, tensor in given.items()})
-            if key is not None:
-                self._skipped[key] = skipped
-
-        def as_remote(fake: torch.Tensor) -> torch.Tensor:
-            path = skipped.argument_paths.get(id(fake))
-            return remote(fake, run) if path is None else given[path]
-
-        return map_tensors(as_remote, skipped.nest)
-
-
-@dataclass(frozen=True)
-class _SkippedResult:
-    """The cached result of a skipped block: a nest of fake tensors.
-
-    argument_paths: id of a fake tensor -> path of the argument that the block returns in its place.
-    """
-
-    nest: Any
-    argument_paths: dict[int, str]
-
-
-def _skipped_result(result: Any, paths: Mapping[int, str]) -> _SkippedResult:
-    argument_paths: dict[int, str] = {}
-
-    def as_fake(tensor: torch.Tensor) -> torch.Tensor:
-        fake = _fake(tensor.fake if isinstance(tensor, RemoteTensor) else tensor)
-        if id(tensor) in paths:
-            argument_paths[id(fake)] = paths[id(tensor)]
-        return fake
-
-    return _SkippedResult(map_tensors(as_fake, result), argument_paths)
-
 
 def _stage_tensors(model: nn.Module, device: str) -> dict[int, StageTensor]:
     """By id, the parameters of `model` and the buffers that belong to a stage: of blocks, and running statistics.
@@ -424,14 +426,9 @@ def _stage_tensors(model: nn.Module, device: str) -> dict[int, StageTensor]:
     inside |= {id(buffer) for module in model.modules() if keeps_statistics(module) for buffer in module.buffers()}
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if id(buffer) in inside]
     return {
-        id(tensor): StageTensor(name, _fake(tensor, device)) for name, tensor in (*model.named_parameters(), *buffers)
+        id(tensor): StageTensor(name, fake_like(tensor, device))
+        for name, tensor in (*model.named_parameters(), *buffers)
     }
-
-
-def _fake(tensor: torch.Tensor, device: str | None = None) -> torch.Tensor:
-    with shared_fake_mode(), torch.no_grad():
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device)
-    return fake.requires_grad_(tensor.requires_grad)
 
 
 def _placeholder(tensor: torch.Tensor) -> torch.Tensor:

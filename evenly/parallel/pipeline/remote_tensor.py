@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +17,8 @@ import torch
 from evenly.data.nest import map_tensors, tensors_in
 from evenly.errors import PlanError
 from evenly.model.fake import DeferredTensor, shared_fake_mode
-from evenly.torch_private import without_subclasses, wrapper_subclass
+from evenly.parallel.pipeline.example_tensor import example_of, remotes_are_examples
+from evenly.torch_private import TorchDispatchMode, without_subclasses, wrapper_subclass
 
 RUNNING_STAGE = "running a stage of the model by itself"
 OTHER_PLAN = "use a plan without pipeline (ddp, zero3, tp)"
@@ -45,6 +46,10 @@ class TensorOwner(Protocol):
     def note_inputs(self, tensors: list[torch.Tensor]) -> None:
         """Called with the argument tensors of every function whose result is remote."""
 
+    def draws(self) -> bool:
+        """Called for every function of remote tensors that draws random numbers; whether to draw as many here."""
+        ...
+
 
 class RemoteTensor(DeferredTensor):
     """A tensor without data until it is filled. Made by `remote`."""
@@ -69,6 +74,8 @@ class RemoteTensor(DeferredTensor):
             if _reads_metadata(func):
                 return _run_fake(func, args, kwargs, remotes[0].owner)
             values = {id(one): value for one in remotes if (value := one.value) is not None}
+            if remotes_are_examples():
+                values |= {id(one): example_of(one.fake) for one in remotes if id(one) not in values}
             if len(values) < len({id(one) for one in remotes}):
                 return _run_remote(func, args, kwargs, tensors, remotes)
 
@@ -113,6 +120,13 @@ def remote(fake: torch.Tensor, owner: TensorOwner) -> RemoteTensor:
     made = RemoteTensor(fake)
     vars(made).update(fake=fake, owner=owner, value=None)
     return made
+
+
+def fake_like(tensor: torch.Tensor, device: str | None = None) -> torch.Tensor:
+    """A fake tensor of the shape, strides and dtype of `tensor`, on `device` or its own."""
+    with shared_fake_mode(), torch.no_grad():
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device)
+    return fake.requires_grad_(tensor.requires_grad)
 
 
 def is_remote(tensor: Any) -> bool:
@@ -161,17 +175,18 @@ def _run_remote(
     target = _in_place_target(func, args, kwargs)
     key = None if target is not None or owner.function_context is not None else cache_key((func, args, kwargs))
     if target is not None:
-        results = _run_fake_in_place(func, args, kwargs, target, owner)
+        results, draws = _run_fake_in_place(func, args, kwargs, target, owner)
     elif key is not None and key in _cached_results:
-        results = _cached_results[key]
+        results, draws = _cached_results[key]
     else:
-        results = _run_fake(func, args, kwargs, owner)
+        results, draws = _run_watched(func, args, kwargs, owner)
         if key is not None:
             if len(_cached_results) > MAX_CACHED:
                 _cached_results.clear()
-            results = _cached_results[key] = map_tensors(
-                lambda fake: fake.detach().requires_grad_(fake.requires_grad), results
-            )
+            results = map_tensors(lambda fake: fake.detach().requires_grad_(fake.requires_grad), results)
+            _cached_results[key] = results, draws
+    if draws and owner.draws():
+        draw_as(func, args, kwargs)
     own = {} if target is None else {id(one.fake): one for one in remotes}
     found: list[RemoteTensor] = []
 
@@ -185,17 +200,48 @@ def _run_remote(
     return results
 
 
-def _run_fake_in_place(func: Any, args: Any, kwargs: dict[str, Any], target: Any, owner: TensorOwner) -> Any:
-    """As `_run_fake`, for a function that modifies `target`: cached fakes are leaves, which autograd protects."""
+def _run_fake_in_place(
+    func: Any, args: Any, kwargs: dict[str, Any], target: Any, owner: TensorOwner
+) -> tuple[Any, bool]:
+    """As `_run_watched`, for a function that modifies `target`: cached fakes are leaves, which autograd protects."""
     if owner.function_context is not None:
-        return _run_fake(func, args, kwargs, owner)
+        return _run_watched(func, args, kwargs, owner)
     others = [tensor for tensor in tensors_in((args, kwargs)) if tensor is not target]
     recorded = torch.is_grad_enabled() and any(fake_of(tensor).requires_grad for tensor in others)
     with torch.no_grad():
-        results = _run_fake(func, args, kwargs, owner)
+        results, draws = _run_watched(func, args, kwargs, owner)
     if recorded and isinstance(target, RemoteTensor):
         target.fake.requires_grad_()
-    return results
+    return results, draws
+
+
+class DrawWatch(TorchDispatchMode):
+    """Within, finds out whether an operation draws random numbers."""
+
+    draws = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def _run_watched(func: Any, args: Any, kwargs: dict[str, Any], owner: TensorOwner) -> tuple[Any, bool]:
+    """The results of `func` on fake tensors, and whether it draws random numbers."""
+    args, kwargs = map_tensors(fake_of, args), map_tensors(fake_of, kwargs)
+    context = owner.function_context or nullcontext()
+    with shared_fake_mode(), DrawWatch() as watch, context:
+        return func(*args, **kwargs), watch.draws
+
+
+def draw_as(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Draws as many random numbers as `func` does, so that what is drawn after it is the same on all stages."""
+
+    def some(tensor: torch.Tensor) -> torch.Tensor:
+        fake = fake_of(tensor)
+        return torch.ones(fake.shape, dtype=fake.dtype, device=fake.device)
+
+    with torch.no_grad():
+        func(*map_tensors(some, args), **map_tensors(some, kwargs))
 
 
 def _run_fake(func: Any, args: Any, kwargs: dict[str, Any], owner: TensorOwner) -> Any:

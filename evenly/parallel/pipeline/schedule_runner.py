@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,6 +22,8 @@ from evenly.parallel.pipeline.backward import backward, begin_backward, non_view
 from evenly.parallel.pipeline.messages import IncomingGradients, IncomingTensors, Payload, StageChannel
 from evenly.parallel.pipeline.model import StagedModel
 from evenly.parallel.pipeline.orders import Acknowledgements, acknowledgements, orders, receives_ahead
+from evenly.parallel.pipeline.stage_discovery import calls_of, stage_plan_for
+from evenly.parallel.pipeline.stages import CallId, StagePlan
 from evenly.plan.axes import PipelineAxis
 from evenly.plan.schedule import Action, Kind, rank_of_stage
 
@@ -42,6 +45,9 @@ class MicrobatchWork(Protocol):
 
     def shape_key(self, microbatch: int) -> Hashable:
         """The shapes of the microbatch, which determine all shapes within the model."""
+
+    def run_code(self, microbatch: int) -> Any:
+        """Runs the job's loss of the microbatch, and records nothing."""
 
     def forward(self, microbatch: int) -> torch.Tensor | None:
         """The job's loss of the microbatch; a scalar to differentiate, or None if there is nothing to."""
@@ -99,6 +105,8 @@ class ScheduleRunner:
         self._channel = StageChannel(group, len(self._ranks))
         self._work: Any = None
         self._shape_keys: list[Hashable] = []  # of each microbatch
+        self._stage_plans: list[StagePlan] = []  # of each microbatch
+        self._by_calls: dict[tuple[CallId, ...], StagePlan] = {}
         self._training, self._is_last_backward = True, False
         self._reset()
 
@@ -150,7 +158,12 @@ class ScheduleRunner:
         spans: list[ActionSpan] | None,
     ) -> None:
         self._work = work
-        self._shape_keys = [(self._training, work.shape_key(number)) for number in range(microbatches)]
+        self._stage_plans = [self._stage_plan_of(number) for number in range(microbatches)]
+        by_chance = self._model.stage_plan.by_chance
+        self._shape_keys = [
+            (self._training, work.shape_key(number), plan.calls[True] if by_chance else None)
+            for number, plan in enumerate(self._stage_plans)
+        ]
         if self._before_pass is not None:
             self._before_pass()
         clock = time.time() - time.perf_counter()  # the machine's, which may be set is_gradient meanwhile
@@ -174,6 +187,16 @@ class ScheduleRunner:
             self._work = None
             self._reset()
 
+    def _stage_plan_of(self, microbatch: int) -> StagePlan:
+        """The stage plan of a microbatch: every rank finds out by itself which blocks it leaves out by chance."""
+        if not (self._training and self._model.stage_plan.by_chance):
+            return self._model.stage_plan
+        compute = partial(self._work.run_code, microbatch)
+        calls = calls_of(self._model, compute)
+        if calls not in self._by_calls:
+            self._by_calls[calls] = stage_plan_for(self._model, calls, compute)
+        return self._by_calls[calls]
+
     def _post_receives(self, coming: Sequence[Action]) -> None:
         """Begins the next receives, as far as their shapes are known."""
         for action in coming:
@@ -193,7 +216,7 @@ class ScheduleRunner:
     def _begin_recv_inputs(self, at: Pass) -> None:
         if at not in self._incoming and at not in self._inputs:
             stage, microbatch = at
-            stage_inputs = self._model.stage_plan.stage_inputs[self._training][stage]
+            stage_inputs = self._stage_plans[microbatch].stage_inputs[self._training][stage]
             self._incoming[at] = self._channel.begin_recv(
                 self._ranks[stage - 1],
                 tensors=len(stage_inputs),
@@ -212,7 +235,8 @@ class ScheduleRunner:
             found.append(self._work.forward(microbatch))
             return found[0]
 
-        payload, _ = self._model.forward(stage, given, compute, training=self._training)
+        stage_plan = self._stage_plans[microbatch]
+        payload, _ = self._model.forward(stage, given, compute, training=self._training, stage_plan=stage_plan)
         if payload is not None:
             for transform in self._output_transforms:
                 payload = transform(payload)

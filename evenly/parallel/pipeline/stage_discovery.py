@@ -1,5 +1,7 @@
 """Finds what cutting a model into stages needs to know, by running its code on fake tensors.
 
+Code that needs numbers does not run on these, and is run on made-up ones (`example_tensor`).
+
 First, one run of the job's loss in which all parameters are remote: which blocks are called, in which order, and for
 each call the cost and the parameters used up to the next one. Then, once the stages are chosen, each is run by itself,
 from the last to the first: which tensors it has to receive.
@@ -8,18 +10,23 @@ from the last to the first: which tensors it has to receive.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import nn
 
+from evenly.data.generators import drawn_past_torch, position_past_torch
 from evenly.data.nest import map_tensors, tensors_by_path, tensors_in
 from evenly.errors import EvenlyError, PlanError, describe
-from evenly.model.costs import CostCounter
 from evenly.model.fake import running_fake
 from evenly.parallel.core.calls import BlockCall, BlockCalls
+from evenly.parallel.pipeline.call_costs import CallRecord, CostRecorder, CurrentCost, merged_calls
+from evenly.parallel.pipeline.draws import Draws
+from evenly.parallel.pipeline.example_tensor import example_of, example_weight
+from evenly.parallel.pipeline.example_tensor import examples as running_examples
 from evenly.parallel.pipeline.model import ResultRecorder, StagedModel, StageRun, StageTensor
 from evenly.parallel.pipeline.remote_tensor import (
     OTHER_PLAN,
@@ -29,22 +36,49 @@ from evenly.parallel.pipeline.remote_tensor import (
     materialized,
     remote,
 )
-from evenly.parallel.pipeline.stages import CallCost, CallId, StagePlan, TensorSite, owners_of, stage_of_calls
+from evenly.parallel.pipeline.stages import (
+    BEGIN_CALL,
+    END_CALL,
+    CallCost,
+    CallId,
+    FoundCalls,
+    StagePlan,
+    TensorSite,
+    stage_of_calls,
+)
 from evenly.torch_private import TensorDict, has_forward_hooks, memory_key, operation_of
+
+MOST_FORWARDS = 24  # that are tried until each block was called
 
 
 def find_call_costs(model: StagedModel, compute: Callable[[], Any]) -> list[CallCost]:
     """The cost of each block call of one forward; compute: runs the job's loss. Raises `PlanError` where it cannot."""
+    return find_calls(model, compute).costs
+
+
+def find_calls(model: StagedModel, compute: Callable[[], Any]) -> FoundCalls:
+    """The block calls of a forward, also those that the first leaves out by chance."""
     _check_can_be_staged(model)
-    found = _CallDiscovery(model)
-    _run(model, found, compute)
+    found = _discover(model, partial(_CallDiscovery, model), compute)
     if not found.call_costs:
         raise PlanError(
             "cutting the model into stages",
             "it has no repeated blocks that its forward calls",
             f"put its layers into a ModuleList or Sequential, or {OTHER_PLAN}",
         )
-    return [record.cost(model) for record in found.call_costs]
+    records, first = found.call_costs, tuple(record.call for record in found.call_costs)
+    between: dict[str, set[CallId]] = {}
+    found.add_between(between)
+    places = {block.name: number for number, block in enumerate(model.blocks)}
+    missing = {*places} - {call for call, _ in first}
+    for key in range(1, MOST_FORWARDS) if found.by_chance else ():
+        if not missing:
+            break
+        other = _discover(model, partial(_CallDiscovery, model), compute, key=key)
+        other.add_between(between)
+        records = merged_calls(records, other.call_costs, places)
+        missing -= {record.call[0] for record in records}
+    return FoundCalls([record.cost(model) for record in records], first, found.by_chance, between)
 
 
 def _check_can_be_staged(model: StagedModel) -> None:
@@ -71,7 +105,7 @@ def _check_can_be_staged(model: StagedModel) -> None:
 
 def find_stage_plan(
     model: StagedModel,
-    call_costs: Sequence[CallCost],
+    found: FoundCalls,
     counts: Sequence[int],
     compute: Callable[[], Any],
     evaluate: Callable[[], Any] | None,
@@ -80,11 +114,18 @@ def find_stage_plan(
 
     Raises `PlanError` where a stage cannot run by itself.
     """
-    calls = tuple(call_cost.call for call_cost in call_costs)
-    stage_of = stage_of_calls(calls, counts)
-    owners = owners_of([*model.stage_tensors], call_costs, stage_of)
+    stage_of = stage_of_calls([call_cost.call for call_cost in found.costs], counts)
+    owners = found.owners([*model.stage_tensors], stage_of)
     nothing = tuple(() for _ in counts)
-    stage_plan = StagePlan(tuple(counts), {True: calls, False: ()}, stage_of, owners, {True: nothing, False: nothing})
+    stage_plan = StagePlan(
+        counts=tuple(counts),
+        calls={True: found.first, False: ()},
+        stage_of=stage_of,
+        owners=owners,
+        stage_inputs={True: nothing, False: nothing},
+        mixed_draws=frozenset({True} if found.by_chance else ()),
+        by_chance=found.by_chance,
+    )
     stage_plan = _with_stage_inputs(model, stage_plan, compute, training=True)
     if evaluate is None:
         return stage_plan
@@ -100,25 +141,71 @@ def find_stage_plan(
 
 
 def _with_stage_inputs(
-    model: StagedModel, stage_plan: StagePlan, compute: Callable[[], Any], *, training: bool
+    model: StagedModel, stage_plan: StagePlan, compute: Callable[[], Any], *, training: bool, key: int | None = 0
 ) -> StagePlan:
-    """`stage_plan` with the inputs of each stage."""
+    """`stage_plan` with the inputs of each stage; key: as of `_run`."""
     for stage in reversed(range(stage_plan.stages)):
         model.set_stage_plan(stage_plan)
-        run = _InputDiscovery(model, stage, training=training)
-        _run(model, run, compute)
+        run = _discover(model, partial(_InputDiscovery, model, stage, training=training), compute, key=key)
         inputs = [*stage_plan.stage_inputs[training]]
         inputs[stage] = tuple(run.inputs)
-        stage_plan = replace(stage_plan, stage_inputs={**stage_plan.stage_inputs, training: tuple(inputs)})
+        mixed = stage_plan.mixed_draws | ({training} if run.random.mixed else set())
+        found = {**stage_plan.stage_inputs, training: tuple(inputs)}
+        stage_plan = replace(stage_plan, stage_inputs=found, mixed_draws=mixed)
     return stage_plan
 
 
-def _run(model: StagedModel, run: _CallDiscovery | _InputDiscovery, compute: Callable[[], Any]) -> None:
-    calls = BlockCalls(model.blocks, model.device, model.call)
+Discovery = TypeVar("Discovery", bound="_CallDiscovery | _InputDiscovery")
+
+
+def _discover(
+    model: StagedModel, discovery: Callable[..., Discovery], compute: Callable[[], Any], *, key: int | None = 0
+) -> Discovery:
+    """A run of `compute` on fake tensors or, where that fails, on examples."""
+    try:
+        _run(model, run := discovery(examples=False), compute, key=key)
+    except EvenlyError as problem:
+        try:
+            _run(model, run := discovery(examples=True), compute, key=key)
+        except EvenlyError as again:
+            raise problem from again
+    return run
+
+
+def calls_of(model: StagedModel, compute: Callable[[], Any]) -> tuple[CallId, ...]:
+    """The calls that `compute` makes, which draws its random numbers itself; no block is run."""
+    run = _CallOrder(model)
+    try:
+        _run(model, run, compute, key=None)
+    except EvenlyError:
+        pass  # behind the last block it may need numbers
+    return tuple(run.found)
+
+
+def stage_plan_for(model: StagedModel, calls: tuple[CallId, ...], compute: Callable[[], Any]) -> StagePlan:
+    """The model's stage plan for a microbatch in training that makes these calls; compute: as of `calls_of`."""
+    before = model.stage_plan
+    try:
+        plan = replace(before, calls={**before.calls, True: calls})
+        return _with_stage_inputs(model, plan, compute, training=True, key=None)
+    finally:
+        model.set_stage_plan(before)
+
+
+def _run(
+    model: StagedModel,
+    run: _CallDiscovery | _InputDiscovery | _CallOrder,
+    compute: Callable[[], Any],
+    *,
+    key: int | None,
+) -> None:
+    """Runs `compute` with random numbers from the stream `key`; None if it draws them itself, calls of blocks too."""
+    calls = None if key is None else BlockCalls(model.blocks, model.device, model.call)
     model.running = run
     try:
         recorder = ResultRecorder(run) if isinstance(run, StageRun) else nullcontext()
-        with running_fake(), calls.drawing(0), torch.enable_grad(), recorder:
+        drawing = nullcontext() if calls is None or key is None else calls.drawing(key)
+        with running_fake(), drawing, torch.enable_grad(), recorder, run.random, run.stack:
             run.end(compute())
     except _StageEnded:
         pass
@@ -128,7 +215,8 @@ def _run(model: StagedModel, run: _CallDiscovery | _InputDiscovery, compute: Cal
         raise _refusal(problem) from problem
     finally:
         model.running = None
-        calls.close()
+        if calls is not None:
+            calls.close()
 
 
 def _refusal(problem: Exception) -> PlanError:
@@ -140,45 +228,36 @@ def _refusal(problem: Exception) -> PlanError:
     return PlanError(RUNNING_STAGE, f"{operation} needs numbers that another stage has", OTHER_PLAN)
 
 
-@dataclass(eq=False)
-class _CallRecord:
-    """Collects the cost of a call; `saved` are the tensors saved for the backward, by memory."""
-
-    call: CallId
-    tensors: set[str] = field(default_factory=set[str])
-    saved: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
-    counter: CostCounter = field(default_factory=CostCounter)
-
-    def cost(self, model: StagedModel) -> CallCost:
-        fakes = [model.stage_tensors[name].fake for name in self.tensors]
-        return CallCost(
-            call=self.call,
-            tensors=frozenset(self.tensors),
-            flops=self.counter.flops,
-            moved_bytes=self.counter.moved_bytes,
-            weight_bytes=sum(fake.nbytes for fake in fakes),
-            saved_bytes=sum(tensor.untyped_storage().nbytes() for tensor in self.saved.values()),
-        )
-
-
 class _CallDiscovery:
-    """A run in which every parameter is remote; records each block call."""
+    """A run in which every parameter is remote, or an example; records each block call."""
 
-    def __init__(self, model: StagedModel) -> None:
-        self._model = model
-        self._remote: dict[str, RemoteTensor] = {}
+    def __init__(self, model: StagedModel, *, examples: bool) -> None:
+        self._model, self._examples = model, examples
+        self.stack, self.random = ExitStack(), Draws()
+        self._past_torch = False  # whether Python's or numpy's generator was drawn from
+        self._remote: dict[str, torch.Tensor] = {}
         self._names = {id(tensor): stage_tensor.name for tensor, stage_tensor in model.local_tensors()}
         self._weights = {memory_key(stage_tensor.fake) for stage_tensor in model.stage_tensors.values()}
-        self._before_first = _CallRecord(("", 0))  # what precedes the first call
-        self.call_costs: list[_CallRecord] = []
+        self._before_first = CallRecord(("", 0))  # what precedes the first call
+        self.call_costs: list[CallRecord] = []
+        if examples:
+            noting = running_examples(note_inputs=self._note_examples, note_saved=self._note_saved)
+            self.stack.enter_context(noting)
+            self.stack.enter_context(CurrentCost(lambda: self.current))
+
+    def _note_examples(self, arguments: Any) -> None:
+        self.note_inputs([*tensors_in(arguments)])
+
+    def _note_saved(self, tensor: torch.Tensor) -> None:
+        self.current.saved[memory_key(tensor)] = tensor.untyped_storage().nbytes()
 
     @property
     def function_context(self) -> AbstractContextManager[object]:
         """Counts the cost of a function, and notes what it saves for the backward."""
-        return _CostRecorder(self._current, self._weights)
+        return CostRecorder(self.current, self._weights)
 
     @property
-    def _current(self) -> _CallRecord:
+    def current(self) -> CallRecord:
         return self.call_costs[-1] if self.call_costs else self._before_first
 
     def value_of(self, tensor: RemoteTensor) -> None:
@@ -186,49 +265,83 @@ class _CallDiscovery:
 
     def note_inputs(self, tensors: list[torch.Tensor]) -> None:
         """Notes the parameters among `tensors`."""
-        self._current.tensors |= {name for tensor in tensors if (name := self._names.get(id(tensor))) is not None}
+        self.current.tensors |= {name for tensor in tensors if (name := self._names.get(id(tensor))) is not None}
 
-    def view_of(self, module: nn.Module, name: str, stage_tensor: StageTensor) -> RemoteTensor:
-        """One remote tensor for each parameter."""
+    def view_of(self, module: nn.Module, name: str, stage_tensor: StageTensor) -> torch.Tensor:
+        """One remote tensor, or example, for each parameter."""
         if stage_tensor.name not in self._remote:
-            new = self._remote[stage_tensor.name] = remote(stage_tensor.fake, self)
+            new = example_weight(stage_tensor.fake) if self._examples else remote(stage_tensor.fake, self)
+            self._remote[stage_tensor.name] = new
             self._names[id(new)] = stage_tensor.name
         return self._remote[stage_tensor.name]
+
+    def add_between(self, between: dict[str, set[CallId]]) -> None:
+        """Adds what this run has used outside of blocks to `between`, as in `FoundCalls`."""
+        modules = {block.name: block.module for block in self._model.blocks}
+        begin = self._before_first.tensors - self._model.names_in(modules[self.call_costs[0].call[0]])
+        for name in begin:
+            between.setdefault(name, set()).add(BEGIN_CALL)
+        for record in self.call_costs:
+            after = END_CALL if record is self.call_costs[-1] else record.call
+            for name in record.tensors - self._model.names_in(modules[record.call[0]]) - begin:
+                between.setdefault(name, set()).add(after)
 
     def begin(self) -> None: ...
 
     def call(self, call: BlockCall) -> Any:
         """Begins to record a call, and runs the block."""
-        self.call_costs.append(_CallRecord((call.block.name, call.number)))
+        self.call_costs.append(CallRecord((call.block.name, call.number)))
         if len(self.call_costs) == 1:
             first, before = self.call_costs[0], self._before_first
-            first.tensors, first.saved, first.counter = before.tensors, before.saved, before.counter
-        return call.run(*call.args, **call.kwargs)
+            first.tensors, first.saved, first.counter = {*before.tensors}, before.saved, before.counter
+        if self._examples:  # other numbers may lead to other parameters
+            self.current.tensors |= self._model.names_in(call.block.module)
+        self.random.at_block(between=False)
+        before = position_past_torch()
+        result = call.run(*call.args, **call.kwargs)
+        if position_past_torch() != before:
+            raise PlanError(
+                RUNNING_STAGE,
+                f"block {call.block.name} draws from Python's or numpy's generator, and stages would draw others",
+                "draw from torch, or use a plan without pipeline",
+            )
+        self.random.at_block(between=True)
+        return result
+
+    def draws(self) -> bool:
+        """Notes that a function draws for remote tensors."""
+        return self.random.note()
 
     def end(self, result: Any) -> None:
-        """Does nothing: all calls are recorded."""
+        """Called with the loss when the model's code has ended."""
+        self._past_torch = drawn_past_torch()
+
+    @property
+    def by_chance(self) -> bool:
+        """Whether what is drawn between blocks may decide which are called."""
+        return self.random.by_chance or self._past_torch
 
 
-class _CostRecorder:
-    """Around one function: adds its cost and saved tensors to `record`."""
+class _CallOrder(StageRun):
+    """A run that skips every block, and finds out which are called."""
 
-    def __init__(self, record: _CallRecord, weights: set[int]) -> None:
-        self._record, self._weights = record, weights
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+    def __init__(self, model: StagedModel) -> None:
+        super().__init__(model, stage=0, inbox=[], training=True)
+        self.stack, self.random, self.entered = ExitStack(), Draws(), False
+        self.found: list[CallId] = []
 
-    def __enter__(self) -> None:
-        self._hooks.__enter__()
-        self._record.counter.__enter__()
+    def draws(self) -> bool:
+        """Notes that a function draws for remote tensors."""
+        return self.random.note()
 
-    def __exit__(self, *problem: Any) -> None:
-        self._record.counter.__exit__(*problem)
-        self._hooks.__exit__(*problem)
-
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        key = memory_key(tensor)
-        if key not in self._weights:
-            self._record.saved[key] = tensor
-        return tensor
+    def call(self, call: BlockCall) -> Any:
+        """Skips the block."""
+        now = (call.block.name, call.number)
+        self.found.append(now)
+        self.random.at_block(between=False)
+        result = self._skip(call, now)
+        self.random.at_block(between=True)
+        return result
 
 
 class _StageEnded(Exception):
@@ -238,9 +351,13 @@ class _StageEnded(Exception):
 class _InputDiscovery(StageRun):
     """A run of one stage that finds the tensors it must receive; fake tensors take their place."""
 
-    def __init__(self, model: StagedModel, stage: int, *, training: bool) -> None:
+    def __init__(self, model: StagedModel, stage: int, *, training: bool, examples: bool) -> None:
         super().__init__(model, stage, [None] * len(model.stage_plan.stage_inputs[training][stage]), training=training)
+        self.stack, self.random, self._examples = ExitStack(), Draws(), examples
+        self._own: dict[str, torch.Tensor] = {}
         self.inputs: list[TensorSite] = []
+        if examples and self.entered:
+            self.stack.enter_context(running_examples())
         self._sites: dict[int, tuple[RemoteTensor, TensorSite]] = {}
 
     def value_of(self, tensor: RemoteTensor) -> torch.Tensor | None:
@@ -253,12 +370,16 @@ class _InputDiscovery(StageRun):
         if site is None:
             return None
         self.inputs.append(site[1])
-        return tensor.fake.clone()  # no leaf: the code may overwrite it
+        return example_of(tensor.fake) if self._examples else tensor.fake.clone()  # no leaf: may be overwritten
 
     def view_of(self, module: nn.Module, name: str, stage_tensor: StageTensor) -> torch.Tensor | None:
         """As in `StageRun`, with the stage's own parameters as fake tensors."""
         found = super().view_of(module, name, stage_tensor)
-        return stage_tensor.fake if found is None else found
+        if found is not None:
+            return found
+        if not self._examples:
+            return stage_tensor.fake
+        return self._own.setdefault(stage_tensor.name, example_weight(stage_tensor.fake))
 
     def _note(self, call: CallId, side: str, nest: Any) -> None:
         for path, tensor in tensors_by_path(nest):
@@ -269,22 +390,45 @@ class _InputDiscovery(StageRun):
         if not self.entered and isinstance(tensor, RemoteTensor):
             self._sites.setdefault(id(tensor), (tensor, site))
 
-    def _enter(self, call: BlockCall) -> None:
-        for path, tensor in tensors_by_path((call.args, call.kwargs)):
+    def _enter(self, call: BlockCall | None) -> None:
+        arguments = () if call is None else (call.args, call.kwargs)
+        for path, tensor in tensors_by_path(arguments):
             if isinstance(tensor, RemoteTensor):
                 self._sites[id(tensor)] = (tensor, TensorSite(None, "in", path))
+        if self._examples:
+            self.stack.enter_context(running_examples())
         super()._enter(call)
-        map_tensors(materialized, (call.args, call.kwargs))  # all arguments must be received
+        map_tensors(materialized, arguments)  # all arguments must be received
+
+    def draws(self) -> bool:
+        """Notes that a function draws for remote tensors."""
+        return self.random.note()
 
     def call(self, call: BlockCall) -> Any:
         """As in `StageRun`, but ends without sending."""
+        self.random.at_block(between=False)
+        result = self._called(call)
+        self.random.at_block(between=True)
+        return result
+
+    def _ended(self, call: BlockCall | None) -> Exception:
+        self._payload(call)
+        return _StageEnded()
+
+    def _called(self, call: BlockCall) -> Any:
         stage = self._model.stage_plan.stage_of[call.block.name, call.number]
         if stage > self.stage:
             if not self.entered:
                 self._enter(call)
-            self._payload(call)
-            raise _StageEnded
+            raise self._ended(call)
         return super().call(call)
+
+    def _run_block(self, call: BlockCall, args: Any, kwargs: Any) -> Any:
+        """The block's code without what a plan has put around it."""
+        module = call.block.module
+        result = type(module).forward(module, *args, **kwargs)
+        call.skip()
+        return result
 
     def _check(self, nest: Any, call: BlockCall | None) -> None:
         for path, tensor in tensors_by_path(nest):

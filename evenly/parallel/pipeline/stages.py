@@ -6,9 +6,9 @@ includes what comes before it. A *stage* is a sequence of consecutive calls.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 CallId = tuple[str, int]  # name of a block, and how many times the microbatch called it before
 BEGIN = ""  # instead of a block's name: the model's forward itself
@@ -65,6 +65,9 @@ class StagePlan:
     stage_of:     the stage of each call.
     owners:       name of a parameter, or of a buffer of a block -> the stages that use it, ascending.
     stage_inputs: training or evaluation -> per stage, what it receives from the stage before.
+    mixed_draws:  training or evaluation, where random numbers for tensors of other stages come before others between
+                  the same two blocks: every stage then draws both.
+    by_chance:    whether random numbers may decide which blocks a forward in training calls.
     """
 
     counts: tuple[int, ...]
@@ -72,6 +75,8 @@ class StagePlan:
     stage_of: Mapping[CallId, int]
     owners: Mapping[str, tuple[int, ...]]
     stage_inputs: Mapping[bool, tuple[tuple[TensorSite, ...], ...]]
+    mixed_draws: frozenset[bool] = frozenset()
+    by_chance: bool = False
 
     @property
     def stages(self) -> int:
@@ -108,3 +113,32 @@ def owners_of(
         for name in call_cost.tensors:
             found[name].add(stage_of[call_cost.call])
     return {name: tuple(sorted(stages or {0})) for name, stages in found.items()}
+
+
+BEGIN_CALL, END_CALL = ("", 0), ("", 1)  # what no block comes before, or after
+
+
+@dataclass(frozen=True)
+class FoundCalls:
+    """The block calls of a forward.
+
+    costs:     of every call that a forward may make, in order. first: the calls of one forward.
+    by_chance: whether random numbers that the code draws between blocks may decide which are called.
+    between:   by name, the calls after which a parameter is used outside of blocks; "" for the begin and the end.
+    """
+
+    costs: list[CallCost]
+    first: tuple[CallId, ...]
+    by_chance: bool
+    between: Mapping[str, Collection[CallId]]
+
+    def owners(self, names: Sequence[str], stage_of: Mapping[CallId, int]) -> dict[str, tuple[int, ...]]:
+        """The stages that may use each of `names`: of what lies between blocks also earlier ones, where all blocks from
+        their own to there are left out by chance. The begin is always of the first stage, the end of the last.
+        """
+        owners = owners_of(names, self.costs, stage_of)
+        ends = {BEGIN_CALL: {0}, END_CALL: {max(stage_of.values())}}
+        for name, calls in self.between.items() if self.by_chance else ():
+            stages = [ends.get(call) or range(stage_of[call] + 1) for call in calls]
+            owners[name] = tuple(sorted({*owners[name], *chain.from_iterable(stages)}))
+        return owners

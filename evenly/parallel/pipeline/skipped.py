@@ -1,0 +1,155 @@
+"""What the blocks of other stages return: its form, found once for each form of their arguments.
+
+A block runs on fake tensors. Where its code needs numbers, what it does inside is no other stage's concern, and it
+runs on made-up ones (`example_tensor`): only the shapes of what it returns count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from evenly.data.nest import map_tensors, tensors_by_path
+from evenly.errors import PlanError
+from evenly.parallel.core.calls import BlockCall
+from evenly.parallel.pipeline.example_tensor import ExampleTensor, example_of, example_weight, examples
+from evenly.parallel.pipeline.remote_tensor import (
+    OTHER_PLAN,
+    RUNNING_STAGE,
+    RemoteTensor,
+    TensorOwner,
+    cache_key,
+    fake_like,
+    materialized,
+    remote,
+)
+from evenly.torch_private import version
+
+if TYPE_CHECKING:
+    from evenly.parallel.pipeline.model import StagedModel, StageTensor
+
+
+@dataclass(frozen=True)
+class SkippedResult:
+    """What a skipped block returns: a nest of fake tensors.
+
+    argument_paths: id of a fake tensor -> path of the argument that the block returns in its place.
+    """
+
+    nest: Any
+    argument_paths: dict[int, str]
+
+
+class SkippedBlocks:
+    """The results of blocks of `model` that a run skips."""
+
+    def __init__(self, model: StagedModel) -> None:
+        self._model = model
+        self._cached: dict[Any, SkippedResult] = {}
+        self._need_numbers: set[str] = set()  # names of blocks
+
+    def result(self, call: BlockCall, owner: TensorOwner) -> Any:
+        """The result of `call` as remote tensors of `owner`."""
+        given = dict(tensors_by_path((call.args, call.kwargs)))
+        key = cache_key((call.block.name, call.block.module.training, call.args, call.kwargs))
+        found = self._cached.get(key) if key is not None else None
+        if found is None:
+            found = self._run(call)
+            if key is not None:
+                self._cached[key] = found
+
+        def as_remote(fake: torch.Tensor) -> torch.Tensor:
+            path = found.argument_paths.get(id(fake))
+            return remote(fake, owner) if path is None else given[path]
+
+        return map_tensors(as_remote, found.nest)
+
+    def _run(self, call: BlockCall) -> SkippedResult:
+        paths = {id(tensor): path for path, tensor in tensors_by_path((call.args, call.kwargs))}
+        if call.block.name in self._need_numbers:
+            return self._run_on_examples(call)
+        try:
+            return _skipped_result(_forward(call, call.args, call.kwargs), paths)
+        except Exception as problem:
+            try:
+                found = self._run_on_examples(call)
+            except Exception:
+                raise problem from None
+            self._need_numbers.add(call.block.name)
+            return found
+
+    def _run_on_examples(self, call: BlockCall) -> SkippedResult:
+        model = self._model
+        before, model.running = model.running, _ExampleRun()
+        paths: dict[int, str] = {}
+        copies: list[torch.Tensor] = []
+
+        def as_example(path: str, tensor: torch.Tensor) -> torch.Tensor:
+            tensor = materialized(tensor)
+            copy = example_of(tensor.fake) if isinstance(tensor, RemoteTensor) else tensor.detach().clone()
+            if not isinstance(tensor, RemoteTensor):
+                copies.append(copy)
+            paths[id(copy)] = path
+            return copy
+
+        try:
+            with examples(remotes=True):
+                made = {id(t): as_example(path, t) for path, t in tensors_by_path((call.args, call.kwargs))}
+                args, kwargs = map_tensors(lambda tensor: made[id(tensor)], (call.args, call.kwargs))
+                versions = [version(copy) for copy in copies]
+                found = _skipped_result(result := _forward(call, args, kwargs), paths)
+        finally:
+            model.running = before
+        if [version(copy) for copy in copies] != versions:
+            raise _refusal(call, "writes into a tensor that every stage has")
+        if _has_numbers(result):
+            raise _refusal(call, "computes a number from its tensors and returns it")
+        return found
+
+
+class _ExampleRun:
+    """A run of one block on examples."""
+
+    def view_of(self, module: nn.Module, name: str, stage_tensor: StageTensor) -> torch.Tensor:
+        """Made-up weights."""
+        return example_weight(stage_tensor.fake)
+
+    def begin(self) -> None: ...
+
+    def call(self, call: BlockCall) -> Any:
+        """Runs a block that the block calls."""
+        return call.run(*call.args, **call.kwargs)
+
+
+def _forward(call: BlockCall, args: Any, kwargs: Any) -> Any:
+    module = call.block.module
+    return type(module).forward(module, *args, **kwargs)
+
+
+def _skipped_result(result: Any, paths: Mapping[int, str]) -> SkippedResult:
+    argument_paths: dict[int, str] = {}
+
+    def as_fake(tensor: torch.Tensor) -> torch.Tensor:
+        plain = tensor.as_subclass(torch.Tensor) if isinstance(tensor, ExampleTensor) else tensor
+        fake = fake_like(plain.fake if isinstance(plain, RemoteTensor) else plain)
+        if id(tensor) in paths:
+            argument_paths[id(fake)] = paths[id(tensor)]
+        return fake
+
+    return SkippedResult(map_tensors(as_fake, result), argument_paths)
+
+
+def _has_numbers(nest: Any) -> bool:
+    if isinstance(nest, Mapping):
+        return any(map(_has_numbers, nest.values()))
+    if isinstance(nest, list | tuple):
+        return any(map(_has_numbers, nest))
+    return isinstance(nest, bool | int | float | complex)
+
+
+def _refusal(call: BlockCall, found: str) -> PlanError:
+    return PlanError(RUNNING_STAGE, f"block {call.block.name} needs numbers inside, and {found}", OTHER_PLAN)
