@@ -255,13 +255,14 @@ def totals_in_half(patch: Patch) -> None:
 
 def averaged_shards(patch: Patch) -> None:
     """`fully_shard` divides by the number of ranks, as it does if it is not asked to sum."""
-    plain = shards._reduce_by_sum
+    plain = shards._set_up_units
 
-    def reduce(unit: Any) -> None:
-        plain(unit)
-        unit.set_gradient_divide_factor(2.0)
+    def set_up(units: Any, group: Any) -> None:
+        plain(units, group)
+        for unit in units:
+            unit.set_gradient_divide_factor(2.0)
 
-    patch.setattr(shards, "_reduce_by_sum", reduce)
+    patch.setattr(shards, "_set_up_units", set_up)
 
 
 def fillers_count(patch: Patch) -> None:
@@ -611,7 +612,8 @@ def compare(name: str, plans: str, job: str, dtype: str, kind: Disturbance, fold
     with pytest.MonkeyPatch.context() as patch:
         if name:
             CASES[name].fault(patch)
-            patch.setattr("evenly.train.run.check_job", lambda *_: [])  # finds some of them first
+            for look in ("check_job", "check_update"):  # which find some of them first
+                patch.setattr(f"evenly.train.run.{look}", lambda *_: [])
         segments = plans.split(">")
         for number, plan in enumerate(segments):
             first, last = number, STEPS if number == len(segments) - 1 else number + 1

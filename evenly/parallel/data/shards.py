@@ -33,12 +33,11 @@ from evenly.comm.exact_reduce import exact_norm
 from evenly.comm.groups import Group
 from evenly.comm.transport import Pending
 from evenly.comm.world import World
-from evenly.data.nest import tensors_in
 from evenly.errors import PlanError, RunError
 from evenly.model.blocks import Block, find_blocks
 from evenly.parallel.core.memory import HOST, MemoryCounter, local
-from evenly.parallel.core.mutation_guard import changed_error, fingerprint
 from evenly.parallel.core.parameter_views import local_parameters
+from evenly.parallel.data.gathered_guard import GatheredGuard
 from evenly.parallel.data.gradients import (
     Gradients,
     Ownership,
@@ -61,7 +60,6 @@ from evenly.torch_private import (
     initialize_sharding,
     keep_unused_inputs,
     reduce_sharded,
-    version,
 )
 
 ORDER_PRIME = 65_521  # modulus of the hash of the order of units; its square times any world size is exact in float64
@@ -105,10 +103,9 @@ class ShardedGradients(Gradients):
         self._model, self._split_backward = model, split_backward
         # Whether parameters stay gathered, and gradients are accumulated, until the end of a step.
         self._reduces_at_end, self._surveyed, self._gathers_at_once = split_backward, split_backward, False
+        self._guard = GatheredGuard()
         units = units_of(model, find_blocks(model) if blocks is None else blocks)
-        for unit, _ in units:
-            _check_dtypes(unit.name, unit.module)
-        _check_dtypes("", model)
+        _check_dtypes(model, [unit for unit, _ in units])
         self._gradient_hooks = {name: hooks for name, p in model.named_parameters() if (hooks := gradient_hooks(p))}
         self._shards, self._across = self._cut(model, units, shard=shard, accumulate_float64=accumulate_float64)
         # Other groups have the same shards.
@@ -116,13 +113,8 @@ class ShardedGradients(Gradients):
         self._accumulates_float64 = accumulate_float64
         self._exact: list[ExactReduceScatter] = []  # of each unit, with exact=bitwise
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        for unit in self._units:
-            _reduce_by_sum(unit)
-            if adds_here(self._shards) and self._shards.size > 1:
-                unit.set_custom_all_gather(cast(Any, AsyncAllGather()))
+        _set_up_units(self._units, self._shards)
         self._set_reduce_scatter()
-        for unit, following in pairwise(self._units):
-            unit.set_modules_to_forward_prefetch([following])
         self._named = list(model.named_parameters())
         self._frozen = [(name, p) for name, p in self._named if not p.requires_grad]
         self._numbers = {name: number for number, (name, _) in enumerate(self._named)}
@@ -134,9 +126,10 @@ class ShardedGradients(Gradients):
         self._handles: list[Any] = [
             unit.register_forward_pre_hook(watch) for unit, watch in zip(self._units, self._watches, strict=True)
         ]
-        self._handles += [unit.register_forward_hook(self._after_unit(own[unit]), prepend=True) for unit in self._units]
-        self._versions: dict[str, tuple[int, int | None, torch.dtype]] = {}  # of gathered parameters in a forward
-        self._stepped = False
+        after = [self._guard.after_unit(own[unit]) for unit in self._units]
+        self._handles += [
+            unit.register_forward_hook(hook, prepend=True) for unit, hook in zip(self._units, after, strict=True)
+        ]
         self._scalars = ScalarSums(self._named, self._group, self._use)
         self._handles += self._scalars.handles
         self._pending: Pending[torch.Tensor] | None = None
@@ -273,7 +266,7 @@ class ShardedGradients(Gradients):
         self._pending = begin_numbers((*order, *flags), numbers, self._group, squares)
 
     def finish_reduce(self) -> list[float]:
-        self._stepped = True
+        self._guard.stepped = True
         assert self._pending is not None
         order, squared, *values = self._pending.wait().tolist()
         # n * sum(x^2) == (sum x)^2 holds if and only if all n numbers are equal.
@@ -354,7 +347,7 @@ class ShardedGradients(Gradients):
             for name, parameter in local_parameters(modules):
                 if isinstance(parameter, DTensor):
                     continue
-                self._versions[name] = version(parameter), self._print(parameter), parameter.dtype
+                self._guard.note(name, parameter)
                 if id(parameter) not in self._hooked and parameter.requires_grad and parameter.dim():
                     hooks = [*self._gradient_hooks.get(name, ()), *([self._without_filler] * self._gathers_at_once)]
                     note = parameter.register_post_accumulate_grad_hook(self._note(self._numbers[name]))
@@ -362,28 +355,6 @@ class ShardedGradients(Gradients):
                     parameter.register_post_accumulate_grad_hook(self._note(self._numbers[name]))
 
         return watch
-
-    def _after_unit(self, modules: Sequence[tuple[str, nn.Module]]) -> Callable[[nn.Module, Any, Any], None]:
-        """A hook that raises where the forward of a unit has changed its gathered parameters, which would be lost."""
-
-        def compare(_: nn.Module, __: Any, output: Any) -> None:
-            for result in tensors_in(output):
-                if result.requires_grad:
-                    result.register_hook(_refuse_graph)
-            for name, parameter in local_parameters(modules):
-                before = self._versions.pop(name, None)
-                if before is None or isinstance(parameter, DTensor):
-                    continue
-                count, printed, dtype = before
-                written = printed is not None and printed != fingerprint(parameter)
-                if version(parameter) != count or parameter.dtype != dtype or written:
-                    raise changed_error(name, parameter=True)
-
-        return compare
-
-    def _print(self, parameter: torch.Tensor) -> int | None:
-        """Of what is not trained and could be written past autograd; in the first step alone, for it reads it all."""
-        return None if self._stepped or parameter.requires_grad else fingerprint(parameter)
 
     def _use(self, number: int) -> bool:
         """Notes that a parameter got a gradient; whether that counts."""
@@ -433,16 +404,6 @@ def _lay_out_in_order(model: nn.Module) -> None:
             parameter.data = parameter.detach().contiguous()
 
 
-def _refuse_graph(_: torch.Tensor) -> None:
-    """Raises `RunError` in a backward that keeps a graph: its own backward would find parameters that are gone."""
-    if torch.is_grad_enabled():
-        raise RunError(
-            "a gradient of a gradient (create_graph=True) under zero=3",
-            "parameters are gathered for one backward and then freed",
-            "use plan zero2 or ddp",
-        )
-
-
 def _own_modules(unit: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
     """(name, module) for the modules of `unit` that are in no inner unit; prefix: name of the unit."""
     within = [one for one in unit.modules() if one is not unit and isinstance(one, FSDPModule)]
@@ -450,18 +411,27 @@ def _own_modules(unit: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in unit.named_modules(prefix=prefix) if id(module) not in inner]
 
 
-def _reduce_by_sum(unit: FSDPModule) -> None:
-    """Makes `unit` sum gradients instead of averaging, with zeros for parameters that this rank did not use."""
-    unit.set_gradient_divide_factor(1.0)
-    unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
-    unit.set_reduce_scatter_unused_params(True)
+def _set_up_units(units: Sequence[FSDPModule], shards: Group) -> None:
+    """Makes `units` sum gradients instead of averaging, with zeros for parameters that this rank did not use, and
+    gather one ahead.
+    """
+    for unit in units:
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+        unit.set_reduce_scatter_unused_params(True)
+        if adds_here(shards) and shards.size > 1:
+            unit.set_custom_all_gather(cast(Any, AsyncAllGather()))
+    for unit, following in pairwise(units):
+        unit.set_modules_to_forward_prefetch([following])
 
 
-def _check_dtypes(name: str, module: nn.Module) -> None:
-    dtypes = {str(p.dtype).removeprefix("torch.") for p in module.parameters() if p.requires_grad}
-    if len(dtypes) > 1:
-        raise PlanError(
-            f"cutting {name or 'the model'} over ranks",
-            f"its parameters have several dtypes: {', '.join(sorted(dtypes))}",
-            "give them one dtype, and state the precision of computing in the plan (precision=bfloat16)",
-        )
+def _check_dtypes(model: nn.Module, units: Sequence[Block]) -> None:
+    """Raises `PlanError` where what is gathered together has several dtypes."""
+    for name, module in (*((unit.name, unit.module) for unit in units), ("", model)):
+        dtypes = {str(p.dtype).removeprefix("torch.") for p in module.parameters() if p.requires_grad}
+        if len(dtypes) > 1:
+            raise PlanError(
+                f"cutting {name or 'the model'} over ranks",
+                f"its parameters have several dtypes: {', '.join(sorted(dtypes))}",
+                "give them one dtype, and state the precision of computing in the plan (precision=bfloat16)",
+            )
