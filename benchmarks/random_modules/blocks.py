@@ -143,8 +143,8 @@ class InPlace(nn.Module):
 
     def forward(self, x: T, tokens: T) -> Any:
         y = self.linear(x)
-        y.relu_().add_(0.5)
-        return x + y * self.scale
+        y.mul_(2).add_(0.5)
+        return x + F.relu(y) * self.scale
 
 
 class Views(nn.Module):

@@ -7,13 +7,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from kept_ranks import KeptRanks
+from kept_ranks import KeptRanks, RankFailure
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks is no installed package
 
 from benchmarks.random_modules.cases import PLANS, random_case, smaller
 from benchmarks.random_modules.outcome import compare, kind_of, prepare, world_of
-from evenly.errors import UserError, step_of
+from evenly.errors import EvenlyError, UserError, step_of
 from evenly.verify.compare import RankComparison, judge
 
 SEEDS = range(20)
@@ -30,12 +30,14 @@ def prepared(seed: int, folder: Path) -> str:
 
 
 def compared(seed: int, folder: Path) -> RankComparison | str:
-    """The comparison, or the refusal before the first step."""
+    """The comparison, or the refusal before the first step; one that the other ranks may not share ends them too."""
     try:
         return compare(random_case(seed), folder)
-    except UserError as problem:
+    except EvenlyError as problem:
         if step_of(problem) is not None:
             raise
+        if not isinstance(problem, UserError):
+            raise AssertionError(f"REFUSED: {problem}") from None
         return str(problem)
 
 
@@ -45,7 +47,11 @@ def test_a_random_module_is_equal_or_refused(seed: int, ranks: KeptRanks, tmp_pa
     if ranks.run(prepared, seed, tmp_path, size=1)[0]:
         STATUSES["no job"] += 1
         return
-    found = ranks.run(compared, seed, tmp_path, size=world_of(case))
+    try:
+        found = ranks.run(compared, seed, tmp_path, size=world_of(case))
+    except RankFailure as failure:
+        assert "AssertionError: REFUSED" in str(failure), failure
+        found = ["refused"]
     comparisons = [one for one in found if isinstance(one, RankComparison)]
     if not comparisons:
         STATUSES["refused"] += 1

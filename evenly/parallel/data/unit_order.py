@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from evenly.comm.collectives import all_reduce
 from evenly.comm.groups import Group
 from evenly.data.generators import drawn_past_torch
+from evenly.errors import EvenlyError
 from evenly.parallel.core.calls import ForwardEnded
 
 READS: set[Any] = {
@@ -80,7 +81,7 @@ class _Watch(TorchFunctionMode):
         try:
             with self:
                 forward()
-        except ForwardEnded:
+        except (ForwardEnded, EvenlyError):  # a refusal: all ranks run the same microbatch here
             raise
         except Exception:  # of a mistake in the job, which will be raised again, or of finding shards
             self._decides = True
