@@ -11,8 +11,7 @@ from evenly.plan import parse_plan
 from evenly.verify import verify
 from evenly.verify.compare import RankComparison
 from evenly.verify.disturb import Disturbance
-from evenly.verify.ranks import PlanSteps, compare_steps, keep_reference, trajectory_folder
-from evenly.verify.trajectory import Trajectory, write_rounding
+from evenly.verify.ranks import PlanSteps, compare_steps, keep_measured_reference
 
 STEPS = 3
 
@@ -20,11 +19,7 @@ STEPS = 3
 def prepare(case: Case, folder: Path) -> None:
     """Makes the references of `case` in `folder`; on one rank."""
     torch.set_num_threads(1)
-    kind = kind_of(case)
-    folders = [trajectory_folder(folder, one) for one in ("none", kind)]
-    for one, where in zip(("none", kind), folders, strict=True):
-        keep_reference(job_of(case), STEPS, where, one)
-    write_rounding(*map(Trajectory, folders), folder / f"rounding-{kind}.json", kind)
+    keep_measured_reference(job_of(case), STEPS, folder, [kind_of(case)])
 
 
 def compare(case: Case, folder: Path) -> RankComparison:

@@ -13,7 +13,8 @@ import torch
 
 from evenly.job import Job
 from evenly.plan import PlanSpec, parse_plan
-from evenly.verify.ranks import compare_job, keep_reference
+from evenly.verify.disturb import Disturbance
+from evenly.verify.ranks import PlanSteps, compare_steps, keep_measured_reference
 from evenly.verify.verify import world_of
 
 STEPS = 2
@@ -52,14 +53,15 @@ def _quiet(*, small_units: bool) -> None:
 
 
 def prepare(name: str, folder: Path) -> dict[str, Any]:
-    """Finds the batch of an architecture, trains the reference, and keeps it in `folder`."""
+    """Finds the batch of an architecture, trains the references, and keeps them in `folder`."""
     _quiet(small_units=False)
     found = subjects.subject(name)
-    keep_reference(job_of(name, found.batch), STEPS, folder / "reference")
+    keep_measured_reference(job_of(name, found.batch), STEPS, folder, ["sums", "forward"])
     return asdict(found)
 
 
 def compare(name: str, shapes: subjects.Shapes, plan: str, folder: Path) -> Any:
     """The comparison of one rank under `plan`."""
     _quiet(small_units=True)
-    return compare_job(job_of(name, shapes), plan_of(plan), STEPS, folder)
+    kind: Disturbance = "forward" if plan_of(plan).tensor != 1 else "sums"
+    return compare_steps(job_of(name, shapes), PlanSteps(plan_of(plan), 0, STEPS), STEPS, folder, kind)

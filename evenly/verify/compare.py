@@ -41,13 +41,15 @@ class Rounding:
     """How far the reference strays when rounding is added; lists by step, of which entry 0 is before the first.
 
     scalars: largest difference of losses and gradient norms up to the step. tensors, states: of the model and of the
-    optimizer's state. kind: what was disturbed, see `disturb`.
+    optimizer's state. kind: what was disturbed, see `disturb`. cast_eps: the unit in the last place of the narrowest
+    type that the model itself casts to, where casts were disturbed: a loss computed in it has no finer one.
     """
 
     scalars: list[float] = field(default_factory=list[float])
     tensors: list[Spreads] = field(default_factory=list[Spreads])
     states: list[Spreads] = field(default_factory=list[Spreads])
     kind: Disturbance = "sums"
+    cast_eps: float = 0.0
 
     def scalar(self, step: int) -> float:
         """Of losses and gradient norms at `step`."""
@@ -191,7 +193,7 @@ class RankComparison:
 
     def _scalar_tolerance(self, step: int) -> float:
         if self.dtype == "float64":
-            floor = CONTRACT
+            floor = max(CONTRACT, TIMES * self.rounding.cast_eps)
         else:
             floor = TIMES * WEIGHT_EPS[self.dtype]
             if self.rounding.kind == "forward":

@@ -20,10 +20,14 @@ Disturbance = Literal["none", "sums", "forward"]
 
 
 class Disturber:
-    """Adds rounding of one kind to the microbatches of a run; draws from generators of its own."""
+    """Adds rounding of one kind to the microbatches of a run; draws from generators of its own.
+
+    cast_eps: the unit in the last place of the narrowest type that the model has cast to, 0 if it has to none.
+    """
 
     def __init__(self, kind: Disturbance = "none") -> None:
         self._kind = kind
+        self.cast_eps = 0.0
         self._generators: dict[torch.device, torch.Generator] = {}
 
     @contextmanager
@@ -35,7 +39,7 @@ class Disturber:
         if self._kind == "sums":
             yield
         else:
-            with self._disturbed_weights(model), _DisturbedCasts(self.disturb):
+            with self._disturbed_weights(model), _DisturbedCasts(self._disturb_cast):
                 yield
         for parameter in model.parameters():
             if parameter.grad is not None and not parameter.grad.is_sparse:
@@ -49,6 +53,10 @@ class Disturber:
             generator = self._generators[tensor.device] = torch.Generator(tensor.device).manual_seed(1)
         moved = torch.randint(0, 2, tensor.shape, generator=generator, device=tensor.device, dtype=torch.int8)
         tensor.mul_(1 - torch.finfo(tensor.dtype).eps * moved.to(tensor.dtype))
+
+    def _disturb_cast(self, tensor: torch.Tensor) -> None:
+        self.cast_eps = max(self.cast_eps, torch.finfo(tensor.dtype).eps)
+        self.disturb(tensor)
 
     @contextmanager
     def _disturbed_weights(self, model: torch.nn.Module) -> Generator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from evenly.verify.disturb import Disturbance, Disturber
 from evenly.verify.hidden_state import find_hidden_state
 from evenly.verify.reference import evaluates, loss_not_additive, named_tensors, reference_steps
 from evenly.verify.shorten import shortened
-from evenly.verify.trajectory import Scalars, Trajectory, read_rounding
+from evenly.verify.trajectory import Scalars, Trajectory, read_rounding, write_rounding
 
 
 @dataclass(frozen=True)
@@ -87,13 +88,30 @@ def trajectory_folder(folder: Path, kind: Disturbance) -> Path:
 
 def keep_reference(job: Job, steps: int, folder: Path, kind: Disturbance = "none", *, device: str = "cpu") -> None:
     """Trains `job` in the plain loop, with `kind` of rounding added, and saves its trajectory in `folder`."""
-    trajectory, scalars = Trajectory(folder), Scalars()
-    for record in reference_steps(job, steps, device=device, around=Disturber(kind).around_microbatch):
+    trajectory, scalars, disturber = Trajectory(folder), Scalars(), Disturber(kind)
+    for record in reference_steps(job, steps, device=device, around=disturber.around_microbatch):
         trajectory.add_tensors(record.step, record.tensors, record.state)
         scalars.add(
             record.step, loss=record.loss, grad_norm=record.grad_norm, rates=record.rates, eval_loss=record.eval_loss
         )
-    trajectory.finish(scalars)
+    trajectory.finish(replace(scalars, cast_eps=disturber.cast_eps))
+
+
+def keep_measured_reference(job: Job, steps: int, folder: Path, kinds: Sequence[Disturbance]) -> None:
+    """Trains `job` in the plain loop, as it is and with each of `kinds` of rounding added, in this process.
+
+    `folder` then has what `compare_steps` compares with, under any of `kinds`.
+    """
+    for kind in ("none", *kinds):
+        keep_reference(job, steps, trajectory_folder(folder, kind), kind)
+    for kind in kinds:
+        measure_rounding(folder, kind)
+
+
+def measure_rounding(folder: Path, kind: Disturbance) -> None:
+    """Writes how far the run with `kind` of rounding added strayed from the reference; both are in `folder`."""
+    reference, disturbed = (Trajectory(trajectory_folder(folder, one)) for one in ("none", kind))
+    write_rounding(reference, disturbed, folder / f"rounding-{kind}.json", kind)
 
 
 @dataclass(frozen=True)

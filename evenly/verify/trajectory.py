@@ -21,12 +21,14 @@ class Scalars:
 
     losses, grad_norms: of the whole batch. rates: after the step, the learning rate of each parameter group.
     eval_losses:        by step, after which the job was evaluated.
+    cast_eps:           as of `Disturber`.
     """
 
     losses: list[float] = field(default_factory=list[float])
     grad_norms: list[float] = field(default_factory=list[float])
     rates: list[list[float]] = field(default_factory=list[list[float]])
     eval_losses: dict[int, float] = field(default_factory=dict[int, float])
+    cast_eps: float = 0.0
 
     def add(self, step: int, *, loss: float, grad_norm: float, rates: list[float], eval_loss: float | None) -> None:
         """Adds the numbers of `step`, the next one."""
@@ -86,7 +88,7 @@ def write_rounding(reference: Trajectory, disturbed: Trajectory, path: Path, kin
         scalars.append(max(scalars[-1], *(difference(a, b) for a, b in zip(*pairs, strict=True))))
         tensors.append(spread_of(disturbed.tensors(step), reference.tensors(step)))
         states.append(spread_of(disturbed.state(step), reference.state(step)))
-    path.write_text(json.dumps(asdict(Rounding(scalars, tensors, states, kind))))
+    path.write_text(json.dumps(asdict(Rounding(scalars, tensors, states, kind, other.cast_eps))))
 
 
 def read_rounding(path: Path) -> Rounding:

@@ -17,8 +17,7 @@ from evenly.launch.agent import Launch, start_ranks
 from evenly.plan import PlanSpec, parse_plan
 from evenly.verify.compare import RankComparison, Row, judge
 from evenly.verify.disturb import Disturbance
-from evenly.verify.ranks import FoundInJob, PlanSteps, compare_file, trajectory_folder, write_references
-from evenly.verify.trajectory import Trajectory, write_rounding
+from evenly.verify.ranks import FoundInJob, PlanSteps, compare_file, measure_rounding, write_references
 
 SIGNALLED = 128  # an exit code above is 128 + the signal that ended the process
 
@@ -107,8 +106,7 @@ class _ReferenceRuns:
             if isinstance(found, PlanError):
                 raise found
             self.found |= found
-        reference, disturbed = (Trajectory(trajectory_folder(folder, one)) for one in ("none", kind))
-        write_rounding(reference, disturbed, folder / f"rounding-{kind}.json", kind)
+        measure_rounding(folder, kind)
 
 
 def _of_microbatch(plan: PlanSpec) -> str:

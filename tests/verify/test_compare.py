@@ -64,6 +64,7 @@ def test_rounding_is_added_in_the_type_that_a_model_computes_in(
         gradients.append(model.linear.weight.grad)  # type: ignore[arg-type]
     apart = float((gradients[0] - gradients[1]).abs().max())
     assert least <= apart <= most
+    assert added.cast_eps == (2.0**-23 if kind == "forward" and narrow else 0.0)
 
 
 def rounding(scalar: float = 0.0, **named: tuple[float, float]) -> Rounding:
@@ -92,6 +93,13 @@ def test_a_norm_is_judged_by_what_rounding_does_to_this_job(
     comparison = RankComparison(dtype, rank=0, rounding=rounding(measured))
     comparison.add_grad_norm(1, 1.0 + diff, 1.0)
     assert judge("ddp", [comparison]).status == status
+
+
+def test_a_loss_that_a_model_computes_in_a_narrower_type_has_its_rounding() -> None:
+    for cast_eps, status in ((0.0, "different"), (2.0**-23, "equal")):
+        comparison = RankComparison("float64", rank=0, rounding=Rounding(kind="forward", cast_eps=cast_eps))
+        comparison.add_loss(1, 3.0 + 1e-7, 3.0)
+        assert judge("tensor=2", [comparison]).status == status
 
 
 BEFORE = torch.linspace(0.5, 2.0, 40)

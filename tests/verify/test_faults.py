@@ -37,8 +37,7 @@ from evenly.parallel.tensor.axis import Axis
 from evenly.plan import parse_plan
 from evenly.verify.compare import RankComparison, judge
 from evenly.verify.disturb import Disturbance
-from evenly.verify.ranks import PlanSteps, compare_steps, keep_reference, trajectory_folder
-from evenly.verify.trajectory import Trajectory, write_rounding
+from evenly.verify.ranks import PlanSteps, compare_steps, keep_measured_reference
 
 STEPS = 3
 
@@ -599,11 +598,7 @@ def make_job(name: str, dtype: str) -> evenly.Job:
 
 
 def references(name: str, dtype: str, kind: Disturbance, folder: Path) -> None:
-    trajectories: list[Trajectory] = []
-    for one in ("none", kind):
-        trajectories.append(Trajectory(trajectory_folder(folder, one)))
-        keep_reference(make_job(name, dtype), STEPS, trajectories[-1].folder, one)
-    write_rounding(*trajectories, folder / f"rounding-{kind}.json", kind)
+    keep_measured_reference(make_job(name, dtype), STEPS, folder, [kind])
 
 
 def compare(name: str, plans: str, job: str, dtype: str, kind: Disturbance, folder: Path) -> list[RankComparison]:

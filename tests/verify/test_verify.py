@@ -26,7 +26,7 @@ from evenly.verify.verify import VerifyRequest, verify
 @pytest.fixture(autouse=True)
 def rounding_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """No reference runs here."""
-    monkeypatch.setattr(module, "write_rounding", lambda *_: None)
+    monkeypatch.setattr(module, "measure_rounding", lambda *_: None)
 
 
 def failing(exit_code: int) -> Any:
