@@ -32,7 +32,8 @@ demo: $(READY)
 	echo "The run lies in $$folder: its losses in metrics.jsonl, its weights in checkpoints/."
 
 # Two halves beside each other: most tests wait for processes to start.
-HALF := tests/checkpoint tests/cli tests/launch tests/examples tests/test_job.py tests/planner tests/published tests/plan tests/report
+HALF := tests/checkpoint tests/cli tests/launch tests/examples tests/test_job.py tests/planner tests/published tests/plan \
+	tests/report tests/random_modules tests/zoo
 test: $(READY)
 	@$(BIN)/python -m pytest $(HALF) & half=$$!; \
 	$(BIN)/python -m pytest $(HALF:%=--ignore=%) ; others=$$?; \

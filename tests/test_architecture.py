@@ -373,14 +373,14 @@ PACKAGE_LINES = {
     "observe": 663,
     "parallel": 1,
     "parallel.core": 1242,  # blocks that are called again in the backward; stale tensors; kinds of optimizers
-    "parallel.data": 2710,  # layouts; exact buckets; blocks that not all ranks run; optimizers of whole parameters
+    "parallel.data": 2711,  # layouts; exact buckets; blocks that not all ranks run; optimizers of whole parameters
     "parallel.tensor": 3854,  # experts, indices and convolutions on parts; reading with numbers
     "parallel.pipeline": 2717,  # numbers inside blocks, draws between them, blocks left out by chance
     "plan": 1174,  # schedules are a table that others add to
     "planner": 5638,
     "report": 1297,  # tables of splits and pages of plans, which came from planner/ and cli/
     "train": 1152,  # the look at the job before its first step
-    "verify": 1420,  # data rules, measured rounding, hidden state and resumes, each in a file of its own
+    "verify": 1448,  # data rules, measured rounding, hidden state and resumes, each in a file of its own
 }
 # Parameters of a command are the options that it has on the command line.
 COMMANDS = PACKAGE / "cli" / "main.py"

@@ -21,11 +21,14 @@ BLOCKS = {"shared": 0, "alternating": 2, "towers": 9}  # of the others, LAYERS
 @pytest.mark.parametrize("name", PIPELINE_JOBS)
 def test_trains_on_one_device(name: str) -> None:
     job = PIPELINE_JOBS[name](precision="float64")
-    first, second, evaluation = reference_steps(job, 2)
-    assert all(math.isfinite(record.loss) and record.loss > 0 for record in (first, second, evaluation))
+    first, second = reference_steps(job, 2)
+    losses = [first.loss, second.loss, first.eval_loss or 0.0, second.eval_loss or 0.0]
+    assert all(math.isfinite(loss) and loss > 0 for loss in losses)
     assert job.clip_norm is not None and first.grad_norm > job.clip_norm
     still = {key for key, before in first.tensors.items() if torch.equal(before, second.tensors[key])}
-    assert all(name == "branches" and ("never" in key or key.startswith("blocks.5.")) for key in still)
+    # Blocks and parameters of "branches" that never change; experts that no token of the second step went to.
+    may = {"branches": ("never", "blocks.5."), "experts": (".experts.", ".level")}.get(name, ())
+    assert all(any(part in key for part in may) for key in still)
 
 
 @pytest.mark.parametrize("name", PIPELINE_JOBS)

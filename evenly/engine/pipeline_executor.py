@@ -71,6 +71,11 @@ class PipelineExecutor(Executor):
         self._runner.look(len(filled), _Looking(self, filled, builder, losses))
         return [losses[number] for number in sorted(losses)][: len(microbatches)], []
 
+    def code_of(self, microbatch: Microbatch, step: int) -> Any:
+        """Runs the job's loss with the random numbers that the microbatch has in `step`; records nothing."""
+        key = stream_key(self.job.seed, "microbatch", step, microbatch.number)
+        return self.run_code(self.composed.replicas[0], microbatch, key)
+
     def _filled(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """As many microbatches as the schedule needs: repeats the last one as a filler that does not count."""
         filler = [replace(microbatches[-1], counts=False)] if microbatches else []
@@ -135,6 +140,10 @@ class _Evaluating:
 class _Looking(_Evaluating):
     losses: dict[int, float]
 
+    def run_code(self, microbatch: int) -> Any:
+        """As in the first step."""
+        return self.executor.code_of(self.microbatches[microbatch], 0)
+
     def forward(self, microbatch: int) -> torch.Tensor | None:
         total = self.executor.loss_of(self.microbatches[microbatch]).total
         self.losses[microbatch] = float(total.detach())
@@ -148,9 +157,7 @@ class _Training(_Evaluating):
 
     def run_code(self, microbatch: int) -> Any:
         """Runs the job's loss with the random numbers of the microbatch, and records nothing."""
-        found = self.microbatches[microbatch]
-        key = stream_key(self.executor.job.seed, "microbatch", self.step, found.number)
-        return self.executor.run_code(self.executor.composed.replicas[0], found, key)
+        return self.executor.code_of(self.microbatches[microbatch], self.step)
 
     def _compute(self, microbatch: Microbatch) -> torch.Tensor | None:
         executor = self.executor
