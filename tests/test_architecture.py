@@ -366,7 +366,7 @@ PACKAGE_LINES = {
     "cli": 1175,  # a table of verify that leaves out empty columns
     "comm": 2362,  # exact sums, alone and over ranks
     "data": 829,  # streams of updates and schedules
-    "engine": 1806,  # a look at the model before its first step; optimizers that need whole parameters
+    "engine": 1813,  # a look at the model before its first step; optimizers that need whole parameters
     "hardware": 931,  # kinds of devices can be registered
     "launch": 1596,  # a refusal leaves no folder
     "model": 535,  # parameters in one memory; modes that the job has set; made-up numbers
