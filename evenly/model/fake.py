@@ -9,7 +9,7 @@ import random
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Literal
 
 import torch
@@ -78,16 +78,18 @@ def running_fake() -> Generator[None]:
 @contextmanager
 def _caches_cleared() -> Generator[None]:
     """Clears, on exit, every `functools.lru_cache` of others that took something up within."""
-    before = {id(one): one.cache_info().misses for one in _caches()}
+    before = {id(one): one.cache_info().misses for one in _caches(len(sys.modules))}
     try:
         yield
     finally:
-        for one in _caches():
+        for one in _caches(len(sys.modules)):
             if one.cache_info().misses > before.get(id(one), 0):
                 one.cache_clear()
 
 
-def _caches() -> list[Any]:
+@lru_cache(maxsize=1)
+def _caches(modules: int) -> list[Any]:
+    """All that there are while so many `modules` are imported; to look through all objects takes a second."""
     kind = type(shared_fake_mode)
     found: list[Any] = [one for one in gc.get_objects() if type(one) is kind]
     return [one for one in found if getattr(one, "__module__", "").partition(".")[0] not in ("torch", "evenly")]
