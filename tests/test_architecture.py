@@ -369,7 +369,7 @@ PACKAGE_LINES = {
     "engine": 1813,  # a look at the model before its first step; optimizers that need whole parameters
     "hardware": 931,  # kinds of devices can be registered
     "launch": 1596,  # a refusal leaves no folder
-    "model": 535,  # parameters in one memory; modes that the job has set; made-up numbers
+    "model": 537,  # parameters in one memory; modes that the job has set; made-up numbers
     "observe": 663,
     "parallel": 1,
     "parallel.core": 1242,  # blocks that are called again in the backward; stale tensors; kinds of optimizers

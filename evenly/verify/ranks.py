@@ -135,9 +135,9 @@ def compare_file(
     return compare_steps(job, part, steps, folder, kind)
 
 
-def compare_job(job: Job, plan: str | PlanSpec, steps: int, folder: Path) -> RankComparison:
+def compare_job(job: Job, plan: str | PlanSpec, steps: int, folder: Path, kind: Disturbance = "sums") -> RankComparison:
     """Runs `job` under `plan` on this rank and compares every step with the trajectory `folder`/reference."""
-    return compare_steps(job, PlanSteps(plan, 0, steps), steps, folder)  # type: ignore[arg-type]
+    return compare_steps(job, PlanSteps(plan, 0, steps), steps, folder, kind)  # type: ignore[arg-type]
 
 
 def compare_steps(job: Job, part: PlanSteps, steps: int, folder: Path, kind: Disturbance = "sums") -> RankComparison:

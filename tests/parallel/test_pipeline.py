@@ -27,7 +27,7 @@ from evenly.parallel.pipeline.schedule_runner import ActionSpan
 from evenly.plan import parse_plan
 from evenly.plan.schedule import COMPUTE
 from evenly.verify.compare import RankComparison, judge
-from evenly.verify.ranks import compare_job, keep_reference
+from evenly.verify.ranks import compare_job, keep_measured_reference
 
 STEPS = 3
 FIRST = 35  # the token that the first microbatch begins with, and none of the next steps
@@ -191,7 +191,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
         ("whole_penalty", "pipeline=2 schedule=zbv", 2, 0.0),  # all of it is on all ranks
         ("whole_penalty", "data=2 pipeline=2 zero=1", 4, 0.9),
         ("conv_norm", "data=2 pipeline=2 zero=2", 4, 0.9),
-        ("twice", "pipeline=2 schedule=gpipe split_points=4", 2, 0.5),
+        ("twice", "pipeline=2 schedule=gpipe split_points=4", 2, 0.48),
         ("chain", "pipeline=2 recompute=full", 2, 0.98),
         ("chain", "pipeline=2 schedule=zbv recompute=selective", 2, 0.98),
         ("first", "pipeline=2 schedule=zbv", 2, 0.98),
@@ -232,7 +232,7 @@ def test_a_model_in_stages_computes_what_one_device_does(
     ],
 )
 def test_narrower_types_agree_up_to_rounding(precision: str, plan: str, tmp_path: Path, ranks: KeptRanks) -> None:
-    keep_reference(prepared("several", precision=precision), STEPS, tmp_path / "reference")
+    keep_measured_reference(prepared("several", precision=precision), STEPS, tmp_path, ["sums"])
     row = judge(plan, ranks.run(compared_in, precision, plan, tmp_path, size=4 if "data" in plan else 2))
     assert row.status == "equal", row.reason
     assert row.bits_differ is None

@@ -241,7 +241,7 @@ CASES = {
     "hook": Case(lambda x: hooked(x * 2, lambda g: g / g.norm()), ((2, 6),), {0: (1, 1, 6)}),
     "hook-unchanged": Case(lambda x: hooked(x * 2, lambda g: None), ((2, 6),), {0: (1, 1, 6)}),
     "no-gradient": Case(lambda x, y: y * without_gradient(x), ((2, 6), (2, 6)), {0: (1, 1, 6)}),
-    "indices-of": Case(lambda x: x[torch.where(x > 0)[0]] * 1.0, ((3, 6),), {0: (1, 1, 6)}, gathered=2),
+    "indices-of": Case(lambda x: x[torch.where(x > 0)[0]] * 1.0, ((3, 6),), {0: (1, 1, 6)}, gathered=1),
     "along-the-split": Case(lambda x: torch.cumsum(x, -1), ((2, 6),), {0: (1, 1, 6)}, gathered=1),
     "sorted-along-the-split": Case(lambda x: torch.sort(x, axis=1)[0], ((3, 6),), {0: (1, 1, 6)}, gathered=1),
     "unknown": Case(lambda x: torch.kron(x, torch.ones(2)), ((2, 6),), {0: (1, 1, 6)}, gathered=1),

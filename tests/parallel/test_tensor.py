@@ -19,7 +19,7 @@ from evenly.comm import operations
 from evenly.errors import EvenlyError
 from evenly.parallel.data.gradients import Ownership
 from evenly.verify.compare import RankComparison, judge
-from evenly.verify.ranks import compare_job, keep_reference
+from evenly.verify.ranks import compare_job, keep_measured_reference
 
 STEPS = 4
 
@@ -90,14 +90,14 @@ def test_a_split_model_computes_what_one_device_does(
 
 
 def test_sixteen_bits_agree_up_to_rounding(tmp_path: Path, ranks: KeptRanks) -> None:
-    keep_reference(prepared("packed", precision="bfloat16"), STEPS, tmp_path / "reference")
+    keep_measured_reference(prepared("packed", precision="bfloat16"), STEPS, tmp_path, ["forward"])
     row = judge("tensor=2", ranks.run(compared_in_bfloat16, tmp_path))
     assert row.status == "equal", row.reason
     assert row.bits_differ is None
 
 
 def compared_in_bfloat16(folder: Path) -> RankComparison:
-    return compare_job(prepared("packed", precision="bfloat16"), "tensor=2", STEPS, folder)
+    return compare_job(prepared("packed", precision="bfloat16"), "tensor=2", STEPS, folder, "forward")
 
 
 # ------------------------------------------------------------------------------------------------- communication
