@@ -45,7 +45,7 @@ def lines(rows: list[Row]) -> list[str]:
         "trained for 2 steps of 3 microbatches in float64 under each plan, and held against a plain loop on one",
         f"device, tensor by tensor: `benchmarks/zoo/run.py`, {'; '.join(versions)}, on CPUs with gloo.",
         "Blocks of any size are units under `zero=3`. This page is written by `benchmarks/zoo/summary.py` from",
-        "`benchmarks/results/zoo.jsonl`, and says nothing that was not run.",
+        "`benchmarks/results/zoo.jsonl`, and says nothing that was not run; not all rows were run on one commit.",
         "",
         *_counts(built),
         *_reasons(built),
