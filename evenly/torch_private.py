@@ -64,6 +64,11 @@ def memory_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory of its own to ask for: sparse tensors, oneDNN's and those under vmap have none."""
+    return torch._C._has_storage(tensor)  # pyright: ignore
+
+
 # ---------------------------------------------------------------------------------------------------- fake tensors
 def fake_mode() -> Any:
     """torch's mode of fake tensors, in which tensors of other kinds may take part."""

@@ -361,7 +361,7 @@ def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, ARGUMENTS = 500, 60, 300, 9
 # Lines of each package: it may shrink, and grows only by a larger number here, with a reason beside it.
 PACKAGE_LINES = {
-    "__init__": 749,  # torch_private, which came from many files; what a job file registers
+    "__init__": 754,  # torch_private, which came from many files; what a job file registers
     "checkpoint": 1752,
     "cli": 1175,  # a table of verify that leaves out empty columns
     "comm": 2362,  # exact sums, alone and over ranks

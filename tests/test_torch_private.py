@@ -40,6 +40,7 @@ from evenly.torch_private import (
     has_accumulated_hooks,
     has_forward_hooks,
     has_gradient_hooks,
+    has_memory,
     has_step_hooks,
     hide_sharding,
     in_backward,
@@ -205,6 +206,13 @@ def test_memory_by_its_key() -> None:
         assert memory_key(fake) == memory_key(fake.t()) != memory_key(fake.clone())
     tensor = torch.ones(4, 2)
     assert memory_key(tensor) == memory_key(tensor[1:]) != memory_key(tensor.clone())
+
+
+def test_which_tensors_have_memory() -> None:
+    with fake_mode():
+        assert has_memory(torch.ones(2))
+    assert has_memory(torch.ones(2)[1:]) and has_memory(nn.Parameter(torch.ones(0)))
+    assert not has_memory(torch.eye(2).to_sparse()) and not has_memory(torch.ones(2, 2).to_mkldnn())
 
 
 # ---------------------------------------------------------------------------------------------------- fake tensors

@@ -38,3 +38,14 @@ def test_nothing_is_marked_where_nothing_is_left_behind() -> None:
     moved(model)
     mark_stale(before, [model])
     assert type(bias) is nn.Parameter and (copy + 1).isfinite().all()
+
+
+def test_tensors_without_memory_are_passed_over() -> None:
+    model = nn.Linear(3, 4)
+    kept, others = model.weight, [torch.eye(3).to_sparse(), torch.ones(3, 4).to_mkldnn()]
+    before = memory_of(model)
+    moved(model)
+    mark_stale(before, [model])
+    with pytest.raises(RunError, match="using weight past its module"):
+        kept.sum()
+    assert [type(other) for other in others] == [torch.Tensor, torch.Tensor]

@@ -17,7 +17,7 @@ from torch import nn
 from evenly.data.nest import tensors_in
 from evenly.errors import RunError
 from evenly.parallel.core.memory import local
-from evenly.torch_private import memory_key
+from evenly.torch_private import has_memory, memory_key
 
 Memory = Mapping[str, "weakref.ref[torch.UntypedStorage]"]
 
@@ -35,7 +35,7 @@ def mark_stale(before: Memory, models: Iterable[nn.Module]) -> None:
     gc.collect()
     if left := _alive(before, used):
         for found in gc.get_objects():
-            if type(found) in STALE and (name := left.get(memory_key(found))) is not None:
+            if type(found) in STALE and has_memory(found) and (name := left.get(memory_key(found))) is not None:
                 found.__class__ = STALE[type(found)]
                 found.name_in_model = name
 
