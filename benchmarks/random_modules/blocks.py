@@ -232,6 +232,46 @@ class Frozen(nn.Module):
         return x + self.linear(x) + self.adapter(x)
 
 
+class Parametrized(nn.Module):
+    """Its weight is computed: a direction times a length, or divided by its largest singular value."""
+
+    def __init__(self, width: int, how: Any) -> None:
+        super().__init__()
+        self.linear = how(nn.Linear(width, width))
+
+    def forward(self, x: T, tokens: T) -> Any:
+        return x + torch.tanh(self.linear(x))
+
+
+class Averaged(nn.Module):
+    """Keeps a moving average of what it sees, and counts its calls."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.register_buffer("average", torch.zeros(width))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: T, tokens: T) -> Any:
+        if self.training:
+            with torch.no_grad():
+                self.average.mul_(0.9).add_(x.mean((0, 1)), alpha=0.1)
+                self.calls += 1
+        return x + torch.tanh(self.linear(x))
+
+
+class Image(nn.Module):
+    """Sees the hidden state as a picture of one channel: a convolution, its norm, and back."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.into, self.norm = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.back = nn.ConvTranspose2d(4, 1, 3, padding=1)
+
+    def forward(self, x: T, tokens: T) -> Any:
+        return x + self.back(F.relu(self.norm(self.into(x[:, None])))).squeeze(1)
+
+
 class Returning(nn.Module):
     """Returns its hidden state in a tuple, a dict, or next to None."""
 
@@ -254,6 +294,10 @@ KINDS: dict[str, Any] = {
     "lstm": lambda width: Recurrent(width, nn.LSTM),
     "conv": lambda width: Convolution(width, 1),
     "grouped conv": lambda width: Convolution(width, HEADS),
+    "weight norm": lambda width: Parametrized(width, nn.utils.parametrizations.weight_norm),
+    "spectral norm": lambda width: Parametrized(width, nn.utils.parametrizations.spectral_norm),
+    "average": Averaged,
+    "image": Image,
     **{f"returns {how}": lambda width, how=how: Returning(width, how) for how in ("tuple", "dict", "none")},
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ from benchmarks.random_modules.blocks import KINDS, TOKENS, plain
 
 PLANS = [
     *(f"data={n}" for n in (2, 3, 4)), *(f"data={n} zero={zero}" for n in (2, 3) for zero in (1, 2, 3)),
-    "data=4 zero=3 shard=2", "data=4 zero=1 shard=2", "threads=2", "threads=2 balanced", "single",
+    "data=4 zero=3 shard=2", "data=4 zero=1 shard=2", "dp replicas=2", "balanced-dp replicas=2", "single",
     "data=2 recompute=full", "data=2 zero=2 recompute=selective", "data=2 zero=3 recompute=full",
     "tensor=2", "tensor=2", "tensor=3", "data=2 tensor=2", "data=2 tensor=2 zero=2", "tensor=2 sequence_parallel=on",
     "pipeline=2", "pipeline=2", "pipeline=3 schedule=gpipe", "pipeline=2 schedule=interleaved stages_per_rank=2",
@@ -81,7 +81,7 @@ def random_case(seed: int) -> Case:
         length=draw.choice((3, 5, 8)),
         global_batch=draw.choice((4, 6, 7)),
         microbatch=draw.choice((1, 2, 3)),
-        precision="float32" if draw.random() < 0.1 else "float64",
+        precision=draw.choice(("float64",) * 17 + ("float32", "float32", "bfloat16")),
     )
 
 
