@@ -33,6 +33,7 @@ ATTENTION_BACKWARD = (
     _aten._scaled_dot_product_cudnn_attention_backward,
 )
 TO_COPY = _aten._to_copy  # `.to()` of another type or device
+PRODUCTS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.convolution, _aten.convolution_backward)
 GROUPED_PRODUCT = "_grouped_mm"  # what `torch.nn.functional.grouped_mm` calls, and interceptors of functions see
 UNSAFE_VIEW, RESHAPE_ALIAS = _aten._unsafe_view, _aten._reshape_alias  # views that are none by their schema
 NUMBERS_OF_TENSORS = (_aten._local_scalar_dense.default, _aten.is_nonzero.default, _aten.equal.default)

@@ -361,7 +361,7 @@ def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, ARGUMENTS = 500, 60, 300, 9
 # Lines of each package: it may shrink, and grows only by a larger number here, with a reason beside it.
 PACKAGE_LINES = {
-    "__init__": 754,  # torch_private, which came from many files; what a job file registers
+    "__init__": 755,  # torch_private, which came from many files; what a job file registers
     "checkpoint": 1752,
     "cli": 1175,  # a table of verify that leaves out empty columns
     "comm": 2362,  # exact sums, alone and over ranks
@@ -380,7 +380,7 @@ PACKAGE_LINES = {
     "planner": 5638,
     "report": 1297,  # tables of splits and pages of plans, which came from planner/ and cli/
     "train": 1152,  # the look at the job before its first step
-    "verify": 1448,  # data rules, measured rounding, hidden state and resumes, each in a file of its own
+    "verify": 1453,  # data rules, measured rounding, hidden state and resumes, each in a file of its own
 }
 # Parameters of a command are the options that it has on the command line.
 COMMANDS = PACKAGE / "cli" / "main.py"

@@ -27,6 +27,7 @@ from evenly.torch_private import (
     GROUPED_PRODUCT,
     NUMBERS_OF_TENSORS,
     PACK_PADDED_SEQUENCE,
+    PRODUCTS,
     RESHAPE_ALIAS,
     TO_COPY,
     UNSAFE_VIEW,
@@ -124,6 +125,15 @@ def test_a_copy_in_another_type() -> None:
     with Seen() as seen:
         torch.ones(3).to(torch.float64)
     assert seen.packets[1:] == [TO_COPY]
+
+
+def test_products_of_matrices_and_convolutions() -> None:
+    x = torch.ones(2, 3, 3, requires_grad=True)
+    with Seen() as seen:
+        for product in (x @ x, x[0] @ x[0], nn.Linear(3, 3)(x), nn.Conv1d(3, 3, 1)(x), x[0].addmm(x[0], x[1])):
+            product.sum().backward()
+        torch.baddbmm(x, x, x)
+    assert {*PRODUCTS} <= {*seen.packets}
 
 
 def test_views_that_are_none_by_their_schema() -> None:

@@ -168,7 +168,7 @@ class Indexed(nn.Module):
         scores = self.score(x).squeeze(-1)
         best = scores.topk(min(2, x.shape[1]), dim=1).indices[..., None].expand(-1, -1, x.shape[-1])
         changed = self.linear(x.gather(1, best)) * torch.sigmoid(scores.amax())
-        return x.scatter_add(1, best, changed).masked_fill((tokens == 1)[..., None], 0.25)
+        return x.scatter_add(1, best, changed.to(x.dtype)).masked_fill((tokens == 1)[..., None], 0.25)
 
 
 class Checkpointed(nn.Module):

@@ -2,8 +2,9 @@
 
 Two plans that keep the contract differ in the order in which they add. Where only gradients of microbatches are added
 in another order, the sums move by a unit in the last place (`sums`). Where a plan also adds in another order within the
-forward, as the tensor axis does, everything that is computed from the weights moves so, and what a model casts to a
-narrower type moves by a unit of that type (`forward`).
+forward, as the tensor axis does, everything that is computed from the weights moves so, as does every element of a
+product by itself (samples that are alike come out unlike, which a norm over them enlarges without bound), and what a
+model casts to a narrower type moves by a unit of that type (`forward`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from evenly.torch_private import TO_COPY, TorchDispatchMode
+from evenly.torch_private import PRODUCTS, TO_COPY, TorchDispatchMode
 
 Disturbance = Literal["none", "sums", "forward"]
 
@@ -39,7 +40,7 @@ class Disturber:
         if self._kind == "sums":
             yield
         else:
-            with self._disturbed_weights(model), _DisturbedCasts(self._disturb_cast):
+            with self._disturbed_weights(model), _DisturbedResults(self.disturb, self._disturb_cast):
                 yield
         for parameter in model.parameters():
             if parameter.grad is not None and not parameter.grad.is_sparse:
@@ -70,18 +71,22 @@ class Disturber:
                 parameter.copy_(before)
 
 
-class _DisturbedCasts(TorchDispatchMode):
-    """A context manager: what is cast to a narrower type within is disturbed by `disturb`."""
+class _DisturbedResults(TorchDispatchMode):
+    """A context manager: within, `disturb_cast` moves what is cast to a narrower type, `disturb` what products give."""
 
-    def __init__(self, disturb: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, disturb: Callable[[torch.Tensor], None], disturb_cast: Callable[[torch.Tensor], None]) -> None:
         super().__init__()
-        self._disturb = disturb
+        self._disturb, self._disturb_cast = disturb, disturb_cast
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in PRODUCTS:
+            for tensor in result if isinstance(result, tuple) else (result,):
+                if tensor is not None and tensor.is_floating_point():
+                    self._disturb(tensor)
         floating = func is TO_COPY.default and args[0].is_floating_point() and result.is_floating_point()
         if floating and result.element_size() < args[0].element_size():
-            self._disturb(result)
+            self._disturb_cast(result)
         return result
