@@ -1,10 +1,11 @@
 """Two versions of evenly in one run, step by step in turns: whether a change made a step slower.
 
     git worktree add ../old COMMIT
-    python benchmarks/turns/turns.py ../old [W1 W4 T2 growing] [--rounds 10]        eight minutes
+    python benchmarks/turns/turns.py ../old [W1 W4 T2 growing W1-bitwise W4-bitwise] [--rounds 10]        twelve minutes
 
-W1 and W4 are those of peers/ under `ddp`, T2 that of tensor/ under `tensor=2`, growing that of pipeline/uneven.py under
-`pipeline=2`. The ratio is that of the new version's step to the old one's, the median over pairs of the same step.
+W1 and W4 are those of peers/ under `ddp`, also with `exact=bitwise`, T2 that of tensor/ under `tensor=2`, growing that
+of pipeline/uneven.py under `pipeline=2`. The ratio is that of the new version's step to the old one's, the median over
+pairs of the same step.
 Kept in benchmarks/results/turns.json.
 """
 
@@ -31,6 +32,7 @@ CONTENDERS = {
     "W4": Contender(EVENLY, "evenly_.py"),
     "T2": Contender(EVENLY, str(HERE.parent / "tensor" / "train.py"), ("evenly",), env={"EVENLY_PLAN": "tensor=2"}),
     "growing": Contender(EVENLY, str(HERE / "growing.py")),
+    **{f"{w}-bitwise": Contender(EVENLY, "evenly_.py", env={"EVENLY_EXACT": "bitwise"}) for w in ("W1", "W4")},
 }
 
 
@@ -40,7 +42,7 @@ def measure(workload: str, args: argparse.Namespace) -> dict[str, float]:
         contender = CONTENDERS[workload]
         env = {**contender.env, **LOOPBACK, "PYTHONPATH": str(tree.resolve())}
         contenders.CONTENDERS[name] = replace(contender, env=env)
-    series = take_turns(["old", "new"], workload, args, "turns")
+    series = take_turns(["old", "new"], workload.removesuffix("-bitwise"), args, "turns")
     old, new = series["old"].seconds, series["new"].seconds
     ratios = [b / a for a, b in zip(old, new, strict=True)]
     low, high = median_interval(ratios)
@@ -53,7 +55,7 @@ def measure(workload: str, args: argparse.Namespace) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path, help="a checkout of the version to compare with")
-    parser.add_argument("workloads", nargs="*", metavar="W1|W4|T2|growing")
+    parser.add_argument("workloads", nargs="*", metavar="|".join(CONTENDERS))
     parser.add_argument("--new", type=Path, default=HERE.parents[1], help="another checkout than this one")
     for option, default in (("--warm", 4), ("--turn", 4), ("--rounds", 10)):
         parser.add_argument(option, type=int, default=default)
