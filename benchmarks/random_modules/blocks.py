@@ -209,7 +209,8 @@ class Experts(nn.Module):
         out = torch.zeros_like(flat)
         for number in chosen.unique().tolist():
             (rows,) = torch.where(chosen == number)
-            out = out.index_add(0, rows, self.experts[number](flat[rows]) * weight[rows, None])
+            update = self.experts[number](flat[rows]) * weight[rows, None]
+            out = out.index_add(0, rows, update.to(out.dtype))
         return x + out.view_as(x)
 
 

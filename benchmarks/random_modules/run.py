@@ -78,7 +78,7 @@ def _shrunk(case: Case, found: dict[str, Any], started: ranks.Ranks) -> Case:
 def outcome_of(case: Case, started: ranks.Ranks) -> dict[str, Any]:
     """How `case` ends: {"status", "reason"}.
 
-    equal · different · refused (before the first step) · late (an error of evenly's in a step) · error (any other) ·
+    equal · different · refused (before the first update) · late (an error of evenly's after one) · error (any other) ·
     timeout · no job (one device cannot train it either).
     """
     with tempfile.TemporaryDirectory(prefix="random-") as kept:
@@ -93,7 +93,7 @@ def outcome_of(case: Case, started: ranks.Ranks) -> dict[str, Any]:
         return {"status": "timeout", "reason": outcome.log}
     if outcome.errors:
         error = min(outcome.errors.values(), key=lambda e: ("user", "evenly", "raw").index(e["kind"]))
-        status = "error" if error["kind"] == "raw" else "refused" if error["step"] is None else "late"
+        status = "error" if error["kind"] == "raw" else "refused" if error["step"] in (None, 1) else "late"
         return {"status": status, "reason": error["text"], "trace": error["trace"] if status == "error" else ""}
     if outcome.ended:
         return {"status": "error", "reason": f"{outcome.ended} {outcome.log}"}
