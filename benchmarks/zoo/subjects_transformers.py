@@ -144,6 +144,14 @@ def _inputs(main: str, names: set[str], config: Any) -> Iterator[Shapes]:
         if "pixel_values" in names:
             yield {**text, **next(_images(config))}
         yield {"input_ids": ("ids", (4 * TOKENS,), vocabulary)}
+        yield {"input_ids": ("ids", (shrink.POSITIONS,), vocabulary)}
+        if "input_features" in names:
+            mels = _find(config, "num_mel_bins", default=80)
+            yield {**text, "input_features": ("float", (mels, 8 * TOKENS), 0)}
+        if codebooks := _find(config, "num_codebooks"):
+            yield {"input_ids": ("ids", (TOKENS, codebooks + 1), vocabulary)}
+    elif main == "inputs":
+        yield {main: ("ids", (shrink.POSITIONS,), vocabulary)}
     elif main in ("pixel_values", "pixel_values_videos"):
         for images in _images(config, main):
             yield images
@@ -207,8 +215,9 @@ def _labels(head: str, names: set[str], config: Any, inputs: Shapes) -> Iterator
     name = "labels" if "labels" in names else "label" if "label" in names else None
     if name is None:
         return
-    if head in ("CAUSAL_LM", "MASKED_LM") and "input_ids" in inputs:
-        yield {name: ("ids", inputs["input_ids"][1], vocabulary)}
+    tokens = inputs.get("input_ids", inputs.get("inputs"))
+    if head in ("CAUSAL_LM", "MASKED_LM") and tokens:
+        yield {name: ("ids", tokens[1], vocabulary)}
     if head in ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "CTC", "CAUSAL_LM"):
         yield {name: ("ids", (TOKENS if head != "CTC" else 3,), vocabulary)}
     if head.endswith("CLASSIFICATION"):
