@@ -24,15 +24,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-os.environ.update(
-    OMP_NUM_THREADS="1",
-    HF_HUB_OFFLINE="1",
-    TRANSFORMERS_VERBOSITY="error",
-    TOKENIZERS_PARALLELISM="false",
-    PYTHONPATH=os.pathsep.join(
-        [sys.path[0], *filter(None, [os.environ.get("PYTHONPATH")])]
-    ),  # the forks' server preloads
-)
 
 import ranks
 
@@ -44,6 +35,7 @@ LIMIT_S = 60.0
 
 def main() -> None:
     asked = _arguments()
+    _set_environment()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ranks are ended on the way out
     campaign = _campaign(asked)
     counts: Counter[tuple[str, str]] = Counter()
@@ -57,6 +49,17 @@ def main() -> None:
                 print(f"{number + 1}/{len(campaign.due)} {_line(row)}", flush=True)
     for (plan, status), count in sorted(counts.items()):
         print(f"{plan:12} {status:10} {count}")
+
+
+def _set_environment() -> None:
+    """For the libraries, and for the server that the ranks are forked from."""
+    os.environ.update(
+        OMP_NUM_THREADS="1",
+        HF_HUB_OFFLINE="1",
+        TRANSFORMERS_VERBOSITY="error",
+        TOKENIZERS_PARALLELISM="false",
+        PYTHONPATH=os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    )
 
 
 def _arguments() -> argparse.Namespace:
