@@ -10,6 +10,7 @@ from typing import Any
 
 import subjects
 import torch
+from samples import Samples, Shapes
 
 from evenly.job import Job
 from evenly.plan import PlanSpec, parse_plan
@@ -22,12 +23,14 @@ MICROBATCH = 2
 GLOBAL_BATCH = 6  # three microbatches: ranks have unlike shares
 
 
-def job_of(name: str, shapes: subjects.Shapes) -> Job:
-    """The job of one architecture: SGD with momentum, which enlarges no rounding as Adam does."""
+def job_of(name: str, shapes: Shapes) -> Job:
+    """The job of one subject: SGD with momentum, which enlarges no rounding as Adam does."""
+    of, own = subjects.split(name)
+    library = subjects.library(of)
     return Job(
         model=partial(subjects.build, name),
-        loss=subjects.loss,
-        data=subjects.Samples(shapes, subjects.avoided(name)),
+        loss=library.loss,
+        data=Samples(shapes, library.avoided(own)),
         optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
         global_batch=GLOBAL_BATCH,
         microbatch=MICROBATCH,
@@ -53,14 +56,14 @@ def _quiet(*, small_units: bool) -> None:
 
 
 def prepare(name: str, folder: Path) -> dict[str, Any]:
-    """Finds the batch of an architecture, trains the references, and keeps them in `folder`."""
+    """Finds the batch of a subject, trains the references, and keeps them in `folder`."""
     _quiet(small_units=False)
     found = subjects.subject(name)
     keep_measured_reference(job_of(name, found.batch), STEPS, folder, ["sums", "forward"])
     return asdict(found)
 
 
-def compare(name: str, shapes: subjects.Shapes, plan: str, folder: Path) -> Any:
+def compare(name: str, shapes: Shapes, plan: str, folder: Path) -> Any:
     """The comparison of one rank under `plan`."""
     _quiet(small_units=True)
     kind: Disturbance = "forward" if plan_of(plan).tensor != 1 else "sums"

@@ -1,10 +1,12 @@
-"""Processes for one row: forked from a server that has imported torch, transformers and evenly, with a hard limit.
+"""Processes for one row: forked from a server that has imported torch, the libraries and evenly, with a hard limit.
 
 Every row has fresh ones, which costs a tenth of a second: what crashes, hangs or leaves state behind ends with its row.
+They end with the server, and the server with the campaign, however that ends.
 """
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -12,7 +14,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -23,9 +25,7 @@ PRELOAD = (
     "torch.distributed",
     "torch.distributed.fsdp",
     "torch._dynamo",  # every optimizer imports it
-    "transformers",
-    "transformers.modeling_utils",
-    "transformers.models.auto.modeling_auto",
+    "jobs",
     "evenly.train",
     "evenly.verify.ranks",
     "evenly.parallel.data.shards",
@@ -34,6 +34,13 @@ PRELOAD = (
     "evenly.parallel.tensor.trace",
     "evenly.parallel.pipeline.model",
 )
+OF_LIBRARIES = {
+    "transformers": ("transformers.modeling_utils", "transformers.models.auto.modeling_auto"),
+    "timm": ("subjects_timm", "timm"),
+    "diffusers": ("subjects_diffusers", "diffusers"),
+    "peft": ("subjects_peft", "peft"),
+}
+PR_SET_PDEATHSIG = 1
 GRACE_S = 4.0  # for the other ranks, after the first has raised
 
 
@@ -54,10 +61,10 @@ class Outcome:
 class Ranks:
     """Runs functions on ranks that are forked for each call."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, libraries: Iterable[str]) -> None:
         self._folder = folder
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([*PRELOAD])
+        self._context.set_forkserver_preload([*PRELOAD, *(name for of in libraries for name in OF_LIBRARIES[of])])
 
     def run(self, function: Callable[..., Any], *args: Any, size: int, limit_s: float) -> Outcome:
         """Calls `function(*args)` on ranks 0..size-1, and ends them after `limit_s`."""
@@ -65,16 +72,19 @@ class Ranks:
         log.write_text("")
         port = _free_port()
         started: dict[Connection, tuple[int, Any]] = {}
-        for rank in range(size):
-            here, there = self._context.Pipe(duplex=False)
-            environment = _environment(rank, size, port)
-            process = self._context.Process(
-                target=_serve, args=(there, function, args, environment, str(log), [*sys.path]), daemon=False
-            )
-            process.start()
-            there.close()
-            started[here] = (rank, process)
-        outcome = _collect(started, limit_s)
+        try:
+            for rank in range(size):
+                here, there = self._context.Pipe(duplex=False)
+                environment = _environment(rank, size, port)
+                process = self._context.Process(
+                    target=_serve, args=(there, function, args, environment, str(log), [*sys.path]), daemon=False
+                )
+                process.start()
+                there.close()
+                started[here] = (rank, process)
+            outcome = _collect(started, limit_s)
+        finally:
+            _end(started)
         outcome.log = log.read_text(errors="replace")[-1500:]
         return outcome
 
@@ -99,6 +109,10 @@ def _collect(started: dict[Connection, tuple[int, Any]], limit_s: float) -> Outc
             if rank not in outcome.results:
                 end = min(end, time.monotonic() + GRACE_S)
     outcome.timed_out = bool(waiting) and not outcome.errors and not outcome.ended
+    return outcome
+
+
+def _end(started: dict[Connection, tuple[int, Any]]) -> None:
     for connection, (_, process) in started.items():
         connection.close()
         if process.is_alive():
@@ -107,7 +121,6 @@ def _collect(started: dict[Connection, tuple[int, Any]], limit_s: float) -> Outc
             process.kill()
         process.join()
         process.close()
-    return outcome
 
 
 def _serve(
@@ -118,6 +131,7 @@ def _serve(
     log: str,
     path: list[str],
 ) -> None:
+    _end_with_parent()
     sys.path[:] = path
     os.environ.update(environment)
     written = os.open(log, os.O_WRONLY | os.O_APPEND)
@@ -132,6 +146,12 @@ def _serve(
     connection.close()
     sys.stdout.flush()
     os._exit(0)  # without the farewells of a process group in any state
+
+
+def _end_with_parent() -> None:
+    """Asks Linux to kill this process when the server that forked it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def describe(problem: BaseException) -> dict[str, Any]:

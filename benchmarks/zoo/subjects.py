@@ -1,280 +1,92 @@
-"""The architectures, and of each the model, its batches and its loss, all from the library's own tables.
+"""What is trained: subjects by name, each of one library.
 
-An architecture is a model type of transformers. Its class is the first of `HEADS` that the library has for it, its
-batch the first of the kinds below that its forward takes and whose loss has a gradient.
+A name without a prefix is a model type of transformers; `timm:convnext`, `diffusers:UNet2DModel` and
+`peft:lora-llama` are of other libraries. A library is one module, `subjects_NAME.py`, with the functions of
+`Library`. A subject is left out by a line in `exceptions.toml`, which says why.
 """
 
 from __future__ import annotations
 
-import inspect
+import importlib
+import importlib.util
 import random
-import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Protocol, cast
 
 import shrink
 import torch
-from torch.utils.data import Dataset
+import torchvision_names
+from samples import Samples, Shapes
 
-TOKENS = 12
-EXPERTS = "eager"  # grouped products, transformers' default, take no float64
-SAMPLES = 12
-HEADS = (
-    "SEQ_TO_SEQ_CAUSAL_LM",
-    "SPEECH_SEQ_2_SEQ",
-    "MASKED_LM",
-    "CAUSAL_LM",
-    "IMAGE_CLASSIFICATION",
-    "CTC",
-    "AUDIO_CLASSIFICATION",
-    "VIDEO_CLASSIFICATION",
-    "SEMANTIC_SEGMENTATION",
-    "SEQUENCE_CLASSIFICATION",
-    "MASKED_IMAGE_MODELING",
-    "DEPTH_ESTIMATION",
-    "TIME_SERIES_PREDICTION",
-    "OBJECT_DETECTION",
-    "UNIVERSAL_SEGMENTATION",
-    "IMAGE_TO_IMAGE",
-    "ZERO_SHOT_IMAGE_CLASSIFICATION",
-    "TEXT_TO_WAVEFORM",
-    "TEXT_TO_SPECTROGRAM",
-)
-# Model types that are parts of others, or need pixels at marked places of a text, have none of these heads.
+torchvision_names.declare()  # before any library asks for torchvision
+LIBRARIES = ("transformers", "timm", "diffusers", "peft")
 
 
-@lru_cache(maxsize=1)
-def architectures() -> dict[str, str]:
-    """Model type -> head, in the order of `HEADS` and of the library's tables."""
-    from transformers.models.auto import modeling_auto
+class Library(Protocol):
+    """The subjects of one library; a name has no prefix here."""
 
-    found: dict[str, str] = {}
-    for head in HEADS:
-        for model_type in getattr(modeling_auto, f"MODEL_FOR_{head}_MAPPING_NAMES"):
-            found.setdefault(model_type, head)
-    for model_type in shrink.left_out():
-        found.pop(model_type, None)
-    return found
+    def names(self) -> Collection[str]:
+        """All subjects, those that are left out excepted."""
+        ...
 
+    def build(self, name: str) -> torch.nn.Module:
+        """The small model, of random weights."""
+        ...
 
-def model_class(model_type: str) -> type:
-    """The class of an architecture."""
-    import transformers
-    from transformers.models.auto import modeling_auto
+    def batches(self, name: str) -> Iterator[Shapes]:
+        """The kinds of a batch that it may take, the likeliest first."""
+        ...
 
-    name = getattr(modeling_auto, f"MODEL_FOR_{architectures()[model_type]}_MAPPING_NAMES")[model_type]
-    return getattr(transformers, name if isinstance(name, str) else name[0])
+    def loss(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The mean loss of a batch."""
+        ...
 
+    def head(self, name: str) -> str:
+        """What it is trained for, in a word or two."""
+        ...
 
-def small_config(model_type: str) -> Any:
-    """The shrunk configuration of an architecture."""
-    from transformers import CONFIG_MAPPING
+    def avoided(self, name: str) -> frozenset[int]:
+        """Numbers of tokens that are not drawn."""
+        ...
 
-    config = shrink.shrunk(CONFIG_MAPPING[model_type], shrink.exceptions(model_type))
-    if getattr(config, "use_cache", None):
-        config.use_cache = False
-    text = getattr(config, "text_config", None)
-    if text is not None and not isinstance(config, model_class(model_type).config_class):
-        config = text  # as the library's own `AutoModelForCausalLM` takes it
-    if architectures()[model_type] == "CAUSAL_LM" and hasattr(config, "is_decoder"):
-        config.is_decoder = True
-    return config
+    def experts(self, name: str) -> int:
+        """The most experts that one of its layers has; 0: it is no mixture of experts."""
+        ...
 
 
-def build(model_type: str) -> torch.nn.Module:
-    """The model, as a job's `model` builds it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = model_class(model_type)(small_config(model_type))
-    for part in model.modules():
-        if hasattr(part, "config") and hasattr(part.config, "to_dict"):
-            part.config._experts_implementation = EXPERTS  # pyright: ignore[reportPrivateUsage]
-    return model
+def split(name: str) -> tuple[str, str]:
+    """The library of a subject, and its name there."""
+    before, colon, after = name.partition(":")
+    if not colon:
+        return LIBRARIES[0], name
+    if before not in LIBRARIES:
+        raise ValueError(f"{name}: no library of the zoo is called {before}, only {', '.join(LIBRARIES)}")
+    return before, after
 
 
-# ------------------------------------------------------------------------------------------------- batches
-@dataclass(frozen=True)
-class Samples(Dataset[dict[str, torch.Tensor]]):
-    """`SAMPLES` samples, each a function of its index; shapes: name -> (kind, shape, most)."""
-
-    shapes: dict[str, tuple[str, tuple[int, ...], int]]
-    avoided: frozenset[int] = field(default_factory=frozenset[int])
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        generator = torch.Generator().manual_seed(1000 + index)
-        return {name: self._drawn(generator, *what) for name, what in self.shapes.items()}
-
-    def _drawn(self, generator: torch.Generator, kind: str, shape: tuple[int, ...], most: int) -> torch.Tensor:
-        if kind == "float":
-            return torch.randn(shape, generator=generator)
-        if kind == "ones":
-            return torch.ones(shape, dtype=torch.long)
-        if kind == "class":
-            return torch.randint(0, most, shape, generator=generator)
-        allowed = torch.tensor([i for i in range(1, most) if i not in self.avoided])
-        return allowed[torch.randint(0, len(allowed), shape, generator=generator)]
+def library(name: str) -> Library:
+    """The module of a library."""
+    if importlib.util.find_spec(name) is None:
+        raise ModuleNotFoundError(f"{name} is not installed: pip install -r benchmarks/zoo/requirements.txt")
+    return cast(Library, importlib.import_module(f"subjects_{name}"))
 
 
-def _find(config: Any, *names: str, default: Any = None) -> Any:
-    """The first of `names` in a configuration or, breadth first, in its parts."""
-    queue = [config]
-    while queue:
-        one = queue.pop(0)
-        for name in names:
-            if (value := getattr(one, name, None)) is not None:
-                return value
-        queue += [v for v in vars(one).values() if hasattr(v, "to_dict")]
-    return default
+def names_of(name: str) -> list[str]:
+    """The names of all subjects of a library, as the campaign takes them."""
+    prefix = "" if name == LIBRARIES[0] else f"{name}:"
+    return [f"{prefix}{one}" for one in library(name).names() if f"{prefix}{one}" not in shrink.left_out()]
 
 
-def _ids(config: Any) -> frozenset[int]:
-    found: set[int] = set()
-    for name, value in vars(config).items():
-        if hasattr(value, "to_dict"):
-            found |= _ids(value)
-        elif shrink.IDS.search(name) and value is not None:
-            found |= set(value if isinstance(value, (list, tuple)) else [value])
-    return frozenset(found)
+def build(name: str) -> torch.nn.Module:
+    """The model of a subject, as a job's `model` builds it."""
+    of, own = split(name)
+    return library(of).build(own)
 
 
-Shapes = dict[str, tuple[str, tuple[int, ...], int]]
-
-
-def batches(model_type: str, config: Any) -> Iterator[Shapes]:
-    """The kinds of a batch that an architecture may take, the likeliest first."""
-    cls = model_class(model_type)
-    names = set(inspect.signature(cls.forward).parameters)
-    main = cls.main_input_name
-    for inputs in _inputs(main, names, config):
-        for labels in (*_labels(architectures()[model_type], names, config, inputs), {}):
-            yield {**inputs, **labels}
-
-
-def _inputs(main: str, names: set[str], config: Any) -> Iterator[Shapes]:
-    vocabulary = _find(config, "vocab_size", default=shrink.VOCABULARY)
-    text: Shapes = {"input_ids": ("ids", (TOKENS,), vocabulary)}
-    decoder: Shapes = {"decoder_input_ids": ("ids", (TOKENS,), vocabulary)} if "decoder_input_ids" in names else {}
-    if main == "input_ids":
-        if "pixel_values" in names and "return_loss" in names:
-            yield {**text, **next(_images(config))}
-        yield text
-        if "bbox" in names:
-            yield {**text, "bbox": ("class", (TOKENS, 4), 1), **next(_images(config))}
-            yield {**text, "bbox": ("class", (TOKENS, 4), 1)}
-        if "attention_mask" in names:
-            yield {**text, "attention_mask": ("ones", (TOKENS,), 1)}
-        if decoder:
-            yield {**text, **decoder}
-        if "pixel_values" in names:
-            yield {**text, **next(_images(config))}
-        yield {"input_ids": ("ids", (4 * TOKENS,), vocabulary)}
-    elif main in ("pixel_values", "pixel_values_videos"):
-        for images in _images(config, main):
-            yield images
-            if "input_ids" in names:
-                yield {**images, **text}
-            if decoder:
-                yield {**images, **decoder}
-            if "pixel_mask" in names:
-                size = images[main][1][-1]
-                yield {**images, "pixel_mask": ("ones", (size, size), 1)}
-    elif main == "past_values":
-        length = _find(config, "context_length", default=16)
-        lags = max(_find(config, "lags_sequence", default=[0]))
-        features = _find(config, "num_time_features", default=0)
-        channels = _find(config, "num_input_channels", default=1)
-        ahead = _find(config, "prediction_length", default=4)
-        yield {
-            "past_values": ("float", (length + lags,), 0),
-            "past_time_features": ("float", (length + lags, features), 0),
-            "past_observed_mask": ("ones", (length + lags,), 0),
-            "future_values": ("float", (ahead,), 0),
-            "future_time_features": ("float", (ahead, features), 0),
-        }
-        yield {"past_values": ("float", (length, channels), 0), "future_values": ("float", (ahead, channels), 0)}
-        yield {"past_values": ("float", (length, channels), 0)}
-    else:
-        for shape in _sounds(config):
-            yield {main: ("float", shape, 0)}
-            if decoder:
-                yield {main: ("float", shape, 0), **decoder}
-            if "attention_mask" in names:
-                yield {main: ("float", shape, 0), "attention_mask": ("ones", shape[-1:], 1)}
-                yield {main: ("float", shape, 0), "attention_mask": ("ones", shape[:1], 1)}
-            if "input_features_mask" in names:
-                yield {main: ("float", shape, 0), "input_features_mask": ("ones", shape[:1], 1), **text}
-
-
-def _images(config: Any, main: str = "pixel_values") -> Iterator[Shapes]:
-    channels = _find(config, "num_channels", "in_channels", "in_chans", default=3)
-    channels = channels if isinstance(channels, int) and channels < 5 else 3
-    size = _find(config, "image_size", "img_size", default=2 * shrink.IMAGE)
-    size = [size, size] if isinstance(size, int) else list(size)
-    frames = _find(config, "num_frames", default=None)
-    shapes = [(channels, *size)] if isinstance(size[0], int) else []
-    if frames:
-        shapes[:0] = [(frames, *shape) for shape in shapes]
-    for shape in (*shapes, *((channels, side, side) for side in (2 * shrink.IMAGE, 64, 128, 224, 384))):
-        yield {main: ("float", shape, 0)}
-
-
-def _sounds(config: Any) -> Iterator[tuple[int, ...]]:
-    mels = _find(config, "num_mel_bins", "feature_size", "input_feat_per_channel", "input_dim", default=80)
-    length = _find(config, "max_source_positions", default=shrink.POSITIONS)
-    yield from ((mels, 2 * length), (2 * length, mels), (4000,), (16000,), (1, 4000), (mels, 3000), (3000, mels))
-    patches = _find(config, "max_length", default=1024)
-    yield (patches, mels)
-
-
-def _labels(head: str, names: set[str], config: Any, inputs: Shapes) -> Iterator[Shapes]:
-    vocabulary = _find(config, "vocab_size", default=shrink.VOCABULARY)
-    name = "labels" if "labels" in names else "label" if "label" in names else None
-    if name is None:
-        return
-    if head in ("CAUSAL_LM", "MASKED_LM") and "input_ids" in inputs:
-        yield {name: ("ids", inputs["input_ids"][1], vocabulary)}
-    if head in ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "CTC", "CAUSAL_LM"):
-        yield {name: ("ids", (TOKENS if head != "CTC" else 3,), vocabulary)}
-    if head.endswith("CLASSIFICATION"):
-        yield {name: ("class", (), config.num_labels)}
-    if "pixel_values" in inputs and head == "SEMANTIC_SEGMENTATION":
-        yield {name: ("class", inputs["pixel_values"][1][-2:], config.num_labels)}
-
-
-# --------------------------------------------------------------------------------------------------- losses
-def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The model's own loss where it has one, else the mean of a bounded function of what it returns."""
-    outputs = model(**batch)
-    own = outputs.get("loss") if hasattr(outputs, "get") else None
-    if own is not None and own.requires_grad:
-        return own.mean()
-    found = [t for t in _floating(outputs) if t.requires_grad]
-    if not found:
-        raise ValueError("no output has a gradient")
-    return torch.stack([t.tanh().mean() for t in found]).sum()
-
-
-def _floating(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        if value.is_floating_point() and value.numel():
-            yield value
-    elif isinstance(value, dict) or hasattr(value, "values"):
-        for inner in value.values():
-            yield from _floating(inner)
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from _floating(inner)
-
-
-# ------------------------------------------------------------------------------------------------- subjects
 @dataclass(frozen=True)
 class Subject:
-    """What is trained of one architecture; parameters: how many; loss: of the batch at the start."""
+    """What is trained; parameters: how many; loss: of the batch at the start; experts: in one layer."""
 
     name: str
     head: str
@@ -282,34 +94,35 @@ class Subject:
     batch: Shapes
     parameters: int
     loss: float
+    experts: int
 
 
-def subject(model_type: str) -> Subject:
-    """Builds the architecture and looks for a batch. Raises what the last kind of batch raised."""
+def subject(name: str) -> Subject:
+    """Builds the model and looks for a batch. Raises what the first kind of batch raised."""
+    of, own = split(name)
     torch.manual_seed(0)
     random.seed(0)
-    model, config = build(model_type).double().train(), small_config(model_type)
-    problem: Exception = ValueError("no kind of batch is known for it")
+    model = library(of).build(own).double().train()
     first: Exception | None = None
-    for shapes in batches(model_type, config):
-        samples = Samples(shapes, _ids(config))
-        batch = torch.utils.data.default_collate([samples[0], samples[1]])
-        batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+    for shapes in library(of).batches(own):
         try:
-            found = loss(model, batch)
-            found.backward()
+            found = _first_loss(library(of), own, model, shapes)
         except Exception as error:
             first = first or error
             continue
-        if not torch.isfinite(found):
-            first = ValueError(f"the loss is {float(found)}")
-            continue
         size = sum(p.numel() for p in model.parameters())
-        head = architectures()[model_type]
-        return Subject(model_type, head, type(model).__name__, shapes, size, float(found))
-    raise first or problem
+        facts = (library(of).head(own), type(model).__name__, shapes, size, found)
+        return Subject(name, *facts, library(of).experts(own))
+    raise first or ValueError("no kind of batch is known for it")
 
 
-def avoided(model_type: str) -> frozenset[int]:
-    """Numbers of tokens that mean something to the model, and are not drawn."""
-    return _ids(small_config(model_type))
+def _first_loss(of: Library, own: str, model: torch.nn.Module, shapes: Shapes) -> float:
+    """The loss of two samples, after a backward pass."""
+    samples = Samples(shapes, of.avoided(own))
+    batch = torch.utils.data.default_collate([samples[0], samples[1]])
+    batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+    found = of.loss(model, batch)
+    found.backward()
+    if not torch.isfinite(found):
+        raise ValueError(f"the loss is {float(found)}")
+    return float(found)

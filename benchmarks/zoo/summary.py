@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import run
 import shrink
+import subjects
 
 Row = dict[str, Any]
 WORDS = {
@@ -25,6 +26,12 @@ WORDS = {
     "late": "refused after an update",
     "error": "a raw error, or ranks that died",
     "timeout": "no end within the limit",
+}
+WHAT = {
+    "transformers": "model types, each made small by one rule (`benchmarks/zoo/shrink.py`)",
+    "timm": "families, one small model of each (`benchmarks/zoo/timm.toml`)",
+    "diffusers": "denoisers and autoencoders (`benchmarks/zoo/diffusers.toml`)",
+    "peft": "adapters on small models of transformers, whose weights are frozen (`benchmarks/zoo/subjects_peft.py`)",
 }
 
 
@@ -36,37 +43,89 @@ def main() -> None:
 def lines(rows: list[Row]) -> list[str]:
     """The lines of the page."""
     built = [row for row in rows if row["status"] != "unbuilt"]
-    names = {row["architecture"] for row in built}
-    versions = sorted({f"transformers {v['transformers']}, torch {v['torch']}" for v in (r["versions"] for r in built)})
+    libraries = [library for library in subjects.LIBRARIES if any(_library(row) == library for row in rows)]
     return [
         "# Models that were tried",
         "",
-        f"{len(names)} architectures of transformers, each made small by one rule (`benchmarks/zoo/shrink.py`) and",
-        "trained for 2 steps of 3 microbatches in float64 under each plan, and held against a plain loop on one",
-        f"device, tensor by tensor: `benchmarks/zoo/run.py`, {'; '.join(versions)}, on CPUs with gloo.",
-        "Blocks of any size are units under `zero=3`. This page is written by `benchmarks/zoo/summary.py` from",
-        "`benchmarks/results/zoo.jsonl`, and says nothing that was not run; not all rows were run on one commit.",
+        f"{_numbers(built, libraries)}, each trained for 2 steps of",
+        "3 microbatches in float64 under each plan, and held against a plain loop on one device, tensor by tensor:",
+        "`benchmarks/zoo`, on CPUs with gloo. Blocks of any size are units under `zero=3`.",
+        "This page is written by `benchmarks/zoo/summary.py` from `benchmarks/results/zoo.jsonl`, and says nothing",
+        "that was not run.",
         "",
-        *_counts(built),
-        *_reasons(built),
-        *_names(built),
+        f"Versions: {_tally_versions(rows)}.",
+        "",
+        f"Rows by commit: {_commits(rows)}.",
+        "",
+        " · ".join(f"*{status}*: {words}" for status, words in WORDS.items() if _any(built, status)),
+        "",
+        *_experts(built),
+        *(line for library in libraries for line in _section(library, [r for r in rows if _library(r) == library])),
         *_left_out(rows),
     ]
+
+
+def _library(row: Row) -> str:
+    return subjects.split(row["architecture"])[0]
+
+
+def _any(rows: list[Row], status: str) -> bool:
+    return any(row["status"] == status for row in rows)
+
+
+def _numbers(rows: list[Row], libraries: list[str]) -> str:
+    counts = {library: len({r["architecture"] for r in rows if _library(r) == library}) for library in libraries}
+    return f"{sum(counts.values())} models ({', '.join(f'{count} of {name}' for name, count in counts.items())})"
+
+
+def _tally_versions(rows: list[Row]) -> str:
+    found = {f"{name} {version}" for row in rows for name, version in row["versions"].items()}
+    return ", ".join(sorted(found))
+
+
+def _commits(rows: list[Row]) -> str:
+    """How many rows were run on each commit; dirty: with changes that were in no commit."""
+    counts = Counter(row.get("commit", "not recorded") for row in rows)
+    return ", ".join(f"{commit} ({count})" for commit, count in counts.most_common())
+
+
+def _experts(rows: list[Row]) -> list[str]:
+    """The mixtures of experts that are equal under all plans of a campaign."""
+    plans = run.PLANS.split(";")
+    found: dict[str, set[str]] = {}
+    for row in rows:
+        if row.get("experts", 0) > 1:
+            found.setdefault(row["architecture"], set())
+            if row["status"] == "equal":
+                found[row["architecture"]].add(row["plan"])
+    if not found:
+        return []
+    whole = sorted(name for name, equal in found.items() if equal >= set(plans))
+    return [
+        f"Mixtures of experts: {len(found)}, of which {len(whole)} are equal under all of {', '.join(plans)}"
+        + (f": {', '.join(whole)}." if whole else "."),
+        "",
+    ]
+
+
+def _section(library: str, rows: list[Row]) -> list[str]:
+    """What came out for one library."""
+    built = [row for row in rows if row["status"] != "unbuilt"]
+    count = len({row["architecture"] for row in built})
+    result = [f"## {library}", "", f"{count} {WHAT[library]}.", ""]
+    return [*result, *(_counts(built) if built else []), *_reasons(built), *_names(built)]
 
 
 def _counts(rows: list[Row]) -> list[str]:
     counts = Counter((row["plan"], row["status"]) for row in rows)
     plans = [*dict.fromkeys(row["plan"] for row in rows)]
     heads = [status for status in WORDS if any(counts[plan, status] for plan in plans)]
-    table = [
-        "| plan | architectures | " + " | ".join(heads) + " | share equal |",
-        "|---|---|" + "---|" * (len(heads) + 1),
-    ]
+    table = ["| plan | models | " + " | ".join(heads) + " | share equal |", "|---|---|" + "---|" * (len(heads) + 1)]
     for plan in plans:
         total = sum(counts[plan, status] for status in WORDS)
         cells = " | ".join(str(counts[plan, status]) for status in heads)
         table.append(f"| `{plan}` | {total} | {cells} | {100 * counts[plan, 'equal'] / total:.1f} % |")
-    return [*table, "", " · ".join(f"*{status}*: {WORDS[status]}" for status in heads), ""]
+    return [*table, ""]
 
 
 def _reasons(rows: Iterable[Row]) -> list[str]:
@@ -74,13 +133,17 @@ def _reasons(rows: Iterable[Row]) -> list[str]:
     found: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         if row["status"] != "equal":
-            found.setdefault((row["plan"], row["status"], _reason(row)), []).append(row["architecture"])
+            found.setdefault((row["plan"], row["status"], _reason(row)), []).append(_short(row["architecture"]))
     if not found:
         return []
-    result = ["## What was not equal", "", "| plan | status | reason | architectures |", "|---|---|---|---|"]
+    result = ["What was not equal:", "", "| plan | status | reason | models |", "|---|---|---|---|"]
     for (plan, status, reason), names in sorted(found.items(), key=lambda item: (item[0][0], -len(item[1]))):
         result.append(f"| `{plan}` | {status} | {reason} | {', '.join(names)} |")
     return [*result, ""]
+
+
+def _short(name: str) -> str:
+    return subjects.split(name)[1]
 
 
 def _reason(row: Row) -> str:
@@ -109,21 +172,18 @@ def _names(rows: Iterable[Row]) -> list[str]:
     by_head: dict[str, list[str]] = {}
     for name, mine in by_name.items():
         if all(row["status"] == "equal" for row in mine):
-            by_head.setdefault(mine[0]["head"], []).append(name)
-    result = ["## Equal under every plan that was run", ""]
+            by_head.setdefault(mine[0]["head"], []).append(_short(name))
+    result = ["Equal under every plan that was run:", ""]
     return [*result, *(f"- {h.lower().replace('_', ' ')}: {', '.join(names)}" for h, names in by_head.items()), ""]
 
 
 def _left_out(rows: Iterable[Row]) -> list[str]:
-    unbuilt = sorted({row["architecture"] for row in rows if row["status"] == "unbuilt"})
-    result = [
-        "## Not run",
-        "",
-        "- plans that are not in the table above; models of other libraries",
-        *(f"- {name}: {reason}" for name, reason in shrink.left_out().items()),
-    ]
+    """What is not run or was not built, and why."""
+    unbuilt = {row["architecture"]: _reason(row) or "no end" for row in rows if row["status"] == "unbuilt"}
+    result = ["## Not run", "", *(f"- {name}: {reason}" for name, reason in shrink.left_out().items())]
     if unbuilt:
-        result.append(f"- no batch was found that the small model runs on: {', '.join(unbuilt)}")
+        result += ["", "Not built, or no batch was found that the small model runs on:", ""]
+        result += [f"- {name}: {reason}" for name, reason in sorted(unbuilt.items())]
     return result
 
 
