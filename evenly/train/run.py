@@ -125,6 +125,7 @@ class Run:
                 scale = self.loss_scale.factor
                 totals = self.executor.step(batch, scale=scale, stop=lambda: self.interrupt.asked, spans=spans)
                 totals.check(step)
+                self.composed.sync_statistics(totals.calls)  # raises where a buffer did not follow its rule
                 grad_norm, skipped = self.updater.apply(totals, step, self.executor.counter)
         except Exception as problem:
             note_step(problem, step)  # for the launcher
@@ -152,7 +153,6 @@ class Run:
         return report
 
     def _end_step(self, totals: StepTotals) -> None:
-        self.composed.sync_statistics(totals.calls)
         self.steps_done += 1
         self.updater.end_step(self.steps_done)
         # What was read has left them elsewhere on each rank: an own loop draws the same on all.

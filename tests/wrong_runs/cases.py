@@ -566,9 +566,23 @@ def with_activation_hooks() -> nn.Module:
 
 def with_spectral_norm() -> nn.Module:
     model = Net()
+    nn.utils.parametrizations.spectral_norm(model.enter, dim=1)
     nn.utils.parametrizations.spectral_norm(model.blocks[1].up)
-    nn.utils.parametrizations.spectral_norm(model.head)
+    nn.utils.spectral_norm(model.blocks[2].down)
+    nn.utils.parametrizations.spectral_norm(model.head, n_power_iterations=2)
     return model
+
+
+def with_spectral_norm_of_frozen() -> nn.Module:
+    model = with_spectral_norm()
+    model.blocks[1].eval()
+    return model
+
+
+def compared(model: nn.Module, batch: Any) -> evenly.Loss:
+    """Calls the model twice."""
+    loss = class_loss(model, batch)
+    return evenly.Loss(loss.total + (model(batch[0]) - model(batch[0] * 0.5)).square().sum(), loss.weight)
 
 
 class Pictures(nn.Module):
@@ -622,6 +636,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "gradient hooks": lambda: Case(job(with_gradient_hooks)),
     "activation hooks": lambda: Case(job(with_activation_hooks)),
     "spectral norm": lambda: Case(job(with_spectral_norm)),
+    "spectral norm in evaluation": lambda: Case(job(with_spectral_norm_of_frozen)),
+    "spectral norm called twice": lambda: Case(job(with_spectral_norm, loss=compared)),
     "channels last": lambda: Case(job(Pictures)),
 }
 
