@@ -220,6 +220,7 @@ def backward_number() -> int:
 # the buffers `_u` and `_v`, which `SPECTRAL_VECTORS` names, from them and the weight it is given.
 SpectralNormOfWeight = parametrizations._SpectralNorm  # pyright: ignore[reportPrivateUsage]
 SPECTRAL_VECTORS = ("_u", "_v")
+ORIGINAL = "_orig"  # ends the name of the parameter that the hook `torch.nn.utils.spectral_norm` computes a weight from
 
 
 def forward_pre_hooks(module: nn.Module) -> list[Any]:

@@ -27,6 +27,7 @@ from evenly.torch_private import (
     FAKE_TENSOR_LOGGER,
     GROUPED_PRODUCT,
     NUMBERS_OF_TENSORS,
+    ORIGINAL,
     PACK_PADDED_SEQUENCE,
     RESHAPE_ALIAS,
     SPECTRAL_VECTORS,
@@ -510,5 +511,6 @@ def test_spectral_norms() -> None:
     weight(given)
     assert all(getattr(norm, name) is one for name, one in zip(SPECTRAL_VECTORS, before, strict=True))
     assert not any(torch.equal(one, value) for one, value in zip(before, values, strict=True))
-    (hook,) = forward_pre_hooks(nn.utils.spectral_norm(nn.Linear(3, 4)))
+    (hook,) = forward_pre_hooks(old := nn.utils.spectral_norm(nn.Linear(3, 4)))
+    assert isinstance(getattr(old, hook.name + ORIGINAL), nn.Parameter)
     assert isinstance(hook, SpectralNorm)

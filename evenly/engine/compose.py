@@ -194,7 +194,7 @@ def _statistics(
         for r in replicas
     ]
     for other in found[1:]:
-        other.beside(found[0])
+        other.share_with(found[0])
     return found
 
 

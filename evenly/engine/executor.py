@@ -120,9 +120,10 @@ class Executor(ABC):
     def training_loss(self, replica: Replica, microbatch: Microbatch, step: int, builder: StepTotalsBuilder) -> Loss:
         """The loss of `microbatch`, recorded in `builder`; of a filler zero, and not recorded."""
         key = stream_key(self.job.seed, "microbatch", step, microbatch.number)
-        if not microbatch.counts:
-            return Loss(self._loss(replica, microbatch, key).total * 0, 0)
         statistics = self.composed.statistics[replica.number]
+        if not microbatch.counts:
+            with statistics.recording(None):
+                return Loss(self._loss(replica, microbatch, key).total * 0, 0)
         with statistics.recording(microbatch.number):
             loss = self._loss(replica, microbatch, key)
         self.record_result(builder, microbatch, loss, statistics.calls(microbatch.number))
@@ -130,7 +131,8 @@ class Executor(ABC):
 
     def evaluation_loss(self, replica: Replica, microbatch: Microbatch, builder: StepTotalsBuilder) -> None:
         """Computes the loss of `microbatch` and records it in `builder`."""
-        loss = self._loss(replica, microbatch, stream_key(self.job.seed, "evaluation", microbatch.number))
+        with self.composed.statistics[replica.number].evaluating():
+            loss = self._loss(replica, microbatch, stream_key(self.job.seed, "evaluation", microbatch.number))
         if microbatch.counts:
             self.record_result(builder, microbatch, loss, [])
 

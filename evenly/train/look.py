@@ -7,7 +7,6 @@ more thoroughly.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -29,12 +28,13 @@ from evenly.job import Job
 from evenly.parallel.core.calls import ForwardEnded
 from evenly.parallel.core.mutation_guard import fingerprint
 from evenly.plan import Plan
+from evenly.train.look_buffers import check_averages, find_averages
+from evenly.train.same_numbers import same
 
 SETTINGS = (
     *("global_batch", "steps", "microbatch", "microbatch_cost", "shuffle", "clip_norm", "seed", "precision"),
     *("eval_every", "save_every"),
 )
-ROUNDING = 1e-5  # of a GPU, whose sums may come in another order each time
 
 
 def check_job(job: Job, plan: Plan, world: World) -> list[Microbatch]:
@@ -118,15 +118,23 @@ def digest(nest: Any) -> list[tuple[str, tuple[int, ...], str, int]]:
     ]
 
 
-def check_model(job: Job, plan: Plan, executor: Executor, microbatches: Sequence[Microbatch], world: World) -> None:
-    """Raises `UserError`, on all ranks alike, where the loss of a microbatch depends on what ran before it."""
+def check_model(
+    job: Job, plan: Plan, executor: Executor, microbatches: Sequence[Microbatch], world: World
+) -> dict[str, float]:
+    """The factors of the moving averages that the model keeps in buffers, by name.
+
+    Raises `UserError`, on all ranks alike, where the loss of a microbatch depends on what ran before it.
+    """
     if not microbatches:
-        return
+        return {}
     first, other = microbatches[0], microbatches[-1]
     cut = plan.data.zero_stage == 3 or plan.tensor.active or plan.pipeline.active
     models = [replica.module for replica in executor.composed.replicas]
     with undisturbed(*executor.devices), buffers_restored(models), _explained(plan) if cut else nullcontext():
-        losses, orders = executor.look([first, other, first])
+        statistics = executor.composed.statistics[0]
+        with statistics.noticing() if not plan.pipeline.active else nullcontext(set[str]()) as changed:
+            losses, orders = executor.look([first, other, first])
+        averages = find_averages(executor, [first, other], changed, world)
         remembers = len(losses) == 3 and not same(losses[0], losses[2], exact=world.device == "cpu")
         if plan.pipeline.active:  # what a model writes after its blocks, the first stages do not come to
             before = _buffers(models)
@@ -147,13 +155,16 @@ def check_model(job: Job, plan: Plan, executor: Executor, microbatches: Sequence
             "which blocks run depends on the microbatch, and ranks would gather the parameters of different ones",
             "let the model run the same blocks for every microbatch, or use plan zero2 or ddp",
         )
+    return averages
 
 
-def same(one: float, other: float, *, exact: bool) -> bool:
-    """Whether two losses are the same number, up to the rounding of a GPU unless `exact`."""
-    if math.isnan(one) or math.isnan(other) or one == other:
-        return math.isnan(one) == math.isnan(other)
-    return not exact and abs(one - other) <= ROUNDING * max(abs(one), abs(other))
+def check_again(
+    executor: Executor, microbatches: Sequence[Microbatch], averages: Mapping[str, float], world: World
+) -> None:
+    """Raises `UserError`, on all ranks alike, where the moving averages are others than at the start."""
+    models = [replica.module for replica in executor.composed.replicas]
+    with undisturbed(*executor.devices), buffers_restored(models):
+        check_averages(executor, microbatches, averages, world)
 
 
 @contextmanager

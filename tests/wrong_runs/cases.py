@@ -406,6 +406,31 @@ class Codebook(Net):
         return out
 
 
+class Watched(Net):
+    """Keeps moving averages and a counter of what it sees, and uses none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("size", torch.ones(()))
+        self.register_buffer("last", torch.zeros(WIDTH))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.blocks[1].register_buffer("seen", torch.full((10,), 0.5))
+        self.blocks[1].register_forward_hook(keep_seen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = x.detach()
+        self.mean.mul_(0.9).add_(given.mean(0), alpha=0.1)
+        self.size = 0.99 * self.size + 0.01 * given.square().mean()
+        self.last.copy_(given[-1])
+        self.calls += len(x)
+        return super().forward(x)
+
+
+def keep_seen(block: Any, given: Any, _: torch.Tensor) -> None:
+    block.seen.lerp_(block.up(given[0]).detach().mean(0), 0.25)
+
+
 class MomentumHead(Net):
     """A head that follows another by a moving average."""
 
@@ -621,6 +646,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "queue": lambda: Case(job(Queue)),
     "saved queue": lambda: Case(job(lambda: Queue(persistent=True))),
     "loss counts": lambda: Case(job(loss=counting_loss())),
+    "moving averages": lambda: Case(job(Watched)),
     "codebook": lambda: Case(job(Codebook)),
     "momentum head": lambda: Case(job(lambda: MomentumHead(past_autograd=False))),
     "momentum head data": lambda: Case(job(lambda: MomentumHead(past_autograd=True))),

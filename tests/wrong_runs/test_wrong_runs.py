@@ -28,7 +28,7 @@ REFUSED: dict[str, set[str]] = {
     **{key: {"zero3", "pipeline=2"} for key in ("double backward", "double backward of norms")},
     "chosen blocks": {"pipeline=2"},
     "activation hooks": {"pipeline=2"},
-    "spectral norm called twice": {"pipeline=2"},
+    **{key: {"pipeline=2"} for key in ("spectral norm called twice")},
 }
 # Refused by some ranks in a forward of the look or the first step: the others are ended with them.
 STOPPED = ("checkpoint of two", "saved queue", "codebook", "chosen blocks", "spectral norm called twice")

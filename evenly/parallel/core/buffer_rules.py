@@ -54,10 +54,15 @@ class BufferRule(ABC):
     def calls(self, microbatch: int) -> int:
         """How often the forward of `microbatch`, here in this step, called the module."""
 
-    def end_look(self) -> None:  # noqa: B027, not all rules need it
-        """Ends a forward that leaves no trace."""
+    def begin(self, microbatch: int | None) -> None:
+        """Begins the forward of `microbatch`, `LOOK` or None for one that leaves no trace."""
+        self.microbatch = microbatch
 
-    def share(self, first: Any) -> None:  # noqa: B027
+    def end(self) -> None:
+        """Ends it, also where it raised."""
+        self.microbatch = None
+
+    def share(self, first: Any) -> None:  # noqa: B027, not all rules need it
         """Shares with `first`, of the same module on another device of this process, what both need to know."""
 
     @abstractmethod

@@ -1,6 +1,6 @@
 """Refusing what a forward pass must not do where ranks share a batch: change the model.
 
-Each rank would change its copy by its own microbatches only. Running statistics are the exception (`statistics`).
+Each rank would change its copy by its own microbatches only. What changes by a rule is the exception (`statistics`).
 """
 
 from __future__ import annotations
@@ -38,10 +38,15 @@ class MutationGuard:
                 if id(tensor) not in but:
                     self._watched.append((f"{prefix}.{name}".lstrip("."), module, name))
         self._first = True
+        self.noticed: set[str] | None = None  # collects the names of buffers that change, which are then not refused
         self._buffers: dict[str, tuple[int, int, int]] = {}  # full name -> id, version, fingerprint
 
     def __bool__(self) -> bool:
         return bool(self._watched)
+
+    def allow(self, names: Container[str]) -> None:
+        """Lets these change from now on."""
+        self._watched = [one for one in self._watched if one[0] not in names]
 
     @contextmanager
     def watching(self) -> Generator[None]:
@@ -75,7 +80,11 @@ class MutationGuard:
                 continue  # of another rank
             written = id(tensor) in prints and now is tensor and fingerprint(tensor) != prints[id(tensor)]
             changed = now is not tensor or version(tensor) != count
-            if written or (changed and not self._has_its_values(full, now)):
+            if not written and not (changed and not self._has_its_values(full, now)):
+                continue
+            if self.noticed is not None and not isinstance(tensor, nn.Parameter):
+                self.noticed.add(full)
+            else:
                 raise changed_error(full, parameter=isinstance(tensor, nn.Parameter))
 
     def _has_its_values(self, full: str, now: torch.Tensor) -> bool:

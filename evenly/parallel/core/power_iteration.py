@@ -22,7 +22,14 @@ from evenly.data.generators import last_seed
 from evenly.errors import RunError
 from evenly.parallel.core.buffer_rules import LOOK, BufferRule
 from evenly.parallel.core.parameter_views import is_placeholder
-from evenly.torch_private import SPECTRAL_VECTORS, SpectralNormOfWeight, backward_number, forward_pre_hooks, tensor_dict
+from evenly.torch_private import (
+    ORIGINAL,
+    SPECTRAL_VECTORS,
+    SpectralNormOfWeight,
+    backward_number,
+    forward_pre_hooks,
+    tensor_dict,
+)
 
 Vectors = list[torch.Tensor]
 
@@ -129,7 +136,7 @@ class PowerIteration(BufferRule):
         return [getattr(self.module, name) for name in self.buffers]
 
     def _enter(self, module: Any, given: Any) -> None:
-        weight = getattr(module, f"{self._form.name}_orig") if self._form is not None else given[0]
+        weight = getattr(module, self._form.name + ORIGINAL) if self._form is not None else given[0]
         if not module.training or weight.ndim == 1 or is_placeholder(weight):
             return
         if not self._bases:
@@ -190,11 +197,13 @@ class PowerIteration(BufferRule):
         self._repeats[under] = backward, done + 1
         return ordinals[done % len(ordinals)]
 
-    def end_look(self) -> None:
-        """After the forward of a look: only how often it called the module is kept."""
-        found = self.calls(LOOK)
-        self._clear()
-        self.counts.expected = found or self.counts.expected
+    def end(self) -> None:
+        """Of a look only how often it called the module is kept."""
+        if self.microbatch == LOOK:
+            found = self.calls(LOOK)
+            self._clear()
+            self.counts.expected = found or self.counts.expected
+        super().end()
 
 
 def power_iterations(name: str, module: nn.Module, *, shared: bool) -> list[PowerIteration]:

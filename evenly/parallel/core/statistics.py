@@ -1,14 +1,15 @@
 """Buffers that follow what a model computes, the same on every rank as on one device.
 
-Which rules are known: `normalisation` (running statistics), `power_iteration` (spectral norm). A rank sees only its own
+Which rules are known: `normalisation` (running statistics), `power_iteration` (spectral norm),
+`moving_averages`. A rank sees only its own
 microbatches, so during a step what their calls do is recorded, and afterwards every rank computes the buffers that one
 device would have from the one sum over ranks that this needs. What else changes is refused (`mutation_guard`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Container, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from evenly.comm.collectives import all_reduce
 from evenly.comm.exact_reduce import begin_exact_all_reduce
 from evenly.comm.exact_sum import ExactSum
 from evenly.comm.groups import Group
-from evenly.parallel.core.buffer_rules import LOOK, BufferRule
+from evenly.parallel.core.buffer_rules import BufferRule
+from evenly.parallel.core.moving_averages import MovingAverage
 from evenly.parallel.core.mutation_guard import MutationGuard
 from evenly.parallel.core.normalisation import Normalisation, check_normalisation, keeps_statistics
 from evenly.parallel.core.power_iteration import power_iterations
@@ -43,7 +45,7 @@ class RunningStatistics:
         hold; their layers are counted and not kept. exact: whether the bits must not depend on which rank calls what.
         """
         shared = group.size > 1 if alone is None else not alone
-        self._group, self._exact = group, exact
+        self._model, self._group, self._exact = model, group, exact
         self._all = rules_of(model, shared=shared)
         self._layers = [rule for rule in self._all if f"{rule.name}.{rule.buffers[0]}".lstrip(".") not in elsewhere]
         own = {id(getattr(rule.module, name)) for rule in self._layers for name in rule.buffers}
@@ -55,27 +57,56 @@ class RunningStatistics:
         """How many layers change buffers by a rule, here or on other ranks."""
         return len(self._all)
 
-    def beside(self, first: RunningStatistics) -> None:
+    def share_with(self, first: RunningStatistics) -> None:
         """Says that `first` is of the same model on another device of this process."""
         for mine, theirs in zip(self._layers, first._layers, strict=True):
             mine.share(theirs)
 
-    def recording(self, microbatch: int) -> AbstractContextManager[None]:
-        """Around the forward of `microbatch`, `LOOK` if it shall leave no trace; calls outside leave none either."""
+    def recording(self, microbatch: int | None) -> AbstractContextManager[None]:
+        """Around the forward of `microbatch`; `LOOK` or None: of one that leaves no trace, as calls outside."""
         return self._recording(microbatch) if self._layers or self._others else nullcontext()
 
     @contextmanager
-    def _recording(self, microbatch: int) -> Generator[None]:
+    def _recording(self, microbatch: int | None) -> Generator[None]:
         for rule in self._layers:
-            rule.microbatch = microbatch
+            rule.begin(microbatch)
         try:
             with nullcontext() if self._others is None else self._others.watching():
                 yield
         finally:
             for rule in self._layers:
-                rule.microbatch = None
-                if microbatch == LOOK:
-                    rule.end_look()
+                rule.end()
+
+    def evaluating(self) -> AbstractContextManager[Any]:
+        """Around the forward of an evaluation; raises `RunError` where it changes a moving average."""
+        stack = ExitStack()
+        for rule in self._layers:
+            if isinstance(rule, MovingAverage):
+                stack.enter_context(rule.evaluating())
+        return stack
+
+    @contextmanager
+    def noticing(self) -> Generator[set[str]]:
+        """Within, buffers that change by no known rule are named in the set, and not refused."""
+        changed: set[str] = set()
+        if self._others is not None:
+            self._others.noticed = changed
+        try:
+            yield changed
+        finally:
+            if self._others is not None:
+                self._others.noticed = None
+
+    def add_averages(self, factors: Mapping[str, float]) -> None:
+        """From now on the buffers of these names are moving averages with these factors, 1 for a counter."""
+        if self._others is not None:
+            self._others.allow(factors)
+        modules = dict(self._model.named_modules())
+        for name, a in factors.items():
+            prefix, _, own = name.rpartition(".")
+            rule = MovingAverage(prefix, modules[prefix], own, a)
+            self._all.append(rule)
+            self._layers.append(rule)
 
     def calls(self, microbatch: int) -> list[int]:
         """How often each layer was called in the forward of `microbatch`; of those elsewhere, never."""
