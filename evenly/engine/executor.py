@@ -81,7 +81,8 @@ class Executor(ABC):
     def look(self, microbatches: Sequence[Microbatch]) -> tuple[list[float], list[int]]:
         """The losses of `microbatches` in turn, where this rank computes them, and a number for the order of blocks.
 
-        Nothing is recorded and no gradient computed; all ranks run all of them.
+        Where the first was run once more before all, its loss comes last. Nothing is recorded and no gradient computed;
+        all ranks run all of them.
         """
         losses, orders = self.look_at(microbatches)
         self.composed.gradients.reshard()
@@ -207,8 +208,9 @@ class MicrobatchExecutor(Executor):
 
     def look_at(self, microbatches: Sequence[Microbatch]) -> tuple[list[float], list[int]]:
         gradients = self.composed.gradients
-        gradients.survey(lambda: self.loss_of(microbatches[0]))
         losses: list[float] = []
+        before: list[float] = []
+        gradients.survey(lambda: before.append(float(self.loss_of(microbatches[0]).total.detach())))
         orders: list[int] = []
         for microbatch in microbatches:
             gradients.reshard()
@@ -217,7 +219,7 @@ class MicrobatchExecutor(Executor):
             losses.append(float(self.loss_of(microbatch).total.detach()))
             orders.append(gradients.unit_order)
         gradients.forget_order()
-        return losses, orders
+        return losses + before, orders
 
     def _backward(self, loss: Loss, scale: float) -> None:
         if (total := self.backward_root(loss, scale)) is not None:

@@ -35,6 +35,7 @@ SETTINGS = (
     *("global_batch", "steps", "microbatch", "microbatch_cost", "shuffle", "clip_norm", "seed", "precision"),
     *("eval_every", "save_every"),
 )
+NAMED = 3  # of the attributes that change, in a message
 
 
 def check_job(job: Job, plan: Plan, world: World) -> list[Microbatch]:
@@ -130,32 +131,49 @@ def check_model(
     first, other = microbatches[0], microbatches[-1]
     cut = plan.data.zero_stage == 3 or plan.tensor.active or plan.pipeline.active
     models = [replica.module for replica in executor.composed.replicas]
+    known = attributes(models[0])
     with undisturbed(*executor.devices), buffers_restored(models), _explained(plan) if cut else nullcontext():
         statistics = executor.composed.statistics[0]
         with statistics.noticing() if not plan.pipeline.active else nullcontext(set[str]()) as changed:
             losses, orders = executor.look([first, other, first])
         averages = find_averages(executor, [first, other], changed, world)
-        remembers = len(losses) == 3 and not same(losses[0], losses[2], exact=world.device == "cpu")
+        remembers = not all(same(losses[0], again, exact=world.device == "cpu") for again in losses[2:])
         if plan.pipeline.active:  # what a model writes after its blocks, the first stages do not come to
             before = _buffers(models)
             executor.look([first])
             remembers = remembers or _buffers(models) != before
     chosen = len(set(orders)) > 1
-    found = gather_values((remembers, chosen), world.group("files"))
-    if any(one for one, _ in found):
+    now = attributes(models[0]) if remembers else known
+    changed_here = [name for name in {**known, **now} if known.get(name) != now.get(name)]
+    found = gather_values((remembers, chosen, changed_here), world.group("files"))
+    if any(one for one, _, _ in found):
+        names = sorted({name for _, _, names in found for name in names})
         raise UserError(
             f"plan {plan}",
             "the loss of a microbatch is another after another microbatch: the model or the loss remembers something "
-            "outside of the model's state (an attribute, a counter, a generator of its own, a buffer)",
+            "outside of the model's state "
+            + (f"({', '.join(names[:NAMED])} changed)" if names else "(a counter, a generator of its own, a buffer)"),
             "let it follow from the batch and the parameters alone, or run on one device",
         )
-    if any(one for _, one in found):
+    if any(one for _, one, _ in found):
         raise UserError(
             f"plan {plan}",
             "which blocks run depends on the microbatch, and ranks would gather the parameters of different ones",
             "let the model run the same blocks for every microbatch, or use plan zero2 or ddp",
         )
     return averages
+
+
+def attributes(model: nn.Module) -> dict[str, Any]:
+    """What the modules of `model` have in attributes of their own, and their children, by full name."""
+    found: dict[str, Any] = {}
+    for prefix, module in model.named_modules():
+        own = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
+        for name, value in (*own.items(), *module.named_children()):
+            plain = isinstance(value, (bool, int, float, str, type(None)))
+            size = len(value) if isinstance(value, (list, dict, set, tuple)) else 0  # pyright: ignore
+            found[f"{prefix}.{name}".lstrip(".")] = value if plain else (id(value), size)
+    return found
 
 
 def check_again(

@@ -13,6 +13,7 @@ from evenly.parallel.core.moving_averages import Probe
 from evenly.train.same_numbers import same
 
 FORWARDS = 3  # from several values of the buffers: two give a factor, the third that there is one
+NAMED = 3  # of the buffers, in a message
 
 
 def find_averages(
@@ -43,7 +44,7 @@ def find_averages(
             factors[name].append(factor)
     found = gather_values((used, factors), world.group("files"))
     if any(one for one, _ in found):
-        raise _refusal(names, "and is used by it: on one device a microbatch sees what all before it have left")
+        raise _refusal(names, "and the forward uses it: on one device a microbatch sees what all before it have left")
     if without := [n for n in names if any(None in by[n] or len({*by[n], *found[0][1][n]}) > 1 for _, by in found)]:
         raise _refusal(without, "by no rule that is known: not r <- a r + b with one number a")
     return {name: float(factors[name][0] or 0.0) for name in names}
@@ -61,7 +62,8 @@ def check_averages(
 
 
 def _refusal(names: Sequence[str], found: str) -> UserError:
-    what = f"buffer {names[0]} changes" if len(names) == 1 else f"buffers {', '.join(names)} change"
+    others = f" and {len(names) - NAMED} others" if len(names) > NAMED else ""
+    what = f"buffer {names[0]} changes" if len(names) == 1 else f"buffers {', '.join(names[:NAMED])}{others} change"
     return UserError(
         "a forward on several ranks, each of which runs some of the microbatches",
         f"{what} in the forward pass {found}",

@@ -368,6 +368,16 @@ class Remembers(Net):
         return super().forward(x)
 
 
+class Begins(Net):
+    """Its first call computes something else."""
+
+    called = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, self.called = (x if self.called else x * 0.5), True
+        return super().forward(x)
+
+
 class Queue(Net):
     """A queue of keys in a buffer that is not saved."""
 
@@ -643,6 +653,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "cost": lambda: Case(cost_by_chance()),
     "model generator": lambda: Case(job(DrawsByItself)),
     "hidden state": lambda: Case(job(Remembers)),
+    "first call": lambda: Case(job(Begins)),
     "queue": lambda: Case(job(Queue)),
     "saved queue": lambda: Case(job(lambda: Queue(persistent=True))),
     "loss counts": lambda: Case(job(loss=counting_loss())),
