@@ -25,6 +25,7 @@ from evenly.engine.executor import Executor
 from evenly.engine.updater import Updater
 from evenly.errors import EvenlyError, RunError, SampleError, UserError, describe
 from evenly.job import Job
+from evenly.parallel.core.attributes import own_attributes
 from evenly.parallel.core.calls import ForwardEnded
 from evenly.parallel.core.mutation_guard import fingerprint
 from evenly.plan import Plan
@@ -131,7 +132,7 @@ def check_model(
     first, other = microbatches[0], microbatches[-1]
     cut = plan.data.zero_stage == 3 or plan.tensor.active or plan.pipeline.active
     models = [replica.module for replica in executor.composed.replicas]
-    known = attributes(models[0])
+    known = own_attributes(models[0])
     with undisturbed(*executor.devices), buffers_restored(models), _explained(plan) if cut else nullcontext():
         statistics = executor.composed.statistics[0]
         with statistics.noticing() if not plan.pipeline.active else nullcontext(set[str]()) as changed:
@@ -143,7 +144,7 @@ def check_model(
             executor.look([first])
             remembers = remembers or _buffers(models) != before
     chosen = len(set(orders)) > 1
-    now = attributes(models[0]) if remembers else known
+    now = own_attributes(models[0]) if remembers else known
     changed_here = [name for name in {**known, **now} if known.get(name) != now.get(name)]
     found = gather_values((remembers, chosen, changed_here), world.group("files"))
     if any(one for one, _, _ in found):
@@ -162,18 +163,6 @@ def check_model(
             "let the model run the same blocks for every microbatch, or use plan zero2 or ddp",
         )
     return averages
-
-
-def attributes(model: nn.Module) -> dict[str, Any]:
-    """What the modules of `model` have in attributes of their own, and their children, by full name."""
-    found: dict[str, Any] = {}
-    for prefix, module in model.named_modules():
-        own = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
-        for name, value in (*own.items(), *module.named_children()):
-            plain = isinstance(value, (bool, int, float, str, type(None)))
-            size = len(value) if isinstance(value, (list, dict, set, tuple)) else 0  # pyright: ignore
-            found[f"{prefix}.{name}".lstrip(".")] = value if plain else (id(value), size)
-    return found
 
 
 def check_again(
