@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # ------------------------------------------------------------------------------------------------ operators of aten
@@ -208,7 +209,24 @@ def unwrap_call(module: nn.Module, before: Any) -> None:
 
 def in_backward() -> bool:
     """Whether autograd is running a backward in this thread."""
-    return torch._C._current_graph_task_id() != -1  # pyright: ignore
+    return backward_number() != -1
+
+
+def backward_number() -> int:
+    """Which backward autograd is running in this thread, each with a number of its own; -1 outside of any."""
+    return torch._C._current_graph_task_id()  # pyright: ignore
+
+
+# The power iteration of `torch.nn.utils.parametrizations.spectral_norm`, one for each call in training: in place of
+# the buffers `_u` and `_v`, which `SPECTRAL_VECTORS` names, from them and the weight it is given.
+SpectralNormOfWeight = parametrizations._SpectralNorm  # pyright: ignore[reportPrivateUsage]
+SPECTRAL_VECTORS = ("_u", "_v")
+ORIGINAL = "_orig"  # ends the name of the parameter that the hook `torch.nn.utils.spectral_norm` computes a weight from
+
+
+def forward_pre_hooks(module: nn.Module) -> list[Any]:
+    """What runs before its forward, in order."""
+    return [*module._forward_pre_hooks.values()]  # pyright: ignore[reportPrivateUsage]
 
 
 # ---------------------------------------------------------------------------------------------------- distributed

@@ -16,6 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from evenly import torch_private
 from evenly.torch_private import (
@@ -26,17 +27,22 @@ from evenly.torch_private import (
     FAKE_TENSOR_LOGGER,
     GROUPED_PRODUCT,
     NUMBERS_OF_TENSORS,
+    ORIGINAL,
     PACK_PADDED_SEQUENCE,
     PRODUCTS,
     RESHAPE_ALIAS,
+    SPECTRAL_VECTORS,
     TO_COPY,
     UNSAFE_VIEW,
     WRAPPERS,
+    SpectralNormOfWeight,
     TorchDispatchMode,
     all_gather_single,
+    backward_number,
     end_sharded_forward,
     fake_mode,
     fake_subclass,
+    forward_pre_hooks,
     gradient_hooks,
     has_accumulated_hooks,
     has_forward_hooks,
@@ -496,7 +502,25 @@ def test_asking_a_tensor_for_a_number_is_one_of_these_operations() -> None:
 
 def test_in_backward() -> None:
     seen: list[bool] = []
+    numbers: list[int] = []
     x = torch.ones(2, requires_grad=True)
     x.register_hook(lambda _: seen.append(in_backward()))
+    x.register_hook(lambda _: numbers.append(backward_number()))
     (x * 2).sum().backward()
-    assert seen == [True] and not in_backward()
+    (x * 2).sum().backward()
+    assert seen == [True, True] and not in_backward()
+    assert numbers[0] != numbers[1] and backward_number() == -1 and -1 not in numbers
+
+
+def test_spectral_norms() -> None:
+    weight, given = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4)), torch.ones(2, 3)
+    norm = weight.parametrizations.weight[0]
+    assert isinstance(norm, SpectralNormOfWeight) and {name for name, _ in norm.named_buffers()} == {*SPECTRAL_VECTORS}
+    before = [getattr(norm, name) for name in SPECTRAL_VECTORS]
+    values = [one.clone() for one in before]
+    weight(given)
+    assert all(getattr(norm, name) is one for name, one in zip(SPECTRAL_VECTORS, before, strict=True))
+    assert not any(torch.equal(one, value) for one, value in zip(before, values, strict=True))
+    (hook,) = forward_pre_hooks(old := nn.utils.spectral_norm(nn.Linear(3, 4)))
+    assert isinstance(getattr(old, hook.name + ORIGINAL), nn.Parameter)
+    assert isinstance(hook, SpectralNorm)

@@ -47,7 +47,7 @@ class Composed:
     model:      the parameters and buffers of this rank.
     replicas:   the model on each device of this rank, which run side by side; only one but for `replicas` in the plan.
     gradients:  adds gradients over microbatches, replicas and ranks.
-    statistics: per replica, synchronises the running statistics of normalisation layers.
+    statistics: per replica, synchronises the buffers that change by a rule.
     forwards:   per replica, the wrapped forwards of its blocks (recomputation, compilation).
     calls:      per replica, the calls of its blocks, each with a random stream of its own.
     cuts:       parameters of which this rank steps only some rows, or a copy on the host.
@@ -76,7 +76,7 @@ class Composed:
 
     @property
     def layers(self) -> int:
-        """Number of layers with running statistics."""
+        """Number of layers with buffers that change by a rule."""
         return self.statistics[0].layers
 
     @property
@@ -178,11 +178,11 @@ def compose(
 def _statistics(
     replicas: Replicas, plan: Plan, world: World, pipeline: Pipeline | None, tensor: SplitModel | None
 ) -> list[RunningStatistics]:
-    """The running statistics of each replica."""
+    """The buffers that change by a rule, of each replica."""
     placeholders = pipeline.placeholders if pipeline is not None else ()
     whole = plan.data.zero_stage < 3 and tensor is None and pipeline is None
     group = world.group("data")
-    return [
+    found = [
         RunningStatistics(
             r.module,
             group=group,
@@ -193,6 +193,9 @@ def _statistics(
         )
         for r in replicas
     ]
+    for other in found[1:]:
+        other.share_with(found[0])
+    return found
 
 
 def _gradients(

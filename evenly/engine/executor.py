@@ -81,7 +81,8 @@ class Executor(ABC):
     def look(self, microbatches: Sequence[Microbatch]) -> tuple[list[float], list[int]]:
         """The losses of `microbatches` in turn, where this rank computes them, and a number for the order of blocks.
 
-        Nothing is recorded and no gradient computed; all ranks run all of them.
+        Where the first was run once more before all, its loss comes last. Nothing is recorded and no gradient computed;
+        all ranks run all of them.
         """
         losses, orders = self.look_at(microbatches)
         self.composed.gradients.reshard()
@@ -120,9 +121,10 @@ class Executor(ABC):
     def training_loss(self, replica: Replica, microbatch: Microbatch, step: int, builder: StepTotalsBuilder) -> Loss:
         """The loss of `microbatch`, recorded in `builder`; of a filler zero, and not recorded."""
         key = stream_key(self.job.seed, "microbatch", step, microbatch.number)
-        if not microbatch.counts:
-            return Loss(self._loss(replica, microbatch, key).total * 0, 0)
         statistics = self.composed.statistics[replica.number]
+        if not microbatch.counts:
+            with statistics.recording(None):
+                return Loss(self._loss(replica, microbatch, key).total * 0, 0)
         with statistics.recording(microbatch.number):
             loss = self._loss(replica, microbatch, key)
         self.record_result(builder, microbatch, loss, statistics.calls(microbatch.number))
@@ -130,7 +132,8 @@ class Executor(ABC):
 
     def evaluation_loss(self, replica: Replica, microbatch: Microbatch, builder: StepTotalsBuilder) -> None:
         """Computes the loss of `microbatch` and records it in `builder`."""
-        loss = self._loss(replica, microbatch, stream_key(self.job.seed, "evaluation", microbatch.number))
+        with self.composed.statistics[replica.number].evaluating():
+            loss = self._loss(replica, microbatch, stream_key(self.job.seed, "evaluation", microbatch.number))
         if microbatch.counts:
             self.record_result(builder, microbatch, loss, [])
 
@@ -205,8 +208,9 @@ class MicrobatchExecutor(Executor):
 
     def look_at(self, microbatches: Sequence[Microbatch]) -> tuple[list[float], list[int]]:
         gradients = self.composed.gradients
-        gradients.survey(lambda: self.loss_of(microbatches[0]))
         losses: list[float] = []
+        before: list[float] = []
+        gradients.survey(lambda: before.append(float(self.loss_of(microbatches[0]).total.detach())))
         orders: list[int] = []
         for microbatch in microbatches:
             gradients.reshard()
@@ -215,7 +219,7 @@ class MicrobatchExecutor(Executor):
             losses.append(float(self.loss_of(microbatch).total.detach()))
             orders.append(gradients.unit_order)
         gradients.forget_order()
-        return losses, orders
+        return losses + before, orders
 
     def _backward(self, loss: Loss, scale: float) -> None:
         if (total := self.backward_root(loss, scale)) is not None:

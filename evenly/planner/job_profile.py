@@ -24,7 +24,7 @@ from evenly.job import Job
 from evenly.model.blocks import Block, find_blocks, find_recomputed
 from evenly.parallel.core.calls import WrappedForwards
 from evenly.parallel.core.recompute import CachesOff, recomputing
-from evenly.parallel.core.statistics import keeps_statistics
+from evenly.parallel.core.statistics import rules_of
 from evenly.parallel.tensor.layout import Layout
 from evenly.parallel.tensor.splits import Derivation
 from evenly.plan import Plan
@@ -169,8 +169,8 @@ class JobProfiler:
 
     def statistics_bytes(self, plan: Plan) -> tuple[int, int]:
         """How many layers keep running statistics, and bytes of those that one microbatch leaves."""
-        layers: list[Any] = [one for one in self.model(plan.precision).modules() if keeps_statistics(one)]
-        return len(layers), sum(2 * one.running_mean.nbytes for one in layers)
+        rules = rules_of(self.model(plan.precision))
+        return len(rules), sum(one.record_bytes for one in rules)
 
 
 @dataclass(eq=False)

@@ -7,7 +7,6 @@ more thoroughly.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -26,15 +25,18 @@ from evenly.engine.executor import Executor
 from evenly.engine.updater import Updater
 from evenly.errors import EvenlyError, RunError, SampleError, UserError, describe
 from evenly.job import Job
+from evenly.parallel.core.attributes import own_attributes
 from evenly.parallel.core.calls import ForwardEnded
 from evenly.parallel.core.mutation_guard import fingerprint
 from evenly.plan import Plan
+from evenly.train.look_buffers import check_averages, find_averages
+from evenly.train.same_numbers import same
 
 SETTINGS = (
     *("global_batch", "steps", "microbatch", "microbatch_cost", "shuffle", "clip_norm", "seed", "precision"),
     *("eval_every", "save_every"),
 )
-ROUNDING = 1e-5  # of a GPU, whose sums may come in another order each time
+NAMED = 3  # of the attributes that change, in a message
 
 
 def check_job(job: Job, plan: Plan, world: World) -> list[Microbatch]:
@@ -118,42 +120,58 @@ def digest(nest: Any) -> list[tuple[str, tuple[int, ...], str, int]]:
     ]
 
 
-def check_model(job: Job, plan: Plan, executor: Executor, microbatches: Sequence[Microbatch], world: World) -> None:
-    """Raises `UserError`, on all ranks alike, where the loss of a microbatch depends on what ran before it."""
+def check_model(
+    job: Job, plan: Plan, executor: Executor, microbatches: Sequence[Microbatch], world: World
+) -> dict[str, float]:
+    """The factors of the moving averages that the model keeps in buffers, by name.
+
+    Raises `UserError`, on all ranks alike, where the loss of a microbatch depends on what ran before it.
+    """
     if not microbatches:
-        return
+        return {}
     first, other = microbatches[0], microbatches[-1]
     cut = plan.data.zero_stage == 3 or plan.tensor.active or plan.pipeline.active
     models = [replica.module for replica in executor.composed.replicas]
+    known = own_attributes(models[0])
     with undisturbed(*executor.devices), buffers_restored(models), _explained(plan) if cut else nullcontext():
-        losses, orders = executor.look([first, other, first])
-        remembers = len(losses) == 3 and not same(losses[0], losses[2], exact=world.device == "cpu")
+        statistics = executor.composed.statistics[0]
+        with statistics.noticing() if not plan.pipeline.active else nullcontext(set[str]()) as changed:
+            losses, orders = executor.look([first, other, first])
+        averages = find_averages(executor, [first, other], changed, world)
+        remembers = not all(same(losses[0], again, exact=world.device == "cpu") for again in losses[2:])
         if plan.pipeline.active:  # what a model writes after its blocks, the first stages do not come to
             before = _buffers(models)
             executor.look([first])
             remembers = remembers or _buffers(models) != before
     chosen = len(set(orders)) > 1
-    found = gather_values((remembers, chosen), world.group("files"))
-    if any(one for one, _ in found):
+    now = own_attributes(models[0]) if remembers else known
+    changed_here = [name for name in {**known, **now} if known.get(name) != now.get(name)]
+    found = gather_values((remembers, chosen, changed_here), world.group("files"))
+    if any(one for one, _, _ in found):
+        names = sorted({name for _, _, names in found for name in names})
         raise UserError(
             f"plan {plan}",
             "the loss of a microbatch is another after another microbatch: the model or the loss remembers something "
-            "outside of the model's state (an attribute, a counter, a generator of its own, a buffer)",
+            "outside of the model's state "
+            + (f"({', '.join(names[:NAMED])} changed)" if names else "(a counter, a generator of its own, a buffer)"),
             "let it follow from the batch and the parameters alone, or run on one device",
         )
-    if any(one for _, one in found):
+    if any(one for _, one, _ in found):
         raise UserError(
             f"plan {plan}",
             "which blocks run depends on the microbatch, and ranks would gather the parameters of different ones",
             "let the model run the same blocks for every microbatch, or use plan zero2 or ddp",
         )
+    return averages
 
 
-def same(one: float, other: float, *, exact: bool) -> bool:
-    """Whether two losses are the same number, up to the rounding of a GPU unless `exact`."""
-    if math.isnan(one) or math.isnan(other) or one == other:
-        return math.isnan(one) == math.isnan(other)
-    return not exact and abs(one - other) <= ROUNDING * max(abs(one), abs(other))
+def check_again(
+    executor: Executor, microbatches: Sequence[Microbatch], averages: Mapping[str, float], world: World
+) -> None:
+    """Raises `UserError`, on all ranks alike, where the moving averages are others than at the start."""
+    models = [replica.module for replica in executor.composed.replicas]
+    with undisturbed(*executor.devices), buffers_restored(models):
+        check_averages(executor, microbatches, averages, world)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ from evenly.observe.sinks import Sink
 from evenly.parallel.core.memory import HOST, Category, MemoryCounter, local, state_tensors
 from evenly.plan import Plan, PlanSpec, asked_plan
 from evenly.train.interrupt import Interrupt
-from evenly.train.look import check_job, check_model, check_update
+from evenly.train.look import check_again, check_job, check_model, check_update
 from evenly.train.options import RunOptions, merge_options
 from evenly.train.recorder import RunRecorder, write_decisions
 from evenly.train.reports import Evaluation, StepReport
@@ -74,7 +74,10 @@ class Run:
         self.updater = Updater(job, self.plan, self.composed, world)
         self.optimizer, self.schedule = self.updater.optimizer, self.updater.schedule
         check_update(self.updater, world)
-        check_model(job, self.plan, self.executor, seen, world)
+        self._averages = check_model(job, self.plan, self.executor, seen, world)
+        self._seen = seen if self._averages else []  # the microbatches that were looked at
+        for statistics in self.composed.statistics:
+            statistics.add_averages(self._averages)
         self.interrupt = Interrupt()
         self.saved_at: int | None = None  # step of the newest checkpoint
         self.stopped = False  # all ranks agreed to stop early
@@ -118,6 +121,8 @@ class Run:
                 "use each batch once",
             )
         step = self.steps_done + 1
+        if self._seen and step > 1 and step & (step - 1) == 0:
+            check_again(self.executor, self._seen, self._averages, self.world)
         counted = self.steps_done == self._recorder.counted and self.executor.counter is None
         spans: list[Any] | None = [] if self.steps_done in self._recorder.spanned else None
         try:
@@ -125,6 +130,7 @@ class Run:
                 scale = self.loss_scale.factor
                 totals = self.executor.step(batch, scale=scale, stop=lambda: self.interrupt.asked, spans=spans)
                 totals.check(step)
+                self.composed.sync_statistics(totals.calls)  # raises where a buffer did not follow its rule
                 grad_norm, skipped = self.updater.apply(totals, step, self.executor.counter)
         except Exception as problem:
             note_step(problem, step)  # for the launcher
@@ -152,7 +158,6 @@ class Run:
         return report
 
     def _end_step(self, totals: StepTotals) -> None:
-        self.composed.sync_statistics(totals.calls)
         self.steps_done += 1
         self.updater.end_step(self.steps_done)
         # What was read has left them elsewhere on each rank: an own loop draws the same on all.

@@ -53,9 +53,14 @@ def trained(model: Changes) -> None:
         model.inner.weight.clamp_(max=0.1)
 
 
+def cast(model: Changes) -> None:
+    model.inner.double()
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [
+        (cast, "parameter inner.weight"),
         (in_place, "buffer mean"),
         (replaced, "buffer mean"),
         (past_autograd, "buffer mean"),

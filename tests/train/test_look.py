@@ -9,7 +9,8 @@ import torch
 from jobs import classifier_job
 from torch import nn
 
-from evenly.train.look import buffers_restored, differing_field, digest, facts, same
+from evenly.train.look import buffers_restored, differing_field, digest, facts
+from evenly.train.same_numbers import same
 
 
 def test_the_first_field_that_differs_is_named_with_its_rank() -> None:

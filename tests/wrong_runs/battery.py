@@ -34,7 +34,7 @@ def outcome(name: str, plan: str) -> tuple[str, str]:
             run.step(batch)
             if mine.after is not None:
                 mine.after(run.model)
-            for key, full in full_parameters(run).items():
+            for key, full in full_state(run).items():
                 worst = max(worst, float((full - expected[steps][key]).abs().max()))
             steps += 1
     except EvenlyError as problem:  # raised, since other ranks may be waiting for this one
@@ -44,12 +44,12 @@ def outcome(name: str, plan: str) -> tuple[str, str]:
     return ("equal" if worst < tolerance else "different"), f"{worst:.2e} after {steps} steps"
 
 
-def full_parameters(run: evenly.Run) -> dict[str, torch.Tensor]:
-    """Of the parameters that this rank has."""
+def full_state(run: evenly.Run) -> dict[str, torch.Tensor]:
+    """Of the parameters and buffers that this rank has."""
     pipeline = run.composed.pipeline
     return {
         name: run.composed.full_view(name, tensor.detach())
-        for name, tensor in run.model.named_parameters()
+        for name, tensor in (*run.model.named_parameters(), *run.model.named_buffers())
         if pipeline is None or name not in pipeline.placeholders
     }
 

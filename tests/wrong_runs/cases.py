@@ -368,6 +368,16 @@ class Remembers(Net):
         return super().forward(x)
 
 
+class Begins(Net):
+    """Its first call computes something else."""
+
+    called = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, self.called = (x if self.called else x * 0.5), True
+        return super().forward(x)
+
+
 class Queue(Net):
     """A queue of keys in a buffer that is not saved."""
 
@@ -404,6 +414,31 @@ class Codebook(Net):
         out = super().forward(x + self.codes)
         self.codes.data.copy_(0.9 * self.codes + 0.1 * x.detach().mean(0))
         return out
+
+
+class Watched(Net):
+    """Keeps moving averages and a counter of what it sees, and uses none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("size", torch.ones(()))
+        self.register_buffer("last", torch.zeros(WIDTH))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.blocks[1].register_buffer("seen", torch.full((10,), 0.5))
+        self.blocks[1].register_forward_hook(keep_seen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = x.detach()
+        self.mean.mul_(0.9).add_(given.mean(0), alpha=0.1)
+        self.size = 0.99 * self.size + 0.01 * given.square().mean()
+        self.last.copy_(given[-1])
+        self.calls += len(x)
+        return super().forward(x)
+
+
+def keep_seen(block: Any, given: Any, _: torch.Tensor) -> None:
+    block.seen.lerp_(block.up(given[0]).detach().mean(0), 0.25)
 
 
 class MomentumHead(Net):
@@ -566,9 +601,23 @@ def with_activation_hooks() -> nn.Module:
 
 def with_spectral_norm() -> nn.Module:
     model = Net()
+    nn.utils.parametrizations.spectral_norm(model.enter, dim=1)
     nn.utils.parametrizations.spectral_norm(model.blocks[1].up)
-    nn.utils.parametrizations.spectral_norm(model.head)
+    nn.utils.spectral_norm(model.blocks[2].down)
+    nn.utils.parametrizations.spectral_norm(model.head, n_power_iterations=2)
     return model
+
+
+def with_spectral_norm_of_frozen() -> nn.Module:
+    model = with_spectral_norm()
+    model.blocks[1].eval()
+    return model
+
+
+def compared(model: nn.Module, batch: Any) -> evenly.Loss:
+    """Calls the model twice."""
+    loss = class_loss(model, batch)
+    return evenly.Loss(loss.total + (model(batch[0]) - model(batch[0] * 0.5)).square().sum(), loss.weight)
 
 
 class Pictures(nn.Module):
@@ -604,9 +653,11 @@ CASES: dict[str, Callable[[], Case]] = {
     "cost": lambda: Case(cost_by_chance()),
     "model generator": lambda: Case(job(DrawsByItself)),
     "hidden state": lambda: Case(job(Remembers)),
+    "first call": lambda: Case(job(Begins)),
     "queue": lambda: Case(job(Queue)),
     "saved queue": lambda: Case(job(lambda: Queue(persistent=True))),
     "loss counts": lambda: Case(job(loss=counting_loss())),
+    "moving averages": lambda: Case(job(Watched)),
     "codebook": lambda: Case(job(Codebook)),
     "momentum head": lambda: Case(job(lambda: MomentumHead(past_autograd=False))),
     "momentum head data": lambda: Case(job(lambda: MomentumHead(past_autograd=True))),
@@ -622,6 +673,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "gradient hooks": lambda: Case(job(with_gradient_hooks)),
     "activation hooks": lambda: Case(job(with_activation_hooks)),
     "spectral norm": lambda: Case(job(with_spectral_norm)),
+    "spectral norm in evaluation": lambda: Case(job(with_spectral_norm_of_frozen)),
+    "spectral norm called twice": lambda: Case(job(with_spectral_norm, loss=compared)),
     "channels last": lambda: Case(job(Pictures)),
 }
 

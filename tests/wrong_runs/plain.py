@@ -35,7 +35,7 @@ class Case:
 
 
 def plain_steps(case: Case, steps: int) -> list[dict[str, torch.Tensor]]:
-    """The parameters after each step."""
+    """The parameters and buffers after each step."""
     job = case.job
     draw_from(stream_key(job.seed, "model"))
     model = (case.twin or job.model)().to(torch.float64 if job.precision == "float64" else torch.float32)
@@ -67,7 +67,8 @@ def plain_steps(case: Case, steps: int) -> list[dict[str, torch.Tensor]]:
         draw_from(stream_key(job.seed, "after step", step + 1))
         if case.after is not None:
             case.after(model)
-        found.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        state = (*model.named_parameters(), *model.named_buffers())
+        found.append({name: tensor.detach().clone() for name, tensor in state})
     return found
 
 

@@ -22,15 +22,16 @@ REFUSED: dict[str, set[str]] = {
     **{f"optimizer {name}": {"pipeline=2"} for name in OWN_OPTIMIZERS},
     "checkpoint of two": {"pipeline=2"},
     **dict.fromkeys(("data generator", "data numpy", "data counts", "cost"), SEVERAL),
-    **dict.fromkeys(("model generator", "hidden state", "queue", "saved queue", "loss counts"), SEVERAL),
-    **dict.fromkeys(("codebook", "momentum head", "momentum head data", "spectral norm"), SEVERAL),
+    **dict.fromkeys(("model generator", "hidden state", "first call", "queue", "saved queue", "loss counts"), SEVERAL),
+    **dict.fromkeys(("codebook", "momentum head", "momentum head data"), SEVERAL),
     "max_norm": SEVERAL - {"tensor=2", "pipeline=2"},
     **{key: {"zero3", "pipeline=2"} for key in ("double backward", "double backward of norms")},
     "chosen blocks": {"pipeline=2"},
     "activation hooks": {"pipeline=2"},
+    **{key: {"pipeline=2"} for key in ("spectral norm called twice", "moving averages")},
 }
 # Refused by some ranks in a forward of the look or the first step: the others are ended with them.
-STOPPED = ("checkpoint of two", "saved queue", "codebook", "chosen blocks")
+STOPPED = ("checkpoint of two", "saved queue", "codebook", "chosen blocks", "spectral norm called twice")
 IN_THE_STEP = {(name, "pipeline=2") for name in STOPPED}
 # Not refused and not equal: between steps, ranks of the tensor axis have parts of a parameter, and so a norm of a part.
 KNOWN = {("own loop", "tensor=2"): "different"}

@@ -21,7 +21,7 @@ from evenly.errors import PlanError
 from evenly.launch.environment import cpp_compiler
 from evenly.model.blocks import find_blocks
 from evenly.parallel.core.calls import Forward
-from evenly.parallel.core.statistics import keeps_statistics
+from evenly.parallel.core.statistics import rules_of
 
 BACKEND = "inductor"
 
@@ -44,10 +44,9 @@ def check_compilable(model: nn.Module, device: str) -> None:
     if missing is not None:
         raise PlanError("compile=blocks", f"{missing} is not installed", "install it, or leave out compile=blocks")
     for block in find_blocks(model):
-        for name, layer in block.module.named_modules():
-            if keeps_statistics(layer):
-                raise PlanError(
-                    "compile=blocks",
-                    f"layer {block.name}.{name} keeps running statistics, which a compiled block would not hand on",
-                    "leave out compile=blocks",
-                )
+        for rule in rules_of(block.module):
+            raise PlanError(
+                "compile=blocks",
+                f"layer {block.name}.{rule.name} keeps running statistics, which a compiled block would not hand on",
+                "leave out compile=blocks",
+            )

@@ -1,6 +1,6 @@
 """Refusing what a forward pass must not do where ranks share a batch: change the model.
 
-Each rank would change its copy by its own microbatches only. Running statistics are the exception (`statistics`).
+Each rank would change its copy by its own microbatches only. What changes by a rule is the exception (`statistics`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from evenly.errors import RunError
 from evenly.parallel.core.calls import ForwardEnded
 from evenly.parallel.core.parameter_views import local_tensor
 from evenly.torch_private import is_fake, version
+
+Kind = tuple[int, torch.dtype | None]  # version and type: a module's cast leaves the tensor and its version
 
 
 class MutationGuard:
@@ -38,16 +40,21 @@ class MutationGuard:
                 if id(tensor) not in but:
                     self._watched.append((f"{prefix}.{name}".lstrip("."), module, name))
         self._first = True
+        self.noticed: set[str] | None = None  # collects the names of buffers that change, which are then not refused
         self._buffers: dict[str, tuple[int, int, int]] = {}  # full name -> id, version, fingerprint
 
     def __bool__(self) -> bool:
         return bool(self._watched)
 
+    def allow(self, names: Container[str]) -> None:
+        """Lets these change from now on."""
+        self._watched = [one for one in self._watched if one[0] not in names]
+
     @contextmanager
     def watching(self) -> Generator[None]:
         """Around a forward. Raises `RunError` that names what has changed."""
         now = [local_tensor(module, name) for _, module, name in self._watched]
-        before = [(tensor, 0 if tensor is None else version(tensor)) for tensor in now]
+        before = [(tensor, _kind(tensor)) for tensor in now]
         self._remember(before)
         first, self._first = self._first, False
         # What stands in for a tensor of another stage has no numbers.
@@ -60,27 +67,35 @@ class MutationGuard:
             raise
         self._compare(before, prints)
 
-    def _remember(self, before: Sequence[tuple[torch.Tensor | None, int]]) -> None:
+    def _remember(self, before: Sequence[tuple[torch.Tensor | None, Kind]]) -> None:
         """Takes the fingerprints of buffers, of each once unless it is changed between forwards."""
-        for (full, _, _), (tensor, count) in zip(self._watched, before, strict=True):
+        for (full, _, _), (tensor, (count, _)) in zip(self._watched, before, strict=True):
             if tensor is not None and not isinstance(tensor, nn.Parameter) and not is_fake(type(tensor)):
                 known = self._buffers.get(full)
                 if known is None or known[:2] != (id(tensor), count):
                     self._buffers[full] = id(tensor), count, fingerprint(tensor)
 
-    def _compare(self, before: Sequence[tuple[torch.Tensor | None, int]], prints: dict[int, int]) -> None:
-        for (full, module, name), (tensor, count) in zip(self._watched, before, strict=True):
+    def _compare(self, before: Sequence[tuple[torch.Tensor | None, Kind]], prints: dict[int, int]) -> None:
+        for (full, module, name), (tensor, kind) in zip(self._watched, before, strict=True):
             now = local_tensor(module, name)
             if now is None or tensor is None:
                 continue  # of another rank
             written = id(tensor) in prints and now is tensor and fingerprint(tensor) != prints[id(tensor)]
-            changed = now is not tensor or version(tensor) != count
-            if written or (changed and not self._has_its_values(full, now)):
+            changed = now is not tensor or _kind(tensor) != kind
+            if not written and not (changed and not self._has_its_values(full, now)):
+                continue
+            if self.noticed is not None and not isinstance(tensor, nn.Parameter):
+                self.noticed.add(full)
+            else:
                 raise changed_error(full, parameter=isinstance(tensor, nn.Parameter))
 
     def _has_its_values(self, full: str, now: torch.Tensor) -> bool:
         known = self._buffers.get(full)
         return known is not None and known[2] == fingerprint(now)
+
+
+def _kind(tensor: torch.Tensor | None) -> Kind:
+    return (0, None) if tensor is None else (version(tensor), tensor.dtype)
 
 
 def changed_error(name: str, *, parameter: bool) -> RunError:

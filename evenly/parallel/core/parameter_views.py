@@ -12,7 +12,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from evenly.torch_private import TensorDict, set_tensor_dict, tensor_dict
+from evenly.torch_private import TensorDict, is_fake, set_tensor_dict, tensor_dict
 
 View = Callable[[str, torch.Tensor | None], Any]
 
@@ -42,6 +42,11 @@ class ViewedParameters(dict[str, Any]):
         """What the engine finds under `name`; None where it is hidden."""
         return None if name in self._hidden else super().get(name)
 
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Sets the local tensor; what stands in for a tensor leaves it as it is."""
+        if name not in self or not is_placeholder(value):
+            super().__setitem__(name, value)
+
     def __getitem__(self, name: str) -> Any:
         local = super().__getitem__(name)
         viewed = self._viewed(name, local)
@@ -68,6 +73,11 @@ class ViewedParameters(dict[str, Any]):
             if (viewed := view(name, local)) is not None:
                 return viewed
         return None
+
+
+def is_placeholder(value: Any) -> bool:
+    """Whether `value` stands in for a tensor that another rank has."""
+    return is_fake(type(value)) or not getattr(value, "arrived", True)
 
 
 def viewed_tensors(module: nn.Module, kind: TensorDict) -> ViewedParameters:

@@ -24,7 +24,7 @@ from evenly.errors import RunError
 from evenly.model.blocks import find_blocks
 from evenly.parallel.core.calls import BlockCall, ForwardEnded
 from evenly.parallel.core.parameter_views import ViewedParameters, viewed_tensors
-from evenly.parallel.core.statistics import keeps_statistics
+from evenly.parallel.core.statistics import changing_buffers
 from evenly.parallel.pipeline.messages import Payload
 from evenly.parallel.pipeline.remote_tensor import OTHER_PLAN, RemoteTensor, fake_like, is_remote, materialized, remote
 from evenly.parallel.pipeline.skipped import SkippedBlocks
@@ -418,12 +418,12 @@ class StagedModel:
 
 
 def _stage_tensors(model: nn.Module, device: str) -> dict[int, StageTensor]:
-    """By id, the parameters of `model` and the buffers that belong to a stage: of blocks, and running statistics.
+    """By id, the parameters of `model` and the buffers that belong to a stage: of blocks, and what changes by a rule.
 
     Other buffers are few and small, such as masks and position tables; every stage keeps them.
     """
     inside = {id(buffer) for block in find_blocks(model) for buffer in block.module.buffers()}
-    inside |= {id(buffer) for module in model.modules() if keeps_statistics(module) for buffer in module.buffers()}
+    inside |= {id(buffer) for buffer in changing_buffers(model)}
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if id(buffer) in inside]
     return {
         id(tensor): StageTensor(name, fake_like(tensor, device))

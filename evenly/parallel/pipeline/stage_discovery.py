@@ -22,6 +22,7 @@ from evenly.data.generators import drawn_past_torch, position_past_torch
 from evenly.data.nest import map_tensors, tensors_by_path, tensors_in
 from evenly.errors import EvenlyError, PlanError, describe
 from evenly.model.fake import running_fake
+from evenly.parallel.core.attributes import attributes_restored
 from evenly.parallel.core.calls import BlockCall, BlockCalls
 from evenly.parallel.pipeline.call_costs import CallRecord, CostRecorder, CurrentCost, merged_calls
 from evenly.parallel.pipeline.draws import Draws
@@ -205,7 +206,8 @@ def _run(
     try:
         recorder = ResultRecorder(run) if isinstance(run, StageRun) else nullcontext()
         drawing = nullcontext() if calls is None or key is None else calls.drawing(key)
-        with running_fake(), drawing, torch.enable_grad(), recorder, run.random, run.stack:
+        kept = attributes_restored(model.model)  # what only a first call does is not done yet
+        with kept, running_fake(), drawing, torch.enable_grad(), recorder, run.random, run.stack:
             run.end(compute())
     except _StageEnded:
         pass

@@ -1,0 +1,81 @@
+"""Buffers that a forward changes by a rule, so that ranks together can leave in them what one device would have.
+
+During a step every rank sees the buffers as the step began; what the calls of its own microbatches do is recorded, and
+one sum over ranks ends the step (`statistics.RunningStatistics`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+LOOK = -1  # the number of a microbatch whose forward leaves no trace
+
+
+class BufferRule(ABC):
+    """What the calls of `module`, named `name`, change in its buffers in a step.
+
+    microbatch: which is running; None outside of a recorded forward.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name, self.module = name, module
+        self.microbatch: int | None = None
+
+    @property
+    @abstractmethod
+    def buffers(self) -> list[str]:
+        """Names of the buffers that change, within the module."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where the buffers are."""
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """How many numbers the sum over ranks has."""
+
+    @property
+    def record_bytes(self) -> int:
+        """What one call leaves until the end of the step."""
+        return self.width * getattr(self.module, self.buffers[0]).itemsize
+
+    @abstractmethod
+    def attach(self) -> list[Any]:
+        """Begins to record; returns the handles of the hooks."""
+
+    @abstractmethod
+    def calls(self, microbatch: int) -> int:
+        """How often the forward of `microbatch`, here in this step, called the module."""
+
+    def begin(self, microbatch: int | None) -> None:
+        """Begins the forward of `microbatch`, `LOOK` or None for one that leaves no trace."""
+        self.microbatch = microbatch
+
+    def end(self) -> None:
+        """Ends it, also where it raised."""
+        self.microbatch = None
+
+    def share(self, first: Any) -> None:  # noqa: B027, not all rules need it
+        """Shares with `first`, of the same module on another device of this process, what both need to know."""
+
+    @abstractmethod
+    def merge(self, other: Any) -> None:
+        """Takes over what `other`, of the same module of a copy of the model, recorded in this step."""
+
+    @abstractmethod
+    def terms(self, calls: Sequence[int]) -> list[torch.Tensor]:
+        """What this rank adds to the sum, in float64, each of shape (width,); zeros first.
+
+        calls: of every microbatch of the step.
+        """
+
+    @abstractmethod
+    def apply(self, summed: torch.Tensor, calls: Sequence[int]) -> None:
+        """Ends the step: from the sum over ranks, the buffers as one device leaves them."""

@@ -1,0 +1,134 @@
+"""Running statistics of normalisation layers.
+
+On one device BatchNorm adds the statistics s_1, s_2, ... of one microbatch after the other into its running ones:
+r <- (1 - m) r + m s. After a step r_N = (1 - m)^N r_0 + sum_k m (1 - m)^(N - k) s_k, whichever rank has which s_k. With
+momentum None the average is a plain one: r_N = (n_0 r_0 + sum_k s_k) / (n_0 + N).
+
+To record s, a call runs with running statistics of its own and momentum 1: what it leaves there is s itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from evenly.errors import UserError
+from evenly.parallel.core.buffer_rules import BufferRule
+from evenly.parallel.core.parameter_views import is_placeholder
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+FORWARDS = {nn.BatchNorm1d.forward, nn.InstanceNorm1d.forward}  # the others have the same
+
+
+class Normalisation(BufferRule):
+    """A layer of `BATCH_NORMS` or `INSTANCE_NORMS`."""
+
+    module: Any
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        super().__init__(name, module)
+        self._records: list[tuple[int, int, torch.Tensor]] = []  # (microbatch, call, mean | var)
+        self._saved: Any = None  # (running_mean, running_var, num_batches_tracked, momentum) while a call runs
+
+    @property
+    def buffers(self) -> list[str]:
+        counter = ["num_batches_tracked"] if self.module.num_batches_tracked is not None else []
+        return ["running_mean", "running_var", *counter]
+
+    @property
+    def device(self) -> torch.device:
+        return self.module.running_mean.device
+
+    @property
+    def width(self) -> int:
+        return 2 * self.module.num_features
+
+    def attach(self) -> list[Any]:
+        return [
+            self.module.register_forward_pre_hook(self._enter),
+            self.module.register_forward_hook(self._leave, always_call=True),
+        ]
+
+    def calls(self, microbatch: int) -> int:
+        return sum(m == microbatch for m, _, _ in self._records)
+
+    def merge(self, other: Normalisation) -> None:
+        self._records += [(m, call, s.to(self.device, copy=True)) for m, call, s in other._records]
+        other._records.clear()
+
+    def terms(self, calls: Sequence[int]) -> list[torch.Tensor]:
+        total, before = sum(calls), [sum(calls[:j]) for j in range(len(calls))]
+        zeros = torch.zeros(self.width, dtype=torch.float64, device=self.device)
+        return [zeros] + [
+            _coefficient(self._momentum, before[microbatch] + call, total) * s.double()
+            for microbatch, call, s in self._records
+        ]
+
+    def apply(self, summed: torch.Tensor, calls: Sequence[int]) -> None:
+        self._records.clear()
+        total, module = sum(calls), self.module
+        if not total:
+            return
+        for running, part in zip((module.running_mean, module.running_var), summed.chunk(2), strict=True):
+            if self._momentum is None:
+                seen = float(module.num_batches_tracked)
+                running.copy_((seen * running.double() + part) / (seen + total))
+            else:
+                running.copy_((1 - self._momentum) ** total * running.double() + part)
+        # InstanceNorm has the counter and does not count.
+        if isinstance(module, BATCH_NORMS) and module.num_batches_tracked is not None:
+            module.num_batches_tracked += total
+
+    @property
+    def _momentum(self) -> float | None:
+        """Weight of the newest statistics; None for a plain average, which InstanceNorm does not know."""
+        momentum: float | None = self.module.momentum
+        return momentum if momentum is not None or isinstance(self.module, BATCH_NORMS) else 0.0
+
+    def _enter(self, module: Any, given: Any) -> None:
+        if not module.training or any(is_placeholder(one) for one in given):
+            return
+        self._saved = (module.running_mean, module.running_var, module.num_batches_tracked, module.momentum)
+        module.running_mean = torch.zeros_like(module.running_mean)
+        module.running_var = torch.zeros_like(module.running_var)
+        module.num_batches_tracked = None
+        module.momentum = 1.0
+
+    def _leave(self, module: Any, _: Any, __: Any) -> None:
+        if self._saved is None:
+            return
+        s = torch.cat([module.running_mean, module.running_var])
+        module.running_mean, module.running_var, module.num_batches_tracked, module.momentum = self._saved
+        self._saved = None
+        if self.microbatch is not None and self.microbatch >= 0:
+            self._records.append((self.microbatch, self.calls(self.microbatch), s))
+
+
+def keeps_statistics(module: nn.Module) -> bool:
+    """Whether `module` is a layer whose running statistics follow what it sees."""
+    return isinstance(module, BATCH_NORMS + INSTANCE_NORMS) and module.running_mean is not None
+
+
+def check_normalisation(name: str, module: nn.Module) -> None:
+    """Raises `UserError` for a normalisation layer whose statistics follow another rule."""
+    if isinstance(module, nn.SyncBatchNorm):
+        raise UserError(
+            f"layer {name} is a SyncBatchNorm",
+            "its statistics depend on how many ranks there are",
+            "use BatchNorm: its statistics are those of a microbatch, on any number of ranks",
+        )
+    if keeps_statistics(module) and type(module).forward not in FORWARDS:
+        raise UserError(
+            f"layer {name} is a {type(module).__name__} with a forward of its own",
+            "its running statistics are known from torch's only",
+            "derive it from nn.Module, or leave the forward as torch has it",
+        )
+
+
+def _coefficient(momentum: float | None, position: int, total: int) -> float:
+    """Weight of the call at `position` (from 0) of `total` in the running statistics after all."""
+    return 1.0 if momentum is None else momentum * (1 - momentum) ** (total - 1 - position)
