@@ -27,6 +27,7 @@ from evenly.parallel.pipeline.call_costs import CallRecord, CostRecorder, Curren
 from evenly.parallel.pipeline.draws import Draws
 from evenly.parallel.pipeline.example_tensor import example_of, example_weight
 from evenly.parallel.pipeline.example_tensor import examples as running_examples
+from evenly.parallel.pipeline.hooks import has_hooks, run_with_hooks
 from evenly.parallel.pipeline.model import ResultRecorder, StagedModel, StageRun, StageTensor
 from evenly.parallel.pipeline.remote_tensor import (
     OTHER_PLAN,
@@ -46,7 +47,7 @@ from evenly.parallel.pipeline.stages import (
     TensorSite,
     stage_of_calls,
 )
-from evenly.torch_private import TensorDict, has_forward_hooks, memory_key, operation_of
+from evenly.torch_private import TensorDict, has_hooks_for_all_ends, memory_key, operation_of
 
 MOST_FORWARDS = 24  # that are tried until each block was called
 
@@ -82,7 +83,7 @@ def find_calls(model: StagedModel, compute: Callable[[], Any]) -> FoundCalls:
 
 
 def _check_can_be_staged(model: StagedModel) -> None:
-    """Raises `PlanError` for code that would use other stages' parameters, and for hooks of skipped blocks."""
+    """Raises `PlanError` for code that would use other stages' parameters, and for hooks that no stage could run."""
     names = {memory_key(tensor): stage_tensor.name for tensor, stage_tensor in model.local_tensors()}
     for name, module in model.model.named_modules():
         for attribute, value in vars(module).items():
@@ -94,12 +95,15 @@ def _check_can_be_staged(model: StagedModel) -> None:
                     "where stages that do not hold it would find it",
                     f"find it by its own name where it is used (LSTM and GRU: build them of cells), or {OTHER_PLAN}",
                 )
-    for block in model.blocks:
-        if has_forward_hooks(block.module):
+    blocks = {id(block.module) for block in model.blocks}
+    for name, module in model.model.named_modules():
+        holds_blocks = id(module) not in blocks and any(id(part) in blocks for part in module.modules())
+        if holds_blocks and has_hooks_for_all_ends(module):
             raise PlanError(
                 RUNNING_STAGE,
-                f"block {block.name} has a forward hook, which does not run on stages that skip the block",
-                f"do in the block's forward what the hook does, or {OTHER_PLAN}",
+                f"{name or 'the model'} ({type(module).__name__}) has a backward hook, or a forward hook with "
+                "always_call, and its blocks may lie on several stages",
+                f"put it on the blocks or on what they consist of, or {OTHER_PLAN}",
             )
 
 
@@ -125,6 +129,7 @@ def find_stage_plan(
         stage_inputs={True: nothing, False: nothing},
         mixed_draws=frozenset({True} if found.by_chance else ()),
         by_chance=found.by_chance,
+        runs_through=frozenset((True, False) if has_hooks(block.module for block in model.blocks) else ()),
     )
     stage_plan = _with_stage_inputs(model, stage_plan, compute, training=True)
     if evaluate is None:
@@ -146,7 +151,18 @@ def _with_stage_inputs(
     """`stage_plan` with the inputs of each stage; key: as of `_run`."""
     for stage in reversed(range(stage_plan.stages)):
         model.set_stage_plan(stage_plan)
-        run = _discover(model, partial(_InputDiscovery, model, stage, training=training), compute, key=key)
+        discovery = partial(_InputDiscovery, model, stage, training=training)
+        try:
+            run = _discover(model, discovery, compute, key=key)
+        except EvenlyError as problem:  # it may need what a block has left behind
+            if training in stage_plan.runs_through:
+                raise
+            stage_plan = replace(stage_plan, runs_through=stage_plan.runs_through | {training})
+            model.set_stage_plan(stage_plan)
+            try:
+                run = _discover(model, discovery, compute, key=key)
+            except EvenlyError as again:
+                raise problem from again
         inputs = [*stage_plan.stage_inputs[training]]
         inputs[stage] = tuple(run.inputs)
         mixed = stage_plan.mixed_draws | ({training} if run.random.mixed else set())
@@ -426,7 +442,7 @@ class _InputDiscovery(StageRun):
     def _run_block(self, call: BlockCall, args: Any, kwargs: Any) -> Any:
         """The block's code without what a plan has put around it."""
         module = call.block.module
-        result = type(module).forward(module, *args, **kwargs)
+        result = run_with_hooks(module, partial(type(module).forward, module), args, kwargs)
         call.skip()
         return result
 
