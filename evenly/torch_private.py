@@ -175,6 +175,11 @@ def has_hooks_for_all_ends(module: nn.Module) -> bool:
     return bool(one._forward_hooks_always_called or one._backward_hooks or one._backward_pre_hooks)
 
 
+def renewed_attributes(module: nn.Module) -> tuple[str, ...]:
+    """Those that keep its parameters beside their names, and that each forward renews where the names have others."""
+    return ("_flat_weights",) if isinstance(module, nn.RNNBase) else ()
+
+
 def has_gradient_hooks(parameter: Any) -> bool:
     """Whether any hook sees, and may change, the gradient of each backward."""
     return bool(parameter._backward_hooks)

@@ -141,7 +141,8 @@ def assert_as_on_one_device(job: evenly.Job, plan: str, tolerance: float = 1e-12
 BY_HAND = [
     *(("chain", f"pipeline={n}") for n in (1, 3, 8)),
     *((name, "pipeline=2") for name in ("alternating", "twice")),
-    *((name, "pipeline=3") for name in ("first_bias", "ragged", "conv_norm")),
+    *((name, "pipeline=3") for name in ("first_bias", "ragged", "conv_norm", "lstm", "gru", "lstm_layers")),
+    *((name, "pipeline=2") for name in ("gru_layers", "packed", "selecting")),
     *((name, "pipeline=5") for name in ("skips", "towers", "learned_bias", "tied")),
     *((name, "pipeline=8") for name in ("several", "branches", "whole_penalty")),
     ("towers", "pipeline=3 split_points=1|8"),
@@ -489,13 +490,16 @@ class Met:
     function_context = None
 
     def __init__(self) -> None:
-        self.met = 0
+        self.met = self.shaped = 0
 
     def value_of(self, tensor: RemoteTensor) -> torch.Tensor | None:
         return None
 
     def note_inputs(self, tensors: list[torch.Tensor]) -> None:
         self.met += 1
+
+    def note_shaped(self) -> None:
+        self.shaped += 1
 
 
 def missing(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> RemoteTensor:
@@ -670,17 +674,6 @@ def hooked_root(**hooks: Any) -> nn.Module:
     return model
 
 
-class Recurrent(Chain):
-    """torch's recurrent layers keep their weights in a list beside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before = nn.GRU(WIDTH, WIDTH, batch_first=True)
-
-    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        return super().through(self.before(x)[0], tokens)
-
-
 AT_ALL_ENDS: dict[str, Any] = {"register_full_backward_hook": {}, "register_forward_hook": {"always_call": True}}
 REFUSED: dict[str, tuple[evenly.Job, str, str]] = {
     **{
@@ -689,7 +682,6 @@ REFUSED: dict[str, tuple[evenly.Job, str, str]] = {
     },
     "kept": (text_job(model=Kept), "pipeline=2", "the model (Kept) keeps place in kept too"),
     "aliased": (text_job(model=Aliased), "pipeline=2", "the model (Aliased) keeps embed.weight in first too"),
-    "recurrent": (text_job(model=Recurrent), "pipeline=2", "before (GRU) keeps before.weight_ih_l0 in _flat_weights"),
     "number": (text_job(model=Number), "pipeline=2", "aten._local_scalar_dense needs numbers that another stage has"),
     "decides": (text_job(model=Decides), "pipeline=2", "needs numbers that another stage has"),
     "writes": (text_job(model=Writes), "pipeline=2", "__setitem__ writes a tensor of another stage into one that"),

@@ -79,6 +79,7 @@ class StageRun:
         self._inbox = dict(zip(self._stage_inputs[stage], inbox, strict=True)) if stage else {}
         self._draws = training in stage_plan.mixed_draws
         self._runs_through = training in stage_plan.runs_through
+        self.shaped = 0  # times that a shape followed from numbers
         self._count = 0  # calls so far
         self._begun = 0  # calls of the model's forward so far
         # The last call, and whether the code is behind or inside of it; None inside where nothing there is looked at.
@@ -108,6 +109,10 @@ class StageRun:
 
     def note_inputs(self, tensors: list[torch.Tensor]) -> None:
         """Nothing to note."""
+
+    def note_shaped(self) -> None:
+        """What such a block returns is not that of another microbatch of the same shapes."""
+        self.shaped += 1
 
     def draws(self) -> bool:
         """Blocks begin streams of their own, so that draws matter between them, or in one that is run through."""

@@ -159,9 +159,9 @@ class ScheduleRunner:
     ) -> None:
         self._work = work
         self._stage_plans = [self._stage_plan_of(number) for number in range(microbatches)]
-        by_chance = self._model.stage_plan.by_chance
+        by_chance, vary = self._model.stage_plan.by_chance, self._model.stage_plan.shapes_vary
         self._shape_keys = [
-            (self._training, work.shape_key(number), plan.calls[True] if by_chance else None)
+            None if vary else (self._training, work.shape_key(number), plan.calls[True] if by_chance else None)
             for number, plan in enumerate(self._stage_plans)
         ]
         if self._before_pass is not None:

@@ -25,7 +25,6 @@ from evenly.parallel.pipeline.remote_tensor import (
     OTHER_PLAN,
     RUNNING_STAGE,
     RemoteTensor,
-    TensorOwner,
     cache_key,
     fake_like,
     materialized,
@@ -34,7 +33,7 @@ from evenly.parallel.pipeline.remote_tensor import (
 from evenly.torch_private import version
 
 if TYPE_CHECKING:
-    from evenly.parallel.pipeline.model import StagedModel, StageTensor
+    from evenly.parallel.pipeline.model import StagedModel, StageRun, StageTensor
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class SkippedBlocks:
         self._cached: dict[Any, SkippedResult] = {}
         self._need_numbers: set[str] = set()  # names of blocks
 
-    def result(self, call: BlockCall, owner: TensorOwner, *, runs_through: bool) -> Any:
+    def result(self, call: BlockCall, owner: StageRun, *, runs_through: bool) -> Any:
         """The result of `call` as remote tensors of `owner`."""
         if not runs_through:
             return self._result(call, owner)
@@ -73,13 +72,14 @@ class SkippedBlocks:
         call.begin()
         return run_with_hooks(call.block.module, forward, call.args, call.kwargs)
 
-    def _result(self, call: BlockCall, owner: TensorOwner, *, cached: bool = True) -> Any:
+    def _result(self, call: BlockCall, owner: StageRun, *, cached: bool = True) -> Any:
         given = dict(tensors_by_path((call.args, call.kwargs)))
         key = cache_key((call.block.name, call.block.module.training, call.args, call.kwargs)) if cached else None
         found = self._cached.get(key) if key is not None else None
         if found is None:
+            before = owner.shaped
             found = self._run(call)
-            if key is not None:
+            if key is not None and owner.shaped == before:
                 self._cached[key] = found
 
         def as_remote(fake: torch.Tensor) -> torch.Tensor:

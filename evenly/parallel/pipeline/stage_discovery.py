@@ -28,6 +28,7 @@ from evenly.parallel.pipeline.draws import Draws
 from evenly.parallel.pipeline.example_tensor import example_of, example_weight
 from evenly.parallel.pipeline.example_tensor import examples as running_examples
 from evenly.parallel.pipeline.hooks import has_hooks, run_with_hooks
+from evenly.parallel.pipeline.messages import MAX_TENSORS
 from evenly.parallel.pipeline.model import ResultRecorder, StagedModel, StageRun, StageTensor
 from evenly.parallel.pipeline.remote_tensor import (
     OTHER_PLAN,
@@ -47,7 +48,7 @@ from evenly.parallel.pipeline.stages import (
     TensorSite,
     stage_of_calls,
 )
-from evenly.torch_private import TensorDict, has_hooks_for_all_ends, memory_key, operation_of
+from evenly.torch_private import TensorDict, has_hooks_for_all_ends, memory_key, operation_of, renewed_attributes
 
 MOST_FORWARDS = 24  # that are tried until each block was called
 
@@ -86,14 +87,15 @@ def _check_can_be_staged(model: StagedModel) -> None:
     """Raises `PlanError` for code that would use other stages' parameters, and for hooks that no stage could run."""
     names = {memory_key(tensor): stage_tensor.name for tensor, stage_tensor in model.local_tensors()}
     for name, module in model.model.named_modules():
+        known = {*get_args(TensorDict), *renewed_attributes(module)}
         for attribute, value in vars(module).items():
-            found = () if attribute in get_args(TensorDict) else tensors_in(value)
+            found = () if attribute in known else tensors_in(value)
             if name_of := next((names[memory_key(tensor)] for tensor in found if memory_key(tensor) in names), None):
                 raise PlanError(
                     RUNNING_STAGE,
                     f"{name or 'the model'} ({type(module).__name__}) keeps {name_of} in {attribute} too, "
                     "where stages that do not hold it would find it",
-                    f"find it by its own name where it is used (LSTM and GRU: build them of cells), or {OTHER_PLAN}",
+                    f"find it by its own name where it is used, or {OTHER_PLAN}",
                 )
     blocks = {id(block.module) for block in model.blocks}
     for name, module in model.model.named_modules():
@@ -167,7 +169,12 @@ def _with_stage_inputs(
         inputs[stage] = tuple(run.inputs)
         mixed = stage_plan.mixed_draws | ({training} if run.random.mixed else set())
         found = {**stage_plan.stage_inputs, training: tuple(inputs)}
-        stage_plan = replace(stage_plan, stage_inputs=found, mixed_draws=mixed)
+        if len(run.inputs) >= MAX_TENSORS:
+            raise PlanError(
+                RUNNING_STAGE, f"stage {stage} has to receive {len(run.inputs)} tensors", f"use fewer, or {OTHER_PLAN}"
+            )
+        vary = stage_plan.shapes_vary or run.shaped > 0
+        stage_plan = replace(stage_plan, stage_inputs=found, mixed_draws=mixed, shapes_vary=vary)
     return stage_plan
 
 
@@ -282,6 +289,9 @@ class _CallDiscovery:
     def note_inputs(self, tensors: list[torch.Tensor]) -> None:
         """Notes the parameters among `tensors`."""
         self.current.tensors |= {name for tensor in tensors if (name := self._names.get(id(tensor))) is not None}
+
+    def note_shaped(self) -> None:
+        """Nothing to note."""
 
     def view_of(self, module: nn.Module, name: str, stage_tensor: StageTensor) -> torch.Tensor:
         """One remote tensor, or example, for each parameter."""

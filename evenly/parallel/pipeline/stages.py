@@ -71,6 +71,7 @@ class StagePlan:
     by_chance:    whether random numbers may decide which blocks a forward in training calls.
     runs_through: training or evaluation, where blocks have hooks, or leave behind what they do not return: the code of
                   skipped ones runs on remote tensors every time.
+    shapes_vary:  whether shapes in the model follow from numbers of the batch, and not from its shapes alone.
     """
 
     counts: tuple[int, ...]
@@ -81,6 +82,7 @@ class StagePlan:
     mixed_draws: frozenset[bool] = frozenset()
     by_chance: bool = False
     runs_through: frozenset[bool] = frozenset()
+    shapes_vary: bool = False
 
     @property
     def stages(self) -> int:
