@@ -2,7 +2,8 @@
 
 Shapes may differ from microbatch to microbatch, but are determined by the shapes of the microbatch itself, which every
 rank knows (its *shape key*). The first microbatch of each shape key sends the metadata of its tensors first; later ones
-reuse it. Where shapes follow from numbers the key is None, and metadata comes first every time. A gradient is sent with one extra element that says whether the tensor has a gradient: an unused one has none.
+reuse it. Where shapes follow from numbers the key is None, and metadata comes first every time. A gradient is sent with
+one extra element that says whether the tensor has a gradient: an unused one has none.
 """
 
 from __future__ import annotations
