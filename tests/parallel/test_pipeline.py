@@ -169,6 +169,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
         ("several", "pipeline=4", 4, 0.95),  # the gain, which all use
         ("ragged", "pipeline=2 schedule=interleaved", 2, 0.98),
         ("ragged", "data=2 pipeline=2 zero=1", 4, 0.98),
+        ("shared", "pipeline=2", 2, 0.2),  # the block is on both ranks
         ("alternating", "pipeline=2 schedule=looped-bfs", 2, 0.05),  # both blocks are on both ranks
         ("tied", "pipeline=2 schedule=zero-bubble", 2, 0.9),
         ("tied", "data=2 pipeline=2 zero=3", 4, 0.9),
@@ -341,7 +342,9 @@ class Leaves(Chain):
 REFUSED: dict[str, tuple[Callable[[], evenly.Job], str, str]] = {
     "layerdrop": (lambda: prepared("layerdrop"), "data=1 pipeline=2 zero=3", "may leave some out (layerdrop)"),
     "leaves": (lambda: text_job(model=Leaves), "pipeline=2", "an evaluation calls blocks that training does not"),
-    "shared": (lambda: prepared("shared"), "pipeline=2", "it has no repeated blocks that its forward calls"),
+    "blockless": (
+        lambda: points_job(model=lambda: nn.Linear(5, 3)), "pipeline=2", "no repeated blocks that its forward calls"
+    ),
     "stages": (lambda: prepared("chain"), "pipeline=2 schedule=interleaved stages_per_rank=5", "it has 10 stages"),
     "cut": (lambda: prepared("chain"), "pipeline=2 split_points=9", "to begin at block 9, and the model calls 8"),
     "sync": (lambda: points_job(model=Sync), "pipeline=2", "SyncBatchNorm"),

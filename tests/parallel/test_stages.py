@@ -142,7 +142,7 @@ BY_HAND = [
     *(("chain", f"pipeline={n}") for n in (1, 3, 8)),
     *((name, "pipeline=2") for name in ("alternating", "twice")),
     *((name, "pipeline=3") for name in ("first_bias", "ragged", "conv_norm", "lstm", "gru", "lstm_layers")),
-    *((name, "pipeline=2") for name in ("gru_layers", "packed", "selecting")),
+    *((name, "pipeline=2") for name in ("gru_layers", "packed", "selecting", "shared")),
     *((name, "pipeline=5") for name in ("skips", "towers", "learned_bias", "tied")),
     *((name, "pipeline=8") for name in ("several", "branches", "whole_penalty")),
     ("towers", "pipeline=3 split_points=1|8"),
@@ -648,6 +648,16 @@ class Writes(Chain):
         return kept.mean(0)
 
 
+class Grows(Chain):
+    """Makes a part of itself in its first forward, and draws for it."""
+
+    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "extra"):
+            self.extra = nn.Dropout(0.1)
+            torch.rand(3)
+        return super().through(self.extra(x), tokens)
+
+
 class Kept(Chain):
     """Finds a parameter in a list of its own, where stages that do not hold it would find an old one."""
 
@@ -682,10 +692,10 @@ REFUSED: dict[str, tuple[evenly.Job, str, str]] = {
     },
     "kept": (text_job(model=Kept), "pipeline=2", "the model (Kept) keeps place in kept too"),
     "aliased": (text_job(model=Aliased), "pipeline=2", "the model (Aliased) keeps embed.weight in first too"),
+    "grows": (text_job(model=Grows), "pipeline=2", "its first forward replaces or adds modules (extra)"),
     "number": (text_job(model=Number), "pipeline=2", "aten._local_scalar_dense needs numbers that another stage has"),
     "decides": (text_job(model=Decides), "pipeline=2", "needs numbers that another stage has"),
     "writes": (text_job(model=Writes), "pipeline=2", "__setitem__ writes a tensor of another stage into one that"),
-    "shared": (PIPELINE_JOBS["shared"](), "pipeline=2", "it has no repeated blocks that its forward calls"),
     "stages": (PIPELINE_JOBS["chain"](), "pipeline=9", "it has 9 stages, and the model calls 8 blocks"),
     "V": (PIPELINE_JOBS["chain"](), "pipeline=5 schedule=zbv", "it has 10 stages, and the model calls 8 blocks"),
     "cut": (

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -38,6 +38,7 @@ from evenly.parallel.pipeline.remote_tensor import (
     materialized,
     remote,
 )
+from evenly.parallel.pipeline.stage_checks import check_can_be_staged, same_modules
 from evenly.parallel.pipeline.stages import (
     BEGIN_CALL,
     END_CALL,
@@ -48,7 +49,7 @@ from evenly.parallel.pipeline.stages import (
     TensorSite,
     stage_of_calls,
 )
-from evenly.torch_private import TensorDict, has_hooks_for_all_ends, memory_key, operation_of, renewed_attributes
+from evenly.torch_private import memory_key, operation_of
 
 MOST_FORWARDS = 24  # that are tried until each block was called
 
@@ -60,8 +61,9 @@ def find_call_costs(model: StagedModel, compute: Callable[[], Any]) -> list[Call
 
 def find_calls(model: StagedModel, compute: Callable[[], Any]) -> FoundCalls:
     """The block calls of a forward, also those that the first leaves out by chance."""
-    _check_can_be_staged(model)
-    found = _discover(model, partial(_CallDiscovery, model), compute)
+    check_can_be_staged(model)
+    with same_modules(model.model):
+        found = _discover(model, partial(_CallDiscovery, model), compute)
     if not found.call_costs:
         raise PlanError(
             "cutting the model into stages",
@@ -81,32 +83,6 @@ def find_calls(model: StagedModel, compute: Callable[[], Any]) -> FoundCalls:
         records = merged_calls(records, other.call_costs, places)
         missing -= {record.call[0] for record in records}
     return FoundCalls([record.cost(model) for record in records], first, found.by_chance, between)
-
-
-def _check_can_be_staged(model: StagedModel) -> None:
-    """Raises `PlanError` for code that would use other stages' parameters, and for hooks that no stage could run."""
-    names = {memory_key(tensor): stage_tensor.name for tensor, stage_tensor in model.local_tensors()}
-    for name, module in model.model.named_modules():
-        known = {*get_args(TensorDict), *renewed_attributes(module)}
-        for attribute, value in vars(module).items():
-            found = () if attribute in known else tensors_in(value)
-            if name_of := next((names[memory_key(tensor)] for tensor in found if memory_key(tensor) in names), None):
-                raise PlanError(
-                    RUNNING_STAGE,
-                    f"{name or 'the model'} ({type(module).__name__}) keeps {name_of} in {attribute} too, "
-                    "where stages that do not hold it would find it",
-                    f"find it by its own name where it is used, or {OTHER_PLAN}",
-                )
-    blocks = {id(block.module) for block in model.blocks}
-    for name, module in model.model.named_modules():
-        holds_blocks = id(module) not in blocks and any(id(part) in blocks for part in module.modules())
-        if holds_blocks and has_hooks_for_all_ends(module):
-            raise PlanError(
-                RUNNING_STAGE,
-                f"{name or 'the model'} ({type(module).__name__}) has a backward hook, or a forward hook with "
-                "always_call, and its blocks may lie on several stages",
-                f"put it on the blocks or on what they consist of, or {OTHER_PLAN}",
-            )
 
 
 def find_stage_plan(
