@@ -406,6 +406,18 @@ class CountsInside(nn.Module):
         return self.inside(x)
 
 
+class Narrows(nn.Module):
+    """A block that runs its router in a type of its own, as in Switch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.route = nn.Linear(15, 15), nn.Linear(15, 15)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.route = self.route.to(torch.float32)
+        return x + self.inside(x) * self.route(x.float()).to(x.dtype)
+
+
 def rolling(draw: Callable[[], float]) -> Chain:
     return Chain(Rolls(draw) for _ in range(4))
 
@@ -414,12 +426,13 @@ STOPPED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "random": (partial(rolling, random.random), "draws from Python's or numpy's generator"),
     "numpy": (partial(rolling, np.random.random), "draws from Python's or numpy's generator"),
     "counts inside": (lambda: Chain(CountsInside() for _ in range(4)), "buffer blocks.0.calls changes in the forward"),
+    "narrows": (lambda: Chain(Narrows() for _ in range(4)), "the forward makes blocks.0.route.weight torch.float32"),
     "counts": (Counts, "buffer forwards changes in the forward pass"),
 }
 
 
 def stopped(name: str) -> None:
-    with evenly.start(text_job(model=STOPPED[name][0]), plan="pipeline=2") as run:
+    with evenly.start(text_job(model=STOPPED[name][0], precision="float64"), plan="pipeline=2") as run:
         run.step(next(iter(run.batches())))
 
 

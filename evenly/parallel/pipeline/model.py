@@ -333,6 +333,10 @@ class StagedModel:
         """The model's own parameters and buffers that views stand in for."""
         return ((views[name], stage_tensor) for views, name, stage_tensor in self._places)
 
+    def local_types(self) -> dict[str, torch.dtype]:
+        """The types of the parameters and buffers of stages, by name."""
+        return {one.name: tensor.dtype for tensor, one in self.local_tensors()}
+
     def names_in(self, module: nn.Module) -> set[str]:
         """The names of the stage tensors of `module` and its children."""
         inside = {id(tensor_dict(child, kind)) for child in module.modules() for kind in get_args(TensorDict)}
