@@ -158,9 +158,28 @@ def plain_name(name: str) -> str:
     return name
 
 
-def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether anything runs before or after its forward."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)  # pyright: ignore[reportPrivateUsage]
+def forward_hooks(module: nn.Module) -> tuple[list[tuple[Any, bool]], list[tuple[Any, bool]]]:
+    """What runs before its forward, and after it, in order; each with whether it takes keyword arguments."""
+    every: Any = nn.modules.module
+    one: Any = module
+    pre = {**every._global_forward_pre_hooks, **one._forward_pre_hooks}
+    post = {**every._global_forward_hooks, **one._forward_hooks}
+    with_kwargs = {**every._global_forward_hooks_with_kwargs, **one._forward_hooks_with_kwargs}
+    return (
+        [(hook, number in one._forward_pre_hooks_with_kwargs) for number, hook in pre.items()],
+        [(hook, number in with_kwargs) for number, hook in post.items()],
+    )
+
+
+def has_hooks_for_all_ends(module: nn.Module) -> bool:
+    """Whether hooks of it want to run where its forward raises, or where a gradient has passed it as a whole."""
+    one: Any = module
+    return bool(one._forward_hooks_always_called or one._backward_hooks or one._backward_pre_hooks)
+
+
+def renewed_attributes(module: nn.Module) -> tuple[str, ...]:
+    """Those that keep its parameters beside their names, and that each forward renews where the names have others."""
+    return ("_flat_weights",) if isinstance(module, nn.RNNBase) else ()
 
 
 def has_gradient_hooks(parameter: Any) -> bool:

@@ -293,6 +293,71 @@ class Experts(Chain):
         return x
 
 
+class RecurrentBlock(nn.Module):
+    """A recurrent layer of two directions, and one that goes on with the states it is handed."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.both: Any = kind(WIDTH, 4, batch_first=True, bidirectional=True)
+        self.on: Any = kind(8, WIDTH, num_layers=2, dropout=0.1, batch_first=True)
+
+    def forward(self, x: torch.Tensor, states: Any) -> tuple[torch.Tensor, Any]:
+        h, states = self.on(self.both(x)[0], states)
+        return x + h, states
+
+
+class Recurrent(Chain):
+    """Blocks of recurrent layers that hand their states on, between one before and one behind them."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__(RecurrentBlock(kind) for _ in range(LAYERS))
+        self.before: Any = kind(WIDTH, WIDTH, batch_first=True)
+        self.behind: Any = kind(WIDTH, 7, batch_first=True, bidirectional=True)
+        self.out = nn.Linear(14, WIDTH)
+
+    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        x, states = self.before(x)[0], None
+        for block in self.blocks:
+            x, states = block(x, states)
+        return self.out(self.behind(x)[0])
+
+
+class Layers(Chain):
+    """torch's recurrent layers themselves are the blocks, time first."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__(kind(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        x, states = F.dropout(x, 0.1, self.training).transpose(0, 1), None
+        for block in self.blocks:
+            h, states = block(x, states)
+            x = x + h
+        return x.transpose(0, 1)
+
+
+class Packed(Layers):
+    """Runs over the lengths of the sequences only."""
+
+    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        lengths = (tokens != 0).sum(1).clamp(min=1).cpu()
+        for block in self.blocks:
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            h, _ = nn.utils.rnn.pad_packed_sequence(block(packed)[0], batch_first=True, total_length=x.shape[1])
+            x = x + F.dropout(h, 0.1, self.training)
+        return x
+
+
+class Selecting(Chain):
+    """Between blocks it looks at those tokens only that count."""
+
+    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x = x + x[tokens > VOCABULARY // 2].sum(0) / 9
+        return x
+
+
 class Branches(Chain):
     """A parameter never used, in a block and outside, a frozen block, and a parameter for batches with a marker."""
 
@@ -461,6 +526,12 @@ TEXT_MODELS: dict[str, Callable[[], nn.Module]] = {
     "branches": Branches,
     "experts": Experts,
     "masked": Masked,
+    "lstm": partial(Recurrent, nn.LSTM),
+    "gru": partial(Recurrent, nn.GRU),
+    "lstm_layers": partial(Layers, nn.LSTM),
+    "gru_layers": partial(Layers, nn.GRU),
+    "packed": partial(Packed, nn.GRU),
+    "selecting": Selecting,
 }
 PIPELINE_JOBS: dict[str, Callable[..., evenly.Job]] = {
     **{name: partial(text_job, model=model, name=name) for name, model in TEXT_MODELS.items()},

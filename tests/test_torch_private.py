@@ -42,11 +42,12 @@ from evenly.torch_private import (
     end_sharded_forward,
     fake_mode,
     fake_subclass,
+    forward_hooks,
     forward_pre_hooks,
     gradient_hooks,
     has_accumulated_hooks,
-    has_forward_hooks,
     has_gradient_hooks,
+    has_hooks_for_all_ends,
     has_memory,
     has_step_hooks,
     hide_sharding,
@@ -319,13 +320,26 @@ def test_where_modules_look_their_tensors_up() -> None:
 
 
 def test_hooks_of_a_module_and_of_a_parameter() -> None:
-    for register in ("register_forward_hook", "register_forward_pre_hook"):
-        linear = nn.Linear(2, 2)
-        assert not has_forward_hooks(linear)
-        handle = getattr(linear, register)(lambda *_: None)
-        assert has_forward_hooks(linear)
+    linear, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    first, second, every = (lambda *_: None for _ in range(3))
+    assert forward_hooks(linear) == ([], []) and not has_hooks_for_all_ends(linear)
+    linear.register_forward_pre_hook(second)
+    linear.register_forward_pre_hook(first, prepend=True, with_kwargs=True)
+    linear.register_forward_hook(second, with_kwargs=True)
+    handle = nn.modules.module.register_module_forward_hook(every)
+    try:
+        assert forward_hooks(linear) == ([(first, True), (second, False)], [(every, False), (second, True)])
+        assert forward_hooks(other) == ([], [(every, False)]) and not has_hooks_for_all_ends(linear)
+    finally:
         handle.remove()
-        assert not has_forward_hooks(linear)
+    for register, named in (
+        ("register_forward_hook", {"always_call": True}),
+        ("register_full_backward_hook", {}),
+        ("register_full_backward_pre_hook", {}),
+    ):
+        other = nn.Linear(2, 2)
+        getattr(other, register)(lambda *_: None, **named)
+        assert has_hooks_for_all_ends(other)
     weight = linear.weight
     assert (has_gradient_hooks(weight), has_accumulated_hooks(weight)) == (False, False)
     weight.register_hook(lambda _: None)

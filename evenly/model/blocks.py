@@ -1,12 +1,13 @@
 """The repeated layers of any module: what is gathered together, recomputed together, or put on one stage.
 
 A *list* is a container (`ModuleList`, `Sequential`, `ModuleDict`) with two or more children of one class that
-themselves have children and hold parameters. Its items are *blocks* if most of them have parameters of the same shapes.
-Where they differ (the stages of a Swin transformer, of a ResNet), or are containers that nothing calls, they are
+themselves have children and hold parameters. Its items are *blocks* if most of them have parameters of the same shapes,
+or most of their parameters. Where they differ (the stages of a Swin transformer, of a ResNet), or are containers that nothing calls, they are
 looked into, and an item without a list inside is a block itself. What lies inside a block is not looked into: the
 experts of one layer are part of it. Lists much smaller than the largest (two heads besides a tower) are no blocks,
 unless of the same class. A model without such lists is searched for children of one class that are no list
-(`self.block1`, `self.block2`), then for lists of plain layers.
+(`self.block1`, `self.block2`), then for lists of one, which may be called again and again, then for lists of plain
+layers.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Block:
 
 def find_blocks(model: nn.Module) -> list[Block]:
     """The blocks of `model` in the order of its definition; none where nothing repeats. No block contains another."""
-    for may_repeat in (_composite_in_container, _composite, _plain_in_container):
+    kinds = (_composite_in_container, _composite, _alone_in_container, _plain_in_container)
+    for may_repeat in kinds:
         lists = list(_lists("", model, may_repeat))
         if lists:
             least = LEAST_SHARE * max(_size(found) for found in lists)
@@ -77,7 +79,8 @@ def _like_children(
     for child_name, child in module.named_children():
         if may_repeat(module, child) and any(True for _ in child.parameters()):
             by_class.setdefault(type(child), []).append(Block(_joined(name, child_name), child))
-    return [items for items in by_class.values() if len(items) > 1]
+    least = 1 if may_repeat is _alone_in_container else 2
+    return [items for items in by_class.values() if len(items) >= least]
 
 
 def _composite_in_container(parent: nn.Module, child: nn.Module) -> bool:
@@ -92,9 +95,17 @@ def _plain_in_container(parent: nn.Module, child: nn.Module) -> bool:
     return isinstance(parent, CONTAINERS)
 
 
+def _alone_in_container(parent: nn.Module, child: nn.Module) -> bool:
+    return _composite_in_container(parent, child) and len(parent) == 1  # type: ignore[arg-type]
+
+
 def _alike(items: Sequence[Block]) -> bool:
-    shapes = Counter(tuple((n, tuple(p.shape)) for n, p in item.module.named_parameters()) for item in items)
-    return 2 * max(shapes.values()) > len(items)
+    """Whether more than half of the items are like one of them: the first of T5 has a bias that the others have not."""
+    shapes = Counter(frozenset((n, tuple(p.shape)) for n, p in item.module.named_parameters()) for item in items)
+    return any(
+        2 * sum(count for other, count in shapes.items() if 2 * len(one & other) > len(one | other)) > len(items)
+        for one in shapes
+    )
 
 
 def _is_called(module: nn.Module) -> bool:

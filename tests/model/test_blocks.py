@@ -64,6 +64,18 @@ def test_stages_that_differ_are_looked_into_and_experts_are_not() -> None:
     assert names(parts(layers=nn.ModuleList(Experts() for _ in range(2)))) == ["layers.0", "layers.1"]
 
 
+def test_layers_that_differ_in_little_are_blocks_with_all_their_experts() -> None:
+    first, second = Experts(), Experts()
+    first.bias = nn.Linear(1, 3)
+    assert names(parts(layers=nn.ModuleList([first, second]))) == ["layers.0", "layers.1"]
+
+
+def test_a_list_of_one_layer_is_a_block_where_there_is_no_other() -> None:
+    one = nn.ModuleList([Layer(4)])
+    assert names(parts(embed=nn.Embedding(3, 4), layers=one, head=nn.Linear(4, 3))) == ["layers.0"]
+    assert names(parts(layers=one, others=nn.ModuleList([Stage(4, 1), Stage(4, 1)]))) == ["others.0", "others.1"]
+
+
 def test_stages_of_a_residual_network() -> None:
     def stage(width: int) -> nn.Module:
         return nn.Sequential(Layer(width, wide=True), Layer(width))

@@ -169,6 +169,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
         ("several", "pipeline=4", 4, 0.95),  # the gain, which all use
         ("ragged", "pipeline=2 schedule=interleaved", 2, 0.98),
         ("ragged", "data=2 pipeline=2 zero=1", 4, 0.98),
+        ("shared", "pipeline=2", 2, 0.2),  # the block is on both ranks
         ("alternating", "pipeline=2 schedule=looped-bfs", 2, 0.05),  # both blocks are on both ranks
         ("tied", "pipeline=2 schedule=zero-bubble", 2, 0.9),
         ("tied", "data=2 pipeline=2 zero=3", 4, 0.9),
@@ -184,6 +185,11 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
         ("layers", "tensor=2 pipeline=2 split_points=4", 4, 0.9),
         ("layers", "tensor=2 pipeline=2 split_points=3", 4, 0.9),
         ("experts", "pipeline=2", 2, 0.98),
+        ("lstm", "pipeline=2", 2, 0.98),
+        ("gru", "data=2 pipeline=2 zero=3", 4, 0.98),
+        ("lstm_layers", "data=2 pipeline=2 schedule=zbv", 4, 0.98),
+        ("packed", "data=2 pipeline=2", 4, 0.98),
+        ("selecting", "pipeline=2 schedule=zbv", 2, 0.98),
         ("masked", "pipeline=2", 2, 0.98),
         ("layerdrop", "pipeline=2 split_points=6", 2, 0.98),
         ("layerdrop", "data=2 pipeline=2 zero=1 schedule=zbv", 4, 0.98),
@@ -336,7 +342,9 @@ class Leaves(Chain):
 REFUSED: dict[str, tuple[Callable[[], evenly.Job], str, str]] = {
     "layerdrop": (lambda: prepared("layerdrop"), "data=1 pipeline=2 zero=3", "may leave some out (layerdrop)"),
     "leaves": (lambda: text_job(model=Leaves), "pipeline=2", "an evaluation calls blocks that training does not"),
-    "shared": (lambda: prepared("shared"), "pipeline=2", "it has no repeated blocks that its forward calls"),
+    "blockless": (
+        lambda: points_job(model=lambda: nn.Linear(5, 3)), "pipeline=2", "no repeated blocks that its forward calls"
+    ),
     "stages": (lambda: prepared("chain"), "pipeline=2 schedule=interleaved stages_per_rank=5", "it has 10 stages"),
     "cut": (lambda: prepared("chain"), "pipeline=2 split_points=9", "to begin at block 9, and the model calls 8"),
     "sync": (lambda: points_job(model=Sync), "pipeline=2", "SyncBatchNorm"),
@@ -398,6 +406,18 @@ class CountsInside(nn.Module):
         return self.inside(x)
 
 
+class Narrows(nn.Module):
+    """A block that runs its router in a type of its own, as in Switch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.route = nn.Linear(15, 15), nn.Linear(15, 15)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.route = self.route.to(torch.float32)
+        return x + self.inside(x) * self.route(x.float()).to(x.dtype)
+
+
 def rolling(draw: Callable[[], float]) -> Chain:
     return Chain(Rolls(draw) for _ in range(4))
 
@@ -406,12 +426,13 @@ STOPPED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "random": (partial(rolling, random.random), "draws from Python's or numpy's generator"),
     "numpy": (partial(rolling, np.random.random), "draws from Python's or numpy's generator"),
     "counts inside": (lambda: Chain(CountsInside() for _ in range(4)), "buffer blocks.0.calls changes in the forward"),
+    "narrows": (lambda: Chain(Narrows() for _ in range(4)), "the forward makes blocks.0.route.weight torch.float32"),
     "counts": (Counts, "buffer forwards changes in the forward pass"),
 }
 
 
 def stopped(name: str) -> None:
-    with evenly.start(text_job(model=STOPPED[name][0]), plan="pipeline=2") as run:
+    with evenly.start(text_job(model=STOPPED[name][0], precision="float64"), plan="pipeline=2") as run:
         run.step(next(iter(run.batches())))
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from jobs_pipeline import LAYERS, PIPELINE_JOBS, WIDTH, Block, Chain, Skips, text_job
 from torch import nn
+from torch.nn import functional as F
 
 import evenly
 from evenly.comm.groups import Group
@@ -139,7 +141,8 @@ def assert_as_on_one_device(job: evenly.Job, plan: str, tolerance: float = 1e-12
 BY_HAND = [
     *(("chain", f"pipeline={n}") for n in (1, 3, 8)),
     *((name, "pipeline=2") for name in ("alternating", "twice")),
-    *((name, "pipeline=3") for name in ("first_bias", "ragged", "conv_norm")),
+    *((name, "pipeline=3") for name in ("first_bias", "ragged", "conv_norm", "lstm", "gru", "lstm_layers")),
+    *((name, "pipeline=2") for name in ("gru_layers", "packed", "selecting", "shared")),
     *((name, "pipeline=5") for name in ("skips", "towers", "learned_bias", "tied")),
     *((name, "pipeline=8") for name in ("several", "branches", "whole_penalty")),
     ("towers", "pipeline=3 split_points=1|8"),
@@ -272,6 +275,78 @@ def test_blocks_may_overwrite_what_a_later_stage_needs(plan: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- what stages hold
+# -------------------------------------------------------------------------------- hooks, and what blocks leave behind
+class Hooked(Chain):
+    """Hooks collect what the loss needs of every block and of its parts, and change what these take and return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+        self.embed.register_forward_hook(lambda _, __, result: result * 1.1)
+        self.norm.register_forward_pre_hook(lambda _, given: (given[0] + 0.1,))
+        for block in self.blocks:
+            block.register_forward_pre_hook(self.scaled, with_kwargs=True)
+            block.register_forward_hook(self.collected)
+            block.register_full_backward_hook(lambda _, into, __: (into[0] * 0.5,))
+            block.up.register_forward_hook(self.clamped)
+
+    def scaled(self, _: Any, given: Any, named: dict[str, Any]) -> Any:
+        return (given[0] * (1 + 0.1 * torch.rand([])), *given[1:]), named
+
+    def collected(self, _: Any, __: Any, result: torch.Tensor) -> torch.Tensor:
+        self.seen.append((result * torch.rand(result.shape[-1])).square().mean())
+        return result.roll(1, -1)
+
+    def clamped(self, _: Any, __: Any, result: torch.Tensor) -> torch.Tensor:
+        self.seen.append(result.square().mean())
+        return result.clamp(-1, 1)
+
+    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        self.seen.clear()
+        x = super().through(x, tokens)
+        return x + sum((n + 1) * seen for n, seen in enumerate(self.seen))
+
+
+class Telling(Block):
+    """A block that leaves in an attribute what the loss needs, as experts do with their balance."""
+
+    told: Any = 0.0
+
+    def forward(self, x: torch.Tensor, sight: Any = None) -> torch.Tensor:
+        self.told = (F.dropout(x, 0.5) * torch.rand(x.shape[-1])).square().mean()
+        return super().forward(x, sight)
+
+
+class Told(Chain):
+    def __init__(self) -> None:
+        super().__init__(Telling() for _ in range(LAYERS))
+
+    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        x = super().through(x, tokens)
+        return x + sum(block.told for block in self.blocks)  # pyright: ignore
+
+
+@pytest.mark.parametrize("model", [Hooked, Told])
+@pytest.mark.parametrize("plan", ["pipeline=2", "pipeline=3", "pipeline=8"])
+def test_what_is_collected_inside_of_blocks_arrives_at_the_loss(model: type[Chain], plan: str) -> None:
+    assert_as_on_one_device(text_job(model=model, precision="float64"), plan)
+
+
+class Sometimes(Chain):
+    """Only some microbatches need what the hooks have collected, and not the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+        for block in self.blocks:
+            block.up.register_forward_hook(lambda _, __, result: self.seen.append(result.square().mean()))
+
+    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        self.seen.clear()
+        x = super().through(x, tokens)
+        return x + self.seen[0] if tokens[0, 0] % 3 == 0 else x
+
+
 def test_what_other_stages_hold_takes_no_memory_here() -> None:
     job = PIPELINE_JOBS["tied"](precision="float64", eval_data=None)
     stage_plan, whole = staged(job, "pipeline=2"), built(job)
@@ -415,13 +490,16 @@ class Met:
     function_context = None
 
     def __init__(self) -> None:
-        self.met = 0
+        self.met = self.shaped = 0
 
     def value_of(self, tensor: RemoteTensor) -> torch.Tensor | None:
         return None
 
     def note_inputs(self, tensors: list[torch.Tensor]) -> None:
         self.met += 1
+
+    def note_shaped(self) -> None:
+        self.shaped += 1
 
 
 def missing(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> RemoteTensor:
@@ -570,6 +648,16 @@ class Writes(Chain):
         return kept.mean(0)
 
 
+class Grows(Chain):
+    """Makes a part of itself in its first forward, and draws for it."""
+
+    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "extra"):
+            self.extra = nn.Dropout(0.1)
+            torch.rand(3)
+        return super().through(self.extra(x), tokens)
+
+
 class Kept(Chain):
     """Finds a parameter in a list of its own, where stages that do not hold it would find an old one."""
 
@@ -589,62 +677,25 @@ class Aliased(Chain):
         self.first = self.embed.weight.detach()[:1]
 
 
-class Hooked(Chain):
-    """A hook adds to what the loss needs of every block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[torch.Tensor] = []
-        for block in self.blocks:
-            block.register_forward_hook(lambda _, __, result: self.seen.append(result.square().mean()))
-
-    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        self.seen.clear()
-        return super().through(x, tokens) + sum(self.seen)
+def hooked_root(**hooks: Any) -> nn.Module:
+    model = Chain()
+    for register, named in hooks.items():
+        getattr(model, register)(lambda *_: None, **named)
+    return model
 
 
-class Telling(nn.Module):
-    """A block that leaves in an attribute what the loss needs, as experts do with their balance."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside, self.told = nn.Linear(WIDTH, WIDTH), torch.zeros([])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.told = x.square().mean()
-        return self.inside(x)
-
-
-class Told(Chain):
-    def __init__(self) -> None:
-        super().__init__(Telling() for _ in range(8))
-
-    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        x = super().through(x, tokens)
-        return x + sum(block.told for block in self.blocks)  # pyright: ignore
-
-
-class Recurrent(Chain):
-    """torch's recurrent layers keep their weights in a list beside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before = nn.GRU(WIDTH, WIDTH, batch_first=True)
-
-    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        return super().through(self.before(x)[0], tokens)
-
-
+AT_ALL_ENDS: dict[str, Any] = {"register_full_backward_hook": {}, "register_forward_hook": {"always_call": True}}
 REFUSED: dict[str, tuple[evenly.Job, str, str]] = {
+    **{
+        name: (text_job(model=partial(hooked_root, **{name: named})), "pipeline=2", "its blocks may lie on several")
+        for name, named in AT_ALL_ENDS.items()
+    },
     "kept": (text_job(model=Kept), "pipeline=2", "the model (Kept) keeps place in kept too"),
     "aliased": (text_job(model=Aliased), "pipeline=2", "the model (Aliased) keeps embed.weight in first too"),
-    "hooked": (text_job(model=Hooked), "pipeline=2", "block blocks.0 has a forward hook"),
-    "told": (text_job(model=Told), "pipeline=2", "what an earlier stage computes inside a block and does not return"),
-    "recurrent": (text_job(model=Recurrent), "pipeline=2", "before (GRU) keeps before.weight_ih_l0 in _flat_weights"),
+    "grows": (text_job(model=Grows), "pipeline=2", "its first forward replaces or adds modules (extra)"),
     "number": (text_job(model=Number), "pipeline=2", "aten._local_scalar_dense needs numbers that another stage has"),
     "decides": (text_job(model=Decides), "pipeline=2", "needs numbers that another stage has"),
     "writes": (text_job(model=Writes), "pipeline=2", "__setitem__ writes a tensor of another stage into one that"),
-    "shared": (PIPELINE_JOBS["shared"](), "pipeline=2", "it has no repeated blocks that its forward calls"),
     "stages": (PIPELINE_JOBS["chain"](), "pipeline=9", "it has 9 stages, and the model calls 8 blocks"),
     "V": (PIPELINE_JOBS["chain"](), "pipeline=5 schedule=zbv", "it has 10 stages, and the model calls 8 blocks"),
     "cut": (
@@ -728,13 +779,16 @@ class Looks(Chain):
         return x
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch hides it, but not from pytest
 def test_microbatches_that_run_otherwise_than_the_first_are_found() -> None:
     jobs = {
-        model: text_job(model=model, precision="float64", eval_data=None) for model in (Leaves, Needs, Catches, Looks)
+        model: text_job(model=model, precision="float64", eval_data=None)
+        for model in (Leaves, Needs, Catches, Looks, Sometimes)
     }
     assert int(batches_of(jobs[Needs])[0]["inputs"][0, 0]) % 3 != 0  # the first is an ordinary one
     error = failure(jobs[Leaves])
     assert isinstance(error, RunError) and "where the first microbatch called blocks.5" in str(error)
     assert "the loss needs a tensor of an earlier stage" in str(failure(jobs[Needs]))
+    assert "the loss needs a tensor of an earlier stage" in str(failure(jobs[Sometimes]))
     assert "aten._local_scalar_dense needs numbers of an earlier stage that was not" in str(failure(jobs[Looks]))
     assert "came to its end before the next stage began" in str(failure(jobs[Catches]))

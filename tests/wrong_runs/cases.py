@@ -599,6 +599,39 @@ def with_activation_hooks() -> nn.Module:
     return model
 
 
+class Telling(Block):
+    """Leaves behind what the loss needs, without returning it."""
+
+    told: Any = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.told = F.dropout(x, 0.5).square().mean()
+        return super().forward(x)
+
+
+class Telltale(Net):
+    """Its loss wants what blocks have left behind, and what hooks in them have collected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Telling() for _ in self.blocks)
+        self.seen: list[torch.Tensor] = []
+        for block in self.blocks:
+            block.up.register_forward_hook(lambda _, __, out: self.seen.append(out.square().mean()))
+            block.register_forward_hook(lambda _, __, out: self.seen.append(out.abs().mean()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.clear()
+        return super().forward(x)
+
+
+def with_what_was_told(model: nn.Module, batch: Any) -> evenly.Loss:
+    loss = class_loss(model, batch)
+    told = [block.told for block in model.blocks]  # pyright: ignore
+    collected = sum((n + 1) * one for n, one in enumerate([*told, *model.seen]))  # pyright: ignore
+    return evenly.Loss(loss.total + 0.01 * collected, loss.weight)
+
+
 def with_spectral_norm() -> nn.Module:
     model = Net()
     nn.utils.parametrizations.spectral_norm(model.enter, dim=1)
@@ -672,6 +705,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "learned weight": lambda: Case(job(LearnedWeight, loss=with_learned_weight)),
     "gradient hooks": lambda: Case(job(with_gradient_hooks)),
     "activation hooks": lambda: Case(job(with_activation_hooks)),
+    "left behind": lambda: Case(job(Telltale, loss=with_what_was_told)),
     "spectral norm": lambda: Case(job(with_spectral_norm)),
     "spectral norm in evaluation": lambda: Case(job(with_spectral_norm_of_frozen)),
     "spectral norm called twice": lambda: Case(job(with_spectral_norm, loss=compared)),

@@ -27,7 +27,6 @@ REFUSED: dict[str, set[str]] = {
     "max_norm": SEVERAL - {"tensor=2", "pipeline=2"},
     **{key: {"zero3", "pipeline=2"} for key in ("double backward", "double backward of norms")},
     "chosen blocks": {"pipeline=2"},
-    "activation hooks": {"pipeline=2"},
     **{key: {"pipeline=2"} for key in ("spectral norm called twice", "moving averages")},
 }
 # Refused by some ranks in a forward of the look or the first step: the others are ended with them.

@@ -53,10 +53,14 @@ class BlockCall:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """What the block returns for these arguments."""
         self._begun[self._at] = self._key, self.number
-        self._reseed(self._key, self.block.name, self.number, "begin")
+        self.begin()
         result = self._run(*args, **kwargs)
         self.skip()
         return result
+
+    def begin(self) -> None:
+        """Draws what the block draws from here on."""
+        self._reseed(self._key, self.block.name, self.number, "begin")
 
     def skip(self) -> None:
         """Draws what comes after the block as if it had run."""

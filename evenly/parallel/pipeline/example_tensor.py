@@ -50,6 +50,10 @@ class ExampleTensor(torch.Tensor):
         _rules[-1].note_inputs((args, kwargs))
         return super().__torch_function__(func, types, args, kwargs or {})
 
+    def __format__(self, spec: str) -> str:
+        """As of a plain tensor: the number, where there is one."""
+        return format(self.as_subclass(torch.Tensor), spec)
+
 
 @contextmanager
 def examples(

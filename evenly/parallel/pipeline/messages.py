@@ -2,7 +2,8 @@
 
 Shapes may differ from microbatch to microbatch, but are determined by the shapes of the microbatch itself, which every
 rank knows (its *shape key*). The first microbatch of each shape key sends the metadata of its tensors first; later ones
-reuse it. A gradient is sent with one extra element that says whether the tensor has a gradient: an unused one has none.
+reuse it. Where shapes follow from numbers the key is None, and metadata comes first every time. A gradient is sent with
+one extra element that says whether the tensor has a gradient: an unused one has none.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MessageKey = tuple[int, int, bool]  # the later of the two stages, the microbatc
 
 MAX_DIMS = 8
 META_NUMBERS = MAX_DIMS + 3  # per tensor: number of dims, dtype, requires_grad, and the shape, padded
-MAX_TENSORS = 64
+MAX_TENSORS = 1024  # per message, its metadata included
 DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 
 
@@ -75,7 +76,7 @@ class StageChannel:
     def send(self, payload: Payload, to: int, *, stage: int, microbatch: int, shape_key: Hashable) -> None:
         """Begins to send the inputs of `stage` to rank `to`; shape_key: determines the shapes of the tensors."""
         metas, sent = [TensorMeta.of(tensor) for tensor in payload], (stage, microbatch, False)
-        known = self._metas.setdefault(("to", stage, shape_key), metas)
+        known = metas if shape_key is None else self._metas.setdefault(("to", stage, shape_key), metas)
         if known is metas:
             numbers = [number for meta in metas for number in meta.encode()]
             self._send(torch.tensor(numbers, device=self.group.device), to, sent, MAX_TENSORS - 1)
@@ -91,14 +92,14 @@ class StageChannel:
 
     def expects(self, stage: int, shape_key: Hashable) -> bool:
         """Whether the metadata of the inputs of `stage` is known, so that receives can be posted early."""
-        return ("from", stage, shape_key) in self._metas
+        return shape_key is not None and ("from", stage, shape_key) in self._metas
 
     def begin_recv(
         self, source: int, *, tensors: int, stage: int, microbatch: int, shape_key: Hashable
     ) -> IncomingTensors:
         """Begins to receive the inputs of `stage`, `tensors` of them; waits for their metadata if it is unknown."""
         key = ("from", stage, shape_key)
-        if key not in self._metas:
+        if shape_key is None or key not in self._metas:
             numbers = torch.empty(tensors * META_NUMBERS, dtype=torch.int64, device=self.group.device)
             listed = recv(
                 numbers, source, self.group, tag=self._tag(stage, microbatch, False, MAX_TENSORS - 1)

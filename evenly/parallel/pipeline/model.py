@@ -78,17 +78,21 @@ class StageRun:
         }
         self._inbox = dict(zip(self._stage_inputs[stage], inbox, strict=True)) if stage else {}
         self._draws = training in stage_plan.mixed_draws
+        self._runs_through = training in stage_plan.runs_through
+        self.shaped = 0  # times that a shape followed from numbers
         self._count = 0  # calls so far
         self._begun = 0  # calls of the model's forward so far
-        self._last_call: CallId | None = (BEGIN, 0)  # None inside a call
-        self._result_counts: dict[str, int] = {}  # by function, tensors returned since the last call
+        # The last call, and whether the code is behind or inside of it; None inside where nothing there is looked at.
+        self._place: tuple[CallId, str] | None = ((BEGIN, 0), "between")
+        self._result_counts: dict[str, int] = {}  # by function, tensors returned at this place
+        self._inside: list[tuple[str, int, torch.Tensor]] = []  # function, number, and what it returned inside a call
         self._tensors: dict[TensorSite, torch.Tensor] = {}  # those that this stage receives or sends
         self._remote: dict[str, RemoteTensor] = {}
         self._remote_places: dict[int, tuple[nn.Module, str, StageTensor]] = {}  # by id of the remote tensor
 
     def release(self) -> None:
         """Drops all tensors: the run and its remote tensors reference each other."""
-        for tensors in (self._inbox, self._tensors, self._remote, self._remote_places):
+        for tensors in (self._inbox, self._tensors, self._remote, self._remote_places, self._inside):
             tensors.clear()
 
     # ------------------------------------------------------------------------------- TensorOwner
@@ -106,9 +110,13 @@ class StageRun:
     def note_inputs(self, tensors: list[torch.Tensor]) -> None:
         """Nothing to note."""
 
+    def note_shaped(self) -> None:
+        """What such a block returns is not that of another microbatch of the same shapes."""
+        self.shaped += 1
+
     def draws(self) -> bool:
-        """Blocks begin streams of their own, so that only draws between them matter."""
-        return self._draws and self._last_call is not None
+        """Blocks begin streams of their own, so that draws matter between them, or in one that is run through."""
+        return self._place is not None and (self._draws or self._place[1] == "inside")
 
     # ------------------------------------------------------------------------------------------------ parameters
     def view_of(self, module: nn.Module, name: str, stage_tensor: StageTensor) -> torch.Tensor | None:
@@ -145,22 +153,30 @@ class StageRun:
     def begin(self) -> None:
         """Called at the start of the model's forward; tensors that its hooks returned do not count."""
         self._begun += 1
-        self._last_call = (BEGIN, self._begun)
+        self._move((BEGIN, self._begun), "between")
+
+    def _move(self, call: CallId, side: str) -> None:
+        """The code is now inside of a call, or behind it."""
+        self._place = (call, side) if side == "between" or self._runs_through else None
         self._result_counts.clear()
 
     def note_results(self, function: str, results: Any) -> None:
         """Called after every torch function that the model's code calls."""
-        if self._last_call is None:
+        if self._place is None:
             return
+        call, side = self._place
         for tensor in results if isinstance(results, list | tuple) else [results]:
             if isinstance(tensor, torch.Tensor):
                 number = self._result_counts[function] = self._result_counts.get(function, 0) + 1
-                self._note_at(TensorSite(self._last_call, "between", f"{function} {number}"), tensor)
+                if side == "inside":
+                    self._inside.append((function, number, tensor))
+                else:
+                    self._note_at(TensorSite(call, side, f"{function} {number}"), tensor)
 
     def _skip(self, call: BlockCall, now: CallId) -> Any:
         self._note(now, "in", (call.args, call.kwargs))
-        self._last_call = None
-        result = self._model.skipped.result(call, self)
+        self._move(now, "inside")
+        result = self._model.skipped.result(call, self, runs_through=self._runs_through)
         self._call_ended(now, result)
         call.skip()
         self._end_early()
@@ -190,7 +206,7 @@ class StageRun:
         args, kwargs = map_tensors(materialized, (call.args, call.kwargs))
         self._check((args, kwargs), call)
         self._note(now, "in", (args, kwargs))
-        self._last_call = None
+        self._move(now, "inside")
         result = self._run_block(call, args, kwargs)
         self._call_ended(now, result)
         self._end_early()
@@ -200,9 +216,12 @@ class StageRun:
         return call.run(*args, **kwargs)
 
     def _call_ended(self, now: CallId, result: Any) -> None:
-        self._last_call = now
-        self._result_counts.clear()
         self._note(now, "out", result)
+        # By how many there are in all, too: a stage that counts otherwise than another finds none, not a wrong one.
+        for function, number, tensor in self._inside:
+            self._note_at(TensorSite(now, "inside", f"{function} {number} of {self._result_counts[function]}"), tensor)
+        self._inside.clear()
+        self._move(now, "between")
 
     def _payload(self, call: BlockCall | None) -> Payload:
         """The inputs of the next stage."""
@@ -314,6 +333,10 @@ class StagedModel:
         """The model's own parameters and buffers that views stand in for."""
         return ((views[name], stage_tensor) for views, name, stage_tensor in self._places)
 
+    def local_types(self) -> dict[str, torch.dtype]:
+        """The types of the parameters and buffers of stages, by name."""
+        return {one.name: tensor.dtype for tensor, one in self.local_tensors()}
+
     def names_in(self, module: nn.Module) -> set[str]:
         """The names of the stage tensors of `module` and its children."""
         inside = {id(tensor_dict(child, kind)) for child in module.modules() for kind in get_args(TensorDict)}
@@ -368,16 +391,14 @@ class StagedModel:
         stage_plan = stage_plan or self.stage_plan
         run = StageRun(self, stage, inbox, training=training, stage_plan=stage_plan)
         try:
-            return self._forward(run, compute, between_blocks=stage_plan.receives_between(training=training))
+            return self._forward(run, compute, recorded=stage_plan.receives_results(training=training))
         finally:
             run.release()
 
-    def _forward(
-        self, run: StageRun, compute: Callable[[], Any], *, between_blocks: bool
-    ) -> tuple[Payload | None, Any]:
+    def _forward(self, run: StageRun, compute: Callable[[], Any], *, recorded: bool) -> tuple[Payload | None, Any]:
         self.running = run
         try:
-            with ResultRecorder(run) if between_blocks else nullcontext():
+            with ResultRecorder(run) if recorded else nullcontext():
                 result = compute()
         except StageEnd as ended:
             if ended.run is not run:

@@ -18,7 +18,7 @@ from evenly.data.nest import map_tensors, tensors_in
 from evenly.errors import PlanError
 from evenly.model.fake import DeferredTensor, shared_fake_mode
 from evenly.parallel.pipeline.example_tensor import example_of, remotes_are_examples
-from evenly.torch_private import TorchDispatchMode, without_subclasses, wrapper_subclass
+from evenly.torch_private import TorchDispatchMode, is_fake, operation_of, without_subclasses, wrapper_subclass
 
 RUNNING_STAGE = "running a stage of the model by itself"
 OTHER_PLAN = "use a plan without pipeline (ddp, zero3, tp)"
@@ -30,6 +30,8 @@ METADATA_METHODS = frozenset(
     ["size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "get_device", "__len__"]
 ) | frozenset(["is_floating_point", "is_complex", "is_signed", "is_contiguous"])
 METADATA_ATTRIBUTES = frozenset(["shape", "ndim", "dtype", "device", "layout", "is_cuda", "itemsize", "nbytes"])
+# Their results that are no floating-point numbers are lengths, which follow from the lengths that they are given.
+LENGTHS_OF_SEQUENCES = {"_pack_padded_sequence", "_pad_packed_sequence"}
 PLAIN_TYPES = (int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, type)
 
 
@@ -49,6 +51,9 @@ class TensorOwner(Protocol):
     def draws(self) -> bool:
         """Called for every function of remote tensors that draws random numbers; whether to draw as many here."""
         ...
+
+    def note_shaped(self) -> None:
+        """Called for every function whose result has a shape that follows from numbers of tensors here."""
 
 
 class RemoteTensor(DeferredTensor):
@@ -179,7 +184,13 @@ def _run_remote(
     elif key is not None and key in _cached_results:
         results, draws = _cached_results[key]
     else:
-        results, draws = _run_watched(func, args, kwargs, owner)
+        try:
+            results, draws = _run_watched(func, args, kwargs, owner)
+        except Exception as problem:
+            wanted = operation_of(problem) or getattr(func, "__name__", "") in LENGTHS_OF_SEQUENCES
+            if not wanted or not _shaped_by_others(tensors, remotes):
+                raise
+            results, draws, key = _run_shaped(func, args, kwargs, owner), False, None
         if key is not None:
             if len(_cached_results) > MAX_CACHED:
                 _cached_results.clear()
@@ -190,7 +201,9 @@ def _run_remote(
     own = {} if target is None else {id(one.fake): one for one in remotes}
     found: list[RemoteTensor] = []
 
-    def wrapped(fake: torch.Tensor) -> RemoteTensor:
+    def wrapped(fake: torch.Tensor) -> torch.Tensor:
+        if not is_fake(type(fake)):
+            return fake
         found.append(own[id(fake)] if id(fake) in own else remote(fake, owner))
         return found[-1]
 
@@ -213,6 +226,32 @@ def _run_fake_in_place(
     if recorded and isinstance(target, RemoteTensor):
         target.fake.requires_grad_()
     return results, draws
+
+
+def _shaped_by_others(tensors: list[torch.Tensor], remotes: list[RemoteTensor]) -> bool:
+    """Whether a function, which needs numbers, can need but those of masks, indices and lengths that are here."""
+    here = {id(one) for one in remotes}
+    others = [one for one in tensors if id(one) not in here and not one.is_floating_point()]
+    return (
+        all(one.fake.is_floating_point() or one.fake.is_complex() for one in remotes)
+        and bool(others)
+        and not any(is_fake(type(one)) for one in others)
+    )
+
+
+def _run_shaped(func: Any, args: Any, kwargs: dict[str, Any], owner: TensorOwner) -> Any:
+    """The results of `func` as fake tensors, their shapes found on made-up numbers in place of remote tensors."""
+    owner.note_shaped()
+
+    def made_up(tensor: torch.Tensor) -> torch.Tensor:
+        fake = fake_of(tensor)
+        return example_of(fake).as_subclass(torch.Tensor) if is_fake(type(fake)) else fake
+
+    results = func(*map_tensors(made_up, args), **map_tensors(made_up, kwargs))
+    if not all(isinstance(one, torch.Tensor) for one in (results if isinstance(results, tuple) else [results])):
+        raise PlanError(RUNNING_STAGE, f"{func.__name__} needs numbers that another stage has", OTHER_PLAN)
+    kept = getattr(func, "__name__", "") in LENGTHS_OF_SEQUENCES
+    return map_tensors(lambda one: one if kept and not one.is_floating_point() else fake_like(one), results)
 
 
 class DrawWatch(TorchDispatchMode):

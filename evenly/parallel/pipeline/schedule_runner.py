@@ -17,6 +17,7 @@ import torch
 from torch.utils.checkpoint import CheckpointError
 
 from evenly.comm.groups import Group
+from evenly.errors import PlanError
 from evenly.parallel.core.calls import several_stages_together
 from evenly.parallel.pipeline.backward import backward, begin_backward, non_view_alias
 from evenly.parallel.pipeline.messages import IncomingGradients, IncomingTensors, Payload, StageChannel
@@ -126,7 +127,15 @@ class ScheduleRunner:
     def look(self, microbatches: int, work: MicrobatchWork) -> None:
         """Runs the forward of all microbatches as in training, and drops it."""
         self._training = True
+        before = self._model.local_types()
         self._run(self._forwards(microbatches), {}, microbatches, work, None)
+        after = self._model.local_types()
+        if changed := [name for name, kind in after.items() if before[name] != kind]:
+            raise PlanError(
+                "running a stage of the model by itself",
+                f"the forward makes {changed[0]} {after[changed[0]]}, which was {before[changed[0]]}",
+                "let the model's builder give parameters their types, or have the forward cast what it computes with",
+            )
 
     def evaluate(self, microbatches: int, work: MicrobatchWork) -> None:
         """Runs the forward of all microbatches."""
@@ -159,9 +168,9 @@ class ScheduleRunner:
     ) -> None:
         self._work = work
         self._stage_plans = [self._stage_plan_of(number) for number in range(microbatches)]
-        by_chance = self._model.stage_plan.by_chance
+        by_chance, vary = self._model.stage_plan.by_chance, self._model.stage_plan.shapes_vary
         self._shape_keys = [
-            (self._training, work.shape_key(number), plan.calls[True] if by_chance else None)
+            None if vary else (self._training, work.shape_key(number), plan.calls[True] if by_chance else None)
             for number, plan in enumerate(self._stage_plans)
         ]
         if self._before_pass is not None:

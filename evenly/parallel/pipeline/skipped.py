@@ -2,12 +2,15 @@
 
 A block runs on fake tensors. Where its code needs numbers, what it does inside is no other stage's concern, and it
 runs on made-up ones (`example_tensor`): only the shapes of what it returns count.
+
+Where more counts, since hooks look on or the block leaves something behind, it is *run through*: its code and hooks
+run on the remote tensors of every run, whose every result may be received.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,11 +20,11 @@ from evenly.data.nest import map_tensors, tensors_by_path
 from evenly.errors import PlanError
 from evenly.parallel.core.calls import BlockCall
 from evenly.parallel.pipeline.example_tensor import ExampleTensor, example_of, example_weight, examples
+from evenly.parallel.pipeline.hooks import run_with_hooks
 from evenly.parallel.pipeline.remote_tensor import (
     OTHER_PLAN,
     RUNNING_STAGE,
     RemoteTensor,
-    TensorOwner,
     cache_key,
     fake_like,
     materialized,
@@ -30,7 +33,7 @@ from evenly.parallel.pipeline.remote_tensor import (
 from evenly.torch_private import version
 
 if TYPE_CHECKING:
-    from evenly.parallel.pipeline.model import StagedModel, StageTensor
+    from evenly.parallel.pipeline.model import StagedModel, StageRun, StageTensor
 
 
 @dataclass(frozen=True)
@@ -52,14 +55,31 @@ class SkippedBlocks:
         self._cached: dict[Any, SkippedResult] = {}
         self._need_numbers: set[str] = set()  # names of blocks
 
-    def result(self, call: BlockCall, owner: TensorOwner) -> Any:
+    def result(self, call: BlockCall, owner: StageRun, *, runs_through: bool) -> Any:
         """The result of `call` as remote tensors of `owner`."""
+        if not runs_through:
+            return self._result(call, owner)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            hooked = replace(call, args=args, kwargs=kwargs)
+            if call.block.name in self._need_numbers:
+                return self._result(hooked, owner, cached=False)
+            try:
+                return _forward(call, args, kwargs)
+            except Exception:
+                return self._result(hooked, owner, cached=False)
+
+        call.begin()
+        return run_with_hooks(call.block.module, forward, call.args, call.kwargs)
+
+    def _result(self, call: BlockCall, owner: StageRun, *, cached: bool = True) -> Any:
         given = dict(tensors_by_path((call.args, call.kwargs)))
-        key = cache_key((call.block.name, call.block.module.training, call.args, call.kwargs))
+        key = cache_key((call.block.name, call.block.module.training, call.args, call.kwargs)) if cached else None
         found = self._cached.get(key) if key is not None else None
         if found is None:
+            before = owner.shaped
             found = self._run(call)
-            if key is not None:
+            if key is not None and owner.shaped == before:
                 self._cached[key] = found
 
         def as_remote(fake: torch.Tensor) -> torch.Tensor:

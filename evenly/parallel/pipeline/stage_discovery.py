@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +28,8 @@ from evenly.parallel.pipeline.call_costs import CallRecord, CostRecorder, Curren
 from evenly.parallel.pipeline.draws import Draws
 from evenly.parallel.pipeline.example_tensor import example_of, example_weight
 from evenly.parallel.pipeline.example_tensor import examples as running_examples
+from evenly.parallel.pipeline.hooks import has_hooks, run_with_hooks
+from evenly.parallel.pipeline.messages import MAX_TENSORS
 from evenly.parallel.pipeline.model import ResultRecorder, StagedModel, StageRun, StageTensor
 from evenly.parallel.pipeline.remote_tensor import (
     OTHER_PLAN,
@@ -37,6 +39,7 @@ from evenly.parallel.pipeline.remote_tensor import (
     materialized,
     remote,
 )
+from evenly.parallel.pipeline.stage_checks import check_can_be_staged, same_modules
 from evenly.parallel.pipeline.stages import (
     BEGIN_CALL,
     END_CALL,
@@ -47,7 +50,7 @@ from evenly.parallel.pipeline.stages import (
     TensorSite,
     stage_of_calls,
 )
-from evenly.torch_private import TensorDict, has_forward_hooks, memory_key, operation_of
+from evenly.torch_private import memory_key, operation_of
 
 MOST_FORWARDS = 24  # that are tried until each block was called
 
@@ -59,8 +62,9 @@ def find_call_costs(model: StagedModel, compute: Callable[[], Any]) -> list[Call
 
 def find_calls(model: StagedModel, compute: Callable[[], Any]) -> FoundCalls:
     """The block calls of a forward, also those that the first leaves out by chance."""
-    _check_can_be_staged(model)
-    found = _discover(model, partial(_CallDiscovery, model), compute)
+    check_can_be_staged(model)
+    with same_modules(model.model):
+        found = _discover(model, partial(_CallDiscovery, model), compute)
     if not found.call_costs:
         raise PlanError(
             "cutting the model into stages",
@@ -80,28 +84,6 @@ def find_calls(model: StagedModel, compute: Callable[[], Any]) -> FoundCalls:
         records = merged_calls(records, other.call_costs, places)
         missing -= {record.call[0] for record in records}
     return FoundCalls([record.cost(model) for record in records], first, found.by_chance, between)
-
-
-def _check_can_be_staged(model: StagedModel) -> None:
-    """Raises `PlanError` for code that would use other stages' parameters, and for hooks of skipped blocks."""
-    names = {memory_key(tensor): stage_tensor.name for tensor, stage_tensor in model.local_tensors()}
-    for name, module in model.model.named_modules():
-        for attribute, value in vars(module).items():
-            found = () if attribute in get_args(TensorDict) else tensors_in(value)
-            if name_of := next((names[memory_key(tensor)] for tensor in found if memory_key(tensor) in names), None):
-                raise PlanError(
-                    RUNNING_STAGE,
-                    f"{name or 'the model'} ({type(module).__name__}) keeps {name_of} in {attribute} too, "
-                    "where stages that do not hold it would find it",
-                    f"find it by its own name where it is used (LSTM and GRU: build them of cells), or {OTHER_PLAN}",
-                )
-    for block in model.blocks:
-        if has_forward_hooks(block.module):
-            raise PlanError(
-                RUNNING_STAGE,
-                f"block {block.name} has a forward hook, which does not run on stages that skip the block",
-                f"do in the block's forward what the hook does, or {OTHER_PLAN}",
-            )
 
 
 def find_stage_plan(
@@ -126,6 +108,7 @@ def find_stage_plan(
         stage_inputs={True: nothing, False: nothing},
         mixed_draws=frozenset({True} if found.by_chance else ()),
         by_chance=found.by_chance,
+        runs_through=frozenset((True, False) if has_hooks(block.module for block in model.blocks) else ()),
     )
     stage_plan = _with_stage_inputs(model, stage_plan, compute, training=True)
     if evaluate is None:
@@ -147,12 +130,28 @@ def _with_stage_inputs(
     """`stage_plan` with the inputs of each stage; key: as of `_run`."""
     for stage in reversed(range(stage_plan.stages)):
         model.set_stage_plan(stage_plan)
-        run = _discover(model, partial(_InputDiscovery, model, stage, training=training), compute, key=key)
+        discovery = partial(_InputDiscovery, model, stage, training=training)
+        try:
+            run = _discover(model, discovery, compute, key=key)
+        except EvenlyError as problem:  # it may need what a block has left behind
+            if training in stage_plan.runs_through:
+                raise
+            stage_plan = replace(stage_plan, runs_through=stage_plan.runs_through | {training})
+            model.set_stage_plan(stage_plan)
+            try:
+                run = _discover(model, discovery, compute, key=key)
+            except EvenlyError as again:
+                raise problem from again
         inputs = [*stage_plan.stage_inputs[training]]
         inputs[stage] = tuple(run.inputs)
         mixed = stage_plan.mixed_draws | ({training} if run.random.mixed else set())
         found = {**stage_plan.stage_inputs, training: tuple(inputs)}
-        stage_plan = replace(stage_plan, stage_inputs=found, mixed_draws=mixed)
+        if len(run.inputs) >= MAX_TENSORS:
+            raise PlanError(
+                RUNNING_STAGE, f"stage {stage} has to receive {len(run.inputs)} tensors", f"use fewer, or {OTHER_PLAN}"
+            )
+        vary = stage_plan.shapes_vary or run.shaped > 0
+        stage_plan = replace(stage_plan, stage_inputs=found, mixed_draws=mixed, shapes_vary=vary)
     return stage_plan
 
 
@@ -268,6 +267,9 @@ class _CallDiscovery:
     def note_inputs(self, tensors: list[torch.Tensor]) -> None:
         """Notes the parameters among `tensors`."""
         self.current.tensors |= {name for tensor in tensors if (name := self._names.get(id(tensor))) is not None}
+
+    def note_shaped(self) -> None:
+        """Nothing to note."""
 
     def view_of(self, module: nn.Module, name: str, stage_tensor: StageTensor) -> torch.Tensor:
         """One remote tensor, or example, for each parameter."""
@@ -428,7 +430,7 @@ class _InputDiscovery(StageRun):
     def _run_block(self, call: BlockCall, args: Any, kwargs: Any) -> Any:
         """The block's code without what a plan has put around it."""
         module = call.block.module
-        result = type(module).forward(module, *args, **kwargs)
+        result = run_with_hooks(module, partial(type(module).forward, module), args, kwargs)
         call.skip()
         return result
 

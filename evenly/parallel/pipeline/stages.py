@@ -19,8 +19,9 @@ class TensorSite:
     """Identifies a tensor of the model's forward, in the same way on all stages.
 
     call: the block call it belongs to; None for the first call that the stage runs; (BEGIN, count) before any call.
-    side: whether it is among the call's arguments ("in"), its results ("out"), or computed after it ("between").
-    path: its path in the arguments or results; between blocks the function that returned it, and a count.
+    side: whether it is among the call's arguments ("in"), its results ("out"), or computed in it ("inside") or after it
+          ("between").
+    path: its path in the arguments or results; else the function that returned it, and a count.
     """
 
     call: CallId | None
@@ -32,9 +33,9 @@ class TensorSite:
         # Arguments by position are the first of two, those by name the second.
         path = self.path.partition(".")[2] if self.side == "in" else self.path
         what = f"{'argument' if self.side == 'in' else 'result'} {path}".strip()
-        if self.side == "between":
+        if self.side in ("between", "inside"):
             assert self.call is not None
-            return f"tensor {path} after {self.call[0] or 'the begin'}"
+            return f"tensor {path} {'after' if self.side == 'between' else 'in'} {self.call[0] or 'the begin'}"
         return what if self.call is None else f"{what} of {self.call[0]}"
 
 
@@ -68,6 +69,9 @@ class StagePlan:
     mixed_draws:  training or evaluation, where random numbers for tensors of other stages come before others between
                   the same two blocks: every stage then draws both.
     by_chance:    whether random numbers may decide which blocks a forward in training calls.
+    runs_through: training or evaluation, where blocks have hooks, or leave behind what they do not return: the code of
+                  skipped ones runs on remote tensors every time.
+    shapes_vary:  whether shapes in the model follow from numbers of the batch, and not from its shapes alone.
     """
 
     counts: tuple[int, ...]
@@ -77,6 +81,8 @@ class StagePlan:
     stage_inputs: Mapping[bool, tuple[tuple[TensorSite, ...], ...]]
     mixed_draws: frozenset[bool] = frozenset()
     by_chance: bool = False
+    runs_through: frozenset[bool] = frozenset()
+    shapes_vary: bool = False
 
     @property
     def stages(self) -> int:
@@ -88,9 +94,9 @@ class StagePlan:
         """The plan's `split_points`: the numbers of the calls at which stages begin."""
         return "|".join(map(str, accumulate(self.counts[:-1])))
 
-    def receives_between(self, *, training: bool) -> bool:
-        """Whether a stage receives a tensor that is computed between blocks."""
-        return any(site.side == "between" for inputs in self.stage_inputs[training] for site in inputs)
+    def receives_results(self, *, training: bool) -> bool:
+        """Whether a stage receives a tensor that is computed between blocks, or in one that does not return it."""
+        return any(site.side in ("between", "inside") for inputs in self.stage_inputs[training] for site in inputs)
 
     @property
     def shared(self) -> dict[str, tuple[int, ...]]:

@@ -1,0 +1,55 @@
+"""What a model does that no cut into stages could keep: refused before anything is run."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import get_args
+
+from torch import nn
+
+from evenly.data.nest import tensors_in
+from evenly.errors import PlanError
+from evenly.parallel.pipeline.model import StagedModel
+from evenly.parallel.pipeline.remote_tensor import OTHER_PLAN, RUNNING_STAGE
+from evenly.torch_private import TensorDict, has_hooks_for_all_ends, memory_key, renewed_attributes
+
+
+def check_can_be_staged(model: StagedModel) -> None:
+    """Raises `PlanError` for code that would use other stages' parameters, and for hooks that no stage could run."""
+    names = {memory_key(tensor): stage_tensor.name for tensor, stage_tensor in model.local_tensors()}
+    for name, module in model.model.named_modules():
+        known = {*get_args(TensorDict), *renewed_attributes(module)}
+        for attribute, value in vars(module).items():
+            found = () if attribute in known else tensors_in(value)
+            if name_of := next((names[memory_key(tensor)] for tensor in found if memory_key(tensor) in names), None):
+                raise PlanError(
+                    RUNNING_STAGE,
+                    f"{name or 'the model'} ({type(module).__name__}) keeps {name_of} in {attribute} too, "
+                    "where stages that do not hold it would find it",
+                    f"find it by its own name where it is used, or {OTHER_PLAN}",
+                )
+    blocks = {id(block.module) for block in model.blocks}
+    for name, module in model.model.named_modules():
+        holds_blocks = id(module) not in blocks and any(id(part) in blocks for part in module.modules())
+        if holds_blocks and has_hooks_for_all_ends(module):
+            raise PlanError(
+                RUNNING_STAGE,
+                f"{name or 'the model'} ({type(module).__name__}) has a backward hook, or a forward hook with "
+                "always_call, and its blocks may lie on several stages",
+                f"put it on the blocks or on what they consist of, or {OTHER_PLAN}",
+            )
+
+
+@contextmanager
+def same_modules(model: nn.Module) -> Generator[None]:
+    """Raises `PlanError` where what runs within has replaced modules: no later forward is as the first then."""
+    before = {name: id(module) for name, module in model.named_modules()}
+    yield
+    after = {name: id(module) for name, module in model.named_modules()}
+    if changed := [name for name in {**before, **after} if before.get(name) != after.get(name)]:
+        raise PlanError(
+            RUNNING_STAGE,
+            f"its first forward replaces or adds modules ({changed[0]}), and draws for them once",
+            f"let the model be as it stays from the start (a setting of it, or one forward in its builder), or {OTHER_PLAN}",
+        )
