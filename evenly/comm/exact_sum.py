@@ -70,8 +70,7 @@ class ExactSum:
         end = start + len(values)
         for chunk in range(start // CHUNK, -(-end // CHUNK)):
             first, last = max(start, chunk * CHUNK), min(end, (chunk + 1) * CHUNK)
-            for offset, error in self._add_high(self.high[first:last], values[first - start : last - start]):
-                self._pairs.append(_pairs_of(error, first + offset))
+            self._pairs += self._add_high(first, last, values[first - start : last - start])
         if self._pairs and sum(map(len, self._pairs)) > len(self.high) // 16 + 64:
             self._merge()
 
@@ -114,25 +113,27 @@ class ExactSum:
             inverse, rest = inverse[~first], rest[~first]
         return places - start, _rounded_to_odd(terms)
 
-    def _add_high(self, total: torch.Tensor, more: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        """total += more; returns the errors of that as (first element, errors) of the parts that have some."""
+    def _add_high(self, start: int, end: int, more: torch.Tensor) -> list[torch.Tensor]:
+        """Adds `more` to the elements start:end of `high`; returns the errors of that as rows (index, value)."""
+        total = self.high[start:end]
         if total.is_cuda or _rounds is None:
             before = total.clone()
             total.add_(more)
             error = _error(before, more.double(), total)
-            return [(0, error)] if bool(error.any()) else []
+            return [_pairs_of(error, start)] if bool(error.any()) else []
         if len(self._before) < len(total):
             self._before = np.empty(min(CHUNK, len(self.high)))
         before, sums, added = self._before[: len(total)], total.numpy(), more.numpy()
         np.copyto(before, sums)
         if not _rounds(lambda: np.add(sums, added, out=sums)):
             return []
-        found: list[tuple[int, torch.Tensor]] = []
+        found: list[torch.Tensor] = []
         for first in range(0, len(sums), PART):
             part = slice(first, first + PART)
             if _rounds(lambda part=part: np.add(before[part], added[part])):
                 error = _error(before[part], added[part].astype(np.float64), sums[part])
-                found.append((first, torch.from_numpy(error)))
+                (at,) = error.nonzero()
+                found.append(torch.from_numpy(np.stack([at + float(start + first), error[at]], 1)))
         return found
 
     def _merge(self) -> None:

@@ -163,8 +163,7 @@ class FullSums(Sums):
         if self._exact and self._ranks > 1:  # parts of the other ranks: of buckets in flight, and all of the last
             *others, last = self._lengths
             received = sum(others[-IN_FLIGHT:]) + self._ranks * (last + self._tail)
-            chunk = min(SQUARED_AT_ONCE, max(self._lengths))  # of the norm; gloo lets go of what came only later
-            self.meter.for_a_while("buffers", (received + chunk) * FLOAT64_BYTES)
+            self.meter.for_a_while("buffers", received * FLOAT64_BYTES)
 
     def norm_lengths(self, *, apart: bool) -> list[int]:
         return self._elements if apart else self._lengths

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from evenly.data.nest import tensors_in
 from evenly.torch_private import PRODUCTS, TO_COPY, TorchDispatchMode
 
 Disturbance = Literal["none", "sums", "forward"]
@@ -81,11 +82,10 @@ class _DisturbedResults(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result: Any = func(*args, **(kwargs or {}))
         if func.overloadpacket in PRODUCTS:
-            for tensor in result if isinstance(result, tuple) else (result,):
-                if tensor is not None and tensor.is_floating_point():
-                    self._disturb(tensor)
+            for tensor in filter(torch.is_floating_point, tensors_in(result)):
+                self._disturb(tensor)
         floating = func is TO_COPY.default and args[0].is_floating_point() and result.is_floating_point()
         if floating and result.element_size() < args[0].element_size():
             self._disturb_cast(result)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 import runpy
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kept_ranks import KeptRanks
 from torch.utils.data import default_collate
 
+import evenly
 from evenly.job import Job, Loss
 from evenly.jobfile import load_job, owns_loop
+from evenly.verify.compare import differing_elements
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FILES = sorted(EXAMPLES.glob("*.py"))
@@ -158,3 +162,30 @@ def test_own_loop_owns_it_and_starts_nothing_when_imported(monkeypatch: pytest.M
     assert owns_loop(OWN_LOOP)
     assert not any(owns_loop(path) for path in FILES if path != OWN_LOOP)
     assert callable(runpy.run_path(str(OWN_LOOP), run_name="imported")["job"])
+
+
+def weights_after_steps(name: str, steps: int) -> dict[str, torch.Tensor]:
+    """The parameters after `steps` in float32, on as many ranks as there are."""
+    job = load_job(EXAMPLES / f"{name}.py", SMALL[name])
+    with evenly.start(replace(job, steps=steps, precision="float32"), plan="ddp exact=bitwise") as run:
+        for batch in run.batches():
+            run.step(batch)
+        return {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
+
+
+def other_bits(name: str, ranks: KeptRanks, sizes: Sequence[int], steps: int) -> dict[int, int]:
+    """By number of ranks, elements whose bits are not those of one device, over all ranks."""
+    (alone,) = ranks.run(weights_after_steps, name, steps, size=1)
+    return {
+        size: sum(
+            differing_elements(found[key], parameter)
+            for found in ranks.run(weights_after_steps, name, steps, size=size)
+            for key, parameter in alone.items()
+        )
+        for size in sizes
+    }
+
+
+@pytest.mark.parametrize("name", ["digits", "stdlib_lm"])
+def test_an_example_has_the_same_bits_on_one_to_four_ranks(name: str, ranks: KeptRanks) -> None:
+    assert other_bits(name, ranks, (2, 3, 4), steps=3) == {2: 0, 3: 0, 4: 0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import evenly
+from evenly.comm.transport import Pending
 from evenly.parallel.data import grouping
 from evenly.parallel.pipeline.orders import orders
 from evenly.plan import Plan, parse_plan
@@ -70,8 +72,26 @@ def small_job() -> evenly.Job:
     )
 
 
+def let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has every wait for other ranks leave gloo's thread the time to let go of what came: it needs Python's lock."""
+    plain = Pending.wait
+
+    def wait(self: Any) -> Any:
+        result = plain(self)
+        time.sleep(0.002)
+        return result
+
+    monkeypatch.setattr(Pending, "wait", wait)
+
+
 def peaks(plans: list[str]) -> list[list[int]]:
     """For every plan the most that each device of this rank holds in the second step."""
+    with pytest.MonkeyPatch.context() as patch:
+        let_go(patch)
+        return _peaks(plans)
+
+
+def _peaks(plans: list[str]) -> list[list[int]]:
     found: list[list[int]] = []
     for plan in plans:
         with evenly.start(small_job(), plan=plan) as run:
@@ -107,16 +127,15 @@ ALONE = [
 
 def test_on_one_device() -> None:
     for plan, found in zip(ALONE, peaks(ALONE), strict=True):
-        # With exact=bitwise a few sums have low terms.
-        assert predicted(plan, 1) == pytest.approx(found, rel=0.005 if "bitwise" in plan else 0.002), plan
+        assert predicted(plan, 1) == pytest.approx(found, rel=0.002), plan
 
 
 # plan -> how far off the worst rank may be
 ON_TWO = {
     "ddp": 0.002,
-    "ddp exact=bitwise": 0.15,  # of so small a model the parts that ranks exchange are much, and gloo keeps some
+    "ddp exact=bitwise": 0.002,
     "zero1": 0.002,
-    "zero1 exact=bitwise": 0.15,
+    "zero1 exact=bitwise": 0.002,
     "zero2": 0.05,
     "zero3": 0.01,
     "zero3 exact=bitwise": 0.01,

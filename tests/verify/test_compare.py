@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from evenly.verify.compare import RankComparison, Rounding, difference, judge
+from evenly.verify.compare import RankComparison, Rounding, difference, differing_elements, judge, spread
 from evenly.verify.disturb import Disturbance, Disturber
 from evenly.verify.trajectory import Scalars, Trajectory, read_rounding, write_rounding
 
@@ -74,6 +74,16 @@ def test_rounding_in_the_forward_tells_samples_that_are_alike_apart() -> None:
     with Disturber("forward").around_microbatch(model):
         disturbed = model(alike).detach()
     assert float(model(alike).detach().std(0).max()) < 1e-15 < 1e-12 < float(disturbed.std(0).max())
+
+
+def test_a_forward_has_other_weights_where_its_rounding_is_measured() -> None:
+    seen: dict[Disturbance, torch.Tensor] = {}
+    for kind in ("sums", "forward"):
+        model = Normed(narrow=False)
+        before = model.linear.weight.detach().clone()
+        with Disturber(kind).around_microbatch(model):
+            seen[kind] = (model.linear.weight.detach() / before - 1).abs()
+    assert seen["sums"].max() == 0 and 1e-17 < seen["forward"].max() < 1e-15
 
 
 def rounding(scalar: float = 0.0, **named: tuple[float, float]) -> Rounding:
@@ -147,6 +157,55 @@ def test_after_the_first_step_one_element_of_the_optimizers_state_is_a_differenc
         assert judge("ddp", [comparison]).status == status
 
 
+@pytest.mark.parametrize(
+    ("factor", "measured", "status"),
+    [(1 + 1e-6, 0.0, "equal"), (1 + 1e-4, 0.0, "different"), (1 + 1e-4, 1e-3, "equal")],
+)
+def test_the_optimizers_state_after_the_first_step_may_differ_by_rounding(
+    factor: float, measured: float, status: str
+) -> None:
+    """By its median element it would be equal each time."""
+    found = torch.cat([BEFORE[:1] * factor, BEFORE[1:]])
+    comparison = RankComparison("float32", rank=0, rounding=rounding(**{"exp_avg of w": (measured, 0.0)}))
+    comparison.add_state(1, {"exp_avg of w": found}, {"exp_avg of w": BEFORE})
+    assert judge("ddp", [comparison]).status == status
+
+
+def test_the_median_of_many_elements_is_judged_by_their_own_rounding() -> None:
+    one, other = torch.ones(64), torch.ones(64)
+    comparison = RankComparison("float32", rank=0, rounding=rounding(one=(1e-6, 1e-7), other=(0.9, 0.5)))
+    comparison.add_tensors(1, {"one": one * 1.5, "other": other}, {"one": one, "other": other})
+    assert judge("ddp", [comparison]).reason.startswith("first difference: one at step 1")
+
+
+def test_a_loss_of_a_narrower_forward_that_is_split_has_its_unit_in_the_last_place() -> None:
+    for kind, status in (("sums", "different"), ("forward", "equal")):
+        comparison = RankComparison("bfloat16", rank=0, rounding=Rounding(kind=kind))  # type: ignore[arg-type]
+        comparison.add_loss(1, 3.0 + 1e-2, 3.0)
+        assert judge("tensor=2", [comparison]).status == status
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "status"),
+    [(math.inf, math.nan, "equal"), (math.inf, 1.0, "different"), (1.0, math.inf, "different")],
+)
+def test_a_norm_overflows_on_both_sides_or_on_none(found: float, expected: float, status: str) -> None:
+    comparison = RankComparison("float16", rank=0)
+    comparison.add_grad_norm(1, found, expected)
+    assert judge("ddp", [comparison]).status == status
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("found", [BEFORE[:-1], BEFORE.view(4, 10), torch.cat([BEFORE[1:], torch.tensor([math.nan])])])
+def test_other_shapes_and_numbers_that_are_none_are_different(dtype: str, found: torch.Tensor) -> None:
+    noisy = rounding(w=(1e9, 1e9))
+    for name in ("add_tensors", "add_state"):
+        comparison = RankComparison(dtype, rank=0, rounding=noisy)
+        getattr(comparison, name)(1, {"w": found}, {"w": BEFORE})
+        assert judge("ddp", [comparison]).reason == "first difference: w at step 1 on rank 0, inf"
+    assert difference(found, BEFORE) == math.inf and spread(found, BEFORE) == (math.inf, math.inf)
+
+
 def test_the_median_of_few_elements_may_be_chance_where_others_are_noise() -> None:
     few, many = torch.ones(3), torch.ones(64)
     for noisy, status in (((0.9, 0.5), "equal"), ((1e-7, 1e-7), "different")):
@@ -163,6 +222,15 @@ def test_what_no_rank_has_compared_is_a_difference() -> None:
     assert judge("pipeline=2", ranks).status == "equal"
     row = judge("pipeline=2", ranks[:1])
     assert (row.status, row.reason) == ("different", "no rank has b")
+    ranks[1].add_state(1, {}, {"exp_avg of a": whole["a"], "exp_avg of b": whole["b"]})
+    assert judge("pipeline=2", ranks).reason == "no rank has exp_avg of a and 1 more"
+
+
+def test_what_the_reference_has_not_is_a_difference() -> None:
+    for name in ("add_tensors", "add_state"):
+        comparison = RankComparison("float64", rank=0)
+        getattr(comparison, name)(1, {"a": torch.ones(3), "b": torch.ones(3)}, {"a": torch.ones(3)})
+        assert judge("ddp", [comparison]).reason == "first difference: b at step 1 on rank 0, inf"
 
 
 def test_a_learning_rate_is_compared_for_every_group() -> None:
@@ -193,6 +261,17 @@ def test_the_numbers_of_rounding_are_measured(tmp_path: Path) -> None:
     assert read_rounding(tmp_path / "none.json") == Rounding()
 
 
+def test_the_rounding_of_an_evaluation_counts(tmp_path: Path) -> None:
+    one, other = Trajectory(tmp_path / "one"), Trajectory(tmp_path / "other")
+    for trajectory, found in ((one, 1.0), (other, 1.01)):
+        scalars = Scalars()
+        trajectory.add_tensors(1, {})
+        scalars.add(1, loss=1.0, grad_norm=2.0, rates=[0.1], eval_loss=found)
+        trajectory.finish(scalars)
+    write_rounding(one, other, tmp_path / "rounding.json", "sums")
+    assert read_rounding(tmp_path / "rounding.json").scalar(1) == pytest.approx(0.01)
+
+
 def test_other_bits_are_a_difference_where_they_are_compared() -> None:
     one = {"a": torch.ones(3), "b": torch.zeros(5)}
     same, other = RankComparison("float32", rank=0), RankComparison("float32", rank=1)
@@ -203,3 +282,5 @@ def test_other_bits_are_a_difference_where_they_are_compared() -> None:
     assert (row.status, row.bits_differ) == ("different", 2)
     assert row.reason == "first difference: elements of b with different bits at step 2 on rank 1, 2"
     assert judge("ddp exact=bitwise", [same]).status == "equal"
+    for changed in (torch.ones(3, dtype=torch.float64), torch.ones(2), torch.ones(3, 1)):
+        assert differing_elements(changed, one["a"]) == 3

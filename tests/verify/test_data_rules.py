@@ -69,6 +69,7 @@ FAULTS = {
     "cut with an exchange": (in_cut(lambda cut: [[*cut[1][:1], *cut[0][1:]], *cut[1:]]), "do not have the samples"),
     "cut too large": (in_cut(lambda cut: [cut[0] + cut[1], *cut[2:]]), "microbatch 0 of step 1 has 5 samples"),
     "one evaluated microbatch": (in_evaluation(lambda cut: cut[:1]), "an evaluation leaves out samples"),
+    "an empty microbatch": (in_cut(lambda cut: [*cut, []]), "microbatch 4 of step 1 is empty"),
     "evaluated twice": (in_evaluation(lambda cut: [*cut, [0]]), "an evaluation has sample 0 more than once"),
 }  # fmt: skip
 
@@ -84,6 +85,25 @@ def test_a_broken_rule_is_found_and_named(name: str, monkeypatch: pytest.MonkeyP
     plant, words = FAULTS[name]
     plant(monkeypatch)
     assert words in broken_data_rule(classifier_job())
+
+
+def test_data_that_are_not_shuffled_come_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_order(lambda batch, _: batch[::-1])(monkeypatch)
+    assert broken_data_rule(classifier_job(shuffle=False)).startswith("epoch 1 is not in the order of the data")
+    assert broken_data_rule(classifier_job()) == ""
+
+
+@pytest.mark.parametrize("broken", [1, 4, 5])
+def test_the_cut_is_checked_in_the_last_batch_of_an_epoch_and_the_next_epoch_too(
+    broken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """37 samples are four batches; 57 are six."""
+    plain = loader.microbatches_of_step
+    monkeypatch.setattr(
+        data_rules, "microbatches_of_step", lambda job, step: plain(job, step)[: -1 if step == broken else None]
+    )
+    for samples in (37, 57):
+        assert broken_data_rule(classifier_job(data=Points(samples))).startswith(f"the batch of step {broken + 1} has")
 
 
 def test_a_budget_of_padded_length_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,6 +164,67 @@ def test_what_a_module_carries_along_is_found_and_named(buffer: bool) -> None:
 def test_statistics_dropout_and_caches_are_not_hidden_state() -> None:
     for job in (classifier_job(), language_job(), classifier_job(microbatch=10)):
         assert find_hidden_state(job) == ""
+
+
+class Growing(nn.Module):
+    """Calls more of its layers, or others, from call to call."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.layers, self.last, self.calls = nn.ModuleList(nn.Linear(5, 5) for _ in range(2)), nn.Linear(5, 3), 0
+        self.order = order
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.order == "input":
+            return self.last(self.layers[0](x * self.calls))
+        chosen = self.layers[: self.calls] if self.order == "more" else self.layers[self.calls % 2 :][:1]
+        if self.order == "more":
+            out = self.last(x)
+            return out + 0 * sum(layer(x).sum() for layer in chosen)
+        return self.last(chosen[0](x))
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [
+        ("input", "the code that calls model.layers.0 computes other numbers for microbatch 0"),
+        ("others", "the model calls other modules (model.layers.1, model.layers.0) and computes other numbers"),
+        ("more", "the model calls other modules (model, model.layers.1) and computes other numbers"),
+    ],
+)
+def test_what_the_code_between_modules_carries_along_is_found(order: str, words: str) -> None:
+    wrapped = classifier_job(model=lambda: nn.ModuleDict({"model": Growing(order)}), loss=of_wrapped)
+    assert find_hidden_state(wrapped).startswith(words)
+
+
+def of_wrapped(model: Any, batch: Any) -> evenly.Loss:
+    return evenly.Loss(model["model"](batch[0]).sum(), len(batch[0]))
+
+
+def test_a_loss_that_calls_the_model_more_often_from_call_to_call_is_found() -> None:
+    calls: list[int] = []
+
+    def loss(model: nn.Module, batch: Any) -> evenly.Loss:
+        calls.append(1)
+        return evenly.Loss(sum(model(batch[0]).sum() for _ in calls) / len(calls), len(batch[0]))
+
+    found = find_hidden_state(classifier_job(model=lambda: nn.Linear(5, 3), loss=loss))
+    assert found.startswith("the model calls more modules and computes other numbers")
+
+
+def test_what_a_forward_writes_into_the_state_dict_is_no_hidden_state() -> None:
+    class Averaging(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(5, 3)
+            self.register_buffer("average", torch.zeros(5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.average.lerp_(x.detach().mean(0), 0.5)
+            return self.linear(x - self.average)
+
+    assert find_hidden_state(classifier_job(model=Averaging)) == ""
 
 
 CALLS = [0]

@@ -142,10 +142,21 @@ def of_root(model: Any, batch: Any) -> Loss:
     return Loss((model(batch[0]) * 0).sqrt().sum(), len(batch[0]))
 
 
+class TwoOnOne(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.last.weight.data = self.first.weight.data
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x))
+
+
 BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     "not finite": (dict(loss=lambda model, batch: model(batch[0]).sum() * math.inf), "microbatch 0 has the loss"),
     "a gradient that is not finite": (dict(loss=of_root), "the norm of the gradient is nan"),
     "sparse": (dict(model=Sparse), "the gradient of embed.weight"),
+    "two in one memory": (dict(model=TwoOnOne), "they are two parameters in one memory"),
     "a dict": (dict(loss=lambda model, batch: {"loss": model(batch[0]).sum()}), "it returned a dict"),
     "a tuple": (dict(loss=lambda model, batch: (model(batch[0]).sum(), 1)), "it returned a tuple"),
     "a vector": (dict(loss=lambda model, batch: Loss(model(batch[0]), 1)), "whose total is no scalar tensor"),

@@ -1,0 +1,128 @@
+"""A whole verification in this process, of one device: what the parts find arrives in the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_data_rules import FAULTS
+
+import evenly.verify.ranks as ranks_module
+from evenly.errors import UserError
+from evenly.launch.agent import Launch
+from evenly.launch.environment import find_here
+from evenly.verify import verify as module
+from evenly.verify.ranks import FoundInJob, write_references
+from evenly.verify.verify import Verification, VerifyRequest, verify
+
+JOB_FILE = """
+from jobs import Points, classifier_job
+from test_data_rules import Counting
+
+def job(carries=False):
+    model = dict(model=lambda: Counting(buffer=False)) if carries else {}
+    return classifier_job(data=Points(60), eval_data=Points(40, seed=1), **model)
+"""
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    path = tmp_path / "whole_job.py"
+    path.write_text(JOB_FILE)
+    return path
+
+
+@pytest.fixture
+def run(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Verification]:
+    """Verifies plans of one device, each rank in turn in this process."""
+
+    def in_this_process(task: Any, arguments: Sequence[Any], launch: Launch) -> dict[int, Any]:
+        found: dict[int, Any] = {}
+        for rank in range(launch.devices):
+            place = replace(find_here(), rank=rank)
+            monkeypatch.setattr(ranks_module, "find_here", lambda place=place: place)
+            found[rank] = task(*arguments)
+        return found
+
+    monkeypatch.setattr(module, "start_ranks", in_this_process)
+
+    def run(*plans: str, steps: int = 3, dtype: Any = "float64", **settings: Any) -> Verification:
+        request = VerifyRequest(job_file, settings, steps, dtype)
+        return verify(request, [*plans], devices=None, report=lambda _: None)
+
+    return run
+
+
+def test_one_device_has_its_own_numbers_also_where_plans_take_turns(run: Callable[..., Verification]) -> None:
+    found = run("single", "single>single")
+    assert [(row.status, row.reason) for row in found.plans] == [("equal", "")] * 2
+    assert found.note == "" and found.equal
+    assert all(row.param_rounding is not None and 0 < row.param_rounding < 1e-9 for row in found.plans)
+
+
+@pytest.mark.parametrize(
+    "name", ["a sample less per batch", "always step 0", "one sample again", "one evaluated microbatch"]
+)
+def test_what_both_sides_would_do_wrong_is_found_in_the_data(
+    name: str, run: Callable[..., Verification], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FAULTS[name][0](monkeypatch)
+    found = run("single")
+    [row] = found.plans
+    assert row.status == "different" and row.reason == f"data: {found.note}"
+    assert found.note
+
+
+def test_what_a_model_carries_along_refuses_plans_of_several_devices(run: Callable[..., Verification]) -> None:
+    found = run("single", "ddp", carries=True)
+    assert [(row.status, row.world) for row in found.plans] == [("equal", 1), ("unsupported", 2)]
+    named = "module Counting computes other numbers for microbatch 0"
+    assert named in found.plans[1].reason and found.note.startswith(named)
+
+
+def test_a_plan_of_another_precision_is_refused(run: Callable[..., Verification]) -> None:
+    [row] = run("single precision=bfloat16").plans
+    assert (row.status, "give --dtype bfloat16" in row.reason) == ("unsupported", True)
+
+
+@pytest.mark.parametrize(
+    ("plan", "kind"),
+    [
+        ("ddp", "sums"),
+        ("zero3", "sums"),
+        ("pp", "sums"),
+        ("tensor=2", "forward"),
+        ("ddp compile=blocks", "forward"),
+        ("ddp>tensor=2", "forward"),
+    ],
+)
+def test_the_rounding_that_a_plan_may_add_is_what_is_measured(
+    plan: str, kind: str, job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds: list[str] = []
+
+    def start_ranks(task: Any, arguments: Sequence[Any], _: Launch) -> dict[int, Any]:
+        kinds.append(arguments[-1])
+        if task is write_references:
+            return {0: FoundInJob()}
+        raise UserError("a plan", "it was so", "")
+
+    monkeypatch.setattr(module, "start_ranks", start_ranks)
+    monkeypatch.setattr(module, "measure_rounding", lambda _, kind: kinds.append(kind))
+    verify(VerifyRequest(job_file, {}, 3, "float64"), [plan], devices=2, report=lambda _: None)
+    assert kinds == [["none", kind], kind, kind]
+
+
+def test_the_reference_runs_on_the_kind_of_device_that_plans_run_on(
+    job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices: list[str] = []
+    monkeypatch.setattr(ranks_module, "find_device", lambda place: f"cuda:{place.local_rank}")
+    monkeypatch.setattr(ranks_module, "keep_reference", lambda *_, device: devices.append(device))
+    request = (job_file, {}, "float64", module.parse_plan("ddp"), 3, tmp_path)
+    for kinds in (["none"], ["sums"]):
+        write_references(*request, kinds)  # type: ignore[arg-type]
+    assert devices == ["cuda:0", "cuda:0"]
