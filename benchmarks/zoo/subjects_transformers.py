@@ -194,12 +194,14 @@ def _images(config: Any, main: str = "pixel_values") -> Iterator[Shapes]:
     channels = channels if isinstance(channels, int) and channels < 5 else 3
     size = _find(config, "image_size", "img_size", default=2 * shrink.IMAGE)
     size = [size, size] if isinstance(size, int) else list(size)
-    frames = _find(config, "num_frames", default=None)
+    frames = _find(config, "num_frames", "frames_per_clip", default=None)
     shapes = [(channels, *size)] if isinstance(size[0], int) else []
     if frames:
         shapes[:0] = [(frames, *shape) for shape in shapes]
     for shape in (*shapes, *((channels, side, side) for side in (2 * shrink.IMAGE, 64, 128, 224, 384))):
         yield {main: ("float", shape, 0)}
+    if shapes:
+        yield {main: ("float", (2, *shapes[-1]), 0)}
 
 
 def _sounds(config: Any) -> Iterator[tuple[int, ...]]:
