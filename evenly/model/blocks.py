@@ -2,12 +2,12 @@
 
 A *list* is a container (`ModuleList`, `Sequential`, `ModuleDict`) with two or more children of one class that
 themselves have children and hold parameters. Its items are *blocks* if most of them have parameters of the same shapes,
-or most of their parameters. Where they differ (the stages of a Swin transformer, of a ResNet), or are containers that nothing calls, they are
-looked into, and an item without a list inside is a block itself. What lies inside a block is not looked into: the
-experts of one layer are part of it. Lists much smaller than the largest (two heads besides a tower) are no blocks,
-unless of the same class. A model without such lists is searched for children of one class that are no list
-(`self.block1`, `self.block2`), then for lists of one, which may be called again and again, then for lists of plain
-layers.
+or most of their parameters. Where they differ (the stages of a Swin transformer, of a ResNet), or are containers that
+nothing calls, they are looked into, and an item without a list inside is a block itself. What lies inside a block is
+not looked into: the experts of one layer are part of it. Lists much smaller than the largest (two heads besides a
+tower) are no blocks, unless of the same class. A model without such lists is searched for children of one class that
+are no list (`self.block1`, `self.block2`), then for lists of one, which may be called again and again, then for lists
+of plain layers.
 """
 
 from __future__ import annotations
