@@ -28,7 +28,7 @@ from evenly.parallel.core.calls import BlockCalls
 from evenly.parallel.pipeline.backward import backward, non_view_alias
 from evenly.parallel.pipeline.model import StagedModel
 from evenly.parallel.pipeline.pipeline import Pipeline
-from evenly.parallel.pipeline.remote_tensor import RemoteTensor, fake_of, is_remote, materialized, remote
+from evenly.parallel.pipeline.remote_tensor import RemoteTensor, fake_of, is_remote, materialized, remote, write_refusal
 from evenly.parallel.pipeline.stage_discovery import find_call_costs
 from evenly.parallel.pipeline.stages import CallCost, StagePlan, TensorSite
 from evenly.plan import Plan, parse_plan
@@ -332,6 +332,56 @@ def test_what_is_collected_inside_of_blocks_arrives_at_the_loss(model: type[Chai
     assert_as_on_one_device(text_job(model=model, precision="float64"), plan)
 
 
+# --------------------------------------------------------------- numbers of other stages, and what is written piecewise
+class Number(Chain):
+    """Its code asks, between blocks, how large the hidden state is."""
+
+    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x = x / x.detach().abs().max().item()
+        return x
+
+
+class Decides(Chain):
+    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x if bool(x.sum() > 0) else -x)
+        return x
+
+
+class Writes(Chain):
+    """Collects the hidden states in a tensor that it makes beforehand."""
+
+    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        kept, rows = torch.zeros(LAYERS, *x.shape, dtype=x.dtype), torch.zeros_like(x)
+        first = torch.zeros(x.shape, dtype=x.dtype)
+        for number, block in enumerate(self.blocks):
+            kept[number] = x = block(x)
+            rows[:, 1:].add_(x[:, 1:])
+            first[:, 0] += x[:, 0]
+        return kept.mean(0) + rows + first
+
+
+class Finite(Chain):
+    """Looks whether all is well, and takes the tokens by whom they look at."""
+
+    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            if x.isnan().any():
+                raise ValueError("not a number")
+            x = block(x)
+            most = x.detach().sum(-1).argmax(1).tolist()
+            x = x + torch.stack([x[row, at] for row, at in enumerate(most)])[:, None]
+        return x
+
+
+@pytest.mark.parametrize("model", [Number, Decides, Writes, Finite])
+@pytest.mark.parametrize("plan", ["pipeline=2", "pipeline=3", "pipeline=8"])
+def test_numbers_of_other_stages_and_what_they_write_arrive(model: type[Chain], plan: str) -> None:
+    assert_as_on_one_device(text_job(model=model, precision="float64"), plan)
+
+
 class Sometimes(Chain):
     """Only some microbatches need what the hooks have collected, and not the first."""
 
@@ -501,6 +551,13 @@ class Met:
     def note_shaped(self) -> None:
         self.shaped += 1
 
+    def refuses_write(self, target: torch.Tensor, function: str) -> Exception:
+        return write_refusal(function)
+
+    def want_numbers(self, tensors: list[RemoteTensor]) -> None: ...
+
+    def note_write(self, target: RemoteTensor) -> None: ...
+
 
 def missing(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> RemoteTensor:
     from evenly.model.fake import shared_fake_mode
@@ -621,31 +678,41 @@ def test_types_follow_autocast_and_gradients_the_mode() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- refusals
-class Number(Chain):
-    """Its code asks, between blocks, how large the hidden state is."""
+class Asks(Chain):
+    """Its code asks, between blocks, for a number that is a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones([]))
+
+    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return super().through(x * self.gain.item(), tokens)
+
+
+class WritesIntoView(Chain):
+    """Writes into a view that it took before."""
+
+    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        rows = torch.zeros_like(x)
+        view = rows[:, 1:]
+        for block in self.blocks:
+            x = block(x)
+            view.add_(x[:, 1:])
+        return x + rows
+
+
+class WritesInto(Chain):
+    """Writes into a buffer that every stage has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(3, 1, WIDTH), persistent=False)
 
     def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
-            x = x / x.detach().abs().max().item()
-        return x
-
-
-class Decides(Chain):
-    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x if bool(x.sum() > 0) else -x)
-        return x
-
-
-class Writes(Chain):
-    """Collects the hidden states in a tensor that it makes beforehand."""
-
-    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        kept = torch.zeros(LAYERS, *x.shape, dtype=x.dtype)
-        for number, block in enumerate(self.blocks):
-            kept[number] = x = block(x)
-        return kept.mean(0)
+            self.kept[:] = x.detach().mean(1, keepdim=True)
+        return x + self.kept
 
 
 class Grows(Chain):
@@ -693,9 +760,9 @@ REFUSED: dict[str, tuple[evenly.Job, str, str]] = {
     "kept": (text_job(model=Kept), "pipeline=2", "the model (Kept) keeps place in kept too"),
     "aliased": (text_job(model=Aliased), "pipeline=2", "the model (Aliased) keeps embed.weight in first too"),
     "grows": (text_job(model=Grows), "pipeline=2", "its first forward replaces or adds modules (extra)"),
-    "number": (text_job(model=Number), "pipeline=2", "aten._local_scalar_dense needs numbers that another stage has"),
-    "decides": (text_job(model=Decides), "pipeline=2", "needs numbers that another stage has"),
-    "writes": (text_job(model=Writes), "pipeline=2", "__setitem__ writes a tensor of another stage into one that"),
+    "asks": (text_job(model=Asks), "pipeline=2", "aten._local_scalar_dense needs numbers that another stage has"),
+    "writes into view": (text_job(model=WritesIntoView), "pipeline=2", "a tensor of an earlier stage and a view of it"),
+    "writes into": (text_job(model=WritesInto), "pipeline=2", "__setitem__ writes a tensor of another stage into one"),
     "stages": (PIPELINE_JOBS["chain"](), "pipeline=9", "it has 9 stages, and the model calls 8 blocks"),
     "V": (PIPELINE_JOBS["chain"](), "pipeline=5 schedule=zbv", "it has 10 stages, and the model calls 8 blocks"),
     "cut": (
@@ -715,7 +782,7 @@ def test_what_cannot_be_cut_is_refused_before_training(name: str) -> None:
 
 
 def test_a_model_is_as_it_was_after_a_refusal() -> None:
-    job, _, _ = REFUSED["number"]
+    job, _, _ = REFUSED["asks"]
     model, batch = built(job), batches_of(job)[0]
     torch.manual_seed(0)
     expected = as_loss(job.loss(model, batch), 1).total

@@ -17,7 +17,6 @@ from typing import Any, Protocol, get_args
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from evenly.data.nest import map_tensors, tensors_by_path
 from evenly.errors import RunError
@@ -26,9 +25,19 @@ from evenly.parallel.core.calls import BlockCall, ForwardEnded
 from evenly.parallel.core.parameter_views import ViewedParameters, viewed_tensors
 from evenly.parallel.core.statistics import changing_buffers
 from evenly.parallel.pipeline.messages import Payload
-from evenly.parallel.pipeline.remote_tensor import OTHER_PLAN, RemoteTensor, fake_like, is_remote, materialized, remote
+from evenly.parallel.pipeline.needs import Needs
+from evenly.parallel.pipeline.remote_tensor import (
+    OTHER_PLAN,
+    RemoteTensor,
+    fake_like,
+    is_remote,
+    materialized,
+    remote,
+    write_refusal,
+)
+from evenly.parallel.pipeline.result_sites import ResultRecorder, ResultSites
 from evenly.parallel.pipeline.skipped import SkippedBlocks
-from evenly.parallel.pipeline.stages import BEGIN, CallId, StagePlan, TensorSite
+from evenly.parallel.pipeline.stages import CallId, StagePlan, TensorSite
 from evenly.torch_private import TensorDict, operation_of, tensor_dict
 
 
@@ -81,18 +90,15 @@ class StageRun:
         self._runs_through = training in stage_plan.runs_through
         self.shaped = 0  # times that a shape followed from numbers
         self._count = 0  # calls so far
-        self._begun = 0  # calls of the model's forward so far
-        # The last call, and whether the code is behind or inside of it; None inside where nothing there is looked at.
-        self._place: tuple[CallId, str] | None = ((BEGIN, 0), "between")
-        self._result_counts: dict[str, int] = {}  # by function, tensors returned at this place
-        self._inside: list[tuple[str, int, torch.Tensor]] = []  # function, number, and what it returned inside a call
+        self._sites = ResultSites(inside=self._runs_through)
+        self._written, self._early = stage_plan.written, stage_plan.early
         self._tensors: dict[TensorSite, torch.Tensor] = {}  # those that this stage receives or sends
         self._remote: dict[str, RemoteTensor] = {}
         self._remote_places: dict[int, tuple[nn.Module, str, StageTensor]] = {}  # by id of the remote tensor
 
     def release(self) -> None:
         """Drops all tensors: the run and its remote tensors reference each other."""
-        for tensors in (self._inbox, self._tensors, self._remote, self._remote_places, self._inside):
+        for tensors in (self._inbox, self._tensors, self._remote, self._remote_places, self._sites):
             tensors.clear()
 
     # ------------------------------------------------------------------------------- TensorOwner
@@ -116,7 +122,18 @@ class StageRun:
 
     def draws(self) -> bool:
         """Blocks begin streams of their own, so that draws matter between them, or in one that is run through."""
-        return self._place is not None and (self._draws or self._place[1] == "inside")
+        place = self._sites.place
+        return place is not None and (self._draws or place[1] == "inside")
+
+    def refuses_write(self, target: torch.Tensor, function: str) -> Exception:
+        """Of what a stage needs for that nothing is left to be found."""
+        return write_refusal(function)
+
+    def note_write(self, target: RemoteTensor) -> None:
+        """Nothing to note."""
+
+    def want_numbers(self, tensors: list[RemoteTensor]) -> None:
+        """Called where the code asks for numbers of remote tensors, before that fails."""
 
     # ------------------------------------------------------------------------------------------------ parameters
     def view_of(self, module: nn.Module, name: str, stage_tensor: StageTensor) -> torch.Tensor | None:
@@ -152,30 +169,19 @@ class StageRun:
 
     def begin(self) -> None:
         """Called at the start of the model's forward; tensors that its hooks returned do not count."""
-        self._begun += 1
-        self._move((BEGIN, self._begun), "between")
+        self._sites.begin()
 
-    def _move(self, call: CallId, side: str) -> None:
-        """The code is now inside of a call, or behind it."""
-        self._place = (call, side) if side == "between" or self._runs_through else None
-        self._result_counts.clear()
-
-    def note_results(self, function: str, results: Any) -> None:
+    def note_results(self, function: str, results: Any, *, new: bool) -> Any:
         """Called after every torch function that the model's code calls."""
-        if self._place is None:
-            return
-        call, side = self._place
-        for tensor in results if isinstance(results, list | tuple) else [results]:
-            if isinstance(tensor, torch.Tensor):
-                number = self._result_counts[function] = self._result_counts.get(function, 0) + 1
-                if side == "inside":
-                    self._inside.append((function, number, tensor))
-                else:
-                    self._note_at(TensorSite(call, side, f"{function} {number}"), tensor)
+        for site, tensor in self._sites.add(function, results):
+            if new and not self.entered and site in self._written:
+                results = tensor = remote(fake_like(tensor, self._model.device), self)
+            self._note_at(site, tensor)
+        return results
 
     def _skip(self, call: BlockCall, now: CallId) -> Any:
         self._note(now, "in", (call.args, call.kwargs))
-        self._move(now, "inside")
+        self._sites.move(now, "inside")
         result = self._model.skipped.result(call, self, runs_through=self._runs_through)
         self._call_ended(now, result)
         call.skip()
@@ -196,17 +202,20 @@ class StageRun:
         for path, tensor in () if call is None else tensors_by_path((call.args, call.kwargs)):
             if is_remote(tensor):
                 self._tensors[TensorSite(None, "in", path)] = tensor
-        for site, value in self._inbox.items():
-            tensor = self._tensors.get(site)
-            if value is not None and isinstance(tensor, RemoteTensor):
-                _check_meta(site, tensor, value)
-                tensor.fill(value)
+        for site in self._inbox:
+            self._fill(site, self._tensors.get(site))
+
+    def _fill(self, site: TensorSite, tensor: torch.Tensor | None) -> None:
+        value = self._inbox.get(site)
+        if value is not None and isinstance(tensor, RemoteTensor):
+            _check_meta(site, tensor, value)
+            tensor.fill(value)
 
     def _run(self, call: BlockCall, now: CallId) -> Any:
         args, kwargs = map_tensors(materialized, (call.args, call.kwargs))
         self._check((args, kwargs), call)
         self._note(now, "in", (args, kwargs))
-        self._move(now, "inside")
+        self._sites.move(now, "inside")
         result = self._run_block(call, args, kwargs)
         self._call_ended(now, result)
         self._end_early()
@@ -217,11 +226,9 @@ class StageRun:
 
     def _call_ended(self, now: CallId, result: Any) -> None:
         self._note(now, "out", result)
-        # By how many there are in all, too: a stage that counts otherwise than another finds none, not a wrong one.
-        for function, number, tensor in self._inside:
-            self._note_at(TensorSite(now, "inside", f"{function} {number} of {self._result_counts[function]}"), tensor)
-        self._inside.clear()
-        self._move(now, "between")
+        for site, tensor in self._sites.leave(now):
+            self._note_at(site, tensor)
+        self._sites.move(now, "between")
 
     def _payload(self, call: BlockCall | None) -> Payload:
         """The inputs of the next stage."""
@@ -240,6 +247,8 @@ class StageRun:
     def _note_at(self, site: TensorSite, tensor: torch.Tensor) -> None:
         if site in self._sent_sites or site in self._inbox:
             self._tensors[site] = tensor
+        if site in self._early and not self.entered and is_remote(tensor):
+            self._fill(site, tensor)
 
     def end(self, result: Any) -> None:
         """Called with the loss when the model's code has ended."""
@@ -279,19 +288,6 @@ def _check_meta(site: TensorSite, tensor: RemoteTensor, value: torch.Tensor) -> 
         )
 
 
-class ResultRecorder(TorchFunctionMode):
-    """Within, reports the results of all torch functions to `run`."""
-
-    def __init__(self, run: StageRun) -> None:
-        super().__init__()
-        self._run = run
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = func(*args, **(kwargs or {}))
-        self._run.note_results(getattr(func, "__name__", ""), results)
-        return results
-
-
 class StagedModel:
     """A model whose code, while a stage runs, sees that stage's parameters only.
 
@@ -303,6 +299,7 @@ class StagedModel:
         self.running: ModelRun | None = None
         self._stage_plan: StagePlan | None = None
         self.skipped = SkippedBlocks(self)
+        self.needs = Needs()
         self._places: list[tuple[ViewedParameters, str, StageTensor]] = []
         self.blocks = find_blocks(model)
         # Runs after the hooks that gather parameters, which are always prepended.
@@ -391,7 +388,7 @@ class StagedModel:
         stage_plan = stage_plan or self.stage_plan
         run = StageRun(self, stage, inbox, training=training, stage_plan=stage_plan)
         try:
-            return self._forward(run, compute, recorded=stage_plan.receives_results(training=training))
+            return self._forward(run, compute, recorded=stage_plan.records_results(training=training))
         finally:
             run.release()
 

@@ -18,7 +18,15 @@ from evenly.data.nest import map_tensors, tensors_in
 from evenly.errors import PlanError
 from evenly.model.fake import DeferredTensor, shared_fake_mode
 from evenly.parallel.pipeline.example_tensor import example_of, remotes_are_examples
-from evenly.torch_private import TorchDispatchMode, is_fake, operation_of, without_subclasses, wrapper_subclass
+from evenly.torch_private import (
+    TorchDispatchMode,
+    has_memory,
+    is_fake,
+    memory_key,
+    operation_of,
+    without_subclasses,
+    wrapper_subclass,
+)
 
 RUNNING_STAGE = "running a stage of the model by itself"
 OTHER_PLAN = "use a plan without pipeline (ddp, zero3, tp)"
@@ -52,6 +60,16 @@ class TensorOwner(Protocol):
         """Called for every function of remote tensors that draws random numbers; whether to draw as many here."""
         ...
 
+    def refuses_write(self, target: torch.Tensor, function: str) -> Exception:
+        """What is raised where a function writes a remote tensor into `target`, which has data."""
+        ...
+
+    def note_write(self, target: RemoteTensor) -> None:
+        """Called for every function that modifies a filled tensor."""
+
+    def want_numbers(self, tensors: list[RemoteTensor]) -> None:
+        """Called where a function asks for numbers of remote tensors, before that fails."""
+
     def note_shaped(self) -> None:
         """Called for every function whose result has a shape that follows from numbers of tensors here."""
 
@@ -83,6 +101,8 @@ class RemoteTensor(DeferredTensor):
                 values |= {id(one): example_of(one.fake) for one in remotes if id(one) not in values}
             if len(values) < len({id(one) for one in remotes}):
                 return _run_remote(func, args, kwargs, tensors, remotes)
+            if isinstance(target := _written(func, args, kwargs), RemoteTensor):
+                target.owner.note_write(target)
 
         def filled(tensor: torch.Tensor) -> torch.Tensor:
             return values.get(id(tensor), tensor)
@@ -93,6 +113,11 @@ class RemoteTensor(DeferredTensor):
     def fake(self) -> torch.Tensor:
         """A fake tensor of the same shape."""
         return vars(self)["fake"]
+
+    @property
+    def root(self) -> RemoteTensor:
+        """What it is a view of, or itself."""
+        return vars(self).get("root", self)
 
     @property
     def owner(self) -> TensorOwner:
@@ -177,25 +202,29 @@ def _run_remote(
 ) -> Any:
     """Runs `func` on fake tensors; the tensors of the result are remote."""
     owner = remotes[0].owner
-    target = _in_place_target(func, args, kwargs)
+    target = _in_place_target(func, args, kwargs, owner)
     key = None if target is not None or owner.function_context is not None else cache_key((func, args, kwargs))
+    viewed: int | None = None
     if target is not None:
         results, draws = _run_fake_in_place(func, args, kwargs, target, owner)
     elif key is not None and key in _cached_results:
-        results, draws = _cached_results[key]
+        results, draws, viewed = _cached_results[key]
     else:
         try:
             results, draws = _run_watched(func, args, kwargs, owner)
+            viewed = _viewed(results, tensors)
         except Exception as problem:
-            wanted = operation_of(problem) or getattr(func, "__name__", "") in LENGTHS_OF_SEQUENCES
+            wanted = operation_of(problem) or getattr(func, "__name__", "") in {*LENGTHS_OF_SEQUENCES, "tolist"}
             if not wanted or not _shaped_by_others(tensors, remotes):
+                if wanted:
+                    owner.want_numbers([one for one in remotes if one.value is None])
                 raise
             results, draws, key = _run_shaped(func, args, kwargs, owner), False, None
         if key is not None:
             if len(_cached_results) > MAX_CACHED:
                 _cached_results.clear()
             results = map_tensors(lambda fake: fake.detach().requires_grad_(fake.requires_grad), results)
-            _cached_results[key] = results, draws
+            _cached_results[key] = results, draws, viewed
     if draws and owner.draws():
         draw_as(func, args, kwargs)
     own = {} if target is None else {id(one.fake): one for one in remotes}
@@ -205,12 +234,24 @@ def _run_remote(
         if not is_fake(type(fake)):
             return fake
         found.append(own[id(fake)] if id(fake) in own else remote(fake, owner))
+        if viewed is not None and isinstance(base := tensors[viewed], RemoteTensor):
+            vars(found[-1])["root"] = base.root
         return found[-1]
 
     results = map_tensors(wrapped, results)
     if found or target is not None:
         owner.note_inputs(tensors)
     return results
+
+
+def _viewed(results: Any, tensors: list[torch.Tensor]) -> int | None:
+    """Which of `tensors` the results of a function are views of, if of any."""
+    result = next(tensors_in(results), None)
+    if result is None or not has_memory(result):
+        return None
+    memory = memory_key(result)
+    fakes = [fake_of(tensor) for tensor in tensors]
+    return next((n for n, one in enumerate(fakes) if has_memory(one) and memory_key(one) == memory), None)
 
 
 def _run_fake_in_place(
@@ -299,17 +340,26 @@ def fake_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.fake if value is None else value
 
 
-def _in_place_target(func: Any, args: Any, kwargs: Any) -> Any:
-    """The tensor that `func` modifies, if any; raises `PlanError` where it has data, which would be lost."""
-    name = getattr(func, "__name__", "")
-    target = kwargs.get("out", args[0] if IN_PLACE.fullmatch(name) and args else None)
+def _in_place_target(func: Any, args: Any, kwargs: Any, owner: TensorOwner) -> Any:
+    """The tensor that `func` modifies, if any; raises where it has data, which would be lost."""
+    target = _written(func, args, kwargs)
     if isinstance(target, torch.Tensor) and not is_remote(target):
-        raise PlanError(
-            RUNNING_STAGE,
-            f"{name} writes a tensor of another stage into one that every stage has",
-            f"make a new tensor (torch.where, torch.cat) in the model, or {OTHER_PLAN}",
-        )
+        raise owner.refuses_write(target, getattr(func, "__name__", ""))
     return target
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Any:
+    name = getattr(func, "__name__", "")
+    return kwargs.get("out", args[0] if IN_PLACE.fullmatch(name) and args else None)
+
+
+def write_refusal(function: str) -> PlanError:
+    """The error for a remote tensor that is written into one that has data, which would be lost."""
+    return PlanError(
+        RUNNING_STAGE,
+        f"{function} writes a tensor of another stage into one that every stage has",
+        f"make a new tensor (torch.where, torch.cat) in the model, or {OTHER_PLAN}",
+    )
 
 
 def _key_parts(nest: Any) -> Iterator[Any]:

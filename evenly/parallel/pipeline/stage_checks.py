@@ -51,6 +51,5 @@ def same_modules(model: nn.Module) -> Generator[None]:
         raise PlanError(
             RUNNING_STAGE,
             f"its first forward replaces or adds modules ({changed[0]}), and draws for them once",
-            "let the model be as it stays from the start (a setting of it, or one forward in its builder), or "
-            f"{OTHER_PLAN}",
+            f"let the model be from the start as it stays (a setting, or one forward in its builder), or {OTHER_PLAN}",
         )

@@ -19,26 +19,29 @@ import torch
 from torch import nn
 
 from evenly.data.generators import drawn_past_torch, position_past_torch
-from evenly.data.nest import map_tensors, tensors_by_path, tensors_in
+from evenly.data.nest import tensors_in
 from evenly.errors import EvenlyError, PlanError, describe
 from evenly.model.fake import running_fake
 from evenly.parallel.core.attributes import attributes_restored
 from evenly.parallel.core.calls import BlockCall, BlockCalls
 from evenly.parallel.pipeline.call_costs import CallRecord, CostRecorder, CurrentCost, merged_calls
 from evenly.parallel.pipeline.draws import Draws
-from evenly.parallel.pipeline.example_tensor import example_of, example_weight
+from evenly.parallel.pipeline.example_tensor import example_weight
 from evenly.parallel.pipeline.example_tensor import examples as running_examples
-from evenly.parallel.pipeline.hooks import has_hooks, run_with_hooks
+from evenly.parallel.pipeline.hooks import has_hooks
+from evenly.parallel.pipeline.input_discovery import InputDiscovery, StageEnded
 from evenly.parallel.pipeline.messages import MAX_TENSORS
-from evenly.parallel.pipeline.model import ResultRecorder, StagedModel, StageRun, StageTensor
+from evenly.parallel.pipeline.model import StagedModel, StageRun, StageTensor
+from evenly.parallel.pipeline.needs import Made, NeedFound
 from evenly.parallel.pipeline.remote_tensor import (
     OTHER_PLAN,
     RUNNING_STAGE,
     RemoteTensor,
-    is_remote,
-    materialized,
+    fake_like,
     remote,
+    write_refusal,
 )
+from evenly.parallel.pipeline.result_sites import ResultRecorder, ResultSites
 from evenly.parallel.pipeline.stage_checks import check_can_be_staged, same_modules
 from evenly.parallel.pipeline.stages import (
     BEGIN_CALL,
@@ -47,11 +50,11 @@ from evenly.parallel.pipeline.stages import (
     CallId,
     FoundCalls,
     StagePlan,
-    TensorSite,
     stage_of_calls,
 )
 from evenly.torch_private import memory_key, operation_of
 
+MOST_NEEDS = 100  # that are found one by one
 MOST_FORWARDS = 24  # that are tried until each block was called
 
 
@@ -130,7 +133,7 @@ def _with_stage_inputs(
     """`stage_plan` with the inputs of each stage; key: as of `_run`."""
     for stage in reversed(range(stage_plan.stages)):
         model.set_stage_plan(stage_plan)
-        discovery = partial(_InputDiscovery, model, stage, training=training)
+        discovery = partial(InputDiscovery, model, stage, training=training)
         try:
             run = _discover(model, discovery, compute, key=key)
         except EvenlyError as problem:  # it may need what a block has left behind
@@ -152,24 +155,36 @@ def _with_stage_inputs(
             )
         vary = stage_plan.shapes_vary or run.shaped > 0
         stage_plan = replace(stage_plan, stage_inputs=found, mixed_draws=mixed, shapes_vary=vary)
+        stage_plan = replace(stage_plan, written=frozenset(model.needs.written), early=frozenset(model.needs.early))
+        if stage_plan.by_chance and stage_plan.early:
+            raise PlanError(RUNNING_STAGE, "numbers of another stage may decide which blocks are called", OTHER_PLAN)
     return stage_plan
 
 
-Discovery = TypeVar("Discovery", bound="_CallDiscovery | _InputDiscovery")
+Discovery = TypeVar("Discovery", bound="_CallDiscovery | InputDiscovery")
 
 
 def _discover(
     model: StagedModel, discovery: Callable[..., Discovery], compute: Callable[[], Any], *, key: int | None = 0
 ) -> Discovery:
-    """A run of `compute` on fake tensors or, where that fails, on examples."""
-    try:
-        _run(model, run := discovery(examples=False), compute, key=key)
-    except EvenlyError as problem:
-        try:
-            _run(model, run := discovery(examples=True), compute, key=key)
-        except EvenlyError as again:
-            raise problem from again
-    return run
+    """A run of `compute` on fake tensors or, where that fails, on examples; `model.needs` grows until it suffices."""
+    first: EvenlyError | None = None
+    model.needs.all_false = False
+    for examples, all_false in ((False, False), (True, False), (False, True), (True, True)):
+        if all_false and not model.needs.early:
+            break
+        model.needs.all_false = all_false
+        for _ in range(MOST_NEEDS):
+            try:
+                _run(model, run := discovery(examples=examples), compute, key=key)
+                return run
+            except NeedFound as need:
+                if not model.needs.add(need):
+                    raise need.problem from need
+            except EvenlyError as problem:
+                first = first or problem
+                break
+    raise first or AssertionError
 
 
 def calls_of(model: StagedModel, compute: Callable[[], Any]) -> tuple[CallId, ...]:
@@ -194,7 +209,7 @@ def stage_plan_for(model: StagedModel, calls: tuple[CallId, ...], compute: Calla
 
 def _run(
     model: StagedModel,
-    run: _CallDiscovery | _InputDiscovery | _CallOrder,
+    run: _CallDiscovery | InputDiscovery | _CallOrder,
     compute: Callable[[], Any],
     *,
     key: int | None,
@@ -203,14 +218,13 @@ def _run(
     calls = None if key is None else BlockCalls(model.blocks, model.device, model.call)
     model.running = run
     try:
-        recorder = ResultRecorder(run) if isinstance(run, StageRun) else nullcontext()
         drawing = nullcontext() if calls is None or key is None else calls.drawing(key)
         kept = attributes_restored(model.model)  # what only a first call does is not done yet
-        with kept, running_fake(), drawing, torch.enable_grad(), recorder, run.random, run.stack:
+        with kept, running_fake(), drawing, torch.enable_grad(), ResultRecorder(run), run.random, run.stack:
             run.end(compute())
-    except _StageEnded:
+    except StageEnded:
         pass
-    except EvenlyError:
+    except (EvenlyError, NeedFound):
         raise
     except Exception as problem:
         raise _refusal(problem) from problem
@@ -235,6 +249,7 @@ class _CallDiscovery:
     def __init__(self, model: StagedModel, *, examples: bool) -> None:
         self._model, self._examples = model, examples
         self.stack, self.random = ExitStack(), Draws()
+        self._sites, self._made = ResultSites(inside=False), Made()
         self._past_torch = False  # whether Python's or numpy's generator was drawn from
         self._remote: dict[str, torch.Tensor] = {}
         self._names = {id(tensor): stage_tensor.name for tensor, stage_tensor in model.local_tensors()}
@@ -290,10 +305,33 @@ class _CallDiscovery:
             for name in record.tensors - self._model.names_in(modules[record.call[0]]) - begin:
                 between.setdefault(name, set()).add(after)
 
-    def begin(self) -> None: ...
+    def begin(self) -> None:
+        """Results count from here on."""
+        self._sites.begin()
+
+    def note_results(self, function: str, results: Any, *, new: bool) -> Any:
+        """As in `StageRun`."""
+        for site, tensor in self._sites.add(function, results):
+            if new and site in self._model.needs.written:
+                return remote(fake_like(tensor, self._model.device), self)
+            if new:
+                self._made.note(site, tensor)
+        return results
+
+    def refuses_write(self, target: torch.Tensor, function: str) -> Exception:
+        """The site of `target` as a need."""
+        return self._made.need(target, write_refusal(function))
+
+    def note_write(self, target: RemoteTensor) -> None:
+        """Nothing: no tensor is filled."""
+
+    def want_numbers(self, tensors: list[RemoteTensor]) -> None:
+        """Nothing: examples have numbers."""
 
     def call(self, call: BlockCall) -> Any:
         """Begins to record a call, and runs the block."""
+        now = (call.block.name, call.number)
+        self._sites.move(now, "inside")
         self.call_costs.append(CallRecord((call.block.name, call.number)))
         if len(self.call_costs) == 1:
             first, before = self.call_costs[0], self._before_first
@@ -310,6 +348,7 @@ class _CallDiscovery:
                 "draw from torch, or use a plan without pipeline",
             )
         self.random.at_block(between=True)
+        self._sites.move(now, "between")
         return result
 
     def draws(self) -> bool:
@@ -346,101 +385,3 @@ class _CallOrder(StageRun):
         result = self._skip(call, now)
         self.random.at_block(between=True)
         return result
-
-
-class _StageEnded(Exception):
-    """Ends the run of a stage at the first block of the next."""
-
-
-class _InputDiscovery(StageRun):
-    """A run of one stage that finds the tensors it must receive; fake tensors take their place."""
-
-    def __init__(self, model: StagedModel, stage: int, *, training: bool, examples: bool) -> None:
-        super().__init__(model, stage, [None] * len(model.stage_plan.stage_inputs[training][stage]), training=training)
-        self.stack, self.random, self._examples = ExitStack(), Draws(), examples
-        self._own: dict[str, torch.Tensor] = {}
-        self.inputs: list[TensorSite] = []
-        if examples and self.entered:
-            self.stack.enter_context(running_examples())
-        self._sites: dict[int, tuple[RemoteTensor, TensorSite]] = {}
-
-    def value_of(self, tensor: RemoteTensor) -> torch.Tensor | None:
-        """A fake tensor for each one used once the stage is entered, which it must receive; None if it has no site."""
-        if not self.entered:
-            return None
-        if (found := super().value_of(tensor)) is not None:
-            return found
-        site = self._sites.get(id(tensor))
-        if site is None:
-            return None
-        self.inputs.append(site[1])
-        return example_of(tensor.fake) if self._examples else tensor.fake.clone()  # no leaf: may be overwritten
-
-    def view_of(self, module: nn.Module, name: str, stage_tensor: StageTensor) -> torch.Tensor | None:
-        """As in `StageRun`, with the stage's own parameters as fake tensors."""
-        found = super().view_of(module, name, stage_tensor)
-        if found is not None:
-            return found
-        if not self._examples:
-            return stage_tensor.fake
-        return self._own.setdefault(stage_tensor.name, example_weight(stage_tensor.fake))
-
-    def _note(self, call: CallId, side: str, nest: Any) -> None:
-        for path, tensor in tensors_by_path(nest):
-            self._note_at(TensorSite(call, side, path), tensor)
-
-    def _note_at(self, site: TensorSite, tensor: torch.Tensor) -> None:
-        super()._note_at(site, tensor)
-        if not self.entered and isinstance(tensor, RemoteTensor):
-            self._sites.setdefault(id(tensor), (tensor, site))
-
-    def _enter(self, call: BlockCall | None) -> None:
-        arguments = () if call is None else (call.args, call.kwargs)
-        for path, tensor in tensors_by_path(arguments):
-            if isinstance(tensor, RemoteTensor):
-                self._sites[id(tensor)] = (tensor, TensorSite(None, "in", path))
-        if self._examples:
-            self.stack.enter_context(running_examples())
-        super()._enter(call)
-        map_tensors(materialized, arguments)  # all arguments must be received
-
-    def draws(self) -> bool:
-        """Notes that a function draws for remote tensors."""
-        return self.random.note()
-
-    def call(self, call: BlockCall) -> Any:
-        """As in `StageRun`, but ends without sending."""
-        self.random.at_block(between=False)
-        result = self._called(call)
-        self.random.at_block(between=True)
-        return result
-
-    def _ended(self, call: BlockCall | None) -> Exception:
-        self._payload(call)
-        return _StageEnded()
-
-    def _called(self, call: BlockCall) -> Any:
-        stage = self._model.stage_plan.stage_of[call.block.name, call.number]
-        if stage > self.stage:
-            if not self.entered:
-                self._enter(call)
-            raise self._ended(call)
-        return super().call(call)
-
-    def _run_block(self, call: BlockCall, args: Any, kwargs: Any) -> Any:
-        """The block's code without what a plan has put around it."""
-        module = call.block.module
-        result = run_with_hooks(module, partial(type(module).forward, module), args, kwargs)
-        call.skip()
-        return result
-
-    def _check(self, nest: Any, call: BlockCall | None) -> None:
-        for path, tensor in tensors_by_path(nest):
-            if is_remote(tensor):
-                where = f"block {call.block.name}" if call is not None else "the loss"
-                raise PlanError(
-                    RUNNING_STAGE,
-                    f"{where} needs (at {path}) what an earlier stage computes inside a block and does not return, "
-                    f"of shape {tuple(tensor.shape)}",
-                    f"return it from the block, or {OTHER_PLAN}",
-                )

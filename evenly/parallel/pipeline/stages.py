@@ -72,6 +72,8 @@ class StagePlan:
     runs_through: training or evaluation, where blocks have hooks, or leave behind what they do not return: the code of
                   skipped ones runs on remote tensors every time.
     shapes_vary:  whether shapes in the model follow from numbers of the batch, and not from its shapes alone.
+    written:      what the code makes on every stage, and writes tensors of other stages into.
+    early:        what a stage needs the numbers of before its first block.
     """
 
     counts: tuple[int, ...]
@@ -83,6 +85,8 @@ class StagePlan:
     by_chance: bool = False
     runs_through: frozenset[bool] = frozenset()
     shapes_vary: bool = False
+    written: frozenset[TensorSite] = frozenset()
+    early: frozenset[TensorSite] = frozenset()
 
     @property
     def stages(self) -> int:
@@ -94,9 +98,11 @@ class StagePlan:
         """The plan's `split_points`: the numbers of the calls at which stages begin."""
         return "|".join(map(str, accumulate(self.counts[:-1])))
 
-    def receives_results(self, *, training: bool) -> bool:
+    def records_results(self, *, training: bool) -> bool:
         """Whether a stage receives a tensor that is computed between blocks, or in one that does not return it."""
-        return any(site.side in ("between", "inside") for inputs in self.stage_inputs[training] for site in inputs)
+        return bool(self.written) or any(
+            site.side in ("between", "inside") for inputs in self.stage_inputs[training] for site in inputs
+        )
 
     @property
     def shared(self) -> dict[str, tuple[int, ...]]:
