@@ -33,6 +33,7 @@ from evenly.comm.exact_reduce import exact_norm
 from evenly.comm.groups import Group
 from evenly.comm.transport import Pending
 from evenly.comm.world import World
+from evenly.data.nest import tensors_in
 from evenly.errors import PlanError, RunError
 from evenly.model.blocks import Block, find_blocks
 from evenly.parallel.core.memory import HOST, MemoryCounter, local
@@ -130,6 +131,8 @@ class ShardedGradients(Gradients):
         self._handles += [
             unit.register_forward_hook(hook, prepend=True) for unit, hook in zip(self._units, after, strict=True)
         ]
+        self._outputs: list[torch.Tensor] = []  # of the model's last forward, until its backward
+        self._handles.append(model.register_forward_hook(self._note_outputs))
         self._scalars = ScalarSums(self._named, self._group, self._use)
         self._handles += self._scalars.handles
         self._pending: Pending[torch.Tensor] | None = None
@@ -321,6 +324,15 @@ class ShardedGradients(Gradients):
 
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         return ((name, self._sums.get(name)) for name, _ in self._named)
+
+    def _note_outputs(self, _: nn.Module, __: Any, output: Any) -> None:
+        self._outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+
+    def zero(self) -> torch.Tensor | None:
+        return sum((tensor.sum() * 0 for tensor in self._outputs), torch.zeros(())) if self._outputs else None
+
+    def finish_backward(self) -> None:
+        self._outputs.clear()
 
     def reshard(self) -> None:
         for unit in self._units:
