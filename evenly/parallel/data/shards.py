@@ -98,7 +98,7 @@ class ShardedGradients(Gradients):
         split_backward: bool = False,
     ) -> None:
         trainable(model, required=ownership is None or ownership.pipeline_group is None)
-        _check_can_shard(model, scalars=ownership is None and not accumulate_float64)
+        _check_can_shard(model, scalars=ownership is None)
         _lay_out_in_order(model)
         self._world, self._group, self._offload, self._ownership = world, world.group("data"), offload, ownership
         self._model, self._split_backward = model, split_backward
@@ -133,7 +133,7 @@ class ShardedGradients(Gradients):
         ]
         self._outputs: list[torch.Tensor] = []  # of the model's last forward, until its backward
         self._handles.append(model.register_forward_hook(self._note_outputs))
-        self._scalars = ScalarSums(self._named, self._group, self._use)
+        self._scalars = ScalarSums(self._named, self._group, self._use, exact=accumulate_float64)
         self._handles += self._scalars.handles
         self._pending: Pending[torch.Tensor] | None = None
         self._sums: dict[str, torch.Tensor] = {}  # by name, the reduced shards of gradients
@@ -263,9 +263,7 @@ class ShardedGradients(Gradients):
         flags = (float(used) for used in self._used)
         order = (float(self.unit_order), float(self.unit_order**2))
         self._sums = self._reduced()
-        once = self._scalars.names if self._group.position else ()  # counted by the first rank
-        counted = [s for name, s in self._sums.items() if name not in once] if self._counts_squares else ()
-        squares = sum_of_squares(counted) if self._ownership is None else None
+        squares = sum_of_squares(self._counted()) if self._ownership is None else None
         self._pending = begin_numbers((*order, *flags), numbers, self._group, squares)
 
     def finish_reduce(self) -> list[float]:
@@ -312,7 +310,12 @@ class ShardedGradients(Gradients):
         return torch.tensor(self._squares, dtype=torch.float64).sqrt()
 
     def exact_norm(self) -> float:
-        return exact_norm(self._sums.values() if self._counts_squares else (), self._group)
+        return exact_norm(self._counted(), self._group)
+
+    def _counted(self) -> list[torch.Tensor]:
+        """The gradients that this rank counts for the norm; those without dims count on the first."""
+        once = self._scalars.names if self._group.position else ()
+        return [s for name, s in self._sums.items() if name not in once] if self._counts_squares else []
 
     def divide(self, divisor: float) -> None:
         for gradient in self._sums.values():
