@@ -162,13 +162,14 @@ class Executor(ABC):
         """The tensor to call backward on; None if the loss is a constant."""
         if not loss.total.requires_grad:
             # A constant has gradient zero, which is what a microbatch without anything that counts adds.
-            if float(loss.weight) > 0 or self.composed.in_step:
+            needed = self.composed.gradients.zero() if float(loss.weight) == 0 else None
+            if float(loss.weight) > 0 or (self.composed.in_step and needed is None):
                 raise RunError(
                     "the loss must depend on the model's parameters",
                     "its total requires no gradient",
                     "do not detach it",
                 )
-            return None
+            return needed
         return loss.total if scale == 1.0 else loss.total * scale
 
     # ---------------------------------------------------------------------------------------------- memory
@@ -201,7 +202,7 @@ class MicrobatchExecutor(Executor):
                 gradients.expect_last()
             self.allocating("temporaries")
             for microbatch, loss in zip(microbatches, losses, strict=False):
-                gradients.counting = microbatch.counts
+                gradients.counting = microbatch.counts and loss.total.requires_grad
                 self._backward(loss, scale)
                 gradients.finish_backward()
                 self.track_gradients()

@@ -29,7 +29,7 @@ from evenly.parallel.core.attributes import own_attributes
 from evenly.parallel.core.calls import ForwardEnded
 from evenly.parallel.core.mutation_guard import fingerprint
 from evenly.plan import Plan
-from evenly.train.look_buffers import check_averages, find_averages
+from evenly.train.look_buffers import check_averages, find_averages, refuse_rounded
 from evenly.train.same_numbers import same
 
 SETTINGS = (
@@ -138,6 +138,8 @@ def check_model(
         with statistics.noticing() if not plan.pipeline.active else nullcontext(set[str]()) as changed:
             losses, orders = executor.look([first, other, first])
         averages = find_averages(executor, [first, other], changed, world)
+        if plan.exact == "bitwise":
+            refuse_rounded(models[0], averages)
         remembers = not all(same(losses[0], again, exact=world.device == "cpu") for again in losses[2:])
         if plan.pipeline.active:  # what a model writes after its blocks, the first stages do not come to
             before = _buffers(models)

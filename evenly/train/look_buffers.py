@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from torch import nn
+
 from evenly.comm.collectives import gather_values
 from evenly.comm.world import World
 from evenly.data.loader import Microbatch
@@ -59,6 +61,17 @@ def check_averages(
         raise _refusal(
             others, f"by a factor that is not always the same: {found[others[0]]}, first {factors[others[0]]}"
         )
+
+
+def refuse_rounded(model: nn.Module, averages: Mapping[str, float]) -> None:
+    """Raises `UserError` for moving averages that ranks would round otherwise than one device."""
+    for name, buffer in model.named_buffers():
+        if averages.get(name) and buffer.is_floating_point():
+            raise UserError(
+                "exact=bitwise on several ranks",
+                f"buffer {name} is a moving average, which one device rounds after every microbatch",
+                "leave exact=bitwise out, or keep the average outside of the model",
+            )
 
 
 def _refusal(names: Sequence[str], found: str) -> UserError:

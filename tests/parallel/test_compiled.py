@@ -153,7 +153,7 @@ def count(plan: str) -> str:
     torch.compiler.reset()
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("evenly.train.run.check_model", lambda *_: None)  # which finds it before the first step
+            patch.setattr("evenly.train.run.check_model", lambda *_: {})  # which finds it before the first step
             run = evenly.start(classifier_job(model=Counted), plan=plan)
         with run:
             try:

@@ -117,9 +117,11 @@ class WithGain(Tower):
         return super().forward(batch) * self.gain + self.nothing.sum()
 
 
-def train_with_gain(plan: str, steps: int, out: Path | None, resume: bool) -> tuple[dict[str, torch.Tensor], float]:
+def train_with_gain(
+    plan: str, steps: int, out: Path | None, resume: bool, precision: str = "float64"
+) -> tuple[dict[str, torch.Tensor], float]:
     with evenly.start(
-        tower_job(model=WithGain, precision="float64"), plan=plan, out=out, steps=steps, resume=resume
+        tower_job(model=WithGain, precision=precision, clip_norm=0.1), plan=plan, out=out, steps=steps, resume=resume
     ) as run:
         norm = 0.0
         for batch in run.batches():
@@ -139,6 +141,13 @@ def test_a_parameter_without_dims_is_whole_on_all_ranks(ranks: KeptRanks, tmp_pa
         assert its_norm == pytest.approx(norm, rel=1e-9)
         for name in expected:
             torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-9)
+
+
+def test_a_parameter_without_dims_has_the_bits_of_one_device(ranks: KeptRanks) -> None:
+    ((expected, norm),) = ranks.run(train_with_gain, "single exact=bitwise", 4, None, False, "float32", size=1)
+    for found, its_norm in ranks.run(train_with_gain, "zero3 exact=bitwise", 4, None, False, "float32", size=3):
+        assert its_norm == norm
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def talk_of_a_step(whole_bytes: int = 0) -> tuple[list[str], set[tuple[torch.dtype, torch.dtype]]]:
@@ -322,7 +331,7 @@ def train_every_second_time(plan: str) -> dict[str, torch.Tensor]:
     EverySecondTime.forwards = 0
     job = text_job(model=EverySecondTime, eval_data=None, steps=4, global_batch=8, microbatch=2, precision="float64")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("evenly.train.run.check_model", lambda *_: None)  # which refuses it
+        patch.setattr("evenly.train.run.check_model", lambda *_: {})  # which refuses it
         run = evenly.start(job, plan=plan)
     with run:
         for batch in run.batches():

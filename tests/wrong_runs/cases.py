@@ -583,6 +583,12 @@ def with_learned_weight(model: nn.Module, batch: Any) -> evenly.Loss:
     return evenly.Loss(total, loss.weight)
 
 
+def sometimes_nothing(model: nn.Module, batch: Any) -> evenly.Loss:
+    """A constant where a microbatch has nothing that counts."""
+    loss = class_loss(model, batch)
+    return loss if batch[0][0, 0] > 0 else evenly.Loss(torch.zeros(()), 0)
+
+
 def with_gradient_hooks() -> nn.Module:
     model = Net()
     for parameter in model.parameters():
@@ -703,6 +709,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "chosen blocks": lambda: Case(job(Chosen)),
     "auxiliary loss": lambda: Case(job(AuxiliaryLoss, loss=with_auxiliary)),
     "learned weight": lambda: Case(job(LearnedWeight, loss=with_learned_weight)),
+    "constant of weight 0": lambda: Case(job(loss=sometimes_nothing)),
     "gradient hooks": lambda: Case(job(with_gradient_hooks)),
     "activation hooks": lambda: Case(job(with_activation_hooks)),
     "left behind": lambda: Case(job(Telltale, loss=with_what_was_told)),

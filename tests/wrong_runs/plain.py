@@ -53,7 +53,8 @@ def plain_steps(case: Case, steps: int) -> list[dict[str, torch.Tensor]]:
             batch = as_floats((job.collate or default_collate)([job.data[i] for i in indices]), model)
             key[0] = draw_from(stream_key(job.seed, "microbatch", step, number))
             loss = job.loss(model, batch)
-            loss.total.backward()
+            if loss.total.requires_grad:
+                loss.total.backward()
             weight += float(loss.weight)
         for parameter in model.parameters():
             if parameter.grad is not None:

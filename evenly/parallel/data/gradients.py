@@ -74,6 +74,10 @@ class Gradients(ABC):
     def expect_last(self) -> None:
         """Called before this rank's last backward of the step."""
 
+    def zero(self) -> torch.Tensor | None:
+        """A zero whose backward runs what all ranks have to run together; None where that is nothing, or not known."""
+        return None
+
     def finish_backward(self) -> None:  # noqa: B027
         """Called after a microbatch's backward, also where it had none to run."""
 

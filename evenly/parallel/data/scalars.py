@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from evenly.comm.collectives import all_reduce
+from evenly.comm.exact_reduce import begin_exact_all_reduce
+from evenly.comm.exact_sum import ExactSum
 from evenly.comm.groups import Group
 
 
@@ -17,15 +19,18 @@ class ScalarSums:
     """Sums their gradients over the microbatches of a step and the ranks of `group`, in float64.
 
     named: name and parameter, of all parameters. counts: called with the number of one that got a gradient; whether
-    that counts. `names`: of those without dims.
+    that counts. exact: whether sums are exact and rounded once. `names`: of those without dims.
     """
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], group: Group, counts: Callable[[int], bool]) -> None:
+    def __init__(
+        self, named: Sequence[tuple[str, nn.Parameter]], group: Group, counts: Callable[[int], bool], *, exact: bool
+    ) -> None:
         found = [(n, name, p) for n, (name, p) in enumerate(named) if p.dim() == 0 and p.requires_grad]
         self._group, self._counts = group, counts
         self.names = {name for _, name, _ in found}
         self._parameters = [parameter for _, _, parameter in found]
         self._sums = torch.zeros(len(found), dtype=torch.float64, device=group.device)
+        self._exact = ExactSum(self._sums) if exact else None
         self.handles: list[Any] = [
             parameter.register_hook(partial(self._add, place, number))
             for place, (number, _, parameter) in enumerate(found)
@@ -34,14 +39,26 @@ class ScalarSums:
     def begin(self) -> None:
         """Begins a step."""
         self._sums.zero_()
+        if self._exact is not None:
+            self._exact.clear()
 
     def reduce(self) -> None:
         """Writes the sums over ranks to the gradients."""
         if self._parameters:
-            sums = all_reduce(self._sums, self._group, label="gradients without dims")
-            for parameter, total in zip(self._parameters, sums, strict=True):
+            for parameter, total in zip(self._parameters, self._reduced(), strict=True):
                 parameter.grad = total.to(parameter.dtype)
 
+    def _reduced(self) -> torch.Tensor:
+        label = "gradients without dims"
+        if self._exact is None:
+            return all_reduce(self._sums, self._group, label=label)
+        begin_exact_all_reduce(self._exact, self._group, label=label)()
+        return self._exact.rounded() + 0.0  # -0.0 becomes 0.0
+
     def _add(self, place: int, number: int, gradient: torch.Tensor | None) -> None:
-        if gradient is not None and self._counts(number):
+        if gradient is None or not self._counts(number):
+            return
+        if self._exact is not None:
+            self._exact.add(gradient.detach().view(1), place)
+        else:
             self._sums[place] += gradient.double()

@@ -33,6 +33,7 @@ from evenly.comm.exact_reduce import exact_norm
 from evenly.comm.groups import Group
 from evenly.comm.transport import Pending
 from evenly.comm.world import World
+from evenly.data.nest import tensors_in
 from evenly.errors import PlanError, RunError
 from evenly.model.blocks import Block, find_blocks
 from evenly.parallel.core.memory import HOST, MemoryCounter, local
@@ -97,7 +98,7 @@ class ShardedGradients(Gradients):
         split_backward: bool = False,
     ) -> None:
         trainable(model, required=ownership is None or ownership.pipeline_group is None)
-        _check_can_shard(model, scalars=ownership is None and not accumulate_float64)
+        _check_can_shard(model, scalars=ownership is None)
         _lay_out_in_order(model)
         self._world, self._group, self._offload, self._ownership = world, world.group("data"), offload, ownership
         self._model, self._split_backward = model, split_backward
@@ -130,7 +131,9 @@ class ShardedGradients(Gradients):
         self._handles += [
             unit.register_forward_hook(hook, prepend=True) for unit, hook in zip(self._units, after, strict=True)
         ]
-        self._scalars = ScalarSums(self._named, self._group, self._use)
+        self._outputs: list[torch.Tensor] = []  # of the model's last forward, until its backward
+        self._handles.append(model.register_forward_hook(self._note_outputs))
+        self._scalars = ScalarSums(self._named, self._group, self._use, exact=accumulate_float64)
         self._handles += self._scalars.handles
         self._pending: Pending[torch.Tensor] | None = None
         self._sums: dict[str, torch.Tensor] = {}  # by name, the reduced shards of gradients
@@ -260,9 +263,7 @@ class ShardedGradients(Gradients):
         flags = (float(used) for used in self._used)
         order = (float(self.unit_order), float(self.unit_order**2))
         self._sums = self._reduced()
-        once = self._scalars.names if self._group.position else ()  # counted by the first rank
-        counted = [s for name, s in self._sums.items() if name not in once] if self._counts_squares else ()
-        squares = sum_of_squares(counted) if self._ownership is None else None
+        squares = sum_of_squares(self._counted()) if self._ownership is None else None
         self._pending = begin_numbers((*order, *flags), numbers, self._group, squares)
 
     def finish_reduce(self) -> list[float]:
@@ -309,7 +310,12 @@ class ShardedGradients(Gradients):
         return torch.tensor(self._squares, dtype=torch.float64).sqrt()
 
     def exact_norm(self) -> float:
-        return exact_norm(self._sums.values() if self._counts_squares else (), self._group)
+        return exact_norm(self._counted(), self._group)
+
+    def _counted(self) -> list[torch.Tensor]:
+        """The gradients that this rank counts for the norm; those without dims count on the first."""
+        once = self._scalars.names if self._group.position else ()
+        return [s for name, s in self._sums.items() if name not in once] if self._counts_squares else []
 
     def divide(self, divisor: float) -> None:
         for gradient in self._sums.values():
@@ -321,6 +327,15 @@ class ShardedGradients(Gradients):
 
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         return ((name, self._sums.get(name)) for name, _ in self._named)
+
+    def _note_outputs(self, _: nn.Module, __: Any, output: Any) -> None:
+        self._outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+
+    def zero(self) -> torch.Tensor | None:
+        return sum((tensor.sum() * 0 for tensor in self._outputs), torch.zeros(())) if self._outputs else None
+
+    def finish_backward(self) -> None:
+        self._outputs.clear()
 
     def reshard(self) -> None:
         for unit in self._units:
