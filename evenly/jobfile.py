@@ -103,6 +103,28 @@ def owns_loop(path: Path) -> bool:
     return any(ast.unparse(function) in ("evenly.start", "start") for function in called)
 
 
+def libraries_of(path: Path) -> list[str]:
+    """What the file imports at its top from installed libraries other than torch, as `module` or `module:name`."""
+    names: list[str] = []
+    for node in _parse(path).body:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names += [f"{node.module}:{alias.name}" for alias in node.names]
+    return [name for name in names if _is_installed(name.replace(":", ".").partition(".")[0])]
+
+
+def _is_installed(package: str) -> bool:
+    """Whether it is a library: not part of Python, not one of the job's neighbours; but for torch, imported anyway."""
+    if package in ("torch", "evenly"):
+        return False
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return False
+    return spec is not None and {"site-packages", "dist-packages"} & {*Path(spec.origin or "").parts} != set()
+
+
 def check_settings(path: Path, settings: dict[str, Any]) -> None:
     """Raises `UserError` for a setting that `job` does not take, where the text of the file at `path` tells that.
 

@@ -10,7 +10,7 @@ import torch
 from jobs import Points, classifier_job
 
 from evenly.errors import UserError
-from evenly.jobfile import check_settings, load_job, owns_loop, parse_settings
+from evenly.jobfile import check_settings, libraries_of, load_job, owns_loop, parse_settings
 
 
 @pytest.mark.parametrize(
@@ -135,3 +135,14 @@ def test_what_to_do_about_a_mistaken_job(text: str, message: str, tmp_path: Path
 def test_a_model_is_built_by_the_job() -> None:
     with pytest.raises(UserError, match=r"model is a Linear, not what builds one \(model=lambda: Linear\(...\)\)"):
         classifier_job(model=torch.nn.Linear(2, 3))
+
+
+def test_the_libraries_of_a_job_file_are_found_without_running_it(tmp_path: Path) -> None:
+    (tmp_path / "neighbour.py").write_text("")
+    path = tmp_path / "job.py"
+    path.write_text(
+        "import json, numpy.linalg\nimport torch\nfrom torch import nn\nimport evenly\nimport neighbour\n"
+        "from safetensors.torch import load_file as load, save_file\nimport no_such_library\nfrom . import sibling\n"
+        "raise SystemExit\ndef job():\n    import psutil\n"
+    )
+    assert libraries_of(path) == ["numpy.linalg", "safetensors.torch:load_file", "safetensors.torch:save_file"]

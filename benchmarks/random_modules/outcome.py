@@ -11,7 +11,8 @@ from evenly.plan import parse_plan
 from evenly.verify import verify
 from evenly.verify.compare import RankComparison
 from evenly.verify.disturb import Disturbance
-from evenly.verify.ranks import PlanSteps, compare_steps, keep_measured_reference
+from evenly.verify.ranks import compare_steps, keep_measured_reference
+from evenly.verify.tasks import PlanSteps
 
 STEPS = 3
 

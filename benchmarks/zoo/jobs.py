@@ -15,7 +15,8 @@ from samples import Samples, Shapes
 from evenly.job import Job
 from evenly.plan import PlanSpec, parse_plan
 from evenly.verify.disturb import Disturbance
-from evenly.verify.ranks import PlanSteps, compare_steps, keep_measured_reference
+from evenly.verify.ranks import compare_steps, keep_measured_reference
+from evenly.verify.tasks import PlanSteps
 from evenly.verify.verify import world_of
 
 STEPS = 2

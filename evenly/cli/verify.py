@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from evenly.cli.tables import print_table
 from evenly.errors import UserError
 from evenly.job import PRECISIONS
-from evenly.jobfile import owns_loop, parse_settings
+from evenly.jobfile import libraries_of, owns_loop, parse_settings
 from evenly.launch.agent import warm_up
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def run_verify(
     if not texts:
         raise UserError(f"--plans {plans!r}", "no plan", "name plans separated by semicolons, for example 'single;ddp'")
     owns_loop(job)  # refuses a file that is missing or is not Python before any process starts
-    warm_up(PRELOAD)
+    warm_up(PRELOAD, libraries_of(job))
 
     from evenly.verify.verify import VerifyRequest, verify
 

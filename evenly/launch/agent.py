@@ -30,6 +30,7 @@ from evenly.errors import RankError, UserError
 from evenly.launch.environment import (
     CONTROL_VARIABLE,
     LOOPBACK,
+    PRELOAD_VARIABLE,
     changed_environment,
     process_environment,
     rank_environment,
@@ -79,6 +80,7 @@ class Launch:
     preload:     modules that the forkserver imports for the ranks.
     environment: variables to set in the ranks.
     stall_limit_s: how long a rank may wait for another before all are ended, with the reason.
+    look_every_s: how often the agent looks whether ranks have ended.
     """
 
     devices: int
@@ -90,6 +92,7 @@ class Launch:
     preload: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     stall_limit_s: float = STALL_LIMIT_S
+    look_every_s: float = LOOK_EVERY_S
 
 
 def launch(fn: Callable[..., Any], *args: Any, devices: int, start: Start = "forkserver") -> list[Any]:
@@ -134,16 +137,17 @@ def start_ranks(fn: Callable[..., Any], args: Sequence[Any], launch: Launch) -> 
 # --- the forkserver -------------------------------------------------------------------------------------
 
 
-def warm_up(preload: Sequence[str] = ()) -> None:
+def warm_up(preload: Sequence[str] = (), libraries: Sequence[str] = ()) -> None:
     """Start the forkserver, which imports torch and `preload` while the caller goes on with its own imports.
 
-    Call it before importing torch. A server that runs already is kept as it is.
+    Call it before importing torch. A server that runs already is kept as it is. libraries: of the job, see `preload`.
     """
     from multiprocessing import forkserver
 
     # Stop signals are the launcher's to handle, also while the server imports.
-    with changed_environment(rank_environment(process_environment())), hold_signals():
-        forkserver.set_forkserver_preload([*PRELOAD, *preload])
+    variables = {**rank_environment(process_environment()), PRELOAD_VARIABLE: ",".join(libraries)}
+    with changed_environment(variables), hold_signals():
+        forkserver.set_forkserver_preload([*PRELOAD, *preload, *(["evenly.launch.preload"] if libraries else [])])
         forkserver.ensure_running()
     atexit.register(_stop_forkserver)
 
@@ -329,7 +333,7 @@ def _agent_config(launch: Launch) -> Any:
         local_addr=LOOPBACK if alone else None,
         max_restarts=0,
         start_method=launch.start,
-        monitor_interval=LOOK_EVERY_S,
+        monitor_interval=launch.look_every_s,
         logs_specs=_no_logs(),
         # Where the agent handles a signal it kills the ranks at once; the others are forwarded.
         signals_to_handle="SIGQUIT",

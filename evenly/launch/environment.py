@@ -409,6 +409,14 @@ CONTROL_VARIABLE = "EVENLY_CONTROL"
 CHECK_VARIABLE = "EVENLY_CHECK"
 
 
+PRELOAD_VARIABLE = "EVENLY_PRELOAD"
+
+
+def libraries_to_preload() -> list[str]:
+    """What the forkserver imports of the job's own libraries; see `launch.preload`."""
+    return [*filter(None, os.environ.get(PRELOAD_VARIABLE, "").split(","))]
+
+
 def record_file(rank: int) -> Path | None:
     """Where this rank records what it says, for the launcher that watches it; None without one."""
     folder = os.environ.get(CONTROL_VARIABLE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +24,8 @@ from evenly.verify.disturb import Disturbance, Disturber
 from evenly.verify.hidden_state import find_hidden_state
 from evenly.verify.reference import evaluates, loss_not_additive, named_tensors, reference_steps
 from evenly.verify.shorten import shortened
-from evenly.verify.trajectory import Scalars, Trajectory, read_rounding, write_rounding
-
-
-@dataclass(frozen=True)
-class FoundInJob:
-    """What is known of the job before any plan is compared; texts are '' where all is well.
-
-    broken_rule:  a rule of data order that its batches break. hidden_state: what one microbatch passes to the next.
-    note:         a warning about its loss.
-    """
-
-    broken_rule: str = ""
-    hidden_state: str = ""
-    note: str = ""
-
-    @property
-    def notes(self) -> str:
-        """All that is not well, in one line."""
-        return "; ".join(filter(None, (self.broken_rule, self.hidden_state, self.note)))
-
-    def __or__(self, other: FoundInJob) -> FoundInJob:
-        """What both have found."""
-        return FoundInJob(*(getattr(self, f.name) or getattr(other, f.name) for f in fields(self)))
+from evenly.verify.tasks import FoundInJob, PlanSteps
+from evenly.verify.trajectory import Scalars, Trajectory, measure_rounding, read_rounding, trajectory_folder
 
 
 def write_references(
@@ -81,11 +60,6 @@ def write_references(
     return FoundInJob(broken_rule=broken_data_rule(job), note=note)
 
 
-def trajectory_folder(folder: Path, kind: Disturbance) -> Path:
-    """Where the run with `kind` of rounding added is saved."""
-    return folder / ("reference" if kind == "none" else f"disturbed-{kind}")
-
-
 def keep_reference(job: Job, steps: int, folder: Path, kind: Disturbance = "none", *, device: str = "cpu") -> None:
     """Trains `job` in the plain loop, with `kind` of rounding added, and saves its trajectory in `folder`."""
     trajectory, scalars, disturber = Trajectory(folder), Scalars(), Disturber(kind)
@@ -106,25 +80,6 @@ def keep_measured_reference(job: Job, steps: int, folder: Path, kinds: Sequence[
         keep_reference(job, steps, trajectory_folder(folder, kind), kind)
     for kind in kinds:
         measure_rounding(folder, kind)
-
-
-def measure_rounding(folder: Path, kind: Disturbance) -> None:
-    """Writes how far the run with `kind` of rounding added strayed from the reference; both are in `folder`."""
-    reference, disturbed = (Trajectory(trajectory_folder(folder, one)) for one in ("none", kind))
-    write_rounding(reference, disturbed, folder / f"rounding-{kind}.json", kind)
-
-
-@dataclass(frozen=True)
-class PlanSteps:
-    """Consecutive steps that one plan runs.
-
-    first, last: how many steps are done before and after it. out: folder of the run, where several plans take turns.
-    """
-
-    plan: PlanSpec
-    first: int
-    last: int
-    out: Path | None = None
 
 
 def compare_file(

@@ -75,6 +75,17 @@ class Trajectory:
         return self.folder / f"step-{step}.{kind}.safetensors"
 
 
+def trajectory_folder(folder: Path, kind: Disturbance) -> Path:
+    """Where the run with `kind` of rounding added is saved."""
+    return folder / ("reference" if kind == "none" else f"disturbed-{kind}")
+
+
+def measure_rounding(folder: Path, kind: Disturbance) -> None:
+    """Writes how far the run with `kind` of rounding added strayed from the reference; both are in `folder`."""
+    reference, disturbed = (Trajectory(trajectory_folder(folder, one)) for one in ("none", kind))
+    write_rounding(reference, disturbed, folder / f"rounding-{kind}.json", kind)
+
+
 def write_rounding(reference: Trajectory, disturbed: Trajectory, path: Path, kind: Disturbance) -> None:
     """Writes to `path` how far the `disturbed` run strayed from the `reference`, step by step."""
     one, other = reference.scalars(), disturbed.scalars()

@@ -17,8 +17,10 @@ from evenly.launch.agent import Launch, start_ranks
 from evenly.plan import PlanSpec, parse_plan
 from evenly.verify.compare import RankComparison, Row, judge
 from evenly.verify.disturb import Disturbance
-from evenly.verify.ranks import FoundInJob, PlanSteps, compare_file, measure_rounding, write_references
+from evenly.verify.tasks import FoundInJob, PlanSteps
+from evenly.verify.trajectory import measure_rounding
 
+LOOK_EVERY_S = 0.1  # ranks run for a second or two
 SIGNALLED = 128  # an exit code above is 128 + the signal that ended the process
 
 
@@ -102,7 +104,9 @@ class _ReferenceRuns:
         what = "again, with rounding added" if len(kinds) == 1 else "a plain loop on one device, twice"
         self._report(f"reference: {what}{_of_microbatch(plan)}")
         arguments = (request.path, request.settings, request.dtype, plan, request.steps, folder, kinds)
-        for found in start_ranks(write_references, arguments, Launch(devices=len(kinds))).values():
+        for found in start_ranks(
+            run_references, arguments, Launch(devices=len(kinds), look_every_s=LOOK_EVERY_S)
+        ).values():
             if isinstance(found, PlanError):
                 raise found
             self.found |= found
@@ -184,7 +188,7 @@ def _run_turns(request: VerifyRequest, turns: Sequence[_Turn], folder: Path, kin
 
 def _run_steps(request: VerifyRequest, part: PlanSteps, folder: Path, kind: Disturbance) -> list[RankComparison]:
     arguments = (request.path, request.settings, request.dtype, part, request.steps, folder, kind)
-    results = start_ranks(compare_file, arguments, Launch(devices=part.plan.ranks or 1))
+    results = start_ranks(run_plan, arguments, Launch(devices=part.plan.ranks or 1, look_every_s=LOOK_EVERY_S))
     return [results[rank] for rank in sorted(results)]
 
 
@@ -201,3 +205,27 @@ def world_of(plan: PlanSpec, devices: int | None, text: str = "") -> int:
         return 4 if plan.shard == "auto" else 2 * plan.shard
     stated = math.prod(size for size in (plan.tensor, plan.pipeline) if isinstance(size, int))
     return max(2, stated)
+
+
+def run_references(
+    path: Path,
+    settings: dict[str, Any],
+    dtype: Precision,
+    plan: PlanSpec,
+    steps: int,
+    folder: Path,
+    kinds: list[Disturbance],
+) -> PlanError | FoundInJob:
+    """`ranks.write_references`, on each rank: the launcher need not import the engine."""
+    from evenly.verify.ranks import write_references
+
+    return write_references(path, settings, dtype, plan, steps, folder, kinds)
+
+
+def run_plan(
+    path: Path, settings: dict[str, Any], dtype: Precision, part: PlanSteps, steps: int, folder: Path, kind: Disturbance
+) -> RankComparison:
+    """On each rank, `ranks.compare_file`."""
+    from evenly.verify.ranks import compare_file
+
+    return compare_file(path, settings, dtype, part, steps, folder, kind)

@@ -17,8 +17,8 @@ import evenly.data.loader as loader
 import evenly.verify.data_rules as data_rules
 from evenly.verify.data_rules import broken_data_rule
 from evenly.verify.hidden_state import find_hidden_state
-from evenly.verify.ranks import FoundInJob
 from evenly.verify.shorten import shortened
+from evenly.verify.tasks import FoundInJob
 from evenly.verify.verify import _problem_of, _ReferenceRuns, _verify_plan
 
 JOBS = {

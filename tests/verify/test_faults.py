@@ -37,7 +37,8 @@ from evenly.parallel.tensor.axis import Axis
 from evenly.plan import parse_plan
 from evenly.verify.compare import RankComparison, judge
 from evenly.verify.disturb import Disturbance
-from evenly.verify.ranks import PlanSteps, compare_steps, keep_measured_reference
+from evenly.verify.ranks import compare_steps, keep_measured_reference
+from evenly.verify.tasks import PlanSteps
 
 STEPS = 3
 

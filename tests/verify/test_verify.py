@@ -18,8 +18,9 @@ from evenly.launch.agent import FailedRank
 from evenly.train import Run
 from evenly.verify import verify as module
 from evenly.verify.compare import RankComparison
-from evenly.verify.ranks import FoundInJob, compare_job, keep_reference
+from evenly.verify.ranks import compare_job, keep_reference
 from evenly.verify.reference import loss_not_additive, reference_steps
+from evenly.verify.tasks import FoundInJob
 from evenly.verify.verify import VerifyRequest, verify
 
 
@@ -33,7 +34,7 @@ def failing(exit_code: int) -> Any:
     """In place of starting ranks: the reference comes through, those of a plan fail."""
 
     def start_ranks(task: Any, *_: Any) -> dict[int, Any]:
-        if task is module.write_references:
+        if task is module.run_references:
             return {0: FoundInJob()}
         raise FailedRank("rank 1 failed", "it was so", "", rank=1, exit_code=exit_code)
 
@@ -64,7 +65,7 @@ def test_one_device_runs_first_where_bits_are_compared(
     begun: list[str] = []
 
     def start_ranks(task: Any, arguments: tuple[Any, ...], _: Any) -> dict[int, Any]:
-        if task is module.write_references:
+        if task is module.run_references:
             return {0: FoundInJob()}
         begun.append(str(arguments[3].plan))
         return {0: RankComparison("float32", 0)}

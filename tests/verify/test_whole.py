@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,8 @@ from evenly.errors import UserError
 from evenly.launch.agent import Launch
 from evenly.launch.environment import find_here
 from evenly.verify import verify as module
-from evenly.verify.ranks import FoundInJob, write_references
+from evenly.verify.ranks import write_references
+from evenly.verify.tasks import FoundInJob
 from evenly.verify.verify import Verification, VerifyRequest, verify
 
 JOB_FILE = """
@@ -106,7 +109,7 @@ def test_the_rounding_that_a_plan_may_add_is_what_is_measured(
 
     def start_ranks(task: Any, arguments: Sequence[Any], _: Launch) -> dict[int, Any]:
         kinds.append(arguments[-1])
-        if task is write_references:
+        if task is module.run_references:
             return {0: FoundInJob()}
         raise UserError("a plan", "it was so", "")
 
@@ -126,3 +129,11 @@ def test_the_reference_runs_on_the_kind_of_device_that_plans_run_on(
     for kinds in (["none"], ["sums"]):
         write_references(*request, kinds)  # type: ignore[arg-type]
     assert devices == ["cuda:0", "cuda:0"]
+
+
+def test_the_launcher_imports_no_engine() -> None:
+    """It never runs it, and that takes as long as importing torch."""
+    code = "import sys, evenly.verify.verify; print([m for m in sys.modules if m.startswith('evenly.')])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "evenly.verify.tasks" in found
+    assert not any(f"evenly.{name}" in found for name in ("train", "engine", "parallel", "checkpoint", "verify.ranks"))

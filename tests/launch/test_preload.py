@@ -1,0 +1,33 @@
+"""The libraries of a job, imported once for all ranks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from evenly.launch.preload import import_libraries
+
+
+@pytest.fixture
+def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "library_that_raises.py").write_text("raise RuntimeError\n")
+    (tmp_path / "lazy_library.py").write_text(
+        "asked = []\nprint('imported')\ndef __getattr__(name):\n    asked.append(name)\n    return name\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "lazy_library", raising=False)
+
+
+@pytest.mark.usefixtures("libraries")
+def test_libraries_are_imported_whatever_one_of_them_raises(capsys: pytest.CaptureFixture[str]) -> None:
+    import_libraries(["no_such_library", "library_that_raises", "lazy_library:Model"], gpu=Path("/no/gpu"))
+    assert "Model" in sys.modules.pop("lazy_library").asked
+    assert capsys.readouterr() == ("", "imported\n")  # stdout is for a JSON document
+
+
+@pytest.mark.usefixtures("libraries")
+def test_nothing_is_imported_where_there_is_a_gpu(tmp_path: Path) -> None:
+    import_libraries(["lazy_library"], gpu=tmp_path)
+    assert "lazy_library" not in sys.modules
