@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from evenly.comm.collectives import gather_values
 from evenly.comm.world import World
 from evenly.data.generators import seeded
 from evenly.data.stream import stream_key
-from evenly.engine.build import build_optimizer, build_schedule, check_offload
+from evenly.engine.build import build_optimizer, build_schedule, check_offload, remove_parameters
 from evenly.engine.compose import Composed
 from evenly.engine.precision import LossScale, first_scale
 from evenly.engine.step_totals import StepTotals
@@ -34,11 +35,45 @@ class Updater:
 
     def __init__(self, job: Job, plan: Plan, composed: Composed, world: World) -> None:
         self._job, self._plan, self._composed, self._world = job, plan, composed, world
-        self.optimizer = build_optimizer(job, composed.parameters(), plan)
+        self.optimizer = build_optimizer(job, composed.parameters(), plan, composed.showing(True))
+        composed.as_parts(self.optimizer)
+        self._asked = [group["params"] for group in self.optimizer.param_groups]
+        self._stepped: list[list[Any]] | None = None  # while the groups are as the job has built them
+        remove_parameters(self.optimizer, [p for p in composed.parameters() if p.is_meta])
         self._plain = steps_elements(self.optimizer)
         self._sharded = self._over_parts()
-        self.schedule = build_schedule(job, self.optimizer)
+        with composed.showing(True):
+            self.schedule = build_schedule(job, self.optimizer)
         self.loss_scale: LossScale = first_scale(plan.precision, job.global_batch)
+
+    @contextmanager
+    def inside(self) -> Generator[None]:
+        """Within, the optimizer's groups hold what this rank steps; outside, once shown, the model's parameters."""
+        if self._stepped is None:
+            yield
+            return
+        groups, stepped, self._stepped = self.optimizer.param_groups, self._stepped, None
+        if len(groups) != len(stepped) or any(
+            [*map(id, group["params"])] != [*map(id, asked)] for group, asked in zip(groups, self._asked, strict=True)
+        ):
+            raise RunError(
+                "the optimizer's parameters", "its groups have changed since the run began", "group them in the job"
+            )
+        for group, own in zip(groups, stepped, strict=True):
+            group["params"] = own
+        try:
+            yield
+        finally:
+            self.show_groups()
+
+    def show_groups(self) -> None:
+        """Has the job's code find the model's parameters in the optimizer's groups, but `inside`."""
+        groups = self.optimizer.param_groups
+        stepped = [group["params"] for group in groups]
+        if any([*map(id, own)] != [*map(id, asked)] for own, asked in zip(stepped, self._asked, strict=True)):
+            self._stepped = stepped
+            for group, asked in zip(groups, self._asked, strict=True):
+                group["params"] = [*asked]
 
     def _over_parts(self) -> ShardedOptimizer | WholeOptimizer | None:
         """What steps the optimizer where this rank has parts of parameters."""
@@ -114,7 +149,8 @@ class Updater:
     def end_step(self, step: int) -> None:
         """Advances the learning-rate schedule; what it draws follows from `step`."""
         if self.schedule is not None:
-            with seeded(stream_key(self._job.seed, "schedule", step)), warnings.catch_warnings():
+            drawing = seeded(stream_key(self._job.seed, "schedule", step))
+            with drawing, self._composed.showing(True), warnings.catch_warnings():
                 # The schedule counts steps, those that float16 skipped included.
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
                 self.schedule.step()

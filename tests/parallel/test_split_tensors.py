@@ -429,7 +429,6 @@ REFUSED: dict[str, tuple[Callable[[T, T], Any], str]] = {
     "unknown-in-place": (lambda w, _: w.mul(2).cumsum_(0), "cumsum_ on a tensor that is split"),
     "through-a-view": (lambda w, _: w.mul(2).diagonal().fill_(1), "fill_ on a tensor that is split"),
     "through-views": (lambda w, _: w.mul(2).diagonal().view(2, 3)[0].add_(1), "add_ on a tensor that is split"),
-    "data": (lambda w, _: w.data.mul_(2), "data.__get__ on a tensor that is split"),
     "kept-gradient": (lambda w, _: w.mul(2).retain_grad(), "retain_grad on a tensor that is split"),
     "own-backward": (lambda w, x: Doubled.apply(x, w), "Doubled.forward (test_split_tensors.py:"),
     "own-backward-later": (lambda w, x: Doubled.apply(x.detach(), w), "Doubled.forward (test_split_tensors.py:"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from own_loops import LOOPS
 from plain import Case
 from torch import nn
 from torch.nn import functional as F
@@ -613,6 +614,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "max_norm": lambda: Case(job(Normed)),
     "own loop": lambda: Case(job(), after=normalized),
     "own loop draws": lambda: Case(job(), after=factors_drawn),
+    **{f"own loop {name}": (lambda loop=loop: Case(job(), loop=loop)) for name, loop in LOOPS.items()},
     "double backward": lambda: Case(job(loss=penalized)),
     "double backward of norms": lambda: Case(job(Attending, loss=penalized)),
     "frozen norm": lambda: Case(job(with_frozen_norm, data=Points(16))),
