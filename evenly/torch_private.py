@@ -5,6 +5,7 @@ What is relied on stands with each name; `tests/test_torch_private.py` holds it 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
@@ -92,6 +93,12 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """What `torch.func` made the tensor of by `vmap` or `grad`; the tensor itself outside of them."""
     functorch: Any = torch._C._functorch  # pyright: ignore
     return functorch.get_unwrapped(tensor) if functorch.is_functorch_wrapped_tensor(tensor) else tensor
+
+
+def run_as_written(*, on: bool) -> None:
+    """Whether compiled code runs as it is written from now on; where torch's compiler is loaded."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.set_stance("force_eager" if on else "default")
 
 
 def in_transform() -> bool:
@@ -200,9 +207,11 @@ def has_gradient_hooks(parameter: Any) -> bool:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether anything runs before or after its steps, of this optimizer alone."""
-    before: Any = optimizer._optimizer_step_pre_hooks  # pyright: ignore[reportPrivateUsage]
-    return bool(before or optimizer._optimizer_step_post_hooks)  # pyright: ignore[reportPrivateUsage]
+    """Whether anything runs before or after its steps, of this optimizer alone or of all."""
+    own: Any = optimizer
+    home: Any = sys.modules[torch.optim.Optimizer.__module__]  # `torch.optim` hides it
+    of_all = home._global_optimizer_pre_hooks or home._global_optimizer_post_hooks
+    return bool(own._optimizer_step_pre_hooks or own._optimizer_step_post_hooks or of_all)
 
 
 def gradient_hooks(parameter: Any) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:

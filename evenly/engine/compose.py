@@ -28,6 +28,7 @@ from evenly.parallel.data.gradients import Gradients, GradientSum, Ownership, tr
 from evenly.parallel.data.replicas import ReplicaGradients, Replicas
 from evenly.plan import Plan
 from evenly.plan.schedule import splits_backward
+from evenly.torch_private import without_subclasses
 
 if TYPE_CHECKING:
     from evenly.parallel.data.optimizer import OwnedRows
@@ -125,9 +126,17 @@ class Composed:
         return tensor.shape if self.tensor is None else self.tensor.full_shape(name, tensor.shape)
 
     def as_parts(self, optimizer: torch.optim.Optimizer) -> None:
-        """What the job has made for whole parameters as it built `optimizer`, as this rank's parts."""
+        """What the job has made for whole parameters as it built `optimizer`, as the tensor axis leaves it here."""
         if self.tensor is not None:
-            self.tensor.as_parts(optimizer.state.values())
+            for name, parameter in self.model.named_parameters():
+                if parameter in optimizer.state:
+                    state: dict[str, Any] = optimizer.state[parameter]
+                    state |= {key: self.tensor.as_part(name, parameter, value) for key, value in state.items()}
+
+    @property
+    def cut(self) -> bool:
+        """Whether this rank has not all of the model's parameters as one device has them."""
+        return bool(self.cuts) or self.tensor is not None or self.pipeline is not None
 
     def parameters(self) -> list[nn.Parameter]:
         """All parameters of the model, in its order; meta tensors for those of other ranks."""
@@ -144,7 +153,8 @@ class Composed:
     def full_view(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The full tensor of a parameter or buffer, or of its gradient; a collective if it is sharded or split."""
         full_tensor = getattr(tensor, "full_tensor", None)
-        mine = tensor if full_tensor is None else full_tensor()
+        with without_subclasses():  # of what it is, however it is shown
+            mine = tensor if full_tensor is None else full_tensor()
         return mine if self.tensor is None else self.tensor.full_view(name, mine)
 
     def local_part(self, name: str, full: torch.Tensor) -> torch.Tensor:

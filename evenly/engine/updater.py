@@ -21,7 +21,7 @@ from evenly.engine.step_totals import StepTotals
 from evenly.errors import RunError
 from evenly.job import Job
 from evenly.parallel.core.memory import HOST, MemoryCounter, state_tensors
-from evenly.parallel.core.optimizer_kinds import needs_whole, steps_elements
+from evenly.parallel.core.optimizer_kinds import is_changed, needs_whole, steps_elements
 from evenly.parallel.data.gradients import NORM_ERROR
 from evenly.plan import Plan
 
@@ -79,12 +79,19 @@ class Updater:
         """What steps the optimizer where this rank has parts of parameters."""
         composed, optimizer, offload = self._composed, self.optimizer, self._plan.offload
         zero = self._plan.data.zero_stage > 0
-        if not self._plain and (composed.tensor is not None or (zero and needs_whole(optimizer))):
+        # A hook may hold the parameters themselves, which pieces of them would not be.
+        whole = needs_whole(optimizer) or (self._plan.data.zero_stage < 3 and is_changed(optimizer))
+        if not self._plain and (composed.tensor is not None or (zero and whole)):
             check_offload(optimizer, offload)
             from evenly.parallel.data.whole_optimizer import WholeOptimizer
 
             return WholeOptimizer(
-                composed.model, optimizer, composed.cuts, gather=composed.full_view, part=composed.local_part
+                composed.model,
+                optimizer,
+                composed.cuts,
+                gather=composed.full_view,
+                part=composed.local_part,
+                outside=composed.outside,
             )
         if not composed.cuts:
             return None
@@ -97,6 +104,12 @@ class Updater:
     def apply(self, totals: StepTotals, step: int, counter: MemoryCounter | None) -> tuple[float, bool]:
         """Applies the gradient of `step`; returns its norm before clipping, and whether the update was skipped."""
         gradients = self._composed.gradients
+        if self._plain and self._composed.cut and is_changed(self.optimizer):
+            raise RunError(
+                "the optimizer's step",
+                "it was given a hook, or another step, after the run had begun; it would see this rank's parts",
+                "give it to the optimizer where the job builds it",
+            )
         if counter is not None:
             gradients.track(counter)
         if self._composed.pipeline is not None:

@@ -13,7 +13,17 @@ ELSEWHERE = ("norm as number", "sums and means", "products", "as lists", "by ind
 TWO_DIMS = {"zero3", "tensor=2", "pipeline=2"}
 ALL = set(PLANS)
 SEVERAL = ALL - {"single"}
-OWN_OPTIMIZERS = ("pre_hook", "post_hook", "patched_step", "trusting", "lars", "lamb", "together", "sgld")
+OWN_OPTIMIZERS = (
+    "pre_hook",
+    "post_hook",
+    "hooks of a list",
+    "patched_step",
+    "trusting",
+    "lars",
+    "lamb",
+    "together",
+    "sgld",
+)
 # The plans under which a case is refused; under all others it is equal.
 REFUSED: dict[str, set[str]] = {
     "list": {"zero3", "pipeline=2"},
@@ -31,10 +41,7 @@ REFUSED: dict[str, set[str]] = {
     "activation hooks": {"pipeline=2"},
 }
 # Between steps: numbers of a parameter of another stage, and a parameter given other memory.
-BETWEEN = {
-    **{f"own loop {name}": {"pipeline=2"} for name in ELSEWHERE},
-    "own loop norm of data": {"zero1"},
-}
+BETWEEN = {**{f"own loop {name}": {"pipeline=2"} for name in ELSEWHERE}, "own loop norm of data": {"zero1"}}
 # Gradients outlive a step where a rank has them as the parameters are.
 NOT_TRIED = {("own loop by gradients", plan) for plan in ("zero1", "pipeline=2")}
 # Refused by some ranks in a forward of the look or the first step: the others are ended with them.

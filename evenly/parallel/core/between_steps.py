@@ -32,11 +32,13 @@ IN_PLACE = re.compile(r"__i(add|sub|mul|matmul|truediv|div|floordiv|mod|pow|and|
 class Outside:
     """Whether code outside of a loss is the job's, which finds whole parameters, or the engine's.
 
-    closed: whether the run has ended, and nothing can be gathered any more.
+    closed:   whether the run has ended, and nothing can be gathered any more.
+    stepping: whether an optimizer steps full parameters in the place of those that the job may hold.
     """
 
     shown: bool = False
     closed: bool = False
+    stepping: bool = False
 
     @contextmanager
     def showing(self, shown: bool) -> Generator[None]:
@@ -46,6 +48,15 @@ class Outside:
             yield
         finally:
             self.shown = before
+
+    @contextmanager
+    def step(self) -> Generator[None]:
+        """Within, an optimizer steps full parameters."""
+        self.stepping = True
+        try:
+            yield
+        finally:
+            self.stepping = False
 
 
 def name_of_call(func: Callable[..., Any]) -> str:
@@ -131,7 +142,8 @@ def _of_remote(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     found = [*tensors_in((args, *kwargs.values()))]
     one: Any = next(tensor for tensor in found if isinstance(tensor, RemoteParameter))
     name = name_of_call(func)
-    if not one.outside.shown or (name.endswith("_get__") and not name.startswith("data")):
+    attribute = getattr(func, "__name__", "") == "__get__" and func != T.data.__get__  # pyright: ignore
+    if not one.outside.shown or attribute:
         return func(*args, **kwargs)
     first = args[0] if args else None
     written = changes_its_first(name) and all(isinstance(t, RemoteParameter) for t in tensors_in(first))

@@ -126,6 +126,12 @@ def _write(tensor: ShardedParameter, full: T) -> None:
 
 def _of_sharded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     one = next(found for found in tensors_in((args, *kwargs.values())) if isinstance(found, ShardedParameter))
+    if one.outside.stepping and func not in QUERIES:
+        raise RunError(
+            f"{name_of_call(func)} of parameter {one.name_in_model} in the optimizer's step",
+            "the optimizer steps full parameters in the place of those that it was given, which are sharded",
+            "let hooks take parameters from optimizer.param_groups, or use a plan without zero=3",
+        )
     if not one.outside.shown or func in QUERIES:
         return func(*args, **kwargs)
     if func in SHAPES:

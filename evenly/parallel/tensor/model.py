@@ -8,7 +8,7 @@ tensor of the full shape.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,8 @@ from evenly.comm.groups import Group
 from evenly.parallel.core.parameter_views import View, viewed_tensors
 from evenly.parallel.tensor.axis import Axis, SplitTensor, is_split, own_part, transform_full
 from evenly.parallel.tensor.layout import Layout
-from evenly.parallel.tensor.shown_parameters import plain, show
-from evenly.torch_private import gradient_hooks, replace_gradient_hooks, without_subclasses
+from evenly.parallel.tensor.shown_parameters import show
+from evenly.torch_private import gradient_hooks, replace_gradient_hooks, run_as_written, without_subclasses
 
 
 class SplitModel:
@@ -61,6 +61,7 @@ class SplitModel:
             for module in model.modules()
             if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor and self._splits(module)
         ]
+        self._as_written = False
         self._handles = [
             model.register_forward_pre_hook(self._begin),
             model.register_forward_hook(self._end, always_call=True),
@@ -91,11 +92,14 @@ class SplitModel:
         layout = self.layouts.get(name)
         return torch.Size(shape if layout is None else layout.full_shape(shape))
 
-    def as_parts(self, states: Iterable[dict[str, Any]]) -> None:
-        """Split tensors of `states`, those of an optimizer, as plain ones."""
-        for state in states:
-            for value in state.values():
-                plain(value)
+    def as_part(self, name: str, parameter: torch.Tensor, value: Any) -> Any:
+        """This rank's part of what code of the job has made like parameter `name`; `value` itself if it is another."""
+        if is_split(value):
+            with without_subclasses():
+                return value.detach()
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape == self.full_shape(name, parameter.shape):
+            return self.local_part(name, value)
+        return value
 
     def _hooked(self, name: str, hook: Callable[[torch.Tensor], torch.Tensor | None], own: torch.Tensor) -> Any:
         """Has the job's hook see the full gradient; a collective in the backward, which is the same on all ranks."""
@@ -118,7 +122,9 @@ class SplitModel:
         def view(name: str, local: torch.Tensor | None) -> SplitTensor | None:
             # A DTensor where the data axis has not gathered it, as it does for the module's own forward; another tensor
             # where `functional_call` has put it there, or in a copy of the module.
-            if not self.axis.computing or name not in layouts or isinstance(local, DTensor):
+            # Outside of a loss it is a plain parameter in a block that `fully_shard` has gathered, and no other.
+            active = self.axis.computing or (self.axis.shown and type(local) is nn.Parameter)
+            if not active or name not in layouts or isinstance(local, DTensor):
                 return None
             if not isinstance(local, nn.Parameter) or local.numel() != sizes[name]:
                 return None
@@ -127,6 +133,9 @@ class SplitModel:
         return view
 
     def _begin(self, *_: Any) -> None:
+        if not self._as_written:  # the compiler would take tensors for the parts that they are in memory
+            run_as_written(on=True)
+            self._as_written = True
         self.axis.__enter__()
 
     def _end(self, *_: Any) -> None:
@@ -135,6 +144,8 @@ class SplitModel:
     def close(self) -> None:
         """Takes the hooks off the model, whose split parameters can no longer be used."""
         self.axis.closed = True
+        if self._as_written:
+            run_as_written(on=False)
         for handle in self._handles:
             handle.remove()
         for encoder in self._padding:

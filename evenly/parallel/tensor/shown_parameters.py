@@ -89,12 +89,6 @@ def foreach(func: Callable[..., Any], tensors: Sequence[T], *args: Any, **kwargs
     return None if name.endswith("_") else tuple(found)
 
 
-def plain(value: Any) -> None:
-    """Has the engine and the optimizer find a tensor that code of the job has made like a parameter as a part."""
-    if type(value) is SplitTensor:
-        value.__class__ = T  # type: ignore[assignment]  # pyright: ignore
-
-
 def show(parameter: torch.nn.Parameter, layout: Any, axis: Axis) -> None:
     """From now on `parameter`, this rank's part, is the whole to the job's code where `axis` shows it."""
     parameter.__class__ = PartParameter
