@@ -5,6 +5,7 @@ What is relied on stands with each name; `tests/test_torch_private.py` holds it 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
@@ -37,6 +38,10 @@ TO_COPY = _aten._to_copy  # `.to()` of another type or device
 PRODUCTS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.convolution, _aten.convolution_backward)
 GROUPED_PRODUCT = "_grouped_mm"  # what `torch.nn.functional.grouped_mm` calls, and interceptors of functions see
 UNSAFE_VIEW, RESHAPE_ALIAS = _aten._unsafe_view, _aten._reshape_alias  # views that are none by their schema
+# Functions of lists of tensors -> the name of the same function of one.
+FOREACH: dict[Callable[..., Any], str] = {
+    getattr(torch, name): name.removeprefix("_foreach_") for name in dir(torch) if name.startswith("_foreach_")
+}
 NUMBERS_OF_TENSORS = (_aten._local_scalar_dense.default, _aten.is_nonzero.default, _aten.equal.default)
 PACK_PADDED_SEQUENCE = _aten._pack_padded_sequence
 
@@ -90,6 +95,41 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """What `torch.func` made the tensor of by `vmap` or `grad`; the tensor itself outside of them."""
     functorch: Any = torch._C._functorch  # pyright: ignore
     return functorch.get_unwrapped(tensor) if functorch.is_functorch_wrapped_tensor(tensor) else tensor
+
+
+def run_as_written(*, on: bool) -> None:
+    """Whether compiled code runs as it is written from now on; where torch's compiler is loaded."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.set_stance("force_eager" if on else "default")
+
+
+def in_transform() -> bool:
+    """Whether a transformation of `torch.func` (vmap, grad, jvp ...) is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """A context within which none is: tensors are what they are without them."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
+@cache
+def change_transformed(kind: type, change: Callable[[Any], torch.Tensor]) -> None:
+    """From now on transformations of `torch.func` take `change` of a tensor of class `kind` in its place.
+
+    They wrap their tensors below torch's functions, where a class is lost that functions would have asked.
+    """
+    from torch._functorch import eager_transforms, vmap
+
+    homes: list[tuple[Any, str]] = [(vmap, "_add_batch_dim"), (eager_transforms, "_wrap_for_grad")]
+    for home, name in homes:
+        setattr(home, name, partial(_wrap_changed, getattr(home, name), kind, change))
+
+
+def _wrap_changed(wrap: Any, kind: type, change: Callable[[Any], torch.Tensor], tensor: Any, *args: Any) -> Any:
+    return wrap(change(tensor) if isinstance(tensor, kind) else tensor, *args)
 
 
 @cache
@@ -188,9 +228,11 @@ def has_gradient_hooks(parameter: Any) -> bool:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether anything runs before or after its steps, of this optimizer alone."""
-    before: Any = optimizer._optimizer_step_pre_hooks  # pyright: ignore[reportPrivateUsage]
-    return bool(before or optimizer._optimizer_step_post_hooks)  # pyright: ignore[reportPrivateUsage]
+    """Whether anything runs before or after its steps, of this optimizer alone or of all."""
+    own: Any = optimizer
+    home: Any = sys.modules[torch.optim.Optimizer.__module__]  # `torch.optim` hides it
+    of_all = home._global_optimizer_pre_hooks or home._global_optimizer_post_hooks
+    return bool(own._optimizer_step_pre_hooks or own._optimizer_step_post_hooks or of_all)
 
 
 def gradient_hooks(parameter: Any) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:

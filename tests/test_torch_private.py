@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from evenly import torch_private
 from evenly.torch_private import (
@@ -25,6 +26,7 @@ from evenly.torch_private import (
     ATTENTION_BACKWARD_ON_CPU,
     ATTENTION_ON_CPU,
     FAKE_TENSOR_LOGGER,
+    FOREACH,
     GROUPED_PRODUCT,
     NUMBERS_OF_TENSORS,
     ORIGINAL,
@@ -39,6 +41,7 @@ from evenly.torch_private import (
     TorchDispatchMode,
     all_gather_single,
     backward_number,
+    change_transformed,
     end_sharded_forward,
     fake_mode,
     fake_subclass,
@@ -52,16 +55,19 @@ from evenly.torch_private import (
     has_step_hooks,
     hide_sharding,
     in_backward,
+    in_transform,
     initialize_sharding,
     is_fake,
     keep_unused_inputs,
     masks_not_compared,
     memory_key,
     operation_of,
+    outside_transforms,
     plain_name,
     reduce_scatter_single,
     reduce_sharded,
     replace_gradient_hooks,
+    run_as_written,
     set_tensor_dict,
     tensor_dict,
     unwrap_call,
@@ -237,6 +243,59 @@ def test_what_vmap_wraps_is_the_tensor_that_it_was_given() -> None:
     given, seen = torch.ones(3, 2), list[torch.Tensor]()
     torch.func.vmap(lambda x: seen.append(unwrapped(x)) or x)(given)
     assert seen[0] is given and unwrapped(given) is given
+
+
+class Lost(torch.Tensor):
+    """A class that transformations would lose."""
+
+
+def twice(tensor: torch.Tensor) -> torch.Tensor:
+    with outside_transforms():
+        return tensor.as_subclass(torch.Tensor) * 2
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_transformations_take_what_a_class_is_changed_to() -> None:
+    change_transformed(Lost, twice)
+    given = torch.ones(3).as_subclass(Lost)
+    assert torch.func.vmap(lambda x: x * 1)(given).tolist() == [2, 2, 2]
+    assert torch.func.grad(lambda x: (x * x).sum())(given).tolist() == [4, 4, 4]
+    assert torch.func.jvp(lambda x: x * 1, (torch.ones(2),), (torch.ones(2),))[1].tolist() == [1, 1]
+
+
+def test_within_a_transformation_one_can_compute_outside() -> None:
+    seen: list[Any] = []
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        with outside_transforms():
+            seen.append(in_transform())
+        seen.append(in_transform())
+        return x * 2
+
+    torch.func.vmap(inside)(torch.ones(2))
+    assert seen == [False, True] and not in_transform()
+
+
+def test_compiled_code_runs_as_written_where_that_is_asked() -> None:
+    import torch._dynamo
+
+    calls: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        calls.append(1)
+        return graph.forward
+
+    double = torch.compile(lambda x: x * 2, backend=backend)
+    run_as_written(on=True)
+    try:
+        assert double(torch.ones(1)).tolist() == [2] and not calls
+    finally:
+        run_as_written(on=False)
+    assert double(torch.ones(1)).tolist() == [2] and calls
+
+
+def test_functions_of_lists_have_the_names_of_those_of_one_tensor() -> None:
+    assert {"norm", "mul_", "addcmul_", "lerp_", "copy_", "zero_"} <= {*FOREACH.values()}
 
 
 def test_a_grouped_product_is_seen_under_its_private_name() -> None:
@@ -497,6 +556,11 @@ def test_step_hooks_of_an_optimizer() -> None:
     before.register_step_pre_hook(lambda *_: None)
     after.register_step_post_hook(lambda *_: None)
     assert has_step_hooks(before) and has_step_hooks(after)
+    plain = torch.optim.SGD([torch.ones(1)])
+    handle = register_optimizer_step_pre_hook(lambda *_: None)
+    assert has_step_hooks(plain)
+    handle.remove()
+    assert not has_step_hooks(plain)
 
 
 def test_asking_a_tensor_for_a_number_is_one_of_these_operations() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -42,12 +43,15 @@ def build_model(job: Job, *, precision: str, device: str | None) -> nn.Module:
     return place_model(in_training(model), precision, device)
 
 
-def build_optimizer(job: Job, parameters: Sequence[nn.Parameter], plan: Plan) -> torch.optim.Optimizer:
+def build_optimizer(
+    job: Job, parameters: Sequence[nn.Parameter], plan: Plan, context: AbstractContextManager[None] | None = None
+) -> torch.optim.Optimizer:
     """The job's optimizer over all `parameters` of the model; raises `UserError` if it cannot step them as `plan` says.
 
-    Parameters of other ranks are on the meta device, so that the job can sort all into groups; they are removed then.
+    Parameters of other ranks are on the meta device, so that the job can sort all into groups.
+    context: within which the job's code runs.
     """
-    with seeded(stream_key(job.seed, "optimizer", 0)):
+    with seeded(stream_key(job.seed, "optimizer", 0)), context or nullcontext():
         optimizer = call_job("optimizer", lambda: job.optimizer(iter(parameters)))
     _expect("optimizer", optimizer, torch.optim.Optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -69,7 +73,6 @@ def build_optimizer(job: Job, parameters: Sequence[nn.Parameter], plan: Plan) ->
         raise UserError(
             "the job's optimizer", "it holds parameters that are not the model's", "give it the `params` passed in"
         )
-    _remove_parameters(optimizer, [p for p in parameters if p.is_meta])
     choose_kernels(optimizer, plan)
     return optimizer
 
@@ -108,7 +111,7 @@ def choose_kernels(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
             group["fused"] = True
 
 
-def _remove_parameters(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+def remove_parameters(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
     """Removes `parameters` from `optimizer`."""
     elsewhere = {id(parameter) for parameter in parameters}
     for group in optimizer.param_groups:

@@ -7,10 +7,10 @@ strategies hold on to the parameters that they find.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from evenly.comm.groups import Group
 from evenly.comm.world import World
 from evenly.errors import PlanError
 from evenly.model.blocks import Block, find_blocks, find_recomputed
+from evenly.parallel.core.between_steps import Outside, show_placeholders
 from evenly.parallel.core.calls import BlockCalls, Forward, WrappedForwards
 from evenly.parallel.core.memory import on
 from evenly.parallel.core.recompute import CachesOff, recomputing
@@ -27,6 +28,7 @@ from evenly.parallel.data.gradients import Gradients, GradientSum, Ownership, tr
 from evenly.parallel.data.replicas import ReplicaGradients, Replicas
 from evenly.plan import Plan
 from evenly.plan.schedule import splits_backward
+from evenly.torch_private import without_subclasses
 
 if TYPE_CHECKING:
     from evenly.parallel.data.optimizer import OwnedRows
@@ -58,6 +60,7 @@ class Composed:
     in_step:    whether the model contains collectives of the data axis, so that all ranks must run equally many
                 microbatches.
     never_trains: the modules that the job has put into evaluation mode.
+    outside:    whether code outside of a loss is the job's or the engine's.
     """
 
     model: nn.Module
@@ -73,6 +76,7 @@ class Composed:
     runner: ScheduleRunner | None = None
     in_step: bool = False
     never_trains: Sequence[nn.Module] = ()
+    outside: Outside = field(default_factory=Outside)
 
     @property
     def layers(self) -> int:
@@ -83,6 +87,56 @@ class Composed:
     def execution_context(self) -> AbstractContextManager[None]:
         """A context for everything that the job computes with the model."""
         return nullcontext() if self.tensor is None else self.tensor.axis
+
+    @contextmanager
+    def showing(self, shown: bool) -> Generator[None]:
+        """Within, code outside of a loss finds whole parameters (the job's), or what this rank has (the engine's).
+
+        Begins with the engine's.
+        """
+        with self.outside.showing(shown), nullcontext() if self.tensor is None else self.tensor.axis.showing(shown):
+            yield
+
+    def show_parameters(self) -> None:
+        """Has the job's code find whole parameters outside of a loss, but within `showing(False)`."""
+        self.outside.shown = True
+        if self.tensor is not None:
+            self.tensor.axis.shown = True
+
+    def prepare_to_show(self) -> None:
+        """Gives what this rank has of parameters the classes of which functions of torch compute wholes."""
+        if self.tensor is not None:
+            self.tensor.show_parameters(self.model)
+        if self.pipeline is not None:
+            show_placeholders(self.model, self.pipeline.placeholders, self.outside)
+        if self.in_step:
+            from evenly.parallel.data.sharded_parameter import show_sharded  # takes seconds to import
+
+            for cut in self.cuts:
+                show_sharded(cast("Any", cut.parameter), cut.name, cut.rows, self, self.outside)
+            self.model.register_forward_hook(self._end_forward, always_call=True)
+
+    def _end_forward(self, *_: object) -> None:
+        """After a forward of the job's own between steps, the model again has what can be changed."""
+        if self.outside.shown:
+            self.gradients.reshard()
+
+    def full_shape(self, name: str, tensor: torch.Tensor) -> torch.Size:
+        """The shape of `full_view`."""
+        return tensor.shape if self.tensor is None else self.tensor.full_shape(name, tensor.shape)
+
+    def as_parts(self, optimizer: torch.optim.Optimizer) -> None:
+        """What the job has made for whole parameters as it built `optimizer`, as the tensor axis leaves it here."""
+        if self.tensor is not None:
+            for name, parameter in self.model.named_parameters():
+                if parameter in optimizer.state:
+                    state: dict[str, Any] = optimizer.state[parameter]
+                    state |= {key: self.tensor.as_part(name, parameter, value) for key, value in state.items()}
+
+    @property
+    def cut(self) -> bool:
+        """Whether this rank has not all of the model's parameters as one device has them."""
+        return bool(self.cuts) or self.tensor is not None or self.pipeline is not None
 
     def parameters(self) -> list[nn.Parameter]:
         """All parameters of the model, in its order; meta tensors for those of other ranks."""
@@ -99,7 +153,8 @@ class Composed:
     def full_view(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The full tensor of a parameter or buffer, or of its gradient; a collective if it is sharded or split."""
         full_tensor = getattr(tensor, "full_tensor", None)
-        mine = tensor if full_tensor is None else full_tensor()
+        with without_subclasses():  # of what it is, however it is shown
+            mine = tensor if full_tensor is None else full_tensor()
         return mine if self.tensor is None else self.tensor.full_view(name, mine)
 
     def local_part(self, name: str, full: torch.Tensor) -> torch.Tensor:
@@ -128,6 +183,7 @@ class Composed:
 
     def close(self) -> None:
         """Removes all hooks and wrappers from the model."""
+        self.outside.closed = True
         for part in (self.gradients, *self.statistics, *self.forwards, *self.calls, *filter(None, [self.tensor])):
             part.close()
 
@@ -158,7 +214,7 @@ def compose(
     calls = _wrap_calls(replicas, blocks, pipeline)
     gradients = _gradients(replicas, plan, world, blocks[0], _ownership(pipeline, tensor, world))
     sharded = None if isinstance(gradients, GradientSum | ReplicaGradients) else gradients
-    return Composed(
+    composed = Composed(
         model=model,
         replicas=replicas,
         gradients=gradients,
@@ -173,6 +229,8 @@ def compose(
         in_step=plan.data.zero_stage == 3,
         never_trains=[one for module in modules for one in module.modules() if not one.training],
     )
+    composed.prepare_to_show()
+    return composed
 
 
 def _statistics(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,14 +14,14 @@ from evenly.comm.collectives import gather_values
 from evenly.comm.world import World
 from evenly.data.generators import seeded
 from evenly.data.stream import stream_key
-from evenly.engine.build import build_optimizer, build_schedule, check_offload
+from evenly.engine.build import build_optimizer, build_schedule, check_offload, remove_parameters
 from evenly.engine.compose import Composed
 from evenly.engine.precision import LossScale, first_scale
 from evenly.engine.step_totals import StepTotals
 from evenly.errors import RunError
 from evenly.job import Job
 from evenly.parallel.core.memory import HOST, MemoryCounter, state_tensors
-from evenly.parallel.core.optimizer_kinds import needs_whole, steps_elements
+from evenly.parallel.core.optimizer_kinds import is_changed, needs_whole, steps_elements
 from evenly.parallel.data.gradients import NORM_ERROR
 from evenly.plan import Plan
 
@@ -34,22 +35,63 @@ class Updater:
 
     def __init__(self, job: Job, plan: Plan, composed: Composed, world: World) -> None:
         self._job, self._plan, self._composed, self._world = job, plan, composed, world
-        self.optimizer = build_optimizer(job, composed.parameters(), plan)
+        self.optimizer = build_optimizer(job, composed.parameters(), plan, composed.showing(True))
+        composed.as_parts(self.optimizer)
+        self._asked = [group["params"] for group in self.optimizer.param_groups]
+        self._stepped: list[list[Any]] | None = None  # while the groups are as the job has built them
+        remove_parameters(self.optimizer, [p for p in composed.parameters() if p.is_meta])
         self._plain = steps_elements(self.optimizer)
         self._sharded = self._over_parts()
-        self.schedule = build_schedule(job, self.optimizer)
+        with composed.showing(True):
+            self.schedule = build_schedule(job, self.optimizer)
         self.loss_scale: LossScale = first_scale(plan.precision, job.global_batch)
+
+    @contextmanager
+    def inside(self) -> Generator[None]:
+        """Within, the optimizer's groups hold what this rank steps; outside, once shown, the model's parameters."""
+        if self._stepped is None:
+            yield
+            return
+        groups, stepped, self._stepped = self.optimizer.param_groups, self._stepped, None
+        if len(groups) != len(stepped) or any(
+            [*map(id, group["params"])] != [*map(id, asked)] for group, asked in zip(groups, self._asked, strict=True)
+        ):
+            raise RunError(
+                "the optimizer's parameters", "its groups have changed since the run began", "group them in the job"
+            )
+        for group, own in zip(groups, stepped, strict=True):
+            group["params"] = own
+        try:
+            yield
+        finally:
+            self.show_groups()
+
+    def show_groups(self) -> None:
+        """Has the job's code find the model's parameters in the optimizer's groups, but `inside`."""
+        groups = self.optimizer.param_groups
+        stepped = [group["params"] for group in groups]
+        if any([*map(id, own)] != [*map(id, asked)] for own, asked in zip(stepped, self._asked, strict=True)):
+            self._stepped = stepped
+            for group, asked in zip(groups, self._asked, strict=True):
+                group["params"] = [*asked]
 
     def _over_parts(self) -> ShardedOptimizer | WholeOptimizer | None:
         """What steps the optimizer where this rank has parts of parameters."""
         composed, optimizer, offload = self._composed, self.optimizer, self._plan.offload
         zero = self._plan.data.zero_stage > 0
-        if not self._plain and (composed.tensor is not None or (zero and needs_whole(optimizer))):
+        # A hook may hold the parameters themselves, which pieces of them would not be.
+        whole = needs_whole(optimizer) or (self._plan.data.zero_stage < 3 and is_changed(optimizer))
+        if not self._plain and (composed.tensor is not None or (zero and whole)):
             check_offload(optimizer, offload)
             from evenly.parallel.data.whole_optimizer import WholeOptimizer
 
             return WholeOptimizer(
-                composed.model, optimizer, composed.cuts, gather=composed.full_view, part=composed.local_part
+                composed.model,
+                optimizer,
+                composed.cuts,
+                gather=composed.full_view,
+                part=composed.local_part,
+                outside=composed.outside,
             )
         if not composed.cuts:
             return None
@@ -62,6 +104,12 @@ class Updater:
     def apply(self, totals: StepTotals, step: int, counter: MemoryCounter | None) -> tuple[float, bool]:
         """Applies the gradient of `step`; returns its norm before clipping, and whether the update was skipped."""
         gradients = self._composed.gradients
+        if self._plain and self._composed.cut and is_changed(self.optimizer):
+            raise RunError(
+                "the optimizer's step",
+                "it was given a hook, or another step, after the run had begun; it would see this rank's parts",
+                "give it to the optimizer where the job builds it",
+            )
         if counter is not None:
             gradients.track(counter)
         if self._composed.pipeline is not None:
@@ -114,7 +162,8 @@ class Updater:
     def end_step(self, step: int) -> None:
         """Advances the learning-rate schedule; what it draws follows from `step`."""
         if self.schedule is not None:
-            with seeded(stream_key(self._job.seed, "schedule", step)), warnings.catch_warnings():
+            drawing = seeded(stream_key(self._job.seed, "schedule", step))
+            with drawing, self._composed.showing(True), warnings.catch_warnings():
                 # The schedule counts steps, those that float16 skipped included.
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
                 self.schedule.step()

@@ -7,13 +7,13 @@ The same calls are made on every rank, in the same order.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache, wraps
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -47,6 +47,21 @@ from evenly.train.resolve_run import ResolvedRun, connect_and_resolve
 
 if TYPE_CHECKING:
     from evenly.checkpoint.store import CheckpointStore
+
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def _at_work(method: Callable[Concatenate[Run, Arguments], Result]) -> Callable[Concatenate[Run, Arguments], Result]:
+    """A method within which parameters are what this rank has of them."""
+
+    @wraps(method)
+    def run(self: Run, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with self.inside():
+            return method(self, *args, **kwargs)
+
+    return run
 
 
 class Run:
@@ -92,6 +107,9 @@ class Run:
         self._recorder = RunRecorder(folder, world, sinks, steps_done=self.steps_done, steps=self.steps)
         if folder is not None and world.is_main:
             write_decisions(self, folder, decision.predicted)
+        # From now on to the job's code, but within the methods of this class.
+        self.composed.show_parameters()
+        self.updater.show_groups()
 
     @property
     def loss_scale(self) -> LossScale:
@@ -112,6 +130,7 @@ class Run:
                     f"batch of step {step + 1}", "it was not given to run.step", "give every batch to run.step once"
                 )
 
+    @_at_work
     def step(self, batch: Batch) -> StepReport:
         """Trains one step on `batch`. Raises `RunError` if the loss is not finite."""
         if batch.share.step != self.steps_done:
@@ -170,7 +189,7 @@ class Run:
     @contextmanager
     def counting_memory(self) -> Generator[MemoryCounter]:
         """Within, counts the bytes of tensors by device of this rank and category; steps are slower."""
-        with MemoryCounter() as counter:
+        with MemoryCounter() as counter, self.inside():
             for replica in self.composed.replicas:
                 tensors = chain(replica.module.parameters(), replica.module.buffers())
                 number = HOST if self.plan.offload == "parameters" else replica.number
@@ -189,6 +208,7 @@ class Run:
         return list(chain.from_iterable(gather_values(mine, self.world.group("world"))))
 
     # ---------------------------------------------------------------------------------------- evaluation
+    @_at_work
     def evaluate(self) -> Evaluation:
         """Evaluates the loss over the job's `eval_data`, every sample exactly once; does not affect training."""
         if self.job.eval_data is None:
@@ -202,10 +222,19 @@ class Run:
         return evaluation
 
     # ---------------------------------------------------------------------------------------- checkpoints
-    def state_as_saved(self) -> AbstractContextManager[None]:
-        """Within, sharded parameters and optimizer state are DTensors."""
-        return self.updater.as_dtensors()
+    @contextmanager
+    def state_as_saved(self) -> Generator[None]:
+        """Within, parameters are this rank's parts, sharded ones and optimizer state DTensors."""
+        with self.inside(), self.updater.as_dtensors():
+            yield
 
+    @contextmanager
+    def inside(self) -> Generator[None]:
+        """Within, model and optimizer have what this rank has of parameters; outside, the job's code finds wholes."""
+        with self.composed.showing(False), self.updater.inside():
+            yield
+
+    @_at_work
     def save(self, *, score: float | None = None) -> None:
         """Begins a checkpoint of the steps done so far; `score` (lower is better) decides which is kept as best."""
         if self._store is None:
@@ -228,6 +257,7 @@ class Run:
             self.saved_at = self.steps_done
 
     # --------------------------------------------------------------------------------------------- the end
+    @_at_work
     def close(self, *, failed: bool = False) -> None:
         """Finishes checkpoints, removes all hooks and leaves the process group; safe to call twice."""
         self.interrupt.close()

@@ -106,7 +106,20 @@ def without_gradient(x: T) -> T:
         return (x * 2).pow(2).sum()
 
 
+def written_without_gradient(x: T) -> T:
+    with torch.no_grad():
+        y = x * 2
+        y[y > 1] = 3
+        y[2] = y[0] * 0.5
+        y.cumsum_(0)
+        mask = y > 0
+        mask ^= x > 1
+        found = y + mask
+    return found * x
+
+
 CASES = {
+    "written-without-gradient": Case(written_without_gradient, ((6, 6),), {0: (0, 1, 6)}, gathered=4),
     "elements": Case(lambda x, y: F.gelu(x * 2 + y) / (1 + y.sigmoid()), ((2, 3, 6), (2, 3, 6)), {0: (2, 1, 6)}),
     "broadcast": Case(lambda x, y: x * y + y, ((2, 3, 6), (3, 1)), {0: (2, 1, 6)}),
     "broadcast-split": Case(lambda x, y: x + y, ((2, 3, 6), (6,)), {1: (0, 1, 6)}),
@@ -429,12 +442,10 @@ REFUSED: dict[str, tuple[Callable[[T, T], Any], str]] = {
     "unknown-in-place": (lambda w, _: w.mul(2).cumsum_(0), "cumsum_ on a tensor that is split"),
     "through-a-view": (lambda w, _: w.mul(2).diagonal().fill_(1), "fill_ on a tensor that is split"),
     "through-views": (lambda w, _: w.mul(2).diagonal().view(2, 3)[0].add_(1), "add_ on a tensor that is split"),
-    "data": (lambda w, _: w.data.mul_(2), "data.__get__ on a tensor that is split"),
     "kept-gradient": (lambda w, _: w.mul(2).retain_grad(), "retain_grad on a tensor that is split"),
     "own-backward": (lambda w, x: Doubled.apply(x, w), "Doubled.forward (test_split_tensors.py:"),
     "own-backward-later": (lambda w, x: Doubled.apply(x.detach(), w), "Doubled.forward (test_split_tensors.py:"),
     "pointer": (lambda w, _: w.data_ptr(), "data_ptr on a tensor that is split"),
-    "xor": (lambda w, _: (w > 0).__ixor__(w > 1), "__ixor__ on a tensor that is split"),
     "beyond": (lambda w, _: F.embedding(torch.tensor([6]), w), "index out of range"),
     "max-norm": (lambda w, _: F.embedding(torch.tensor([1]), w, max_norm=1.0), "max_norm"),
 }

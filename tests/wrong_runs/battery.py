@@ -34,6 +34,8 @@ def outcome(name: str, plan: str) -> tuple[str, str]:
             run.step(batch)
             if mine.after is not None:
                 mine.after(run.model)
+            if mine.loop is not None:
+                mine.loop(run.model, run.optimizer)
             for key, full in full_state(run).items():
                 worst = max(worst, float((full - expected[steps][key]).abs().max()))
             steps += 1

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from own_loops import LOOPS
 from plain import Case
 from torch import nn
 from torch.nn import functional as F
@@ -255,11 +256,41 @@ class Noisy(torch.optim.SGD):
                 p.add_(torch.randn_like(p), alpha=1e-2)
 
 
+def with_hooks_of_its_parameters(params: Any) -> torch.optim.Optimizer:
+    """The hooks find parameters by a list of their own."""
+    held = list(params)
+    optimizer = torch.optim.SGD(held, lr=0.1)
+
+    def clip(*_: Any) -> None:
+        for parameter in held:
+            if parameter.grad is not None:
+                parameter.grad.div_(1 + parameter.grad.norm())
+
+    @torch.no_grad()
+    def shrink(*_: Any) -> None:
+        for parameter in held:
+            parameter.mul_(1 / (1 + 0.1 * parameter.norm()))
+
+    optimizer.register_step_pre_hook(clip)
+    optimizer.register_step_post_hook(shrink)
+    return optimizer
+
+
+def grouped_by_size(params: Any) -> torch.optim.Optimizer:
+    """What is large as a whole is stepped otherwise."""
+    held = list(params)
+    large = [p for p in held if p.numel() > 40]
+    small = [p for p in held if p.numel() <= 40]
+    return torch.optim.Adagrad([{"params": large, "lr": 0.1 * float(len(large))}, {"params": small}], lr=0.01)
+
+
 def optimizers() -> dict[str, evenly.Job]:
     two_dims = {"Muon": lambda ps: torch.optim.Muon([p for p in ps if p.ndim > 1], lr=1e-2)}
     makers: dict[str, Any] = {
         "pre_hook": with_clipping_hook,
         "post_hook": with_rows_of_norm_one,
+        "hooks of a list": with_hooks_of_its_parameters,
+        "by size": grouped_by_size,
         "patched_step": with_patched_step,
         "trusting": lambda ps: Trusting(ps, lr=1e-2),
         "lars": Lars,
@@ -703,6 +734,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "max_norm": lambda: Case(job(Normed)),
     "own loop": lambda: Case(job(), after=normalized),
     "own loop draws": lambda: Case(job(), after=factors_drawn),
+    **{f"own loop {name}": (lambda loop=loop: Case(job(), loop=loop)) for name, loop in LOOPS.items()},
     "double backward": lambda: Case(job(loss=penalized)),
     "double backward of norms": lambda: Case(job(Attending, loss=penalized)),
     "frozen norm": lambda: Case(job(with_frozen_norm, data=Points(16))),

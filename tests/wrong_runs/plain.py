@@ -25,13 +25,13 @@ class Case:
     """A job, and what differs from it in the plain loop.
 
     twin:  builds the model of the plain loop, where that is written otherwise.
-    after: what an own loop does to the model after each step.
-    alike: of the plans under which it has to be equal; `refused` of those under which it has to be refused.
+    after: what an own loop does to the model after each step. loop: the same, with the optimizer.
     """
 
     job: evenly.Job
     twin: Callable[[], nn.Module] | None = None
     after: Callable[[nn.Module], None] | None = None
+    loop: Callable[[nn.Module, torch.optim.Optimizer], None] | None = None
 
 
 def plain_steps(case: Case, steps: int) -> list[dict[str, torch.Tensor]]:
@@ -68,6 +68,8 @@ def plain_steps(case: Case, steps: int) -> list[dict[str, torch.Tensor]]:
         draw_from(stream_key(job.seed, "after step", step + 1))
         if case.after is not None:
             case.after(model)
+        if case.loop is not None:
+            case.loop(model, optimizer)
         state = (*model.named_parameters(), *model.named_buffers())
         found.append({name: tensor.detach().clone() for name, tensor in state})
     return found

@@ -14,7 +14,7 @@ from torch import nn
 from evenly.errors import RunError
 from evenly.parallel.core.calls import ForwardEnded
 from evenly.parallel.core.parameter_views import local_tensor
-from evenly.torch_private import is_fake, version
+from evenly.torch_private import is_fake, version, without_subclasses
 
 Kind = tuple[int, torch.dtype | None]  # version and type: a module's cast leaves the tensor and its version
 
@@ -58,7 +58,8 @@ class MutationGuard:
         self._remember(before)
         first, self._first = self._first, False
         # What stands in for a tensor of another stage has no numbers.
-        here = [t for t in now if t is not None and type(t) in (torch.Tensor, nn.Parameter) and not t.is_meta]
+        kinds = (torch.Tensor, nn.Parameter)
+        here = [t for t in now if t is not None and {type(t), *type(t).__bases__} & {*kinds} and not t.is_meta]
         prints = {id(tensor): fingerprint(tensor) for tensor in here if first and not tensor.requires_grad}
         try:
             yield
@@ -112,8 +113,9 @@ WORDS_AT_ONCE = 1 << 16
 
 def fingerprint(tensor: torch.Tensor) -> int:
     """A number that depends on a tensor's elements and their order; another tensor hardly has the same."""
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return fingerprint_of_bytes(real.detach().contiguous().flatten().view(torch.uint8))
+    with without_subclasses():  # of this rank's part
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        return fingerprint_of_bytes(real.detach().contiguous().flatten().view(torch.uint8))
 
 
 def fingerprint_of_bytes(content: torch.Tensor) -> int:

@@ -38,6 +38,10 @@ class ViewedParameters(dict[str, Any]):
         super().__setitem__(name, placeholder)
         self._hidden.add(name)
 
+    def placeholder(self, name: str) -> torch.Tensor | None:
+        """What has the place of a hidden tensor; None where it is not hidden."""
+        return super().get(name) if name in self._hidden else None
+
     def local(self, name: str) -> torch.Tensor | None:
         """What the engine finds under `name`; None where it is hidden."""
         return None if name in self._hidden else super().get(name)

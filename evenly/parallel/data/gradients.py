@@ -33,6 +33,7 @@ from evenly.errors import RunError, UserError
 from evenly.parallel.core.memory import MemoryCounter
 from evenly.parallel.data.buckets import Bucket, ExactBucket, Slot, share_low_terms
 from evenly.parallel.data.grouping import bucket_members, needs_tail_bucket
+from evenly.torch_private import without_subclasses
 
 IN_FLIGHT = 3  # buckets whose parts are on their way between ranks where sums are exact; bounds their memory
 # Of a norm, relative: a square goes through at most 2**17 additions, each off by 2**-53; the root halves that.
@@ -284,10 +285,11 @@ class GradientSum(Gradients):
 
     def _hook(self, bucket: Bucket, slot: Slot) -> Callable[[torch.Tensor], None]:
         def accumulate(parameter: torch.Tensor) -> None:
-            gradient = parameter.grad
-            assert gradient is not None  # autograd calls the hook with the gradient in place
-            self._accumulate(bucket, slot, gradient)
-            parameter.grad = None
+            with without_subclasses():  # this rank's part
+                gradient = parameter.grad
+                assert gradient is not None  # autograd calls the hook with the gradient in place
+                self._accumulate(bucket, slot, gradient)
+                parameter.grad = None
 
         return accumulate
 

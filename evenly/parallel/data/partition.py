@@ -51,6 +51,7 @@ from evenly.parallel.data.gradients import (
 from evenly.parallel.data.mesh import groups_of, shard_mesh
 from evenly.parallel.data.optimizer import OwnedRows
 from evenly.parallel.data.row_layout import RowLayout
+from evenly.torch_private import without_subclasses
 
 IN_FLIGHT = 3  # reductions of buckets at a time; bounds their memory
 NOTHING = torch.empty(0)
@@ -369,9 +370,9 @@ class PartitionedGradients(Gradients):
 
     def _hook(self, index: int, bucket: ShardedBucket, part: RowRange) -> Callable[[torch.Tensor], None]:
         def accumulate(parameter: torch.Tensor) -> None:
-            gradient = parameter.grad
+            with without_subclasses():  # this rank's part
+                gradient, parameter.grad = parameter.grad, None
             assert gradient is not None  # autograd calls the hook with the gradient in place
-            parameter.grad = None
             check_gradient(part.name, gradient, sent=index < self._sent)
             if part.total is not None:
                 part.add(gradient)
@@ -387,9 +388,9 @@ class PartitionedGradients(Gradients):
 
     def _scalar_hook(self, number: int, scalar: Scalar) -> Callable[[torch.Tensor], None]:
         def accumulate(parameter: torch.Tensor) -> None:
-            gradient = parameter.grad
+            with without_subclasses():  # this rank's part
+                gradient, parameter.grad, scalar.used = parameter.grad, None, True
             assert gradient is not None  # autograd calls the hook with the gradient in place
-            parameter.grad, scalar.used = None, True
             if self._exact:
                 self._scalar_sums.add(gradient.reshape(1).to(self._scalar_sums.high.device), number)
             else:

@@ -16,6 +16,7 @@ import torch
 from torch import nn, optim
 from torch.distributed.tensor import DTensor
 
+from evenly.parallel.core.between_steps import Outside
 from evenly.parallel.core.memory import local
 from evenly.parallel.data.optimizer import OwnedRows, State, as_piece, each_tensor, replace_parameters, replaced_in
 
@@ -24,7 +25,7 @@ class WholeOptimizer:
     """Lets `optimizer`, built over the local parameters of `model` and not yet used, step full ones.
 
     cuts: what the data axis has cut. gather: by name, the full tensor of a local one; a collective. part: by name, what
-    the tensor axis leaves of a full one.
+    the tensor axis leaves of a full one. outside: knows when it steps.
     """
 
     def __init__(
@@ -35,7 +36,9 @@ class WholeOptimizer:
         *,
         gather: Callable[[str, torch.Tensor], torch.Tensor],
         part: Callable[[str, torch.Tensor], torch.Tensor],
+        outside: Outside,
     ) -> None:
+        self._outside = outside
         self._model, self._optimizer, self._gather, self._part = model, optimizer, gather, part
         self._cuts = {cut.name: cut for cut in cuts}
         self._local = {name: p for name, p in model.named_parameters() if p.requires_grad and not p.is_meta}
@@ -55,7 +58,8 @@ class WholeOptimizer:
                 full.data = self._gather(name, self._local[name].detach())
                 self._shapes[name] = full.shape
                 full.grad = None if gradient is None else self._gather(name, self._as_piece(name, gradient))
-        self._optimizer.step()
+        with self._whole(), self._outside.step():
+            self._optimizer.step()
         with torch.no_grad():
             for name, full in self._full.items():
                 mine = self._part(name, full.detach())
@@ -63,6 +67,18 @@ class WholeOptimizer:
                     mine = mine[self._cuts[name].rows]
                 local(self._local[name]).copy_(mine)
                 full.grad, full.data = None, full.new_empty(0)
+
+    @contextmanager
+    def _whole(self) -> Generator[None]:
+        """Within, the model's parameters have the memory of the full ones too: hooks may hold either."""
+        before = {name: (p.data, p.grad) for name, p in self._local.items() if not isinstance(p, DTensor)}
+        for name in before:
+            self._local[name].data, self._local[name].grad = self._full[name].data, self._full[name].grad
+        try:
+            yield
+        finally:
+            for name, (data, gradient) in before.items():
+                self._local[name].data, self._local[name].grad = data, gradient
 
     @contextmanager
     def as_dtensors(self) -> Generator[None]:

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -32,11 +32,21 @@ from torch.autograd.function import FunctionCtx
 
 from evenly.comm import pairs
 from evenly.comm.groups import Group
-from evenly.data.nest import map_tensors
+from evenly.data.nest import map_tensors, tensors_in
 from evenly.errors import RunError
 from evenly.observe.recorder import frame_place
+from evenly.parallel.core.between_steps import changes_its_first, closed_error, name_of_call, with_first
 from evenly.parallel.tensor.layout import Layout
-from evenly.torch_private import fake_subclass, memory_key, version, without_subclasses, without_torch_function
+from evenly.torch_private import (
+    change_transformed,
+    fake_subclass,
+    in_transform,
+    memory_key,
+    outside_transforms,
+    version,
+    without_subclasses,
+    without_torch_function,
+)
 
 
 @dataclass(eq=False)
@@ -48,12 +58,16 @@ class Axis:
     recomputed: whether products may be saved, to be taken in place of their recomputation.
     computing: how deeply nested what the job computes is, a loss or its backward: its code sees split parameters, the
                engine and the optimizer this rank's parts.
+    shown:     whether code outside of a loss, too, finds whole parameters: the job's own, between steps.
+    closed:    whether the run has ended, and nothing can be gathered any more.
     """
 
     group: Group
     sequence: bool = False
     recomputed: bool = False
     computing: int = 0
+    shown: bool = False
+    closed: bool = False
     _views: dict[tuple[int, bool], SplitTensor] = field(default_factory=dict[tuple[int, bool], "SplitTensor"])
 
     @property
@@ -66,7 +80,22 @@ class Axis:
     def __exit__(self, *_: object) -> None:
         self.computing -= 1
         if not self.computing:
-            self._views.clear()
+            self.forget_views()
+
+    @contextmanager
+    def showing(self, shown: bool) -> Generator[None]:
+        """Within, code outside of a loss finds parameters whole (the job's), or as this rank's parts (the engine's)."""
+        before, self.shown, self.computing = (self.shown, self.computing), shown, 0
+        self.forget_views()
+        try:
+            yield
+        finally:
+            self.shown, self.computing = before
+            self.forget_views()
+
+    def forget_views(self) -> None:
+        """Makes new ones from now on, on which nothing is kept that was computed of the values so far."""
+        self._views.clear()
 
     def view_of(self, local: torch.nn.Parameter, layout: Layout) -> SplitTensor:
         """The split tensor of which `local` is this rank's part; one object, under whatever names it is asked for."""
@@ -166,13 +195,14 @@ EXECUTIONS: dict[Callable[..., Any], Callable[..., Any]] = {}
 # What no part and no copy of the whole could stand in for.
 REFUSED = (
     *("retain_grad", "requires_grad_", "backward", "set_", "data_ptr", "storage", "untyped_storage"),
-    *("__dlpack__", "data.__get__", "__cuda_array_interface__.__get__"),
+    *("__dlpack__", "__cuda_array_interface__.__get__", "register_post_accumulate_grad_hook"),
 )
-IN_PLACE = re.compile(r"__i(add|sub|mul|matmul|truediv|div|floordiv|mod|pow|and|or|xor|[lr]shift)__|__set(item)?__")
 
 
 def compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`func` of tensors, some of which are split; torch sees the parts as ordinary tensors in here."""
+    if in_transform() and func not in LOCAL:
+        return _compute_transformed(func, args, kwargs)
     if not torch.is_grad_enabled():
         _refuse_own_functions(func)
     execute = EXECUTIONS.get(func)
@@ -190,14 +220,14 @@ def compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 def compute_full(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`func` of full tensors: what is split is gathered."""
-    name = _name(func)
-    changed = [kwargs.get("out"), args[0] if _changes_its_first(name) else None]
+    name = name_of_call(func)
+    args, kwargs = with_first(args, kwargs)
+    first = args[0] if changes_its_first(name) else None
+    if is_split(first) and not (torch.is_grad_enabled() and first.requires_grad):
+        return _change_full(func, first, args[1:], kwargs)
+    changed = tensors_in((kwargs.get("out"), first))
     if name in REFUSED or any(isinstance(tensor, (SplitTensor, FullCopy)) for tensor in changed):
-        raise RunError(
-            f"{name} on a tensor that is split over the ranks of the tensor axis",
-            "it would change or watch this rank's part, where the whole is meant",
-            "write it out of place, or keep the parameter behind it whole (tensor_exclude=PATTERN in the plan)",
-        )
+        raise _refusal(name, "it would change or watch this rank's part, where the whole is meant")
     copies: list[torch.Tensor] = []
 
     def gathered(tensor: torch.Tensor) -> torch.Tensor:
@@ -211,21 +241,46 @@ def compute_full(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     return map_tensors(lambda tensor: _as_copy(tensor) if memory_key(tensor) in memory else tensor, result)
 
 
+def _compute_transformed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`func` within a transformation of `torch.func`: of full tensors, which are gathered outside of it."""
+    changed = tensors_in((kwargs.get("out"), args[0] if args and changes_its_first(name_of_call(func)) else None))
+    if any(map(is_split, changed)):
+        raise _refusal(name_of_call(func), "it would change this rank's part, where the whole is meant")
+    return func(*map_tensors(full_for_transform, args), **map_tensors(full_for_transform, kwargs))
+
+
+def full_for_transform(tensor: torch.Tensor) -> torch.Tensor:
+    """What takes the place of a split tensor within a transformation of `torch.func`."""
+    if isinstance(tensor, PartParameter) and (tensor.axis.shown or tensor.axis.computing):
+        tensor = tensor.axis.view_of(tensor, tensor.split_as)
+    if not is_split(tensor):
+        return tensor
+    with outside_transforms():
+        return tensor.axis.gather_full(tensor)
+
+
+def _refusal(name: str, why: str) -> RunError:
+    return RunError(
+        f"{name} on a tensor that is split over the ranks of the tensor axis",
+        why,
+        "write it out of place, or keep the parameter behind it whole (tensor_exclude=PATTERN in the plan)",
+    )
+
+
+def _change_full(func: Callable[..., Any], first: SplitTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`func` changes the full tensor, and this rank keeps its part: for code that records no gradient."""
+    full = first.axis.gather_full(first)
+    shape = full.shape
+    compute_full(func, (full, *args), kwargs)
+    if full.shape != shape:
+        raise _refusal(name_of_call(func), "it changes the tensor's shape in place")
+    first.copy_(own_part(full, first.split_as, first.axis.position))
+    return first
+
+
 def _as_copy(tensor: torch.Tensor) -> torch.Tensor:
     tensor.__class__ = FullCopy if type(tensor) in _PLAIN else fake_subclass(FullCopy)
     return tensor
-
-
-def _name(func: Callable[..., Any]) -> str:
-    """As its users call it; of a property with how it is asked for."""
-    name: str = getattr(func, "__name__", str(func))
-    owner = getattr(getattr(func, "__self__", None), "__name__", "")
-    return f"{owner}.{name}" if name in ("__get__", "__set__") else name
-
-
-def _changes_its_first(name: str) -> bool:
-    last = name.rpartition(".")[2]
-    return IN_PLACE.fullmatch(last) is not None or (last.endswith("_") and not last.endswith("__"))
 
 
 def _refuse_own_functions(func: Callable[..., Any]) -> None:
@@ -236,7 +291,7 @@ def _refuse_own_functions(func: Callable[..., Any]) -> None:
         first = code.co_varnames[0] if code.co_argcount else ""
         if code.co_name in ("forward", "setup_context") and isinstance(given.get(first), FunctionCtx):
             raise RunError(
-                f"{_name(func)} on a split tensor in {frame_place(frame)}",
+                f"{name_of_call(func)} on a split tensor in {frame_place(frame)}",
                 "a torch.autograd.Function has a backward of its own, which would see this rank's part alone",
                 "keep the parameters that meet it whole (tensor_exclude=PATTERN in the plan), or use another axis",
             )
@@ -259,8 +314,11 @@ class SplitTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if len(types) > 1 and any(getattr(one, "computes_mixed", False) for one in types):
+            return NotImplemented  # torch asks that class
+        run = compute_shown if any(issubclass(one, PartParameter) for one in types) else compute
         with without_subclasses():
-            return compute(func, args, kwargs or {})
+            return run(func, args, kwargs or {})
 
     def __repr__(self, **_: Any) -> str:
         """Local: printing on one rank must not wait for the others."""
@@ -276,8 +334,59 @@ class FullCopy(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         run = compute if any(issubclass(one, SplitTensor) for one in types) else compute_full
+        run = compute_shown if any(issubclass(one, PartParameter) for one in types) else run
         with without_subclasses():
             return run(func, args, kwargs or {})
+
+
+class PartParameter(torch.nn.Parameter):
+    """This rank's part of a parameter, as all have it that hold the parameter: the engine, the optimizer, the job.
+
+    The engine works with the part. Code of the job that reaches it outside of a loss (in its own loop, by the
+    optimizer, by a list or a closure) finds the whole, as split as the parameter is: no function of torch sees a part.
+    """
+
+    split_as: Layout
+    axis: Axis
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with without_subclasses():
+            return compute_shown(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A parameter of the full shape where it is shown, which is no longer split."""
+        if id(self) not in memo:
+            full = torch.Tensor.clone(self.detach())
+            full = full.axis.gather_full(full) if is_split(full) else full
+            memo[id(self)] = torch.nn.Parameter(full, self.requires_grad)
+        return memo[id(self)]
+
+
+# A function of torch -> how it is computed on the part itself, of a parameter that is shown whole; filled by `ops`.
+OF_PARAMETERS: dict[Callable[..., Any], Callable[..., Any]] = {}
+# Functions that need no other rank.
+LOCAL: set[Callable[..., Any]] = set()
+
+
+def compute_shown(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`func` of tensors, of which some are parameters that this rank has a part of."""
+    part = next((one for one in tensors_in((args, *kwargs.values())) if isinstance(one, PartParameter)), None)
+    if part is None or not (part.axis.shown or part.axis.computing):
+        return func(*args, **kwargs)
+    if part.axis.closed and func not in LOCAL:
+        raise closed_error(name_of_call(func))
+    first = args[0] if args and isinstance(args[0], PartParameter) else None
+    if first is not None and (execute := OF_PARAMETERS.get(func)) is not None:
+        return execute(func, *args, **kwargs)
+
+    def view(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.axis.view_of(tensor, tensor.split_as) if isinstance(tensor, PartParameter) else tensor
+
+    result = compute(func, map_tensors(view, args), map_tensors(view, kwargs))
+    return first if first is not None and result is view(first) else result  # changed in place
 
 
 _PLAIN = (torch.Tensor, SplitTensor, FullCopy)  # all others are fake
@@ -286,3 +395,9 @@ _PLAIN = (torch.Tensor, SplitTensor, FullCopy)  # all others are fake
 def is_split(value: object) -> TypeGuard[SplitTensor]:
     """Whether `value` is a part of a larger tensor."""
     return isinstance(value, SplitTensor)
+
+
+def transform_full() -> None:
+    """Has transformations of `torch.func` take the whole of split tensors and of parameters that are shown."""
+    for kind in (SplitTensor, PartParameter):
+        change_transformed(kind, full_for_transform)

@@ -47,6 +47,12 @@ def same_as_local(func: Any, *args: Any, **kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
+def data(_: Any, tensor: SplitTensor) -> SplitTensor:
+    """Shares memory with the tensor; what is changed through it shows in no version."""
+    tensor.axis.forget_views()
+    return tensor.axis.split(tensor.data, tensor.split_as)
+
+
 def shape_of(tensor: T) -> tuple[int, ...]:
     """The shape of the full tensor."""
     return tensor.split_as.full_shape(tensor.shape) if is_split(tensor) else tuple(tensor.shape)

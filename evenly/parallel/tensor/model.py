@@ -7,6 +7,7 @@ tensor of the full shape.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,9 +19,10 @@ from torch.distributed.tensor import DTensor
 import evenly.parallel.tensor.ops  # noqa: F401  # pyright: ignore  # what its tensors compute with
 from evenly.comm.groups import Group
 from evenly.parallel.core.parameter_views import View, viewed_tensors
-from evenly.parallel.tensor.axis import Axis, SplitTensor, is_split, own_part
+from evenly.parallel.tensor.axis import Axis, SplitTensor, is_split, own_part, transform_full
 from evenly.parallel.tensor.layout import Layout
-from evenly.torch_private import gradient_hooks, replace_gradient_hooks
+from evenly.parallel.tensor.shown_parameters import show
+from evenly.torch_private import gradient_hooks, replace_gradient_hooks, run_as_written, without_subclasses
 
 
 class SplitModel:
@@ -39,6 +41,7 @@ class SplitModel:
         sequence: bool = False,
         recomputed: bool = False,
     ) -> None:
+        transform_full()
         self.axis, self.layouts = Axis(group, sequence, recomputed), dict(layouts)
         named = dict(model.named_parameters())
         self.parameters = {name: named[name] for name in layouts}
@@ -48,7 +51,7 @@ class SplitModel:
         for module in model.modules():
             own = module.named_parameters(recurse=False, remove_duplicate=False)
             if mine := {name: by_parameter[id(p)] for name, p in own if id(p) in by_parameter}:
-                viewed_tensors(module, "_parameters").add_view(self._view(mine))
+                viewed_tensors(module, "_parameters").add_view(self._view(module, mine))
         for name, layout in layouts.items():
             if hooks := gradient_hooks(named[name]):
                 replace_gradient_hooks(named[name], [partial(self._hooked, name, hook) for hook in hooks])
@@ -58,6 +61,7 @@ class SplitModel:
             for module in model.modules()
             if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor and self._splits(module)
         ]
+        self._as_written = False
         self._handles = [
             model.register_forward_pre_hook(self._begin),
             model.register_forward_hook(self._end, always_call=True),
@@ -68,7 +72,7 @@ class SplitModel:
         layout = self.layouts.get(name)
         if layout is None:
             return tensor
-        with torch.no_grad():
+        with torch.no_grad(), without_subclasses():
             part = self.axis.split(tensor.detach().to(self.axis.group.device, copy=True), layout)
             return self.axis.gather_full(part)
 
@@ -76,6 +80,26 @@ class SplitModel:
         """The inverse of `full_view`."""
         layout = self.layouts.get(name)
         return full if layout is None else own_part(full, layout, self.axis.position)
+
+    def show_parameters(self, model: nn.Module) -> None:
+        """Has code of the job that holds a parameter of `model`, as its other axes left it, find the whole of it."""
+        for name, parameter in model.named_parameters():
+            if name in self.layouts and type(parameter) is nn.Parameter:
+                show(parameter, self.layouts[name], self.axis)
+
+    def full_shape(self, name: str, shape: Sequence[int]) -> torch.Size:
+        """The shape of `full_view` of a tensor of `shape`."""
+        layout = self.layouts.get(name)
+        return torch.Size(shape if layout is None else layout.full_shape(shape))
+
+    def as_part(self, name: str, parameter: torch.Tensor, value: Any) -> Any:
+        """This rank's part of what code of the job has made like parameter `name`; `value` itself if it is another."""
+        if is_split(value):
+            with without_subclasses():
+                return value.detach()
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape == self.full_shape(name, parameter.shape):
+            return self.local_part(name, value)
+        return value
 
     def _hooked(self, name: str, hook: Callable[[torch.Tensor], torch.Tensor | None], own: torch.Tensor) -> Any:
         """Has the job's hook see the full gradient; a collective in the backward, which is the same on all ranks."""
@@ -90,26 +114,38 @@ class SplitModel:
         split = {id(parameter) for parameter in self.parameters.values()}
         return any(id(parameter) in split for parameter in module.parameters())
 
-    def _view(self, layouts: Mapping[str, Layout]) -> View:
+    def _view(self, module: nn.Module, layouts: Mapping[str, Layout]) -> View:
         """While the job computes, a split tensor in the place of each parameter of a module that is in `layouts`."""
+        position = self.axis.position
+        sizes = {name: math.prod(one.part(getattr(module, name).shape, position)) for name, one in layouts.items()}
 
         def view(name: str, local: torch.Tensor | None) -> SplitTensor | None:
-            # A DTensor where the data axis has not gathered it, as it does for the module's own forward.
-            if not self.axis.computing or name not in layouts or isinstance(local, DTensor):
+            # A DTensor where the data axis has not gathered it, as it does for the module's own forward; another tensor
+            # where `functional_call` has put it there, or in a copy of the module.
+            # Outside of a loss it is a plain parameter in a block that `fully_shard` has gathered, and no other.
+            active = self.axis.computing or (self.axis.shown and type(local) is nn.Parameter)
+            if not active or name not in layouts or isinstance(local, DTensor):
                 return None
-            assert isinstance(local, nn.Parameter)
+            if not isinstance(local, nn.Parameter) or local.numel() != sizes[name]:
+                return None
             return self.axis.view_of(local, layouts[name])
 
         return view
 
     def _begin(self, *_: Any) -> None:
+        if not self._as_written:  # the compiler would take tensors for the parts that they are in memory
+            run_as_written(on=True)
+            self._as_written = True
         self.axis.__enter__()
 
     def _end(self, *_: Any) -> None:
         self.axis.__exit__()
 
     def close(self) -> None:
-        """Takes the hooks off the model."""
+        """Takes the hooks off the model, whose split parameters can no longer be used."""
+        self.axis.closed = True
+        if self._as_written:
+            run_as_written(on=False)
         for handle in self._handles:
             handle.remove()
         for encoder in self._padding:

@@ -20,9 +20,10 @@ from evenly.parallel.tensor import execution as e
 from evenly.parallel.tensor import execution_products as products
 from evenly.parallel.tensor import indexing
 from evenly.parallel.tensor import propagation as p
-from evenly.parallel.tensor.axis import EXECUTIONS
+from evenly.parallel.tensor import shown_parameters as shown
+from evenly.parallel.tensor.axis import EXECUTIONS, LOCAL, OF_PARAMETERS
 from evenly.parallel.tensor.graph import Rule
-from evenly.torch_private import GROUPED_PRODUCT
+from evenly.torch_private import FOREACH, GROUPED_PRODUCT
 
 T = torch.Tensor
 HOMES = (torch, T, F)
@@ -174,3 +175,9 @@ QUERIES: dict[Callable[..., Any], e.Execution] = {
 
 EXECUTIONS.update({function: op.execute for name, op in OPS.items() for function in functions_of(name, op.homes)})
 EXECUTIONS.update(QUERIES)
+EXECUTIONS.update(dict.fromkeys(FOREACH, shown.foreach))
+EXECUTIONS[T.data.__get__] = e.data  # pyright: ignore
+OF_PARAMETERS.update(shown.OF_PARAMETERS)
+LOCAL.update(
+    function for function, execute in QUERIES.items() if execute in (e.shape, e.numel, e.same_as_local, e.text)
+)
