@@ -125,6 +125,7 @@ def check_model(job: Job, plan: Plan, executor: Executor, microbatches: Sequence
     first, other = microbatches[0], microbatches[-1]
     cut = plan.data.zero_stage == 3 or plan.tensor.active or plan.pipeline.active
     models = [replica.module for replica in executor.composed.replicas]
+    dtypes = _dtypes(models)
     with undisturbed(*executor.devices), buffers_restored(models), _explained(plan) if cut else nullcontext():
         losses, orders = executor.look([first, other, first])
         remembers = len(losses) == 3 and not same(losses[0], losses[2], exact=world.device == "cpu")
@@ -133,15 +134,22 @@ def check_model(job: Job, plan: Plan, executor: Executor, microbatches: Sequence
             executor.look([first])
             remembers = remembers or _buffers(models) != before
     chosen = len(set(orders)) > 1
-    found = gather_values((remembers, chosen), world.group("files"))
-    if any(one for one, _ in found):
+    retyped = [name for name, dtype in _dtypes(models).items() if dtypes.get(name, dtype) is not dtype]
+    found = gather_values((remembers, chosen, retyped), world.group("files"))
+    if names := next((names for *_, names in found if names), []):
+        raise UserError(
+            f"plan {plan}",
+            f"the forward changes the type of parameter {names[0]}",
+            "let the model cast what it computes, not its parameters; or train in the type that it casts them to",
+        )
+    if any(one for one, *_ in found):
         raise UserError(
             f"plan {plan}",
             "the loss of a microbatch is another after another microbatch: the model or the loss remembers something "
             "outside of the model's state (an attribute, a counter, a generator of its own, a buffer)",
             "let it follow from the batch and the parameters alone, or run on one device",
         )
-    if any(one for _, one in found):
+    if any(one for _, one, _ in found):
         raise UserError(
             f"plan {plan}",
             "which blocks run depends on the microbatch, and ranks would gather the parameters of different ones",
@@ -189,6 +197,10 @@ def _explained(plan: Plan) -> Generator[None]:
             "if it runs under plan single, it may reach parameters past their modules (a list, a closure, a method): "
             "look them up by name where they are used, or use plan ddp",
         ) from problem
+
+
+def _dtypes(models: Sequence[nn.Module]) -> dict[str, torch.dtype]:
+    return {name: parameter.dtype for model in models for name, parameter in model.named_parameters()}
 
 
 def _buffers(models: Sequence[nn.Module]) -> list[int]:
