@@ -24,6 +24,7 @@ from evenly.parallel.core.memory import HOST, MemoryCounter, state_tensors
 from evenly.parallel.core.optimizer_kinds import is_changed, needs_whole, steps_elements
 from evenly.parallel.data.gradients import NORM_ERROR
 from evenly.plan import Plan
+from evenly.torch_private import has_step_hooks
 
 if TYPE_CHECKING:
     from evenly.parallel.data.optimizer import ShardedOptimizer
@@ -104,10 +105,10 @@ class Updater:
     def apply(self, totals: StepTotals, step: int, counter: MemoryCounter | None) -> tuple[float, bool]:
         """Applies the gradient of `step`; returns its norm before clipping, and whether the update was skipped."""
         gradients = self._composed.gradients
-        if self._plain and self._composed.cut and is_changed(self.optimizer):
+        if self._plain and self._composed.cut and has_step_hooks(self.optimizer):
             raise RunError(
                 "the optimizer's step",
-                "it was given a hook, or another step, after the run had begun; it would see this rank's parts",
+                "it was given a hook after the run had begun, which would see this rank's parts",
                 "give it to the optimizer where the job builds it",
             )
         if counter is not None:

@@ -132,7 +132,7 @@ def check_model(
     first, other = microbatches[0], microbatches[-1]
     cut = plan.data.zero_stage == 3 or plan.tensor.active or plan.pipeline.active
     models = [replica.module for replica in executor.composed.replicas]
-    known = own_attributes(models[0])
+    known, dtypes = own_attributes(models[0]), _dtypes(models)
     with undisturbed(*executor.devices), buffers_restored(models), _explained(plan) if cut else nullcontext():
         statistics = executor.composed.statistics[0]
         with statistics.noticing() if not plan.pipeline.active else nullcontext(set[str]()) as changed:
@@ -148,23 +148,36 @@ def check_model(
     chosen = len(set(orders)) > 1
     now = own_attributes(models[0]) if remembers else known
     changed_here = [name for name in {**known, **now} if known.get(name) != now.get(name)]
-    found = gather_values((remembers, chosen, changed_here), world.group("files"))
-    if any(one for one, _, _ in found):
-        names = sorted({name for _, _, names in found for name in names})
-        raise UserError(
+    retyped = [name for name, dtype in _dtypes(models).items() if dtypes.get(name, dtype) is not dtype]
+    if problem := _problem(plan, gather_values((remembers, chosen, changed_here, retyped), world.group("files"))):
+        raise problem
+    return averages
+
+
+def _problem(plan: Plan, ranks: Sequence[tuple[bool, bool, list[str], list[str]]]) -> UserError | None:
+    """What is wrong with the model, from what each rank has found: see `check_model`."""
+    if retyped := next((names for *_, names in ranks if names), []):
+        return UserError(
+            f"plan {plan}",
+            f"the forward changes the type of parameter {retyped[0]}",
+            "let the model cast what it computes, not its parameters; or train in the type that it casts them to",
+        )
+    if any(remembers for remembers, *_ in ranks):
+        names = sorted({name for _, _, names, _ in ranks for name in names})
+        return UserError(
             f"plan {plan}",
             "the loss of a microbatch is another after another microbatch: the model or the loss remembers something "
             "outside of the model's state "
             + (f"({', '.join(names[:NAMED])} changed)" if names else "(a counter, a generator of its own, a buffer)"),
             "let it follow from the batch and the parameters alone, or run on one device",
         )
-    if any(one for _, one, _ in found):
-        raise UserError(
+    if any(chosen for _, chosen, *_ in ranks):
+        return UserError(
             f"plan {plan}",
             "which blocks run depends on the microbatch, and ranks would gather the parameters of different ones",
             "let the model run the same blocks for every microbatch, or use plan zero2 or ddp",
         )
-    return averages
+    return None
 
 
 def check_again(
@@ -209,6 +222,10 @@ def _explained(plan: Plan) -> Generator[None]:
             "if it runs under plan single, it may reach parameters past their modules (a list, a closure, a method): "
             "look them up by name where they are used, or use plan ddp",
         ) from problem
+
+
+def _dtypes(models: Sequence[nn.Module]) -> dict[str, torch.dtype]:
+    return {name: parameter.dtype for model in models for name, parameter in model.named_parameters()}
 
 
 def _buffers(models: Sequence[nn.Module]) -> list[int]:

@@ -128,10 +128,11 @@ def compare_steps(job: Job, part: PlanSteps, steps: int, folder: Path, kind: Dis
 def _compare_state(run: Run, comparison: RankComparison, expected: Trajectory) -> dict[str, torch.Tensor]:
     """Compares what this rank has of the model and of the optimizer's state; returns the model's tensors."""
     step, pipeline = run.steps_done, run.composed.pipeline
-    named = named_tensors(run.model)
-    if pipeline is not None:
-        named = {name: tensor for name, tensor in named.items() if name not in pipeline.placeholders}
-    tensors = {name: run.composed.full_view(name, tensor) for name, tensor in named.items()}
+    with run.inside():
+        named = named_tensors(run.model)
+        if pipeline is not None:
+            named = {name: tensor for name, tensor in named.items() if name not in pipeline.placeholders}
+        tensors = {name: run.composed.full_view(name, tensor) for name, tensor in named.items()}
     comparison.add_tensors(step, tensors, expected.tensors(step))
     comparison.add_state(step, _full_state(run), expected.state(step))
     return tensors

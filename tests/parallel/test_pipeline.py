@@ -289,10 +289,11 @@ def held(name: str, plan: str) -> tuple[list[str], list[str], int, dict[str, boo
             run.step(batch)
         pipeline = run.composed.pipeline
         assert pipeline is not None
-        named = dict(run.model.named_parameters())
-        stepped = [name for name, parameter in named.items() if parameter in run.optimizer.state]
-        elements = sum(t.numel() for kept in run.optimizer.state.values() for t in kept.values() if t.dim() > 0)
-        assert not any(parameter.is_meta for group in run.optimizer.param_groups for parameter in group["params"])
+        with run.inside():
+            named = dict(run.model.named_parameters())
+            stepped = [name for name, parameter in named.items() if parameter in run.optimizer.state]
+            elements = sum(t.numel() for kept in run.optimizer.state.values() for t in kept.values() if t.dim() > 0)
+            assert not any(parameter.is_meta for group in run.optimizer.param_groups for parameter in group["params"])
         gradients = {name: gradient is not None for name, gradient in run.composed.gradients.named_gradients()}
         return [*named], stepped, elements, gradients
 

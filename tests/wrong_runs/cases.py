@@ -494,6 +494,17 @@ class MomentumHead(Net):
         return self.head(x) + target
 
 
+class Retyped(Net):
+    """A head that the forward casts for good."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        self.head = self.head.to(torch.float32)
+        return self.head(x.float())
+
+
 class Normed(nn.Module):
     """Words whose vectors are shortened where they are looked up."""
 
@@ -732,6 +743,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "momentum head": lambda: Case(job(lambda: MomentumHead(past_autograd=False))),
     "momentum head data": lambda: Case(job(lambda: MomentumHead(past_autograd=True))),
     "max_norm": lambda: Case(job(Normed)),
+    "retyped": lambda: Case(job(Retyped)),
     "own loop": lambda: Case(job(), after=normalized),
     "own loop draws": lambda: Case(job(), after=factors_drawn),
     **{f"own loop {name}": (lambda loop=loop: Case(job(), loop=loop)) for name, loop in LOOPS.items()},

@@ -35,6 +35,7 @@ REFUSED: dict[str, set[str]] = {
     **dict.fromkeys(("data generator", "data numpy", "data counts", "cost"), SEVERAL),
     **dict.fromkeys(("model generator", "hidden state", "first call", "queue", "saved queue", "loss counts"), SEVERAL),
     **dict.fromkeys(("codebook", "momentum head", "momentum head data"), SEVERAL),
+    "retyped": SEVERAL,
     "max_norm": SEVERAL - {"tensor=2", "pipeline=2"},
     **{key: {"zero3", "pipeline=2"} for key in ("double backward", "double backward of norms")},
     "chosen blocks": {"pipeline=2"},
@@ -46,7 +47,7 @@ BETWEEN = {**{f"own loop {name}": {"pipeline=2"} for name in ELSEWHERE}, "own lo
 NOT_TRIED = {("own loop by gradients", plan) for plan in ("zero1", "pipeline=2")}
 # Refused by some ranks in a forward of the look or the first step: the others are ended with them.
 STOPPED = ("checkpoint of two", "saved queue", "codebook", "chosen blocks", "spectral norm called twice")
-IN_THE_STEP = {(name, "pipeline=2") for name in STOPPED}
+IN_THE_STEP = {(name, "pipeline=2") for name in STOPPED} | {("retyped", "single")}
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -295,6 +295,12 @@ class GradientSum(Gradients):
 
     def _accumulate(self, bucket: Bucket, slot: Slot, gradient: torch.Tensor) -> None:
         check_gradient(slot.name, gradient, sent=bucket.sending)
+        if gradient.dtype is not bucket.dtype:
+            raise RunError(
+                f"gradient of {slot.name}",
+                f"it is of {gradient.dtype}, and the parameter was of {bucket.dtype}: the forward has changed its type",
+                "let the model cast what it computes, not its parameters; or train in the type that it casts them to",
+            )
         bucket.accumulate(slot, gradient)
         if self._last:
             bucket.waiting -= 1

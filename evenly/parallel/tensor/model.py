@@ -45,6 +45,7 @@ class SplitModel:
         self.axis, self.layouts = Axis(group, sequence, recomputed), dict(layouts)
         named = dict(model.named_parameters())
         self.parameters = {name: named[name] for name in layouts}
+        self._full_shapes = {name: tuple(named[name].shape) for name in layouts}
         elements = sum(parameter.numel() for parameter in named.values())
         self.share = sum(named[name].numel() for name in layouts) / elements
         by_parameter = {id(named[name]): layout for name, layout in layouts.items()}
@@ -68,9 +69,12 @@ class SplitModel:
         ]
 
     def full_view(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The whole of what belongs to parameter `name` and is split as it is; a collective of the group."""
+        """The whole of what belongs to parameter `name` and is split as it is; a collective of the group.
+
+        `tensor` itself where it is the whole already, as code of the job between steps makes one.
+        """
         layout = self.layouts.get(name)
-        if layout is None:
+        if layout is None or (type(tensor) is torch.Tensor and tuple(tensor.shape) == self._full_shapes[name]):
             return tensor
         with torch.no_grad(), without_subclasses():
             part = self.axis.split(tensor.detach().to(self.axis.group.device, copy=True), layout)
