@@ -41,7 +41,7 @@ from evenly.parallel.pipeline.remote_tensor import (
     write_refusal,
 )
 from evenly.parallel.pipeline.result_sites import ResultRecorder, ResultSites
-from evenly.parallel.pipeline.stage_checks import check_can_be_staged, same_modules
+from evenly.parallel.pipeline.stage_checks import buffers_kept, check_can_be_staged, same_modules
 from evenly.parallel.pipeline.stages import (
     BEGIN_CALL,
     END_CALL,
@@ -218,7 +218,15 @@ def _run(
     model.running = run
     try:
         drawing = nullcontext() if calls is None or key is None else calls.drawing(key)
-        with running_fake(), drawing, torch.enable_grad(), ResultRecorder(run), run.random, run.stack:
+        with (
+            buffers_kept(model.model),
+            running_fake(),
+            drawing,
+            torch.enable_grad(),
+            ResultRecorder(run),
+            run.random,
+            run.stack,
+        ):
             run.end(compute())
     except StageEnded:
         pass
