@@ -44,6 +44,7 @@ FOREACH: dict[Callable[..., Any], str] = {
 }
 NUMBERS_OF_TENSORS = (_aten._local_scalar_dense.default, _aten.is_nonzero.default, _aten.equal.default)
 PACK_PADDED_SEQUENCE = _aten._pack_padded_sequence
+PACKED_SEQUENCES = ("_pack_padded_sequence", "_pad_packed_sequence")  # as interceptors of functions see them
 
 # ------------------------------------------------------------------------------------------- subclasses of tensors
 # Within, tensors of subclasses are to Python what they are in memory; no subclass's `__torch_function__` is called.
@@ -218,7 +219,7 @@ def has_hooks_for_all_ends(module: nn.Module) -> bool:
 
 
 def renewed_attributes(module: nn.Module) -> tuple[str, ...]:
-    """Those that keep its parameters beside their names, and that each forward renews where the names have others."""
+    """Those that keep its parameters too, and that each forward renews where their names have others."""
     return ("_flat_weights",) if isinstance(module, nn.RNNBase) else ()
 
 

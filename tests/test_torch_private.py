@@ -31,6 +31,7 @@ from evenly.torch_private import (
     NUMBERS_OF_TENSORS,
     ORIGINAL,
     PACK_PADDED_SEQUENCE,
+    PACKED_SEQUENCES,
     PRODUCTS,
     RESHAPE_ALIAS,
     SPECTRAL_VECTORS,
@@ -66,6 +67,7 @@ from evenly.torch_private import (
     plain_name,
     reduce_scatter_single,
     reduce_sharded,
+    renewed_attributes,
     replace_gradient_hooks,
     run_as_written,
     set_tensor_dict,
@@ -376,6 +378,39 @@ def test_where_modules_look_their_tensors_up() -> None:
     set_tensor_dict(norm, "_parameters", {"weight": other, "bias": None})
     assert norm.weight is other
     assert [*norm.named_parameters()] == [("weight", other)]
+
+
+class Names(torch.overrides.TorchFunctionMode):
+    """Notes the names of functions that are called within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(getattr(func, "__name__", ""))
+        return func(*args, **(kwargs or {}))
+
+
+def test_names_of_functions_of_packed_sequences() -> None:
+    with Names() as names:
+        packed = nn.utils.rnn.pack_padded_sequence(torch.ones(2, 3, 1), torch.tensor([3, 1]), batch_first=True)
+        nn.utils.rnn.pad_packed_sequence(packed)
+    assert names.seen.issuperset(PACKED_SEQUENCES)
+
+
+def test_recurrent_layers_renew_what_they_keep_of_their_parameters() -> None:
+    for layer in (nn.LSTM(2, 3), nn.GRU(2, 3, bidirectional=True)):
+        (kept,) = renewed_attributes(layer)
+        weight: Any = layer.weight_hh_l0
+        assert any(one is weight for one in getattr(layer, kept))
+        layer._parameters["weight_hh_l0"] = other = nn.Parameter(weight.detach() + 1)
+        assert not any(one is other for one in getattr(layer, kept))
+        layer(torch.ones(1, 1, 2))
+        assert any(one is other for one in getattr(layer, kept)) and not any(
+            one is weight for one in getattr(layer, kept)
+        )
+    assert renewed_attributes(nn.Linear(2, 2)) == ()
 
 
 def test_hooks_of_a_module_and_of_a_parameter() -> None:

@@ -6,8 +6,8 @@ or most of their parameters. Where they differ (the stages of a Swin transformer
 nothing calls, they are looked into, and an item without a list inside is a block itself. What lies inside a block is
 not looked into: the experts of one layer are part of it. Lists much smaller than the largest (two heads besides a
 tower) are no blocks, unless of the same class. A model without such lists is searched for children of one class that
-are no list (`self.block1`, `self.block2`), then for lists of one, which may be called again and again, then for lists
-of plain layers.
+are no list (`self.block1`, `self.block2`), then for a `ModuleList` of several classes, for lists of one, which may be
+called again and again, and for lists of plain layers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Block:
 
 def find_blocks(model: nn.Module) -> list[Block]:
     """The blocks of `model` in the order of its definition; none where nothing repeats. No block contains another."""
-    kinds = (_composite_in_container, _composite, _alone_in_container, _plain_in_container)
+    kinds = (_composite_in_container, _composite, _composite_in_list, _alone_in_container, _plain_in_container)
     for may_repeat in kinds:
         lists = list(_lists("", model, may_repeat))
         if lists:
@@ -78,7 +78,8 @@ def _like_children(
     by_class: dict[type, list[Block]] = {}
     for child_name, child in module.named_children():
         if may_repeat(module, child) and any(True for _ in child.parameters()):
-            by_class.setdefault(type(child), []).append(Block(_joined(name, child_name), child))
+            kind = nn.Module if may_repeat is _composite_in_list else type(child)
+            by_class.setdefault(kind, []).append(Block(_joined(name, child_name), child))
     least = 1 if may_repeat is _alone_in_container else 2
     return [items for items in by_class.values() if len(items) >= least]
 
@@ -93,6 +94,10 @@ def _composite(parent: nn.Module, child: nn.Module) -> bool:
 
 def _plain_in_container(parent: nn.Module, child: nn.Module) -> bool:
     return isinstance(parent, CONTAINERS)
+
+
+def _composite_in_list(parent: nn.Module, child: nn.Module) -> bool:
+    return isinstance(parent, nn.ModuleList) and _composite(parent, child)
 
 
 def _alone_in_container(parent: nn.Module, child: nn.Module) -> bool:

@@ -70,6 +70,10 @@ def test_layers_that_differ_in_little_are_blocks_with_all_their_experts() -> Non
     assert names(parts(layers=nn.ModuleList([first, second]))) == ["layers.0", "layers.1"]
 
 
+def test_two_layers_of_two_kinds_are_blocks_where_there_is_no_other() -> None:
+    assert names(parts(layers=nn.ModuleList([Layer(4), Stage(4, 1)]), head=nn.Linear(4, 2))) == ["layers.0", "layers.1"]
+
+
 def test_a_list_of_one_layer_is_a_block_where_there_is_no_other() -> None:
     one = nn.ModuleList([Layer(4)])
     assert names(parts(embed=nn.Embedding(3, 4), layers=one, head=nn.Linear(4, 3))) == ["layers.0"]

@@ -70,7 +70,7 @@ class InputDiscovery(StageRun):
             self._note_at(TensorSite(call, side, path), tensor)
 
     def note_results(self, function: str, results: Any, *, new: bool) -> Any:
-        """As in `StageRun`; notes what is made anew."""
+        """As in `StageRun`; notes what is new."""
         kept = super().note_results(function, results, new=new)
         if new and kept is results and self._last_site is not None:
             self._made.note(self._last_site, results)

@@ -19,6 +19,7 @@ from evenly.errors import PlanError
 from evenly.model.fake import DeferredTensor, shared_fake_mode
 from evenly.parallel.pipeline.example_tensor import example_of, remotes_are_examples
 from evenly.torch_private import (
+    PACKED_SEQUENCES,
     TorchDispatchMode,
     has_memory,
     is_fake,
@@ -38,8 +39,6 @@ METADATA_METHODS = frozenset(
     ["size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "get_device", "__len__"]
 ) | frozenset(["is_floating_point", "is_complex", "is_signed", "is_contiguous"])
 METADATA_ATTRIBUTES = frozenset(["shape", "ndim", "dtype", "device", "layout", "is_cuda", "itemsize", "nbytes"])
-# Their results that are no floating-point numbers are lengths, which follow from the lengths that they are given.
-LENGTHS_OF_SEQUENCES = {"_pack_padded_sequence", "_pad_packed_sequence"}
 PLAIN_TYPES = (int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, type)
 
 
@@ -214,7 +213,7 @@ def _run_remote(
             results, draws = _run_watched(func, args, kwargs, owner)
             viewed = _viewed(results, tensors)
         except Exception as problem:
-            wanted = operation_of(problem) or getattr(func, "__name__", "") in {*LENGTHS_OF_SEQUENCES, "tolist"}
+            wanted = operation_of(problem) or getattr(func, "__name__", "") in {*PACKED_SEQUENCES, "tolist"}
             if not wanted or not _shaped_by_others(tensors, remotes):
                 if wanted:
                     owner.want_numbers([one for one in remotes if one.value is None])
@@ -291,7 +290,8 @@ def _run_shaped(func: Any, args: Any, kwargs: dict[str, Any], owner: TensorOwner
     results = func(*map_tensors(made_up, args), **map_tensors(made_up, kwargs))
     if not all(isinstance(one, torch.Tensor) for one in (results if isinstance(results, tuple) else [results])):
         raise PlanError(RUNNING_STAGE, f"{func.__name__} needs numbers that another stage has", OTHER_PLAN)
-    kept = getattr(func, "__name__", "") in LENGTHS_OF_SEQUENCES
+    # What these return besides numbers of the job are lengths, which follow from the lengths that they are given.
+    kept = getattr(func, "__name__", "") in PACKED_SEQUENCES
     return map_tensors(lambda one: one if kept and not one.is_floating_point() else fake_like(one), results)
 
 

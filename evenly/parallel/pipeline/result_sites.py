@@ -68,7 +68,7 @@ class ResultSites:
 
 
 class NotesResults(Protocol):
-    """A run of the model's code that is told what functions return."""
+    """A run of the model's code to which functions report what they return."""
 
     def note_results(self, function: str, results: Any, *, new: bool) -> Any:
         """What the code gets in place of `results`; new: whether they are in memory that no argument is in."""

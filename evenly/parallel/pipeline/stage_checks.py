@@ -10,9 +10,10 @@ from torch import nn
 
 from evenly.data.nest import tensors_in
 from evenly.errors import PlanError
+from evenly.parallel.core.parameter_views import local_tensor
 from evenly.parallel.pipeline.model import StagedModel
 from evenly.parallel.pipeline.remote_tensor import OTHER_PLAN, RUNNING_STAGE
-from evenly.torch_private import TensorDict, has_hooks_for_all_ends, memory_key, renewed_attributes
+from evenly.torch_private import TensorDict, has_hooks_for_all_ends, memory_key, renewed_attributes, tensor_dict
 
 
 def check_can_be_staged(model: StagedModel) -> None:
@@ -53,3 +54,19 @@ def same_modules(model: nn.Module) -> Generator[None]:
             f"its first forward replaces or adds modules ({changed[0]}), and draws for them once",
             f"let the model be from the start as it stays (a setting, or one forward in its builder), or {OTHER_PLAN}",
         )
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Generator[None]:
+    """Gives modules back the buffers in whose place code within has put others, which have no numbers of the job."""
+    before = [
+        (module, name, local_tensor(module, name))
+        for module in model.modules()
+        for name in tensor_dict(module, "_buffers")
+    ]
+    try:
+        yield
+    finally:
+        for module, name, buffer in before:
+            if local_tensor(module, name) is not buffer:
+                tensor_dict(module, "_buffers")[name] = buffer

@@ -42,7 +42,7 @@ from evenly.parallel.pipeline.remote_tensor import (
     write_refusal,
 )
 from evenly.parallel.pipeline.result_sites import ResultRecorder, ResultSites
-from evenly.parallel.pipeline.stage_checks import check_can_be_staged, same_modules
+from evenly.parallel.pipeline.stage_checks import buffers_kept, check_can_be_staged, same_modules
 from evenly.parallel.pipeline.stages import (
     BEGIN_CALL,
     END_CALL,
@@ -219,8 +219,16 @@ def _run(
     model.running = run
     try:
         drawing = nullcontext() if calls is None or key is None else calls.drawing(key)
-        kept = attributes_restored(model.model)  # what only a first call does is not done yet
-        with kept, running_fake(), drawing, torch.enable_grad(), ResultRecorder(run), run.random, run.stack:
+        with (
+            attributes_restored(model.model),  # what only a first call does is not done yet
+            buffers_kept(model.model),
+            running_fake(),
+            drawing,
+            torch.enable_grad(),
+            ResultRecorder(run),
+            run.random,
+            run.stack,
+        ):
             run.end(compute())
     except StageEnded:
         pass
