@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evenly.cli.tables import print_table
+from evenly.cli.tables import print_table, print_wrapped
 from evenly.errors import UserError
 from evenly.job import PRECISIONS
 from evenly.jobfile import libraries_of, owns_loop, parse_settings
@@ -61,16 +61,16 @@ def _show(verdict: Verification) -> None:
     }
     filled = {head: cells for head, cells in columns.items() if any(cells)}
     title = f"{verdict.job}: {verdict.steps} steps in {verdict.dtype}, largest difference from one device"
-    print_table(title, [*filled], [*zip(*filled.values(), strict=True)])
+    print_table(title, [*filled], [*zip(*filled.values(), strict=True)], wrapping=["plan"])
     if "rounding" in filled:
-        print("rounding: how far the parameters of one device stray where rounding is added to it")
+        print_wrapped("rounding: how far the parameters of one device stray where rounding is added to it")
     if verdict.note:
-        print(f"note: {verdict.note}")
+        print_wrapped(f"note: {verdict.note}")
     for row in verdict.plans:
         if row.worst_param and row.param_diff and row.status != "equal":
-            print(f"{row.plan}: the parameter that is farthest off is {row.worst_param}")
+            print_wrapped(f"{row.plan}: the parameter that is farthest off is {row.worst_param}")
         if row.reason:
-            print(f"{row.plan}: {row.reason}")
+            print_wrapped(f"{row.plan}: {row.reason}")
 
 
 def _number(value: float | None) -> str:

@@ -103,27 +103,33 @@ def differing_in_small_buckets(plan: str, expected: dict[str, torch.Tensor]) -> 
             setattr(grouping, name, value)
 
 
+@pytest.fixture(scope="module")
+def alone(ranks: KeptRanks) -> dict[bool, dict[str, torch.Tensor]]:
+    """What one device has, with and without parameters that have no dims."""
+    return {scalar: ranks.run(run, "single", scalar, size=1)[0] for scalar in (False, True)}
+
+
+Alone = dict[bool, dict[str, torch.Tensor]]
 PLANS = [("ddp", 2), ("ddp", 3), ("zero1", 2), ("zero1", 4), ("zero2", 3), ("zero3", 2), ("zero3", 3), ("hsdp", 4)]
 
 
 @pytest.mark.parametrize(("plan", "size"), [*PLANS, ("zero=1 shard=2", 4), ("balanced-dp replicas=3", 1)])
-def test_sums_of_any_magnitude_have_the_bits_of_one_device(plan: str, size: int, ranks: KeptRanks) -> None:
-    (expected,) = ranks.run(run, "single", size=1)
-    assert ranks.run(differing, plan, expected, size=size) == [{}] * size
+def test_sums_of_any_magnitude_have_the_bits_of_one_device(
+    plan: str, size: int, ranks: KeptRanks, alone: Alone
+) -> None:
+    assert ranks.run(differing, plan, alone[False], size=size) == [{}] * size
 
 
 @pytest.mark.parametrize(
     ("plan", "size"), [("ddp", 2), ("ddp", 4), ("zero1", 3), ("zero2", 2), ("zero3", 2), ("hsdp", 4)]
 )
-def test_and_in_many_buckets(plan: str, size: int, ranks: KeptRanks) -> None:
-    (expected,) = ranks.run(run, "single", size=1)
-    assert ranks.run(differing_in_small_buckets, plan, expected, size=size) == [{}] * size
+def test_and_in_many_buckets(plan: str, size: int, ranks: KeptRanks, alone: Alone) -> None:
+    assert ranks.run(differing_in_small_buckets, plan, alone[False], size=size) == [{}] * size
 
 
 @pytest.mark.parametrize(("plan", "size"), [("ddp", 2), ("zero1", 2), ("zero2", 3)])
-def test_and_of_parameters_without_dims(plan: str, size: int, ranks: KeptRanks) -> None:
-    (expected,) = ranks.run(run, "single", True, size=1)
-    assert ranks.run(differing, plan, expected, True, size=size) == [{}] * size
+def test_and_of_parameters_without_dims(plan: str, size: int, ranks: KeptRanks, alone: Alone) -> None:
+    assert ranks.run(differing, plan, alone[True], True, size=size) == [{}] * size
 
 
 class Saturated(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):

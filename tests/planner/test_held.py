@@ -148,13 +148,19 @@ ON_TWO = {
 
 
 def test_on_two_ranks(ranks: Any) -> None:
-    plans = [*ON_TWO]
+    expected = {plan: pytest.approx(predicted(plan, 2), rel=bound) for plan, bound in ON_TWO.items()}
+    found = dict(zip(ON_TWO, peaks_of_devices(ranks, [*ON_TWO]), strict=True))
     # On busy cores a rank now and then holds a message longer than it needs it: the less of two runs counts.
-    first, second = (ranks.run(peaks, plans) for _ in range(2))
-    for number, (plan, bound) in enumerate(ON_TWO.items()):
-        of_ranks = zip(first, second, strict=True)
-        found = [min(pair) for once, again in of_ranks for pair in zip(once[number], again[number], strict=True)]
-        assert predicted(plan, 2) == pytest.approx(found, rel=bound), plan
+    if again := [plan for plan in ON_TWO if found[plan] != expected[plan]]:
+        for plan, second in zip(again, peaks_of_devices(ranks, again), strict=True):
+            found[plan] = [*map(min, found[plan], second)]
+    for plan in ON_TWO:
+        assert found[plan] == expected[plan], plan
+
+
+def peaks_of_devices(ranks: Any, plans: list[str]) -> list[list[int]]:
+    """For every plan the peaks of the devices of both ranks."""
+    return [[*first, *second] for first, second in zip(*ranks.run(peaks, plans), strict=True)]
 
 
 def peaks_with_whole_blocks(plans: list[str], whole_bytes: int) -> list[list[int]]:
