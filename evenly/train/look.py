@@ -27,7 +27,7 @@ from evenly.errors import EvenlyError, RunError, SampleError, UserError, describ
 from evenly.job import Job
 from evenly.parallel.core.attributes import own_attributes
 from evenly.parallel.core.calls import ForwardEnded
-from evenly.parallel.core.mutation_guard import fingerprint
+from evenly.parallel.core.mutation_guard import changed_error, fingerprint
 from evenly.plan import Plan
 from evenly.train.look_buffers import check_averages, find_averages, refuse_rounded
 from evenly.train.same_numbers import same
@@ -132,7 +132,7 @@ def check_model(
     first, other = microbatches[0], microbatches[-1]
     cut = plan.data.zero_stage == 3 or plan.tensor.active or plan.pipeline.active
     models = [replica.module for replica in executor.composed.replicas]
-    known = own_attributes(models[0])
+    known, types = own_attributes(models[0]), _types(models[0])
     with undisturbed(*executor.devices), buffers_restored(models), _explained(plan) if cut else nullcontext():
         statistics = executor.composed.statistics[0]
         with statistics.noticing() if not plan.pipeline.active else nullcontext(set[str]()) as changed:
@@ -146,6 +146,9 @@ def check_model(
             executor.look([first])
             remembers = remembers or _buffers(models) != before
     chosen = len(set(orders)) > 1
+    cast = [name for name, dtype in _types(models[0]).items() if types.get(name, dtype) != dtype]
+    if first_cast := next((one for rank in gather_values(cast, world.group("files")) for one in rank), None):
+        raise changed_error(first_cast, parameter=True)
     now = own_attributes(models[0]) if remembers else known
     changed_here = [name for name in {**known, **now} if known.get(name) != now.get(name)]
     found = gather_values((remembers, chosen, changed_here), world.group("files"))
@@ -209,6 +212,10 @@ def _explained(plan: Plan) -> Generator[None]:
             "if it runs under plan single, it may reach parameters past their modules (a list, a closure, a method): "
             "look them up by name where they are used, or use plan ddp",
         ) from problem
+
+
+def _types(model: nn.Module) -> dict[str, torch.dtype]:
+    return {name: parameter.dtype for name, parameter in model.named_parameters()}
 
 
 def _buffers(models: Sequence[nn.Module]) -> list[int]:
