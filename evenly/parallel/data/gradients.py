@@ -33,6 +33,7 @@ from evenly.errors import RunError, UserError
 from evenly.parallel.core.memory import MemoryCounter
 from evenly.parallel.data.buckets import Bucket, ExactBucket, Slot, share_low_terms
 from evenly.parallel.data.grouping import bucket_members, needs_tail_bucket
+from evenly.parallel.data.last_outputs import LastOutputs
 from evenly.torch_private import without_subclasses
 
 IN_FLIGHT = 3  # buckets whose parts are on their way between ranks where sums are exact; bounds their memory
@@ -48,10 +49,12 @@ class Gradients(ABC):
     `start_reduce`; `finish_reduce`; `norm`; `divide` and `scale`; the optimizer's step over `named_gradients`;
     `all_gather_parameters`.
 
-    counting: False while the backward of a filler microbatch runs, whose gradients must not count.
+    counting: False while the backward of a filler microbatch runs, whose gradients must not count. outputs: of the
+    last forward, where all ranks have to run its backward.
     """
 
     counting = True
+    outputs: LastOutputs | None = None
     unit_order = 0  # a hash of what was gathered since `forget_order`, in order
 
     def forget_order(self) -> None:
@@ -77,10 +80,12 @@ class Gradients(ABC):
 
     def zero(self) -> torch.Tensor | None:
         """A zero whose backward runs what all ranks have to run together; None where that is nothing, or not known."""
-        return None
+        return None if self.outputs is None else self.outputs.zero()
 
-    def finish_backward(self) -> None:  # noqa: B027
+    def finish_backward(self) -> None:
         """Called after a microbatch's backward, also where it had none to run."""
+        if self.outputs is not None:
+            self.outputs.clear()
 
     @abstractmethod
     def start_reduce(self, numbers: Sequence[float] | torch.Tensor = ()) -> None:

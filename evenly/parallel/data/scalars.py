@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ class ScalarSums:
     """Sums their gradients over the microbatches of a step and the ranks of `group`, in float64.
 
     named: name and parameter, of all parameters. counts: called with the number of one that got a gradient; whether
-    that counts. exact: whether sums are exact and rounded once. `names`: of those without dims.
+    that counts. exact: whether sums are exact and rounded once.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class ScalarSums:
     ) -> None:
         found = [(n, name, p) for n, (name, p) in enumerate(named) if p.dim() == 0 and p.requires_grad]
         self._group, self._counts = group, counts
-        self.names = {name for _, name, _ in found}
+        self._names = {name for _, name, _ in found}
         self._parameters = [parameter for _, _, parameter in found]
         self._sums = torch.zeros(len(found), dtype=torch.float64, device=group.device)
         self._exact = ExactSum(self._sums) if exact else None
@@ -47,6 +47,11 @@ class ScalarSums:
         if self._parameters:
             for parameter, total in zip(self._parameters, self._reduced(), strict=True):
                 parameter.grad = total.to(parameter.dtype)
+
+    def counted(self, gradients: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Those of all `gradients`, by name, that this rank counts for the norm: the first rank counts ours."""
+        once = self._names if self._group.position else ()
+        return [gradient for name, gradient in gradients.items() if name not in once]
 
     def _reduced(self) -> torch.Tensor:
         label = "gradients without dims"

@@ -33,7 +33,6 @@ from evenly.comm.exact_reduce import exact_norm
 from evenly.comm.groups import Group
 from evenly.comm.transport import Pending
 from evenly.comm.world import World
-from evenly.data.nest import tensors_in
 from evenly.errors import PlanError, RunError
 from evenly.model.blocks import Block, find_blocks
 from evenly.parallel.core.memory import HOST, MemoryCounter, local
@@ -48,6 +47,7 @@ from evenly.parallel.data.gradients import (
     trainable,
 )
 from evenly.parallel.data.grouping import unit_members
+from evenly.parallel.data.last_outputs import LastOutputs
 from evenly.parallel.data.mesh import groups_of, shard_mesh
 from evenly.parallel.data.optimizer import OwnedRows
 from evenly.parallel.data.row_layout import RowLayout
@@ -131,10 +131,9 @@ class ShardedGradients(Gradients):
         self._handles += [
             unit.register_forward_hook(hook, prepend=True) for unit, hook in zip(self._units, after, strict=True)
         ]
-        self._outputs: list[torch.Tensor] = []  # of the model's last forward, until its backward
-        self._handles.append(model.register_forward_hook(self._note_outputs))
+        self.outputs = LastOutputs(model)
         self._scalars = ScalarSums(self._named, self._group, self._use, exact=accumulate_float64)
-        self._handles += self._scalars.handles
+        self._handles += [self.outputs.handle, *self._scalars.handles]
         self._pending: Pending[torch.Tensor] | None = None
         self._sums: dict[str, torch.Tensor] = {}  # by name, the reduced shards of gradients
         self._squares = 0.0  # of all gradients of the step; unless `ownership` computes the norm
@@ -263,7 +262,8 @@ class ShardedGradients(Gradients):
         flags = (float(used) for used in self._used)
         order = (float(self.unit_order), float(self.unit_order**2))
         self._sums = self._reduced()
-        squares = sum_of_squares(self._counted()) if self._ownership is None else None
+        counted = self._scalars.counted(self._sums) if self._counts_squares else ()
+        squares = sum_of_squares(counted) if self._ownership is None else None
         self._pending = begin_numbers((*order, *flags), numbers, self._group, squares)
 
     def finish_reduce(self) -> list[float]:
@@ -310,12 +310,7 @@ class ShardedGradients(Gradients):
         return torch.tensor(self._squares, dtype=torch.float64).sqrt()
 
     def exact_norm(self) -> float:
-        return exact_norm(self._counted(), self._group)
-
-    def _counted(self) -> list[torch.Tensor]:
-        """The gradients that this rank counts for the norm; those without dims count on the first."""
-        once = self._scalars.names if self._group.position else ()
-        return [s for name, s in self._sums.items() if name not in once] if self._counts_squares else []
+        return exact_norm(self._scalars.counted(self._sums) if self._counts_squares else (), self._group)
 
     def divide(self, divisor: float) -> None:
         for gradient in self._sums.values():
@@ -327,15 +322,6 @@ class ShardedGradients(Gradients):
 
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         return ((name, self._sums.get(name)) for name, _ in self._named)
-
-    def _note_outputs(self, _: nn.Module, __: Any, output: Any) -> None:
-        self._outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-
-    def zero(self) -> torch.Tensor | None:
-        return sum((tensor.sum() * 0 for tensor in self._outputs), torch.zeros(())) if self._outputs else None
-
-    def finish_backward(self) -> None:
-        self._outputs.clear()
 
     def reshard(self) -> None:
         for unit in self._units:
