@@ -11,6 +11,7 @@ from plain import plain_steps
 from torch import nn
 
 import evenly
+from evenly.data.loader import microbatches_of_step
 from evenly.errors import EvenlyError, UserError
 
 STEPS = 3
@@ -110,3 +111,30 @@ def steps_of_ranks(names: list[str]) -> dict[str, str]:
             found[name] = str(problem)
         leave()
     return found
+
+
+class ByMicrobatch(Net):
+    """The first microbatch of step 1 calls one block more than the others."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        used = self.blocks if abs(float(x[0, 0]) - FIRST[0]) < 1e-6 else self.blocks[1:]
+        x = self.enter(x)
+        for block in used:
+            x = block(x)
+        return self.head(x)
+
+
+FIRST = [0.0]
+
+
+def chosen_by_microbatch(plan: str) -> str:
+    """What starting a job ends in whose first microbatch calls a block that its last does not."""
+    mine = job(ByMicrobatch)
+    FIRST[0] = float(mine.data[microbatches_of_step(mine, 0)[0][0]][0][0])
+    try:
+        evenly.start(mine, plan=plan).close()
+        return "nothing"
+    except EvenlyError as problem:
+        return str(problem)
+    finally:
+        leave()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from battery import STEPS, outcome, outcomes, steps_of_ranks
+from battery import STEPS, chosen_by_microbatch, outcome, outcomes, steps_of_ranks
 from cases import CASES
 from kept_ranks import KeptRanks, RankFailure
 
@@ -99,3 +99,9 @@ def test_cases_are_named() -> None:
     assert BETWEEN.keys() | {name for name, _ in NOT_TRIED} <= CASES.keys()
     assert REFUSED.keys() <= CASES.keys() and {name for name, _ in IN_THE_STEP} <= CASES.keys()
     assert STEPS == 3
+
+
+def test_blocks_that_are_chosen_by_the_microbatch_are_refused_where_they_are_gathered(ranks: KeptRanks) -> None:
+    for found in ranks.run(chosen_by_microbatch, "zero3", limit_s=120):
+        assert "which blocks run depends on the microbatch" in found
+    assert ranks.run(chosen_by_microbatch, "zero2", limit_s=120) == ["nothing"] * 2
