@@ -14,7 +14,7 @@ from torch import nn
 from evenly.errors import RunError
 from evenly.parallel.core.calls import ForwardEnded
 from evenly.parallel.core.parameter_views import local_tensor
-from evenly.torch_private import is_fake, version, without_subclasses
+from evenly.torch_private import is_fake, version
 
 Kind = tuple[int, torch.dtype | None]  # version and type: a module's cast leaves the tensor and its version
 
@@ -58,8 +58,7 @@ class MutationGuard:
         self._remember(before)
         first, self._first = self._first, False
         # What stands in for a tensor of another stage has no numbers.
-        kinds = (torch.Tensor, nn.Parameter)
-        here = [t for t in now if t is not None and {type(t), *type(t).__bases__} & {*kinds} and not t.is_meta]
+        here = [t for t in now if t is not None and _has_numbers(type(t)) and not t.is_meta]
         prints = {id(tensor): fingerprint(tensor) for tensor in here if first and not tensor.requires_grad}
         try:
             yield
@@ -99,6 +98,10 @@ def _kind(tensor: torch.Tensor | None) -> Kind:
     return (0, None) if tensor is None else (version(tensor), tensor.dtype)
 
 
+def _has_numbers(kind: type) -> bool:
+    return kind in (torch.Tensor, nn.Parameter) or nn.Parameter in kind.__bases__
+
+
 def changed_error(name: str, *, parameter: bool) -> RunError:
     """The error for what a forward must not change."""
     return RunError(
@@ -113,9 +116,8 @@ WORDS_AT_ONCE = 1 << 16
 
 def fingerprint(tensor: torch.Tensor) -> int:
     """A number that depends on a tensor's elements and their order; another tensor hardly has the same."""
-    with without_subclasses():  # of this rank's part
-        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        return fingerprint_of_bytes(real.detach().contiguous().flatten().view(torch.uint8))
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return fingerprint_of_bytes(real.detach().contiguous().flatten().view(torch.uint8))
 
 
 def fingerprint_of_bytes(content: torch.Tensor) -> int:
