@@ -427,7 +427,7 @@ STOPPED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "random": (partial(rolling, random.random), "draws from Python's or numpy's generator"),
     "numpy": (partial(rolling, np.random.random), "draws from Python's or numpy's generator"),
     "counts inside": (lambda: Chain(CountsInside() for _ in range(4)), "buffer blocks.0.calls changes in the forward"),
-    "narrows": (lambda: Chain(Narrows() for _ in range(4)), "the forward makes blocks.0.route.weight torch.float32"),
+    "narrows": (lambda: Chain(Narrows() for _ in range(4)), r"the forward makes blocks.\d.route.weight torch.float32"),
     "counts": (Counts, "buffer forwards changes in the forward pass"),
 }
 
