@@ -361,12 +361,12 @@ def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, ARGUMENTS = 500, 60, 300, 9
 # Lines of each package: it may shrink, and grows only by a larger number here, with a reason beside it.
 PACKAGE_LINES = {
-    "__init__": 857,  # torch_private, which came from many files: hooks, transformations, spectral norm; libraries of a job file
+    "__init__": 857,  # torch_private: hooks, transformations, spectral norm; libraries that a job file imports
     "checkpoint": 1752,
     "cli": 1210,  # tables that leave out empty columns and keep words whole
     "comm": 2363,  # exact sums, alone and over ranks
     "data": 829,  # streams of updates and schedules
-    "engine": 1932,  # a look at the model before its first step; optimizers of whole parameters; parameters between steps
+    "engine": 1932,  # the look at the model; optimizers of whole parameters; parameters between steps
     "hardware": 931,  # kinds of devices can be registered
     "launch": 1637,  # a refusal leaves no folder; libraries imported once, in the forkserver
     "model": 553,  # parameters in one memory; modes that the job has set; made-up numbers; blocks of several classes
