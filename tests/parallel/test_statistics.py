@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +92,69 @@ class OwnForward(nn.BatchNorm1d):
 
 class OwnName(nn.BatchNorm1d):
     pass
+
+
+class WithActivation(nn.BatchNorm2d):
+    """As others write it: torch's code once more, with an activation and a dropout behind it."""
+
+    weight_of_new = 1.0  # of what torch adds
+
+    def __init__(self, channels: int, **options: Any) -> None:
+        super().__init__(channels, **options)
+        self.drop, self.act = nn.Dropout(0.5), nn.ReLU(inplace=True)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        factor = self.momentum or 0.0
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            factor = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        found = nn.functional.batch_norm(
+            input,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            self.training,
+            factor * self.weight_of_new,
+            self.eps,
+        )
+        return self.act(self.drop(found))
+
+
+class OtherWeight(WithActivation):
+    weight_of_new = 0.5
+
+
+class Uncounted(WithActivation):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        found = super().forward(input)
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.sub_(1)
+        return found
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_forward_of_its_own_that_follows_torch_s_rule_is_recorded(momentum: float | None) -> None:
+    torch.manual_seed(0)
+    model = WithActivation(3, momentum=momentum).double()
+    plain, before = copy.deepcopy(model), torch.get_rng_state()
+    statistics = RunningStatistics(model, group=Group.alone())
+    assert torch.equal(torch.get_rng_state(), before)
+    inputs = [torch.randn(4, 3, 2, 2, dtype=torch.float64) + n for n in range(3)]
+    for x in inputs:
+        plain(x)
+    for number in (2, 0, 1):
+        with statistics.recording(number):
+            model(inputs[number])
+    statistics.sync([statistics.calls(number) for number in range(3)])
+    for (name, found), (_, wanted) in zip(model.named_buffers(), plain.named_buffers(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13, msg=name)
+
+
+@pytest.mark.parametrize("kind", [OtherWeight, Uncounted])
+def test_a_forward_of_its_own_with_another_rule_is_refused(kind: type[WithActivation]) -> None:
+    with pytest.raises(UserError, match=f"layer 0 is a {kind.__name__} with a forward of its own"):
+        RunningStatistics(nn.Sequential(kind(3)), group=Group.alone())
 
 
 def test_layers_with_a_forward_of_their_own_are_refused() -> None:

@@ -9,15 +9,18 @@ To record s, a call runs with running statistics of its own and momentum 1: what
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from evenly.data.generators import reseed, undisturbed
 from evenly.errors import UserError
 from evenly.parallel.core.buffer_rules import BufferRule
 from evenly.parallel.core.parameter_views import is_placeholder
+from evenly.torch_private import set_tensor_dict, tensor_dict
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -121,12 +124,57 @@ def check_normalisation(name: str, module: nn.Module) -> None:
             "its statistics depend on how many ranks there are",
             "use BatchNorm: its statistics are those of a microbatch, on any number of ranks",
         )
-    if keeps_statistics(module) and type(module).forward not in FORWARDS:
+    if keeps_statistics(module) and type(module).forward not in FORWARDS and not keeps_torch_s_rule(module):
         raise UserError(
             f"layer {name} is a {type(module).__name__} with a forward of its own",
-            "its running statistics are known from torch's only",
+            "tried on random numbers, it uses its running statistics, or changes them otherwise than torch's does",
             "derive it from nn.Module, or leave the forward as torch has it",
         )
+
+
+def keeps_torch_s_rule(module: Any) -> bool:
+    """Whether a forward of its own changes the statistics of `module` as torch's does, and uses none in training.
+
+    Both run on random numbers, from several statistics: as they come, and as `Normalisation` records them.
+    """
+    if any(True for child in module.children() for _ in child.buffers()):
+        return False  # which trying would change
+    kind = next(kind for kind in BATCH_NORMS + INSTANCE_NORMS if isinstance(module, kind))
+    dims = 1 + (BATCH_NORMS + INSTANCE_NORMS).index(kind) % len(BATCH_NORMS)
+    draw = torch.Generator().manual_seed(0)
+    x, *starts = (
+        torch.rand(shape, dtype=torch.float64, generator=draw)
+        for shape in ((3, module.num_features, *[4] * dims), *[(2, module.num_features)] * 2)
+    )
+    states = [(module.momentum, count, start) for count, start in enumerate(starts, 3)]
+    results: list[torch.Tensor] = []
+    try:
+        with undisturbed(), torch.no_grad():
+            for state in (*states, (1.0, None, torch.zeros_like(starts[0]))):
+                own, torch_s = _statistics_twin(module, *state), _statistics_twin(module, *state)
+                reseed(0)
+                results.append(type(module).forward(own, x.clone()))
+                kind.forward(torch_s, x.clone())
+                pairs = zip(own.buffers(), torch_s.buffers(), strict=True)
+                if not all(torch.allclose(mine, theirs, rtol=1e-12, atol=1e-12) for mine, theirs in pairs):
+                    return False
+        return all(torch.equal(result, results[0]) for result in results)
+    except Exception:  # what it needs cannot be known here
+        return False
+
+
+def _statistics_twin(module: nn.Module, momentum: float | None, counter: int | None, start: torch.Tensor) -> Any:
+    """A copy of `module` in training with tensors of its own: weights of 1, and `start`, its mean and variance."""
+    twin: Any = copy.copy(module)
+    weights = {
+        n: None if p is None else torch.ones_like(start[0]) for n, p in tensor_dict(module, "_parameters").items()
+    }
+    counted = None if counter is None else torch.tensor(counter)
+    statistics = {"running_mean": start[0].clone(), "running_var": start[1].clone(), "num_batches_tracked": counted}
+    set_tensor_dict(twin, "_parameters", weights)
+    set_tensor_dict(twin, "_buffers", statistics)
+    twin.training, twin.momentum = True, momentum
+    return twin
 
 
 def _coefficient(momentum: float | None, position: int, total: int) -> float:
