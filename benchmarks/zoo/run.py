@@ -156,12 +156,12 @@ def _append(path: Path, row: dict[str, Any]) -> None:
 
 def _rows_of(name: str, plans: list[str], started: ranks.Ranks, limit_s: float) -> Iterator[dict[str, Any]]:
     """The rows of one subject under `plans`, all against one reference. No failure of one ends the campaign."""
-    import jobs
+    import zoo_jobs
 
     with tempfile.TemporaryDirectory(prefix="zoo-") as kept:
         folder = Path(kept)
         began = time.monotonic()
-        prepared = started.run(jobs.prepare, name, folder, size=1, limit_s=limit_s)
+        prepared = started.run(zoo_jobs.prepare, name, folder, size=1, limit_s=limit_s)
         if not prepared.results:
             for plan in plans:
                 yield {**_row(name, plan, prepared, began, limit_s), "status": "unbuilt"}
@@ -171,8 +171,10 @@ def _rows_of(name: str, plans: list[str], started: ranks.Ranks, limit_s: float) 
         for plan in plans:
             began = time.monotonic()
             try:
-                size = jobs.plan_of(plan).ranks or 1
-                outcome = started.run(jobs.compare, name, subject["batch"], plan, folder, size=size, limit_s=limit_s)
+                size = zoo_jobs.plan_of(plan).ranks or 1
+                outcome = started.run(
+                    zoo_jobs.compare, name, subject["batch"], plan, folder, size=size, limit_s=limit_s
+                )
                 yield {**_row(name, plan, outcome, began, limit_s), **facts, "world": size}
             except Exception as problem:  # of the campaign itself: a rank's is in its outcome
                 broken = ranks.Outcome(errors={0: ranks.describe(problem) | {"kind": "raw"}})

@@ -11,19 +11,20 @@ from evenly.data.nest import tensors_in
 
 
 class LastOutputs:
-    """The outputs of `model`, from a forward until its backward."""
+    """Zeros that follow from the outputs of `model`, from a forward until its backward; the outputs are not kept."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._tensors: list[torch.Tensor] = []
+        self._zeros: list[torch.Tensor] = []
         self.handle = model.register_forward_hook(self._note)
 
     def zero(self) -> torch.Tensor | None:
-        """A zero that follows from them; None where the model was not called, or nothing of it has a gradient."""
-        return sum((one.sum() * 0 for one in self._tensors), torch.zeros(())) if self._tensors else None
+        """A zero that follows from all; None where the model was not called, or nothing of it has a gradient."""
+        return sum(self._zeros, torch.zeros(())) if self._zeros else None
 
     def clear(self) -> None:
         """Lets go of them."""
-        self._tensors.clear()
+        self._zeros.clear()
 
     def _note(self, _: nn.Module, __: Any, output: Any) -> None:
-        self._tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        self._zeros = [tensor.narrow(0, 0, 0).sum() if tensor.dim() else tensor * 0 for tensor in tensors]
