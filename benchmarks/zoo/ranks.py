@@ -25,7 +25,7 @@ PRELOAD = (
     "torch.distributed",
     "torch.distributed.fsdp",
     "torch._dynamo",  # every optimizer imports it
-    "jobs",
+    "zoo_jobs",
     "evenly.train",
     "evenly.verify.ranks",
     "evenly.parallel.data.shards",

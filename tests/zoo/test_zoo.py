@@ -33,10 +33,10 @@ REFUSED = {"switch_transformers": "parameter .*router.classifier.weight changes 
 
 @cache
 def harness() -> Any:
-    """`benchmarks/zoo/jobs.py`; the tests have a module of that name."""
+    """`benchmarks/zoo/zoo_jobs.py`."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     sys.path.insert(0, str(ZOO))
-    spec = importlib.util.spec_from_file_location("zoo_jobs", ZOO / "jobs.py")
+    spec = importlib.util.spec_from_file_location("zoo_jobs", ZOO / "zoo_jobs.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
