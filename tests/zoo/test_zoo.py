@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from functools import cache
@@ -36,11 +35,9 @@ def harness() -> Any:
     """`benchmarks/zoo/zoo_jobs.py`."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     sys.path.insert(0, str(ZOO))
-    spec = importlib.util.spec_from_file_location("zoo_jobs", ZOO / "zoo_jobs.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    import zoo_jobs
+
+    return zoo_jobs
 
 
 def prepare(name: str, folder: Path) -> Any:
