@@ -17,7 +17,7 @@ from evenly.errors import PlanError
 from evenly.parallel.core.memory import HOST, MemoryCounter, on
 from evenly.parallel.data.replicas import GatheredReplica, Replicas
 from evenly.verify.compare import judge
-from evenly.verify.ranks import compare_job, keep_reference
+from evenly.verify.ranks import compare_job, keep_measured_reference, keep_reference
 
 STEPS = 5
 PLANS = ["dp replicas=2", "balanced-dp replicas=3", "replicas=5 output_device=4"]  # a short batch has 3 microbatches
@@ -44,7 +44,7 @@ def test_replicas_compute_what_one_device_computes(name: str, tmp_path: Path) ->
 @pytest.mark.parametrize("precision", ["float32", "float16", "pure-bfloat16"])
 def test_replicas_have_the_bits_of_one_device(precision: str, tmp_path: Path) -> None:
     for job in (factory(precision=precision) for factory in ALL_JOBS.values()):
-        keep_reference(job, STEPS, tmp_path / "reference")
+        keep_measured_reference(job, STEPS, tmp_path, ["sums"])
         for plan in ("single", *PLANS):
             row = judge(plan, [compare_job(job, f"{plan} exact=bitwise", STEPS, tmp_path)])
             assert (row.status, row.bits_differ) == ("equal", 0), row

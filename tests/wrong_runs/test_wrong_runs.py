@@ -50,7 +50,7 @@ STOPPED = (
     *("checkpoint of two", "saved queue", "codebook", "chosen blocks"),
     *("spectral norm called twice", "moving averages", "retyped"),
 )
-IN_THE_STEP = {(name, "pipeline=2") for name in STOPPED} | {("retyped", plan) for plan in ("single", "dp replicas=2")}
+IN_THE_STEP = {(name, "pipeline=2") for name in STOPPED} | {("retyped", "single")}
 
 
 @pytest.mark.parametrize("plan", PLANS)

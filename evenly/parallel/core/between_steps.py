@@ -89,10 +89,7 @@ def closed_error(what: str) -> RunError:
     )
 
 
-NUMBERS = (
-    *("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__", "__reduce_ex__"),
-    *("cpu", "cuda"),
-)
+NUMBERS = (*("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__"), *("cpu", "cuda"))
 
 
 class RemoteParameter(nn.Parameter):
@@ -107,6 +104,9 @@ class RemoteParameter(nn.Parameter):
             with without_subclasses():
                 memo[id(self)] = show_remote(nn.Parameter(self.detach().clone()), self.name_in_model, self.outside)
         return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _elsewhere("saving", self.name_in_model)
 
     @classmethod
     def __torch_function__(
@@ -149,12 +149,16 @@ def _of_remote(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     written = changes_its_first(name) and all(isinstance(t, RemoteParameter) for t in tensors_in(first))
     mixed = not written and any(not isinstance(tensor, RemoteParameter) for tensor in found)
     if mixed or name in NUMBERS:
-        raise RunError(
-            f"{name} of parameter {one.name_in_model} outside of a loss",
-            "it is on another rank of the pipeline, and this rank does not have its numbers",
-            "compute with each parameter by itself, let the gradient do it, or use a plan without pipeline",
-        )
+        raise _elsewhere(name, one.name_in_model)
     if written:  # by the rank that has it
         return first
     result = func(*args, **kwargs)
     return map_tensors(lambda tensor: show_remote(tensor, one.name_in_model, one.outside), result)
+
+
+def _elsewhere(call: str, parameter: str) -> RunError:
+    return RunError(
+        f"{call} of parameter {parameter} outside of a loss",
+        "it is on another rank of the pipeline, and this rank does not have its numbers",
+        "compute with each parameter by itself, let the gradient do it, or use a plan without pipeline",
+    )

@@ -156,7 +156,10 @@ class ShardedOptimizer:
         def convert(value: torch.Tensor) -> torch.Tensor:
             if value.shape != cut.parameter.shape:
                 return value
-            rows = local(value) if isinstance(value, DTensor) else value[cut.rows].clone()
+            if isinstance(value, DTensor):
+                rows = local(value)
+            else:
+                rows = value[cut.rows].clone() if value.dim() else value.clone()
             if self._offload:
                 return rows.cpu()
             return rows if self._plain else as_piece(rows, cut.piece)
