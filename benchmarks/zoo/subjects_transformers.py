@@ -150,8 +150,6 @@ def _inputs(main: str, names: set[str], config: Any) -> Iterator[Shapes]:
             yield {**text, "input_features": ("float", (mels, 8 * TOKENS), 0)}
         if codebooks := _find(config, "num_codebooks"):
             yield {"input_ids": ("ids", (TOKENS, codebooks + 1), vocabulary)}
-    elif main == "inputs":
-        yield {main: ("ids", (shrink.POSITIONS,), vocabulary)}
     elif main in ("pixel_values", "pixel_values_videos"):
         for images in _images(config, main):
             yield images
@@ -178,6 +176,8 @@ def _inputs(main: str, names: set[str], config: Any) -> Iterator[Shapes]:
         yield {"past_values": ("float", (length, channels), 0), "future_values": ("float", (ahead, channels), 0)}
         yield {"past_values": ("float", (length, channels), 0)}
     else:
+        if main == "inputs":
+            yield {main: ("ids", (shrink.POSITIONS,), vocabulary)}
         for shape in _sounds(config):
             yield {main: ("float", shape, 0)}
             if decoder:
