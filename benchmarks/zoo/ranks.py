@@ -61,7 +61,7 @@ class Outcome:
 class Ranks:
     """Runs functions on ranks that are forked for each call."""
 
-    def __init__(self, folder: Path, libraries: Iterable[str]) -> None:
+    def __init__(self, folder: Path, libraries: Iterable[str] = ()) -> None:
         self._folder = folder
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([*PRELOAD, *(name for of in libraries for name in OF_LIBRARIES[of])])
