@@ -372,7 +372,7 @@ PACKAGE_LINES = {
     "model": 553,  # parameters in one memory; modes that the job has set; made-up numbers; blocks of several classes
     "observe": 663,
     "parallel": 1,
-    "parallel.core": 2101,  # stale tensors; rules of buffers (averages, spectral norm); what code between steps finds
+    "parallel.core": 2102,  # stale tensors; rules of buffers (averages, spectral norm); what code between steps finds
     "parallel.data": 3048,  # layouts; exact buckets; optimizers of whole parameters; sharded parameters between steps
     "parallel.tensor": 4132,  # experts, indices and convolutions on parts; split parameters between steps
     "parallel.pipeline": 3269,  # numbers inside blocks, draws between them; hooks; what blocks leave behind

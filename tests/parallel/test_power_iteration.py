@@ -115,6 +115,17 @@ def test_a_repeated_forward_does_not_iterate(backwards: Sequence[int]) -> None:
     assert same_buffers(model, plain)
 
 
+def test_a_filler_may_be_repeated_and_leaves_no_trace() -> None:
+    ((model, statistics),) = ranks_of(Net(checkpointed=True), 1)
+    before = [buffer.clone() for buffer in model.buffers()]
+    reseed(7)
+    with statistics.recording(None):
+        loss = model(INPUTS[0]).sum() * 0
+    reseed(8)
+    loss.backward()
+    assert all(map(torch.equal, before, model.buffers()))
+
+
 def test_what_cannot_be_repeated_is_refused() -> None:
     ((model, statistics),) = ranks_of(Net(checkpointed=True), 1)
     model.preserves = False

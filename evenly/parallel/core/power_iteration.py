@@ -172,8 +172,9 @@ class PowerIteration(BufferRule):
     def _ordinal(self) -> int:
         if backward_number() != -1:
             return self._repeated()
-        if self.microbatch is None:
-            return 0  # leaves no trace
+        if self.microbatch is None:  # of a filler, which leaves no trace and may be computed again too
+            self._called.setdefault(last_seed(), []).append(0)
+            return 0
         number = self.calls(self.microbatch)
         self.counts.of[self.microbatch] = number + 1
         if self.microbatch == LOOK:
