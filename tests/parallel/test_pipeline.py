@@ -56,6 +56,39 @@ class Turned(Chain):
         return x.sum(1, keepdim=True).expand_as(x) + x
 
 
+class LaidOutBlock(nn.Module):
+    """Its dropout draws in the order in which what it gets lies in memory; the view asks for that layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.mix = nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x: (B, L, 15), with B innermost in memory. kept: (B, L, 15), some part of a larger tensor, or expanded."""
+        x = self.drop(x) + torch.randn_like(x) * 0.1
+        flat = x.permute(1, 2, 0).view(x.shape[1], -1)
+        x = flat.view(x.shape[1], x.shape[2], -1).permute(2, 0, 1)
+        kept = self.drop(kept) + torch.rand_like(kept)
+        return torch.tanh(self.mix(x.permute(1, 0, 2))).permute(0, 2, 1).contiguous().permute(2, 0, 1), kept
+
+
+class LaidOut(Chain):
+    """What stages send is permuted, sliced and expanded, and drawn for in that order, by remote stages too."""
+
+    def __init__(self) -> None:
+        super().__init__(LaidOutBlock() for _ in range(LAYERS))
+
+    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        x = x.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+        kept, scale = x, torch.ones(WIDTH, dtype=x.dtype)
+        for number, block in enumerate(self.blocks):
+            noise = torch.randn_like(x)
+            scale = scale + 0.01 * torch.randn(WIDTH, dtype=x.dtype)
+            wide = torch.cat([kept, kept], -1)
+            x, kept = block(x + 0.1 * noise, wide.mT[:, ::2].mT if number % 2 else kept[:, :1].expand_as(kept))
+        return (x + kept.mean(1, keepdim=True)) * scale
+
+
 class FrozenEnds(Chain):
     """Of four stages the first and the last have nothing to train; the first sends what requires no gradient."""
 
@@ -135,6 +168,7 @@ class Rarely(Tied):
 
 OWN_JOBS: dict[str, Callable[[], nn.Module]] = {
     "turned": Turned,
+    "laid_out": LaidOut,
     "frozen_ends": FrozenEnds,
     "frozen_middle": FrozenMiddle,
     "unread": Unread,
@@ -209,6 +243,11 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
         ("frozen_middle", "data=2 pipeline=2 zero=1 schedule=interleaved split_points=2|4|6", 4, 0.98),
         ("turned", "pipeline=2 schedule=zbv split_points=2|4|5", 2, 0.98),
         ("turned", "pipeline=2 schedule=zero-bubble split_points=4", 2, 0.98),
+        ("laid_out", "pipeline=2 schedule=zbv split_points=1|4|5", 2, 0.95),
+        ("laid_out", "pipeline=2 schedule=zero-bubble split_points=4", 2, 0.95),
+        ("laid_out", "pipeline=2 split_points=5 recompute=full", 2, 0.95),
+        ("laid_out", "data=2 pipeline=2 zero=2 split_points=4", 4, 0.95),
+        ("laid_out", "tensor=2 pipeline=2 split_points=5", 4, 0.5),
         ("unread", "pipeline=2 split_points=4", 2, 0.98),
         ("unread", "data=2 pipeline=2 zero=1 schedule=zbv split_points=2|4|6", 4, 0.98),
         ("rarely", "pipeline=2", 2, 0.8),

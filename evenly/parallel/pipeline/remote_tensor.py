@@ -18,6 +18,7 @@ from evenly.data.nest import map_tensors, tensors_in
 from evenly.errors import PlanError
 from evenly.model.fake import DeferredTensor, shared_fake_mode
 from evenly.parallel.pipeline.example_tensor import example_of, remotes_are_examples
+from evenly.parallel.pipeline.memory_layout import laid_out, packed_size
 from evenly.torch_private import (
     PACKED_SEQUENCES,
     TorchDispatchMode,
@@ -318,7 +319,8 @@ def draw_as(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
     def some(tensor: torch.Tensor) -> torch.Tensor:
         fake = fake_of(tensor)
-        return torch.ones(fake.shape, dtype=fake.dtype, device=fake.device)
+        size = packed_size(fake.shape, fake.stride())  # in which order numbers are drawn depends on the strides
+        return laid_out(torch.ones(size, dtype=fake.dtype, device=fake.device), fake.shape, fake.stride())
 
     with torch.no_grad():
         func(*map_tensors(some, args), **map_tensors(some, kwargs))
