@@ -223,12 +223,18 @@ def test_what_stages_send_need_not_be_contiguous() -> None:
 class InPlace(Chain):
     """Overwrites what a block has returned, which another stage may have, as a whole and in parts."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.drop = nn.SiLU(inplace=True), nn.Dropout(0.2, inplace=True)
+
     def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         for number, block in enumerate(self.blocks):
             x = block(x)
             x += 0.1 * self.place[number]
             x[:, 0] *= 2
             x.clamp_(max=3)
+            x = self.drop(self.act(x))
+            F.elu(x, 0.5, inplace=True)
         return x
 
 
@@ -558,6 +564,9 @@ class Met:
 
     def note_write(self, target: RemoteTensor) -> None: ...
 
+    def draws(self) -> bool:
+        return False
+
 
 def missing(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> RemoteTensor:
     from evenly.model.fake import shared_fake_mode
@@ -620,6 +629,8 @@ def test_it_is_overwritten_in_place() -> None:
     x += 1
     x[:, 0] = 2.0
     x[0] = missing(3)
+    assert F.relu(x, inplace=True) is x and nn.Dropout(0.5, inplace=True)(x) is x
+    assert F.relu(x, inplace=False) is not x
     assert x is before and is_remote(x) and not x.requires_grad
     assert torch.add(missing(3), 1, out=(out := missing(3))) is out
     x += missing(3, grad=True)

@@ -1,8 +1,8 @@
 """The layout of a tensor in memory, which it keeps on its way to another stage.
 
 Where its numbers lie decides what the code computes from them: a dropout draws its mask in the order of memory, and
-`view` asks for it. A tensor is sent as its numbers in that order, each once, and laid out anew where it arrives:
-transposed, expanded, or with gaps between its numbers, as it is where it was made.
+`view` asks for it. A tensor is sent as its numbers in that order, each once, and laid out where it arrives as it is
+where it was made: transposed, expanded, or with gaps between its numbers.
 """
 
 from __future__ import annotations

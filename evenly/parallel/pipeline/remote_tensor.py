@@ -351,8 +351,8 @@ def _in_place_target(func: Any, args: Any, kwargs: Any, owner: TensorOwner) -> A
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Any:
-    name = getattr(func, "__name__", "")
-    return kwargs.get("out", args[0] if IN_PLACE.fullmatch(name) and args else None)
+    in_place = IN_PLACE.fullmatch(getattr(func, "__name__", "")) or kwargs.get("inplace") is True
+    return kwargs.get("out", args[0] if in_place and args else None)
 
 
 def write_refusal(function: str) -> PlanError:
