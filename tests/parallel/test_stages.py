@@ -13,6 +13,7 @@ import torch
 from jobs_pipeline import LAYERS, PIPELINE_JOBS, WIDTH, Block, Chain, Skips, text_job
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 import evenly
 from evenly.comm.groups import Group
@@ -736,6 +737,18 @@ class Grows(Chain):
         return super().through(self.extra(x), tokens)
 
 
+class Parametrizes(Chain):
+    """Has a weight computed otherwise for one forward, as adapters of experts do."""
+
+    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        part: Any = self.blocks[1].up
+        parametrize.register_parametrization(part, "weight", nn.Identity())
+        try:
+            return super().through(x, tokens)
+        finally:
+            parametrize.remove_parametrizations(part, "weight", leave_parametrized=False)
+
+
 class Kept(Chain):
     """Finds a parameter in a list of its own, where stages that do not hold it would find an old one."""
 
@@ -771,6 +784,7 @@ REFUSED: dict[str, tuple[evenly.Job, str, str]] = {
     "kept": (text_job(model=Kept), "pipeline=2", "the model (Kept) keeps place in kept too"),
     "aliased": (text_job(model=Aliased), "pipeline=2", "the model (Aliased) keeps embed.weight in first too"),
     "grows": (text_job(model=Grows), "pipeline=2", "its first forward replaces or adds modules (extra)"),
+    "parametrizes": (text_job(model=Parametrizes), "pipeline=2", "its forward takes the parameter blocks.1.up.weight"),
     "asks": (text_job(model=Asks), "pipeline=2", "aten._local_scalar_dense needs numbers that another stage has"),
     "writes into view": (text_job(model=WritesIntoView), "pipeline=2", "a tensor of an earlier stage and a view of it"),
     "writes into": (text_job(model=WritesInto), "pipeline=2", "__setitem__ writes a tensor of another stage into one"),
