@@ -44,7 +44,7 @@ def check_can_be_staged(model: StagedModel) -> None:
 
 @contextmanager
 def same_modules(model: nn.Module) -> Generator[None]:
-    """Raises `PlanError` where what runs within has replaced modules, or what they hold: forwards are not alike then."""
+    """Raises `PlanError` where what runs within replaces modules or takes parameters out: no later forward is alike."""
     before = {name: id(module) for name, module in model.named_modules()}
     held = [(name, module, own) for name, module in model.named_modules() for own in tensor_dict(module, "_parameters")]
     yield
