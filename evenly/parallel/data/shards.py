@@ -19,7 +19,8 @@ run different units (`survey`), all units are gathered at the begin of a step an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any, cast
 
@@ -36,7 +37,7 @@ from evenly.comm.world import World
 from evenly.errors import PlanError, RunError
 from evenly.model.blocks import Block, find_blocks
 from evenly.parallel.core.memory import HOST, MemoryCounter, local
-from evenly.parallel.core.parameter_views import local_parameters
+from evenly.parallel.core.parameter_views import local_parameters, viewed_tensors
 from evenly.parallel.data.gathered_guard import GatheredGuard
 from evenly.parallel.data.gradients import (
     Gradients,
@@ -99,7 +100,7 @@ class ShardedGradients(Gradients):
     ) -> None:
         trainable(model, required=ownership is None or ownership.pipeline_group is None)
         _check_can_shard(model, scalars=ownership is None)
-        _lay_out_in_order(model)
+        turned = _lay_out_in_order(model)
         self._world, self._group, self._offload, self._ownership = world, world.group("data"), offload, ownership
         self._model, self._split_backward = model, split_backward
         # Whether parameters stay gathered, and gradients are accumulated, until the end of a step.
@@ -109,6 +110,8 @@ class ShardedGradients(Gradients):
         _check_dtypes(model, [unit for unit, _ in units])
         self._gradient_hooks = {name: hooks for name, p in model.named_parameters() if (hooks := gradient_hooks(p))}
         self._shards, self._across = self._cut(model, units, shard=shard, accumulate_float64=accumulate_float64)
+        for module, orders in turned:
+            viewed_tensors(module, "_parameters").add_view(partial(_as_it_was, orders))
         # Other groups have the same shards.
         self._counts_squares = self._across is None or self._across.position == 0
         self._accumulates_float64 = accumulate_float64
@@ -398,11 +401,28 @@ def _check_can_shard(model: nn.Module, *, scalars: bool) -> None:
             )
 
 
-def _lay_out_in_order(model: nn.Module) -> None:
-    """Has every parameter in memory in the order of its dims, the only one that `fully_shard` knows (channels last)."""
-    for parameter in model.parameters():
-        if not parameter.is_contiguous():
-            parameter.data = parameter.detach().contiguous()
+def _lay_out_in_order(model: nn.Module) -> list[tuple[nn.Module, dict[str, list[int]]]]:
+    """Has every parameter in memory in the order of its dims, the only one that `fully_shard` knows (channels last).
+
+    Returns where others were, and the order of their dims: the model's code finds them so once they are gathered, since
+    dropout draws in the order of memory, and what a function returns follows the layout of what it is given.
+    """
+    found = [p for p in model.parameters() if not p.is_contiguous()]
+    turned = {id(p): sorted(range(p.dim()), key=p.stride, reverse=True) for p in found}
+    places = [(module, module.named_parameters(recurse=False, remove_duplicate=False)) for module in model.modules()]
+    orders = [(module, {name: turned[id(p)] for name, p in own if id(p) in turned}) for module, own in places]
+    for parameter in found:
+        parameter.data = parameter.detach().contiguous()
+    return [(module, mine) for module, mine in orders if mine]
+
+
+def _as_it_was(orders: Mapping[str, Sequence[int]], name: str, parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """A gathered parameter with its dims in memory in their order; None for any other."""
+    if name not in orders or parameter is None or isinstance(parameter, DTensor):
+        return None
+    order = orders[name]
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return parameter.permute(*order).contiguous().permute(*back)
 
 
 def _own_modules(unit: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
