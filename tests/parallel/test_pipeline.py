@@ -62,6 +62,7 @@ class LaidOutBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.drop, self.mix = nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH)
+        self.mix.weight = nn.Parameter(self.mix.weight.detach().T)
 
     def forward(self, x: torch.Tensor, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x: (B, L, 15), with B innermost in memory. kept: (B, L, 15), some part of a larger tensor, or expanded."""
@@ -69,7 +70,8 @@ class LaidOutBlock(nn.Module):
         flat = x.permute(1, 2, 0).view(x.shape[1], -1)
         x = flat.view(x.shape[1], x.shape[2], -1).permute(2, 0, 1)
         kept = self.drop(kept) + torch.rand_like(kept)
-        return torch.tanh(self.mix(x.permute(1, 0, 2))).permute(0, 2, 1).contiguous().permute(2, 0, 1), kept
+        mixed = nn.functional.linear(x.permute(1, 0, 2), self.drop(self.mix.weight), self.mix.bias)
+        return torch.tanh(mixed).permute(0, 2, 1).contiguous().permute(2, 0, 1), kept
 
 
 class LaidOut(Chain):
@@ -87,6 +89,23 @@ class LaidOut(Chain):
             wide = torch.cat([kept, kept], -1)
             x, kept = block(x + 0.1 * noise, wide.mT[:, ::2].mT if number % 2 else kept[:, :1].expand_as(kept))
         return (x + kept.mean(1, keepdim=True)) * scale
+
+
+class Turning(nn.Sequential):
+    """Its weights lie transposed in memory, and a dropout draws for them."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(5, 16), *(TurnedWeight() for _ in range(LAYERS)), nn.Linear(16, 3))
+
+
+class TurnedWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(16, 16)
+        self.mix.weight = nn.Parameter(self.mix.weight.detach().T)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(nn.functional.linear(x, nn.functional.dropout(self.mix.weight, 0.2), self.mix.bias))
 
 
 class FrozenEnds(Chain):
@@ -169,6 +188,7 @@ class Rarely(Tied):
 OWN_JOBS: dict[str, Callable[[], nn.Module]] = {
     "turned": Turned,
     "laid_out": LaidOut,
+    "turning": Turning,
     "frozen_ends": FrozenEnds,
     "frozen_middle": FrozenMiddle,
     "unread": Unread,
@@ -181,7 +201,7 @@ OWN_JOBS: dict[str, Callable[[], nn.Module]] = {
 def prepared(name: str, **changes: Any) -> evenly.Job:
     changes = {"precision": "float64", **changes}
     if name in OWN_JOBS:
-        return (points_job if name == "layers" else text_job)(model=OWN_JOBS[name], name=name, **changes)
+        return (points_job if name in ("layers", "turning") else text_job)(model=OWN_JOBS[name], name=name, **changes)
     return PIPELINE_JOBS[name](**changes)
 
 
@@ -248,6 +268,8 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
         ("laid_out", "pipeline=2 split_points=5 recompute=full", 2, 0.95),
         ("laid_out", "data=2 pipeline=2 zero=2 split_points=4", 4, 0.95),
         ("laid_out", "tensor=2 pipeline=2 split_points=5", 4, 0.5),
+        ("turning", "data=2 pipeline=2 zero=3", 4, 0.9),
+        ("turning", "tensor=2 pipeline=2", 4, 0.5),
         ("unread", "pipeline=2 split_points=4", 2, 0.98),
         ("unread", "data=2 pipeline=2 zero=1 schedule=zbv split_points=2|4|6", 4, 0.98),
         ("rarely", "pipeline=2", 2, 0.8),
