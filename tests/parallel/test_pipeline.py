@@ -408,6 +408,7 @@ REFUSED: dict[str, tuple[Callable[[], evenly.Job], str, str]] = {
         lambda: points_job(model=lambda: nn.Linear(5, 3)), "pipeline=2", "no repeated blocks that its forward calls"
     ),
     "stages": (lambda: prepared("chain"), "pipeline=2 schedule=interleaved stages_per_rank=5", "it has 10 stages"),
+    "turned": (lambda: prepared("turning"), "data=1 tensor=2 zero=3", "is not in memory in the order of its dims"),
     "cut": (lambda: prepared("chain"), "pipeline=2 split_points=9", "to begin at block 9, and the model calls 8"),
     "sync": (lambda: points_job(model=Sync), "pipeline=2", "SyncBatchNorm"),
     "optimizer": (

@@ -110,14 +110,12 @@ class ShardedGradients(Gradients):
         _check_dtypes(model, [unit for unit, _ in units])
         self._gradient_hooks = {name: hooks for name, p in model.named_parameters() if (hooks := gradient_hooks(p))}
         self._shards, self._across = self._cut(model, units, shard=shard, accumulate_float64=accumulate_float64)
-        for module, orders in turned:
-            viewed_tensors(module, "_parameters").add_view(partial(_as_it_was, orders))
         # Other groups have the same shards.
         self._counts_squares = self._across is None or self._across.position == 0
         self._accumulates_float64 = accumulate_float64
         self._exact: list[ExactReduceScatter] = []  # of each unit, with exact=bitwise
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        _set_up_units(self._units, self._shards)
+        _set_up_units(self._units, self._shards, turned)
         self._set_reduce_scatter()
         self._named = list(model.named_parameters())
         self._frozen = [(name, p) for name, p in self._named if not p.requires_grad]
@@ -401,7 +399,10 @@ def _check_can_shard(model: nn.Module, *, scalars: bool) -> None:
             )
 
 
-def _lay_out_in_order(model: nn.Module) -> list[tuple[nn.Module, dict[str, list[int]]]]:
+Turned = list[tuple[nn.Module, dict[str, list[int]]]]  # of modules, the parameters that lie in another order of dims
+
+
+def _lay_out_in_order(model: nn.Module) -> Turned:
     """Has every parameter in memory in the order of its dims, the only one that `fully_shard` knows (channels last).
 
     Returns where others were, and the order of their dims: the model's code finds them so once they are gathered, since
@@ -432,10 +433,12 @@ def _own_modules(unit: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in unit.named_modules(prefix=prefix) if id(module) not in inner]
 
 
-def _set_up_units(units: Sequence[FSDPModule], shards: Group) -> None:
-    """Makes `units` sum gradients instead of averaging, with zeros for parameters that this rank did not use, and
-    gather one ahead.
+def _set_up_units(units: Sequence[FSDPModule], shards: Group, turned: Turned) -> None:
+    """Makes `units` sum gradients instead of averaging, with zeros for parameters that this rank did not use, gather
+    one ahead, and show parameters that were `turned` as they were.
     """
+    for module, orders in turned:
+        viewed_tensors(module, "_parameters").add_view(partial(_as_it_was, orders))
     for unit in units:
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
