@@ -332,6 +332,14 @@ def _split(model: nn.Module, splits: Mapping[str, ParameterSplit], group: Group,
     layouts = {
         name: Layout.of(s.dim, s.outer, s.units, s.inner, group.size) for name, s in splits.items() if name in local
     }
+    turned = [name for name, p in model.named_parameters() if name in layouts and not p.is_contiguous()]
+    if turned and plan.data.zero_stage == 3:
+        raise PlanError(
+            f"plan {plan}",
+            f"parameter {turned[0]} is not in memory in the order of its dims (channels last, or transposed), which is "
+            "lost where it is split over the tensor axis and sharded too",
+            "make it contiguous in the model's builder, or use zero=2",
+        )
     selective = plan.recompute == "selective"
     return SplitModel(model, layouts, group, sequence=plan.tensor.sequence_parallel, recomputed=selective)
 

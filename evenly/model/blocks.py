@@ -131,11 +131,12 @@ def _size(items: Sequence[Block]) -> int:
 
 
 def _once(blocks: Iterable[Block]) -> list[Block]:
-    """Each module once, under its first name: a layer that is used twice may stand in two lists."""
+    """Each module once, under its first name: a layer used twice may stand in two lists, or in another block."""
     first: dict[int, Block] = {}
     for block in blocks:
         first.setdefault(id(block.module), block)
-    return list(first.values())
+    inside = {id(part) for block in first.values() for part in block.module.modules() if part is not block.module}
+    return [block for key, block in first.items() if key not in inside]
 
 
 def _joined(name: str, child: str) -> str:

@@ -52,6 +52,12 @@ def test_the_largest_list_of_a_model() -> None:
     assert names(model) == ["layers.0", "layers.1", "layers.2"]
 
 
+def test_what_blocks_share_is_none_of_its_own() -> None:
+    model = parts(place1=Layer(4), place2=Layer(4), one=nn.Sequential(Layer(4)), two=nn.Sequential(Layer(4)))
+    model.one[0].skip, model.two[0].skip = model.place1, model.place2
+    assert names(model) == ["one", "two"]
+
+
 def test_stages_that_differ_are_looked_into_and_experts_are_not() -> None:
     stages = parts(stages=nn.ModuleList([Stage(4, 2), Stage(8, 2), Stage(16, 1)]))
     assert names(stages) == [

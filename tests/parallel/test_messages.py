@@ -14,6 +14,7 @@ from kept_ranks import KeptRanks, group_of_all
 import evenly.parallel.pipeline.messages as messages
 from evenly.comm.groups import Group
 from evenly.errors import RunError
+from evenly.parallel.pipeline.memory_layout import gradient_strides, laid_out, packed, packed_size
 from evenly.parallel.pipeline.messages import DTYPES, MAX_DIMS, META_NUMBERS, Payload, StageChannel, TensorMeta
 from evenly.parallel.pipeline.ties import Ties
 
@@ -24,23 +25,61 @@ SHAPES: list[tuple[int, ...] | None] = [None, (), (0,), (3,), (2, 0, 5), (1, 2, 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_decode_is_the_inverse_of_encode(dtype: torch.dtype) -> None:
     for shape, requires_grad in product(SHAPES, (False, True)):
-        form = TensorMeta(shape, dtype, requires_grad)
+        strides = tuple(range(len(shape or ())))[::-1]
+        form = TensorMeta(shape, strides, dtype, requires_grad)
         numbers = form.encode()
         assert len(numbers) == META_NUMBERS and all(type(number) is int for number in numbers)
         assert TensorMeta.decode(numbers) == form
 
 
 def test_the_form_of_a_tensor() -> None:
-    assert TensorMeta.of(None) == TensorMeta(None, torch.float32, False)
-    assert TensorMeta.of(torch.ones(2, 3, dtype=torch.float64, requires_grad=True)) == TensorMeta(
-        (2, 3), torch.float64, True
+    assert TensorMeta.of(None) == TensorMeta(None, (), torch.float32, False)
+    assert TensorMeta.of(torch.ones(3, 2, dtype=torch.float64, requires_grad=True).mT) == TensorMeta(
+        (2, 3), (1, 2), torch.float64, True
     )
-    assert TensorMeta.of(torch.tensor(True)) == TensorMeta((), torch.bool, False)
+    assert TensorMeta.of(torch.tensor(True)) == TensorMeta((), (), torch.bool, False)
 
 
 def test_more_dims_than_a_message_has_are_refused() -> None:
     with pytest.raises(RunError, match=f"use at most {MAX_DIMS}"):
         TensorMeta.of(torch.ones([1] * (MAX_DIMS + 1))).encode()
+
+
+# ---------------------------------------------------------------------------------------------------------- layouts
+LAYOUTS = {
+    "scalar": torch.tensor(3.0),
+    "nothing": torch.ones(4, 0, 3).permute(2, 0, 1),
+    "contiguous": torch.arange(24.0).view(2, 3, 4),
+    "permuted": torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1),
+    "channels last": torch.arange(48.0).view(2, 2, 3, 4).to(memory_format=torch.channels_last),
+    "one channel": torch.arange(12.0).view(1, 1, 3, 4).to(memory_format=torch.channels_last),
+    "sliced": torch.arange(24.0).view(2, 3, 4)[:, 1:, ::2],
+    "expanded": torch.arange(6.0).view(2, 1, 3).expand(2, 5, 3).mT,
+    "expanded of one": torch.tensor(7.0).expand(3, 2),
+    "windows": torch.arange(9.0).unfold(0, 3, 2),
+    "overlapping": torch.arange(9.0).unfold(0, 4, 1),
+    "conjugate": torch.tensor([1 + 2j, 3 - 1j]).conj(),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_laid_out_is_the_inverse_of_packed(name: str) -> None:
+    tensor = LAYOUTS[name]
+    numbers = packed(tensor)
+    found = laid_out(numbers, tensor.shape, tensor.stride())
+    assert numbers.shape == (packed_size(tensor.shape, tensor.stride()),) and numbers.is_contiguous()
+    assert not numbers.is_conj() and torch.equal(found, tensor) and found.stride() == tensor.stride()
+    shared = found.untyped_storage().data_ptr() == numbers.untyped_storage().data_ptr()
+    assert shared == (name not in ("sliced", "windows", "overlapping"))
+
+
+def test_a_gradient_has_the_layout_of_its_tensor() -> None:
+    turned = torch.ones(2, 3).mT
+    assert gradient_strides(turned) == (1, 3)
+    gradient = torch.arange(6.0).view(3, 2)
+    assert torch.equal(laid_out(packed(gradient, (1, 3)), (3, 2), (1, 3)), gradient)
+    for name in ("sliced", "expanded", "overlapping"):
+        assert gradient_strides(LAYOUTS[name]) == torch.empty(LAYOUTS[name].shape).stride()
 
 
 # -------------------------------------------------------------------------------------------------------- messages
@@ -99,6 +138,8 @@ def differences(found: Payload, expected: Payload) -> list[str]:
         if one is not None and other is not None:
             if not torch.equal(one.detach(), other.detach()) or one.dtype != other.dtype:
                 wrong.append(f"{one} instead of {other}")
+            if one.stride() != other.stride():
+                wrong.append(f"strides {one.stride()} instead of {other.stride()}")
             if one.requires_grad != other.requires_grad or not one.is_leaf:
                 wrong.append(f"requires_grad {one.requires_grad}, leaf {one.is_leaf}")
     return wrong
@@ -118,6 +159,7 @@ def gradients_received(channel: StageChannel, number: int, outputs: Payload) -> 
     for gradient, output in zip(found, outputs, strict=True):
         expected = output is not None and output.requires_grad and number % 2 == 0
         right = gradient is not None and gradient.equal(torch.full_like(output, number or 3.0))
+        right = right and gradient.stride() == output.stride()
         if not (right if expected else gradient is None):
             wrong.append(f"microbatch {number}: gradient {gradient}")
     return wrong
@@ -141,8 +183,16 @@ def shapes_that_change() -> str:
         for number in range(2):
             channel.send([torch.ones(3)], 1, stage=1, microbatch=number, shape_key="same")
         channel.finish()
-        for other in (torch.ones(4), torch.ones(3, dtype=torch.float64), torch.ones(3, requires_grad=True), None):
-            with pytest.raises(RunError, match="a microbatch of the same shapes gave other shapes before") as caught:
+        for other in (
+            torch.ones(6)[::2],
+            torch.ones(4),
+            torch.ones(3, dtype=torch.float64),
+            torch.ones(3, requires_grad=True),
+            None,
+        ):
+            with pytest.raises(
+                RunError, match="a microbatch of the same shapes gave other shapes or strides before"
+            ) as caught:
                 channel.send([other], 1, stage=1, microbatch=2, shape_key="same")
         return str(caught.value)
 

@@ -56,6 +56,58 @@ class Turned(Chain):
         return x.sum(1, keepdim=True).expand_as(x) + x
 
 
+class LaidOutBlock(nn.Module):
+    """Its dropout draws in the order in which what it gets lies in memory; the view asks for that layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.mix = nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH)
+        self.mix.weight = nn.Parameter(self.mix.weight.detach().T)
+
+    def forward(self, x: torch.Tensor, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x: (B, L, 15), with B innermost in memory. kept: (B, L, 15), some part of a larger tensor, or expanded."""
+        x = self.drop(x) + torch.randn_like(x) * 0.1
+        flat = x.permute(1, 2, 0).view(x.shape[1], -1)
+        x = flat.view(x.shape[1], x.shape[2], -1).permute(2, 0, 1)
+        kept = self.drop(kept) + torch.rand_like(kept)
+        mixed = nn.functional.linear(x.permute(1, 0, 2), self.drop(self.mix.weight), self.mix.bias)
+        return torch.tanh(mixed).permute(0, 2, 1).contiguous().permute(2, 0, 1), kept
+
+
+class LaidOut(Chain):
+    """What stages send is permuted, sliced and expanded, and drawn for in that order, by remote stages too."""
+
+    def __init__(self) -> None:
+        super().__init__(LaidOutBlock() for _ in range(LAYERS))
+
+    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        x = x.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+        kept, scale = x, torch.ones(WIDTH, dtype=x.dtype)
+        for number, block in enumerate(self.blocks):
+            noise = torch.randn_like(x)
+            scale = scale + 0.01 * torch.randn(WIDTH, dtype=x.dtype)
+            wide = torch.cat([kept, kept], -1)
+            x, kept = block(x + 0.1 * noise, wide.mT[:, ::2].mT if number % 2 else kept[:, :1].expand_as(kept))
+        return (x + kept.mean(1, keepdim=True)) * scale
+
+
+class Turning(nn.Sequential):
+    """Its weights lie transposed in memory, and a dropout draws for them."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(5, 16), *(TurnedWeight() for _ in range(LAYERS)), nn.Linear(16, 3))
+
+
+class TurnedWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(16, 16)
+        self.mix.weight = nn.Parameter(self.mix.weight.detach().T)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(nn.functional.linear(x, nn.functional.dropout(self.mix.weight, 0.2), self.mix.bias))
+
+
 class FrozenEnds(Chain):
     """Of four stages the first and the last have nothing to train; the first sends what requires no gradient."""
 
@@ -135,6 +187,8 @@ class Rarely(Tied):
 
 OWN_JOBS: dict[str, Callable[[], nn.Module]] = {
     "turned": Turned,
+    "laid_out": LaidOut,
+    "turning": Turning,
     "frozen_ends": FrozenEnds,
     "frozen_middle": FrozenMiddle,
     "unread": Unread,
@@ -147,7 +201,7 @@ OWN_JOBS: dict[str, Callable[[], nn.Module]] = {
 def prepared(name: str, **changes: Any) -> evenly.Job:
     changes = {"precision": "float64", **changes}
     if name in OWN_JOBS:
-        return (points_job if name == "layers" else text_job)(model=OWN_JOBS[name], name=name, **changes)
+        return (points_job if name in ("layers", "turning") else text_job)(model=OWN_JOBS[name], name=name, **changes)
     return PIPELINE_JOBS[name](**changes)
 
 
@@ -209,6 +263,13 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
         ("frozen_middle", "data=2 pipeline=2 zero=1 schedule=interleaved split_points=2|4|6", 4, 0.98),
         ("turned", "pipeline=2 schedule=zbv split_points=2|4|5", 2, 0.98),
         ("turned", "pipeline=2 schedule=zero-bubble split_points=4", 2, 0.98),
+        ("laid_out", "pipeline=2 schedule=zbv split_points=1|4|5", 2, 0.95),
+        ("laid_out", "pipeline=2 schedule=zero-bubble split_points=4", 2, 0.95),
+        ("laid_out", "pipeline=2 split_points=5 recompute=full", 2, 0.95),
+        ("laid_out", "data=2 pipeline=2 zero=2 split_points=4", 4, 0.95),
+        ("laid_out", "tensor=2 pipeline=2 split_points=5", 4, 0.5),
+        ("turning", "data=2 pipeline=2 zero=3", 4, 0.9),
+        ("turning", "tensor=2 pipeline=2", 4, 0.5),
         ("unread", "pipeline=2 split_points=4", 2, 0.98),
         ("unread", "data=2 pipeline=2 zero=1 schedule=zbv split_points=2|4|6", 4, 0.98),
         ("rarely", "pipeline=2", 2, 0.8),
@@ -347,6 +408,7 @@ REFUSED: dict[str, tuple[Callable[[], evenly.Job], str, str]] = {
         lambda: points_job(model=lambda: nn.Linear(5, 3)), "pipeline=2", "no repeated blocks that its forward calls"
     ),
     "stages": (lambda: prepared("chain"), "pipeline=2 schedule=interleaved stages_per_rank=5", "it has 10 stages"),
+    "turned": (lambda: prepared("turning"), "data=1 tensor=2 zero=3", "is not in memory in the order of its dims"),
     "cut": (lambda: prepared("chain"), "pipeline=2 split_points=9", "to begin at block 9, and the model calls 8"),
     "sync": (lambda: points_job(model=Sync), "pipeline=2", "SyncBatchNorm"),
     "optimizer": (

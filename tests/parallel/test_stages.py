@@ -13,6 +13,7 @@ import torch
 from jobs_pipeline import LAYERS, PIPELINE_JOBS, WIDTH, Block, Chain, Skips, text_job
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 import evenly
 from evenly.comm.groups import Group
@@ -223,12 +224,18 @@ def test_what_stages_send_need_not_be_contiguous() -> None:
 class InPlace(Chain):
     """Overwrites what a block has returned, which another stage may have, as a whole and in parts."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.drop = nn.SiLU(inplace=True), nn.Dropout(0.2, inplace=True)
+
     def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         for number, block in enumerate(self.blocks):
             x = block(x)
             x += 0.1 * self.place[number]
             x[:, 0] *= 2
             x.clamp_(max=3)
+            x = self.drop(self.act(x))
+            F.elu(x, 0.5, inplace=True)
         return x
 
 
@@ -558,6 +565,9 @@ class Met:
 
     def note_write(self, target: RemoteTensor) -> None: ...
 
+    def draws(self) -> bool:
+        return False
+
 
 def missing(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> RemoteTensor:
     from evenly.model.fake import shared_fake_mode
@@ -620,6 +630,8 @@ def test_it_is_overwritten_in_place() -> None:
     x += 1
     x[:, 0] = 2.0
     x[0] = missing(3)
+    assert F.relu(x, inplace=True) is x and nn.Dropout(0.5, inplace=True)(x) is x
+    assert F.relu(x, inplace=False) is not x
     assert x is before and is_remote(x) and not x.requires_grad
     assert torch.add(missing(3), 1, out=(out := missing(3))) is out
     x += missing(3, grad=True)
@@ -725,6 +737,18 @@ class Grows(Chain):
         return super().through(self.extra(x), tokens)
 
 
+class Parametrizes(Chain):
+    """Has a weight computed otherwise for one forward, as adapters of experts do."""
+
+    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        part: Any = self.blocks[1].up
+        parametrize.register_parametrization(part, "weight", nn.Identity())
+        try:
+            return super().through(x, tokens)
+        finally:
+            parametrize.remove_parametrizations(part, "weight", leave_parametrized=False)
+
+
 class Kept(Chain):
     """Finds a parameter in a list of its own, where stages that do not hold it would find an old one."""
 
@@ -760,6 +784,7 @@ REFUSED: dict[str, tuple[evenly.Job, str, str]] = {
     "kept": (text_job(model=Kept), "pipeline=2", "the model (Kept) keeps place in kept too"),
     "aliased": (text_job(model=Aliased), "pipeline=2", "the model (Aliased) keeps embed.weight in first too"),
     "grows": (text_job(model=Grows), "pipeline=2", "its first forward replaces or adds modules (extra)"),
+    "parametrizes": (text_job(model=Parametrizes), "pipeline=2", "its forward takes the parameter blocks.1.up.weight"),
     "asks": (text_job(model=Asks), "pipeline=2", "aten._local_scalar_dense needs numbers that another stage has"),
     "writes into view": (text_job(model=WritesIntoView), "pipeline=2", "a tensor of an earlier stage and a view of it"),
     "writes into": (text_job(model=WritesInto), "pipeline=2", "__setitem__ writes a tensor of another stage into one"),

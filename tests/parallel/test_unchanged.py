@@ -10,6 +10,7 @@ from torch import nn
 
 from evenly.errors import RunError
 from evenly.parallel.core.mutation_guard import MutationGuard
+from evenly.parallel.data.gathered_guard import GatheredGuard
 
 
 class Changes(nn.Module):
@@ -105,3 +106,23 @@ def test_another_failure_is_raised_as_it_is() -> None:
 
     with pytest.raises(ValueError, match="of the model"), MutationGuard(model := Changes(fail)).watching():
         model(torch.randn(2, 3))
+
+
+def test_a_gathered_parameter_that_is_written_with_its_own_numbers_has_not_changed() -> None:
+    """As where a forward registers a parametrization of a frozen weight, and removes it."""
+    part, guard = nn.Linear(2, 2).requires_grad_(False), GatheredGuard()
+    compare = guard.after_unit([("part", part)])
+
+    def forward(change: Callable[[torch.Tensor], object]) -> None:
+        guard.note("part.weight", part.weight)
+        change(part.weight)
+        compare(part, (), torch.ones(1))
+
+    for guard.stepped in (False, True):
+        forward(lambda weight: weight.set_(weight))  # pyright: ignore
+        with pytest.raises(RunError, match=r"^parameter part.weight changes in the forward pass"):
+            forward(lambda weight: weight.mul_(2))
+    with pytest.raises(RunError, match=r"^parameter part.bias changes in the forward pass"):
+        guard.note("part.bias", part.bias)
+        part.bias.set_(part.bias)  # pyright: ignore
+        compare(part, (), torch.ones(1))

@@ -20,16 +20,20 @@ class GatheredGuard:
     """Compares gathered parameters before and after the forward of their unit.
 
     stepped: whether a step was done: numbers that are written past autograd are looked for before that alone.
+
+    A parameter that is written with its own numbers, as where a forward registers a parametrization and removes it, has
+    not changed; it is looked at in every forward.
     """
 
     def __init__(self) -> None:
         self.stepped = False
+        self._rewritten: set[str] = set()
         self._before: dict[str, tuple[int, int | None, torch.dtype]] = {}
 
     def note(self, name: str, parameter: torch.Tensor) -> None:
         """Remembers a gathered parameter before the forward."""
-        printed = None if self.stepped or parameter.requires_grad else fingerprint(parameter)
-        self._before[name] = version(parameter), printed, parameter.dtype
+        looked_at = name in self._rewritten or not (self.stepped or parameter.requires_grad)
+        self._before[name] = version(parameter), fingerprint(parameter) if looked_at else None, parameter.dtype
 
     def after_unit(self, modules: Sequence[tuple[str, nn.Module]]) -> Callable[[nn.Module, Any, Any], None]:
         """A forward hook for a unit of these modules, which raises where a parameter of theirs has changed."""
@@ -43,9 +47,12 @@ class GatheredGuard:
                 if before is None or isinstance(parameter, DTensor):
                     continue
                 count, printed, dtype = before
-                written = printed is not None and printed != fingerprint(parameter)
-                if version(parameter) != count or parameter.dtype != dtype or written:
+                written = version(parameter) != count
+                same = not written if printed is None else printed == fingerprint(parameter)
+                if parameter.dtype != dtype or not same:
                     raise changed_error(name, parameter=True)
+                if written:
+                    self._rewritten.add(name)
 
         return compare
 

@@ -19,7 +19,8 @@ run different units (`survey`), all units are gathered at the begin of a step an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any, cast
 
@@ -36,7 +37,7 @@ from evenly.comm.world import World
 from evenly.errors import PlanError, RunError
 from evenly.model.blocks import Block, find_blocks
 from evenly.parallel.core.memory import HOST, MemoryCounter, local
-from evenly.parallel.core.parameter_views import local_parameters
+from evenly.parallel.core.parameter_views import local_parameters, viewed_tensors
 from evenly.parallel.data.gathered_guard import GatheredGuard
 from evenly.parallel.data.gradients import (
     Gradients,
@@ -99,7 +100,7 @@ class ShardedGradients(Gradients):
     ) -> None:
         trainable(model, required=ownership is None or ownership.pipeline_group is None)
         _check_can_shard(model, scalars=ownership is None)
-        _lay_out_in_order(model)
+        turned = _lay_out_in_order(model)
         self._world, self._group, self._offload, self._ownership = world, world.group("data"), offload, ownership
         self._model, self._split_backward = model, split_backward
         # Whether parameters stay gathered, and gradients are accumulated, until the end of a step.
@@ -114,7 +115,7 @@ class ShardedGradients(Gradients):
         self._accumulates_float64 = accumulate_float64
         self._exact: list[ExactReduceScatter] = []  # of each unit, with exact=bitwise
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        _set_up_units(self._units, self._shards)
+        _set_up_units(self._units, self._shards, turned)
         self._set_reduce_scatter()
         self._named = list(model.named_parameters())
         self._frozen = [(name, p) for name, p in self._named if not p.requires_grad]
@@ -398,11 +399,31 @@ def _check_can_shard(model: nn.Module, *, scalars: bool) -> None:
             )
 
 
-def _lay_out_in_order(model: nn.Module) -> None:
-    """Has every parameter in memory in the order of its dims, the only one that `fully_shard` knows (channels last)."""
-    for parameter in model.parameters():
-        if not parameter.is_contiguous():
-            parameter.data = parameter.detach().contiguous()
+Turned = list[tuple[nn.Module, dict[str, list[int]]]]  # of modules, the parameters that lie in another order of dims
+
+
+def _lay_out_in_order(model: nn.Module) -> Turned:
+    """Has every parameter in memory in the order of its dims, the only one that `fully_shard` knows (channels last).
+
+    Returns where others were, and the order of their dims: the model's code finds them so once they are gathered, since
+    dropout draws in the order of memory, and what a function returns follows the layout of what it is given.
+    """
+    found = [p for p in model.parameters() if not p.is_contiguous()]
+    turned = {id(p): sorted(range(p.dim()), key=p.stride, reverse=True) for p in found}
+    places = [(module, module.named_parameters(recurse=False, remove_duplicate=False)) for module in model.modules()]
+    orders = [(module, {name: turned[id(p)] for name, p in own if id(p) in turned}) for module, own in places]
+    for parameter in found:
+        parameter.data = parameter.detach().contiguous()
+    return [(module, mine) for module, mine in orders if mine]
+
+
+def _as_it_was(orders: Mapping[str, Sequence[int]], name: str, parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """A gathered parameter with its dims in memory in their order; None for any other."""
+    if name not in orders or parameter is None or isinstance(parameter, DTensor):
+        return None
+    order = orders[name]
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return parameter.permute(*order).contiguous().permute(*back)
 
 
 def _own_modules(unit: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
@@ -412,10 +433,12 @@ def _own_modules(unit: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in unit.named_modules(prefix=prefix) if id(module) not in inner]
 
 
-def _set_up_units(units: Sequence[FSDPModule], shards: Group) -> None:
-    """Makes `units` sum gradients instead of averaging, with zeros for parameters that this rank did not use, and
-    gather one ahead.
+def _set_up_units(units: Sequence[FSDPModule], shards: Group, turned: Turned) -> None:
+    """Makes `units` sum gradients instead of averaging, with zeros for parameters that this rank did not use, gather
+    one ahead, and show parameters that were `turned` as they were.
     """
+    for module, orders in turned:
+        viewed_tensors(module, "_parameters").add_view(partial(_as_it_was, orders))
     for unit in units:
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum

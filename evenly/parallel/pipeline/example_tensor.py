@@ -16,6 +16,7 @@ import torch
 
 from evenly.errors import PlanError
 from evenly.model.fake import DeferredTensor
+from evenly.parallel.pipeline.memory_layout import laid_out, packed_size
 
 Note = Callable[[Any], object]
 
@@ -78,11 +79,12 @@ def remotes_are_examples() -> bool:
 
 
 def example_of(fake: torch.Tensor) -> torch.Tensor:
-    """A tensor of the shape and dtype of `fake`: normal numbers, zeros for integers, True."""
+    """A tensor of the shape, strides and dtype of `fake`: normal numbers, zeros for integers, True."""
     number = 1.0 if fake.dtype is torch.bool else 0.0
-    made = torch.full(fake.shape, number, dtype=fake.dtype, device=fake.device)
+    numbers = torch.full((packed_size(fake.shape, fake.stride()),), number, dtype=fake.dtype, device=fake.device)
     if fake.is_floating_point():
-        made.normal_(generator=torch.Generator(fake.device).manual_seed(0))
+        numbers.normal_(generator=torch.Generator(fake.device).manual_seed(0))
+    made = laid_out(numbers, fake.shape, fake.stride())
     return made.requires_grad_(fake.requires_grad).clone().as_subclass(ExampleTensor)  # no leaf: may be overwritten
 
 

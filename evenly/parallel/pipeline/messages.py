@@ -2,8 +2,9 @@
 
 Shapes may differ from microbatch to microbatch, but are determined by the shapes of the microbatch itself, which every
 rank knows (its *shape key*). The first microbatch of each shape key sends the metadata of its tensors first; later ones
-reuse it. Where shapes follow from numbers the key is None, and metadata comes first every time. A gradient is sent with
-one extra element that says whether the tensor has a gradient: an unused one has none.
+reuse it. Where shapes follow from numbers the key is None, and metadata comes first every time. Tensors arrive with the
+layout in memory that they have where they were made (`memory_layout`), and gradients with that of their tensor. A
+gradient is sent with one extra element that says whether the tensor has a gradient: an unused one has none.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from evenly.comm.collectives import recv, send
 from evenly.comm.groups import Group
 from evenly.comm.transport import Pending
 from evenly.errors import RunError
+from evenly.parallel.pipeline.memory_layout import gradient_strides, laid_out, packed, packed_size
 
 Payload = list[torch.Tensor | None]  # a stage's inputs, in order; None where this microbatch has none
 MessageKey = tuple[int, int, bool]  # the later of the two stages, the microbatch, and whether it carries gradients
 
 MAX_DIMS = 8
-META_NUMBERS = MAX_DIMS + 3  # per tensor: number of dims, dtype, requires_grad, and the shape, padded
+META_NUMBERS = 2 * MAX_DIMS + 3  # per tensor: number of dims, dtype, requires_grad, shape and strides, both padded
 MAX_TENSORS = 1024  # per message, its metadata included
 DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 
@@ -33,14 +35,15 @@ class TensorMeta:
     """Metadata of a tensor that is sent; `shape` is None where this microbatch has no such tensor."""
 
     shape: tuple[int, ...] | None
+    strides: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
 
     @classmethod
     def of(cls, tensor: torch.Tensor | None) -> TensorMeta:
         if tensor is None:
-            return cls(None, torch.float32, False)
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+            return cls(None, (), torch.float32, False)
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
 
     def encode(self) -> list[int]:
         """`META_NUMBERS` integers; `decode` is the inverse."""
@@ -48,13 +51,15 @@ class TensorMeta:
         if len(shape) > MAX_DIMS:
             raise RunError("sending a tensor to the next stage", f"it has {len(shape)} dims", f"use at most {MAX_DIMS}")
         dims = -1 if self.shape is None else len(shape)
-        return [dims, DTYPES.index(self.dtype), int(self.requires_grad), *shape, *[0] * (MAX_DIMS - len(shape))]
+        padding = [0] * (MAX_DIMS - len(shape))
+        return [dims, DTYPES.index(self.dtype), int(self.requires_grad), *shape, *padding, *self.strides, *padding]
 
     @classmethod
     def decode(cls, numbers: Sequence[int]) -> TensorMeta:
         """The metadata that `encode` turned into `numbers`."""
-        dims, dtype, requires_grad, *shape = numbers
-        return cls(None if dims < 0 else tuple(shape[:dims]), DTYPES[dtype], bool(requires_grad))
+        dims, dtype, requires_grad, *sizes = numbers
+        shape, strides = sizes[: max(dims, 0)], sizes[MAX_DIMS : MAX_DIMS + max(dims, 0)]
+        return cls(None if dims < 0 else tuple(shape), tuple(strides), DTYPES[dtype], bool(requires_grad))
 
 
 @dataclass(eq=False)
@@ -83,12 +88,12 @@ class StageChannel:
         elif known != metas:
             raise RunError(
                 f"sending to stage {stage} of the pipeline",
-                f"a microbatch of the same shapes gave other shapes before: {known} and now {metas}",
+                f"a microbatch of the same shapes gave other shapes or strides before: {known} and now {metas}",
                 "let shapes within the model follow from those of the batch, or use a plan without pipeline",
             )
         for number, tensor in enumerate(payload):
             if tensor is not None:
-                self._send(tensor.detach(), to, sent, number)
+                self._send(packed(tensor.detach()), to, sent, number)
 
     def expects(self, stage: int, shape_key: Hashable) -> bool:
         """Whether the metadata of the inputs of `stage` is known, so that receives can be posted early."""
@@ -110,7 +115,8 @@ class StageChannel:
         incoming: list[Any] = []
         for number, meta in enumerate(self._metas[key]):
             tag = self._tag(stage, microbatch, False, number)
-            incoming.append(None if meta.shape is None else self._recv(meta.shape, meta.dtype, source, tag))
+            size = 0 if meta.shape is None else packed_size(meta.shape, meta.strides)
+            incoming.append(None if meta.shape is None else self._recv(size, meta.dtype, source, tag))
         return IncomingTensors(incoming, self._metas[key])
 
     # -------------------------------------------------------------------------------------------------- backward
@@ -118,11 +124,11 @@ class StageChannel:
         """Begins to send the gradients of the `inputs` of `stage` to the rank that sent them."""
         for number, tensor in enumerate(inputs):
             if tensor is not None and tensor.requires_grad:
-                packed = tensor.new_empty(tensor.numel() + 1)
-                packed[-1] = tensor.grad is not None
+                sent = tensor.new_empty(tensor.numel() + 1)
+                sent[-1] = tensor.grad is not None
                 if tensor.grad is not None:  # else the receiver ignores these elements
-                    packed[:-1].copy_(tensor.grad.reshape(-1))
-                self._send(packed, to, (stage, microbatch, True), number)
+                    sent[:-1].copy_(packed(tensor.grad, gradient_strides(tensor)))
+                self._send(sent, to, (stage, microbatch, True), number)
 
     def begin_recv_gradients(self, outputs: Payload, source: int, *, stage: int, microbatch: int) -> IncomingGradients:
         """Begins to receive the gradients of `outputs`, which were sent to `stage`."""
@@ -132,7 +138,7 @@ class StageChannel:
             if tensor is None or not tensor.requires_grad:
                 incoming.append(None)
             else:
-                incoming.append(self._recv((tensor.numel() + 1,), tensor.dtype, source, tag))
+                incoming.append(self._recv(tensor.numel() + 1, tensor.dtype, source, tag))
         return IncomingGradients(incoming, outputs)
 
     def finish(self) -> None:
@@ -153,11 +159,11 @@ class StageChannel:
         return ((microbatch * self.stages + stage) * 2 + is_gradient) * MAX_TENSORS + number
 
     def _send(self, tensor: torch.Tensor, to: int, sent: MessageKey, number: int) -> None:
-        tensor, tag = tensor.contiguous(), self._tag(*sent, number)
+        tag = self._tag(*sent, number)
         self._sent.setdefault(sent, []).append((send.begin(tensor, to, self.group, tag=tag), tensor))
 
-    def _recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, tag: int) -> Pending[torch.Tensor]:
-        buffer = torch.empty(shape, dtype=dtype, device=self.group.device)
+    def _recv(self, size: int, dtype: torch.dtype, source: int, tag: int) -> Pending[torch.Tensor]:
+        buffer = torch.empty(size, dtype=dtype, device=self.group.device)
         return recv.begin(buffer, source, self.group, tag=tag)
 
 
@@ -170,11 +176,12 @@ class IncomingTensors:
 
     def wait(self) -> Payload:
         """Waits for the tensors; returns leaves, which require a gradient where the sent tensors did."""
-        found = [None if one is None else one.wait() for one in self.pending]
-        return [
-            None if tensor is None else tensor.requires_grad_(meta.requires_grad)
-            for tensor, meta in zip(found, self.metas, strict=True)
-        ]
+        found: Payload = []
+        for pending, meta in zip(self.pending, self.metas, strict=True):
+            found.append(None)
+            if pending is not None and meta.shape is not None:
+                found[-1] = laid_out(pending.wait(), meta.shape, meta.strides).requires_grad_(meta.requires_grad)
+        return found
 
 
 @dataclass(eq=False)
@@ -189,6 +196,6 @@ class IncomingGradients:
         gradients: list[torch.Tensor | None] = []
         for pending, output in zip(self.pending, self.outputs, strict=True):
             gradients.append(None)
-            if pending is not None and output is not None and bool((packed := pending.wait())[-1]):
-                gradients[-1] = packed[:-1].view(output.shape)
+            if pending is not None and output is not None and bool((found := pending.wait())[-1]):
+                gradients[-1] = laid_out(found[:-1], output.shape, gradient_strides(output))
         return gradients

@@ -18,6 +18,7 @@ from evenly.data.nest import map_tensors, tensors_in
 from evenly.errors import PlanError
 from evenly.model.fake import DeferredTensor, shared_fake_mode
 from evenly.parallel.pipeline.example_tensor import example_of, remotes_are_examples
+from evenly.parallel.pipeline.memory_layout import laid_out, packed_size
 from evenly.torch_private import (
     PACKED_SEQUENCES,
     TorchDispatchMode,
@@ -318,7 +319,8 @@ def draw_as(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
     def some(tensor: torch.Tensor) -> torch.Tensor:
         fake = fake_of(tensor)
-        return torch.ones(fake.shape, dtype=fake.dtype, device=fake.device)
+        size = packed_size(fake.shape, fake.stride())  # in which order numbers are drawn depends on the strides
+        return laid_out(torch.ones(size, dtype=fake.dtype, device=fake.device), fake.shape, fake.stride())
 
     with torch.no_grad():
         func(*map_tensors(some, args), **map_tensors(some, kwargs))
@@ -349,8 +351,8 @@ def _in_place_target(func: Any, args: Any, kwargs: Any, owner: TensorOwner) -> A
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Any:
-    name = getattr(func, "__name__", "")
-    return kwargs.get("out", args[0] if IN_PLACE.fullmatch(name) and args else None)
+    in_place = IN_PLACE.fullmatch(getattr(func, "__name__", "")) or kwargs.get("inplace") is True
+    return kwargs.get("out", args[0] if in_place and args else None)
 
 
 def write_refusal(function: str) -> PlanError:

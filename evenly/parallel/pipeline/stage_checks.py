@@ -44,9 +44,18 @@ def check_can_be_staged(model: StagedModel) -> None:
 
 @contextmanager
 def same_modules(model: nn.Module) -> Generator[None]:
-    """Raises `PlanError` where what runs within has replaced modules: no later forward is as the first then."""
+    """Raises `PlanError` where what runs within replaces modules or takes parameters out: no later forward is alike."""
     before = {name: id(module) for name, module in model.named_modules()}
+    held = [(name, module, own) for name, module in model.named_modules() for own in tensor_dict(module, "_parameters")]
     yield
+    taken = [f"{name}.{own}" for name, module, own in held if own not in tensor_dict(module, "_parameters")]
+    if taken:
+        raise PlanError(
+            RUNNING_STAGE,
+            f"its forward takes the parameter {taken[0]} out of its module (a parametrization within the forward?), "
+            "which a stage that does not hold it cannot do",
+            f"register the parametrization in the model's builder, or {OTHER_PLAN}",
+        )
     after = {name: id(module) for name, module in model.named_modules()}
     if changed := [name for name in {**before, **after} if before.get(name) != after.get(name)]:
         raise PlanError(

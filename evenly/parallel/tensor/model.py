@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 import evenly.parallel.tensor.ops  # noqa: F401  # pyright: ignore  # what its tensors compute with
 from evenly.comm.groups import Group
 from evenly.parallel.core.parameter_views import View, viewed_tensors
-from evenly.parallel.tensor.axis import Axis, SplitTensor, is_split, own_part, transform_full
+from evenly.parallel.tensor.axis import Axis, SplitTensor, in_order, is_split, memory_order, own_part, transform_full
 from evenly.parallel.tensor.layout import Layout
 from evenly.parallel.tensor.shown_parameters import show
 from evenly.torch_private import gradient_hooks, replace_gradient_hooks, run_as_written, without_subclasses
@@ -56,7 +56,8 @@ class SplitModel:
         for name, layout in layouts.items():
             if hooks := gradient_hooks(named[name]):
                 replace_gradient_hooks(named[name], [partial(self._hooked, name, hook) for hook in hooks])
-            named[name].data = own_part(named[name], layout, group.position)
+            part = own_part(named[name], layout, group.position)
+            named[name].data = in_order(part, memory_order(named[name]))  # what is computed of it lies in its order
         self._padding = [
             PaddingZeroed(module)
             for module in model.modules()
