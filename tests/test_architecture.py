@@ -366,16 +366,16 @@ PACKAGE_LINES = {
     "cli": 1210,  # tables that leave out empty columns and keep words whole
     "comm": 2363,  # exact sums, alone and over ranks
     "data": 829,  # streams of updates and schedules
-    "engine": 1932,  # the look at the model; optimizers of whole parameters; parameters between steps
+    "engine": 1940,  # the look at the model; optimizers of whole parameters; parameters between steps
     "hardware": 931,  # kinds of devices can be registered
     "launch": 1637,  # a refusal leaves no folder; libraries imported once, in the forkserver
-    "model": 553,  # parameters in one memory; modes that the job has set; made-up numbers; blocks of several classes
+    "model": 554,  # parameters in one memory; modes that the job has set; made-up numbers; blocks of several classes
     "observe": 663,
     "parallel": 1,
     "parallel.core": 2102,  # stale tensors; rules of buffers (averages, spectral norm); what code between steps finds
-    "parallel.data": 3048,  # layouts; exact buckets; optimizers of whole parameters; sharded parameters between steps
-    "parallel.tensor": 4132,  # experts, indices and convolutions on parts; split parameters between steps
-    "parallel.pipeline": 3269,  # numbers inside blocks, draws between them; hooks; what blocks leave behind
+    "parallel.data": 3078,  # layouts; exact buckets; optimizers of whole parameters; sharded parameters between steps
+    "parallel.tensor": 4133,  # experts, indices and convolutions on parts; split parameters between steps
+    "parallel.pipeline": 3355,  # numbers inside blocks, draws between them; hooks; what blocks leave behind; layouts
     "plan": 1174,  # schedules are a table that others add to
     "planner": 5638,
     "report": 1297,  # tables of splits and pages of plans, which came from planner/ and cli/
