@@ -9,6 +9,7 @@ model casts to a narrower type moves by a unit of that type (`forward`).
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from evenly.data.nest import tensors_in
 from evenly.torch_private import PRODUCTS, TO_COPY, TorchDispatchMode
 
 Disturbance = Literal["none", "sums", "forward"]
+STARTS = 1 << 12  # places at which the largest tensor may begin to read what was drawn
 
 
 class Disturber:
@@ -30,7 +32,8 @@ class Disturber:
     def __init__(self, kind: Disturbance = "none") -> None:
         self._kind = kind
         self.cast_eps = 0.0
-        self._generators: dict[torch.device, torch.Generator] = {}
+        self._draw = random.Random(1)
+        self._factors: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
     @contextmanager
     def around_microbatch(self, model: torch.nn.Module) -> Generator[None]:
@@ -50,11 +53,20 @@ class Disturber:
     @torch.no_grad()
     def disturb(self, tensor: torch.Tensor) -> None:
         """Moves about half of the elements by one unit in the last place, in place, towards zero."""
-        generator = self._generators.get(tensor.device)
-        if generator is None:
-            generator = self._generators[tensor.device] = torch.Generator(tensor.device).manual_seed(1)
-        moved = torch.randint(0, 2, tensor.shape, generator=generator, device=tensor.device, dtype=torch.int8)
-        tensor.mul_(1 - torch.finfo(tensor.dtype).eps * moved.to(tensor.dtype))
+        factors, size = self._factors_for(tensor), tensor.numel()
+        start = self._draw.randrange(len(factors) - size)
+        tensor.mul_(factors[start : start + size].view(tensor.shape))
+
+    def _factors_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        """1D, longer than `tensor` has elements; half of them are 1. Drawn once, and read from anywhere."""
+        kind = (tensor.device, tensor.dtype)
+        factors = self._factors.get(kind)
+        if factors is None or len(factors) < tensor.numel() + STARTS:
+            draw = torch.Generator(tensor.device).manual_seed(1)
+            size = tensor.numel() + STARTS
+            moved = torch.randint(0, 2, (size,), generator=draw, device=tensor.device, dtype=torch.int8)
+            factors = self._factors[kind] = 1 - torch.finfo(tensor.dtype).eps * moved.to(tensor.dtype)
+        return factors
 
     def _disturb_cast(self, tensor: torch.Tensor) -> None:
         self.cast_eps = max(self.cast_eps, torch.finfo(tensor.dtype).eps)
