@@ -14,7 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from jobs_pipeline import LAYERS, LONGEST, PIPELINE_JOBS, WIDTH, Block, Chain, Tied, points_job, text_job
+from jobs_pipeline import (
+    LAYERS,
+    LONGEST,
+    PIPELINE_JOBS,
+    WIDTH,
+    Block,
+    Chain,
+    ConvolutionNet,
+    Tied,
+    points_job,
+    text_job,
+)
 from kept_ranks import KeptRanks, RankFailure
 from kept_references import References
 from torch import nn
@@ -401,6 +412,16 @@ class Leaves(Chain):
         return x
 
 
+class NormAgain(ConvolutionNet):
+    """Ends with the block that it began with."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        *most, pool, flat, drop, head = self
+        for part in (*most, self[1]):
+            input = part(input)
+        return head(drop(flat(pool(input))))
+
+
 REFUSED: dict[str, tuple[Callable[[], evenly.Job], str, str]] = {
     "layerdrop": (lambda: prepared("layerdrop"), "data=1 pipeline=2 zero=3", "may leave some out (layerdrop)"),
     "leaves": (lambda: text_job(model=Leaves), "pipeline=2", "an evaluation calls blocks that training does not"),
@@ -411,6 +432,9 @@ REFUSED: dict[str, tuple[Callable[[], evenly.Job], str, str]] = {
     "turned": (lambda: prepared("turning"), "data=1 tensor=2 zero=3", "is not in memory in the order of its dims"),
     "cut": (lambda: prepared("chain"), "pipeline=2 split_points=9", "to begin at block 9, and the model calls 8"),
     "sync": (lambda: points_job(model=Sync), "pipeline=2", "SyncBatchNorm"),
+    "statistics": (
+        lambda: points_job(model=NormAgain), "pipeline=2 split_points=2", "is called by stages 0, 1, and each"
+    ),
     "optimizer": (
         lambda: prepared("chain", optimizer=lambda p: Lars(p, lr=0.1)), "pipeline=2", "optimizer Lars under pipeline=2"
     ),

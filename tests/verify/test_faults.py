@@ -257,8 +257,8 @@ def averaged_shards(patch: Patch) -> None:
     """`fully_shard` divides by the number of ranks, as it does if it is not asked to sum."""
     plain = shards._set_up_units
 
-    def set_up(units: Any, group: Any) -> None:
-        plain(units, group)
+    def set_up(units: Any, group: Any, *others: Any) -> None:
+        plain(units, group, *others)
         for unit in units:
             unit.set_gradient_divide_factor(2.0)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import get_args
 
@@ -11,6 +11,7 @@ from torch import nn
 from evenly.data.nest import tensors_in
 from evenly.errors import PlanError
 from evenly.parallel.core.parameter_views import local_tensor
+from evenly.parallel.core.statistics import rules_of
 from evenly.parallel.pipeline.model import StagedModel
 from evenly.parallel.pipeline.remote_tensor import OTHER_PLAN, RUNNING_STAGE
 from evenly.torch_private import TensorDict, has_hooks_for_all_ends, memory_key, renewed_attributes, tensor_dict
@@ -40,6 +41,23 @@ def check_can_be_staged(model: StagedModel) -> None:
                 "always_call, and its blocks may lie on several stages",
                 f"put it on the blocks or on what they consist of, or {OTHER_PLAN}",
             )
+
+
+def check_rules_of_buffers(model: nn.Module, owners: Mapping[str, Sequence[int]]) -> None:
+    """Raises `PlanError` where several stages would change buffers of one layer, each by its own calls only.
+
+    owners: name of a buffer -> the stages that use it.
+    """
+    for rule in rules_of(model):
+        for name in (f"{rule.name}.{buffer}".lstrip(".") for buffer in rule.buffers):
+            if rule.module.training and len(owners.get(name, ())) > 1:
+                stages = ", ".join(map(str, owners[name]))
+                raise PlanError(
+                    RUNNING_STAGE,
+                    f"{rule.name} ({type(rule.module).__name__}) is called by stages {stages}, and each would change "
+                    f"{name} by its own calls",
+                    f"call it in one stage (split_points=), or {OTHER_PLAN}",
+                )
 
 
 @contextmanager

@@ -42,7 +42,12 @@ from evenly.parallel.pipeline.remote_tensor import (
     write_refusal,
 )
 from evenly.parallel.pipeline.result_sites import ResultRecorder, ResultSites
-from evenly.parallel.pipeline.stage_checks import buffers_kept, check_can_be_staged, same_modules
+from evenly.parallel.pipeline.stage_checks import (
+    buffers_kept,
+    check_can_be_staged,
+    check_rules_of_buffers,
+    same_modules,
+)
 from evenly.parallel.pipeline.stages import (
     BEGIN_CALL,
     END_CALL,
@@ -102,6 +107,7 @@ def find_stage_plan(
     """
     stage_of = stage_of_calls([call_cost.call for call_cost in found.costs], counts)
     owners = found.owners([*model.stage_tensors], stage_of)
+    check_rules_of_buffers(model.model, owners)
     nothing = tuple(() for _ in counts)
     stage_plan = StagePlan(
         counts=tuple(counts),
