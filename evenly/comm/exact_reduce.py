@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from fractions import Fraction
 
 import numpy as np
 import torch
@@ -64,8 +63,10 @@ def exact_norm(tensors: Iterable[torch.Tensor], group: Group | None) -> float:
     summed = torch.from_numpy(bins)
     if group is not None:
         summed = all_reduce(summed.to(group.device), group, label="norm of the gradient")
-    total = Fraction(0)
-    for place, (upper, lower) in enumerate(summed.T.tolist()):
-        if upper or lower:
-            total += ((upper << HALF_BITS) + lower) * Fraction(2) ** (place + LOWEST - MANTISSA_BITS)
-    return math.sqrt(total)
+    places = summed.any(0).nonzero().flatten().tolist()
+    lowest = min(places, default=0)
+    halves = zip(places, *summed[:, places].tolist(), strict=True)
+    total = sum(((upper << HALF_BITS) + lower) << (place - lowest) for place, upper, lower in halves)
+    exponent = lowest + LOWEST - MANTISSA_BITS
+    # Of whole numbers a quotient is rounded once.
+    return math.sqrt(total << exponent if exponent >= 0 else total / (1 << -exponent))
