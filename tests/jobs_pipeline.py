@@ -408,16 +408,23 @@ class Towers(nn.Module):
         return F.dropout(self.embed(tokens) + self.place[: tokens.shape[1]], 0.1, self.training)
 
 
+class NormWithActivation(nn.BatchNorm1d):
+    """A BatchNorm with a forward of its own, which follows torch's rule."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.relu(super().forward(input))
+
+
 class ConvolutionBlock(nn.Module):
     """(B, 6, length) -> (B, 6, length), BatchNorm inside."""
 
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two = (nn.Conv1d(6, 6, 3, padding=1, bias=False) for _ in range(2))
-        self.norm_one, self.norm_two, self.drop = nn.BatchNorm1d(6), nn.BatchNorm1d(6), nn.Dropout(0.1)
+        self.norm_one, self.norm_two, self.drop = NormWithActivation(6), nn.BatchNorm1d(6), nn.Dropout(0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.drop(self.norm_two(self.two(F.relu(self.norm_one(self.one(x))))))
+        return x + self.drop(self.norm_two(self.two(self.norm_one(self.one(x)))))
 
 
 class ConvolutionNet(nn.Sequential):

@@ -20,7 +20,7 @@ from evenly.data.generators import reseed, undisturbed
 from evenly.errors import UserError
 from evenly.parallel.core.buffer_rules import BufferRule
 from evenly.parallel.core.parameter_views import is_placeholder
-from evenly.torch_private import set_tensor_dict, tensor_dict
+from evenly.torch_private import set_tensor_dict
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -163,12 +163,10 @@ def keeps_torch_s_rule(module: Any) -> bool:
         return False
 
 
-def _statistics_twin(module: nn.Module, momentum: float | None, counter: int | None, start: torch.Tensor) -> Any:
+def _statistics_twin(module: Any, momentum: float | None, counter: int | None, start: torch.Tensor) -> Any:
     """A copy of `module` in training with tensors of its own: weights of 1, and `start`, its mean and variance."""
     twin: Any = copy.copy(module)
-    weights = {
-        n: None if p is None else torch.ones_like(start[0]) for n, p in tensor_dict(module, "_parameters").items()
-    }
+    weights = {name: torch.ones_like(start[0]) if module.affine else None for name in ("weight", "bias")}
     counted = None if counter is None else torch.tensor(counter)
     statistics = {"running_mean": start[0].clone(), "running_var": start[1].clone(), "num_batches_tracked": counted}
     set_tensor_dict(twin, "_parameters", weights)
