@@ -372,7 +372,7 @@ PACKAGE_LINES = {
     "model": 554,  # parameters in one memory; modes that the job has set; made-up numbers; blocks of several classes
     "observe": 663,
     "parallel": 1,
-    "parallel.core": 2100,  # stale tensors; rules of buffers (averages, spectral norm); what code between steps finds
+    "parallel.core": 2112,  # stale tensors; rules of buffers (averages, spectral norm); what code between steps finds
     "parallel.data": 3078,  # layouts; exact buckets; optimizers of whole parameters; sharded parameters between steps
     "parallel.tensor": 4133,  # experts, indices and convolutions on parts; split parameters between steps
     "parallel.pipeline": 3379,  # numbers inside blocks, draws between them; hooks; what blocks leave behind; layouts

@@ -18,7 +18,7 @@ from evenly.model.blocks import find_blocks, find_recomputed
 from evenly.parallel.core.calls import WrappedForwards
 from evenly.parallel.core.recompute import recomputing
 from evenly.verify.compare import RankComparison, judge
-from evenly.verify.ranks import compare_job, keep_reference
+from evenly.verify.ranks import compare_job, keep_measured_reference, keep_reference
 
 
 def test_recomputation_needs_blocks_and_is_undone() -> None:
@@ -111,3 +111,29 @@ def test_a_cache_that_is_asked_for_is_refused() -> None:
         pytest.raises(RunError, match=r"given a DynamicCache"),
     ):
         run.step(next(run.batches()))
+
+
+class Twice(nn.Module):
+    """Calls its first block a second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x)
+        return self.head(x)
+
+
+def test_a_weight_that_is_cast_once_and_used_twice_is_refused_or_recomputed_in_full(tmp_path: Path) -> None:
+    job = classifier_job(model=Twice, precision="bfloat16")
+    with (
+        evenly.start(job, plan="single recompute=selective") as run,
+        pytest.raises(PlanError, match="uses a weight twice and casts it once, say"),
+    ):
+        run.step(next(run.batches()))
+    keep_measured_reference(job, 3, tmp_path, ["sums"])
+    row = judge("full", [compare_job(job, "single recompute=full", 3, tmp_path)])
+    assert (row.status, row.reason) == ("equal", "")

@@ -33,6 +33,21 @@ KEPT = {
 }
 
 
+# What torch says where a block cannot be computed selectively, what that means, and what to do about it.
+REFUSALS = (
+    (
+        "selective activation checkpoint has been mutated",
+        "a block changes the result of a matrix product in place, which was kept",
+        "leave out its inplace=True (or relu_, +=), or ",
+    ),
+    (
+        "encountered during backward but not found in storage",
+        "a block runs other operations when it is computed again: a forward uses a weight twice and casts it once, say",
+        "",
+    ),
+)
+
+
 def recomputing(*, selective: bool) -> Callable[[Forward], Forward]:
     """What makes a forward recompute."""
 
@@ -45,13 +60,10 @@ def recomputing(*, selective: bool) -> Callable[[Forward], Forward]:
             try:
                 return forward(*args, **kwargs)
             except RuntimeError as problem:
-                if "selective activation checkpoint has been mutated" not in str(problem):
-                    raise
-                raise PlanError(
-                    "recompute=selective",
-                    "a block changes the result of a matrix product in place, which was kept",
-                    "leave out its inplace=True (or relu_, +=), or use recompute=full",
-                ) from problem
+                for said, found, to_do in REFUSALS:
+                    if said in str(problem):
+                        raise PlanError("recompute=selective", found, f"{to_do}use recompute=full") from problem
+                raise
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
