@@ -173,14 +173,15 @@ class RankComparison:
         """Compares the optimizer's state that this rank has, as `add_tensors` does; its differences are not listed."""
         self.expected |= expected.keys()
         spreads = self.rounding.of_state(step)
-        noise = _noise(spreads, expected)
+        noise, kinds = _noise(spreads, expected), _largest_by_kind(expected)
         for name in sorted(found):
             a, b = found[name], expected.get(name)
             diff = math.inf if b is None else difference(a, b)
-            equal = b is not None and diff < math.inf and self._is_rounding(a, b, spreads.get(name), noise)
+            kind = kinds.get(_kind_of(name), 0.0) if b is not None and b.numel() < FEW else 0.0
+            equal = b is not None and diff < math.inf and self._is_rounding(a, b, spreads.get(name), noise, kind)
             if equal and b is not None and self.dtype != "float64" and step == 1:
                 largest = spreads.get(name, (0.0, 0.0))[0]
-                floor = TIMES * _eps(b) * (float(_float64(b).abs().max()) if b.numel() else 0.0)
+                floor = TIMES * _eps(b) * max(kind, float(_float64(b).abs().max()) if b.numel() else 0.0)
                 equal = spread(a, b)[0] <= max(TIMES * largest, floor)
             self._judge(step, 3 + len(self.expected), name, diff, equal=diff <= 0 or equal)
 
@@ -201,11 +202,12 @@ class RankComparison:
         return max(floor, TIMES * self.rounding.scalar(step))
 
     def _is_rounding(
-        self, a: torch.Tensor, b: torch.Tensor, rounding: tuple[float, float] | None, noise: float
+        self, a: torch.Tensor, b: torch.Tensor, rounding: tuple[float, float] | None, noise: float, kind: float = 0.0
     ) -> bool:
         """Whether rounding explains that `a` is not `b`.
 
-        rounding: what it does to this tensor. noise: the most that it does to any, of its size.
+        rounding: what it does to this tensor. noise: the most that it does to any, of its size. kind: for a tensor of
+        few elements the largest of its kind, whose unit in the last place is that of the gradients that cancel in it.
         """
         largest, median = rounding or (0.0, 0.0)
         if self.dtype == "float64":
@@ -213,7 +215,7 @@ class RankComparison:
         floor = TIMES * _eps(b)
         if b.numel() < FEW:
             floor = max(floor, 2 * noise)
-        return spread(a, b)[1] <= max(TIMES * median, floor * _size(b))
+        return spread(a, b)[1] <= max(TIMES * median, floor * _size(b), TIMES * _eps(b) * kind)
 
     def _judge(self, step: int, order: int, what: str, diff: float, *, equal: bool) -> None:
         self.seen.add(what)
@@ -226,6 +228,21 @@ def _noise(spreads: Spreads, expected: Mapping[str, torch.Tensor]) -> float:
     """The largest median spread of a tensor of enough elements, as a share of the tensor's size."""
     named = ((spreads[name][1], tensor) for name, tensor in expected.items() if name in spreads)
     return max((median / _size(b) for median, b in named if b.numel() >= FEW and _size(b) > 0), default=0.0)
+
+
+def _kind_of(name: str) -> str:
+    """Of a tensor of the optimizer's state: exp_avg, say."""
+    return name.partition(" of ")[0]
+
+
+def _largest_by_kind(expected: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """By kind, the largest element of all tensors of the optimizer's state."""
+    found: dict[str, float] = {}
+    for name, tensor in expected.items():
+        if tensor.numel() and tensor.is_floating_point():
+            kind = _kind_of(name)
+            found[kind] = max(found.get(kind, 0.0), float(_float64(tensor).abs().max()))
+    return found
 
 
 def _size(tensor: torch.Tensor) -> float:

@@ -284,3 +284,15 @@ def test_other_bits_are_a_difference_where_they_are_compared() -> None:
     assert judge("ddp exact=bitwise", [same]).status == "equal"
     for changed in (torch.ones(3, dtype=torch.float64), torch.ones(2), torch.ones(3, 1)):
         assert differing_elements(changed, one["a"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("step", "diff", "status"), [(1, 1.5e-9, "equal"), (2, 1.5e-9, "equal"), (2, 1e-7, "different")]
+)
+def test_few_elements_that_cancel_have_the_rounding_of_the_largest_of_their_kind(
+    step: int, diff: float, status: str
+) -> None:
+    expected = {"exp_avg of wide": torch.full((32,), 1e-2), "exp_avg of bias": torch.full((1,), 1e-9)}
+    trace = RankComparison("float32", rank=0)
+    trace.add_state(step, {**expected, "exp_avg of bias": expected["exp_avg of bias"] + diff}, expected)
+    assert judge("ddp", [trace]).status == status
