@@ -296,3 +296,11 @@ def test_few_elements_that_cancel_have_the_rounding_of_the_largest_of_their_kind
     trace = RankComparison("float32", rank=0)
     trace.add_state(step, {**expected, "exp_avg of bias": expected["exp_avg of bias"] + diff}, expected)
     assert judge("ddp", [trace]).status == status
+
+
+def test_few_elements_of_16_bits_are_held_against_their_own_size() -> None:
+    expected = {"exp_avg of wide": torch.full((32,), 1.0), "exp_avg of bias": torch.full((4,), 1e-2)}
+    expected = {name: tensor.bfloat16() for name, tensor in expected.items()}
+    trace = RankComparison("pure-bfloat16", rank=0)
+    trace.add_state(2, {**expected, "exp_avg of bias": torch.zeros(4).bfloat16()}, expected)
+    assert judge("ddp", [trace]).status == "different"
