@@ -297,6 +297,12 @@ all_gather_single: Any = getattr(dist, "all_gather_single", None) or getattr(dis
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor")  # noqa: B009
 
 
+def begin_all_gather(handle: Any, whole: torch.Tensor, own: torch.Tensor) -> Any:
+    """The work of `all_gather_single` in the process group `handle`, without what torch's function does around it."""
+    method: Any = getattr(handle, "all_gather_single", None) or handle._allgather_base
+    return method(whole, own)
+
+
 @cache
 def keep_unused_inputs() -> None:
     """Lets an input that a unit of `fully_shard` does not use have no gradient, instead of zeros.

@@ -42,6 +42,7 @@ from evenly.torch_private import (
     TorchDispatchMode,
     all_gather_single,
     backward_number,
+    begin_all_gather,
     change_transformed,
     end_sharded_forward,
     fake_mode,
@@ -476,8 +477,10 @@ def test_names_without_the_parts_of_wrappers() -> None:
 def in_one_tensor() -> list[torch.Tensor]:
     with group_of_all() as group:
         own = torch.tensor([1.0, 2.0]) * (group.position + 1)
-        gathered, row = torch.empty(4), torch.empty(1)
+        gathered, again, row = torch.empty(4), torch.empty(4), torch.empty(1)
         all_gather_single(gathered, own)
+        begin_all_gather(group.handle, again, own).wait()
+        assert torch.equal(again, gathered)
         reduce_scatter_single(row, own)
         return [gathered, row]
 

@@ -52,7 +52,7 @@ from evenly.comm.transport import (
     works_of,
 )
 from evenly.errors import UserError
-from evenly.torch_private import all_gather_single, reduce_scatter_single
+from evenly.torch_private import begin_all_gather, reduce_scatter_single
 
 
 class Operation(Generic[P, T]):
@@ -146,9 +146,7 @@ def all_gather(
         own = torch.cat([own, own.new_empty(longest - own.shape[0], *own.shape[1:])])
     own = contiguous(own)
     whole = own.new_empty(group.size * longest, *own.shape[1:]) if into is None else into
-    works = works_of(
-        all_gather_single(as_bytes(whole), as_bytes(own), group=group.handle, async_op=True) if own.numel() else None
-    )
+    works = works_of(begin_all_gather(group.handle, as_bytes(whole), as_bytes(own)) if own.numel() else None)
 
     def finish() -> torch.Tensor:
         if min(lengths) == longest:
@@ -160,17 +158,17 @@ def all_gather(
 
 
 @Operation
-def exchange(packed: torch.Tensor, group: Group, *, label: str = "") -> Pending[Sequence[torch.Tensor]]:
-    """Row i of `packed` (ranks x elements) goes to position i; the rows that come, by position.
+def exchange(packed: torch.Tensor, group: Group, *, label: str = "") -> Pending[torch.Tensor]:
+    """Row i of `packed` (ranks x elements) goes to position i; the rows that come, by position (ranks x elements).
 
     label: what it is, for messages.
     """
     serial = enter(group, "exchange", packed, label=label)
     if group.size == 1 or not packed.numel():
-        return Pending(group, serial, (), lambda: packed.unbind())
+        return Pending(group, serial, (), lambda: packed)
     ranks, length = packed.shape
     coming = exchange_packed(contiguous(packed).view(-1), [length] * ranks, [length] * ranks, group)
-    return Pending(group, serial, (), lambda: coming.wait().view(ranks, length).unbind())
+    return Pending(group, serial, (), lambda: coming.wait().view(ranks, length))
 
 
 def _check_target(into: torch.Tensor, shape: Sequence[int]) -> None:

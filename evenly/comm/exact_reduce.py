@@ -38,9 +38,7 @@ def begin_exact_all_reduce(total: ExactSum, group: Group, *, label: str = "") ->
     def finish() -> None:
         rows = pending.wait()
         others = pairs_of_others(total.pairs(), group) if bool((rows[:, -1] > 0).any()) else None
-        for position, row in enumerate(rows):
-            if position != group.position:
-                total.add(row[:-1])
+        total.set(rows[:, :-1])
         if others is not None:
             total.add_pairs(others)
 

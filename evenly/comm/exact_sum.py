@@ -65,14 +65,19 @@ class ExactSum:
 
     def add(self, values: torch.Tensor, start: int = 0) -> None:
         """Adds `values`, 1D, of any floating type, to the elements from `start` on."""
-        if values.dtype not in (torch.float32, torch.float64):
-            values = values.float()
         end = start + len(values)
         for chunk in range(start // CHUNK, -(-end // CHUNK)):
             first, last = max(start, chunk * CHUNK), min(end, (chunk + 1) * CHUNK)
-            self._pairs += self._add_high(first, last, values[first - start : last - start])
+            self._pairs += self._add_high(first, last, values[first - start : last - start].double())
         if self._pairs and sum(map(len, self._pairs)) > len(self.high) // 16 + 64:
             self._merge()
+
+    def set(self, rows: torch.Tensor, start: int = 0) -> None:
+        """Sets the elements from `start` on to the sums over `rows`, 2D, of any floating type, and their low terms."""
+        end = start + rows.shape[1]
+        for chunk in range(start // CHUNK, -(-end // CHUNK)):
+            first, last = max(start, chunk * CHUNK), min(end, (chunk + 1) * CHUNK)
+            self._pairs += self._set_high(first, last, rows[:, first - start : last - start].double())
 
     def pairs(self) -> torch.Tensor:
         """All low terms that are not zero, as rows (index, value) of float64."""
@@ -113,13 +118,23 @@ class ExactSum:
             inverse, rest = inverse[~first], rest[~first]
         return places - start, _rounded_to_odd(terms)
 
+    def _set_high(self, start: int, end: int, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Sets the elements start:end of `high` to the sums over `rows`, of float64; returns errors as `_add_high`."""
+        total = self.high[start:end]
+        if not rows.is_cuda and _rounds is not None:
+            sums, added = total.numpy(), rows.numpy()
+            if not _rounds(lambda: np.add.reduce(added, axis=0, out=sums)):
+                return []
+        total.copy_(rows[0])
+        return [pairs for row in rows[1:] for pairs in self._add_high(start, end, row)]
+
     def _add_high(self, start: int, end: int, more: torch.Tensor) -> list[torch.Tensor]:
-        """Adds `more` to the elements start:end of `high`; returns the errors of that as rows (index, value)."""
+        """Adds `more`, of float64, to the elements start:end of `high`; returns errors as rows (index, value)."""
         total = self.high[start:end]
         if total.is_cuda or _rounds is None:
             before = total.clone()
             total.add_(more)
-            error = _error(before, more.double(), total)
+            error = _error(before, more, total)
             return [_pairs_of(error, start)] if bool(error.any()) else []
         if len(self._before) < len(total):
             self._before = np.empty(min(CHUNK, len(self.high)))
@@ -131,7 +146,7 @@ class ExactSum:
         for first in range(0, len(sums), PART):
             part = slice(first, first + PART)
             if _rounds(lambda part=part: np.add(before[part], added[part])):
-                error = _error(before[part], added[part].astype(np.float64), sums[part])
+                error = _error(before[part], added[part], sums[part])
                 (at,) = error.nonzero()
                 found.append(torch.from_numpy(np.stack([at + float(start + first), error[at]], 1)))
         return found

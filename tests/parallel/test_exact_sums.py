@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -59,18 +60,20 @@ class Adder(nn.Module):
         return total if self.scalar is None else total + self.scalar(parts[3])
 
 
-def run(plan: str, scalar: bool = False) -> dict[str, torch.Tensor]:
-    """Trains the job of `plan`; what every step leaves, from any rank."""
+def run(
+    plan: str, scalar: bool = False, batch: int = 13, steps: int = STEPS, precision: str = "float32"
+) -> dict[str, torch.Tensor]:
+    """Trains the job in microbatches of one sample; what every step leaves, from any rank."""
     job = evenly.Job(
         model=lambda: Adder(scalar=scalar),
         loss=lambda model, x: evenly.Loss(model(x), 1),
         data=samples(),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
-        global_batch=13,
+        global_batch=batch,
         microbatch=1,
-        steps=STEPS,
+        steps=steps,
         clip_norm=1.0,
-        precision="float32",
+        precision=precision,
     )
     found: dict[str, torch.Tensor] = {}
     with evenly.start(job, plan=f"{plan} exact=bitwise") as run:
@@ -83,21 +86,21 @@ def run(plan: str, scalar: bool = False) -> dict[str, torch.Tensor]:
     return found
 
 
-def differing(plan: str, expected: dict[str, torch.Tensor], scalar: bool = False) -> dict[str, int]:
+def differing(plan: str, expected: dict[str, torch.Tensor], *options: Any) -> dict[str, int]:
     """By name, the elements in which a run under `plan` has other bits than expected."""
-    found = run(plan, scalar)
+    found = run(plan, *options)
     assert found.keys() == expected.keys()
     counts = {name: int((found[name] != tensor).sum()) for name, tensor in expected.items()}
     return {name: count for name, count in counts.items() if count}
 
 
-def differing_in_small_buckets(plan: str, expected: dict[str, torch.Tensor]) -> dict[str, int]:
+def differing_in_small_buckets(plan: str, expected: dict[str, torch.Tensor], *options: Any) -> dict[str, int]:
     """As `differing`, with a bucket for each parameter and a unit of zero3 for each block."""
     before = {name: getattr(grouping, name) for name in ("FIRST_BUCKET_BYTES", "BUCKET_BYTES", "SMALL_BYTES")}
     try:
         for name in before:
             setattr(grouping, name, 1 if "BUCKET" in name else 0)
-        return differing(plan, expected)
+        return differing(plan, expected, *options)
     finally:
         for name, value in before.items():
             setattr(grouping, name, value)
@@ -130,6 +133,15 @@ def test_and_in_many_buckets(plan: str, size: int, ranks: KeptRanks, alone: Alon
 @pytest.mark.parametrize(("plan", "size"), [("ddp", 2), ("zero1", 2), ("zero2", 3)])
 def test_and_of_parameters_without_dims(plan: str, size: int, ranks: KeptRanks, alone: Alone) -> None:
     assert ranks.run(differing, plan, alone[True], True, size=size) == [{}] * size
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_and_of_a_microbatch_on_each_rank(precision: str, size: int, ranks: KeptRanks) -> None:
+    options = (False, size, 26 // size + 1, precision)  # the last batch has fewer samples, except on 2 ranks
+    (expected,) = ranks.run(run, "single", *options, size=1)
+    for compare in (differing, differing_in_small_buckets):
+        assert ranks.run(compare, "ddp", expected, *options, size=size) == [{}] * size
 
 
 class Saturated(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):

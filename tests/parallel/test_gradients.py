@@ -46,7 +46,7 @@ def test_microbatches_are_added_up_and_divided(
         microbatches = [torch.randn(n, 3) for n in (4, 1, 2 + step)]
         wanted = expected(model, microbatches)
         total = GradientSum(model, group=Group.alone(), accumulate_float64=accumulate_float64)
-        total.begin()
+        total.begin(rounds=len(microbatches))
         for number, x in enumerate(microbatches):
             if number == 2:
                 total.expect_last()
@@ -74,7 +74,7 @@ def test_wide_sums_have_the_same_bits_in_any_order() -> None:
     for seed in range(5):
         parameter = nn.ParameterList([nn.Parameter(torch.zeros(1000))])
         total = GradientSum(parameter, group=Group.alone(), accumulate_float64=True)
-        total.begin()
+        total.begin(rounds=9)
         for g in random.Random(seed).sample(numbers, 9):
             (parameter[0] * g).sum().backward()
         total.start_reduce()
@@ -147,6 +147,15 @@ def test_parameters_of_several_types_are_kept_apart() -> None:
     total.divide(1.0)
     assert model["a"].grad.dtype == torch.float32 and model["b"].grad.dtype == torch.float64
     assert model["b"].grad.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_a_gradient_that_arrives_twice_in_the_only_round_is_refused() -> None:
+    parameter = nn.ParameterList([nn.Parameter(torch.zeros(3))])
+    total = GradientSum(parameter, group=Group.alone(), accumulate_float64=True)
+    total.begin(rounds=1)
+    parameter[0].sum().backward()
+    with pytest.raises(RunError, match="a second time within one backward"):
+        parameter[0].sum().backward()
 
 
 def test_a_gradient_that_arrives_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,3 +236,21 @@ def test_a_bucket_is_summed_over_its_own_group(ranks: KeptRanks) -> None:
             assert gradients["expert"] is None
     one = [gradients["expert"] for _, gradients in ranks.run(experts_of_pairs, [0, 3], size=4)]
     assert [float(gradient[0]) for gradient in one] == [1.0, 1.0, 4.0, 4.0]
+
+
+def negative_zeros() -> torch.Tensor:
+    """The exact sum of a gradient of -0.0 on each rank."""
+    with group_of_all() as group:
+        parameter = nn.ParameterList([nn.Parameter(torch.zeros(3))])
+        total = GradientSum(parameter, group=group, accumulate_float64=True)
+        total.begin(rounds=1)
+        (parameter[0] * -0.0).sum().backward()
+        total.start_reduce()
+        total.finish_reduce()
+        return parameter[0].grad
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_sum_of_zeros_is_positive(size: int, ranks: KeptRanks) -> None:
+    for total in ranks.run(negative_zeros, size=size):
+        assert total.tolist() == [0.0] * 3 and not total.signbit().any()

@@ -2,10 +2,11 @@
 
 A `Bucket` is all-reduced in the type that it is added in. An `ExactBucket` adds up exactly, over microbatches and over
 ranks, which no all-reduce does: each rank sums one *region* over the ranks, from their parts of it, rounds it, and
-sends it to all. That moves 12 bytes an element where an all-reduce of float64 moves 16. A bucket with a tail is small:
-there every rank gets all and sums all, which takes one collective.
+sends it to all. That moves 12 bytes an element where an all-reduce of float64 moves 16. Where no rank has more than one
+microbatch, parts are gradients, sent in their own type: 8 bytes of float32. A bucket with a tail is small: there every
+rank gets all and sums all, which takes one collective.
 
-What a rank's parts lose in float64 (the low terms of `ExactSum`) is not sent along, since there hardly ever is any. The
+What a rank's part is beyond that (the low terms of `ExactSum`) is not sent along, since there hardly ever is any. The
 tail tells all ranks whether there is, and then they exchange it.
 """
 
@@ -44,7 +45,10 @@ class Bucket:
     gradients: 1D, of the parameters' dtype; the same memory as `sums` where the dtypes are the same.
     waiting:   slots whose last gradient of this step is still to come.
     sending:   whether this step's sums have been sent.
+    once:      whether nothing has to be added up before it is sent; then `gradients` is sent, and not `sums`.
     """
+
+    once = False
 
     def __init__(
         self, slots: list[Slot], group: Group, *, dtype: torch.dtype, sum_dtype: torch.dtype, device: torch.device
@@ -72,8 +76,7 @@ class Bucket:
         self._buffer = torch.zeros(self.length + tail, dtype=self.sum_dtype, device=self.device)
         self.sums = self.sent = self._buffer[: self.length]
         self.tail = self._buffer[self.length : self.length]
-        same = self.sum_dtype is self.dtype
-        self.gradients = self.sums if same else torch.zeros(self.length, dtype=self.dtype, device=self.device)
+        self.gradients = self.sums if self.sum_dtype is self.dtype else self._zeros(tail)
         start = 0
         for slot in self.slots:
             end = start + slot.parameter.numel()
@@ -82,17 +85,25 @@ class Bucket:
             slot.gradient = self.gradients[start:end].view(slot.parameter.shape)
             start = end
 
+    def _zeros(self, tail: int) -> torch.Tensor:
+        """Memory of `gradients`."""
+        return torch.zeros(self.length, dtype=self.dtype, device=self.device)
+
     # ------------------------------------------------------------------------------------------- a step
-    def begin(self) -> None:
-        """Forgets the last step."""
+    def begin(self, *, once: bool = False) -> None:
+        """Forgets the last step; once: whether every parameter gets at most one gradient on each rank in this one."""
         self.sending = False
+
+    def part_of(self, slot: Slot) -> torch.Tensor:
+        """Where this rank's gradients of `slot` are added up before `send`."""
+        return slot.sum
 
     def accumulate(self, slot: Slot, gradient: torch.Tensor) -> None:
         """Adds `gradient`, shaped as the parameter, to this rank's sum."""
         if slot.used:
             self._add(slot, gradient)
         else:
-            slot.sum.copy_(gradient)
+            self.part_of(slot).copy_(gradient)
             slot.used = True
 
     def _add(self, slot: Slot, gradient: torch.Tensor) -> None:
@@ -102,7 +113,7 @@ class Bucket:
         """Begins to sum over ranks; zeros for what this rank did not use."""
         for slot in self.slots:
             if not slot.used:
-                slot.sum.zero_()
+                self.part_of(slot).zero_()
         self.sending = True
         self._begin_sum()
 
@@ -129,18 +140,30 @@ class ExactBucket(Bucket):
     """
 
     def _padded(self, length: int) -> int:
-        return -(-length // self.group.size) * self.group.size
+        multiple = 4 * self.group.size  # a tail of float64 can follow, whatever the type of the part
+        return -(-length // multiple) * multiple
 
     def _allocate(self, *, tail: int) -> None:
         super()._allocate(tail=tail)
         self.exact = ExactSum(self.sums)
+        self._rows: Pending[torch.Tensor] | None = None
 
-    def begin(self) -> None:
-        super().begin()
+    def _zeros(self, tail: int) -> torch.Tensor:
+        self._bytes = torch.zeros(
+            self.length * self.dtype.itemsize + tail * self.sum_dtype.itemsize, dtype=torch.uint8, device=self.device
+        )
+        return self._bytes[: self.length * self.dtype.itemsize].view(self.dtype)
+
+    def begin(self, *, once: bool = False) -> None:
+        self.sending, self.once = False, once
         self.exact.clear()
         self._pairs: torch.Tensor | None = None
 
+    def part_of(self, slot: Slot) -> torch.Tensor:
+        return slot.gradient if self.once else slot.sum
+
     def _add(self, slot: Slot, gradient: torch.Tensor) -> None:
+        assert not self.once
         self.exact.add(gradient.reshape(-1), slot.start)
 
     def low_pairs(self) -> torch.Tensor:
@@ -153,32 +176,52 @@ class ExactBucket(Bucket):
         self.low_pairs()
         ranks, position = self.group.size, self.group.position
         self._gathering: Pending[torch.Tensor] | None = None
-        self._received = False
         self._part = self.length // ranks if not self.tail.numel() else self.length
         self._first = position * self._part if self._part < self.length else 0
         if self.tail.numel():
-            self._rows = all_gather.begin(self.sent.view(1, -1), self.group, sizes=[1] * ranks, label=self.label)
+            self._rows = all_gather.begin(self._message().view(1, -1), self.group, sizes=[1] * ranks, label=self.label)
         else:
-            self._rows = exchange.begin(self.sums.view(ranks, -1), self.group, label=self.label)
+            sent = self.gradients if self.once else self.sums
+            self._rows = exchange.begin(sent.view(ranks, -1), self.group, label=self.label)
+
+    def _message(self) -> torch.Tensor:
+        """This rank's part and the tail, 1D."""
+        if not self.once or self.sum_dtype is self.dtype:
+            return self.sent
+        end = self.gradients.nbytes + self.tail.nbytes
+        self._bytes[self.gradients.nbytes : end].view(self.tail.dtype).copy_(self.tail)
+        return self._bytes[:end]
 
     def receive(self) -> None:
         """Waits for what `send` began, and adds it: then `tail` is summed over ranks."""
-        if self._received or self.group.size == 1:
+        if self._rows is None:
             return
-        self._received = True
-        for position, row in enumerate(self._rows.wait()):
-            if position != self.group.position:
-                self.exact.add(row[: self._part], self._first)
-                self.tail.add_(row[self._part :])
-        del self._rows
+        rows, self._rows = self._rows.wait(), None
+        dtype = self.dtype if self.once else self.sum_dtype
+        parts = rows.view(torch.uint8)[:, : self._part * dtype.itemsize].view(dtype)
+        if self._two_numbers:
+            torch.add(parts[0], parts[1], out=self._region()).add_(0.0)  # -0.0 becomes 0.0
+        else:
+            self.exact.set(parts, self._first)
+        if self.tail.numel():
+            torch.sum(rows.view(torch.uint8)[:, parts[0].nbytes :].view(self.tail.dtype), 0, out=self.tail)
+
+    @property
+    def _two_numbers(self) -> bool:
+        """Whether each sum is of two numbers: their addition rounds it, once, in their own type too."""
+        return self.once and self.group.size == 2
+
+    def _region(self) -> torch.Tensor:
+        return self.gradients[self._first : self._first + self._part]
 
     def add_pairs(self, pairs: torch.Tensor) -> None:
         """Adds low terms of other ranks, as `ExactSum.pairs` gives them, within the region."""
         self.exact.add_pairs(pairs, self._first, self._first + self._part)
 
     def begin_gather(self) -> None:
-        own = self.gradients[self._first : self._first + self._part]
-        self.exact.round_into(own, self._first)
+        own = self._region()
+        if not self._two_numbers:
+            self.exact.round_into(own, self._first)
         if self._part < self.length:
             self._gathering = all_gather.begin(
                 own, self.group, sizes=[self._part] * self.group.size, label=self.label, into=self.gradients

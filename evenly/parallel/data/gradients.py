@@ -165,6 +165,7 @@ class GradientSum(Gradients):
         groups: by name, of the parameters that not all ranks of `group` replicate, the ranks that do.
         """
         self._ownership = ownership
+        self._pipelined = ownership is not None and ownership.pipeline_group is not None
         named, self._frozen = trainable(model, required=ownership is None or ownership.pipeline_group is None)
         by_group: dict[Group, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in named:
@@ -184,8 +185,9 @@ class GradientSum(Gradients):
 
     def begin(self, *, numbers: int = 0, rounds: int = 1) -> None:
         self._last, self._sent = False, 0
+        once = rounds == 1 and not self._pipelined  # a pipeline may run a microbatch's backward in several pieces
         for bucket in self.buckets:
-            bucket.begin()
+            bucket.begin(once=once)
         for slot in self._slots:
             slot.used, slot.parameter.grad = False, None
         for bucket, slots in self._tails:
@@ -215,7 +217,7 @@ class GradientSum(Gradients):
         return bucket.tail[len(slots) + self._exact :]
 
     def _has_low_terms(self, group: Group) -> bool:
-        return any(len(bucket.low_pairs()) for bucket in self._exact_buckets(group))
+        return any(not bucket.once and len(bucket.low_pairs()) for bucket in self._exact_buckets(group))
 
     def _exact_buckets(self, group: Group) -> list[ExactBucket]:
         return [bucket for bucket in self.buckets if isinstance(bucket, ExactBucket) and bucket.group is group]
@@ -225,7 +227,7 @@ class GradientSum(Gradients):
         for bucket, from_bucket in zip(self.buckets, other.buckets, strict=True):
             for mine, theirs in zip(bucket.slots, from_bucket.slots, strict=True):
                 if theirs.used:
-                    bucket.accumulate(mine, theirs.sum.to(mine.sum.device, copy=True))
+                    bucket.accumulate(mine, from_bucket.part_of(theirs).to(mine.sum.device, copy=True))
             if isinstance(bucket, ExactBucket) and isinstance(from_bucket, ExactBucket):
                 bucket.exact.add_pairs(from_bucket.low_pairs().to(bucket.device))
 
@@ -233,7 +235,7 @@ class GradientSum(Gradients):
         for bucket in self.buckets:
             bucket.receive()
         for bucket, slots in self._tails:
-            if self._exact and bucket.tail[len(slots)] > 0:
+            if self._exact and bucket.tail[len(slots)].item() > 0:
                 share_low_terms(self._exact_buckets(bucket.group), bucket.group)
         for bucket in self.buckets:
             bucket.begin_gather()
@@ -248,10 +250,11 @@ class GradientSum(Gradients):
         return {slot.name for slot in self._slots if slot.used}
 
     def mark_used(self, names: Container[str]) -> None:
-        for slot in self._slots:
-            if slot.name in names and not slot.used:
-                slot.sum.zero_()
-                slot.used = True
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                if slot.name in names and not slot.used:
+                    bucket.part_of(slot).zero_()
+                    slot.used = True
 
     def collect(self) -> None:
         for bucket in self.buckets:
@@ -299,7 +302,7 @@ class GradientSum(Gradients):
         return accumulate
 
     def _accumulate(self, bucket: Bucket, slot: Slot, gradient: torch.Tensor) -> None:
-        check_gradient(slot.name, gradient, sent=bucket.sending)
+        check_gradient(slot.name, gradient, sent=bucket.sending or (bucket.once and slot.used))
         if gradient.dtype is not bucket.dtype:
             raise RunError(
                 f"gradient of {slot.name}",

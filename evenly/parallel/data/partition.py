@@ -131,11 +131,12 @@ class ShardedBucket:
         rows = exchange.begin(packed, group, label=self.label)
         return Pending(group, 0, (), lambda: self._add_rows(rows.wait(), adding=adding))
 
-    def _add_rows(self, rows: Sequence[torch.Tensor], *, adding: bool) -> None:
+    def _add_rows(self, rows: torch.Tensor, *, adding: bool) -> None:
         assert self.exact is not None
         if not adding:
-            self.sums.copy_(rows[0])
-        for row in rows if adding else rows[1:]:
+            self.exact.set(rows)
+            return
+        for row in rows:
             self.exact.add(row)
 
     def share_low_terms(self, group: Group) -> None:

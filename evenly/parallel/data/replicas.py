@@ -100,7 +100,7 @@ class ReplicaGradients(Gradients):
         self._replicas.refresh()
         for number, gradients in enumerate((self._sum, *self._others)):
             with on(number):
-                gradients.begin(numbers=numbers)
+                gradients.begin(numbers=numbers, rounds=rounds)
 
     def expect_last(self) -> None:
         """Does nothing: nothing can be sent before the replicas' sums are merged."""

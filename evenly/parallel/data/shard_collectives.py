@@ -80,7 +80,7 @@ class ExactReduceScatter(NewMemory):
             self._sent = super().allocate(size, dtype=send_dtype or dtype, device=device)
             return self._sent
         if self._group.size == 1:
-            self._add([self._sent], self._sent)
+            self._add(self._sent.view(1, -1), self._sent)
         self._sent = None
         return super().allocate(size, dtype=dtype, device=device)
 
@@ -89,13 +89,14 @@ class ExactReduceScatter(NewMemory):
     ) -> None:
         self._add(exchange(input_tensor.view(self._group.size, -1), self._group), output_tensor)
 
-    def _add(self, rows: Sequence[torch.Tensor], output: torch.Tensor) -> None:
-        """Adds the ranks' `rows`, and sets `output`, the memory of the row in a group of one rank."""
+    def _add(self, rows: torch.Tensor, output: torch.Tensor) -> None:
+        """Adds the `rows` (ranks x elements), and sets `output`, the memory of the row in a group of one rank."""
         if self._sum is None:
-            own = output.copy_(rows[0]) if self._group.size > 1 else output.clone()
-            self._sum, rows = ExactSum(own), rows[1:]
-        for row in rows:
-            self._sum.add(row)
+            self._sum = ExactSum(output if self._group.size > 1 else output.clone())
+            self._sum.set(rows)
+        else:
+            for row in rows:
+                self._sum.add(row)
         total = self._sum.high
         if self.last:
             self._round()
