@@ -33,7 +33,7 @@ demo: $(READY)
 
 # Two halves beside each other: most tests wait for processes to start.
 HALF := tests/checkpoint tests/cli tests/launch tests/examples tests/test_job.py tests/planner tests/published tests/plan \
-	tests/report tests/random_modules tests/zoo tests/wrong_runs
+	tests/report tests/random_modules tests/zoo tests/wrong_runs tests/parallel/test_compiled.py
 test: $(READY)
 	@$(BIN)/python -m pytest $(HALF) & half=$$!; \
 	$(BIN)/python -m pytest $(HALF:%=--ignore=%) ; others=$$?; \

@@ -310,7 +310,7 @@ class Recurrent(Chain):
     """Blocks of recurrent layers that hand their states on, between one before and one behind them."""
 
     def __init__(self, kind: type[nn.RNNBase]) -> None:
-        super().__init__(RecurrentBlock(kind) for _ in range(LAYERS))
+        super().__init__(RecurrentBlock(kind) for _ in range(LAYERS // 2))
         self.before: Any = kind(WIDTH, WIDTH, batch_first=True)
         self.behind: Any = kind(WIDTH, 7, batch_first=True, bidirectional=True)
         self.out = nn.Linear(14, WIDTH)

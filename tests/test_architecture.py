@@ -364,7 +364,7 @@ PACKAGE_LINES = {
     "__init__": 863,  # torch_private: hooks, transformations, spectral norm; libraries that a job file imports
     "checkpoint": 1752,
     "cli": 1210,  # tables that leave out empty columns and keep words whole
-    "comm": 2375,  # exact sums, alone and over ranks
+    "comm": 2381,  # exact sums, alone and over ranks
     "data": 829,  # streams of updates and schedules
     "engine": 1940,  # the look at the model; optimizers of whole parameters; parameters between steps
     "hardware": 931,  # kinds of devices can be registered

@@ -65,19 +65,19 @@ class ExactSum:
 
     def add(self, values: torch.Tensor, start: int = 0) -> None:
         """Adds `values`, 1D, of any floating type, to the elements from `start` on."""
-        end = start + len(values)
+        values, end = _wide(values), start + len(values)
         for chunk in range(start // CHUNK, -(-end // CHUNK)):
             first, last = max(start, chunk * CHUNK), min(end, (chunk + 1) * CHUNK)
-            self._pairs += self._add_high(first, last, values[first - start : last - start].double())
+            self._pairs += self._add_high(first, last, values[first - start : last - start])
         if self._pairs and sum(map(len, self._pairs)) > len(self.high) // 16 + 64:
             self._merge()
 
     def set(self, rows: torch.Tensor, start: int = 0) -> None:
         """Sets the elements from `start` on to the sums over `rows`, 2D, of any floating type, and their low terms."""
-        end = start + rows.shape[1]
+        rows, end = _wide(rows), start + rows.shape[1]
         for chunk in range(start // CHUNK, -(-end // CHUNK)):
             first, last = max(start, chunk * CHUNK), min(end, (chunk + 1) * CHUNK)
-            self._pairs += self._set_high(first, last, rows[:, first - start : last - start].double())
+            self._pairs += self._set_high(first, last, rows[:, first - start : last - start])
 
     def pairs(self) -> torch.Tensor:
         """All low terms that are not zero, as rows (index, value) of float64."""
@@ -119,26 +119,27 @@ class ExactSum:
         return places - start, _rounded_to_odd(terms)
 
     def _set_high(self, start: int, end: int, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Sets the elements start:end of `high` to the sums over `rows`, of float64; returns errors as `_add_high`."""
+        """Sets the elements start:end of `high` to the sums over `rows`; returns errors as `_add_high`."""
         total = self.high[start:end]
         if not rows.is_cuda and _rounds is not None:
-            sums, added = total.numpy(), rows.numpy()
+            sums, added = total.numpy(), rows.numpy().astype(np.float64, copy=False)
             if not _rounds(lambda: np.add.reduce(added, axis=0, out=sums)):
                 return []
         total.copy_(rows[0])
         return [pairs for row in rows[1:] for pairs in self._add_high(start, end, row)]
 
     def _add_high(self, start: int, end: int, more: torch.Tensor) -> list[torch.Tensor]:
-        """Adds `more`, of float64, to the elements start:end of `high`; returns errors as rows (index, value)."""
+        """Adds `more` to the elements start:end of `high`; returns errors as rows (index, value)."""
         total = self.high[start:end]
         if total.is_cuda or _rounds is None:
             before = total.clone()
             total.add_(more)
-            error = _error(before, more, total)
+            error = _error(before, more.double(), total)
             return [_pairs_of(error, start)] if bool(error.any()) else []
         if len(self._before) < len(total):
             self._before = np.empty(min(CHUNK, len(self.high)))
-        before, sums, added = self._before[: len(total)], total.numpy(), more.numpy()
+        before, sums = self._before[: len(total)], total.numpy()
+        added = more.numpy().astype(np.float64, copy=False)  # thrice as fast as to add numbers of two types
         np.copyto(before, sums)
         if not _rounds(lambda: np.add(sums, added, out=sums)):
             return []
@@ -175,6 +176,11 @@ class ExactSum:
             if not bool(added.any()):
                 return
         terms.append(added)
+
+
+def _wide(values: torch.Tensor) -> torch.Tensor:
+    """As numbers of a type that numpy has."""
+    return values if values.dtype in (torch.float32, torch.float64) else values.float()
 
 
 def _pairs_of(terms: torch.Tensor, start: int) -> torch.Tensor:

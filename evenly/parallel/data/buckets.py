@@ -149,9 +149,8 @@ class ExactBucket(Bucket):
         self._rows: Pending[torch.Tensor] | None = None
 
     def _zeros(self, tail: int) -> torch.Tensor:
-        self._bytes = torch.zeros(
-            self.length * self.dtype.itemsize + tail * self.sum_dtype.itemsize, dtype=torch.uint8, device=self.device
-        )
+        behind = tail * self.sum_dtype.itemsize if self.group.size > 1 else 0  # the tail is sent with them
+        self._bytes = torch.zeros(self.length * self.dtype.itemsize + behind, dtype=torch.uint8, device=self.device)
         return self._bytes[: self.length * self.dtype.itemsize].view(self.dtype)
 
     def begin(self, *, once: bool = False) -> None:
@@ -178,6 +177,8 @@ class ExactBucket(Bucket):
         self._gathering: Pending[torch.Tensor] | None = None
         self._part = self.length // ranks if not self.tail.numel() else self.length
         self._first = position * self._part if self._part < self.length else 0
+        if ranks == 1:
+            return
         if self.tail.numel():
             self._rows = all_gather.begin(self._message().view(1, -1), self.group, sizes=[1] * ranks, label=self.label)
         else:
@@ -199,17 +200,17 @@ class ExactBucket(Bucket):
         rows, self._rows = self._rows.wait(), None
         dtype = self.dtype if self.once else self.sum_dtype
         parts = rows.view(torch.uint8)[:, : self._part * dtype.itemsize].view(dtype)
-        if self._two_numbers:
-            torch.add(parts[0], parts[1], out=self._region()).add_(0.0)  # -0.0 becomes 0.0
+        if self._few_numbers:
+            torch.add(parts[0], parts[1], out=self._region())
         else:
             self.exact.set(parts, self._first)
         if self.tail.numel():
             torch.sum(rows.view(torch.uint8)[:, parts[0].nbytes :].view(self.tail.dtype), 0, out=self.tail)
 
     @property
-    def _two_numbers(self) -> bool:
-        """Whether each sum is of two numbers: their addition rounds it, once, in their own type too."""
-        return self.once and self.group.size == 2
+    def _few_numbers(self) -> bool:
+        """Whether each sum is of at most two numbers: their addition rounds it, once, in their own type too."""
+        return self.once and self.group.size <= 2
 
     def _region(self) -> torch.Tensor:
         return self.gradients[self._first : self._first + self._part]
@@ -220,7 +221,9 @@ class ExactBucket(Bucket):
 
     def begin_gather(self) -> None:
         own = self._region()
-        if not self._two_numbers:
+        if self._few_numbers:
+            own.add_(0.0)  # -0.0 becomes 0.0
+        else:
             self.exact.round_into(own, self._first)
         if self._part < self.length:
             self._gathering = all_gather.begin(
