@@ -52,6 +52,9 @@ def run_command(
     nodes: Annotated[int, typer.Option(min=1, help="Machines that take part.")] = 1,
     node_rank: Annotated[int, typer.Option(min=0, help="Number of this machine, from 0.")] = 0,
     rendezvous: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where machine 0 listens.")] = "",
+    secret_file: Annotated[
+        Path | None, typer.Option(help="The same random words on all machines (default: EVENLY_SECRET).")
+    ] = None,
     json_only: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -72,6 +75,7 @@ def run_command(
         nodes=nodes,
         node_rank=node_rank,
         rendezvous=rendezvous,
+        secret_file=secret_file,
         json_only=json_only,
     )
     raise typer.Exit(run(request))

@@ -14,7 +14,7 @@ from evenly.errors import PlanError, UserError
 from evenly.hardware.cluster_text import local_devices
 from evenly.jobfile import check_settings, owns_loop, parse_settings, read_with
 from evenly.launch.agent import FailedRank, Launch, start_ranks, warm_up
-from evenly.launch.environment import CHECK_VARIABLE, OPTIONS_VARIABLE, find_here
+from evenly.launch.environment import CHECK_VARIABLE, OPTIONS_VARIABLE, find_here, run_secret
 from evenly.observe.run_folder import RunFolder
 from evenly.plan import PlanSpec, asked_plan
 
@@ -40,6 +40,7 @@ class RunRequest:
     nodes: int
     node_rank: int
     rendezvous: str
+    secret_file: Path | None
     json_only: bool
 
 
@@ -91,6 +92,7 @@ def run(request: RunRequest) -> int:
         nodes=nodes,
         node_rank=node_rank,
         rendezvous=rendezvous,
+        secret=run_secret(request.secret_file),
         log_dir=out and RunFolder(out).logs,
         preload=PRELOAD,
         environment={
@@ -99,10 +101,14 @@ def run(request: RunRequest) -> int:
         },
         stall_limit_s=request.stall_limit_s,
     )
-    if not request.json_only:
-        where = f"{fitted.devices} {'device' if fitted.devices == 1 else 'devices'}"
-        print(f"evenly run {request.job} on {where}" + (f", into {out}" if out else ""), file=sys.stderr)
+    _announce(request, fitted.devices, out)
     return _start(request, launch, settings, options, script=script)
+
+
+def _announce(request: RunRequest, devices: int | None, out: Path | None) -> None:
+    if not request.json_only:
+        where = f"{devices} {'device' if devices == 1 else 'devices'}"
+        print(f"evenly run {request.job} on {where}" + (f", into {out}" if out else ""), file=sys.stderr)
 
 
 def _start(request: RunRequest, launch: Launch, settings: dict[str, Any], options: Any, *, script: bool) -> int:

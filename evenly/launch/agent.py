@@ -9,14 +9,12 @@ forwards it once, and so that a rank can be ended together with the processes it
 from __future__ import annotations
 
 import atexit
-import errno
 import fcntl
 import logging
 import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -24,17 +22,18 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
-from uuid import uuid4
 
 from evenly.errors import RankError, UserError
 from evenly.launch.environment import (
     CONTROL_VARIABLE,
     LOOPBACK,
+    LOOPBACK_INTERFACE,
     PRELOAD_VARIABLE,
     changed_environment,
     process_environment,
     rank_environment,
 )
+from evenly.launch.interfaces import is_loopback
 from evenly.launch.rank import LaunchFolder, RankTask, Task, describe_exit, end_rank, rank_main
 from evenly.launch.signals import StopRequest, forwarded_signals, hold_signals, signal_rank
 from evenly.launch.watch import Watch
@@ -74,6 +73,7 @@ class Launch:
     devices:     ranks on this node.
     nodes, node_rank: how many nodes there are, and which this is.
     rendezvous:  host:port of node 0, where the nodes meet; needed with several nodes.
+    secret:      of the run, the same on every node; needed unless the rendezvous is on loopback.
     start:       how processes are made. 'forkserver' is the fastest after `warm_up`; 'fork' runs functions
                  that cannot be imported, such as a notebook's.
     log_dir:     folder of rank{N}.log; by default a temporary one that only a failed run leaves.
@@ -87,6 +87,7 @@ class Launch:
     nodes: int = 1
     node_rank: int = 0
     rendezvous: str = ""
+    secret: bytes = b""
     start: Start = "forkserver"
     log_dir: Path | None = None
     preload: Sequence[str] = ()
@@ -117,7 +118,7 @@ def start_ranks(fn: Callable[..., Any], args: Sequence[Any], launch: Launch) -> 
     if launch.start == "forkserver":
         warm_up(launch.preload)
     with ExitStack() as stack:
-        stack.enter_context(changed_environment(rank_environment(process_environment(), nodes=launch.nodes)))
+        stack.enter_context(changed_environment(rank_environment(process_environment(), _interface(launch))))
         stack.enter_context(_quiet_agent())
         stack.enter_context(_main_module(needed=task.needs_main))
         folder = _folder(launch, stack)
@@ -201,28 +202,12 @@ def _check_rendezvous(asked: str, launch: Launch) -> None:
     if not host or not port.isdigit() or not 0 < int(port) < 2**16:
         found = f"the rendezvous {launch.rendezvous!r} is not host:port"
         raise UserError(asked, found, "give node 0's host and a free port, the same on every node")
-    if launch.node_rank == 0 and not port_is_free(int(port)):
-        raise _port_taken(launch)
-
-
-def port_is_free(port: int) -> bool:
-    """Whether a server can listen on TCP `port` of this machine; 0 asks for any port."""
-    with socket.socket() as probe:
-        # As torch's store does: a port that is only waiting out its last connection counts as free.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            return error.errno != errno.EADDRINUSE
-    return True
-
-
-def _port_taken(launch: Launch) -> UserError:
-    return UserError(
-        f"meet the other nodes at {launch.rendezvous}",
-        f"port {launch.rendezvous.rpartition(':')[2]} is taken on this machine",
-        "give another port on every node, or end what uses this one",
-    )
+    if not launch.secret and not is_loopback(host):
+        raise UserError(
+            asked,
+            "the run has no secret, and whoever reaches the rendezvous could take part",
+            "give all nodes a file with the same random words, by --secret-file or EVENLY_SECRET",
+        )
 
 
 def _cuda_is_initialised() -> bool:
@@ -317,20 +302,20 @@ def _run(assignment: RankTask, launch: Launch, stop: StopRequest) -> dict[int, b
 
 
 def _agent_config(launch: Launch) -> Any:
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.launcher.api import LaunchConfig
 
-    alone = launch.nodes == 1
+    rendezvous_handler_registry.register("evenly", _rendezvous)
     return LaunchConfig(
         min_nodes=launch.nodes,
         max_nodes=launch.nodes,
         nproc_per_node=launch.devices,
-        # The nodes of a static rendezvous know each other by the same id.
-        run_id=uuid4().hex if alone else "evenly",
+        run_id="evenly",
         role="rank",
-        rdzv_backend="c10d" if alone else "static",
-        rdzv_endpoint=f"{LOOPBACK}:0" if alone else launch.rendezvous,
-        rdzv_configs={"is_host": True} if alone else {"rank": launch.node_rank},
-        local_addr=LOOPBACK if alone else None,
+        rdzv_backend="evenly",
+        rdzv_endpoint=launch.rendezvous or LOOPBACK,
+        rdzv_configs={"launch": launch},
+        local_addr=LOOPBACK,
         max_restarts=0,
         start_method=launch.start,
         monitor_interval=launch.look_every_s,
@@ -338,6 +323,27 @@ def _agent_config(launch: Launch) -> Any:
         # Where the agent handles a signal it kills the ranks at once; the others are forwarded.
         signals_to_handle="SIGQUIT",
     )
+
+
+def _rendezvous(parameters: Any) -> Any:
+    """The rendezvous of a launch, for torch's agent."""
+    from evenly.launch.rendezvous import NodeRendezvous
+
+    launch: Launch = parameters.get("launch")
+    if launch.nodes == 1:
+        return NodeRendezvous()
+    host, _, port = launch.rendezvous.rpartition(":")
+    return NodeRendezvous(launch.nodes, launch.node_rank, host, int(port), launch.secret)
+
+
+def _interface(launch: Launch) -> str:
+    """The interface over which the ranks of a launch talk."""
+    if launch.nodes == 1:
+        return LOOPBACK_INTERFACE
+    from evenly.launch.interfaces import socket_interface
+
+    host, _, port = launch.rendezvous.rpartition(":")
+    return socket_interface(host, int(port))
 
 
 def _no_logs() -> Any:
@@ -377,8 +383,6 @@ def _quiet_agent() -> Generator[None]:
 
 
 def _no_rendezvous(launch: Launch, error: Exception) -> UserError:
-    if "EADDRINUSE" in str(error) or "address already in use" in str(error):
-        return _port_taken(launch)
     return UserError(
         f"meet the other nodes at {launch.rendezvous or LOOPBACK}",
         str(error).splitlines()[0],

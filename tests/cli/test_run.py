@@ -139,6 +139,7 @@ def test_the_newest_run_that_has_a_checkpoint_goes_on(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     fresh = RunRequest(
         Path("job.py"), [], None, None, None, None, False, False, 0.0, [], nodes=1, node_rank=0, rendezvous="",
+        secret_file=None,
         json_only=False,
     )  # fmt: skip
     assert choose_folder(fresh) == Path("runs/job-1")
