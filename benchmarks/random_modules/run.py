@@ -2,6 +2,8 @@
 
 python benchmarks/random_modules/run.py --first 0 --count 2000 --out cases.jsonl
 python benchmarks/random_modules/run.py --only 17,1203
+
+With --summary FILE the cases are counted, and what was refused by its reason (benchmarks/results/random_modules.json).
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 from collections import Counter
@@ -44,7 +47,10 @@ def main() -> None:
             if known[seed]["status"] in BAD or asked.only:
                 print(seed, known[seed]["status"], known[seed]["plan"], known[seed]["reason"][:200], flush=True)
                 print("   smallest:", known[seed].get("smallest"), flush=True)
-    print(*sorted(Counter(known[seed]["status"] for seed in seeds).items()))
+    rows = [known[seed] for seed in seeds]
+    print(*sorted(Counter(row["status"] for row in rows).items()))
+    if asked.summary:
+        asked.summary.write_text(json.dumps(summary(rows), indent=1) + "\n")
 
 
 def _arguments() -> argparse.Namespace:
@@ -52,14 +58,33 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, default=20, help="how many seeds")
     parser.add_argument("--only", default="", help="these seeds, separated by ',', and what becomes of them")
+    parser.add_argument("--summary", type=Path, help="where to count the cases")
     parser.add_argument("--out", type=Path, default=Path("random_modules.jsonl"), help="a line for each case")
     return parser.parse_args()
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """How many cases came out how, what was refused by reason, and what came out badly by seed."""
+    reasons = Counter(_reason(row["reason"]) for row in rows if row["status"] == "refused")
+    return {
+        "commits": dict(Counter(row.get("commit", "") for row in rows)),
+        "cases": len(rows),
+        "statuses": dict(sorted(Counter(row["status"] for row in rows).items())),
+        "refused": dict(reasons.most_common()),
+        "bad": {row["seed"]: f"{row['plan']}: {row['reason'][:200]}" for row in rows if row["status"] in BAD},
+    }
+
+
+def _reason(text: str) -> str:
+    """What was found, without the names and numbers of a case."""
+    found = text.partition("found: ")[2].partition("\n")[0]
+    return re.sub(r"\S*\d\S*|\(.*?\)", "...", found.partition(": ")[0])
 
 
 def _row(case: Case, started: ranks.Ranks) -> dict[str, Any]:
     """The outcome of `case`; of a failing one also the smallest that fails in the same way."""
     found = outcome_of(case, started)
-    row = {"seed": case.seed, "plan": case.plan, **found}
+    row = {"seed": case.seed, "plan": case.plan, "commit": ranks.commit_of(Path(__file__).parent), **found}
     if found["status"] in BAD:
         row["smallest"] = asdict(_shrunk(case, found, started))
     return row

@@ -13,7 +13,6 @@ import importlib.metadata
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -95,7 +94,7 @@ class Campaign:
 def _campaign(asked: argparse.Namespace) -> Campaign:
     import subjects
 
-    rows, commit = read_rows(asked.out), commit_of(HERE)
+    rows, commit = read_rows(asked.out), ranks.commit_of(HERE)
     plans = [plan.strip() for plan in asked.plans.split(";") if plan.strip()]
     redo = set(filter(None, asked.redo.split(",")))
 
@@ -122,13 +121,6 @@ def _names(only: str) -> Iterator[str]:
             yield from subjects.names_of(name[:-1])
         else:
             yield name
-
-
-def commit_of(folder: Path) -> str:
-    """The commit that is checked out, with -dirty where a tracked file differs from it."""
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=7"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
 
 
 def read_rows(path: Path) -> dict[tuple[str, str], dict[str, Any]]:

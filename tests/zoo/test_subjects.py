@@ -106,7 +106,7 @@ def test_rows_are_read_past_one_that_was_cut(tmp_path: Path) -> None:
 def due(monkeypatch: pytest.MonkeyPatch, rows: Path, *arguments: str) -> dict[str, list[str]]:
     """What a campaign of three subjects would run."""
     run = module("run")
-    monkeypatch.setattr(run, "commit_of", lambda folder: "1234567")
+    monkeypatch.setattr(run.ranks, "commit_of", lambda folder: "1234567")
     monkeypatch.setattr(sys, "argv", ["run.py", "--only", "llama,t5,bert", "--out", str(rows), *arguments])
     return run._campaign(run._arguments()).due
 
