@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from evenly.errors import EvenlyError
+from evenly.launch.signals import named_signals
 
 app = typer.Typer(
     name="evenly",
@@ -237,7 +238,8 @@ def main() -> None:
     """Runs the command line; an `EvenlyError` ends in its message and its exit code."""
     debug = "--debug" in sys.argv
     try:
-        app()
+        with named_signals():
+            app()
     except EvenlyError as error:
         _end(error, debug=debug)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from evenly.plan import PlanSpec, asked_plan
 
 # What every rank needs; pipelining imports what the first optimizer does, which takes a second.
 PRELOAD = ["evenly.train.loop", "evenly.train.resume", "torch.distributed.pipelining"]
-EXIT_INTERRUPTED = 130
+EXIT_STOPPED = 128  # plus the number of the signal
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def _start(request: RunRequest, launch: Launch, settings: dict[str, Any], option
     try:
         if script:
             stopped = start_ranks(run_script, (request.job, request.arguments, request.json_only), launch)
-            return EXIT_INTERRUPTED if any(stopped.values()) else 0
+            return _exit_code(any(stopped.values()), launch.stop.signum)
         results = start_ranks(run_job_file, (request.job, settings, options, request.json_only), launch)
     except FailedRank as failed:
         failed.do = _with_way_on(failed, request, options.out)
@@ -125,7 +126,12 @@ def _start(request: RunRequest, launch: Launch, settings: dict[str, Any], option
     summary = results[min(results)]
     if launch.node_rank == 0:
         _print_summary(summary, request)
-    return EXIT_INTERRUPTED if summary.stopped else 0
+    return _exit_code(summary.stopped, launch.stop.signum)
+
+
+def _exit_code(stopped: bool, signum: int) -> int:
+    """Of a run that `stopped` early or did not; signum: the signal that this process had, 0 if another rank's did."""
+    return EXIT_STOPPED + (signum or signal.SIGINT) if stopped else 0
 
 
 def _with_way_on(failed: FailedRank, request: RunRequest, out: Path | None) -> str:
@@ -146,18 +152,19 @@ def _way_on(request: RunRequest, out: Path | str) -> str:
 
 def _run_as_rank(request: RunRequest) -> int:
     """Under a launcher that starts every rank itself, this process is one of them."""
+    from evenly.train.interrupt import Interrupt
     from evenly.train.loop import run_job_file, run_script
     from evenly.train.options import RunOptions
 
     plan, sought = read_with(request.job, lambda: asked_plan(request.plan))
     options = RunOptions(plan=plan, search=sought, out=request.out, steps=request.steps, resume=request.resume)
     if owns_loop(request.job):
-        stopped = run_script(request.job, request.arguments, request.json_only)
-        return EXIT_INTERRUPTED if stopped else 0
+        signum = run_script(request.job, request.arguments, request.json_only)
+        return _exit_code(signum > 0, signum)
     summary = run_job_file(request.job, parse_settings(request.settings), options, request.json_only)
     if find_here().rank == 0:
         _print_summary(summary, request)
-    return EXIT_INTERRUPTED if summary.stopped else 0
+    return _exit_code(summary.stopped, Interrupt.was_asked)
 
 
 def _print_summary(summary: Any, request: RunRequest) -> None:

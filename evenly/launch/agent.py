@@ -34,7 +34,7 @@ from evenly.launch.environment import (
     rank_environment,
 )
 from evenly.launch.interfaces import is_loopback
-from evenly.launch.rank import LaunchFolder, RankTask, Task, describe_exit, end_rank, rank_main
+from evenly.launch.rank import LaunchFolder, RankExit, RankTask, Task, describe_exit, end_rank, rank_main
 from evenly.launch.signals import StopRequest, forwarded_signals, hold_signals, signal_rank
 from evenly.launch.watch import Watch
 from evenly.observe.diagnosis import Diagnosis, explain
@@ -81,6 +81,7 @@ class Launch:
     environment: variables to set in the ranks.
     stall_limit_s: how long a rank may wait for another before all are ended, with the reason.
     look_every_s: how often the agent looks whether ranks have ended.
+    stop:        the stop signals that this launch has received.
     """
 
     devices: int
@@ -94,6 +95,7 @@ class Launch:
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     stall_limit_s: float = STALL_LIMIT_S
     look_every_s: float = LOOK_EVERY_S
+    stop: StopRequest = field(default_factory=StopRequest, compare=False)
 
 
 def launch(fn: Callable[..., Any], *args: Any, devices: int, start: Start = "forkserver") -> list[Any]:
@@ -123,10 +125,10 @@ def start_ranks(fn: Callable[..., Any], args: Sequence[Any], launch: Launch) -> 
         stack.enter_context(_main_module(needed=task.needs_main))
         folder = _folder(launch, stack)
         stack.callback(folder.remove)
-        stop = stack.enter_context(forwarded_signals(folder))
+        stack.enter_context(forwarded_signals(folder, launch.stop))
         environment = {**process_environment(), CONTROL_VARIABLE: str(folder.control), **launch.environment}
         try:
-            results = _run(RankTask(task, folder, environment), launch, stop)
+            results = _run(RankTask(task, folder, environment), launch)
         except FailedRank as failed:
             if failed.exit_code == UserError.exit_code:  # a refusal says all in its message
                 folder.remove_logs()
@@ -275,7 +277,7 @@ def _lock(folder: Path) -> int:
 # --- the agent ------------------------------------------------------------------------------------------
 
 
-def _run(assignment: RankTask, launch: Launch, stop: StopRequest) -> dict[int, bytes]:
+def _run(assignment: RankTask, launch: Launch) -> dict[int, bytes]:
     """Run the agent until all ranks have returned; raises the first failure."""
     from torch.distributed import DistNetworkError, DistStoreError
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -290,15 +292,17 @@ def _run(assignment: RankTask, launch: Launch, stop: StopRequest) -> dict[int, b
     except ChildFailedError as failed:
         exit_codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
     except SignalException as quit_signal:
-        stop.signum, stop.hard, exit_codes = int(quit_signal.sigval), True, {}
+        launch.stop.signum, launch.stop.hard, exit_codes = int(quit_signal.sigval), True, {}
     except (DistNetworkError, DistStoreError, RendezvousError) as error:
         raise _no_rendezvous(launch, error) from None
     finally:
         for pid in assignment.folder.pids().values():
             end_rank(pid)
+    if watch.left is not None:
+        raise _failed(assignment.folder, watch.left)
     if watch.diagnosis is not None:
         raise _stalled(assignment.folder, watch.diagnosis)
-    raise _first_failure(assignment.folder, exit_codes, stop)
+    raise _first_failure(assignment.folder, exit_codes, launch.stop)
 
 
 def _agent_config(launch: Launch) -> Any:
@@ -404,6 +408,10 @@ def _first_failure(folder: LaunchFolder, exit_codes: Mapping[int, int], stop: St
     )
     if diagnosis is not None and first.kind in ("peer", "aborted"):  # then the rank is not the cause
         return _stalled(folder, diagnosis)
+    return _failed(folder, first, diagnosis)
+
+
+def _failed(folder: LaunchFolder, first: RankExit, diagnosis: Diagnosis | None = None) -> FailedRank:
     log = folder.log(first.rank)
     whose = "its" if not first.is_mistake else f"rank {first.rank}'s"
     where = f"see {whose} log: {log}" if log.exists() else f"see the logs: {folder.logs}"
