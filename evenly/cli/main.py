@@ -44,7 +44,8 @@ def run_command(
     devices: Devices = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run (default: runs/NAME-N).")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of the whole run (default: the job's).")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest sound checkpoint.")] = False,
+    step: Annotated[int | None, typer.Option(min=0, help="Go on from the checkpoint of this step.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Compare what ranks ask for before each collective.")] = False,
     stall_limit: Annotated[
         float, typer.Option(min=1, metavar="SECONDS", help="End the run when a rank waits longer for another.")
@@ -69,7 +70,8 @@ def run_command(
         devices=devices,
         out=out,
         steps=steps,
-        resume=resume,
+        resume=resume or step is not None,
+        step=step,
         check=check,
         stall_limit_s=stall_limit,
         settings=settings,

@@ -35,6 +35,7 @@ class RunRequest:
     out: Path | None
     steps: int | None
     resume: bool
+    step: int | None
     check: bool
     stall_limit_s: float
     settings: list[str]
@@ -86,6 +87,7 @@ def run(request: RunRequest) -> int:
         out=out,
         steps=request.steps,
         resume=request.resume,
+        step=request.step,
         devices=None if fitted.replicas is None else devices,
     )
     launch = Launch(
@@ -137,8 +139,8 @@ def _exit_code(stopped: bool, signum: int) -> int:
 def _with_way_on(failed: FailedRank, request: RunRequest, out: Path | None) -> str:
     """What to do about the failure, and from which checkpoint the run can go on; none makes up for a mistake."""
     mistaken = failed.exit_code == UserError.exit_code
-    steps = [] if out is None or mistaken else CheckpointFolder(out).steps()
-    way_on = f"go on from step {steps[-1]} with: {_way_on(request, out)}" if steps and out is not None else ""
+    newest = None if out is None or mistaken else CheckpointFolder(out).newest_readable()
+    way_on = f"go on from step {newest.step} with: {_way_on(request, out)}" if newest and out is not None else ""
     return "; ".join(filter(None, (failed.do, way_on)))
 
 
@@ -157,7 +159,9 @@ def _run_as_rank(request: RunRequest) -> int:
     from evenly.train.options import RunOptions
 
     plan, sought = read_with(request.job, lambda: asked_plan(request.plan))
-    options = RunOptions(plan=plan, search=sought, out=request.out, steps=request.steps, resume=request.resume)
+    options = RunOptions(
+        plan=plan, search=sought, out=request.out, steps=request.steps, resume=request.resume, step=request.step
+    )
     if owns_loop(request.job):
         signum = run_script(request.job, request.arguments, request.json_only)
         return _exit_code(signum > 0, signum)

@@ -101,7 +101,7 @@ class Run:
         self._store: CheckpointStore | None = None
         folder = RunFolder(self.out) if self.out is not None else None
         if folder is not None:
-            self._open(resume=options.resume)
+            self._open(options)
         elif options.resume:
             raise UserError("resuming", "the run has no folder", "give `out` to evenly.start, or --out to evenly run")
         self._recorder = RunRecorder(folder, world, sinks, steps_done=self.steps_done, steps=self.steps)
@@ -247,13 +247,17 @@ class Run:
             self._recorder.saved(self.steps_done)
         self._clock = time.perf_counter()
 
-    def _open(self, *, resume: bool) -> None:
+    def _open(self, options: RunOptions) -> None:
         # torch's distributed checkpoint takes a second to import: only runs that save wait for it.
         from evenly.train.resume import open_store, restore
 
         self._store = open_store(self)
-        if resume:
-            restore(self, self._store)
+        if options.resume:
+            try:
+                restore(self, self._store, options.step)
+            except BaseException:
+                self._store.close()
+                raise
             self.saved_at = self.steps_done
 
     # --------------------------------------------------------------------------------------------- the end
