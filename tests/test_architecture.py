@@ -366,12 +366,12 @@ FILE_LINES, FUNCTION_LINES, CLASS_LINES, ARGUMENTS = 500, 60, 300, 9
 PACKAGE_LINES = {
     "__init__": 863,  # torch_private: hooks, transformations, spectral norm; libraries that a job file imports
     "checkpoint": 1785,  # pieces that overlap; the newest sound step
-    "cli": 1235,  # tables that leave out empty columns and keep words whole; the secret of a run
-    "comm": 2409,  # exact sums, alone and over ranks; a store on one interface; what listens
+    "cli": 1249,  # tables that keep words whole, and print what steers no terminal; the secret of a run
+    "comm": 2416,  # exact sums, alone and over ranks; a store on one interface; what listens
     "data": 829,  # streams of updates and schedules
     "engine": 1940,  # the look at the model; optimizers of whole parameters; parameters between steps
     "hardware": 931,  # kinds of devices can be registered
-    "launch": 2091,  # doors and tunnels between nodes; interfaces; ranks that leave early; signals at any moment
+    "launch": 2124,  # doors and tunnels between nodes; interfaces; ranks that leave early; signals at any moment
     "model": 554,  # parameters in one memory; modes that the job has set; made-up numbers; blocks of several classes
     "observe": 664,
     "parallel": 1,

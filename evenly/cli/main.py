@@ -12,7 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from evenly.errors import EvenlyError
+from evenly.cli.tables import printable
+from evenly.errors import EvenlyError, UserError
 from evenly.launch.signals import named_signals
 
 app = typer.Typer(
@@ -244,11 +245,18 @@ def main() -> None:
             app()
     except EvenlyError as error:
         _end(error, debug=debug)
+    except OSError as error:  # of a path that a user has named
+        if error.filename is None:
+            raise
+        name, do = str(error.filename), "name a path that can be used"
+        _end(UserError(f"use {name if len(name) < 200 else name[:200] + '...'}", str(error.strerror), do), debug=debug)
+    except RecursionError:
+        _end(UserError("read what was given", "it is nested too deeply", "give a flatter text"), debug=debug)
 
 
 def _end(error: EvenlyError, *, debug: bool) -> None:
     remote: Any = getattr(error, "traceback", "")
     if debug:
         print(remote or "".join(traceback.format_exception(error)), file=sys.stderr)
-    print(f"evenly: {error}", file=sys.stderr)
+    print(printable(f"evenly: {error}"), file=sys.stderr)
     sys.exit(error.exit_code)

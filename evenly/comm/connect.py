@@ -18,7 +18,15 @@ from evenly.comm.groups import Group
 from evenly.comm.world import World
 from evenly.errors import RunError, UserError
 from evenly.launch.allocator import keep_freed_memory
-from evenly.launch.environment import LOOPBACK, LOOPBACK_INTERFACE, ProcessInfo, checking, record_file, talk_over
+from evenly.launch.environment import (
+    LOOPBACK,
+    LOOPBACK_INTERFACE,
+    ProcessInfo,
+    checking,
+    record_file,
+    restart_count,
+    talk_over,
+)
 from evenly.launch.interfaces import local_address, socket_interface, words
 from evenly.launch.rendezvous import serve_store
 from evenly.observe.recorder import Recorder
@@ -123,7 +131,8 @@ class _Rendezvous:
     """Where ranks find each other: one store as long as the place is the same, with keys of its own each time.
 
     torch names the keys of every world alike. In a store that outlives a world, as the elastic agent's does, a rank
-    that is early for the next would find where the others were in the last, and wait there for ever.
+    that is early for the next would find where the others were in the last, and wait there for ever. It outlives the
+    processes too, where the agent starts them again.
     """
 
     def __init__(self) -> None:
@@ -138,7 +147,7 @@ class _Rendezvous:
             self._store = _open_store(place)
             self._place, self._count = key, 0
         self._count += 1
-        return dist.PrefixStore(f"world {self._count}", self._store)
+        return dist.PrefixStore(f"attempt {restart_count()} world {self._count}", self._store)
 
 
 def _open_store(place: ProcessInfo) -> dist.Store:

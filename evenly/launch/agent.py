@@ -14,9 +14,11 @@ import logging
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -46,6 +48,9 @@ PRELOAD = ("torch", "torch.distributed", "torch.distributed.elastic.multiprocess
 
 # Each look of the agent takes milliseconds from the ranks' cores: at torch's 0.1 s, 10 % of a slow one.
 LOOK_EVERY_S = 0.5
+
+# A control folder is made a moment before it is locked.
+STARTING_S = 60.0
 
 # How long a rank may wait for another before the run is ended: NCCL's own limit.
 STALL_LIMIT_S = 600.0
@@ -245,6 +250,8 @@ def _unsendable(name: str, start: Start, why: str) -> UserError:
 
 def _folder(launch: Launch, stack: ExitStack) -> LaunchFolder:
     """The folder of this launch; `stack` releases its lock."""
+    if launch.log_dir is None:
+        clear_abandoned(Path(tempfile.gettempdir()))
     logs = launch.log_dir or Path(tempfile.mkdtemp(prefix="evenly-"))
     control = logs / f".node{launch.node_rank}"
     asked = f"keep the ranks' logs in {logs}"
@@ -259,6 +266,26 @@ def _folder(launch: Launch, stack: ExitStack) -> LaunchFolder:
     except OSError as error:
         raise UserError(asked, str(error), "name a folder that can be written") from None
     return LaunchFolder(logs.absolute(), control.absolute(), launch.log_dir is None)
+
+
+def clear_abandoned(folder: Path) -> None:
+    """Removes from `folder` what this user's launchers that were killed have left: nobody locks their control folders.
+
+    Logs of a run that has failed stay, since its message names them: it has removed its control folder.
+    """
+    for control in folder.glob("evenly-*/.node*"):
+        try:
+            status = control.stat()
+            if status.st_uid != os.getuid() or time.time() - status.st_mtime < STARTING_S:
+                continue
+            descriptor = os.open(control, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(control.parent, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+        except OSError:  # it is another's, or alive
+            continue
 
 
 def _lock(folder: Path) -> int:

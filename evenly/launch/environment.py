@@ -398,6 +398,12 @@ def find_here() -> ProcessInfo:
     return find_process(os.environ)
 
 
+def restart_count() -> int:
+    """How often torch's elastic agent has started the ranks again; 0 without one."""
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return int(count) if count.isdecimal() else 0
+
+
 def available_cores() -> int:
     """Cores that this process may use, which can be fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -18,7 +18,7 @@ import pytest
 
 import evenly
 from evenly.errors import SampleError, UserError, note_step
-from evenly.launch.agent import FailedRank, Launch, _first_failure, launch, start_ranks
+from evenly.launch.agent import FailedRank, Launch, _first_failure, clear_abandoned, launch, start_ranks
 from evenly.launch.environment import process_environment
 from evenly.launch.rank import LaunchFolder, RankExit, describe, describe_exit
 from evenly.launch.signals import StopRequest
@@ -129,6 +129,23 @@ def test_a_successful_run_leaves_no_files(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(LaunchFolder, "remove", remove_unread)
     launch(who, 0, devices=1)
     assert not [path for path in tmp_path.iterdir() if not path.name.startswith("pymp-")]
+
+
+def test_folders_of_killed_launchers_are_cleared(tmp_path: Path) -> None:
+    names = ("evenly-killed", "evenly-alive", "evenly-starting", "evenly-failed", "others-killed")
+    for name in names:
+        control = tmp_path / name / (".node0" if name != "evenly-failed" else "logs")
+        control.mkdir(parents=True)
+        (control / "0.pid").write_text("1")
+        if name != "evenly-starting":
+            os.utime(control, (0, 0))
+    alive = os.open(tmp_path / "evenly-alive" / ".node0", os.O_RDONLY)
+    fcntl.flock(alive, fcntl.LOCK_EX)
+    clear_abandoned(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {*names} - {"evenly-killed"}
+    os.close(alive)
+    clear_abandoned(tmp_path)
+    assert not (tmp_path / "evenly-alive").exists()
 
 
 # --- failures -------------------------------------------------------------------------------------------
