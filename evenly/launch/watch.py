@@ -122,11 +122,10 @@ def who_left(folder: LaunchFolder) -> Iterator[tuple[int, str]]:
     for rank, pid in pids.items():
         if rank not in done and not _lives(pid):
             yield rank, "it ended with exit code 0 before the run had ended"
-    records = {record.rank: record for record in folder.records()}
-    if waiting := records.keys() - done:
-        for rank in sorted(done):
-            if rank not in records:
-                yield rank, f"its function returned before it had joined the run of rank {min(waiting)}"
+    joined = {record.rank for record in folder.records()} if done else set[int]()
+    if waiting := joined - done:
+        for rank in sorted(done - joined):
+            yield rank, f"its function returned before it had joined the run of rank {min(waiting)}"
 
 
 def _lives(pid: int) -> bool:
