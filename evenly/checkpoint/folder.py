@@ -27,6 +27,7 @@ from evenly.observe.run_folder import RunFolder
 
 KEEP_LAST = 3
 MANIFEST = "manifest.json"
+MANIFEST_BYTES = 1 << 28  # of a million tensors
 PARTIAL, REMOVED = ".partial-", ".removed-"
 STEP_NAME = re.compile(r"step-(\d{8,})")
 # File systems that cannot lock answer with one of these.
@@ -162,6 +163,8 @@ class CheckpointFolder:
             raise Unsound("it is not a folder, or a symbolic link")
         _check_file(folder / MANIFEST)
         try:
+            if (size := (folder / MANIFEST).stat().st_size) > MANIFEST_BYTES:
+                raise Unsound(f"its manifest has {size} bytes, and may have {MANIFEST_BYTES}")
             text = (folder / MANIFEST).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise Unsound(f"its manifest cannot be read ({error})") from None
@@ -182,6 +185,10 @@ class CheckpointFolder:
     def newest_sound(self, *, but: int | None = None) -> int | None:
         """The newest step other than `but` whose files all agree with its manifest; reads them whole."""
         return next((step for step in reversed(self.steps()) if step != but and self.is_sound(step)), None)
+
+    def newest_readable(self) -> Manifest | None:
+        """The newest manifest that can be read."""
+        return next((manifest for _, manifest in sorted(self._readable(), reverse=True)), None)
 
     def is_sound(self, step: int) -> bool:
         """Whether all files of a checkpoint agree with its manifest."""

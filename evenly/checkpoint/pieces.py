@@ -79,7 +79,22 @@ def find_pieces(folder: Path, files: Iterable[str], forms: Mapping[str, TensorFo
     torn = [name for name, form in forms.items() if elements[name] != math.prod(form.shape)]
     if torn:
         raise Unsound(f"parts are missing of {first_of(torn)}")
+    # As many elements as there are, none twice: then none is missing.
+    twice = [name for name in forms if _overlap(found[name])]
+    if twice:
+        raise Unsound(f"parts overlap of {first_of(twice)}")
     return found
+
+
+def _overlap(pieces: Sequence[Piece]) -> bool:
+    """Whether two of the boxes, which have the same number of dims, share an element."""
+    if len(pieces) == 1:
+        return False
+    starts = np.array([piece.offsets for piece in pieces])
+    ends = starts + np.array([piece.form.shape for piece in pieces])
+    return any(
+        bool(((starts[n] < ends[n + 1 :]) & (starts[n + 1 :] < ends[n])).all(1).any()) for n in range(len(pieces) - 1)
+    )
 
 
 def read_tensor(form: TensorForm, pieces: Sequence[Piece]) -> NDArray[np.uint8]:

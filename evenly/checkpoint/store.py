@@ -83,6 +83,8 @@ class CheckpointStore:
     folder: the run's folder, on storage that all ranks see.
     group:  a gloo group of all ranks that nothing else uses; None for a process alone.
 
+    passed_over: why the last `load` has not taken the newest checkpoint; '' where it has.
+
     All methods but `steps` and `newest` are collectives: every rank calls them, in the same order. Errors
     are raised on every rank.
     """
@@ -94,6 +96,7 @@ class CheckpointStore:
         self._lock: IO[str] | None = None
         self._locked = False
         self._pending: tuple[Future[None], ThreadPoolExecutor] | None = None
+        self.passed_over = ""
 
     def lock(self) -> None:
         """Locks the folder for this run and removes leftovers of killed runs; `save` does it if need be.
@@ -154,24 +157,33 @@ class CheckpointStore:
         return self._folder.steps()
 
     def load(self, step: int | None = None) -> Checkpoint:
-        """Check the checkpoint of `step` (of the newest, if None), every file of it, and return it.
+        """Check the checkpoint of `step`, every file of it, and return it; by default the newest that is sound.
 
         Raises `CheckpointError` with the reason if it is torn, foreign or altered; it names the newest one
-        that is sound. Nothing else is loaded in its place.
+        that is sound. `passed_over` then says why a newer one was not taken.
         """
         self.finish()
         which = "the newest step" if step is None else f"step {step}"
         asked = f"load the checkpoint of {which} in {self._folder.checkpoints}"
         chosen = self._ranks.first(asked, lambda: self._choose(asked, step))
-        path = self._folder.path(chosen)
-        manifest = self._ranks.first(asked, lambda: _reason_or(lambda: self._folder.manifest(chosen)))
+        found = self._checked(asked, chosen)
+        if isinstance(found, str):
+            sound = self._ranks.first(asked, lambda: self._folder.newest_sound(but=chosen))
+            if step is not None or sound is None:
+                raise _refusal(f"load {self._folder.path(chosen)}", found, sound)
+            self.passed_over = f"the checkpoint of step {chosen} is not sound ({found})"
+            chosen, found = sound, self._checked(asked, sound)
+            if isinstance(found, str):
+                raise _refusal(f"load {self._folder.path(chosen)}", found, None)
+        return Checkpoint(chosen, decode(found.values), found.tensors, self._folder.path(chosen), self._ranks)
+
+    def _checked(self, asked: str, step: int) -> Manifest | str:
+        """The manifest of `step`, whose files agree with it; or why not."""
+        manifest = self._ranks.first(asked, lambda: _reason_or(lambda: self._folder.manifest(step)))
         if isinstance(manifest, str):
-            raise self._refusal(f"load {path}", chosen, manifest)
+            return manifest
         reasons = self._ranks.together(asked, lambda: _reason_or(lambda: self._check(manifest)))
-        for reason in reasons:
-            if reason is not None:
-                raise self._refusal(f"load {path}", chosen, reason)
-        return Checkpoint(chosen, decode(manifest.values), manifest.tensors, path, self._ranks)
+        return next((reason for reason in reasons if reason is not None), manifest)
 
     def _choose(self, asked: str, step: int | None) -> int:
         steps = self.steps()
@@ -188,14 +200,6 @@ class CheckpointStore:
         if self._ranks.rank == 0:
             _decoded(manifest)
             find_pieces(self._folder.path(manifest.step), manifest.files, manifest.tensors)
-
-    def _refusal(self, asked: str, step: int, reason: str) -> CheckpointError:
-        sound = self._ranks.first(asked, lambda: self._folder.newest_sound(but=step))
-        if sound is None:
-            return CheckpointError(
-                asked, reason, "there is no other sound checkpoint in this folder: start the run again"
-            )
-        return CheckpointError(asked, reason, f"resume from step {sound}, the newest sound checkpoint")
 
     def _stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies in CPU memory; the memory is used again by the next save of the same tensors."""
@@ -238,6 +242,13 @@ class CheckpointStore:
             raise CheckpointError(f"save {partial}", str(reason), "report this") from None
         self._folder.commit(manifest)
         self._folder.prune()
+
+
+def _refusal(asked: str, reason: str, sound: int | None) -> CheckpointError:
+    do = "there is no other sound checkpoint in this folder: start the run again"
+    if sound is not None:
+        do = f"resume from step {sound}, the newest sound checkpoint (--step {sound})"
+    return CheckpointError(asked, reason, do)
 
 
 def _staging_options() -> StagingOptions:

@@ -12,7 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
-from evenly.errors import EvenlyError
+from evenly.cli.tables import printable
+from evenly.errors import EvenlyError, UserError
+from evenly.launch.signals import named_signals
 
 app = typer.Typer(
     name="evenly",
@@ -43,7 +45,8 @@ def run_command(
     devices: Devices = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run (default: runs/NAME-N).")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of the whole run (default: the job's).")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest sound checkpoint.")] = False,
+    step: Annotated[int | None, typer.Option(min=0, help="Go on from the checkpoint of this step.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Compare what ranks ask for before each collective.")] = False,
     stall_limit: Annotated[
         float, typer.Option(min=1, metavar="SECONDS", help="End the run when a rank waits longer for another.")
@@ -52,6 +55,9 @@ def run_command(
     nodes: Annotated[int, typer.Option(min=1, help="Machines that take part.")] = 1,
     node_rank: Annotated[int, typer.Option(min=0, help="Number of this machine, from 0.")] = 0,
     rendezvous: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where machine 0 listens.")] = "",
+    secret_file: Annotated[
+        Path | None, typer.Option(help="The same random words on all machines (default: EVENLY_SECRET).")
+    ] = None,
     json_only: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -65,13 +71,15 @@ def run_command(
         devices=devices,
         out=out,
         steps=steps,
-        resume=resume,
+        resume=resume or step is not None,
+        step=step,
         check=check,
         stall_limit_s=stall_limit,
         settings=settings,
         nodes=nodes,
         node_rank=node_rank,
         rendezvous=rendezvous,
+        secret_file=secret_file,
         json_only=json_only,
     )
     raise typer.Exit(run(request))
@@ -233,14 +241,22 @@ def main() -> None:
     """Runs the command line; an `EvenlyError` ends in its message and its exit code."""
     debug = "--debug" in sys.argv
     try:
-        app()
+        with named_signals():
+            app()
     except EvenlyError as error:
         _end(error, debug=debug)
+    except OSError as error:  # of a path that a user has named
+        if error.filename is None:
+            raise
+        name, do = str(error.filename), "name a path that can be used"
+        _end(UserError(f"use {name if len(name) < 200 else name[:200] + '...'}", str(error.strerror), do), debug=debug)
+    except RecursionError:
+        _end(UserError("read what was given", "it is nested too deeply", "give a flatter text"), debug=debug)
 
 
 def _end(error: EvenlyError, *, debug: bool) -> None:
     remote: Any = getattr(error, "traceback", "")
     if debug:
         print(remote or "".join(traceback.format_exception(error)), file=sys.stderr)
-    print(f"evenly: {error}", file=sys.stderr)
+    print(printable(f"evenly: {error}"), file=sys.stderr)
     sys.exit(error.exit_code)

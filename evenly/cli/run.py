@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,13 +15,13 @@ from evenly.errors import PlanError, UserError
 from evenly.hardware.cluster_text import local_devices
 from evenly.jobfile import check_settings, owns_loop, parse_settings, read_with
 from evenly.launch.agent import FailedRank, Launch, start_ranks, warm_up
-from evenly.launch.environment import CHECK_VARIABLE, OPTIONS_VARIABLE, find_here
+from evenly.launch.environment import CHECK_VARIABLE, OPTIONS_VARIABLE, find_here, run_secret
 from evenly.observe.run_folder import RunFolder
 from evenly.plan import PlanSpec, asked_plan
 
 # What every rank needs; pipelining imports what the first optimizer does, which takes a second.
 PRELOAD = ["evenly.train.loop", "evenly.train.resume", "torch.distributed.pipelining"]
-EXIT_INTERRUPTED = 130
+EXIT_STOPPED = 128  # plus the number of the signal
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,14 @@ class RunRequest:
     out: Path | None
     steps: int | None
     resume: bool
+    step: int | None
     check: bool
     stall_limit_s: float
     settings: list[str]
     nodes: int
     node_rank: int
     rendezvous: str
+    secret_file: Path | None
     json_only: bool
 
 
@@ -84,6 +87,7 @@ def run(request: RunRequest) -> int:
         out=out,
         steps=request.steps,
         resume=request.resume,
+        step=request.step,
         devices=None if fitted.replicas is None else devices,
     )
     launch = Launch(
@@ -91,6 +95,7 @@ def run(request: RunRequest) -> int:
         nodes=nodes,
         node_rank=node_rank,
         rendezvous=rendezvous,
+        secret=run_secret(request.secret_file),
         log_dir=out and RunFolder(out).logs,
         preload=PRELOAD,
         environment={
@@ -99,10 +104,14 @@ def run(request: RunRequest) -> int:
         },
         stall_limit_s=request.stall_limit_s,
     )
-    if not request.json_only:
-        where = f"{fitted.devices} {'device' if fitted.devices == 1 else 'devices'}"
-        print(f"evenly run {request.job} on {where}" + (f", into {out}" if out else ""), file=sys.stderr)
+    _announce(request, fitted.devices, out)
     return _start(request, launch, settings, options, script=script)
+
+
+def _announce(request: RunRequest, devices: int | None, out: Path | None) -> None:
+    if not request.json_only:
+        where = f"{devices} {'device' if devices == 1 else 'devices'}"
+        print(f"evenly run {request.job} on {where}" + (f", into {out}" if out else ""), file=sys.stderr)
 
 
 def _start(request: RunRequest, launch: Launch, settings: dict[str, Any], options: Any, *, script: bool) -> int:
@@ -111,7 +120,7 @@ def _start(request: RunRequest, launch: Launch, settings: dict[str, Any], option
     try:
         if script:
             stopped = start_ranks(run_script, (request.job, request.arguments, request.json_only), launch)
-            return EXIT_INTERRUPTED if any(stopped.values()) else 0
+            return _exit_code(any(stopped.values()), launch.stop.signum)
         results = start_ranks(run_job_file, (request.job, settings, options, request.json_only), launch)
     except FailedRank as failed:
         failed.do = _with_way_on(failed, request, options.out)
@@ -119,14 +128,19 @@ def _start(request: RunRequest, launch: Launch, settings: dict[str, Any], option
     summary = results[min(results)]
     if launch.node_rank == 0:
         _print_summary(summary, request)
-    return EXIT_INTERRUPTED if summary.stopped else 0
+    return _exit_code(summary.stopped, launch.stop.signum)
+
+
+def _exit_code(stopped: bool, signum: int) -> int:
+    """Of a run that `stopped` early or did not; signum: the signal that this process had, 0 if another rank's did."""
+    return EXIT_STOPPED + (signum or signal.SIGINT) if stopped else 0
 
 
 def _with_way_on(failed: FailedRank, request: RunRequest, out: Path | None) -> str:
     """What to do about the failure, and from which checkpoint the run can go on; none makes up for a mistake."""
     mistaken = failed.exit_code == UserError.exit_code
-    steps = [] if out is None or mistaken else CheckpointFolder(out).steps()
-    way_on = f"go on from step {steps[-1]} with: {_way_on(request, out)}" if steps and out is not None else ""
+    newest = None if out is None or mistaken else CheckpointFolder(out).newest_readable()
+    way_on = f"go on from step {newest.step} with: {_way_on(request, out)}" if newest and out is not None else ""
     return "; ".join(filter(None, (failed.do, way_on)))
 
 
@@ -140,18 +154,21 @@ def _way_on(request: RunRequest, out: Path | str) -> str:
 
 def _run_as_rank(request: RunRequest) -> int:
     """Under a launcher that starts every rank itself, this process is one of them."""
+    from evenly.train.interrupt import Interrupt
     from evenly.train.loop import run_job_file, run_script
     from evenly.train.options import RunOptions
 
     plan, sought = read_with(request.job, lambda: asked_plan(request.plan))
-    options = RunOptions(plan=plan, search=sought, out=request.out, steps=request.steps, resume=request.resume)
+    options = RunOptions(
+        plan=plan, search=sought, out=request.out, steps=request.steps, resume=request.resume, step=request.step
+    )
     if owns_loop(request.job):
-        stopped = run_script(request.job, request.arguments, request.json_only)
-        return EXIT_INTERRUPTED if stopped else 0
+        signum = run_script(request.job, request.arguments, request.json_only)
+        return _exit_code(signum > 0, signum)
     summary = run_job_file(request.job, parse_settings(request.settings), options, request.json_only)
     if find_here().rank == 0:
         _print_summary(summary, request)
-    return EXIT_INTERRUPTED if summary.stopped else 0
+    return _exit_code(summary.stopped, Interrupt.was_asked)
 
 
 def _print_summary(summary: Any, request: RunRequest) -> None:

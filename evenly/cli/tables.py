@@ -46,7 +46,7 @@ def _table(
     from rich.text import Text
 
     table = Table(
-        title=title or None,
+        title=Text(printable(title)) if title else None,
         show_header=any(heads),
         title_justify="left",
         box=SIMPLE_HEAD,
@@ -58,12 +58,18 @@ def _table(
         keeps = head not in wrapping
         table.add_column(head.replace(" ", "\n") if keeps else head, overflow="fold", no_wrap=keeps)
     for row in rows:
-        table.add_row(*map(Text, row))  # a [ in a name opens no markup
+        table.add_row(*(Text(printable(cell)) for cell in row))  # a [ in a name opens no markup
     return table
+
+
+def printable(text: str) -> str:
+    """`text` with what would steer a terminal, or cannot be written, spelled out."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def print_wrapped(text: str) -> None:
     """A line, which a terminal gets in lines of its width, broken between words."""
+    text = printable(text)
     if sys.stdout.isatty():
         text = fill(text, get_terminal_size().columns, subsequent_indent="  ", break_on_hyphens=False)
     print(text)

@@ -18,7 +18,17 @@ from evenly.comm.groups import Group
 from evenly.comm.world import World
 from evenly.errors import RunError, UserError
 from evenly.launch.allocator import keep_freed_memory
-from evenly.launch.environment import ProcessInfo, checking, record_file
+from evenly.launch.environment import (
+    LOOPBACK,
+    LOOPBACK_INTERFACE,
+    ProcessInfo,
+    checking,
+    record_file,
+    restart_count,
+    talk_over,
+)
+from evenly.launch.interfaces import local_address, socket_interface, words
+from evenly.launch.rendezvous import serve_store
 from evenly.observe.recorder import Recorder
 
 
@@ -101,12 +111,10 @@ def disconnect(world: World) -> None:
 
 
 def _join(place: ProcessInfo, backend: str, device: str) -> None:
-    # Under torch's elastic agent the store is the agent's, which only env:// knows how to find.
-    method = "env://" if place.launcher == "torchrun" else f"tcp://{place.address}:{place.port}"
     try:
         dist.init_process_group(
             backend,
-            store=_rendezvous.next(method, place) if place.size > 1 else dist.HashStore(),
+            store=_rendezvous.next(place) if place.size > 1 else dist.HashStore(),
             rank=place.rank,
             world_size=place.size,
             device_id=torch.device(device) if backend == "nccl" else None,
@@ -123,22 +131,38 @@ class _Rendezvous:
     """Where ranks find each other: one store as long as the place is the same, with keys of its own each time.
 
     torch names the keys of every world alike. In a store that outlives a world, as the elastic agent's does, a rank
-    that is early for the next would find where the others were in the last, and wait there for ever.
+    that is early for the next would find where the others were in the last, and wait there for ever. It outlives the
+    processes too, where the agent starts them again.
     """
 
     def __init__(self) -> None:
-        self._place: tuple[str, str, int, int, int] | None = None
+        self._place: tuple[str, int, int, int] | None = None
         self._store: dist.Store | None = None
         self._count = 0
 
-    def next(self, method: str, place: ProcessInfo) -> dist.Store:
-        key = (method, place.address, place.port, place.rank, place.size)
+    def next(self, place: ProcessInfo) -> dist.Store:
+        key = (place.address, place.port, place.rank, place.size)
         if key != self._place or self._store is None:
             self._store = None  # rank 0 serves it: the old one's port is free before the new one's is taken
-            self._store, _, _ = next(rendezvous(method, place.rank, place.size))
+            self._store = _open_store(place)
             self._place, self._count = key, 0
         self._count += 1
-        return dist.PrefixStore(f"world {self._count}", self._store)
+        return dist.PrefixStore(f"attempt {restart_count()} world {self._count}", self._store)
+
+
+def _open_store(place: ProcessInfo) -> dist.Store:
+    """The store of all ranks: the elastic agent's, or one that rank 0 serves, on the interface that leads to them."""
+    if dist.is_torchelastic_launched():
+        store, _, _ = next(rendezvous("env://", place.rank, place.size))
+        return store
+    address = LOOPBACK if place.nodes == 1 else local_address(place.address, place.port)
+    talk_over(LOOPBACK_INTERFACE if place.nodes == 1 else socket_interface(place.address, place.port))
+    if place.rank > 0:
+        return dist.TCPStore(place.address, place.port, is_master=False)
+    try:
+        return serve_store(address, place.port)[0]
+    except OSError as problem:
+        raise RuntimeError(f"rank 0 cannot listen at {address} port {place.port}: {words(problem)}") from None
 
 
 _rendezvous = _Rendezvous()

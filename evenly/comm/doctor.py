@@ -22,6 +22,7 @@ from evenly.errors import EvenlyError, UserError
 from evenly.launch.agent import Launch, start_ranks
 from evenly.launch.allocator import cgroup_limit_bytes
 from evenly.launch.environment import LOOPBACK, LOOPBACK_INTERFACE, available_cores, find_process, process_environment
+from evenly.launch.interfaces import ELSEWHERE, local_address, socket_interface
 
 if TYPE_CHECKING:
     from evenly.comm.groups import Group
@@ -69,6 +70,7 @@ def examine(environ: Mapping[str, str], *, probe: bool = True, world: int = 2) -
         _links,
         _port,
         lambda: _hostname(environ),
+        _listening,
         lambda: _process(environ),
         lambda: _variables(environ),
         *((lambda: _ranks(world),) if probe and has_torch else ()),
@@ -230,6 +232,15 @@ def _hostname(environ: Mapping[str, str]) -> Iterable[Finding]:
     else:
         note = "one node works over loopback; several need GLOO_SOCKET_IFNAME or a line in /etc/hosts"
     yield _found("hostname", f"{host} is {address}" if address else f"{host} does not resolve", note=note)
+
+
+def _listening() -> Iterable[Finding]:
+    """Where a run listens: which connections can reach it."""
+    try:
+        between = f"at {local_address(ELSEWHERE, 1)} ({socket_interface(ELSEWHERE, 1)}) for nodes of the run"
+    except UserError as error:
+        between = f"nowhere: {error.found}"
+    yield _found("listens", f"on one machine at {LOOPBACK}; between nodes {between}")
 
 
 def _resolved(host: str) -> tuple[str, float]:

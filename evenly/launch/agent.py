@@ -9,33 +9,34 @@ forwards it once, and so that a rank can be ended together with the processes it
 from __future__ import annotations
 
 import atexit
-import errno
 import fcntl
 import logging
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
-import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
-from uuid import uuid4
 
 from evenly.errors import RankError, UserError
 from evenly.launch.environment import (
     CONTROL_VARIABLE,
     LOOPBACK,
+    LOOPBACK_INTERFACE,
     PRELOAD_VARIABLE,
     changed_environment,
     process_environment,
     rank_environment,
 )
-from evenly.launch.rank import LaunchFolder, RankTask, Task, describe_exit, end_rank, rank_main
+from evenly.launch.interfaces import is_loopback
+from evenly.launch.rank import LaunchFolder, RankExit, RankTask, Task, describe_exit, end_rank, rank_main
 from evenly.launch.signals import StopRequest, forwarded_signals, hold_signals, signal_rank
 from evenly.launch.watch import Watch
 from evenly.observe.diagnosis import Diagnosis, explain
@@ -47,6 +48,9 @@ PRELOAD = ("torch", "torch.distributed", "torch.distributed.elastic.multiprocess
 
 # Each look of the agent takes milliseconds from the ranks' cores: at torch's 0.1 s, 10 % of a slow one.
 LOOK_EVERY_S = 0.5
+
+# A control folder is made a moment before it is locked.
+STARTING_S = 60.0
 
 # How long a rank may wait for another before the run is ended: NCCL's own limit.
 STALL_LIMIT_S = 600.0
@@ -74,6 +78,7 @@ class Launch:
     devices:     ranks on this node.
     nodes, node_rank: how many nodes there are, and which this is.
     rendezvous:  host:port of node 0, where the nodes meet; needed with several nodes.
+    secret:      of the run, the same on every node; needed unless the rendezvous is on loopback.
     start:       how processes are made. 'forkserver' is the fastest after `warm_up`; 'fork' runs functions
                  that cannot be imported, such as a notebook's.
     log_dir:     folder of rank{N}.log; by default a temporary one that only a failed run leaves.
@@ -81,18 +86,21 @@ class Launch:
     environment: variables to set in the ranks.
     stall_limit_s: how long a rank may wait for another before all are ended, with the reason.
     look_every_s: how often the agent looks whether ranks have ended.
+    stop:        the stop signals that this launch has received.
     """
 
     devices: int
     nodes: int = 1
     node_rank: int = 0
     rendezvous: str = ""
+    secret: bytes = b""
     start: Start = "forkserver"
     log_dir: Path | None = None
     preload: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     stall_limit_s: float = STALL_LIMIT_S
     look_every_s: float = LOOK_EVERY_S
+    stop: StopRequest = field(default_factory=StopRequest, compare=False)
 
 
 def launch(fn: Callable[..., Any], *args: Any, devices: int, start: Start = "forkserver") -> list[Any]:
@@ -117,15 +125,15 @@ def start_ranks(fn: Callable[..., Any], args: Sequence[Any], launch: Launch) -> 
     if launch.start == "forkserver":
         warm_up(launch.preload)
     with ExitStack() as stack:
-        stack.enter_context(changed_environment(rank_environment(process_environment(), nodes=launch.nodes)))
+        stack.enter_context(changed_environment(rank_environment(process_environment(), _interface(launch))))
         stack.enter_context(_quiet_agent())
         stack.enter_context(_main_module(needed=task.needs_main))
         folder = _folder(launch, stack)
         stack.callback(folder.remove)
-        stop = stack.enter_context(forwarded_signals(folder))
+        stack.enter_context(forwarded_signals(folder, launch.stop))
         environment = {**process_environment(), CONTROL_VARIABLE: str(folder.control), **launch.environment}
         try:
-            results = _run(RankTask(task, folder, environment), launch, stop)
+            results = _run(RankTask(task, folder, environment), launch)
         except FailedRank as failed:
             if failed.exit_code == UserError.exit_code:  # a refusal says all in its message
                 folder.remove_logs()
@@ -201,28 +209,12 @@ def _check_rendezvous(asked: str, launch: Launch) -> None:
     if not host or not port.isdigit() or not 0 < int(port) < 2**16:
         found = f"the rendezvous {launch.rendezvous!r} is not host:port"
         raise UserError(asked, found, "give node 0's host and a free port, the same on every node")
-    if launch.node_rank == 0 and not port_is_free(int(port)):
-        raise _port_taken(launch)
-
-
-def port_is_free(port: int) -> bool:
-    """Whether a server can listen on TCP `port` of this machine; 0 asks for any port."""
-    with socket.socket() as probe:
-        # As torch's store does: a port that is only waiting out its last connection counts as free.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            return error.errno != errno.EADDRINUSE
-    return True
-
-
-def _port_taken(launch: Launch) -> UserError:
-    return UserError(
-        f"meet the other nodes at {launch.rendezvous}",
-        f"port {launch.rendezvous.rpartition(':')[2]} is taken on this machine",
-        "give another port on every node, or end what uses this one",
-    )
+    if not launch.secret and not is_loopback(host):
+        raise UserError(
+            asked,
+            "the run has no secret, and whoever reaches the rendezvous could take part",
+            "give all nodes a file with the same random words, by --secret-file or EVENLY_SECRET",
+        )
 
 
 def _cuda_is_initialised() -> bool:
@@ -258,6 +250,8 @@ def _unsendable(name: str, start: Start, why: str) -> UserError:
 
 def _folder(launch: Launch, stack: ExitStack) -> LaunchFolder:
     """The folder of this launch; `stack` releases its lock."""
+    if launch.log_dir is None:
+        clear_abandoned(Path(tempfile.gettempdir()))
     logs = launch.log_dir or Path(tempfile.mkdtemp(prefix="evenly-"))
     control = logs / f".node{launch.node_rank}"
     asked = f"keep the ranks' logs in {logs}"
@@ -272,6 +266,26 @@ def _folder(launch: Launch, stack: ExitStack) -> LaunchFolder:
     except OSError as error:
         raise UserError(asked, str(error), "name a folder that can be written") from None
     return LaunchFolder(logs.absolute(), control.absolute(), launch.log_dir is None)
+
+
+def clear_abandoned(folder: Path) -> None:
+    """Removes from `folder` what this user's launchers that were killed have left: nobody locks their control folders.
+
+    Logs of a run that has failed stay, since its message names them: it has removed its control folder.
+    """
+    for control in folder.glob("evenly-*/.node*"):
+        try:
+            status = control.stat()
+            if status.st_uid != os.getuid() or time.time() - status.st_mtime < STARTING_S:
+                continue
+            descriptor = os.open(control, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(control.parent, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+        except OSError:  # it is another's, or alive
+            continue
 
 
 def _lock(folder: Path) -> int:
@@ -290,7 +304,7 @@ def _lock(folder: Path) -> int:
 # --- the agent ------------------------------------------------------------------------------------------
 
 
-def _run(assignment: RankTask, launch: Launch, stop: StopRequest) -> dict[int, bytes]:
+def _run(assignment: RankTask, launch: Launch) -> dict[int, bytes]:
     """Run the agent until all ranks have returned; raises the first failure."""
     from torch.distributed import DistNetworkError, DistStoreError
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -305,32 +319,34 @@ def _run(assignment: RankTask, launch: Launch, stop: StopRequest) -> dict[int, b
     except ChildFailedError as failed:
         exit_codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
     except SignalException as quit_signal:
-        stop.signum, stop.hard, exit_codes = int(quit_signal.sigval), True, {}
+        launch.stop.signum, launch.stop.hard, exit_codes = int(quit_signal.sigval), True, {}
     except (DistNetworkError, DistStoreError, RendezvousError) as error:
         raise _no_rendezvous(launch, error) from None
     finally:
         for pid in assignment.folder.pids().values():
             end_rank(pid)
+    if watch.left is not None:
+        raise _failed(assignment.folder, watch.left)
     if watch.diagnosis is not None:
         raise _stalled(assignment.folder, watch.diagnosis)
-    raise _first_failure(assignment.folder, exit_codes, stop)
+    raise _first_failure(assignment.folder, exit_codes, launch.stop)
 
 
 def _agent_config(launch: Launch) -> Any:
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.launcher.api import LaunchConfig
 
-    alone = launch.nodes == 1
+    rendezvous_handler_registry.register("evenly", _rendezvous)
     return LaunchConfig(
         min_nodes=launch.nodes,
         max_nodes=launch.nodes,
         nproc_per_node=launch.devices,
-        # The nodes of a static rendezvous know each other by the same id.
-        run_id=uuid4().hex if alone else "evenly",
+        run_id="evenly",
         role="rank",
-        rdzv_backend="c10d" if alone else "static",
-        rdzv_endpoint=f"{LOOPBACK}:0" if alone else launch.rendezvous,
-        rdzv_configs={"is_host": True} if alone else {"rank": launch.node_rank},
-        local_addr=LOOPBACK if alone else None,
+        rdzv_backend="evenly",
+        rdzv_endpoint=launch.rendezvous or LOOPBACK,
+        rdzv_configs={"launch": launch},
+        local_addr=LOOPBACK,
         max_restarts=0,
         start_method=launch.start,
         monitor_interval=launch.look_every_s,
@@ -338,6 +354,27 @@ def _agent_config(launch: Launch) -> Any:
         # Where the agent handles a signal it kills the ranks at once; the others are forwarded.
         signals_to_handle="SIGQUIT",
     )
+
+
+def _rendezvous(parameters: Any) -> Any:
+    """The rendezvous of a launch, for torch's agent."""
+    from evenly.launch.rendezvous import NodeRendezvous
+
+    launch: Launch = parameters.get("launch")
+    if launch.nodes == 1:
+        return NodeRendezvous()
+    host, _, port = launch.rendezvous.rpartition(":")
+    return NodeRendezvous(launch.nodes, launch.node_rank, host, int(port), launch.secret)
+
+
+def _interface(launch: Launch) -> str:
+    """The interface over which the ranks of a launch talk."""
+    if launch.nodes == 1:
+        return LOOPBACK_INTERFACE
+    from evenly.launch.interfaces import socket_interface
+
+    host, _, port = launch.rendezvous.rpartition(":")
+    return socket_interface(host, int(port))
 
 
 def _no_logs() -> Any:
@@ -377,8 +414,6 @@ def _quiet_agent() -> Generator[None]:
 
 
 def _no_rendezvous(launch: Launch, error: Exception) -> UserError:
-    if "EADDRINUSE" in str(error) or "address already in use" in str(error):
-        return _port_taken(launch)
     return UserError(
         f"meet the other nodes at {launch.rendezvous or LOOPBACK}",
         str(error).splitlines()[0],
@@ -400,6 +435,10 @@ def _first_failure(folder: LaunchFolder, exit_codes: Mapping[int, int], stop: St
     )
     if diagnosis is not None and first.kind in ("peer", "aborted"):  # then the rank is not the cause
         return _stalled(folder, diagnosis)
+    return _failed(folder, first, diagnosis)
+
+
+def _failed(folder: LaunchFolder, first: RankExit, diagnosis: Diagnosis | None = None) -> FailedRank:
     log = folder.log(first.rank)
     whose = "its" if not first.is_mistake else f"rank {first.rank}'s"
     where = f"see {whose} log: {log}" if log.exists() else f"see the logs: {folder.logs}"

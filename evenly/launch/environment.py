@@ -1,7 +1,7 @@
 """Who am I: the place of this process among the ranks, found from what its launcher set.
 
 The only file of the package that reads or changes the process environment. Everything but the last
-three functions is pure: it takes the environment as a mapping.
+functions is pure: it takes the environment as a mapping.
 
 A launcher may have been started by another, so the nearest one wins. From near to far: torchrun (which
 leaves TORCHELASTIC_RUN_ID), Open MPI and Hydra (whose daemons srun may have started), srun, a bare PMI.
@@ -326,16 +326,21 @@ def _port_of(name: str) -> int:
 # --- what ranks are given ------------------------------------------------------------------------------
 
 
-def rank_environment(environ: Mapping[str, str], *, nodes: int = 1) -> dict[str, str]:
-    """What to add to `environ` for ranks of a run on `nodes` nodes; never overrides what the user set.
+SOCKET_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def rank_environment(environ: Mapping[str, str], interface: str = LOOPBACK_INTERFACE) -> dict[str, str]:
+    """What to add to `environ` for ranks that talk over `interface`; never overrides what the user set.
 
     One thread per rank: the numbers of a run must not depend on how many ranks share the cores. Ranks of
     one node talk over loopback alone, which also works where the host's name does not resolve. Counting
     GPUs through NVML leaves a process fit to fork ranks that use CUDA.
     """
-    wanted = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    if nodes == 1:
-        wanted["GLOO_SOCKET_IFNAME"] = LOOPBACK_INTERFACE
+    wanted = {
+        "OMP_NUM_THREADS": "1",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        **dict.fromkeys(SOCKET_VARIABLES, interface),
+    }
     return {name: value for name, value in wanted.items() if name not in environ}
 
 
@@ -382,9 +387,21 @@ def become_environment(variables: Mapping[str, str]) -> None:
     os.environ.update({**variables, **of_agent})
 
 
+def talk_over(interface: str) -> None:
+    """Has gloo and NCCL use `interface` in this process, unless the user has named one."""
+    for name in SOCKET_VARIABLES:
+        os.environ.setdefault(name, interface)
+
+
 def find_here() -> ProcessInfo:
     """The place of this process; see `find_process`."""
     return find_process(os.environ)
+
+
+def restart_count() -> int:
+    """How often torch's elastic agent has started the ranks again; 0 without one."""
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return int(count) if count.isdecimal() else 0
 
 
 def available_cores() -> int:
@@ -415,6 +432,22 @@ PRELOAD_VARIABLE = "EVENLY_PRELOAD"
 def libraries_to_preload() -> list[str]:
     """What the forkserver imports of the job's own libraries; see `launch.preload`."""
     return [*filter(None, os.environ.get(PRELOAD_VARIABLE, "").split(","))]
+
+
+SECRET_VARIABLE = "EVENLY_SECRET"
+
+
+def run_secret(file: Path | None) -> bytes:
+    """The secret of a run on several nodes: what `file` holds, else EVENLY_SECRET; empty without both."""
+    if file is None:
+        return os.environ.get(SECRET_VARIABLE, "").encode()
+    try:
+        secret = file.read_bytes().strip()
+    except OSError as problem:
+        raise UserError("the secret of the run", str(problem), "name a file that can be read on every node") from None
+    if not secret:
+        raise UserError("the secret of the run", f"{file} is empty", "write some random words to it")
+    return secret
 
 
 def record_file(rank: int) -> Path | None:

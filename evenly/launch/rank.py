@@ -114,6 +114,14 @@ class LaunchFolder:
     def exits(self) -> list[RankExit]:
         return [RankExit(**json.loads(path.read_text())) for path in self.control.glob("*.json")]
 
+    def note_done(self, rank: int) -> None:
+        """Marks the rank's function as returned."""
+        (self.control / f"{rank}.done").touch()
+
+    def done(self) -> set[int]:
+        """Ranks whose function has returned."""
+        return {int(path.stem) for path in self.control.glob("*.done")}
+
     def note_failing(self, rank: int) -> None:
         """Marks the rank as failed, before its exit is written: nobody need wait for it."""
         (self.control / f"{rank}.failing").touch()
@@ -193,6 +201,7 @@ def rank_main(assignment: RankTask) -> bytes:
         _fail(assignment.folder, rank, error)
     # The run is over for this rank; a late Ctrl-C has nothing to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    assignment.folder.note_done(rank)
     return result
 
 
@@ -345,6 +354,8 @@ def _describe_error(error: BaseException) -> tuple[str, str, str]:
         return error.asked, error.found, error.do
     if isinstance(error, KeyboardInterrupt):
         return "", "it was interrupted in the middle of its work", ""
+    if isinstance(error, SystemExit):
+        return "", f"it called sys.exit({error.code!r}){place_of(error)}", ""
     text = str(error).strip()
     found = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if _kind(error) == "peer":

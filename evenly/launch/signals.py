@@ -11,12 +11,15 @@ from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import NoReturn
 
 from evenly.launch.rank import STOP_SIGNALS, LaunchFolder, end_rank
 
 # How long ranks may take to finish their step, and a launcher to start any rank, after a stop signal.
 STOP_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 3.0
+# How long a launcher may take to end by itself once its ranks were killed.
+END_TIMEOUT_S = 3.0
 
 
 @dataclass
@@ -26,15 +29,42 @@ class StopRequest:
     signum: int = 0
     since_s: float = 0.0
     hard: bool = False
+    hard_since_s: float = 0.0
 
     def ask(self, signum: int) -> None:
-        self.hard = self.hard or self.signum != 0
-        if not self.signum:
+        if self.signum:
+            self.end()
+        else:
             self.signum, self.since_s = signum, time.monotonic()
+
+    def end(self) -> None:
+        """Asks for the end of all ranks, at once."""
+        if not self.hard:
+            self.hard, self.hard_since_s = True, time.monotonic()
 
     @property
     def waited_s(self) -> float:
         return time.monotonic() - self.since_s if self.signum else 0.0
+
+    @property
+    def waited_hard_s(self) -> float:
+        return time.monotonic() - self.hard_since_s if self.hard else 0.0
+
+
+@contextmanager
+def named_signals() -> Generator[None]:
+    """Within, a stop signal ends this process with a word and exit code 128 + its number. For a main thread."""
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        os.write(2, f"evenly: stopped by {signal.Signals(signum).name}\n".encode())
+        raise SystemExit(128 + signum)
+
+    handlers = {number: signal.signal(number, end) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 @contextmanager
@@ -52,14 +82,13 @@ def hold_signals() -> Generator[None]:
 
 
 @contextmanager
-def forwarded_signals(folder: LaunchFolder) -> Generator[StopRequest]:
+def forwarded_signals(folder: LaunchFolder, stop: StopRequest) -> Generator[None]:
     """Forward stop signals to the ranks. A thread does it: the main thread may be waiting inside torch."""
-    stop = StopRequest()
     with ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
             stack.enter_context(forwarding(folder, stop))
         stack.enter_context(hold_signals())
-        yield stop
+        yield
 
 
 @contextmanager
@@ -100,8 +129,11 @@ def _forward(reader: int, folder: LaunchFolder, stop: StopRequest) -> None:
             if number in STOP_SIGNALS:
                 stop.ask(number)
         if stop.signum:
-            stop.hard = stop.hard or stop.waited_s > STOP_TIMEOUT_S
+            if stop.waited_s > STOP_TIMEOUT_S:
+                stop.end()
             signal_ranks(folder, stop, asked)
+            if stop.waited_hard_s > END_TIMEOUT_S:  # a rank that was killed while it sent its result leaves half of it
+                leave(folder, stop, "and its ranks were killed")
 
 
 def signal_ranks(folder: LaunchFolder, stop: StopRequest, asked: set[int]) -> None:
@@ -114,11 +146,15 @@ def signal_ranks(folder: LaunchFolder, stop: StopRequest, asked: set[int]) -> No
         asked.add(rank)
     if not asked and (stop.hard or stop.waited_s > START_TIMEOUT_S):
         # The nodes have not connected, and only the end of this process ends that wait.
-        folder.remove()
-        folder.remove_logs()
-        name = signal.Signals(stop.signum).name
-        os.write(2, f"the run was stopped by {name} before any rank had started\n".encode())
-        os._exit(128 + stop.signum)
+        leave(folder, stop, "before any rank had started")
+
+
+def leave(folder: LaunchFolder, stop: StopRequest, how: str) -> NoReturn:
+    """Ends this process, whatever its main thread waits for."""
+    folder.remove()
+    folder.remove_logs()
+    os.write(2, f"the run was stopped by {signal.Signals(stop.signum).name} {how}\n".encode())
+    os._exit(128 + stop.signum)
 
 
 def signal_rank(pid: int, signum: int) -> None:

@@ -4,15 +4,20 @@ A thread of the launcher reads what the ranks record. When one has been inside a
 and the records show who keeps it waiting, the stacks of all ranks are written to the logs, the cause is kept as
 `diagnosis`, and all ranks are ended. Waiting that the records do not explain is left to the time limit of the backend:
 ranks of other nodes cannot be seen from here.
+
+A rank that ends before the others' run does is a failure too, whatever its exit code: torch's agent takes 0 for success
+and waits for the others, which wait for the one that left. It is kept as `left`.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -20,11 +25,12 @@ from typing import Self
 import psutil
 
 from evenly.errors import is_users
-from evenly.launch.rank import LaunchFolder, end_rank
+from evenly.launch.rank import LaunchFolder, RankExit, end_rank
 from evenly.observe.diagnosis import Diagnosis, explain
 from evenly.observe.recorder import RankRecord
 
-MOST_BETWEEN_LOOKS_S = 5.0  # a tenth of the limit where that is less
+MOST_BETWEEN_LOOKS_S = 0.5  # a tenth of the limit where that is less
+LEFT_S = 1.5  # for the agent to see the end of a rank that has failed
 STACKS_TIMEOUT_S = 1.0  # of one process
 AGENT_TIMEOUT_S = 60.0  # for the agent to see that a rank has died, which ends the launch
 
@@ -42,7 +48,9 @@ class Watch:
         self._folder, self._limit_s = folder, limit_s
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="evenly watch", daemon=True)
+        self._first_seen_s: dict[tuple[int, str], float] = {}
         self.diagnosis: Diagnosis | None = None
+        self.left: RankExit | None = None
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -54,9 +62,28 @@ class Watch:
 
     def _watch(self) -> None:
         pause_s = min(MOST_BETWEEN_LOOKS_S, self._limit_s / 10)
-        while self.diagnosis is None and not self._over.wait(pause_s):
+        while self.diagnosis is None and self.left is None and not self._over.wait(pause_s):
+            self._end_if_one_left()
             if self._folder.longest_wait_s() > self._limit_s:
                 self._act()
+
+    def _end_if_one_left(self) -> None:
+        """Ends all ranks where one has ended, and the others cannot come to an end without it."""
+        if self._folder.failing():
+            return
+        now_s = time.monotonic()
+        for rank, found in who_left(self._folder):
+            if now_s - self._first_seen_s.setdefault((rank, found), now_s) < LEFT_S:
+                continue
+            self.left = RankExit(
+                rank=rank, time_s=time.time(), kind="error", found=found,
+                do="look for sys.exit and os._exit in the job; let all ranks leave its loop together",
+            )  # fmt: skip
+            for pid in self._folder.pids().values():
+                end_rank(pid)
+            if not self._over.wait(LEFT_S):  # none was there to be ended, and the agent waits for a result
+                os.kill(os.getpid(), signal.SIGQUIT)
+            return
 
     def _act(self) -> None:
         if self._diagnosis(self._folder.records()) is None:
@@ -87,6 +114,18 @@ class Watch:
         """Whether a rank's process is gone without having recorded its end: then how it died is the cause."""
         ended = {record.rank for record in self._folder.records() if record.state == "ended"}
         return any(rank not in ended and not _lives(pid) for rank, pid in self._folder.pids().items())
+
+
+def who_left(folder: LaunchFolder) -> Iterator[tuple[int, str]]:
+    """Ranks that have ended and are missed, with what was found."""
+    done, pids = folder.done(), folder.pids()
+    for rank, pid in pids.items():
+        if rank not in done and not _lives(pid):
+            yield rank, "it ended with exit code 0 before the run had ended"
+    joined = {record.rank for record in folder.records()} if done else set[int]()
+    if waiting := joined - done:
+        for rank in sorted(done - joined):
+            yield rank, f"its function returned before it had joined the run of rank {min(waiting)}"
 
 
 def _lives(pid: int) -> bool:

@@ -51,5 +51,6 @@ class RunFolder:
 
     @property
     def holds_run(self) -> bool:
-        """Whether a run has written into it."""
-        return self.metrics.exists() or self.checkpoints.exists()
+        """Whether a run has done a step here; a start that has failed leaves only what may be written again."""
+        begun = self.metrics.exists() and self.metrics.stat().st_size > 0
+        return begun or any(self.checkpoints.glob("step-*"))

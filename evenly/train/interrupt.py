@@ -17,10 +17,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Interrupt:
     """Handles SIGINT and SIGTERM until `close`; a second signal, at least a second later, stops at once.
 
-    was_asked: whether any stop was requested in this process.
+    was_asked: the signal by which a stop was requested in this process, 0 without one.
     """
 
-    was_asked = False
+    was_asked = 0
 
     def __init__(self) -> None:
         self._asked_at: float | None = None
@@ -44,4 +44,4 @@ class Interrupt:
         if self._asked_at is not None and time.monotonic() - self._asked_at > 1:
             raise KeyboardInterrupt
         self._asked_at = self._asked_at or time.monotonic()
-        Interrupt.was_asked = True
+        Interrupt.was_asked = number

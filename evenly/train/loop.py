@@ -14,7 +14,7 @@ from evenly.observe.progress import Watcher, make_watcher
 from evenly.train.interrupt import Interrupt
 from evenly.train.options import RunOptions
 from evenly.train.reports import Evaluation, StepReport
-from evenly.train.run import Run, start_with_options
+from evenly.train.run import Run, left_early, start_with_options
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,19 @@ def run_job_file(path: Path, settings: dict[str, Any], options: RunOptions, json
     """Trains the job of file `path` on this rank; every rank of the world calls it."""
     if json_only:
         _send_stdout_to_stderr()
-    job = load_job(path, settings)
-    with start_with_options(job, options) as run:
-        return train(run)
+    try:
+        job = load_job(path, settings)
+        with start_with_options(job, options) as run:
+            return train(run)
+    except SystemExit as ended:
+        raise left_early(ended) from ended
 
 
-def run_script(path: Path, arguments: list[str], json_only: bool) -> bool:
-    """Runs a script that owns its loop, as `python PATH ARGUMENTS...` would; returns whether a stop was requested."""
+def run_script(path: Path, arguments: list[str], json_only: bool) -> int:
+    """Runs a script that owns its loop, as `python PATH ARGUMENTS...` would; returns the signal that asked it to stop.
+
+    0 if none did.
+    """
     if json_only:
         _send_stdout_to_stderr()
     sys.argv = [str(path), *arguments]

@@ -17,7 +17,8 @@ class RunOptions:
 
     plan:    None for the default.
     steps:   length of the whole run; None for the job's.
-    resume:  whether to continue from the newest checkpoint in `out`.
+    resume:  whether to continue from a checkpoint in `out`.
+    step:    of that checkpoint; None for the newest that is sound.
     devices: of this one process, for a plan with replicas; None for all GPUs.
     search:  whether to search for the best plan among those that agree with `plan`.
     """
@@ -28,11 +29,13 @@ class RunOptions:
     resume: bool = False
     devices: int | None = None
     search: bool = False
+    step: int | None = None
 
     def to_text(self) -> str:
         """JSON for the ranks' environment; `from_text` is its inverse."""
         plan, out = self.plan and str(self.plan), self.out and str(self.out)
         others = {"steps": self.steps, "resume": self.resume, "devices": self.devices, "search": self.search}
+        others["step"] = self.step
         return json.dumps({"plan": plan, "out": out, **others})
 
     @classmethod
@@ -40,7 +43,7 @@ class RunOptions:
         """Inverse of `to_text`."""
         values = json.loads(text)
         plan, out = values["plan"], values["out"]
-        others = values["steps"], values["resume"], values["devices"], values["search"]
+        others = (values[name] for name in ("steps", "resume", "devices", "search", "step"))
         return cls(plan and parse_plan(plan), out and Path(out), *others)
 
 

@@ -102,13 +102,14 @@ def decided_by_rank0(act: Callable[[], ResolvedRun], group: Group) -> ResolvedRu
 
 
 def recorded_in(out: Path) -> PreviousRun:
-    """The defaults from the newest checkpoint in `out`; none where it cannot be read, which resuming will report.
+    """The defaults from the newest checkpoint in `out` that can be read; none where there is none.
 
     Raises `PlanError` for a plan that this version does not know.
     """
     folder = CheckpointFolder(out)
     try:
-        values = decode(folder.manifest(folder.steps()[-1]).values)
+        manifest = folder.newest_readable()
+        values = {} if manifest is None else decode(manifest.values)
         return PreviousRun(values["rules"]["microbatch"], parse_plan(values["plan"]).exact)
     except (IndexError, KeyError, TypeError, ValueError, AttributeError, Unsound):
         return PreviousRun()

@@ -6,6 +6,7 @@ follow from the step number, so that what continues is the very next step, on an
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -45,9 +46,14 @@ def snapshot(run: Run) -> Snapshot:
     return Snapshot(run.steps_done, tensors, values)
 
 
-def restore(run: Run, store: CheckpointStore) -> None:
-    """Puts `run` where the newest checkpoint left off; raises `ResumeError` where it is not of this job."""
-    checkpoint = store.load()
+def restore(run: Run, store: CheckpointStore, step: int | None = None) -> None:
+    """Puts `run` where the checkpoint of `step` left off, by default the newest that is sound.
+
+    Raises `ResumeError` where it is not of this job.
+    """
+    checkpoint = store.load(step)
+    if store.passed_over and run.world.is_main:
+        print(f"evenly: {store.passed_over}: going on from step {checkpoint.step}", file=sys.stderr)
     _check_rules(run, checkpoint.values)
     with run.state_as_saved():
         state.restore(checkpoint, run.model, run.optimizer, _parts(run, checkpoint.forms))

@@ -30,7 +30,7 @@ from evenly.engine.executor import Batch, Executor, MicrobatchExecutor
 from evenly.engine.precision import LossScale
 from evenly.engine.step_totals import StepTotals
 from evenly.engine.updater import Updater
-from evenly.errors import RunError, UserError, note_step
+from evenly.errors import RunError, UserError, note_step, place_of
 from evenly.job import Job
 from evenly.launch.allocator import LargeBlocks, free_memory_bytes
 from evenly.launch.environment import available_cores, chosen_threads, find_here
@@ -101,7 +101,7 @@ class Run:
         self._store: CheckpointStore | None = None
         folder = RunFolder(self.out) if self.out is not None else None
         if folder is not None:
-            self._open(resume=options.resume)
+            self._open(options)
         elif options.resume:
             raise UserError("resuming", "the run has no folder", "give `out` to evenly.start, or --out to evenly run")
         self._recorder = RunRecorder(folder, world, sinks, steps_done=self.steps_done, steps=self.steps)
@@ -247,13 +247,17 @@ class Run:
             self._recorder.saved(self.steps_done)
         self._clock = time.perf_counter()
 
-    def _open(self, *, resume: bool) -> None:
+    def _open(self, options: RunOptions) -> None:
         # torch's distributed checkpoint takes a second to import: only runs that save wait for it.
         from evenly.train.resume import open_store, restore
 
         self._store = open_store(self)
-        if resume:
-            restore(self, self._store)
+        if options.resume:
+            try:
+                restore(self, self._store, options.step)
+            except BaseException:
+                self._store.close()
+                raise
             self.saved_at = self.steps_done
 
     # --------------------------------------------------------------------------------------------- the end
@@ -273,10 +277,12 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if kind is None and self.steps_done and self.saved_at != self.steps_done and self._store is not None:
             self.save()
         self.close(failed=kind is not None)
+        if isinstance(error, SystemExit):
+            raise left_early(error, self.steps_done) from error
 
     # ---------------------------------------------------------------------------------------------- shares
     def _share(self, step: int) -> Share:
@@ -289,6 +295,13 @@ class Run:
         world = self.world
         workers = worker_count(cores=available_cores(), local_ranks=world.local_size, device=world.device)
         return Loader(self.job, evaluation=evaluation, workers=workers, pin=world.device.startswith("cuda"))
+
+
+def left_early(ended: SystemExit, steps_done: int | None = None) -> RunError:
+    """The error of a rank whose job has called sys.exit."""
+    when = "before the run had begun" if steps_done is None else f"after step {steps_done}"
+    found = f"the job called sys.exit({ended.code!r}) {when}{place_of(ended)}"
+    return RunError("training to the end of the run", found, "let all ranks leave the loop to end a run early")
 
 
 def make_executor(job: Job, plan: Plan, composed: Composed, world: World) -> Executor:

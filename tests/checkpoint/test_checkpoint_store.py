@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import pickle
+import re
 import threading
 import time
 from collections import Counter
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint import filesystem
 
+from evenly.checkpoint import folder
 from evenly.checkpoint import store as store_module
 from evenly.checkpoint import tensors as tensors_module
 from evenly.checkpoint.manifest import TensorForm
@@ -264,6 +266,19 @@ def test_an_altered_checkpoint_is_refused_and_the_newest_sound_one_named(store: 
         store.load()
 
 
+def test_the_newest_sound_checkpoint_is_taken_and_the_others_named(store: CheckpointStore) -> None:
+    for step in (1, 2, 3):
+        save(store, step, float(step))
+    assert store.load().step == 3 and store.passed_over == ""
+    change_file(store, 3)
+    assert store.load().step == 2
+    assert re.fullmatch(r"the checkpoint of step 3 is not sound \(\S+ was altered: .*\)", store.passed_over)
+    store._folder.path(9).mkdir()  # empty
+    assert store.load().step == 2 and "step 9 is not sound (manifest.json is missing)" in store.passed_over
+    save(store, 9, 9.0)
+    assert store.load().step == 9
+
+
 def signed_change(store: CheckpointStore, step: int, change: Any) -> None:
     from evenly.checkpoint import manifest
 
@@ -291,7 +306,8 @@ def test_a_foreign_checkpoint_is_refused_even_with_a_right_digest(store: Any, ch
     save(store, 2)
     signed_change(store, 2, change)
     with pytest.raises(CheckpointError, match=rf"{reason}[^$]*resume from step 1"):
-        store.load()
+        store.load(2)
+    assert store.load().step == 1
 
 
 def test_a_file_with_a_right_hash_but_a_broken_header_is_refused(store: CheckpointStore) -> None:
@@ -303,6 +319,13 @@ def test_a_file_with_a_right_hash_but_a_broken_header_is_refused(store: Checkpoi
     record = record_file(file)
     signed_change(store, 1, lambda m: m["files"][file.name].update(size_bytes=64, blake2b=record.blake2b))
     with pytest.raises(CheckpointError, match=r"header of shard-\S+ is malformed"):
+        store.load()
+
+
+def test_a_manifest_beyond_all_measure_is_not_read(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(store, 1)
+    monkeypatch.setattr(folder, "MANIFEST_BYTES", 100)
+    with pytest.raises(CheckpointError, match=r"its manifest has \d+ bytes, and may have 100"):
         store.load()
 
 

@@ -187,7 +187,7 @@ def test_port_is_one_for_a_job_step_and_differs_between_steps() -> None:
 def test_rank_environment_keeps_what_the_user_set() -> None:
     assert rank_environment({})["OMP_NUM_THREADS"] == "1"
     assert rank_environment({})["GLOO_SOCKET_IFNAME"] == LOOPBACK_INTERFACE
-    assert "GLOO_SOCKET_IFNAME" not in rank_environment({}, nodes=2)
+    assert rank_environment({}, "eth1")["NCCL_SOCKET_IFNAME"] == "eth1"
     assert (
         rank_environment({"OMP_NUM_THREADS": "4", "GLOO_SOCKET_IFNAME": "eth0"})
         .keys()

@@ -18,7 +18,7 @@ import pytest
 
 import evenly
 from evenly.errors import SampleError, UserError, note_step
-from evenly.launch.agent import FailedRank, Launch, _first_failure, launch, start_ranks
+from evenly.launch.agent import FailedRank, Launch, _first_failure, clear_abandoned, launch, start_ranks
 from evenly.launch.environment import process_environment
 from evenly.launch.rank import LaunchFolder, RankExit, describe, describe_exit
 from evenly.launch.signals import StopRequest
@@ -131,6 +131,23 @@ def test_a_successful_run_leaves_no_files(tmp_path: Path, monkeypatch: pytest.Mo
     assert not [path for path in tmp_path.iterdir() if not path.name.startswith("pymp-")]
 
 
+def test_folders_of_killed_launchers_are_cleared(tmp_path: Path) -> None:
+    names = ("evenly-killed", "evenly-alive", "evenly-starting", "evenly-failed", "others-killed")
+    for name in names:
+        control = tmp_path / name / (".node0" if name != "evenly-failed" else "logs")
+        control.mkdir(parents=True)
+        (control / "0.pid").write_text("1")
+        if name != "evenly-starting":
+            os.utime(control, (0, 0))
+    alive = os.open(tmp_path / "evenly-alive" / ".node0", os.O_RDONLY)
+    fcntl.flock(alive, fcntl.LOCK_EX)
+    clear_abandoned(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {*names} - {"evenly-killed"}
+    os.close(alive)
+    clear_abandoned(tmp_path)
+    assert not (tmp_path / "evenly-alive").exists()
+
+
 # --- failures -------------------------------------------------------------------------------------------
 
 
@@ -185,7 +202,7 @@ def test_a_killed_rank_is_reported_and_not_the_one_that_waited_for_it(tmp_path: 
 
 def test_exits_of_ranks() -> None:
     assert launch(exit_with, 0, devices=1) == [None]
-    with pytest.raises(FailedRank, match="SystemExit: 3"):
+    with pytest.raises(FailedRank, match=r"it called sys\.exit\(3\) \(test_launch\.py:"):
         launch(exit_with, 3, devices=1)
     with pytest.raises(FailedRank, match="cannot be sent to the launcher"):
         launch(unpicklable_result, devices=1)
