@@ -18,15 +18,7 @@ from evenly.comm.groups import Group
 from evenly.comm.world import World
 from evenly.errors import RunError, UserError
 from evenly.launch.allocator import keep_freed_memory
-from evenly.launch.environment import (
-    LOOPBACK,
-    LOOPBACK_INTERFACE,
-    ProcessInfo,
-    checking,
-    record_file,
-    restart_count,
-    talk_over,
-)
+from evenly.launch.environment import LOOPBACK, ProcessInfo, checking, record_file, restart_count, talk_over
 from evenly.launch.interfaces import local_address, socket_interface, words
 from evenly.launch.rendezvous import serve_store
 from evenly.observe.recorder import Recorder
@@ -155,10 +147,11 @@ def _open_store(place: ProcessInfo) -> dist.Store:
     if dist.is_torchelastic_launched():
         store, _, _ = next(rendezvous("env://", place.rank, place.size))
         return store
-    address = LOOPBACK if place.nodes == 1 else local_address(place.address, place.port)
-    talk_over(LOOPBACK_INTERFACE if place.nodes == 1 else socket_interface(place.address, place.port))
+    host = LOOPBACK if place.nodes == 1 else place.address
+    talk_over(socket_interface(host, place.port))
     if place.rank > 0:
-        return dist.TCPStore(place.address, place.port, is_master=False)
+        return dist.TCPStore(host, place.port, is_master=False)
+    address = local_address(host, place.port)
     try:
         return serve_store(address, place.port)[0]
     except OSError as problem:

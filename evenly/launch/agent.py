@@ -319,7 +319,10 @@ def _run(assignment: RankTask, launch: Launch) -> dict[int, bytes]:
     except ChildFailedError as failed:
         exit_codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
     except SignalException as quit_signal:
-        launch.stop.signum, launch.stop.hard, exit_codes = int(quit_signal.sigval), True, {}
+        exit_codes = {}
+        if watch.left is None:  # it was a user's
+            launch.stop.ask(int(quit_signal.sigval))
+            launch.stop.end()
     except (DistNetworkError, DistStoreError, RendezvousError) as error:
         raise _no_rendezvous(launch, error) from None
     finally:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import NoReturn
 
@@ -29,7 +29,7 @@ class StopRequest:
     signum: int = 0
     since_s: float = 0.0
     hard: bool = False
-    hard_since_s: float = 0.0
+    hard_since_s: float = field(default=0.0, init=False)
 
     def ask(self, signum: int) -> None:
         if self.signum:
@@ -48,7 +48,7 @@ class StopRequest:
 
     @property
     def waited_hard_s(self) -> float:
-        return time.monotonic() - self.hard_since_s if self.hard else 0.0
+        return time.monotonic() - self.hard_since_s if self.hard_since_s else 0.0
 
 
 @contextmanager

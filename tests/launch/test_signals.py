@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from evenly.launch.signals import StopRequest
+
 LIMIT_S = 120
 
 STUCK = """
@@ -78,3 +80,11 @@ def test_a_signal_before_ranks_stand_is_named(signum: signal.Signals, code: int)
     process.send_signal(signum)
     output, errors = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, output, errors) == (code, "tidied\n", f"evenly: stopped by {signum.name}\n")
+
+
+def test_a_launcher_waits_from_the_moment_its_ranks_are_to_end() -> None:
+    stop = StopRequest(signum=signal.SIGQUIT, hard=True)
+    assert stop.waited_hard_s == 0.0
+    stop = StopRequest()
+    stop.end()
+    assert 0.0 <= stop.waited_hard_s < 60.0 and stop.hard

@@ -403,8 +403,8 @@ def after_restoring(change: Callable[[Any], None]) -> Callable[[Patch], None]:
     def plant(patch: Patch) -> None:
         plain = resume.restore
 
-        def restore(run: Any, store: Any) -> None:
-            plain(run, store)
+        def restore(run: Any, store: Any, step: int | None = None) -> None:
+            plain(run, store, step)
             with torch.no_grad():
                 change(run)
 
