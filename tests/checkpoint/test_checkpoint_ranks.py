@@ -170,8 +170,8 @@ def test_a_failure_of_one_rank_is_raised_on_all_and_loses_nothing(ranks: KeptRan
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [".lock", "step-00000001", "step-00000003"]
 
 
-def load_error(group: Any, rank: int, folder: Path) -> str:
-    return raised(CheckpointStore(folder, group).load)
+def load_error(group: Any, rank: int, folder: Path, step: int) -> str:
+    return raised(lambda: CheckpointStore(folder, group).load(step))
 
 
 def test_all_ranks_refuse_what_one_rank_finds_altered(ranks: KeptRanks, tmp_path: Path) -> None:
@@ -180,8 +180,15 @@ def test_all_ranks_refuse_what_one_rank_finds_altered(ranks: KeptRanks, tmp_path
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    errors = ranks.run(in_group, load_error, tmp_path, size=2)
+    errors = ranks.run(in_group, load_error, tmp_path, 2, size=2)
     assert errors[0] == errors[1] and "was altered" in errors[0] and "resume from step 1" in errors[0]
+    passed = ranks.run(in_group, loaded_step, tmp_path, size=2)
+    assert passed[0] == passed[1] and passed[0][0] == 1 and "step 2 is not sound" in passed[0][1]
+
+
+def loaded_step(group: Any, rank: int, folder: Path) -> tuple[int, str]:
+    store = CheckpointStore(folder, group)
+    return store.load().step, store.passed_over
 
 
 def disagree(group: Any, rank: int, folder: Path) -> str:

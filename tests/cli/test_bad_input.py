@@ -62,7 +62,7 @@ def test_a_mistake_in_a_job_is_told_in_its_own_words(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path: Path) -> None:
-    (tmp_path / "out" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "out" / "checkpoints" / "step-00000004").mkdir(parents=True)
     done = evenly("run", JOB, "--out", "out", folder=tmp_path)
     assert done.returncode == 2 and "already holds a run" in done.stderr
     done = evenly("run", JOB, "--out", "elsewhere", "--resume", folder=tmp_path)
