@@ -38,6 +38,7 @@ from evenly.errors import PlanError, RunError
 from evenly.model.blocks import Block, find_blocks
 from evenly.parallel.core.memory import HOST, MemoryCounter, local
 from evenly.parallel.core.parameter_views import local_parameters, viewed_tensors
+from evenly.parallel.data.argument_containers import ArgumentContainers
 from evenly.parallel.data.gathered_guard import GatheredGuard
 from evenly.parallel.data.gradients import (
     Gradients,
@@ -132,6 +133,8 @@ class ShardedGradients(Gradients):
         self._handles += [
             unit.register_forward_hook(hook, prepend=True) for unit, hook in zip(self._units, after, strict=True)
         ]
+        for unit in self._units:
+            self._handles += ArgumentContainers(unit).handles
         self.outputs = LastOutputs(model)
         self._scalars = ScalarSums(self._named, self._group, self._use, exact=accumulate_float64)
         self._handles += [self.outputs.handle, *self._scalars.handles]
