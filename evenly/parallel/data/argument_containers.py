@@ -1,7 +1,7 @@
 """Lists and dicts that a unit of `fully_shard` is given, and changes.
 
-Before a unit's forward `fully_shard` takes its arguments apart and builds them anew, so that the unit gets containers
-of its own: what it appends to a list, counts in one or caches in a dict would be lost for its caller.
+Before a unit's forward `fully_shard` takes its arguments apart and puts them together again, so that the unit gets
+containers of its own: what it appends to a list, counts in one or caches in a dict would be lost for its caller.
 """
 
 from __future__ import annotations
