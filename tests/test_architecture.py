@@ -378,7 +378,7 @@ PACKAGE_LINES = {
     "parallel.core": 2112,  # stale tensors; rules of buffers (averages, spectral norm); what code between steps finds
     "parallel.data": 3202,  # layouts; exact buckets; optimizers of whole parameters; what units are given
     "parallel.tensor": 4133,  # experts, indices and convolutions on parts; split parameters between steps
-    "parallel.pipeline": 3379,  # numbers inside blocks, draws between them; hooks; what blocks leave behind; layouts
+    "parallel.pipeline": 3381,  # numbers inside blocks, draws between them; hooks; what blocks leave behind; layouts
     "plan": 1174,  # schedules are a table that others add to
     "planner": 5638,
     "report": 1297,  # tables of splits and pages of plans, which came from planner/ and cli/

@@ -227,7 +227,9 @@ def _run_remote(
             _cached_results[key] = results, draws, viewed
     if draws and owner.draws():
         draw_as(func, args, kwargs)
-    own = {} if target is None else {id(one.fake): one for one in remotes}
+    # Results that are cached are one fake tensor for several remote ones: what is written is the target.
+    written = [target] if isinstance(target, RemoteTensor) else []
+    own = {} if target is None else {id(one.fake): one for one in (*remotes, *written)}
     found: list[RemoteTensor] = []
 
     def wrapped(fake: torch.Tensor) -> torch.Tensor:
