@@ -371,7 +371,7 @@ PACKAGE_LINES = {
     "data": 829,  # streams of updates and schedules
     "engine": 1940,  # the look at the model; optimizers of whole parameters; parameters between steps
     "hardware": 931,  # kinds of devices can be registered
-    "launch": 2126,  # doors and tunnels between nodes; interfaces; ranks that leave early; signals at any moment
+    "launch": 2131,  # doors and tunnels between nodes; interfaces; ranks that leave early; signals at any moment
     "model": 554,  # parameters in one memory; modes that the job has set; made-up numbers; blocks of several classes
     "observe": 664,
     "parallel": 1,

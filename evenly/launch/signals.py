@@ -7,7 +7,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -59,12 +59,19 @@ def named_signals() -> Generator[None]:
         os.write(2, f"evenly: stopped by {signal.Signals(signum).name}\n".encode())
         raise SystemExit(128 + signum)
 
-    handlers = {number: signal.signal(number, end) for number in STOP_SIGNALS}
+    with handled(STOP_SIGNALS, end):
+        yield
+
+
+@contextmanager
+def handled(signals: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Generator[None]:
+    """Within, `handler` gets the signals; then those that had them before."""
+    before = {number: signal.signal(number, handler) for number in signals}
     try:
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for number, former in before.items():
+            signal.signal(number, signal.SIG_DFL if former is None else former)
 
 
 @contextmanager
@@ -100,13 +107,11 @@ def forwarding(folder: LaunchFolder, stop: StopRequest) -> Generator[None]:
     thread = threading.Thread(target=_forward, args=(reader, folder, stop), name="evenly-signals", daemon=True)
     thread.start()
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    # The agent takes SIGQUIT for itself and does not give it back.
-    handlers = {number: signal.signal(number, _ignore) for number in (*STOP_SIGNALS, signal.SIGQUIT)}
     try:
-        yield
+        # The agent takes SIGQUIT for itself and does not give it back.
+        with handled((*STOP_SIGNALS, signal.SIGQUIT), _ignore):
+            yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         signal.set_wakeup_fd(wakeup)
         os.close(writer)
         thread.join()

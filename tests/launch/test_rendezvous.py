@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from kept_ranks import free_port
 
 from evenly.errors import UserError
 from evenly.launch import interfaces, rendezvous
@@ -21,11 +22,6 @@ from evenly.launch.interfaces import is_loopback, local_address, socket_interfac
 from evenly.launch.rendezvous import NONCE, NodeRendezvous, Relay, listen
 
 LOOPBACKS = {"127.0.0.1", "::1"}
-
-
-def free_port() -> int:
-    with listen("127.0.0.1") as server:
-        return int(server.getsockname()[1])
 
 
 def node(rank: int, port: int, secret: bytes = b"of the run", nodes: int = 3, limit_s: float = 60.0) -> NodeRendezvous:

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import losses_of
 from kept_ranks import KeptRanks
 from torch import nn
 
-import evenly
+from evenly.parallel.data.argument_containers import ArgumentContainers
 
 
 class Caching(nn.Module):
@@ -47,18 +48,8 @@ class Model(nn.Module):
 
 def losses(plan: str) -> list[float]:
     torch.manual_seed(1)
-    job = evenly.Job(
-        model=Model,
-        loss=lambda model, x: evenly.Loss(model(x).square().sum(), len(x)),
-        data=[torch.randn(6, 6) for _ in range(10)],
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
-        global_batch=5,
-        microbatch=1,
-        steps=3,
-        precision="float32",
-    )
-    with evenly.start(job, plan=plan) as run:
-        return [run.step(batch).loss for batch in run.batches()]
+    data = [torch.randn(6, 6) for _ in range(10)]
+    return losses_of(Model, data, plan, global_batch=5, microbatch=1, precision="float32")
 
 
 @pytest.mark.parametrize("plan", ["zero3", "zero3 exact=bitwise"])
@@ -66,3 +57,18 @@ def test_what_a_block_changes_in_its_containers_reaches_its_caller(plan: str, ra
     (expected,) = ranks.run(losses, "single", size=1)
     for found in ranks.run(losses, plan, size=2):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+class Broken(nn.Module):
+    def forward(self, given: list[int]) -> None:
+        given.append(1)
+        raise ValueError("broken off")
+
+
+def test_a_forward_that_is_broken_off_is_not_under_way() -> None:
+    unit = Broken()
+    containers = ArgumentContainers(unit)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="broken off"):
+            unit([])
+    assert containers._pairs == [] and containers._given == []

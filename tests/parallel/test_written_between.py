@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from jobs import losses_of
 from kept_ranks import KeptRanks
 from torch import nn
-
-import evenly
 
 
 class Pair(nn.Module):
@@ -47,18 +46,8 @@ class Model(nn.Module):
 
 def losses(plan: str) -> list[float]:
     torch.manual_seed(1)
-    job = evenly.Job(
-        model=Model,
-        loss=lambda model, x: evenly.Loss(model(x).square().sum(), len(x)),
-        data=[torch.randn(4, dtype=torch.float64) for _ in range(24)],
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-2),
-        global_batch=6,
-        microbatch=2,
-        steps=3,
-        precision="float64",
-    )
-    with evenly.start(job, plan=plan) as run:
-        return [run.step(batch).loss for batch in run.batches()]
+    data = [torch.randn(4, dtype=torch.float64) for _ in range(24)]
+    return losses_of(Model, data, plan, global_batch=6, microbatch=2, precision="float64")
 
 
 @pytest.mark.parametrize("split", [3, 5, 6, 7])

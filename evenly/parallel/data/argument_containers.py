@@ -23,7 +23,8 @@ class ArgumentContainers:
         self.handles: list[Any] = [
             unit.register_forward_pre_hook(self._note_given, prepend=True, with_kwargs=True),
             unit.register_forward_pre_hook(self._pair, with_kwargs=True),
-            unit.register_forward_hook(self._carry_over, prepend=True),
+            # Also where a forward is broken off, as one that is computed again is once it has what it is for.
+            unit.register_forward_hook(self._carry_over, prepend=True, always_call=True),
         ]
 
     def _note_given(self, _: nn.Module, args: Any, kwargs: Any) -> None:
@@ -33,7 +34,7 @@ class ArgumentContainers:
         self._pairs.append([*_pairs_of(self._given.pop(), (args, kwargs))])
 
     def _carry_over(self, _: nn.Module, __: Any, ___: Any) -> None:
-        for callers, own, before in self._pairs.pop():
+        for callers, own, before in self._pairs.pop() if self._pairs else ():
             if isinstance(own, dict):
                 _carry_over_dict(callers, own, before)
             elif len(own) != len(before) or any(a is not b for a, b in zip(own, before, strict=True)):

@@ -154,7 +154,8 @@ class ExactBucket(Bucket):
         return self._bytes[: self.length * self.dtype.itemsize].view(self.dtype)
 
     def begin(self, *, once: bool = False) -> None:
-        self.sending, self.once = False, once
+        super().begin()
+        self.once = once
         self.exact.clear()
         self._pairs: torch.Tensor | None = None
 
