@@ -69,7 +69,14 @@ def version(tensor: torch.Tensor) -> int:
 
 def memory_key(tensor: torch.Tensor) -> int:
     """Which memory a tensor has, or would have if it is fake: equal for tensors that share it."""
-    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+    with without_subclasses():  # of a tensor that is split, its part's: a job's code may not ask, the engine may
+        return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+
+
+def memory_bytes(tensor: torch.Tensor) -> int:
+    """The size of that memory, which a view has in common with its base."""
+    with without_subclasses():
+        return tensor.untyped_storage().nbytes()
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

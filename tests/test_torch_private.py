@@ -62,6 +62,7 @@ from evenly.torch_private import (
     is_fake,
     keep_unused_inputs,
     masks_not_compared,
+    memory_bytes,
     memory_key,
     operation_of,
     outside_transforms,
@@ -224,6 +225,22 @@ def test_a_version_counts_changes_in_place() -> None:
     assert version(tensor) == before + 1
     tensor + 1
     assert version(tensor) == before + 1
+
+
+class Refusing(torch.Tensor):
+    """Of no function, as a split tensor is of those that ask for its memory."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+def test_memory_is_asked_of_what_a_subclass_has() -> None:
+    plain = torch.ones(4)
+    refusing = plain.as_subclass(Refusing)
+    assert memory_key(refusing) == memory_key(plain) and memory_bytes(refusing) == memory_bytes(plain[1:]) == 16
+    with pytest.raises(NotImplementedError):
+        refusing.untyped_storage()
 
 
 def test_memory_by_its_key() -> None:

@@ -11,7 +11,7 @@ import torch
 from evenly.model.costs import CostCounter
 from evenly.parallel.pipeline.model import StagedModel
 from evenly.parallel.pipeline.stages import CallCost, CallId
-from evenly.torch_private import TorchDispatchMode, memory_key
+from evenly.torch_private import TorchDispatchMode, memory_bytes, memory_key
 
 
 @dataclass(eq=False)
@@ -73,7 +73,7 @@ class CostRecorder:
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         key = memory_key(tensor)
         if key not in self._weights:
-            self._record.saved[key] = tensor.untyped_storage().nbytes()
+            self._record.saved[key] = memory_bytes(tensor)
         return tensor
 
 

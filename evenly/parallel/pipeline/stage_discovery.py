@@ -57,7 +57,7 @@ from evenly.parallel.pipeline.stages import (
     StagePlan,
     stage_of_calls,
 )
-from evenly.torch_private import memory_key, operation_of
+from evenly.torch_private import memory_bytes, memory_key, operation_of
 
 MOST_NEEDS = 100  # that are found one by one
 MOST_FORWARDS = 24  # that are tried until each block was called
@@ -279,7 +279,7 @@ class _CallDiscovery:
         self.note_inputs([*tensors_in(arguments)])
 
     def _note_saved(self, tensor: torch.Tensor) -> None:
-        self.current.saved[memory_key(tensor)] = tensor.untyped_storage().nbytes()
+        self.current.saved[memory_key(tensor)] = memory_bytes(tensor)
 
     @property
     def function_context(self) -> AbstractContextManager[object]:
