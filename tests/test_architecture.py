@@ -366,14 +366,14 @@ FILE_LINES, FUNCTION_LINES, CLASS_LINES, ARGUMENTS = 500, 60, 300, 9
 PACKAGE_LINES = {
     "__init__": 870,  # torch_private: hooks, transformations, memory of parts; libraries that a job file imports
     "checkpoint": 1785,  # pieces that overlap; the newest sound step
-    "cli": 1249,  # tables that keep words whole, and print what steers no terminal; the secret of a run
-    "comm": 2416,  # exact sums, alone and over ranks; a store on one interface; what listens
+    "cli": 1255,  # tables that keep words whole, and print what steers no terminal; the secret of a run
+    "comm": 2435,  # exact sums, alone and over ranks; a store on one interface; what listens; a record of ranks alone
     "data": 829,  # streams of updates and schedules
-    "engine": 1940,  # the look at the model; optimizers of whole parameters; parameters between steps
+    "engine": 1945,  # the look at the model; optimizers of whole parameters; parameters between steps
     "hardware": 931,  # kinds of devices can be registered
-    "launch": 2131,  # doors and tunnels between nodes; interfaces; ranks that leave early; signals at any moment
+    "launch": 2150,  # doors and tunnels between nodes; interfaces; ranks that leave early; signals at any moment
     "model": 554,  # parameters in one memory; modes that the job has set; made-up numbers; blocks of several classes
-    "observe": 664,
+    "observe": 900,  # ranks that stand still, and where
     "parallel": 1,
     "parallel.core": 2112,  # stale tensors; rules of buffers (averages, spectral norm); what code between steps finds
     "parallel.data": 3202,  # layouts; exact buckets; optimizers of whole parameters; what units are given
@@ -382,7 +382,7 @@ PACKAGE_LINES = {
     "plan": 1174,  # schedules are a table that others add to
     "planner": 5638,
     "report": 1297,  # tables of splits and pages of plans, which came from planner/ and cli/
-    "train": 1352,  # the look at the job and its buffers before the first step
+    "train": 1370,  # the look at the job and its buffers before the first step; what a rank does
     "verify": 1521,  # data rules, measured rounding, hidden state and resumes, each in a file of its own
 }
 # Parameters of a command are the options that it has on the command line.

@@ -49,8 +49,11 @@ def run_command(
     step: Annotated[int | None, typer.Option(min=0, help="Go on from the checkpoint of this step.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Compare what ranks ask for before each collective.")] = False,
     stall_limit: Annotated[
-        float, typer.Option(min=1, metavar="SECONDS", help="End the run when a rank waits longer for another.")
-    ] = 600.0,
+        float | None,
+        typer.Option(
+            min=1, metavar="SECONDS", help="End the run when a rank stands still longer (default: 180, 540 at first)."
+        ),
+    ] = None,
     settings: Settings = [],  # noqa: B006  (typer copies it)
     nodes: Annotated[int, typer.Option(min=1, help="Machines that take part.")] = 1,
     node_rank: Annotated[int, typer.Option(min=0, help="Number of this machine, from 0.")] = 0,

@@ -37,7 +37,7 @@ class RunRequest:
     resume: bool
     step: int | None
     check: bool
-    stall_limit_s: float
+    stall_limit_s: float | None
     settings: list[str]
     nodes: int
     node_rank: int

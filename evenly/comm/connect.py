@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -64,13 +65,12 @@ def join(place: ProcessInfo, *, even_alone: bool = False) -> World:
         torch.cuda.set_device(device)
     else:
         keep_freed_memory()
-    recorder = None
-    if place.size > 1:
-        record = record_file(place.rank)
-        recorder = None if record is None else Recorder(record, place.rank)
+    record = record_file(place.rank)
+    recorder = None if record is None else _recorder(record, place.rank)
     if place.size > 1 or even_alone:
         _join(place, backend, device)
-    every = Group.world("world", device, recorder, checked=checking())
+    # A rank alone waits for nobody.
+    every = Group.world("world", device, recorder if place.size > 1 else None, checked=checking())
     return World(
         rank=place.rank,
         local_rank=place.local_rank,
@@ -81,6 +81,7 @@ def join(place: ProcessInfo, *, even_alone: bool = False) -> World:
         device=device,
         backend=backend,
         groups={"world": every, "files": every.open("files", range(every.size), backend="gloo")},
+        recorder=recorder,
     )
 
 
@@ -98,8 +99,16 @@ def disconnect(world: World) -> None:
     """Leaves the process group; safe to call twice."""
     every: Group = world.group("world")
     every.close()
-    if every.recorder is not None:
-        every.recorder.close()
+    if world.recorder is not None:
+        world.recorder.close()
+
+
+def _recorder(record: Path, rank: int) -> Recorder:
+    try:
+        return Recorder(record, rank)
+    except OSError as problem:
+        asked = f"keep the record of rank {rank} in {record}"
+        raise RunError(asked, words(problem), "make room there; TMPDIR names another folder") from None
 
 
 def _join(place: ProcessInfo, backend: str, device: str) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
 from evenly.errors import UserError
+from evenly.observe.recorder import Recorder, State
 
 Backend = Literal["gloo", "nccl"]
 
@@ -22,6 +24,7 @@ class World:
     device:                 'cpu' or 'cuda:1'.
     backend:                what its groups talk through.
     groups:                 name of an axis -> its `comm.groups.Group`.
+    recorder:               of this rank, where a launcher watches it.
     """
 
     rank: int
@@ -33,6 +36,7 @@ class World:
     device: str
     backend: Backend
     groups: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    recorder: Recorder | None = None
 
     def __post_init__(self) -> None:
         # A view of a copy: neither this field nor the caller's mapping can change the world afterwards.
@@ -48,6 +52,15 @@ class World:
     def is_main(self) -> bool:
         """Whether this is the rank that speaks for all."""
         return self.rank == 0
+
+    def during(self, state: State) -> AbstractContextManager[None]:
+        """Within, this rank is in `state`, for whoever watches it."""
+        return nullcontext() if self.recorder is None else self.recorder.during(state)
+
+    def tick(self) -> None:
+        """Notes that this rank gets on."""
+        if self.recorder is not None:
+            self.recorder.tick()
 
     def group(self, axis: str) -> Any:
         """The group of `axis`. Raises `UserError` for an unknown axis."""

@@ -152,6 +152,7 @@ class Executor(ABC):
         self, replica: Replica, microbatch: Microbatch, key: int, *, finish: Callable[[Any], Any] = lambda loss: loss
     ) -> Any:
         """`finish` of what the job's loss returns, with random numbers from the stream `key`."""
+        self.world.tick()
         drawing = self.composed.calls[replica.number].drawing(key)
         precision = self.plan.precision
         with on(replica.loss_number), autocast(precision, replica.device), self.composed.execution_context, drawing:

@@ -52,9 +52,6 @@ LOOK_EVERY_S = 0.5
 # A control folder is made a moment before it is locked.
 STARTING_S = 60.0
 
-# How long a rank may wait for another before the run is ended: NCCL's own limit.
-STALL_LIMIT_S = 600.0
-
 
 class FailedRank(RankError):
     """The first failing rank.
@@ -84,7 +81,8 @@ class Launch:
     log_dir:     folder of rank{N}.log; by default a temporary one that only a failed run leaves.
     preload:     modules that the forkserver imports for the ranks.
     environment: variables to set in the ranks.
-    stall_limit_s: how long a rank may wait for another before all are ended, with the reason.
+    stall_limit_s: how long a rank may stand still before all are ended, with the reason; None: minutes, by what it
+                 does, and at least three times its longest step.
     look_every_s: how often the agent looks whether ranks have ended.
     stop:        the stop signals that this launch has received.
     """
@@ -98,7 +96,7 @@ class Launch:
     log_dir: Path | None = None
     preload: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
-    stall_limit_s: float = STALL_LIMIT_S
+    stall_limit_s: float | None = None
     look_every_s: float = LOOK_EVERY_S
     stop: StopRequest = field(default_factory=StopRequest, compare=False)
 
@@ -463,9 +461,9 @@ def _failed(folder: LaunchFolder, first: RankExit, diagnosis: Diagnosis | None =
 def _stalled(folder: LaunchFolder, diagnosis: Diagnosis) -> FailedRank:
     stacks = ", with the stacks of all ranks" if [*folder.logs.glob("*.stacks")] else ""
     return FailedRank(
-        "the ranks did not come together",
+        "the ranks did not come together" if len(folder.records()) > 1 else "the run did not get on",
         diagnosis.text,
-        f"let every rank do the same operations in the same order; the logs{stacks}: {folder.logs}",
+        f"{diagnosis.do}; the logs{stacks}: {folder.logs}",
         rank=diagnosis.ranks[0],
     )
 

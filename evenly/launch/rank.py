@@ -24,7 +24,7 @@ from typing import Any, Literal, NoReturn
 
 from evenly.errors import EvenlyError, UserError, place_of, step_of
 from evenly.launch.environment import become_environment, process_environment
-from evenly.observe.recorder import RankRecord, read, waits_since_s
+from evenly.observe.recorder import RankRecord, glance, read
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -134,10 +134,9 @@ class LaunchFolder:
         """What the ranks of this node have recorded."""
         return [record for path in sorted(self.control.glob("*.record")) if (record := read(path)) is not None]
 
-    def longest_wait_s(self) -> float:
-        """The longest time that a rank has been inside an operation, in seconds; 0 if none is."""
-        since = (waits_since_s(path) for path in self.control.glob("*.record"))
-        return max((time.time() - moment for moment in since if moment is not None), default=0.0)
+    def glances(self) -> list[RankRecord]:
+        """As `records`, without their entries."""
+        return [record for path in self.control.glob("*.record") if (record := glance(path)) is not None]
 
     def stack_file(self, rank: int) -> Path:
         return self.control / f"{rank}.stacks"

@@ -1,9 +1,9 @@
 """Watching the ranks of a launch: who waits, for whom, and for how long.
 
-A thread of the launcher reads what the ranks record. When one has been inside an operation for longer than the limit
-and the records show who keeps it waiting, the stacks of all ranks are written to the logs, the cause is kept as
-`diagnosis`, and all ranks are ended. Waiting that the records do not explain is left to the time limit of the backend:
-ranks of other nodes cannot be seen from here.
+A thread of the launcher reads what the ranks record. When one has stood still for longer than it may and the records
+show who is the cause, the stacks of all ranks are written to the logs, the cause is kept as `diagnosis`, and all ranks
+are ended. Waiting that the records do not explain is left to the time limit of the backend: ranks of other nodes cannot
+be seen from here.
 
 A rank that ends before the others' run does is a failure too, whatever its exit code: torch's agent takes 0 for success
 and waits for the others, which wait for the one that left. It is kept as `left`.
@@ -18,6 +18,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -26,10 +27,11 @@ import psutil
 
 from evenly.errors import is_users
 from evenly.launch.rank import LaunchFolder, RankExit, end_rank
-from evenly.observe.diagnosis import Diagnosis, explain
+from evenly.observe.diagnosis import Diagnosis
 from evenly.observe.recorder import RankRecord
+from evenly.observe.stalls import Standstills, explain_stall
 
-MOST_BETWEEN_LOOKS_S = 0.5  # a tenth of the limit where that is less
+BETWEEN_LOOKS_S = 0.5
 LEFT_S = 1.5  # for the agent to see the end of a rank that has failed
 STACKS_TIMEOUT_S = 1.0  # of one process
 AGENT_TIMEOUT_S = 60.0  # for the agent to see that a rank has died, which ends the launch
@@ -41,11 +43,12 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 class Watch:
     """Watches the ranks, in a thread, while the `with` block lasts.
 
-    limit_s: how long a rank may wait for another.
+    limit_s: how long a rank may stand still; None: by what it does, see `evenly.observe.stalls`.
     """
 
-    def __init__(self, folder: LaunchFolder, limit_s: float) -> None:
-        self._folder, self._limit_s = folder, limit_s
+    def __init__(self, folder: LaunchFolder, limit_s: float | None) -> None:
+        self._folder, self._standstills = folder, Standstills(limit_s)
+        self._looked_s = time.monotonic()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="evenly watch", daemon=True)
         self._first_seen_s: dict[tuple[int, str], float] = {}
@@ -61,11 +64,17 @@ class Watch:
         self._thread.join()
 
     def _watch(self) -> None:
-        pause_s = min(MOST_BETWEEN_LOOKS_S, self._limit_s / 10)
-        while self.diagnosis is None and self.left is None and not self._over.wait(pause_s):
+        while self.diagnosis is None and self.left is None and not self._over.wait(BETWEEN_LOOKS_S):
             self._end_if_one_left()
-            if self._folder.longest_wait_s() > self._limit_s:
+            if self._overdue(self._folder.glances()):
                 self._act()
+
+    def _overdue(self, records: list[RankRecord]) -> dict[int, float]:
+        """Looks at `records`: the ranks that have stood still too long, with the seconds."""
+        now_s = time.monotonic()
+        self._standstills.look(records, now_s - self._looked_s)
+        self._looked_s = now_s
+        return self._standstills.overdue(records)
 
     def _end_if_one_left(self) -> None:
         """Ends all ranks where one has ended, and the others cannot come to an end without it."""
@@ -102,13 +111,17 @@ class Watch:
             for rank in diagnosis.ranks
             if (places := users_places(self._folder.stacks(rank), besides=seen.get(rank, "")))
         ]
-        self.diagnosis = Diagnosis(diagnosis.ranks, diagnosis.text + "".join(elsewhere))
+        self.diagnosis = replace(diagnosis, text=diagnosis.text + "".join(elsewhere))
         for pid in self._folder.pids().values():
             end_rank(pid)
 
     def _diagnosis(self, records: list[RankRecord]) -> Diagnosis | None:
         """Also None if a rank has failed: the launcher ends the others and reports its error."""
-        return None if self._folder.failing() else explain(records, now_s=time.time())
+        overdue = self._overdue(records)
+        if self._folder.failing() or not overdue:
+            return None
+        stopped = {rank for rank, pid in self._folder.pids().items() if _status(pid) == psutil.STATUS_STOPPED}
+        return explain_stall(records, overdue, self._standstills.silent(overdue), stopped, now_s=time.time())
 
     def _any_died(self) -> bool:
         """Whether a rank's process is gone without having recorded its end: then how it died is the cause."""
@@ -129,10 +142,15 @@ def who_left(folder: LaunchFolder) -> Iterator[tuple[int, str]]:
 
 
 def _lives(pid: int) -> bool:
+    return _status(pid) not in (psutil.STATUS_ZOMBIE, "")
+
+
+def _status(pid: int) -> str:
+    """The state of a process, by psutil's words; '' where there is none."""
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return psutil.Process(pid).status()
     except psutil.NoSuchProcess:
-        return False
+        return ""
 
 
 def save_stacks(folder: LaunchFolder) -> None:

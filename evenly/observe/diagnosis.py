@@ -20,10 +20,11 @@ SILENT_AFTER_S = 5.0  # a main thread that holds the interpreter this long keeps
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """ranks: those that others wait for, or that disagree. text: the explanation."""
+    """ranks: those that others wait for, or that disagree. text: the explanation. do: what to do about it."""
 
     ranks: tuple[int, ...]
     text: str
+    do: str = "let every rank do the same operations in the same order"
 
 
 def explain(
@@ -101,7 +102,7 @@ def _status_of(rank: int, record: RankRecord | None, now_s: float, exit_reasons:
     """`it is in Lines.__getitem__ (data.py:31) since 40 s`."""
     if record is None:
         return f"rank {rank} " + exit_reasons.get(rank, "has not begun to communicate")
-    entry = inside(record)
+    entry = None if record.in_own_code else inside(record)  # it may read ahead while an operation is under way
     waits = f"in {describe(entry)} of group {entry.call.group}" if entry else f"in {record.where or 'an unknown place'}"
     if rank in exit_reasons:
         return f"rank {rank} {exit_reasons[rank]}, last seen {waits}"

@@ -1,13 +1,17 @@
 """The flight recorder of a rank: its last operations and where it is now, in a file that survives the process.
 
 A rank *enters* an operation (a collective, a send) and *leaves* it. Each is one *entry* of a ring buffer of `ENTRIES`.
+It *ticks* whenever it gets on: with every microbatch, and where it enters or leaves an operation or a state.
 A background thread writes a *heartbeat*: where the main thread is, and since when. Both go into a memory-mapped file:
 writing costs microseconds and no system call, and the file stays readable after SIGKILL.
 
 File: a header slot, then `ENTRIES` slots of `SLOT_BYTES`, little endian. Header: MAGIC, rank, time of the beat, since
-when the main thread is where it is, length of a JSON text, the text (`where`, `state`). Entry: serial (0 while it is
-being written), number in its group, entered, left (0 while inside), length, JSON of a `CollectiveCall`. Times are
-`time.time()`.
+when the main thread is where it is, ticks, longest step, length of a JSON text, the text (state, own_code, where).
+Entry: serial (0 while it is being written), number in its group, entered, left (0 while inside), length, JSON of a
+`CollectiveCall`. Times are `time.time()`.
+
+Where the main thread is: the innermost function of the user's that has been running since the last tick, so that a loop
+is named and not what it calls in turn.
 
 Order: a `Recorder` is opened before its rank joins the others; `read` may be called by anyone at any moment.
 """
@@ -16,15 +20,18 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import struct
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from types import FrameType
-from typing import Any, NamedTuple
+from types import CodeType, FrameType
+from typing import Any, Literal, NamedTuple
 
 from evenly.errors import EVENLY, is_users
 
@@ -32,12 +39,16 @@ ENTRIES = 256
 SLOT_BYTES = 640
 BEAT_S = 0.5
 
-MAGIC = b"evenly1\n"
-_HEADER = struct.Struct("<8siddH")
+MAGIC = b"evenly2\n"
+_HEADER = struct.Struct("<8siddQdH")
 _ENTRY = struct.Struct("<QQddH")
 _TIME = struct.Struct("<d")
 _LEFT_AT = struct.calcsize("<QQd")
 LONGEST_TEXT = SLOT_BYTES - _ENTRY.size
+LONGEST_PLACE = 80  # letters, of which JSON makes up to 6 bytes each
+
+# In "running" nobody can say how long it may take: the code between steps, building the model, the end.
+State = Literal["running", "first step", "step", "evaluating", "saving", "ended"]
 
 _COMMUNICATION = (str(Path(EVENLY, "comm")), str(Path(EVENLY, "observe")))
 
@@ -81,7 +92,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """The content of a rank's file. `entries` from oldest to newest; `state` is 'running' or 'ended'."""
+    """The content of a rank's file. `entries` from oldest to newest.
+
+    since_s:        since when the main thread is at `where` without getting on.
+    ticks:          how often the rank has got on.
+    longest_step_s: of the steps so far.
+    in_own_code:    whether the main thread is in the user's code, and not in this package's below it.
+    """
 
     rank: int
     beat_s: float
@@ -89,6 +106,9 @@ class RankRecord:
     where: str
     state: str
     entries: tuple[Entry, ...]
+    ticks: int = 0
+    longest_step_s: float = 0.0
+    in_own_code: bool = False
 
 
 class Recorder:
@@ -97,10 +117,13 @@ class Recorder:
     def __init__(self, path: Path, rank: int) -> None:
         self._rank, self._lock = rank, threading.Lock()
         with path.open("w+b") as file:
-            file.truncate(SLOT_BYTES * (ENTRIES + 1))
+            # Room for all of it: a mapped file that the disk has no room for ends the process by SIGBUS.
+            os.posix_fallocate(file.fileno(), 0, SLOT_BYTES * (ENTRIES + 1))
             self._memory = mmap.mmap(file.fileno(), 0)
-        self._serial = 0
-        self._frame, self._since_s = 0, time.time()
+        self._serial = self._ticks = 0
+        self._state: State = "running"
+        self._longest_step_s = 0.0
+        self._since_s = time.time()
         self._beat("starting", "running")
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._keep_beating, name="evenly beat", daemon=True)
@@ -118,12 +141,32 @@ class Recorder:
             _ENTRY.pack_into(memory, start, 0, number, time.time(), 0.0, len(text))
             memory[start + _ENTRY.size : start + _ENTRY.size + len(text)] = text
             struct.pack_into("<Q", memory, start, self._serial)  # last: a reader takes no half-written entry
+            self._ticks += 1
             return self._serial
 
     def leave(self, serial: int) -> None:
         """Notes the end of an operation, unless newer ones have taken its slot already."""
         if self._serial - serial < ENTRIES:
             _TIME.pack_into(self._memory, _start(serial) + _LEFT_AT, time.time())
+        self._ticks += 1
+
+    def tick(self) -> None:
+        """Notes that the rank gets on."""
+        self._ticks += 1
+
+    @contextmanager
+    def during(self, state: State) -> Generator[None]:
+        """Within, the rank is in `state`."""
+        before, began_s = self._state, time.monotonic()
+        self._state = state
+        self._ticks += 1
+        try:
+            yield
+        finally:
+            self._state = before
+            self._ticks += 1
+            if state in ("first step", "step"):
+                self._longest_step_s = max(self._longest_step_s, time.monotonic() - began_s)
 
     def close(self) -> None:
         """Records that the rank has ended; safe to call twice."""
@@ -134,17 +177,25 @@ class Recorder:
 
     def _keep_beating(self) -> None:
         main = threading.main_thread().ident
+        stack, ticks = _Stack((), ()), -1
         while not self._closed.wait(BEAT_S):
             frame = sys._current_frames().get(main or 0)  # pyright: ignore[reportPrivateUsage]
-            frame = users_frame(frame) or frame
-            if id(frame) != self._frame:
-                self._frame, self._since_s = id(frame), time.time()
-            self._beat(frame_place(frame), "running")
+            now = _Stack.of(frame)
+            common = stack.common(now)
+            if ticks != self._ticks or not common.codes:
+                stack, ticks, self._since_s = now, self._ticks, time.time()
+            else:
+                stack = common
+            own_code = frame is not None and own_code_runs(frame)
+            self._beat(now.place(len(stack.codes)) or frame_place(frame), self._state, own_code)
             del frame  # it keeps its locals alive
 
-    def _beat(self, where: str, state: str) -> None:
-        text = json.dumps({"where": where, "state": state}).encode()[: SLOT_BYTES - _HEADER.size]
-        _HEADER.pack_into(self._memory, 0, MAGIC, self._rank, time.time(), self._since_s, len(text))
+    def _beat(self, where: str, state: State, own_code: bool = False) -> None:
+        where = where if len(where) <= LONGEST_PLACE else f"...{where[3 - LONGEST_PLACE :]}"  # the line comes last
+        text = _encoded({"state": state, "own_code": own_code, "where": where})
+        _HEADER.pack_into(
+            self._memory, 0, MAGIC, self._rank, time.time(), self._since_s, self._ticks, self._longest_step_s, len(text)
+        )
         self._memory[_HEADER.size : _HEADER.size + len(text)] = text
 
 
@@ -152,26 +203,29 @@ def read(path: Path) -> RankRecord | None:
     """Reads a recorder's file; None if it is incomplete or damaged."""
     try:
         memory = path.read_bytes()
-        magic, rank, beat_s, since_s, length = _HEADER.unpack_from(memory)
-        values: dict[str, str] = json.loads(memory[_HEADER.size : _HEADER.size + length])
+        header = _header(memory)
         entries = [entry for slot in range(1, ENTRIES + 1) if (entry := _entry(memory, slot * SLOT_BYTES))]
-        if magic != MAGIC:
-            return None
-        return RankRecord(
-            rank, beat_s, since_s, values["where"], values["state"], tuple(sorted(entries, key=lambda e: e.serial))
-        )
-    except (OSError, ValueError, KeyError, TypeError, struct.error):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, struct.error):
         return None
+    return None if header is None else replace(header, entries=tuple(sorted(entries, key=lambda e: e.serial)))
 
 
-def waits_since_s(path: Path) -> float | None:
-    """When the rank of a file entered the oldest operation that it is in; None where it is in none. Reads no texts."""
+def glance(path: Path) -> RankRecord | None:
+    """As `read`, without the entries: for looks every moment."""
     try:
-        memory = path.read_bytes()
-        heads = [_ENTRY.unpack_from(memory, slot * SLOT_BYTES) for slot in range(1, ENTRIES + 1)]
-    except (OSError, struct.error):
+        with path.open("rb") as file:
+            return _header(file.read(SLOT_BYTES))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, struct.error):
         return None
-    return min((entered_s for serial, _, entered_s, left_s, _ in heads if serial and not left_s), default=None)
+
+
+def _header(memory: bytes) -> RankRecord | None:
+    magic, rank, beat_s, since_s, ticks, longest_step_s, length = _HEADER.unpack_from(memory)
+    if magic != MAGIC:
+        return None
+    values: dict[str, Any] = json.loads(memory[_HEADER.size : _HEADER.size + length])
+    where, state = str(values["where"]), str(values["state"])
+    return RankRecord(rank, beat_s, since_s, where, state, (), ticks, longest_step_s, bool(values["own_code"]))
 
 
 def _entry(memory: bytes, start: int) -> Entry | None:
@@ -193,13 +247,18 @@ def call_from(text: bytes) -> CollectiveCall:
 def call_text(call: CollectiveCall) -> bytes:
     """`call` as JSON of at most `LONGEST_TEXT` bytes; long words are cut."""
     fields = call._asdict()
-    text = json.dumps(fields).encode()
-    for word in ("label", "where", "detail", "shape", "group"):
-        if len(text) <= LONGEST_TEXT:
-            break
-        fields[word] = None if word == "shape" else fields[word][:60]
-        text = json.dumps(fields).encode()
+    text = _encoded(fields)
+    for letters in (60, 15):
+        for word in ("label", "where", "detail", "shape", "group"):
+            if len(text) <= LONGEST_TEXT:
+                return text
+            fields[word] = None if word == "shape" else fields[word][:letters]
+            text = _encoded(fields)
     return text
+
+
+def _encoded(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields, ensure_ascii=False).encode(errors="replace")
 
 
 def _start(serial: int) -> int:
@@ -212,6 +271,48 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
+
+
+def own_code_runs(frame: FrameType) -> bool:
+    """Whether the user's code runs in `frame`: it or a library that it has called, and not this package."""
+    inner: FrameType | None = frame
+    while inner is not None and not inner.f_code.co_filename.startswith(EVENLY):
+        if is_users(inner.f_code.co_filename):
+            return True
+        inner = inner.f_back
+    return False
+
+
+class _Stack(NamedTuple):
+    """The user's functions on the stack of a thread, from outside to inside, and the line that each is at."""
+
+    codes: tuple[CodeType, ...]
+    lines: tuple[int, ...]
+
+    @classmethod
+    def of(cls, frame: FrameType | None) -> _Stack:
+        found: list[tuple[CodeType, int]] = []
+        frame = users_frame(frame)
+        while frame is not None:
+            found.append((frame.f_code, frame.f_lineno))
+            frame = users_frame(frame.f_back)
+        return cls(tuple(code for code, _ in reversed(found)), tuple(line for _, line in reversed(found)))
+
+    def common(self, other: _Stack) -> _Stack:
+        """The outer functions that are the same, called on the same lines."""
+        depth = 0
+        for mine, its in zip(self.codes, other.codes, strict=False):
+            if mine is not its or (depth and self.lines[depth - 1] != other.lines[depth - 1]):
+                break
+            depth += 1
+        return _Stack(other.codes[:depth], other.lines[:depth])
+
+    def place(self, depth: int) -> str:
+        """The function at `depth`, as of `frame_place`; '' at 0."""
+        if not depth:
+            return ""
+        code = self.codes[depth - 1]
+        return _place(code.co_filename, code.co_qualname, self.lines[depth - 1])
 
 
 def frame_place(frame: FrameType | None) -> str:

@@ -78,7 +78,8 @@ class Run:
         self.job, self.world, self.out = job, world, options.out
         self.steps, self.steps_done = options.steps or job.steps, 0
         self._data: Group = world.group("data")
-        seen = check_job(job, decision.plan, world)
+        with world.during("first step"):
+            seen = check_job(job, decision.plan, world)
         self.composed: Composed = build_and_compose(job, decision.plan, world)
         self.model = self.composed.model
         self.plan = decision.plan
@@ -88,14 +89,16 @@ class Run:
         self.devices = self.executor.devices
         self.updater = Updater(job, self.plan, self.composed, world)
         self.optimizer, self.schedule = self.updater.optimizer, self.updater.schedule
-        check_update(self.updater, world)
-        self._averages = check_model(job, self.plan, self.executor, seen, world)
+        with world.during("first step"):
+            check_update(self.updater, world)
+            self._averages = check_model(job, self.plan, self.executor, seen, world)
         self._seen = seen if self._averages else []  # the microbatches that were looked at
         for statistics in self.composed.statistics:
             statistics.add_averages(self._averages)
         self.interrupt = Interrupt()
         self.saved_at: int | None = None  # step of the newest checkpoint
         self.stopped = False  # all ranks agreed to stop early
+        self._first_step = 0  # of this process
         self._clock = time.perf_counter()
         self._large_blocks = LargeBlocks(ranks=world.local_size) if world.device == "cpu" else None
         self._store: CheckpointStore | None = None
@@ -139,6 +142,12 @@ class Run:
                 f"a batch of step {batch.share.step + 1}",
                 "use each batch once",
             )
+        # A block that has been compiled may be compiled again, for other shapes.
+        state = "first step" if self._first_step == self.steps_done or self.plan.compile != "off" else "step"
+        with self.world.during(state):
+            return self._train(batch)
+
+    def _train(self, batch: Batch) -> StepReport:
         step = self.steps_done + 1
         if self._seen and step > 1 and step & (step - 1) == 0:
             check_again(self.executor, self._seen, self._averages, self.world)
@@ -214,7 +223,8 @@ class Run:
         if self.job.eval_data is None:
             raise UserError("run.evaluate()", "the job has no eval_data", "give the Job eval_data")
         share = self._fitted(share_of_evaluation(self.job, rank=self._data.position, ranks=self._data.size))
-        totals = self.executor.evaluate(Batch(share, self._loader(evaluation=True).read(iter([share]))))
+        with self.world.during("evaluating"):
+            totals = self.executor.evaluate(Batch(share, self._loader(evaluation=True).read(iter([share]))))
         totals.check(self.steps_done)
         evaluation = Evaluation(totals.loss, totals.weight, share.samples)
         self._recorder.evaluated(self.steps_done, evaluation)
@@ -242,7 +252,8 @@ class Run:
         if self.saved_at != self.steps_done:
             from evenly.train.resume import snapshot
 
-            self._store.save(snapshot(self), score=score)
+            with self.world.during("saving"):
+                self._store.save(snapshot(self), score=score)
             self.saved_at = self.steps_done
             self._recorder.saved(self.steps_done)
         self._clock = time.perf_counter()
@@ -258,7 +269,7 @@ class Run:
             except BaseException:
                 self._store.close()
                 raise
-            self.saved_at = self.steps_done
+            self.saved_at = self._first_step = self.steps_done
 
     # --------------------------------------------------------------------------------------------- the end
     @_at_work
@@ -267,7 +278,8 @@ class Run:
         self.interrupt.close()
         try:
             if self._store is not None and not failed:
-                self._store.close()
+                with self.world.during("saving"):
+                    self._store.close()
         finally:
             self._recorder.close(self.steps_done, failed=failed)
             self.composed.close()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from evenly.observe import recorder
-from evenly.observe.recorder import CollectiveCall, Recorder, call_from, call_text, read, waits_since_s
+from evenly.observe.recorder import CollectiveCall, Recorder, call_from, call_text, glance, read
 
 CALL = CollectiveCall("all_reduce", "data [0-1]", "float32", (3, None), "sum", "gradient of a", "train (train.py:88)")
 
@@ -27,14 +32,13 @@ def test_entries_come_back_in_order_and_the_oldest_are_forgotten(tmp_path: Path)
     serials = [writer.enter(number, call_text(CALL)) for number in range(1, recorder.ENTRIES + 51)]
     for serial in serials[:-1]:
         writer.leave(serial)  # the first of them have been overwritten
-    record, waits_s = read(tmp_path / "3.record"), waits_since_s(tmp_path / "3.record")
+    record = read(tmp_path / "3.record")
     writer.close()
     assert record is not None and record.rank == 3 and record.state == "running"
     assert [entry.number for entry in record.entries] == list(range(51, recorder.ENTRIES + 51))
     assert all(entry.call == CALL for entry in record.entries)
     assert [entry.left_s is None for entry in record.entries] == [False] * (recorder.ENTRIES - 1) + [True]
     assert all(entry.left_s >= entry.entered_s for entry in record.entries if entry.left_s)
-    assert waits_s == record.entries[-1].entered_s
     ended = read(tmp_path / "3.record")
     assert ended is not None and ended.state == "ended"
 
@@ -50,10 +54,10 @@ def test_the_beat_tells_where_the_main_thread_is_and_since_when(tmp_path: Path) 
 
 
 def test_what_is_not_a_record_is_none(tmp_path: Path) -> None:
-    assert read(tmp_path / "missing") is None and waits_since_s(tmp_path / "missing") is None
+    assert read(tmp_path / "missing") is None and glance(tmp_path / "missing") is None
     for name, content in {"empty": b"", "zeros": bytes(recorder.SLOT_BYTES * 300), "noise": b"x" * 200_000}.items():
         (tmp_path / name).write_bytes(content)
-        assert read(tmp_path / name) is None
+        assert read(tmp_path / name) is None and glance(tmp_path / name) is None
 
 
 def test_long_calls_are_cut_to_their_slot() -> None:
@@ -62,6 +66,8 @@ def test_long_calls_are_cut_to_their_slot() -> None:
     text = call_text(long)
     assert len(text) <= recorder.LONGEST_TEXT
     assert call_from(text).operation == "gather"
+    wide = call_text(CollectiveCall("gather", *["\U0001f600" * 900, "float32"], (3,), *["\udcff\U0001f600" * 900] * 3))
+    assert len(wide) <= recorder.LONGEST_TEXT and call_from(wide).operation == "gather"
 
 
 def test_places_are_the_users_own() -> None:
@@ -69,3 +75,82 @@ def test_places_are_the_users_own() -> None:
     assert not recorder.is_users(recorder.__file__)
     assert not recorder.is_users(threading.__file__) and not recorder.is_users("<frozen runpy>")
     assert recorder.is_users(__file__)
+
+
+def test_what_a_rank_does_and_that_it_gets_on_is_recorded(tmp_path: Path) -> None:
+    writer = Recorder(tmp_path / "0.record", 0)
+    with writer.during("step"):
+        writer.tick()
+        record = wait_for_ticks(tmp_path / "0.record", 2)
+        assert record.state == "step" and record.longest_step_s == 0
+        with writer.during("evaluating"):
+            assert wait_for_ticks(tmp_path / "0.record", 3).state == "evaluating"
+    after = wait_for_ticks(tmp_path / "0.record", 5)
+    writer.leave(writer.enter(1, call_text(CALL)))
+    operated = wait_for_ticks(tmp_path / "0.record", 7)
+    writer.close()
+    assert after.state == "running" and after.longest_step_s > 0
+    assert operated.entries == ()
+
+
+def wait_for_ticks(path: Path, ticks: int) -> recorder.RankRecord:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        record = glance(path)
+        if record is not None and record.ticks == ticks:
+            return record
+        time.sleep(0.05)
+    raise AssertionError(f"never had {ticks} ticks: {glance(path)}")
+
+
+def test_a_file_that_has_no_room_is_an_error_and_no_bus_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The room of all slots is asked for before the file is mapped."""
+
+    def full(descriptor: int, offset: int, length: int) -> None:
+        assert length == recorder.SLOT_BYTES * (recorder.ENTRIES + 1)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        Recorder(tmp_path / "0.record", 0)
+
+
+def test_a_loop_is_named_and_not_what_it_calls_in_turn(tmp_path: Path) -> None:
+    writer = Recorder(tmp_path / "0.record", 0)
+    record = loop_until(tmp_path / "0.record")
+    writer.close()
+    assert record.in_own_code
+    assert record.where.startswith("loop_until (test_recorder.py:")
+
+
+def loop_until(path: Path) -> recorder.RankRecord:
+    """Calls other functions until it is named, or a while long."""
+    deadline = time.monotonic() + 60
+    while True:
+        spend(one_moment)
+        spend(another_moment)
+        record = glance(path)
+        assert record is not None
+        if time.monotonic() > deadline or record.where.startswith("loop_until"):
+            return record
+
+
+def spend(moment: Callable[[float], None]) -> None:
+    moment(time.monotonic() + 0.02)
+
+
+def one_moment(until: float) -> None:
+    while time.monotonic() < until:
+        pass
+
+
+def another_moment(until: float) -> None:
+    while time.monotonic() < until:
+        pass
+
+
+def test_code_of_the_package_below_the_users_is_not_its_own() -> None:
+    assert recorder.own_code_runs(sys._getframe())
+    inner: dict[str, object] = {"sys": sys}
+    exec(compile("frame = sys._getframe()", recorder.__file__, "exec"), inner)  # as if it stood there
+    assert not recorder.own_code_runs(inner["frame"])  # type: ignore[arg-type]
