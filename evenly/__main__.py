@@ -1,5 +1,5 @@
 """`python -m evenly`: the command line."""
 
-from evenly.cli.main import main
+from evenly.cli.main import process
 
-main()
+process()

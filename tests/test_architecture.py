@@ -366,12 +366,12 @@ FILE_LINES, FUNCTION_LINES, CLASS_LINES, ARGUMENTS = 500, 60, 300, 9
 PACKAGE_LINES = {
     "__init__": 870,  # torch_private: hooks, transformations, memory of parts; libraries that a job file imports
     "checkpoint": 1785,  # pieces that overlap; the newest sound step
-    "cli": 1255,  # tables that keep words whole, and print what steers no terminal; the secret of a run
+    "cli": 1260,  # tables that keep words whole, and print what steers no terminal; the secret of a run
     "comm": 2435,  # exact sums, alone and over ranks; a store on one interface; what listens; a record of ranks alone
     "data": 829,  # streams of updates and schedules
     "engine": 1945,  # the look at the model; optimizers of whole parameters; parameters between steps
     "hardware": 931,  # kinds of devices can be registered
-    "launch": 2150,  # doors and tunnels between nodes; interfaces; ranks that leave early; signals at any moment
+    "launch": 2220,  # doors and tunnels between nodes; ranks that leave early; signals at any moment; folders
     "model": 554,  # parameters in one memory; modes that the job has set; made-up numbers; blocks of several classes
     "observe": 900,  # ranks that stand still, and where
     "parallel": 1,

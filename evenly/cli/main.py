@@ -8,13 +8,13 @@ from __future__ import annotations
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from evenly.cli.tables import printable
 from evenly.errors import EvenlyError, UserError
-from evenly.launch.signals import named_signals
+from evenly.launch.signals import end_with_code, named_signals
 
 app = typer.Typer(
     name="evenly",
@@ -238,6 +238,11 @@ def doctor_command(
     from evenly.cli.doctor import doctor
 
     raise typer.Exit(doctor(world=world, json_only=json_only))
+
+
+def process() -> NoReturn:
+    """The process of a command."""
+    end_with_code(main)
 
 
 def main() -> None:

@@ -9,16 +9,11 @@ forwards it once, and so that a rank can be ended together with the processes it
 from __future__ import annotations
 
 import atexit
-import fcntl
 import logging
 import multiprocessing
-import os
 import pickle
-import shutil
 import signal
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +30,7 @@ from evenly.launch.environment import (
     process_environment,
     rank_environment,
 )
+from evenly.launch.folders import open_folder, own_temporary_folder
 from evenly.launch.interfaces import is_loopback
 from evenly.launch.rank import LaunchFolder, RankExit, RankTask, Task, describe_exit, end_rank, rank_main
 from evenly.launch.signals import StopRequest, forwarded_signals, hold_signals, signal_rank
@@ -48,9 +44,6 @@ PRELOAD = ("torch", "torch.distributed", "torch.distributed.elastic.multiprocess
 
 # Each look of the agent takes milliseconds from the ranks' cores: at torch's 0.1 s, 10 % of a slow one.
 LOOK_EVERY_S = 0.5
-
-# A control folder is made a moment before it is locked.
-STARTING_S = 60.0
 
 
 class FailedRank(RankError):
@@ -126,7 +119,7 @@ def start_ranks(fn: Callable[..., Any], args: Sequence[Any], launch: Launch) -> 
         stack.enter_context(changed_environment(rank_environment(process_environment(), _interface(launch))))
         stack.enter_context(_quiet_agent())
         stack.enter_context(_main_module(needed=task.needs_main))
-        folder = _folder(launch, stack)
+        folder = open_folder(launch.log_dir, launch.node_rank, stack)
         stack.callback(folder.remove)
         stack.enter_context(forwarded_signals(folder, launch.stop))
         environment = {**process_environment(), CONTROL_VARIABLE: str(folder.control), **launch.environment}
@@ -155,6 +148,7 @@ def warm_up(preload: Sequence[str] = (), libraries: Sequence[str] = ()) -> None:
     with changed_environment(variables), hold_signals():
         forkserver.set_forkserver_preload([*PRELOAD, *preload, *(["evenly.launch.preload"] if libraries else [])])
         forkserver.ensure_running()
+    own_temporary_folder()
     atexit.register(_stop_forkserver)
 
 
@@ -244,59 +238,6 @@ def _unsendable(name: str, start: Start, why: str) -> UserError:
         f"it cannot be sent to another process: {why}",
         "use start='fork', or put the function at the top of a module that the ranks can import",
     )
-
-
-def _folder(launch: Launch, stack: ExitStack) -> LaunchFolder:
-    """The folder of this launch; `stack` releases its lock."""
-    if launch.log_dir is None:
-        clear_abandoned(Path(tempfile.gettempdir()))
-    logs = launch.log_dir or Path(tempfile.mkdtemp(prefix="evenly-"))
-    control = logs / f".node{launch.node_rank}"
-    asked = f"keep the ranks' logs in {logs}"
-    try:
-        control.mkdir(parents=True, exist_ok=True)
-        stack.callback(os.close, _lock(control))
-        for path in control.iterdir():  # of a launcher that was killed
-            path.unlink()
-    except BlockingIOError:
-        do = "wait for it or end it, or give this run a folder of its own (--out)"
-        raise UserError(asked, "another run writes there", do) from None
-    except OSError as error:
-        raise UserError(asked, str(error), "name a folder that can be written") from None
-    return LaunchFolder(logs.absolute(), control.absolute(), launch.log_dir is None)
-
-
-def clear_abandoned(folder: Path) -> None:
-    """Removes from `folder` what this user's launchers that were killed have left: nobody locks their control folders.
-
-    Logs of a run that has failed stay, since its message names them: it has removed its control folder.
-    """
-    for control in folder.glob("evenly-*/.node*"):
-        try:
-            status = control.stat()
-            if status.st_uid != os.getuid() or time.time() - status.st_mtime < STARTING_S:
-                continue
-            descriptor = os.open(control, os.O_RDONLY)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(control.parent, ignore_errors=True)
-            finally:
-                os.close(descriptor)
-        except OSError:  # it is another's, or alive
-            continue
-
-
-def _lock(folder: Path) -> int:
-    """A descriptor that holds the lock of `folder` until closed; `BlockingIOError` where another process holds it."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise
-    except OSError:
-        pass  # the file system has no locks
-    return descriptor
 
 
 # --- the agent ------------------------------------------------------------------------------------------

@@ -92,7 +92,11 @@ class RankExit:
 
 @dataclass(frozen=True)
 class LaunchFolder:
-    """Owns every file of a launch: logs, process ids, exits."""
+    """Owns every file of a launch: logs, process ids, exits.
+
+    control:   what launcher and ranks of this node tell each other, in a folder of its own.
+    temporary: whether the logs are in that folder too.
+    """
 
     logs: Path
     control: Path
@@ -148,7 +152,7 @@ class LaunchFolder:
 
     def remove(self) -> None:
         """Remove the control folder: nothing reads it any more, and its lock is still held."""
-        shutil.rmtree(self.control, ignore_errors=True)
+        shutil.rmtree(self.control if self.temporary else self.control.parent, ignore_errors=True)
 
     def remove_logs(self) -> None:
         """Remove the logs, if nobody named their folder."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import NoReturn
@@ -54,13 +55,29 @@ class StopRequest:
 @contextmanager
 def named_signals() -> Generator[None]:
     """Within, a stop signal ends this process with a word and exit code 128 + its number. For a main thread."""
-
-    def end(signum: int, frame: FrameType | None) -> None:
-        os.write(2, f"evenly: stopped by {signal.Signals(signum).name}\n".encode())
-        raise SystemExit(128 + signum)
-
-    with handled(STOP_SIGNALS, end):
+    with handled(STOP_SIGNALS, _end_named):
         yield
+
+
+def _end_named(signum: int, frame: FrameType | None) -> None:
+    os.write(2, f"evenly: stopped by {signal.Signals(signum).name}\n".encode())
+    raise SystemExit(128 + signum)
+
+
+def end_with_code(command: Callable[[], object]) -> NoReturn:
+    """Runs `command` and ends this process with its exit code, also where a stop signal comes when all is done."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, _end_named)
+    code: object = 0
+    try:
+        command()
+    except SystemExit as ended:
+        code = ended.code
+    with suppress(OSError):  # nobody reads it any more
+        sys.stdout.flush()
+    for number in STOP_SIGNALS:  # else the interpreter, while it ends, dies of them
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(code)  # type: ignore[arg-type]
 
 
 @contextmanager

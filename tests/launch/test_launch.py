@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import fcntl
+import multiprocessing.util
 import os
 import signal
 import socket
@@ -18,8 +19,9 @@ import pytest
 
 import evenly
 from evenly.errors import SampleError, UserError, note_step
-from evenly.launch.agent import FailedRank, Launch, _first_failure, clear_abandoned, launch, start_ranks
+from evenly.launch.agent import FailedRank, Launch, _first_failure, launch, start_ranks
 from evenly.launch.environment import process_environment
+from evenly.launch.folders import OWNED, clear_abandoned
 from evenly.launch.rank import LaunchFolder, RankExit, describe, describe_exit
 from evenly.launch.signals import StopRequest
 
@@ -35,6 +37,10 @@ def who(offset: int) -> tuple[int, int, str, str]:
     print(f"output of rank {environ['RANK']}")
     rank = int(environ["RANK"])
     return rank + offset, int(environ["WORLD_SIZE"]), environ["MASTER_ADDR"], environ.get("EVENLY_TEST", "")
+
+
+def control_folder() -> str:
+    return process_environment()["EVENLY_CONTROL"]
 
 
 def rank_threads() -> int:
@@ -146,6 +152,36 @@ def test_folders_of_killed_launchers_are_cleared(tmp_path: Path) -> None:
     os.close(alive)
     clear_abandoned(tmp_path)
     assert not (tmp_path / "evenly-alive").exists()
+
+
+def test_sockets_of_killed_launchers_are_cleared(tmp_path: Path) -> None:
+    """Multiprocessing's folder, where a launcher has marked it; another program's stays."""
+    for name in ("pymp-killed", "pymp-alive", "pymp-other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "listener-x").touch()
+    for name in ("pymp-killed", "pymp-alive"):
+        (tmp_path / name / OWNED).touch()
+        os.utime(tmp_path / name / OWNED, (0, 0))
+    alive = os.open(tmp_path / "pymp-alive" / OWNED, os.O_RDONLY)
+    fcntl.flock(alive, fcntl.LOCK_EX)
+    clear_abandoned(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"pymp-alive", "pymp-other"}
+    os.close(alive)
+
+
+def test_a_launcher_marks_its_sockets_folder() -> None:
+    launch(who, 0, devices=1)
+    mark = Path(multiprocessing.util.get_temp_dir()) / OWNED
+    other = os.open(mark, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(other)
+
+
+def test_what_ranks_record_is_not_where_the_logs_are(tmp_path: Path) -> None:
+    """The disk of the logs may be full: a mapped file there ends a process by SIGBUS."""
+    [control] = start_ranks(control_folder, (), Launch(devices=1, log_dir=tmp_path)).values()
+    assert not Path(control).is_relative_to(tmp_path) and not Path(control).parent.exists()
 
 
 # --- failures -------------------------------------------------------------------------------------------

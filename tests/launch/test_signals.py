@@ -47,11 +47,19 @@ with named_signals():
         print("tidied", flush=True)
 """
 
+ENDING = """
+import atexit, sys
+from evenly.launch.signals import end_with_code
+
+atexit.register(lambda: (print("ready", flush=True), sys.stdin.read()))
+end_with_code(lambda: sys.exit(130))
+"""
+
 
 def started(code: str, *arguments: object) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, "-c", code, *map(str, arguments)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
@@ -80,6 +88,14 @@ def test_a_signal_before_ranks_stand_is_named(signum: signal.Signals, code: int)
     process.send_signal(signum)
     output, errors = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, output, errors) == (code, "tidied\n", f"evenly: stopped by {signum.name}\n")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_when_all_is_done_leaves_the_exit_code(signum: signal.Signals) -> None:
+    process = started(ENDING)
+    process.send_signal(signum)
+    _, errors = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, errors) == (130, "")
 
 
 def test_a_launcher_waits_from_the_moment_its_ranks_are_to_end() -> None:
