@@ -373,7 +373,7 @@ PACKAGE_LINES = {
     "hardware": 931,  # kinds of devices can be registered
     "launch": 2220,  # doors and tunnels between nodes; ranks that leave early; signals at any moment; folders
     "model": 554,  # parameters in one memory; modes that the job has set; made-up numbers; blocks of several classes
-    "observe": 900,  # ranks that stand still, and where
+    "observe": 930,  # ranks that stand still, and where
     "parallel": 1,
     "parallel.core": 2112,  # stale tensors; rules of buffers (averages, spectral norm); what code between steps finds
     "parallel.data": 3202,  # layouts; exact buckets; optimizers of whole parameters; what units are given
@@ -382,7 +382,7 @@ PACKAGE_LINES = {
     "plan": 1174,  # schedules are a table that others add to
     "planner": 5638,
     "report": 1297,  # tables of splits and pages of plans, which came from planner/ and cli/
-    "train": 1370,  # the look at the job and its buffers before the first step; what a rank does
+    "train": 1375,  # the look at the job and its buffers before the first step; what a rank does
     "verify": 1521,  # data rules, measured rounding, hidden state and resumes, each in a file of its own
 }
 # Parameters of a command are the options that it has on the command line.

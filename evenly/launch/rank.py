@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -290,13 +291,16 @@ def _dumped(result: Any) -> bytes:
 def _fail(folder: LaunchFolder, rank: int, error: BaseException) -> NoReturn:
     """Write the exit for the launcher, then end this process without waiting for threads that may hang."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    folder.note_failing(rank)
+    with suppress(OSError):
+        folder.note_failing(rank)
     found = describe(rank, error)
-    with folder.log(rank).open("a") as log:
+    with suppress(OSError):  # the disk may be full, which may be the error
+        folder.put_exit(found)
+    with suppress(OSError), folder.log(rank).open("a") as log:
         log.write(found.traceback)
-    folder.put_exit(found)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     time.sleep(LINGER_S if found.kind == "peer" else SETTLE_S)
     os._exit(found.exit_code)
 

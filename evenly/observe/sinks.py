@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from evenly.errors import RunError
 from evenly.observe.run_folder import RunFolder
 
 Stream = Literal["metrics", "events", "timeline"]
@@ -29,12 +32,30 @@ class Sink(Protocol):
         ...
 
 
+MOVED = "leave the folder of a run where it is until the run has ended"
+
+
+@contextmanager
+def writing(path: Path) -> Generator[None]:
+    """Within, a file of a run's folder is written; what the system says is a `RunError`."""
+    try:
+        yield
+    except OSError as problem:
+        words = os.strerror(problem.errno) if problem.errno else str(problem)
+        raise RunError(f"write {path}", words, "see that the disk has room and can be written") from problem
+
+
 class JsonLines:
-    """A file of one JSON object a line, readable at any moment. Lines are whole: each is written in one call."""
+    """A file of one JSON object a line, readable at any moment. Lines are whole: each is written in one call.
+
+    Raises `RunError` where it cannot be written, or is no longer at `path`.
+    """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._path = path
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Writes `record` as one line; a number that is not finite, which JSON does not know, as null."""
@@ -42,10 +63,20 @@ class JsonLines:
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in record.items()
         }
-        self._file.write(json.dumps(strict, allow_nan=False) + "\n")
+        with writing(self._path):
+            if not self._is_there():
+                raise RunError(f"write {self._path}", "the file was removed or replaced while the run wrote it", MOVED)
+            self._file.write(json.dumps(strict, allow_nan=False) + "\n")
+
+    def _is_there(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        except FileNotFoundError:
+            return False
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # of a line that could not be written, which has been an error
+            self._file.close()
 
 
 class FolderSink:

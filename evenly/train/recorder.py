@@ -6,12 +6,14 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from evenly.checkpoint.config import write_model_config
 from evenly.comm.world import World
+from evenly.errors import RunError
 from evenly.observe.run_folder import RunFolder
-from evenly.observe.sinks import FolderSink, Sink
+from evenly.observe.sinks import FolderSink, Sink, writing
 from evenly.train.reports import Evaluation, StepReport
 
 if TYPE_CHECKING:
@@ -61,7 +63,9 @@ class RunRecorder:
     def close(self, step: int, *, failed: bool) -> None:
         """Records the end of the run after `step`, and closes the sinks; safe to call twice."""
         if self._sinks:
-            self._event("failed" if failed else "ended", step=step)
+            # The error that a run has failed with may be that nothing can be written.
+            with suppress(RunError) if failed else nullcontext():
+                self._event("failed" if failed else "ended", step=step)
         for sink in self._sinks:
             sink.close()
         self._sinks = []
@@ -77,6 +81,11 @@ class RunRecorder:
 
 def write_decisions(run: Run, folder: RunFolder, predicted: Mapping[str, Any] | None) -> None:
     """Writes plan.json and the model's config; on one rank."""
+    with writing(folder.plan):
+        _write_decisions(run, folder, predicted)
+
+
+def _write_decisions(run: Run, folder: RunFolder, predicted: Mapping[str, Any] | None) -> None:
     folder.root.mkdir(parents=True, exist_ok=True)
     if run.steps_done < run.steps or not folder.plan.exists():  # else keep those of the finished run
         job = run.job

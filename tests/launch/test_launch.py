@@ -3,6 +3,7 @@ from __future__ import annotations
 import fcntl
 import multiprocessing.util
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -41,6 +42,11 @@ def who(offset: int) -> tuple[int, int, str, str]:
 
 def control_folder() -> str:
     return process_environment()["EVENLY_CONTROL"]
+
+
+def fail_without_logs(logs: Path) -> None:
+    shutil.rmtree(logs)
+    raise ValueError("nothing is left")
 
 
 def rank_threads() -> int:
@@ -185,6 +191,11 @@ def test_what_ranks_record_is_not_where_the_logs_are(tmp_path: Path) -> None:
 
 
 # --- failures -------------------------------------------------------------------------------------------
+
+
+def test_an_error_is_reported_also_where_no_log_can_be_written(tmp_path: Path) -> None:
+    with pytest.raises(FailedRank, match="ValueError: nothing is left"):
+        start_ranks(fail_without_logs, (tmp_path / "logs",), Launch(devices=1, log_dir=tmp_path / "logs"))
 
 
 def test_a_folder_that_another_launch_writes_to_is_refused(tmp_path: Path) -> None:
