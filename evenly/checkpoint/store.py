@@ -27,7 +27,8 @@ from evenly.checkpoint.manifest import FileRecord, Manifest, TensorForm, Unsound
 from evenly.checkpoint.pieces import find_pieces
 from evenly.checkpoint.plain import decode, encode, merge
 from evenly.checkpoint.ranks import Ranks
-from evenly.checkpoint.tensors import form_of, own_files, read_tensors, save_tensors
+from evenly.checkpoint.tensors import read_tensors, save_tensors
+from evenly.checkpoint.writer import form_of
 from evenly.comm.groups import Group
 from evenly.errors import CheckpointError, EvenlyError, ResumeError, UserError
 
@@ -225,8 +226,7 @@ class CheckpointStore:
         ranks, partial = self._ranks, self._folder.partial(mine.step)
         ranks.first(asked, lambda: self._folder.begin(mine.step))
         whole = _united(asked, ranks, mine)
-        ranks.together(asked, lambda: save_tensors(staged, whole.tensors, partial, ranks.handle))
-        parts = ranks.together(asked, lambda: own_files(partial, ranks.rank))
+        parts = ranks.together(asked, lambda: save_tensors(staged, whole.tensors, partial, ranks.handle))
         files = {name: record for part in parts for name, record in part.items()}
         ranks.first(asked, lambda: self._commit(partial, whole, files))
 

@@ -1,6 +1,6 @@
 """Tensors in the files of one folder, by torch's distributed checkpoint, as safetensors.
 
-Every rank writes files of its own; a tensor that several ranks have is written by one of them, a sharded
+Every rank writes files of its own (`writer`); a tensor that several ranks have is written by one of them, a sharded
 one in pieces. Reading asks for whatever pieces the reading ranks hold. No path here unpickles a file.
 """
 
@@ -8,43 +8,36 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
-from evenly.checkpoint.folder import record_file
 from evenly.checkpoint.manifest import FileRecord, TensorForm
+from evenly.checkpoint.writer import write_file
 
-# A file is built in memory before it is written: this bounds that memory.
-FILE_BYTES = 1 << 30
-
-
-def form_of(tensor: Tensor) -> TensorForm:
-    return TensorForm(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+FILE_BYTES = 1 << 30  # of a file, unless one tensor has more
 
 
 def save_tensors(
     tensors: dict[str, Tensor], forms: Mapping[str, TensorForm], folder: Path, group: dist.ProcessGroup | None
-) -> None:
-    """Write this rank's part of the tensors and sync it; a collective of the group.
+) -> dict[str, FileRecord]:
+    """Write this rank's part of the tensors and sync it; what is in each of its files. A collective of the group.
 
     tensors: those that this rank has, in CPU memory. forms: those of all ranks.
     """
+    writer = _Writer(folder, forms, 0 if group is None else dist.get_rank(group))
     with _quiet():
-        dcp.save(
-            tensors,
-            storage_writer=_Writer(folder, forms),
-            planner=_Planner(),
-            process_group=group,
-            no_dist=group is None,
-        )
+        dcp.save(tensors, storage_writer=writer, planner=_Planner(), process_group=group, no_dist=group is None)
+    return writer.records
 
 
 def read_tensors(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None) -> None:
@@ -61,11 +54,6 @@ def _quiet() -> Generator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
-
-
-def own_files(folder: Path, rank: int) -> dict[str, FileRecord]:
-    """name -> record of the files that this rank wrote."""
-    return {path.name: record_file(path) for path in sorted(folder.glob(f"shard-{rank + 1:05d}-*"))}
 
 
 def file_numbers(forms: Mapping[str, TensorForm], file_bytes: int = FILE_BYTES) -> dict[str, int]:
@@ -92,8 +80,30 @@ class _Planner(dcp.DefaultSavePlanner):
 
 
 class _Writer(dcp.HuggingFaceStorageWriter):
-    """Files of at most `FILE_BYTES`, or of one tensor."""
+    """Files of at most `FILE_BYTES`, or of one tensor, named as torch names them.
 
-    def __init__(self, path: Path, forms: Mapping[str, TensorForm]) -> None:
-        super().__init__(str(path), fqn_to_index_mapping=file_numbers(forms), save_distributed=True)
-        self.per_thread_copy_ahead = 0  # everything is in CPU memory already; do not touch a device
+    records: of the files that were written, by name.
+    """
+
+    def __init__(self, folder: Path, forms: Mapping[str, TensorForm], rank: int) -> None:
+        super().__init__(str(folder), save_distributed=True)
+        self.records: dict[str, FileRecord] = {}
+        self._folder, self._rank, self._numbers = folder, rank, file_numbers(forms)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes the tensors of `plan`, which are in CPU memory already."""
+        files: dict[int, list[WriteItem]] = {}
+        for item in plan.items:
+            files.setdefault(self._numbers[item.index.fqn], []).append(item)
+        for number, items in files.items():
+            name = f"shard-{self._rank + 1:05d}-model-{number:05d}-of-{max(self._numbers.values()):05d}.safetensors"
+            parts = {item.index.fqn: _part(item, planner) for item in items}
+            self.records[name] = write_file(self._folder / name, parts)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([WriteResult(item.index, 0, None) for item in plan.items])
+        return done
+
+
+def _part(item: WriteItem, planner: SavePlanner) -> tuple[Tensor, Sequence[int]]:
+    assert item.tensor_data is not None
+    return cast("Tensor", planner.resolve_data(item)), item.tensor_data.chunk.offsets

@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler as schedules
 from evenly.checkpoint.manifest import differences, first_of
 from evenly.checkpoint.plain import decode, encode
 from evenly.checkpoint.state import check_values, install, read_state, targets
-from evenly.checkpoint.tensors import form_of
+from evenly.checkpoint.writer import form_of
 from evenly.errors import CheckpointError, ResumeError, UserError
 
 

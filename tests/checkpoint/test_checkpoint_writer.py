@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from evenly.checkpoint import writer
+from evenly.checkpoint.folder import record_file
+from evenly.checkpoint.writer import write_file
+
+
+def test_a_file_is_read_by_the_library_and_its_record_is_right(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tensors = {
+        "bytes": torch.arange(5, dtype=torch.uint8),
+        "double": torch.randn(3, 2, dtype=torch.float64),
+        "half": torch.randn(7).to(torch.bfloat16),
+        "large": torch.randn(3, writer.PIECE_BYTES // 8 + 1),
+        "none": torch.zeros(0, 3),
+        "one": torch.tensor(3.5),
+    }
+    path = tmp_path / "shard-00001-model-00001-of-00001.safetensors"
+    record = write_file(path, {name: (tensor, (0,) * tensor.dim()) for name, tensor in tensors.items()})
+    assert record == record_file(path)
+    with safe_open(path, framework="pt") as file:
+        assert sorted(file.keys()) == sorted(tensors)
+        for name, tensor in tensors.items():
+            assert file.get_tensor(name).dtype == tensor.dtype and torch.equal(file.get_tensor(name), tensor)
+
+
+def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "x").touch()
+    with pytest.raises(FileExistsError):
+        write_file(tmp_path / "x", {})
