@@ -370,8 +370,8 @@ PACKAGE_LINES = {
     "comm": 2435,  # exact sums, alone and over ranks; a store on one interface; what listens; a record of ranks alone
     "data": 829,  # streams of updates and schedules
     "engine": 1945,  # the look at the model; optimizers of whole parameters; parameters between steps
-    "hardware": 931,  # kinds of devices can be registered
-    "launch": 2220,  # doors and tunnels between nodes; ranks that leave early; signals at any moment; folders
+    "hardware": 955,  # kinds of devices can be registered; numbers beyond all machines
+    "launch": 2225,  # doors and tunnels between nodes; ranks that leave early; signals at any moment; folders
     "model": 554,  # parameters in one memory; modes that the job has set; made-up numbers; blocks of several classes
     "observe": 930,  # ranks that stand still, and where
     "parallel": 1,
@@ -380,7 +380,7 @@ PACKAGE_LINES = {
     "parallel.tensor": 4133,  # experts, indices and convolutions on parts; split parameters between steps
     "parallel.pipeline": 3381,  # numbers inside blocks, draws between them; hooks; what blocks leave behind; layouts
     "plan": 1174,  # schedules are a table that others add to
-    "planner": 5638,
+    "planner": 5645,
     "report": 1297,  # tables of splits and pages of plans, which came from planner/ and cli/
     "train": 1375,  # the look at the job and its buffers before the first step; what a rank does
     "verify": 1521,  # data rules, measured rounding, hidden state and resumes, each in a file of its own

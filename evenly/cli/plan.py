@@ -250,7 +250,7 @@ def _draw(path: Path, request: PlanRequest, plans: Sequence[Prediction], *, assu
     timeline = preview(request, plans[0].plan)
     text = page(request.source.name, _devices(request, plans), plans, timeline, assumed=assumed)
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="replace")
     except OSError as problem:
         raise UserError(f"write {path}", str(problem), "name a file that can be written") from None
     print(f"pictures in {path}", file=sys.stderr)

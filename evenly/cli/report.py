@@ -41,7 +41,7 @@ def report(folder: Path, *, json_only: bool) -> int:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="replace")  # a name may hold what is no letter
     except OSError as problem:
         raise UserError(f"write {path}", str(problem), "make the folder writable") from None
 

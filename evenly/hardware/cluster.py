@@ -10,6 +10,8 @@ from typing import Any
 from evenly.hardware.devices import Device, device_with, known_device
 from evenly.hardware.links import Fabric, fabric_of
 
+MOST_DEVICES = 1_000_000  # a search goes through the divisors of their number
+
 
 @dataclass(frozen=True)
 class Link:
@@ -37,7 +39,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Cluster:
-    """`nodes` nodes of `devices` devices each.
+    """`nodes` nodes of `devices` devices each, `MOST_DEVICES` in all.
 
     kind:       of device; see `find_device`. own: facts that replace those of the kind, in the words of devices.toml.
     backend:    that the links were measured with, "" where none were.

@@ -29,22 +29,24 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from evenly.errors import UserError
-from evenly.hardware.cluster import Cluster, Link, Rates
+from evenly.hardware.cluster import MOST_DEVICES, Cluster, Link, Rates
 from evenly.hardware.links import far_link
 
 _Field = tuple[Callable[[Any], bool], str]  # whether a value is one, and what to give
 
 
-NUMBER: _Field = (
-    lambda value: type(value) in (int, float) and isfinite(value) and value >= 0,
-    "give a number that is not negative",
+MOST = 1e30  # of what a device does in a second, in bytes and FLOP
+LONGEST_COUNT = 12  # digits
+
+NUMBER: _Field = (lambda value: type(value) in (int, float) and 0 <= value <= MOST, f"give a number from 0 to {MOST:g}")
+COUNT: _Field = (
+    lambda value: type(value) is int and 1 <= value <= MOST_DEVICES,
+    f"give a whole number from 1 to {MOST_DEVICES}",
 )
-COUNT: _Field = (lambda value: type(value) is int and value >= 1, "give a whole number of at least 1")
 TRUTH: _Field = (lambda value: isinstance(value, bool), "give true or false")
 TEXT: _Field = (lambda value: isinstance(value, str) and '"' not in value, "give a word")
 FIELDS = {
@@ -111,6 +113,9 @@ def read_cluster(path: Path) -> Cluster:
         if name in content or name in ("nodes", "devices", "kind")
     }
     rate = facts.pop("network_gbit_per_s", None)
+    if facts["nodes"] * facts["devices"] > MOST_DEVICES:
+        found = f"nodes and devices make {facts['nodes'] * facts['devices']} devices"
+        raise UserError(asked, found, f"give up to {MOST_DEVICES} in all")
     cluster = Cluster(
         **facts,
         links=_links(content, asked),
@@ -128,7 +133,7 @@ def _links(content: Mapping[str, Any], asked: str) -> dict[tuple[str, int], Link
     for operation, by_ranks in _table(content, "links", asked).items():
         for ranks, numbers in _table({operation: by_ranks}, operation, asked).items():
             where = f"links.{operation}.{ranks}"
-            if not ranks.isdecimal():
+            if not _is_count(ranks):
                 raise UserError(asked, f"{where} does not end in a number of ranks", "write it as links.all_reduce.2")
             table = _table({where: numbers}, where, asked)
             alpha_s, beta = (
@@ -138,6 +143,10 @@ def _links(content: Mapping[str, Any], asked: str) -> dict[tuple[str, int], Link
     return links
 
 
+def _is_count(text: str) -> bool:
+    return text.isdecimal() and len(text) <= LONGEST_COUNT
+
+
 def _rates(content: Mapping[str, Any], asked: str) -> Rates:
     table = _table(content, "rates", asked)
     memory = float(_value(table["memory"], "rates.memory", asked, NUMBER)) if "memory" in table else None
@@ -145,7 +154,7 @@ def _rates(content: Mapping[str, Any], asked: str) -> Rates:
     for precision, by_size in _table(table, "matmul", asked).items():
         where = f"rates.matmul.{precision}"
         sizes = _table({where: by_size}, where, asked)
-        if wrong := [size for size in sizes if not size.isdecimal()]:
+        if wrong := [size for size in sizes if not _is_count(size)]:
             raise UserError(asked, f"{where} has {', '.join(wrong)}", "name each rate by its n, a whole number")
         matmul[precision] = {int(n): float(_value(sizes[n], f"{where}.{n}", asked, NUMBER)) for n in sizes}
     return Rates(matmul=matmul, memory=memory)

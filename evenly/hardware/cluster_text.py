@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 from evenly.errors import UserError
-from evenly.hardware.cluster import Cluster
+from evenly.hardware.cluster import MOST_DEVICES, Cluster
 from evenly.hardware.cluster_file import read_cluster
 from evenly.hardware.devices import find_device, known_device
 from evenly.hardware.links import network_names
 from evenly.launch.environment import available_cores
 
 LOCAL = "local"
+MOST_GBITS = 1_000_000
 MOST_CPU_RANKS = 8  # beyond, processes cost more than they bring; --devices overrules it
 ACCEPTED = (
     "write 8xH100, 4x8xH100 (nodes x devices x kind), 4x8xH100@400 (Gb/s per device to other nodes), local or FILE.toml"
@@ -78,11 +80,15 @@ def _described(text: str, words: str) -> Cluster:
     match = COUNTS.fullmatch(words)
     if match is None:
         raise _impossible(text, "it names no device")
+    if any(len(count) > len(str(MOST_DEVICES)) for count in match.group(1, 2) if count):
+        raise _impossible(text, f"more than {MOST_DEVICES:,} devices")
     counts = [int(count) for count in match.group(1, 2) if count]
     if not counts and BEHIND.search(match[3]):
         raise _impossible(text, "numbers stand before the kind of device")
     if 0 in counts:
         raise _impossible(text, "a count of 0")
+    if prod(counts) > MOST_DEVICES:
+        raise _impossible(text, f"more than {MOST_DEVICES:,} devices")
     return _networked(_counted(text, counts, find_device(match[3]).name), text, match[4])
 
 
@@ -101,8 +107,8 @@ def _networked(cluster: Cluster, text: str, network: str | None) -> Cluster:
     if network is None:
         return cluster
     match = NETWORK.fullmatch(network)
-    if match is None or float(match[1]) == 0:
-        raise _impossible(text, f"{network!r} behind @ is no number of Gb/s")
+    if match is None or not 0 < float(match[1]) < MOST_GBITS:
+        raise _impossible(text, f"{network!r} behind @ is no number of Gb/s below {MOST_GBITS:,}")
     name = match[2].lower() if match[2] else None
     if name is not None and name not in network_names():
         raise _impossible(text, f"{name!r} is none of the networks {', '.join(network_names())}")

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
-from math import inf
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +17,8 @@ FILE = Path(__file__).with_name("devices.toml")
 MAKERS = ("nvidia", "tesla", "geforce", "amd", "instinct", "quadro")
 NEAREST = 3
 NEEDED = ("memory_gib", "memory_gb_per_s", "tflops", "node", "link", "link_gb_per_s", "network_gbit_per_s")
+COUNTS, MOST_IN_A_DOMAIN = ("node", "domain"), 1_000_000
+MOST = 1e30  # of any fact
 TEXTS = ("link", "network", "source")
 
 
@@ -146,12 +147,14 @@ def _problems(own: Mapping[str, Any]) -> Iterator[str]:
                 yield f"tflops is {value!r}, not positive numbers by precision, float32 among them"
         elif name not in (*NEEDED, "domain", *TEXTS):
             yield f"{name} is no fact of a device"
-        elif not (isinstance(value, str) if name in TEXTS else _positive(value)):
+        elif not (isinstance(value, str) if name in TEXTS else _positive(value, whole=name in COUNTS)):
             yield f"{name} is {value!r}"
 
 
-def _positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < inf
+def _positive(value: object, *, whole: bool = False) -> bool:
+    if whole:
+        return type(value) is int and 0 < value <= MOST_IN_A_DOMAIN
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < MOST
 
 
 def _device(name: str, facts: Mapping[str, Any]) -> Device:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import multiprocessing
 import pickle
 import signal
 import sys
@@ -33,7 +32,7 @@ from evenly.launch.environment import (
 from evenly.launch.folders import open_folder, own_temporary_folder
 from evenly.launch.interfaces import is_loopback
 from evenly.launch.rank import LaunchFolder, RankExit, RankTask, Task, describe_exit, end_rank, rank_main
-from evenly.launch.signals import StopRequest, forwarded_signals, hold_signals, signal_rank
+from evenly.launch.signals import StopRequest, forwarded_signals, hold_signals, stop_forkserver
 from evenly.launch.watch import Watch
 from evenly.observe.diagnosis import Diagnosis, explain
 
@@ -149,16 +148,7 @@ def warm_up(preload: Sequence[str] = (), libraries: Sequence[str] = ()) -> None:
         forkserver.set_forkserver_preload([*PRELOAD, *preload, *(["evenly.launch.preload"] if libraries else [])])
         forkserver.ensure_running()
     own_temporary_folder()
-    atexit.register(_stop_forkserver)
-
-
-def _stop_forkserver() -> None:
-    """End the forkserver at once. It would end by itself, but not before its imports are done."""
-    from multiprocessing import forkserver
-
-    pid = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
-    if pid is not None and multiprocessing.parent_process() is None:
-        signal_rank(pid, signal.SIGKILL)
+    atexit.register(stop_forkserver)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import select
 import signal
@@ -173,10 +174,20 @@ def signal_ranks(folder: LaunchFolder, stop: StopRequest, asked: set[int]) -> No
 
 def leave(folder: LaunchFolder, stop: StopRequest, how: str) -> NoReturn:
     """Ends this process, whatever its main thread waits for."""
+    stop_forkserver()
     folder.remove()
     folder.remove_logs()
     os.write(2, f"the run was stopped by {signal.Signals(stop.signum).name} {how}\n".encode())
     os._exit(128 + stop.signum)
+
+
+def stop_forkserver() -> None:
+    """End the forkserver at once. It would end by itself, but not before its imports are done, and slowly."""
+    from multiprocessing import forkserver
+
+    pid = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
+    if pid is not None and multiprocessing.parent_process() is None:
+        signal_rank(pid, signal.SIGKILL)
 
 
 def signal_rank(pid: int, signum: int) -> None:

@@ -75,8 +75,10 @@ def equal_blocks(blocks: int, stages: int, each: float, before: float, after: fl
     """
 
     def room(most: float) -> tuple[int, int, int]:
-        first, last = floor((most - before) / each + 1e-9), floor((most - after) / each + 1e-9)
-        return max(1, first), max(1, floor(most / each + 1e-9)), max(1, last)
+        first, middle, last = (
+            max(1, floor(min(blocks, seconds / each + 1e-9))) for seconds in (most - before, most, most - after)
+        )
+        return first, middle, last
 
     low, high = max(blocks * each / stages, before, after), blocks * each + before + after
     for _ in range(40):

@@ -59,7 +59,11 @@ def search(request: PlanRequest) -> PlanResult:
     _refuse_unknown(request.only)
     if request.step_s is not None:
         return _fewest(request, request.step_s)
-    return _on(request, request.max_devices or request.cluster.size)
+    return _on(request, _most_devices(request))
+
+
+def _most_devices(request: PlanRequest) -> int:
+    return min(request.cluster.size, request.max_devices or request.cluster.size)
 
 
 def _refuse_unknown(only: PlanSpec) -> None:
@@ -243,7 +247,7 @@ def plan_of(choice: PlanChoice, request: PlanRequest, precision: Any) -> Plan:
 
 def _fewest(request: PlanRequest, step_s: float) -> PlanResult:
     """The best plans on the fewest devices with which a step takes at most `step_s`; on all where none does."""
-    most = request.max_devices or request.cluster.size
+    most = _most_devices(request)
     node = request.cluster.devices
     counts = [count for count in range(1, node + 1) if node % count == 0 and count <= most]
     counts += range(2 * node, most + 1, node)

@@ -15,12 +15,14 @@ LIMIT_S = 120
 
 STUCK = """
 import sys, threading
+from multiprocessing import forkserver
 from pathlib import Path
 from evenly.launch.rank import LaunchFolder
 from evenly.launch.signals import StopRequest, forwarded_signals
 
 folder = Path(sys.argv[1])
 (folder / "0.pid").write_text(sys.argv[2])
+forkserver._forkserver._forkserver_pid = int(sys.argv[3])
 with forwarded_signals(LaunchFolder(folder / "logs", folder, True), StopRequest()):
     print("ready", flush=True)
     threading.Event().wait()  # as for the rest of what a rank has sent
@@ -69,7 +71,8 @@ def started(code: str, *arguments: object) -> subprocess.Popen[str]:
 def test_a_second_signal_ends_a_launcher_that_is_stuck(second: signal.Signals, tmp_path: Path) -> None:
     rank = started(DEAF)
     (tmp_path / "control").mkdir()
-    launcher = started(STUCK, tmp_path / "control", rank.pid)
+    server = started(DEAF)  # a fork server that would take its time
+    launcher = started(STUCK, tmp_path / "control", rank.pid, server.pid)
     launcher.send_signal(signal.SIGINT)
     with pytest.raises(subprocess.TimeoutExpired):
         launcher.wait(1)
@@ -78,7 +81,8 @@ def test_a_second_signal_ends_a_launcher_that_is_stuck(second: signal.Signals, t
     assert launcher.returncode == 130
     assert errors == "the run was stopped by SIGINT and its ranks were killed\n"
     rank.communicate(timeout=LIMIT_S)
-    assert rank.returncode == -signal.SIGKILL
+    server.communicate(timeout=LIMIT_S)
+    assert rank.returncode == server.returncode == -signal.SIGKILL
     assert not (tmp_path / "control").exists()
 
 
