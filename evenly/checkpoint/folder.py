@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from evenly.checkpoint.manifest import FileRecord, Manifest, Unsound, from_text, hash_file, to_text
-from evenly.errors import CheckpointError
+from evenly.errors import CheckpointError, UserError
 from evenly.observe.run_folder import RunFolder
 
 KEEP_LAST = 3
@@ -173,14 +173,17 @@ class CheckpointFolder:
             raise Unsound(f"its manifest is of step {manifest.step}")
         return manifest
 
-    def check_files(self, manifest: Manifest, names: Iterable[str]) -> None:
-        """Compare those files with their records; no other file may be there. Raises `Unsound`."""
+    def check_files(self, manifest: Manifest, names: Iterable[str], *, digests: bool = True) -> None:
+        """Compare those files with their records; no other file may be there. Raises `Unsound`.
+
+        digests: whether the files are read, or their sizes compared alone.
+        """
         folder = self.path(manifest.step)
         extra = sorted(path.name for path in folder.glob("*.safetensors") if path.name not in manifest.files)
         if extra:
             raise Unsound(f"{extra[0]} is not in its manifest")
         for name in names:
-            _check_record(folder / name, manifest.files[name])
+            _check_record(folder / name, manifest.files[name], digests=digests)
 
     def newest_sound(self, *, but: int | None = None) -> int | None:
         """The newest step other than `but` whose files all agree with its manifest; reads them whole."""
@@ -191,13 +194,43 @@ class CheckpointFolder:
         return next((manifest for _, manifest in sorted(self._readable(), reverse=True)), None)
 
     def is_sound(self, step: int) -> bool:
-        """Whether all files of a checkpoint agree with its manifest."""
+        """Whether `check` finds nothing wrong; reads all files."""
         try:
-            manifest = self.manifest(step)
-            self.check_files(manifest, manifest.files)
+            self.check(step)
         except Unsound:
             return False
         return True
+
+    def check(self, step: int, *, digests: bool = True) -> Manifest:
+        """The manifest of `step`, whose files agree with it and hold all tensors whole; raises `Unsound` where not.
+
+        digests: whether the files are read, or their sizes and headers compared alone.
+        """
+        from evenly.checkpoint.pieces import find_pieces  # numpy
+
+        manifest = self.manifest(step)
+        self.check_files(manifest, manifest.files, digests=digests)
+        find_pieces(self.path(step), manifest.files, manifest.tensors)
+        return manifest
+
+    def keep(self, newest: int) -> list[int]:
+        """Removes all but the `newest` that are sound and, of the sound ones, the best; returns the steps removed.
+
+        Reads all files. Raises `UserError` where none is sound, and `CheckpointError` while a run writes here.
+        """
+        with self.lock():
+            manifests = {step: self.manifest(step) for step in self.steps() if self.is_sound(step)}
+            if not manifests:
+                raise UserError(
+                    f"remove checkpoints in {self.checkpoints}",
+                    "none of them is sound",
+                    "look at them before all are gone",
+                )
+            retained = {*sorted(manifests)[-newest:], _best(manifests)}
+            gone = [step for step in self.steps() if step not in retained]
+            for step in gone:
+                self.remove(step)
+        return gone
 
 
 def record_file(path: Path) -> FileRecord:
@@ -223,13 +256,13 @@ def _check_file(path: Path) -> None:
         raise Unsound(f"{path.name} is not a file")
 
 
-def _check_record(path: Path, record: FileRecord) -> None:
+def _check_record(path: Path, record: FileRecord, *, digests: bool) -> None:
     _check_file(path)
     try:
         size_bytes = path.stat().st_size
         if size_bytes != record.size_bytes:
             raise Unsound(f"{path.name} has {size_bytes} bytes, its manifest says {record.size_bytes}")
-        if hash_file(path) != record.blake2b:
+        if digests and hash_file(path) != record.blake2b:
             raise Unsound(f"{path.name} was altered: its hash is not the one in the manifest")
     except OSError as error:
         raise Unsound(f"{path.name} cannot be read ({error})") from None

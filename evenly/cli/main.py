@@ -192,6 +192,22 @@ def export_command(
     raise typer.Exit(run_export(run, to, step, json_only=json_only))
 
 
+@app.command("checkpoints")
+def checkpoints_command(
+    run: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a run: runs/NAME-N.")],
+    check: Annotated[bool, typer.Option("--check", help="Read all files and hold them against their digests.")] = False,
+    keep: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Remove all but the N newest sound ones and the best.")
+    ] = None,
+    json_only: Json = False,
+    debug: Debug = False,
+) -> None:
+    """List a run's checkpoints; exit code 1 if anything is wrong with one."""
+    from evenly.cli.checkpoints import checkpoints
+
+    raise typer.Exit(checkpoints(run, check=check, keep=keep, json_only=json_only))
+
+
 bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench_app, name="bench")
 

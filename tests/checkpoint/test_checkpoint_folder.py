@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +16,16 @@ from evenly.errors import CheckpointError
 FILE = "shard-00001-model-00001-of-00001.safetensors"
 
 
+def packed(content: bytes) -> bytes:
+    """A file of safetensors that holds no tensor."""
+    header = json.dumps({"__metadata__": {"content": content.decode()}}).encode()
+    return struct.pack("<Q", len(header)) + header
+
+
 def put(folder: CheckpointFolder, step: int, score: float | None = None, content: bytes = b"numbers") -> None:
     folder.begin(step)
     file = folder.partial(step) / FILE
-    file.write_bytes(content)
+    file.write_bytes(packed(content))
     folder.commit(Manifest(step, score, {FILE: record_file(file)}, {}, {}))
 
 
@@ -49,7 +57,7 @@ def test_the_same_step_can_be_written_again(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
     put(folder, 5, content=b"old")
     put(folder, 5, content=b"new")
-    assert (folder.path(5) / FILE).read_bytes() == b"new" and folder.is_sound(5)
+    assert (folder.path(5) / FILE).read_bytes() == packed(b"new") and folder.is_sound(5)
     assert names(folder) == ["step-00000005"]
 
 
@@ -76,8 +84,8 @@ def test_prune_leaves_the_unreadable_alone_and_does_not_count_it(tmp_path: Path)
     ("break_it", "reason"),
     [
         (lambda path: (path / FILE).unlink(), "is missing"),
-        (lambda path: (path / FILE).write_bytes(b"numb"), "has 4 bytes, its manifest says 7"),
-        (lambda path: (path / FILE).write_bytes(b"nUmbers"), "was altered"),
+        (lambda path: (path / FILE).write_bytes(b"numb"), "has 4 bytes, its manifest says 48"),
+        (lambda path: (path / FILE).write_bytes(packed(b"nUmbers")), "was altered"),
         (lambda path: (path / "extra.safetensors").write_bytes(b""), "extra.safetensors is not in its manifest"),
         (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
         (lambda path: (path / "manifest.json").write_bytes(b"\xff\xfe"), "cannot be read"),
