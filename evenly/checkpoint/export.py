@@ -120,7 +120,7 @@ def _checked_source(folder: CheckpointFolder, step: int) -> _Source:
         folder.check_files(manifest, manifest.files)
         return _weights(manifest, find_pieces(folder.path(step), manifest.files, manifest.tensors))
     except Unsound as reason:
-        sound = folder.newest_sound(but=step)
+        sound = folder.newest_sound()
         other = "there is no other sound checkpoint in this folder"
         do = other if sound is None else f"export step {sound}, the newest sound checkpoint"
         raise CheckpointError(f"export {folder.path(step)}", str(reason), do) from None

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from evenly.checkpoint.manifest import FileRecord, Manifest, Unsound, from_text, hash_file, to_text
+from evenly.checkpoint.plain import decode
 from evenly.errors import CheckpointError, UserError
 from evenly.observe.run_folder import RunFolder
 
@@ -100,10 +101,10 @@ class CheckpointFolder:
             if path.name.startswith((PARTIAL, REMOVED)):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def begin(self, step: int) -> None:
-        """An empty partial folder for `step`."""
+    def begin(self, step: int, *, new: bool = True) -> None:
+        """An empty partial folder for `step`; an `OSError` if there is no folder of checkpoints, unless `new`."""
         self.abandon(step)
-        self.partial(step).mkdir(parents=True)
+        self.partial(step).mkdir(parents=new)
 
     def abandon(self, step: int) -> None:
         """Remove the partial folder of `step`, if there is one."""
@@ -185,9 +186,9 @@ class CheckpointFolder:
         for name in names:
             _check_record(folder / name, manifest.files[name], digests=digests)
 
-    def newest_sound(self, *, but: int | None = None) -> int | None:
-        """The newest step other than `but` whose files all agree with its manifest; reads them whole."""
-        return next((step for step in reversed(self.steps()) if step != but and self.is_sound(step)), None)
+    def newest_sound(self) -> int | None:
+        """The newest step that is sound; reads files whole."""
+        return next((step for step in reversed(self.steps()) if self.is_sound(step)), None)
 
     def newest_readable(self) -> Manifest | None:
         """The newest manifest that can be read."""
@@ -206,12 +207,20 @@ class CheckpointFolder:
 
         digests: whether the files are read, or their sizes and headers compared alone.
         """
-        from evenly.checkpoint.pieces import find_pieces  # numpy
-
         manifest = self.manifest(step)
         self.check_files(manifest, manifest.files, digests=digests)
-        find_pieces(self.path(step), manifest.files, manifest.tensors)
+        self.check_whole(manifest)
         return manifest
+
+    def check_whole(self, manifest: Manifest) -> None:
+        """Whether the values can be read and the files hold all tensors whole; reads headers. Raises `Unsound`."""
+        from evenly.checkpoint.pieces import find_pieces  # numpy
+
+        try:
+            decode(manifest.values)
+        except ValueError as error:
+            raise Unsound(f"a value in its manifest is malformed ({error})") from None
+        find_pieces(self.path(manifest.step), manifest.files, manifest.tensors)
 
     def keep(self, newest: int) -> list[int]:
         """Removes all but the `newest` that are sound and, of the sound ones, the best; returns the steps removed.
@@ -231,6 +240,14 @@ class CheckpointFolder:
             for step in gone:
                 self.remove(step)
         return gone
+
+
+def copy_files(source: Path, to: Path, names: Iterable[str]) -> None:
+    """Copies files into another folder, and syncs them."""
+    for name in names:
+        shutil.copyfile(source / name, to / name)
+        with (to / name).open("rb+") as file:
+            os.fsync(file.fileno())
 
 
 def record_file(path: Path) -> FileRecord:

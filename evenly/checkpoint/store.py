@@ -12,9 +12,11 @@ one save is under way, and the main thread uses that group only while none is.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial as bound
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -22,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from evenly.checkpoint.folder import CheckpointFolder
-from evenly.checkpoint.manifest import FileRecord, Manifest, TensorForm, Unsound, differences, fingerprint, first_of
+from evenly.checkpoint.folder import CheckpointFolder, copy_files
+from evenly.checkpoint.manifest import Manifest, TensorForm, Unsound, differences, fingerprint, first_of
 from evenly.checkpoint.pieces import find_pieces
 from evenly.checkpoint.plain import decode, encode, merge
 from evenly.checkpoint.ranks import Ranks
@@ -83,6 +85,7 @@ class CheckpointStore:
 
     folder: the run's folder, on storage that all ranks see.
     group:  a gloo group of all ranks that nothing else uses; None for a process alone.
+    second: another such folder, to which every checkpoint is copied; None for none.
 
     passed_over: why the last `load` has not taken the newest checkpoint; '' where it has.
 
@@ -90,27 +93,38 @@ class CheckpointStore:
     are raised on every rank.
     """
 
-    def __init__(self, folder: Path, group: Group | None = None) -> None:
+    def __init__(self, folder: Path, group: Group | None = None, second: Path | None = None) -> None:
         self._folder = CheckpointFolder(folder)
+        self._second = None if second is None else CheckpointFolder(second)
+        self._places = [self._folder, *([] if self._second is None else [self._second])]
         self._ranks = Ranks(group or Group.alone("files"))
         self._stager = DefaultStager(_staging_options())
-        self._lock: IO[str] | None = None
+        self._locks: list[IO[str]] = []
         self._locked = False
         self._pending: tuple[Future[None], ThreadPoolExecutor] | None = None
         self.passed_over = ""
 
-    def lock(self) -> None:
-        """Locks the folder for this run and removes leftovers of killed runs; `save` does it if need be.
+    def lock(self, *, new: bool = False) -> None:
+        """Locks the folders for this run and removes leftovers of killed runs; `save` does it if need be.
 
-        Raises `CheckpointError` if another process saves here.
+        new: whether the run is; `UserError` if there are checkpoints in the second folder then.
+        Raises `CheckpointError` if another process saves there.
         """
         if not self._locked:
-            asked = f"save checkpoints in {self._folder.checkpoints}"
-            self._ranks.first(asked, self._take_lock)
+            for place in self._places:
+                take = bound(self._take_lock, place)
+                self._ranks.first(f"save checkpoints in {place.checkpoints}", take)
+            if new and self._second is not None:
+                self._ranks.first("save checkpoints", self._check_empty)
             self._locked = True
 
-    def _take_lock(self) -> None:
-        self._lock = self._folder.lock()
+    def _check_empty(self) -> None:
+        if self._second is not None and self._second.steps():
+            asked, found = f"copy checkpoints to {self._second.checkpoints}", "it already holds those of a run"
+            raise UserError(asked, found, "add --resume, or choose another --save-to")
+
+    def _take_lock(self, place: CheckpointFolder) -> None:
+        self._locks.append(place.lock())
 
     def save(self, snapshot: Snapshot, *, score: float | None = None) -> None:
         """Copy the snapshot, return, and write it while training goes on.
@@ -150,8 +164,8 @@ class CheckpointStore:
             self.finish()
         finally:
             self._stager.close()
-            if self._lock is not None:
-                self._lock.close()
+            for lock in self._locks:
+                lock.close()
 
     def steps(self) -> list[int]:
         """Steps with a checkpoint, ascending; their contents are not looked at."""
@@ -160,47 +174,55 @@ class CheckpointStore:
     def load(self, step: int | None = None) -> Checkpoint:
         """Check the checkpoint of `step`, every file of it, and return it; by default the newest that is sound.
 
-        Raises `CheckpointError` with the reason if it is torn, foreign or altered; it names the newest one
-        that is sound. `passed_over` then says why a newer one was not taken.
+        Both folders are looked at, the first before the second. Raises `CheckpointError` with the reason if it is torn,
+        foreign or altered; it names the newest one that is sound. `passed_over` says why a newer one was not taken.
         """
         self.finish()
         which = "the newest step" if step is None else f"step {step}"
-        asked = f"load the checkpoint of {which} in {self._folder.checkpoints}"
-        chosen = self._ranks.first(asked, lambda: self._choose(asked, step))
-        found = self._checked(asked, chosen)
-        if isinstance(found, str):
-            sound = self._ranks.first(asked, lambda: self._folder.newest_sound(but=chosen))
-            if step is not None or sound is None:
-                raise _refusal(f"load {self._folder.path(chosen)}", found, sound)
-            self.passed_over = f"the checkpoint of step {chosen} is not sound ({found})"
-            chosen, found = sound, self._checked(asked, sound)
-            if isinstance(found, str):
-                raise _refusal(f"load {self._folder.path(chosen)}", found, None)
-        return Checkpoint(chosen, decode(found.values), found.tensors, self._folder.path(chosen), self._ranks)
+        asked = f"load the checkpoint of {which} in {' or '.join(str(place.checkpoints) for place in self._places)}"
+        reasons: list[str] = []
+        candidates = self._ranks.first(asked, lambda: self._candidates(asked, step))
+        for chosen, number in candidates:
+            place = self._places[number]
+            found = self._checked(asked, place, chosen)
+            if isinstance(found, Manifest):
+                if reasons:
+                    self.passed_over = f"the checkpoint of step {candidates[0][0]} is not sound ({reasons[0]})"
+                return Checkpoint(chosen, decode(found.values), found.tensors, place.path(chosen), self._ranks)
+            reasons.append(found)
+        newest, number = candidates[0]
+        sound = self._ranks.first(asked, lambda: self._newest_sound() if step is not None else None)
+        raise _refusal(f"load {self._places[number].path(newest)}", reasons[0], sound)
 
-    def _checked(self, asked: str, step: int) -> Manifest | str:
+    def _checked(self, asked: str, place: CheckpointFolder, step: int) -> Manifest | str:
         """The manifest of `step`, whose files agree with it; or why not."""
-        manifest = self._ranks.first(asked, lambda: _reason_or(lambda: self._folder.manifest(step)))
+        manifest = self._ranks.first(asked, lambda: _reason_or(lambda: place.manifest(step)))
         if isinstance(manifest, str):
             return manifest
-        reasons = self._ranks.together(asked, lambda: _reason_or(lambda: self._check(manifest)))
+        reasons = self._ranks.together(asked, lambda: _reason_or(lambda: self._check(place, manifest)))
         return next((reason for reason in reasons if reason is not None), manifest)
 
-    def _choose(self, asked: str, step: int | None) -> int:
-        steps = self.steps()
-        if not steps:
+    def _candidates(self, asked: str, step: int | None) -> list[tuple[int, int]]:
+        """(step, number of its folder) of what may be loaded, in the order in which it is tried."""
+        found = [(one, number) for number, place in enumerate(self._places) for one in place.steps()]
+        if not found:
             raise ResumeError(asked, "there is none", "start the run again, or give the folder of another run")
-        if step is not None and step not in steps:
+        if step is None:
+            return sorted(found, key=lambda one: (-one[0], one[1]))
+        steps = sorted({one for one, _ in found})
+        if step not in steps:
             raise ResumeError(asked, f"there are those of {', '.join(map(str, steps))}", "choose one of them")
-        return steps[-1] if step is None else step
+        return [one for one in found if one[0] == step]
 
-    def _check(self, manifest: Manifest) -> None:
+    def _newest_sound(self) -> int | None:
+        return max((step for place in self._places if (step := place.newest_sound()) is not None), default=None)
+
+    def _check(self, place: CheckpointFolder, manifest: Manifest) -> None:
         """This rank's share of the files; the first rank also sees that they hold what the manifest says."""
         names = sorted(manifest.files)[self._ranks.rank :: self._ranks.size]
-        self._folder.check_files(manifest, names)
+        place.check_files(manifest, names)
         if self._ranks.rank == 0:
-            _decoded(manifest)
-            find_pieces(self._folder.path(manifest.step), manifest.files, manifest.tensors)
+            place.check_whole(manifest)
 
     def _stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies in CPU memory; the memory is used again by the next save of the same tensors."""
@@ -228,13 +250,29 @@ class CheckpointStore:
         whole = _united(asked, ranks, mine)
         parts = ranks.together(asked, lambda: save_tensors(staged, whole.tensors, partial, ranks.handle))
         files = {name: record for part in parts for name, record in part.items()}
-        ranks.first(asked, lambda: self._commit(partial, whole, files))
-
-    def _commit(self, partial: Path, whole: Manifest, files: dict[str, FileRecord]) -> None:
         manifest = Manifest(whole.step, whole.score, files, whole.tensors, whole.values)
+        ranks.first(asked, lambda: self._commit(partial, manifest))
+        if self._second is not None:
+            self._copy(self._second, manifest, list(parts[ranks.rank]))
+
+    def _copy(self, second: CheckpointFolder, manifest: Manifest, own_files: Sequence[str]) -> None:
+        """Copies the checkpoint, which is valid, to the second folder. Where that fails, says so and goes on."""
+        asked, ranks = f"copy the checkpoint of step {manifest.step} to {second.checkpoints}", self._ranks
+        source = self._folder.path(manifest.step)
+        try:
+            ranks.first(asked, lambda: second.begin(manifest.step, new=False))
+            ranks.together(asked, lambda: copy_files(source, second.partial(manifest.step), own_files))
+            ranks.first(asked, lambda: second.commit(manifest))
+            ranks.first(asked, second.prune)
+        except CheckpointError as problem:
+            if ranks.rank == 0:
+                second.abandon(manifest.step)
+                print(f"evenly: {asked}: {problem.found}: it is in {source} alone; the run goes on", file=sys.stderr)
+
+    def _commit(self, partial: Path, manifest: Manifest) -> None:
         there = sorted(path.name for path in partial.iterdir())
-        if there != sorted(files):
-            found = f"the ranks wrote {sorted(files)}, the first rank sees {there}"
+        if there != sorted(manifest.files):
+            found = f"the ranks wrote {sorted(manifest.files)}, the first rank sees {there}"
             raise CheckpointError(f"save {partial}", found, "use a folder that all ranks share")
         try:
             find_pieces(partial, manifest.files, manifest.tensors)
@@ -293,10 +331,3 @@ def _reason_or(act: Callable[[], T]) -> T | str:
         return act()
     except Unsound as reason:
         return str(reason)
-
-
-def _decoded(manifest: Manifest) -> dict[str, Any]:
-    try:
-        return decode(manifest.values)
-    except ValueError as error:
-        raise Unsound(f"a value in its manifest is malformed ({error})") from None

@@ -54,6 +54,9 @@ def run_command(
             min=1, metavar="SECONDS", help="End the run when a rank stands still longer (default: 180, 540 at first)."
         ),
     ] = None,
+    save_to: Annotated[
+        Path | None, typer.Option(metavar="DIR2", help="A second folder, to which every checkpoint is copied.")
+    ] = None,
     settings: Settings = [],  # noqa: B006  (typer copies it)
     nodes: Annotated[int, typer.Option(min=1, help="Machines that take part.")] = 1,
     node_rank: Annotated[int, typer.Option(min=0, help="Number of this machine, from 0.")] = 0,
@@ -84,6 +87,7 @@ def run_command(
         rendezvous=rendezvous,
         secret_file=secret_file,
         json_only=json_only,
+        save_to=save_to,
     )
     raise typer.Exit(run(request))
 

@@ -44,6 +44,7 @@ class RunRequest:
     rendezvous: str
     secret_file: Path | None
     json_only: bool
+    save_to: Path | None = None
 
 
 def run(request: RunRequest) -> int:
@@ -67,7 +68,6 @@ def run(request: RunRequest) -> int:
     if not script:
         check_settings(request.job, settings)
     warm_up(PRELOAD)  # imports torch in the fork server while this process imports it too
-
     from evenly.train.options import RunOptions
 
     place = find_here()
@@ -89,6 +89,7 @@ def run(request: RunRequest) -> int:
         resume=request.resume,
         step=request.step,
         devices=None if fitted.replicas is None else devices,
+        save_to=request.save_to,
     )
     launch = Launch(
         devices=ranks,
@@ -148,6 +149,7 @@ def _way_on(request: RunRequest, out: Path | str) -> str:
     """The command by which a run goes on; the plan is free, and its number of devices."""
     settings = [word for setting in request.settings for word in ("--set", setting)]
     steps = [] if request.steps is None else ["--steps", str(request.steps)]
+    steps += [] if request.save_to is None else ["--save-to", str(request.save_to)]
     ending = ["--", *request.arguments] if request.arguments else []
     return shlex.join(["evenly", "run", str(request.job), *settings, *steps, "--resume", "--out", str(out), *ending])
 
@@ -160,7 +162,13 @@ def _run_as_rank(request: RunRequest) -> int:
 
     plan, sought = read_with(request.job, lambda: asked_plan(request.plan))
     options = RunOptions(
-        plan=plan, search=sought, out=request.out, steps=request.steps, resume=request.resume, step=request.step
+        plan=plan,
+        search=sought,
+        out=request.out,
+        steps=request.steps,
+        resume=request.resume,
+        step=request.step,
+        save_to=request.save_to,
     )
     if owns_loop(request.job):
         signum = run_script(request.job, request.arguments, request.json_only)
@@ -227,7 +235,8 @@ def choose_folder(request: RunRequest) -> Path:
             raise UserError(
                 f"a new run in {request.out}", "it already holds a run", "add --resume, or choose another --out"
             )
-        if request.resume and not exists:
+        copied = request.save_to is not None and CheckpointFolder(request.save_to).steps()
+        if request.resume and not exists and not copied:
             raise UserError(
                 f"resuming the run in {request.out}", "it holds no run", "check --out, or leave out --resume"
             )

@@ -21,6 +21,7 @@ class RunOptions:
     step:    of that checkpoint; None for the newest that is sound.
     devices: of this one process, for a plan with replicas; None for all GPUs.
     search:  whether to search for the best plan among those that agree with `plan`.
+    save_to: a second folder to which every checkpoint is copied; None for none.
     """
 
     plan: PlanSpec | None = None
@@ -30,12 +31,13 @@ class RunOptions:
     devices: int | None = None
     search: bool = False
     step: int | None = None
+    save_to: Path | None = None
 
     def to_text(self) -> str:
         """JSON for the ranks' environment; `from_text` is its inverse."""
         plan, out = self.plan and str(self.plan), self.out and str(self.out)
         others = {"steps": self.steps, "resume": self.resume, "devices": self.devices, "search": self.search}
-        others["step"] = self.step
+        others |= {"step": self.step, "save_to": self.save_to and str(self.save_to)}
         return json.dumps({"plan": plan, "out": out, **others})
 
     @classmethod
@@ -44,7 +46,8 @@ class RunOptions:
         values = json.loads(text)
         plan, out = values["plan"], values["out"]
         others = (values[name] for name in ("steps", "resume", "devices", "search", "step"))
-        return cls(plan and parse_plan(plan), out and Path(out), *others)
+        save_to = values["save_to"] and Path(values["save_to"])
+        return cls(plan and parse_plan(plan), out and Path(out), *others, save_to=save_to)
 
 
 def merge_options(given: RunOptions) -> RunOptions:

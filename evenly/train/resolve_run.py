@@ -71,7 +71,7 @@ def connect_and_resolve(job: Job, options: RunOptions, place: ProcessInfo) -> tu
 
 def decide(job: Job, options: RunOptions, place: ProcessInfo) -> ResolvedRun:
     """How `job` runs on the ranks of `place`; called on one rank, before a model is built anywhere."""
-    recorded = recorded_in(options.out) if options.resume and options.out else PreviousRun()
+    recorded = recorded_in(options.out, options.save_to) if options.resume and options.out else PreviousRun()
     plan = options.plan or PlanSpec()  # the default: all ranks share each batch
     plan = replace(plan, exact=plan.exact or recorded.exact)
     if options.search:
@@ -101,14 +101,15 @@ def decided_by_rank0(act: Callable[[], ResolvedRun], group: Group) -> ResolvedRu
     return first
 
 
-def recorded_in(out: Path) -> PreviousRun:
-    """The defaults from the newest checkpoint in `out` that can be read; none where there is none.
+def recorded_in(out: Path, second: Path | None = None) -> PreviousRun:
+    """The defaults from the newest checkpoint in the two folders that can be read; none where there is none.
 
     Raises `PlanError` for a plan that this version does not know.
     """
-    folder = CheckpointFolder(out)
+    folders = [CheckpointFolder(folder) for folder in (out, second) if folder is not None]
     try:
-        manifest = folder.newest_readable()
+        manifests = filter(None, (folder.newest_readable() for folder in folders))
+        manifest = max(manifests, key=lambda one: one.step, default=None)
         values = {} if manifest is None else decode(manifest.values)
         return PreviousRun(values["rules"]["microbatch"], parse_plan(values["plan"]).exact)
     except (IndexError, KeyError, TypeError, ValueError, AttributeError, Unsound):

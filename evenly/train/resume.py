@@ -19,14 +19,15 @@ from evenly.errors import ResumeError
 
 if TYPE_CHECKING:
     from evenly.parallel.tensor.saving import SplitCheckpoint
+    from evenly.train.options import RunOptions
     from evenly.train.run import Run
 
 
-def open_store(run: Run) -> CheckpointStore:
-    """The checkpoints in the run's folder; an error if another run writes there."""
+def open_store(run: Run, options: RunOptions) -> CheckpointStore:
+    """The checkpoints in the run's folders; an error if another run writes there."""
     assert run.out is not None
-    store = CheckpointStore(run.out, run.world.group("files"))
-    store.lock()
+    store = CheckpointStore(run.out, run.world.group("files"), options.save_to)
+    store.lock(new=not options.resume)
     return store
 
 
@@ -52,6 +53,8 @@ def restore(run: Run, store: CheckpointStore, step: int | None = None) -> None:
     Raises `ResumeError` where it is not of this job.
     """
     checkpoint = store.load(step)
+    if run.world.is_main and run.out not in checkpoint.path.parents:
+        print(f"evenly: going on from {checkpoint.path}", file=sys.stderr)
     if store.passed_over and run.world.is_main:
         print(f"evenly: {store.passed_over}: going on from step {checkpoint.step}", file=sys.stderr)
     _check_rules(run, checkpoint.values)

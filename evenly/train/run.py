@@ -262,7 +262,7 @@ class Run:
         # torch's distributed checkpoint takes a second to import: only runs that save wait for it.
         from evenly.train.resume import open_store, restore
 
-        self._store = open_store(self)
+        self._store = open_store(self, options)
         if options.resume:
             try:
                 restore(self, self._store, options.step)
