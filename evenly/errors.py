@@ -66,6 +66,16 @@ def note_step(problem: Exception, step: int) -> None:
     problem.evenly_step = step  # type: ignore[attr-defined]
 
 
+def note_rank(problem: Exception, rank: int) -> None:
+    """Notes on `problem`, which all ranks raise, the rank that it arose on."""
+    problem.evenly_rank = rank  # type: ignore[attr-defined]
+
+
+def rank_of(problem: BaseException) -> int | None:
+    """The rank that it arose on, if that was noted."""
+    return getattr(problem, "evenly_rank", None)
+
+
 def step_of(problem: BaseException) -> int | None:
     """The optimizer step in which it was raised, if that was noted."""
     return getattr(problem, "evenly_step", None)

@@ -281,6 +281,17 @@ def in_backward() -> bool:
     return backward_number() != -1
 
 
+def autograd_node() -> tuple[str, int] | None:
+    """(name, number) of the node of the graph whose backward runs in this thread; None outside of a backward."""
+    node: Any = torch._C._current_autograd_node()  # pyright: ignore
+    return None if node is None else (node.name(), node._sequence_nr())
+
+
+def next_node_number() -> int:
+    """The number of the next node that a forward in this thread makes."""
+    return torch._C._autograd._get_sequence_nr()  # pyright: ignore
+
+
 def backward_number() -> int:
     """Which backward autograd is running in this thread, each with a number of its own; -1 outside of any."""
     return torch._C._current_graph_task_id()  # pyright: ignore

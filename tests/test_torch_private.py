@@ -41,6 +41,7 @@ from evenly.torch_private import (
     SpectralNormOfWeight,
     TorchDispatchMode,
     all_gather_single,
+    autograd_node,
     backward_number,
     begin_all_gather,
     change_transformed,
@@ -64,6 +65,7 @@ from evenly.torch_private import (
     masks_not_compared,
     memory_bytes,
     memory_key,
+    next_node_number,
     operation_of,
     outside_transforms,
     plain_name,
@@ -657,3 +659,14 @@ def test_spectral_norms() -> None:
     (hook,) = forward_pre_hooks(old := nn.utils.spectral_norm(nn.Linear(3, 4)))
     assert isinstance(getattr(old, hook.name + ORIGINAL), nn.Parameter)
     assert isinstance(hook, SpectralNorm)
+
+
+def test_a_node_of_the_backward_has_the_number_that_the_forward_was_about_to_give() -> None:
+    seen: list[object] = []
+    x = torch.ones(2, requires_grad=True)
+    number = next_node_number()
+    y = torch.log(x)
+    assert next_node_number() == number + 1 and autograd_node() is None
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: (seen.append(autograd_node()), t)[1]):
+        torch.exp(y).sum().backward()
+    assert seen[0] == ("ExpBackward0", number + 1)

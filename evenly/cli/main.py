@@ -29,6 +29,9 @@ JobFile = Annotated[Path, typer.Argument(metavar="JOB.py", help="File that defin
 Settings = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="A setting of job(); repeatable.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout and nothing else there.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Skipped = Annotated[
+    int, typer.Option(min=0, metavar="N", help="Go on without up to N batches whose loss or gradient is not finite.")
+]
 Devices = Annotated[int | None, typer.Option(min=1, help="Ranks on this machine (default: all GPUs, else CPU cores).")]
 
 
@@ -47,6 +50,7 @@ def run_command(
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of the whole run (default: the job's).")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest sound checkpoint.")] = False,
     step: Annotated[int | None, typer.Option(min=0, help="Go on from the checkpoint of this step.")] = None,
+    skip_nonfinite: Skipped = 0,
     check: Annotated[bool, typer.Option("--check", help="Compare what ranks ask for before each collective.")] = False,
     stall_limit: Annotated[
         float | None,
@@ -79,6 +83,7 @@ def run_command(
         steps=steps,
         resume=resume or step is not None,
         step=step,
+        skip_nonfinite=skip_nonfinite,
         check=check,
         stall_limit_s=stall_limit,
         settings=settings,

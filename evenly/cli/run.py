@@ -36,6 +36,7 @@ class RunRequest:
     steps: int | None
     resume: bool
     step: int | None
+    skip_nonfinite: int
     check: bool
     stall_limit_s: float | None
     settings: list[str]
@@ -68,8 +69,6 @@ def run(request: RunRequest) -> int:
     if not script:
         check_settings(request.job, settings)
     warm_up(PRELOAD)  # imports torch in the fork server while this process imports it too
-    from evenly.train.options import RunOptions
-
     place = find_here()
     under_launcher = place.size > 1 and request.nodes == 1
     if under_launcher and place.local_size > 1:
@@ -81,16 +80,7 @@ def run(request: RunRequest) -> int:
     _check_gpus(devices)
     ranks = devices if fitted.replicas is None else _one_process(fitted, nodes)
     out = None if script and request.out is None else choose_folder(request)
-    options = RunOptions(
-        plan=named,
-        search=sought,
-        out=out,
-        steps=request.steps,
-        resume=request.resume,
-        step=request.step,
-        devices=None if fitted.replicas is None else devices,
-        save_to=request.save_to,
-    )
+    options = _options(request, named, sought, out, None if fitted.replicas is None else devices)
     launch = Launch(
         devices=ranks,
         nodes=nodes,
@@ -107,6 +97,23 @@ def run(request: RunRequest) -> int:
     )
     _announce(request, fitted.devices, out)
     return _start(request, launch, settings, options, script=script)
+
+
+def _options(request: RunRequest, plan: Any, search: bool, out: Path | None, devices: int | None = None) -> Any:
+    """The options that are passed to the ranks."""
+    from evenly.train.options import RunOptions
+
+    return RunOptions(
+        plan=plan,
+        search=search,
+        out=out,
+        steps=request.steps,
+        resume=request.resume,
+        step=request.step,
+        skip_nonfinite=request.skip_nonfinite,
+        devices=devices,
+        save_to=request.save_to,
+    )
 
 
 def _announce(request: RunRequest, devices: int | None, out: Path | None) -> None:
@@ -151,25 +158,18 @@ def _way_on(request: RunRequest, out: Path | str) -> str:
     steps = [] if request.steps is None else ["--steps", str(request.steps)]
     steps += [] if request.save_to is None else ["--save-to", str(request.save_to)]
     ending = ["--", *request.arguments] if request.arguments else []
-    return shlex.join(["evenly", "run", str(request.job), *settings, *steps, "--resume", "--out", str(out), *ending])
+    skip = ["--skip-nonfinite", str(request.skip_nonfinite)] if request.skip_nonfinite else []
+    return shlex.join(
+        ["evenly", "run", str(request.job), *settings, *steps, *skip, "--resume", "--out", str(out), *ending]
+    )
 
 
 def _run_as_rank(request: RunRequest) -> int:
     """Under a launcher that starts every rank itself, this process is one of them."""
     from evenly.train.interrupt import Interrupt
     from evenly.train.loop import run_job_file, run_script
-    from evenly.train.options import RunOptions
 
-    plan, sought = read_with(request.job, lambda: asked_plan(request.plan))
-    options = RunOptions(
-        plan=plan,
-        search=sought,
-        out=request.out,
-        steps=request.steps,
-        resume=request.resume,
-        step=request.step,
-        save_to=request.save_to,
-    )
+    options = _options(request, *read_with(request.job, lambda: asked_plan(request.plan)), request.out)
     if owns_loop(request.job):
         signum = run_script(request.job, request.arguments, request.json_only)
         return _exit_code(signum > 0, signum)

@@ -169,6 +169,11 @@ class Composed:
                 first.merge(other)
         first.sync(calls)
 
+    def drop_statistics(self) -> None:
+        """Ends a step that is not to count: what its forwards have recorded of buffers is gone."""
+        for statistics in self.statistics:
+            statistics.drop()
+
     def train(self, mode: bool) -> None:
         """Sets training or evaluation mode on every replica; for evaluation also copies the current parameters."""
         for replica in self.replicas:

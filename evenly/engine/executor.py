@@ -23,6 +23,7 @@ from evenly.data.stream import stream_key
 from evenly.engine.compose import Composed
 from evenly.engine.precision import autocast, place_batch
 from evenly.engine.step_totals import StepTotals, StepTotalsBuilder, as_loss
+from evenly.engine.trace import NonFiniteWatch, Origin
 from evenly.errors import RunError
 from evenly.job import Job, Loss
 from evenly.parallel.core.memory import HOST, Category, MemoryCounter, on
@@ -34,12 +35,14 @@ class Executor(ABC):
     """Runs the batches of `job` through the model of `composed`.
 
     counter: counts the memory of tensors in the steps in which that is asked for, else None.
+    watch: sees all operations while a step is repeated because of numbers that are not finite, else None.
     """
 
     def __init__(self, job: Job, plan: Plan, composed: Composed, world: World) -> None:
         self.job, self.plan, self.composed, self.world = job, plan, composed, world
         self.devices = list(dict.fromkeys(replica.device for replica in composed.replicas))
         self.counter: MemoryCounter | None = None
+        self.watch: NonFiniteWatch | None = None
         self._tensor_group: Group | None = world.groups.get("tensor")
 
     # ------------------------------------------------------------------------------------------------ a pass
@@ -65,6 +68,16 @@ class Executor(ABC):
             with on(HOST):
                 batch.microbatches.ahead()
             return builder.read(gradients.finish_reduce())
+
+    def traced_step(self, batch: Batch, *, scale: float) -> tuple[StepTotals, list[Origin]]:
+        """As `step`, and where numbers on this rank that are not finite came from."""
+        self.watch = NonFiniteWatch(replica.module for replica in self.composed.replicas)
+        try:
+            with self.watch:
+                totals = self.step(batch, scale=scale, stop=lambda: False, spans=None)
+            return totals, self.watch.origins
+        finally:
+            self.watch = None
 
     def evaluate(self, batch: Batch) -> StepTotals:
         """Runs the forward of the batch in evaluation mode; random states and training mode are restored."""
@@ -122,11 +135,15 @@ class Executor(ABC):
         """The loss of `microbatch`, recorded in `builder`; of a filler zero, and not recorded."""
         key = stream_key(self.job.seed, "microbatch", step, microbatch.number)
         statistics = self.composed.statistics[replica.number]
+        if self.watch is not None:
+            self.watch.begin(microbatch)
         if not microbatch.counts:
             with statistics.recording(None):
                 return Loss(self._loss(replica, microbatch, key).total * 0, 0)
         with statistics.recording(microbatch.number):
             loss = self._loss(replica, microbatch, key)
+        if self.watch is not None:
+            self.watch.end(loss.total)
         self.record_result(builder, microbatch, loss, statistics.calls(microbatch.number))
         return loss
 

@@ -22,6 +22,7 @@ WEIGHTS = {"float64": torch.float64, "pure-bfloat16": torch.bfloat16, "pure-floa
 AUTOCAST_DTYPE = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 LARGEST_SCALE = 2.0**16
+SMALLEST_SCALE = 2.0**-24
 STEPS_BEFORE_GROWTH = 2000
 
 
@@ -35,7 +36,7 @@ class LossScale:
     def after(self, *, finite: bool) -> LossScale:
         """The scale for the next step: halved after an overflow, doubled after 2,000 clean steps."""
         if not finite:
-            return LossScale(max(self.factor / 2, 2.0**-24))
+            return LossScale(max(self.factor / 2, SMALLEST_SCALE))
         if self.clean_steps + 1 == STEPS_BEFORE_GROWTH:
             return LossScale(self.factor * 2)
         return LossScale(self.factor, self.clean_steps + 1)

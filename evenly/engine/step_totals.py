@@ -38,16 +38,22 @@ class StepTotals:
     @cached_property
     def loss(self) -> float:
         """sum(totals) / sum(weights), exactly rounded."""
-        return math.fsum(self.totals) / self.weight
+        add = sum if self.not_finite else math.fsum  # which knows no sum of both infinities
+        return add(self.totals) / self.weight
+
+    @property
+    def not_finite(self) -> list[int]:
+        """The microbatches whose loss is not a finite number."""
+        return [number for number, total in enumerate(self.totals) if not math.isfinite(total)]
 
     def check(self, step: int) -> None:
-        """Raises `RunError`, on all ranks alike, if the loss of `step` is not a finite number."""
+        """Raises `RunError`, on all ranks alike, if the losses of `step` have no weight that can divide them."""
         for number, (total, weight) in enumerate(zip(self.totals, self.weights, strict=True)):
-            if not math.isfinite(total) or not math.isfinite(weight) or weight < 0:
+            if not math.isfinite(weight) or weight < 0:
                 raise RunError(
-                    f"step {step}: the loss must be finite and its weight finite and not negative",
+                    f"step {step}: the weight of a loss must be finite and not negative",
                     f"microbatch {number} has total {total} and weight {weight:g}",
-                    "look for a division by zero, a log of zero, or too high a learning rate",
+                    "look for a division by zero where the weight is computed",
                 )
         if self.weight == 0:
             raise RunError(

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from evenly.comm.collectives import gather_values
 from evenly.comm.world import World
 from evenly.data.generators import seeded
 from evenly.data.stream import stream_key
 from evenly.engine.build import build_optimizer, build_schedule, check_offload, remove_parameters
 from evenly.engine.compose import Composed
-from evenly.engine.precision import LossScale, first_scale
+from evenly.engine.precision import SMALLEST_SCALE, LossScale, first_scale
 from evenly.engine.step_totals import StepTotals
 from evenly.errors import RunError
 from evenly.job import Job
@@ -102,8 +101,8 @@ class Updater:
 
         return ShardedOptimizer(composed.model, optimizer, composed.cuts, offload=offload)
 
-    def apply(self, totals: StepTotals, step: int, counter: MemoryCounter | None) -> tuple[float, bool]:
-        """Applies the gradient of `step`; returns its norm before clipping, and whether the update was skipped."""
+    def mean_gradient(self, totals: StepTotals, counter: MemoryCounter | None) -> float:
+        """Divides the summed gradient by the weight; returns its norm."""
         gradients = self._composed.gradients
         if self._plain and self._composed.cut and has_step_hooks(self.optimizer):
             raise RunError(
@@ -119,8 +118,21 @@ class Updater:
         norm = gradients.norm()
         grad_norm = self._same_bits(norm, divisor) if self._plan.exact == "bitwise" else float(norm / divisor)
         gradients.divide(divisor)
-        if self._update_scale(grad_norm, step):
-            return grad_norm, True
+        return grad_norm
+
+    def overflows(self, grad_norm: float) -> bool:
+        """Whether a smaller scale of the loss may make a gradient finite that is not."""
+        scaled = self._plan.precision == "float16" and self.loss_scale.factor > SMALLEST_SCALE
+        return scaled and not math.isfinite(grad_norm)
+
+    def apply(self, grad_norm: float, step: int, counter: MemoryCounter | None) -> bool:
+        """Applies the gradient of `step`, of this norm, unless it overflows; returns whether it was applied."""
+        gradients = self._composed.gradients
+        overflows = self.overflows(grad_norm)
+        if self._plan.precision == "float16":
+            self.loss_scale = self.loss_scale.after(finite=not overflows)
+        if overflows:
+            return False
         if self._job.clip_norm is not None and (factor := self._job.clip_norm / (grad_norm + 1e-6)) < 1:
             gradients.scale(factor)
         with (
@@ -134,7 +146,7 @@ class Updater:
             gradients.all_gather_parameters()
         if counter is not None:
             counter.track(state_tensors(self.optimizer), "optimizer", self.device_number)
-        return grad_norm, False
+        return True
 
     def _same_bits(self, norm: torch.Tensor, divisor: float) -> float:
         """norm / divisor, rounded to float32 so that the order in which `norm` was added up does not show.
@@ -146,19 +158,6 @@ class Updater:
             return float(highest.float())
         exact = torch.tensor(self._composed.gradients.exact_norm(), dtype=torch.float64)
         return float((exact / divisor).float())
-
-    def _update_scale(self, grad_norm: float, step: int) -> bool:
-        """Updates the loss scale; whether float16 has overflowed. Raises `RunError` for overflows of other types."""
-        finite = math.isfinite(grad_norm)
-        if not finite and self._plan.precision != "float16":
-            raise RunError(
-                f"step {step}: the gradient must be finite",
-                f"its norm is {grad_norm}; first in {self._first_not_finite()}",
-                "look for a square root or division at zero, or too high a learning rate",
-            )
-        if self._plan.precision == "float16":
-            self.loss_scale = self.loss_scale.after(finite=finite)
-        return not finite
 
     def end_step(self, step: int) -> None:
         """Advances the learning-rate schedule; what it draws follows from `step`."""
@@ -182,10 +181,3 @@ class Updater:
     def device_number(self) -> int:
         """Number of the device that has the optimizer's state."""
         return HOST if self._plan.offload in ("optimizer", "parameters") else 0
-
-    def _first_not_finite(self) -> str:
-        """The first parameter whose gradient is not finite, on the first such rank; a collective."""
-        named = self._composed.gradients.named_gradients()
-        mine = (name for name, gradient in named if gradient is not None and not bool(torch.isfinite(gradient).all()))
-        found = gather_values(next(mine, None), self._world.group("world"))
-        return next(filter(None, found), "no single gradient (their sum overflows)")

@@ -371,10 +371,11 @@ def _first_failure(folder: LaunchFolder, exit_codes: Mapping[int, int], stop: St
 
 
 def _failed(folder: LaunchFolder, first: RankExit, diagnosis: Diagnosis | None = None) -> FailedRank:
-    log = folder.log(first.rank)
-    whose = "its" if not first.is_mistake else f"rank {first.rank}'s"
+    rank = first.rank if first.cause is None else first.cause
+    log = folder.log(rank)
+    whose = "its" if not first.is_mistake else f"rank {rank}'s"
     where = f"see {whose} log: {log}" if log.exists() else f"see the logs: {folder.logs}"
-    asked, found = f"rank {first.rank} failed" + ("" if first.step is None else f" at step {first.step}"), first.text
+    asked, found = f"rank {rank} failed" + ("" if first.step is None else f" at step {first.step}"), first.text
     if first.is_mistake:
         asked, found = first.asked, first.found
     if first.exit_code == UserError.exit_code and folder.temporary:  # its logs are removed
@@ -383,7 +384,7 @@ def _failed(folder: LaunchFolder, first: RankExit, diagnosis: Diagnosis | None =
         asked,
         found + (f"; {diagnosis.text}" if diagnosis else ""),
         "; ".join(filter(None, (first.do, where))),
-        rank=first.rank,
+        rank=rank,
         exit_code=first.exit_code,
         traceback=first.traceback,
     )

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from evenly.errors import EvenlyError, UserError, place_of, step_of
+from evenly.errors import EvenlyError, UserError, place_of, rank_of, step_of
 from evenly.launch.environment import become_environment, process_environment
 from evenly.observe.recorder import RankRecord, glance, read
 
@@ -55,6 +55,7 @@ class RankExit:
 
     asked, found, do: of an error of evenly's; of any other `asked` is ''.
     step: optimizer step of the failure, None if that is unknown.
+    cause: the rank that an error of all ranks arose on, None if it is not another.
     """
 
     rank: int
@@ -64,6 +65,7 @@ class RankExit:
     asked: str = ""
     do: str = ""
     step: int | None = None
+    cause: int | None = None
     exit_code: int = 1
     traceback: str = ""
 
@@ -317,6 +319,7 @@ def describe(rank: int, error: BaseException) -> RankExit:
         found=found[:LONGEST_MESSAGE],
         do=do,
         step=step if isinstance(step, int) else None,
+        cause=rank_of(error),
         exit_code=error.exit_code if isinstance(error, EvenlyError) else 1,
         traceback="".join(traceback.format_exception(error)),
     )

@@ -39,7 +39,8 @@ class PlainLines:
 
     def on_step(self, report: Any) -> None:
         now = time.monotonic()
-        if report.step in (1, self._steps) or now - self._printed_at >= PLAIN_INTERVAL_S:
+        due = report.step in (1, self._steps) or now - self._printed_at >= PLAIN_INTERVAL_S
+        if due or report.skipped == "not finite":
             self._printed_at = now
             self.on_text(f"step {report.step}/{self._steps}  {describe_step(report, self._unit)}")
         if report.memory is not None:
@@ -73,6 +74,8 @@ class ProgressBar:
 
     def on_step(self, report: Any) -> None:
         self._progress.update(self._task, completed=report.step, text=describe_step(report, self._unit))
+        if report.skipped == "not finite":
+            self.on_text(f"step {report.step}  {describe_step(report, self._unit)}")
         if report.memory is not None:
             self.on_text(describe_memory(report.memory))
 
@@ -95,7 +98,10 @@ def describe_step(report: Any, unit: str) -> str:
     rate = report.tokens_per_s if unit == "tokens" else report.samples_per_s
     largest, least = max(report.memory_bytes), min(report.memory_bytes)
     memory = _mib(largest) if len(report.memory_bytes) == 1 else f"{_mib(least)}-{_mib(largest)}"
-    skipped = "  (overflow: skipped)" if report.skipped else ""
+    skipped = {
+        "overflow": "  (overflow: skipped)",
+        "not finite": f"  (not finite: left out, {report.left_out} so far)",
+    }.get(report.skipped, "")
     return f"loss {report.loss:.4f}  {rate:,.0f} {unit}/s  {memory} MiB/rank{skipped}"
 
 

@@ -107,8 +107,11 @@ def course_rows(run: RunSummary) -> list[tuple[str, str]]:
     if run.evaluations:
         losses = [row["eval_loss"] for row in run.evaluations]
         rows.append(("evaluation loss", f"{_number(losses[0])} -> {_number(losses[-1])}"))
-    if skipped := sum(bool(row.get("skipped")) for row in steps):
+    left_out = sum(row.get("skipped") == "not finite" for row in steps)
+    if skipped := sum(bool(row.get("skipped")) for row in steps) - left_out:
         rows.append(("skipped steps", f"{skipped} (float16 overflowed)"))
+    if left_out:
+        rows.append(("batches left out", f"{left_out} (not finite)"))
     return rows
 
 

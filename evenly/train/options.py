@@ -20,6 +20,7 @@ class RunOptions:
     resume:  whether to continue from a checkpoint in `out`.
     step:    of that checkpoint; None for the newest that is sound.
     devices: of this one process, for a plan with replicas; None for all GPUs.
+    skip_nonfinite: how many batches may be left out whose loss or gradient is not finite.
     search:  whether to search for the best plan among those that agree with `plan`.
     save_to: a second folder to which every checkpoint is copied; None for none.
     """
@@ -31,21 +32,22 @@ class RunOptions:
     devices: int | None = None
     search: bool = False
     step: int | None = None
+    skip_nonfinite: int = 0
     save_to: Path | None = None
 
     def to_text(self) -> str:
         """JSON for the ranks' environment; `from_text` is its inverse."""
         plan, out = self.plan and str(self.plan), self.out and str(self.out)
         others = {"steps": self.steps, "resume": self.resume, "devices": self.devices, "search": self.search}
-        others |= {"step": self.step, "save_to": self.save_to and str(self.save_to)}
-        return json.dumps({"plan": plan, "out": out, **others})
+        others |= {"step": self.step, "skip_nonfinite": self.skip_nonfinite}
+        return json.dumps({"plan": plan, "out": out, "save_to": self.save_to and str(self.save_to), **others})
 
     @classmethod
     def from_text(cls, text: str) -> RunOptions:
         """Inverse of `to_text`."""
         values = json.loads(text)
         plan, out = values["plan"], values["out"]
-        others = (values[name] for name in ("steps", "resume", "devices", "search", "step"))
+        others = (values[name] for name in ("steps", "resume", "devices", "search", "step", "skip_nonfinite"))
         save_to = values["save_to"] and Path(values["save_to"])
         return cls(plan and parse_plan(plan), out and Path(out), *others, save_to=save_to)
 

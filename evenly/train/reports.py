@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from evenly.parallel.core.memory import Category
 
@@ -20,7 +21,9 @@ class StepReport:
     memory_bytes:  peak of each device so far, rank by rank (virtual devices of one CPU process count as one).
     memory:        for the one step in which a run with a folder counts tensors: bytes by category at the peak of
                    each device, rank by rank; else None.
-    skipped:       float16 only: whether the gradient overflowed and the update was skipped.
+    skipped:       why there was no update: "overflow" (of a gradient in float16), or "not finite", where the batch was
+                   left out as `skip_nonfinite` allows; None where there was one.
+    left_out:      batches that were left out so far, in the whole run.
     """
 
     step: int
@@ -32,7 +35,8 @@ class StepReport:
     step_s: float
     memory_bytes: list[int]
     memory: list[dict[Category, int]] | None = None
-    skipped: bool = False
+    skipped: Literal["overflow", "not finite"] | None = None
+    left_out: int = 0
 
     @property
     def samples_per_s(self) -> float:

@@ -43,6 +43,7 @@ def snapshot(run: Run) -> Snapshot:
     values["rules"] = _rules(run)
     values["plan"] = str(run.plan)
     values["schedule"] = None if run.schedule is None else run.schedule.state_dict()
+    values["left_out"] = run.left_out
     values["loss_scale"] = [run.loss_scale.factor, run.loss_scale.clean_steps]
     return Snapshot(run.steps_done, tensors, values)
 
@@ -65,6 +66,7 @@ def restore(run: Run, store: CheckpointStore, step: int | None = None) -> None:
     if run.schedule is not None:
         run.schedule.load_state_dict(checkpoint.values["schedule"])
     run.updater.loss_scale = LossScale(*checkpoint.values["loss_scale"])
+    run.left_out = checkpoint.values.get("left_out", 0)
     run.steps_done = checkpoint.step
 
 

@@ -6,6 +6,7 @@ The same calls are made on every rank, in the same order.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -13,7 +14,7 @@ from functools import lru_cache, wraps
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 
@@ -40,6 +41,7 @@ from evenly.parallel.core.memory import HOST, Category, MemoryCounter, local, st
 from evenly.plan import Plan, PlanSpec, asked_plan
 from evenly.train.interrupt import Interrupt
 from evenly.train.look import check_again, check_job, check_model, check_update
+from evenly.train.nonfinite import BuffersBefore, check_evaluation, is_bad, traced_error
 from evenly.train.options import RunOptions, merge_options
 from evenly.train.recorder import RunRecorder, write_decisions
 from evenly.train.reports import Evaluation, StepReport
@@ -77,6 +79,7 @@ class Run:
         job = decision.apply_to(job)
         self.job, self.world, self.out = job, world, options.out
         self.steps, self.steps_done = options.steps or job.steps, 0
+        self.left_out, self._may_leave_out = 0, options.skip_nonfinite  # batches that are not finite
         self._data: Group = world.group("data")
         with world.during("first step"):
             seen = check_job(job, decision.plan, world)
@@ -135,7 +138,10 @@ class Run:
 
     @_at_work
     def step(self, batch: Batch) -> StepReport:
-        """Trains one step on `batch`. Raises `RunError` if the loss is not finite."""
+        """Trains one step on `batch`.
+
+        Raises `RunError` if the loss or the gradient is not finite, and no more such batches may be left out.
+        """
         if batch.share.step != self.steps_done:
             raise RunError(
                 f"run.step after {self.steps_done} steps",
@@ -152,14 +158,18 @@ class Run:
         if self._seen and step > 1 and step & (step - 1) == 0:
             check_again(self.executor, self._seen, self._averages, self.world)
         counted = self.steps_done == self._recorder.counted and self.executor.counter is None
+        # Ranks that share a step know what changes buffers; one device lets a forward change them as it likes.
+        buffers = BuffersBefore(self.model) if self._may_leave_out and self.plan.devices == 1 else None
         spans: list[Any] | None = [] if self.steps_done in self._recorder.spanned else None
         try:
             with self.counting_memory() if counted else nullcontext() as counter:
                 scale = self.loss_scale.factor
                 totals = self.executor.step(batch, scale=scale, stop=lambda: self.interrupt.asked, spans=spans)
                 totals.check(step)
-                self.composed.sync_statistics(totals.calls)  # raises where a buffer did not follow its rule
-                grad_norm, skipped = self.updater.apply(totals, step, self.executor.counter)
+                grad_norm = math.nan
+                if not totals.not_finite:
+                    grad_norm = self.updater.mean_gradient(totals, self.executor.counter)
+                skipped = self._update(batch, totals, grad_norm, buffers)
         except Exception as problem:
             note_step(problem, step)  # for the launcher
             raise
@@ -181,9 +191,28 @@ class Run:
             memory_bytes=totals.memory_bytes,
             memory=memory,
             skipped=skipped,
+            left_out=self.left_out,
         )
         self._recorder.step(report)
         return report
+
+    def _update(
+        self, batch: Batch, totals: StepTotals, grad_norm: float, buffers: BuffersBefore | None
+    ) -> Literal["overflow", "not finite"] | None:
+        """Updates parameters and buffers; returns why not, if not."""
+        if is_bad(totals, grad_norm) and (totals.not_finite or not self.updater.overflows(grad_norm)):
+            self.composed.drop_statistics()
+            if buffers is not None:
+                buffers.put_back()
+            if self.left_out == self._may_leave_out:
+                read_again = Batch(batch.share, self._loader().read(iter([batch.share])))
+                scale = self.loss_scale.factor
+                raise traced_error(self.executor, read_again, totals, grad_norm, scale, self.world)
+            self.left_out += 1
+            return "not finite"
+        self.composed.sync_statistics(totals.calls)  # raises where a buffer did not follow its rule
+        applied = self.updater.apply(grad_norm, batch.share.step + 1, self.executor.counter)
+        return None if applied else "overflow"
 
     def _end_step(self, totals: StepTotals) -> None:
         self.steps_done += 1
@@ -225,7 +254,7 @@ class Run:
         share = self._fitted(share_of_evaluation(self.job, rank=self._data.position, ranks=self._data.size))
         with self.world.during("evaluating"):
             totals = self.executor.evaluate(Batch(share, self._loader(evaluation=True).read(iter([share]))))
-        totals.check(self.steps_done)
+        check_evaluation(totals, share, self.steps_done)
         evaluation = Evaluation(totals.loss, totals.weight, share.samples)
         self._recorder.evaluated(self.steps_done, evaluation)
         self._clock = time.perf_counter()
@@ -332,6 +361,7 @@ def start(
     out: Path | str | None = None,
     steps: int | None = None,
     resume: bool = False,
+    skip_nonfinite: int = 0,
     sinks: Sequence[Sink] = (),
 ) -> Run:
     """The run of `job` here, on the world it was started in (`evenly run`, torchrun, srun, mpirun, or one process).
@@ -341,13 +371,14 @@ def start(
     out:    folder for metrics, events and checkpoints; without one nothing is written.
     steps:  length of the whole run; by default the job's.
     resume: continue from the newest checkpoint in `out`, with its microbatch if the job states none.
+    skip_nonfinite: how many batches whose loss or gradient is not finite may be left out, on all ranks alike.
     sinks:  also receive the records of the run (`evenly.observe.sinks.Sink`).
 
     Arguments that are left out are taken from the command line of `evenly run`.
     Raises `UserError` (with `PlanError`) where the job, the plan and the world do not fit together.
     """
     named, search = (plan, False) if isinstance(plan, PlanSpec) else asked_plan(plan)
-    options = RunOptions(named, Path(out) if out else None, steps, resume, search=search)
+    options = RunOptions(named, Path(out) if out else None, steps, resume, search=search, skip_nonfinite=skip_nonfinite)
     return start_with_options(job, options, sinks)
 
 

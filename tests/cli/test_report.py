@@ -24,12 +24,27 @@ def write(folder: Path, *records: object) -> None:
 
 def test_a_report_tells_the_course_and_the_memory_of_every_device(tmp_path: Path) -> None:
     again = record(2, loss=2.5)  # done again after resuming
-    write(tmp_path, record(1), record(2, memory=MEMORY), again, {"step": 2, "eval_loss": None}, record(3, skipped=True))
+    write(
+        tmp_path,
+        record(1, skipped="not finite"),
+        record(2, memory=MEMORY),
+        again,
+        {"step": 2, "eval_loss": None},
+        record(3, skipped="overflow"),
+    )
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')  # the run is being written
     done = evenly("report", tmp_path, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    for text in ("4.0000 -> 2.0000", "3 of 4", "1,234", "not finite", "largest / mean 1.333", "1 (float16 overflowed)"):
+    for text in (
+        "4.0000 -> 2.0000",
+        "3 of 4",
+        "1,234",
+        "not finite",
+        "largest / mean 1.333",
+        "1 (float16 overflowed)",
+        "1 (not finite)",
+    ):
         assert text in done.stdout
     page = (tmp_path / "report.html").read_text()
     assert "&lt;b&gt;" in page and "<b>" not in page.split("<script")[0] and page.count("plotly-graph-div") >= 3

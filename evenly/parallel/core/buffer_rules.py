@@ -66,6 +66,10 @@ class BufferRule(ABC):
         """Shares with `first`, of the same module on another device of this process, what both need to know."""
 
     @abstractmethod
+    def drop(self) -> None:
+        """Ends a step that is not to count: the buffers are as it began."""
+
+    @abstractmethod
     def merge(self, other: Any) -> None:
         """Takes over what `other`, of the same module of a copy of the model, recorded in this step."""
 

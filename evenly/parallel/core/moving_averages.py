@@ -94,6 +94,12 @@ class MovingAverage(BufferRule):
     def calls(self, microbatch: int) -> int:
         return sum(one == microbatch for one, _ in self._records)
 
+    def drop(self) -> None:
+        if self._start is not None:
+            self._put(self._start)  # a recomputation may have changed it
+        self._records.clear()
+        self._start = None
+
     def merge(self, other: MovingAverage) -> None:
         self._records += [(number, b.to(self.device, copy=True)) for number, b in other._records]
         other._records.clear()

@@ -59,6 +59,9 @@ class Normalisation(BufferRule):
     def calls(self, microbatch: int) -> int:
         return sum(m == microbatch for m, _, _ in self._records)
 
+    def drop(self) -> None:
+        self._records.clear()
+
     def merge(self, other: Normalisation) -> None:
         self._records += [(m, call, s.to(self.device, copy=True)) for m, call, s in other._records]
         other._records.clear()

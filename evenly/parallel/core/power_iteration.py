@@ -92,6 +92,11 @@ class PowerIteration(BufferRule):
     def share(self, first: PowerIteration) -> None:
         self.counts = first.counts
 
+    def drop(self) -> None:
+        if self._states:
+            self._set(self._states[0])
+        self._clear()
+
     def merge(self, other: PowerIteration) -> None:
         for ordinal, vectors in other._states.items():
             self._states.setdefault(ordinal, [one.to(self.device, copy=True) for one in vectors])

@@ -117,6 +117,11 @@ class RunningStatistics:
         for mine, theirs in zip(self._layers, other._layers, strict=True):
             mine.merge(theirs)
 
+    def drop(self) -> None:
+        """Ends a step that is not to count: the buffers are as it began."""
+        for rule in self._layers:
+            rule.drop()
+
     def sync(self, calls: Sequence[Sequence[int]]) -> None:
         """Ends a step. calls[j][l]: how often layer l was called in microbatch j, over all microbatches of the step.
 
