@@ -367,13 +367,13 @@ PACKAGE_LINES = {
     "__init__": 891,  # torch_private: hooks, transformations, memory of parts; what a job imports; nodes of graphs
     "checkpoint": 2040,  # pieces that overlap; the newest sound step; checks; a second place
     "cli": 1390,  # lists of checkpoints; tables that keep words whole, and steer no terminal; the secret of a run
-    "comm": 2435,  # exact sums, alone and over ranks; a store on one interface; what listens; a record of ranks alone
+    "comm": 2445,  # exact sums, alone and over ranks; a store on one interface; what listens; a record of ranks alone
     "data": 829,  # streams of updates and schedules
-    "engine": 2198,  # where bad numbers come from; optimizers of whole parameters; parameters between steps
-    "hardware": 955,  # kinds of devices can be registered; numbers beyond all machines
+    "engine": 2240,  # where bad numbers come from; optimizers of whole parameters; parameters between steps
+    "hardware": 985,  # kinds of devices can be registered; numbers beyond all machines
     "launch": 2225,  # doors and tunnels between nodes; ranks that leave early; signals at any moment; folders
     "model": 554,  # parameters in one memory; modes that the job has set; made-up numbers; blocks of several classes
-    "observe": 930,  # ranks that stand still, and where
+    "observe": 1010,  # ranks that stand still, and where; slow ranks
     "parallel": 1,
     "parallel.core": 2135,  # stale tensors; rules of buffers (averages, spectral norm); what code between steps finds
     "parallel.data": 3202,  # layouts; exact buckets; optimizers of whole parameters; what units are given
@@ -381,8 +381,8 @@ PACKAGE_LINES = {
     "parallel.pipeline": 3381,  # numbers inside blocks, draws between them; hooks; what blocks leave behind; layouts
     "plan": 1174,  # schedules are a table that others add to
     "planner": 5645,
-    "report": 1300,  # tables of splits and pages of plans, which came from planner/ and cli/
-    "train": 1511,  # steps left out; a second place; the look at the job before the first step; what a rank does
+    "report": 1315,  # tables of splits and pages of plans, which came from planner/ and cli/
+    "train": 1550,  # steps left out; a second place; the look at the job before the first step; what a rank does
     "verify": 1521,  # data rules, measured rounding, hidden state and resumes, each in a file of its own
 }
 # Parameters of a command are the options that it has on the command line.

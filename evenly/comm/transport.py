@@ -74,12 +74,15 @@ class Pending(Generic[T]):
     def wait(self) -> T:
         """Returns its result once it is done; may be called again."""
         if not self._result:
+            began_s, recorder = perf_counter(), self._group.recorder
             for work in self._works:
                 if self._polls:
                     _poll(work)
                 work.wait()
-            if self._group.recorder is not None and self._serial:
-                self._group.recorder.leave(self._serial)
+            if recorder is not None:
+                recorder.waited_s += perf_counter() - began_s
+                if self._serial:
+                    recorder.leave(self._serial)
             self._result.append(self._finish())
         return self._result[0]
 

@@ -57,6 +57,11 @@ class World:
         """Within, this rank is in `state`, for whoever watches it."""
         return nullcontext() if self.recorder is None else self.recorder.during(state)
 
+    @property
+    def waited_s(self) -> float:
+        """For how long this rank has waited for others so far, in seconds, where a launcher watches it."""
+        return 0.0 if self.recorder is None else self.recorder.waited_s
+
     def tick(self) -> None:
         """Notes that this rank gets on."""
         if self.recorder is not None:

@@ -10,6 +10,8 @@ import resource
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from math import inf
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from evenly.comm.groups import Group
 from evenly.comm.world import World
 from evenly.data.generators import undisturbed
 from evenly.data.loader import Microbatch, MicrobatchStream, Share
+from evenly.data.microbatch import padded_cost
 from evenly.data.stream import stream_key
 from evenly.engine.compose import Composed
 from evenly.engine.precision import autocast, place_batch
@@ -62,9 +65,11 @@ class Executor(ABC):
         with undisturbed(*self.devices):
             self.allocating("sums")
             gradients.begin(numbers=builder.size, rounds=self.rounds(batch.share))
+            began_s = perf_counter() - self.world.waited_s
             self.run_batch(batch, builder, scale=scale, spans=spans)
+            own_s = (perf_counter() - self.world.waited_s - began_s) / self._work_of(batch.share)
             memory_bytes = [peak_bytes(device) for device in self.devices]
-            gradients.start_reduce(self.combine(builder.numbers(memory_bytes=memory_bytes, stop=stop())))
+            gradients.start_reduce(self.combine(builder.numbers(memory_bytes=memory_bytes, own_s=own_s, stop=stop())))
             with on(HOST):
                 batch.microbatches.ahead()
             return builder.read(gradients.finish_reduce())
@@ -78,6 +83,17 @@ class Executor(ABC):
             return totals, self.watch.origins
         finally:
             self.watch = None
+
+    def _work_of(self, share: Share) -> float:
+        """What this rank computes of a step, in samples or by their costs; infinite where its time is not known.
+
+        On a GPU a rank's thread waits where it reads a number, for its own work and for that of others.
+        """
+        own = [share.microbatches[number] for number in share.own]
+        if self.world.recorder is None or self.world.device != "cpu" or not own:
+            return inf
+        cost = self.job.cost
+        return sum(len(indices) if cost is None else padded_cost([cost(i) for i in indices]) for indices in own) or inf
 
     def evaluate(self, batch: Batch) -> StepTotals:
         """Runs the forward of the batch in evaluation mode; random states and training mode are restored."""

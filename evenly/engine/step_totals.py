@@ -2,16 +2,17 @@
 
 One vector of float64 numbers, each filled by one rank only and zero on all others, so that the sum is exact and the
 same on every rank: per microbatch its total, its weight and the calls of each normalisation layer; per rank its
-devices' memory; and whether any rank wants to stop. In training it is reduced with the gradients
-(`Gradients.start_reduce`).
+devices' memory and the time of its own computing; the first rank's clock; and whether any rank wants to stop. In
+training it is reduced with the gradients (`Gradients.start_reduce`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -23,13 +24,19 @@ from evenly.job import Loss
 
 @dataclass(frozen=True)
 class StepTotals:
-    """The results of a step over all ranks; lists are by microbatch, `memory_bytes` by device, rank by rank."""
+    """The results of a step over all ranks; lists are by microbatch, `memory_bytes` by device, rank by rank.
+
+    own_s:   of each rank, what its own computing took per unit of work, in seconds; 0 where that is not known.
+    clock_s: of the first rank, for what all ranks have to decide alike.
+    """
 
     totals: list[float]
     weights: list[float]
     calls: list[list[int]]
     memory_bytes: list[int]
     stop: bool
+    own_s: list[float] = field(default_factory=list[float])
+    clock_s: float = 0.0
 
     @cached_property
     def weight(self) -> float:
@@ -76,7 +83,7 @@ class StepTotalsBuilder:
     @property
     def size(self) -> int:
         """The length of the vector."""
-        return self._cells + self._world.size * self._devices + 1
+        return self._cells + self._world.size * (self._devices + 1) + 2
 
     def add(self, number: int, loss: Loss | None, calls: list[int]) -> None:
         """Adds the results of microbatch `number` on this rank; loss None: on a pipeline stage without loss."""
@@ -87,13 +94,17 @@ class StepTotalsBuilder:
             else:
                 self._values[place] = float(value)
 
-    def numbers(self, *, memory_bytes: Sequence[int] = (), stop: bool = False) -> list[float] | torch.Tensor:
+    def numbers(
+        self, *, memory_bytes: Sequence[int] = (), own_s: float = 0.0, stop: bool = False
+    ) -> list[float] | torch.Tensor:
         """This rank's vector; a float64 tensor on its GPU if any number is on one.
 
         memory_bytes: peak of each of this rank's devices, or nothing.
         """
         for place, peak in enumerate(memory_bytes, self._cells + self._world.rank * self._devices):
             self._values[place] = peak
+        self._values[self._cells + self._world.size * self._devices + self._world.rank] = own_s
+        self._values[-2] = perf_counter() if self._world.rank == 0 else 0.0
         self._values[-1] = float(stop)
         if not self._on_device:
             return self._values
@@ -109,8 +120,10 @@ class StepTotalsBuilder:
             totals=[row[0] for row in rows],
             weights=[row[1] for row in rows],
             calls=[[round(n) for n in row[2:]] for row in rows],
-            memory_bytes=[round(n) for n in values[self._cells : -1]],
+            memory_bytes=[round(n) for n in values[self._cells : -2 - self._world.size]],
             stop=values[-1] > 0,
+            own_s=list(values[-2 - self._world.size : -2]),
+            clock_s=values[-2],
         )
 
 

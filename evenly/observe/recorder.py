@@ -123,6 +123,7 @@ class Recorder:
         self._serial = self._ticks = 0
         self._state: State = "running"
         self._longest_step_s = 0.0
+        self.waited_s = 0.0  # for other ranks, in all
         self._since_s = time.time()
         self._beat("starting", "running")
         self._closed = threading.Event()

@@ -31,12 +31,14 @@ class RunSummary:
     evaluations: records with an evaluation loss.
     memory: bytes by category of each device, rank by rank, at its peak; empty where they were not
             counted.
+    slow:   ranks whose own computing was steadily slower than that of the others, in words.
     """
 
     plan: Row
     steps: Sequence[Row]
     evaluations: Sequence[Row]
     memory: Sequence[Mapping[str, int]]
+    slow: Sequence[str] = ()
 
 
 def read_run(folder: Path) -> RunSummary:
@@ -55,7 +57,13 @@ def read_run(folder: Path) -> RunSummary:
     except (OSError, ValueError, KeyError, TypeError) as problem:
         raise UserError(f"report on {folder}", f"its files are not a run's: {problem}", "name another folder") from None
     counted = [record["memory"] for record in records if _is_memory(record.get("memory"))]
-    return RunSummary(plan, [*steps.values()], [*evaluations.values()], counted[-1] if counted else [])
+    slow = [
+        f"rank {record['slow_rank']}: {record['ratio']:.1f} x as long as the others, since step {record.get('step')} "
+        f"({record.get('processor')})"
+        for record in records
+        if isinstance(record.get("slow_rank"), int) and isinstance(record.get("ratio"), float)
+    ]
+    return RunSummary(plan, [*steps.values()], [*evaluations.values()], counted[-1] if counted else [], slow)
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -107,6 +115,7 @@ def course_rows(run: RunSummary) -> list[tuple[str, str]]:
     if run.evaluations:
         losses = [row["eval_loss"] for row in run.evaluations]
         rows.append(("evaluation loss", f"{_number(losses[0])} -> {_number(losses[-1])}"))
+    rows += [("slow rank", text) for text in run.slow]
     left_out = sum(row.get("skipped") == "not finite" for row in steps)
     if skipped := sum(bool(row.get("skipped")) for row in steps) - left_out:
         rows.append(("skipped steps", f"{skipped} (float16 overflowed)"))

@@ -48,7 +48,8 @@ class PipelineView:
 def pipeline_of(recorded: RecordedPipeline, plan: Row) -> PipelineView | None:
     """The step to be shown; `plan` is what plan.json holds. None where no step was recorded whole by all ranks."""
     groups, world = recorded.groups, plan.get("world")
-    if isinstance(world, int) and {rank for group in groups for rank in group} != {*range(world)}:
+    ranks = {rank for group in groups for rank in group}
+    if isinstance(world, int) and (len(ranks) != world or ranks != {*range(len(ranks))}):
         return None
     steps = set[int].intersection(*({*of_rank} for of_rank in recorded.steps.values()))
     runs = {step: [_run(recorded, group, step) for group in groups] for step in sorted(steps)}

@@ -99,6 +99,8 @@ class _Progress:
         self.last = report
         self.seconds += report.step_s
         self.watcher.on_step(report)
+        for text in self.run.slow_ranks:
+            self.watcher.on_text(text)
 
     def run_due_actions(self) -> None:
         job, step = self.run.job, self.run.steps_done

@@ -14,6 +14,7 @@ from evenly.comm.world import World
 from evenly.errors import RunError
 from evenly.observe.run_folder import RunFolder
 from evenly.observe.sinks import FolderSink, Sink, writing
+from evenly.observe.slow import SlowRank
 from evenly.train.reports import Evaluation, StepReport
 
 if TYPE_CHECKING:
@@ -48,6 +49,10 @@ class RunRecorder:
         """Records an evaluation after `step`."""
         self._event("evaluated", step=step, **vars(found))
         self._metrics({"step": step, "eval_loss": found.loss, "eval_weight": found.weight})
+
+    def slow(self, step: int, found: SlowRank, processor: str) -> None:
+        """Records that a rank is slow, as of `step`."""
+        self._metrics({"step": step, "slow_rank": found.rank, "ratio": found.ratio, "processor": processor})
 
     def saved(self, step: int) -> None:
         """Records that a checkpoint of `step` was begun."""

@@ -32,11 +32,13 @@ from evenly.engine.precision import LossScale
 from evenly.engine.step_totals import StepTotals
 from evenly.engine.updater import Updater
 from evenly.errors import RunError, UserError, note_step, place_of
+from evenly.hardware.health import processor_in_words
 from evenly.job import Job
 from evenly.launch.allocator import LargeBlocks, free_memory_bytes
 from evenly.launch.environment import available_cores, chosen_threads, find_here
 from evenly.observe.run_folder import RunFolder
 from evenly.observe.sinks import Sink
+from evenly.observe.slow import SlowRanks
 from evenly.parallel.core.memory import HOST, Category, MemoryCounter, local, state_tensors
 from evenly.plan import Plan, PlanSpec, asked_plan
 from evenly.train.interrupt import Interrupt
@@ -95,6 +97,9 @@ class Run:
         with world.during("first step"):
             check_update(self.updater, world)
             self._averages = check_model(job, self.plan, self.executor, seen, world)
+        position = self.composed.pipeline.group.position if self.composed.pipeline is not None else 0
+        self._slow = SlowRanks(gather_values(position, world.group("world")))
+        self.slow_ranks: list[str] = []  # found in the step before
         self._seen = seen if self._averages else []  # the microbatches that were looked at
         for statistics in self.composed.statistics:
             statistics.add_averages(self._averages)
@@ -194,6 +199,7 @@ class Run:
             left_out=self.left_out,
         )
         self._recorder.step(report)
+        self.slow_ranks = self._find_slow(totals, step)
         return report
 
     def _update(
@@ -213,6 +219,15 @@ class Run:
         self.composed.sync_statistics(totals.calls)  # raises where a buffer did not follow its rule
         applied = self.updater.apply(grad_norm, batch.share.step + 1, self.executor.counter)
         return None if applied else "overflow"
+
+    def _find_slow(self, totals: StepTotals, step: int) -> list[str]:
+        """Ranks that turn out to be slow with this step, in words; the same on all ranks."""
+        if not (found := self._slow.add(totals.own_s, totals.clock_s)):
+            return []
+        processors = gather_values(processor_in_words(), self.world.group("world"))
+        for slow in found:
+            self._recorder.slow(step, slow, processors[slow.rank])
+        return [f"{slow} ({processors[slow.rank]})" for slow in found]
 
     def _end_step(self, totals: StepTotals) -> None:
         self.steps_done += 1

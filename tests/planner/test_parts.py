@@ -55,8 +55,9 @@ def test_a_ledger_carries_what_was_entered() -> None:
     ledger = StepTotalsBuilder(ALONE, microbatches=3, layers=2)
     ledger.add(2, Loss(torch.tensor(1.5), torch.tensor(4)), [1, 0])
     ledger.add(0, Loss(torch.tensor(2.5), 2.0), [3, 1])
-    account = ledger.read([*ledger.numbers(memory_bytes=[10], stop=True)])
-    assert account == StepTotals([2.5, 0.0, 1.5], [2.0, 0.0, 4.0], [[3, 1], [0, 0], [1, 0]], [10], True)
+    account = ledger.read([*ledger.numbers(memory_bytes=[10], own_s=0.5, stop=True)])
+    expected = StepTotals([2.5, 0.0, 1.5], [2.0, 0.0, 4.0], [[3, 1], [0, 0], [1, 0]], [10], True, [0.5])
+    assert account.clock_s > 0 and replace(account, clock_s=0.0) == expected
     assert account.weight == 6.0 and account.loss == pytest.approx(4.0 / 6.0)
     two = StepTotalsBuilder(ALONE, microbatches=1, devices=2)
     assert two.read([*two.numbers(memory_bytes=[7, 8])]).memory_bytes == [7, 8]
@@ -282,5 +283,6 @@ def test_memory_is_told_once_and_not_over_the_group_of_checkpoints(
 
     monkeypatch.setattr("evenly.train.run.gather_values", noted)
     with start(classifier_job(steps=4, eval_data=None), plan="single", out=tmp_path) as run:
+        groups.clear()  # of what is asked at the start
         told = [run.step(batch).memory is not None for batch in run.batches()]
     assert told == [False, True, False, False] and groups == ["data"]

@@ -1,0 +1,47 @@
+"""A rank that computes slowly is named in the run's lines and its folder, and one that waits is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from evenly.launch.agent import Launch, start_ranks
+from evenly.report.run import course_rows, read_run
+from evenly.train.loop import run_job_file
+from evenly.train.options import RunOptions
+
+JOB = """
+import os, time
+import torch
+import evenly
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 2)
+
+    def forward(self, x):
+        time.sleep(0.25 if os.environ["RANK"] == "1" else 0)
+        return self.layer(x)
+
+def job():
+    return evenly.Job(
+        model=Model, loss=lambda model, x: evenly.Loss(model(x).sum(), len(x)), data=[torch.ones(3)] * 64,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), global_batch=8, microbatch=4, steps=60,
+    )
+"""
+
+
+def test_a_rank_that_sleeps_in_its_forward_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path, out = tmp_path / "slow.py", tmp_path / "run"
+    path.write_text(JOB)
+    start_ranks(run_job_file, (path, {}, RunOptions(out=out), True), Launch(devices=2, log_dir=out / "logs"))
+    printed = capfd.readouterr().err
+    assert "rank 1 is slow: its own computing takes" in printed and "cores" in printed
+    assert "rank 0 is slow" not in printed
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [record["slow_rank"] for record in records if "slow_rank" in record] == [1]
+    [text] = [text for name, text in course_rows(read_run(out)) if name == "slow rank"]
+    assert text.startswith("rank 1: ")
