@@ -179,7 +179,7 @@ def _parse(path: Path) -> ast.Module:
         )
     try:
         return ast.parse(path.read_bytes(), str(path))
-    except (SyntaxError, ValueError) as problem:
+    except (SyntaxError, ValueError, MemoryError) as problem:  # the last of brackets within brackets
         raise UserError(f"job file {path}", f"it is not Python: {problem}", "fix the file") from problem
 
 

@@ -373,7 +373,7 @@ PACKAGE_LINES = {
     "hardware": 985,  # kinds of devices can be registered; numbers beyond all machines
     "launch": 2225,  # doors and tunnels between nodes; ranks that leave early; signals at any moment; folders
     "model": 554,  # parameters in one memory; modes that the job has set; made-up numbers; blocks of several classes
-    "observe": 1010,  # ranks that stand still, and where; slow ranks
+    "observe": 1015,  # ranks that stand still, and where; slow ranks
     "parallel": 1,
     "parallel.core": 2135,  # stale tensors; rules of buffers (averages, spectral norm); what code between steps finds
     "parallel.data": 3202,  # layouts; exact buckets; optimizers of whole parameters; what units are given

@@ -27,7 +27,7 @@ def run_export(run: Path, to: Path, step: str, *, json_only: bool) -> int:
 def _parse_step(text: str) -> Step:
     if text in ("newest", "best"):
         return None if text == "newest" else "best"
-    if not text.isdecimal():
+    if not text.isdecimal() or len(text) > 12:
         raise UserError(f"--step {text}", "it is no step", "give its number, newest or best")
     return int(text)
 

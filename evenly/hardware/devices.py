@@ -18,7 +18,7 @@ MAKERS = ("nvidia", "tesla", "geforce", "amd", "instinct", "quadro")
 NEAREST = 3
 NEEDED = ("memory_gib", "memory_gb_per_s", "tflops", "node", "link", "link_gb_per_s", "network_gbit_per_s")
 COUNTS, MOST_IN_A_DOMAIN = ("node", "domain"), 1_000_000
-MOST = 1e30  # of any fact
+LEAST, MOST = 1e-6, 1e30  # of any fact
 TEXTS = ("link", "network", "source")
 
 
@@ -154,7 +154,7 @@ def _problems(own: Mapping[str, Any]) -> Iterator[str]:
 def _positive(value: object, *, whole: bool = False) -> bool:
     if whole:
         return type(value) is int and 0 < value <= MOST_IN_A_DOMAIN
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < MOST
+    return isinstance(value, int | float) and not isinstance(value, bool) and LEAST <= value < MOST
 
 
 def _device(name: str, facts: Mapping[str, Any]) -> Device:

@@ -6,6 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+LONGEST_NUMBER = 30  # digits: beyond, it is no number that a run has written, and no float
+
+
+def whole_number(text: str) -> int:
+    """`int` for numbers in a run's files. Raises `ValueError` for what no run writes."""
+    if len(text) > LONGEST_NUMBER:
+        raise ValueError(f"a number of {len(text)} digits")
+    return int(text)
+
 
 @dataclass(frozen=True)
 class RunFolder:

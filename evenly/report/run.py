@@ -11,7 +11,7 @@ from typing import Any
 
 from evenly.errors import UserError
 from evenly.observe.progress import imbalance
-from evenly.observe.run_folder import RunFolder
+from evenly.observe.run_folder import RunFolder, whole_number
 from evenly.report.comm import size_in_words
 from evenly.report.page import document, heading, table
 from evenly.report.pictures import StackedBar, curves, stacked
@@ -67,7 +67,7 @@ def read_run(folder: Path) -> RunSummary:
 
 
 def _object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
+    value = json.loads(text, parse_int=whole_number)
     if not isinstance(value, dict):
         raise ValueError(f"{text[:40]!r} is no JSON object")
     return value  # pyright: ignore[reportUnknownVariableType]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from evenly.errors import UserError
-from evenly.observe.run_folder import RunFolder
+from evenly.observe.run_folder import RunFolder, whole_number
 from evenly.plan.schedule import Action, Kind
 from evenly.planner.timeline import Span
 
@@ -59,7 +59,7 @@ def _read(path: Path) -> list[_Record]:
         if lines and not lines[-1].endswith("}"):
             lines.pop()  # half written
         for line in lines:
-            records.append(_record(json.loads(line), path.stem))
+            records.append(_record(json.loads(line, parse_int=whole_number), path.stem))
     except (OSError, ValueError) as problem:
         where = f"line {len(records) + 1} is no span of a pipeline: " if isinstance(problem, ValueError) else ""
         raise UserError(f"report on {path}", f"{where}{problem}", "remove the file, or name another folder") from None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -13,10 +15,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for benchmarks
 
 from benchmarks.fuzz import fuzz
+from evenly.cli.export import _parse_step
 from evenly.cli.main import main
 from evenly.errors import UserError
 from evenly.hardware.cluster_file import read_cluster
 from evenly.hardware.cluster_text import parse_cluster
+from evenly.jobfile import check_settings
 
 FILE = 'nodes = 1\ndevices = {devices}\nkind = "cpu"\n{more}\n'
 DIGITS = "9" * 5000
@@ -75,6 +79,31 @@ def test_a_name_that_is_no_text_is_reported(tmp_path: Path) -> None:
     ):
         main()
     assert ended.value.code in (None, 0) and (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("plan.json", f'{{"plan": "data=1", "world": 1{"0" * 4000}}}'),
+        ("plan.json", f'{{"plan": "data=1", "predicted": {{"step_s": 1{"0" * 400}}}}}'),
+        ("timeline/rank0.jsonl", json.dumps({**fuzz.SPAN, "begin_s": 10**400}) + "\n"),
+    ],
+)
+def test_a_run_folder_with_numbers_that_no_run_writes(name: str, text: str, tmp_path: Path) -> None:
+    fuzz.put(tmp_path / "plan.json", json.dumps(fuzz.PLAN_FILE))
+    fuzz.put(tmp_path / "metrics.jsonl", json.dumps(fuzz.METRIC) + "\n")
+    fuzz.put(tmp_path / name, text)
+    assert fuzz.outcome(lambda: fuzz.command(["report", str(tmp_path)]))[0] == "refused"
+
+
+def test_a_step_and_a_job_beyond_all_measure(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="it is no step"):
+        _parse_step(DIGITS)
+    path = fuzz.put(tmp_path / "job.py", "(" * 300 + "[" * 300)
+    with pytest.raises(UserError, match="it is not Python"):
+        check_settings(path, {"a": 1})
+    with pytest.raises(UserError, match="memory_gib"):
+        _ = replace(parse_cluster("2xcpu"), own={"memory_gib": 1e-320}).device
 
 
 def test_a_few_inputs_end_in_words() -> None:
