@@ -368,7 +368,7 @@ PACKAGE_LINES = {
     "checkpoint": 2040,  # pieces that overlap; the newest sound step; checks; a second place
     "cli": 1390,  # lists of checkpoints; tables that keep words whole, and steer no terminal; the secret of a run
     "comm": 2445,  # exact sums, alone and over ranks; a store on one interface; what listens; a record of ranks alone
-    "data": 829,  # streams of updates and schedules
+    "data": 848,  # shares by speed; streams of updates and schedules
     "engine": 2240,  # where bad numbers come from; optimizers of whole parameters; parameters between steps
     "hardware": 985,  # kinds of devices can be registered; numbers beyond all machines
     "launch": 2225,  # doors and tunnels between nodes; ranks that leave early; signals at any moment; folders
@@ -379,10 +379,10 @@ PACKAGE_LINES = {
     "parallel.data": 3202,  # layouts; exact buckets; optimizers of whole parameters; what units are given
     "parallel.tensor": 4133,  # experts, indices and convolutions on parts; split parameters between steps
     "parallel.pipeline": 3381,  # numbers inside blocks, draws between them; hooks; what blocks leave behind; layouts
-    "plan": 1174,  # schedules are a table that others add to
+    "plan": 1218,  # speeds of ranks; schedules are a table that others add to
     "planner": 5645,
     "report": 1315,  # tables of splits and pages of plans, which came from planner/ and cli/
-    "train": 1550,  # steps left out; a second place; the look at the job before the first step; what a rank does
+    "train": 1585,  # steps left out; speeds of ranks; a second place; the look at the job before the first step
     "verify": 1521,  # data rules, measured rounding, hidden state and resumes, each in a file of its own
 }
 # Parameters of a command are the options that it has on the command line.

@@ -6,7 +6,7 @@ rank reads only its own share and workers can read ahead; without workers it rea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from evenly.data.generators import seed
 from evenly.data.microbatch import cut, padded_cost
 from evenly.data.order import batch_indices
-from evenly.data.share import deal
+from evenly.data.share import deal, deal_by_speed
 from evenly.data.stream import stream_key
 from evenly.errors import SampleError, describe
 from evenly.job import Job
@@ -76,12 +76,17 @@ def microbatches_of_evaluation(job: Job) -> list[list[int]]:
     return cut(list(range(len(job.eval_data))), size=job.samples_per_microbatch)  # pyright: ignore[reportArgumentType]
 
 
-def share_of_step(job: Job, step: int, *, rank: int, ranks: int) -> Share:
+def share_of_step(job: Job, step: int, *, rank: int, ranks: int, speeds: Sequence[float] = ()) -> Share:
     """What `rank` of `ranks` runs at `step`: balanced by padded cost if the job has costs, else by samples.
 
-    Padded cost x length is balanced second, so that work that is quadratic in the length is even too.
+    Padded cost x length is balanced second, so that work that is quadratic in the length is even too. speeds: of the
+    ranks, where they differ.
     """
     microbatches = microbatches_of_step(job, step)
+    if speeds:
+        cost = job.cost
+        costs = [float(len(one)) if cost is None else padded_cost([cost(i) for i in one]) for one in microbatches]
+        return _share(step, microbatches, deal_by_speed(costs, speeds), rank)
     if job.cost is None:
         return _share(step, microbatches, _dealt_by_samples(tuple(map(len, microbatches)), ranks), rank)
     lengths = [[job.cost(i) for i in indices] for indices in microbatches]

@@ -59,6 +59,20 @@ def deal(costs: Sequence[float], ranks: int, second: Sequence[float] | None = No
     return sorted(shares, key=lambda share: (not share, share))
 
 
+def deal_by_speed(costs: Sequence[float], speeds: Sequence[float]) -> list[list[int]]:
+    """The microbatches of each rank, ascending, where ranks differ in speed (positive, of any unit).
+
+    The costliest first, each to the rank that is then done with it first: at equal costs no other counts end earlier.
+    """
+    shares: list[list[int]] = [[] for _ in speeds]
+    loads = [0.0] * len(speeds)
+    for microbatch in sorted(range(len(costs)), key=lambda one: -costs[one]):
+        rank = min(range(len(speeds)), key=lambda one: ((loads[one] + costs[microbatch]) / speeds[one], one))
+        loads[rank] += costs[microbatch]
+        shares[rank].append(microbatch)
+    return [sorted(share) for share in shares]
+
+
 def _consecutive(count: int, ranks: int) -> list[list[int]]:
     least, longer = divmod(count, ranks)
     starts = [rank * least + min(rank, longer) for rank in range(ranks + 1)]

@@ -19,11 +19,14 @@ class DataAxis:
     zero_stage: what is sharded over them: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too
                 (arXiv 1910.02054).
     shard:      size of the groups it is sharded over, a divisor of `size`; groups hold the same (hybrid sharding).
+    speeds:     of the ranks, relative to each other: microbatches are shared by them; () where they are equal.
+                "measured" is decided as a run starts.
     """
 
     size: int
     zero_stage: ZeroStage
     shard: int
+    speeds: tuple[float, ...] | Literal["measured"] = ()
 
     def words(self) -> Words:
         """Keys and values of a plan's text, defaults left out."""
@@ -32,6 +35,8 @@ class DataAxis:
             yield "zero", self.zero_stage
         if self.zero_stage and self.shard != self.size:
             yield "shard", self.shard
+        if self.speeds:
+            yield "speeds", self.speeds
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,10 @@ class Plan:
         """The same with so many blocks in each stage of the pipeline."""
         return replace(self, pipeline=replace(self.pipeline, split_points=tuple(accumulate(blocks[:-1]))))
 
+    def with_speeds(self, speeds: Sequence[float]) -> Plan:
+        """The same with shares by these speeds of the ranks of the data axis; even ones where all are equal."""
+        return replace(self, data=replace(self.data, speeds=tuple(speeds) if len({*speeds}) > 1 else ()))
+
     def __str__(self) -> str:
         return " ".join(f"{key}={in_words(value)}" for key, value in self.words.items())
 

@@ -26,8 +26,8 @@ OPEN = (None, "auto")
 class PlanSpec:
     """What was asked of a plan; None leaves a value open, and "auto" a size to the devices that are given.
 
-    Every value may be given as the text of a plan has it. The fields are those of `Plan` and its axes: data, zero and
-    shard of `DataAxis`; tensor, tensor_exclude and sequence_parallel of `TensorAxis`; pipeline, schedule,
+    Every value may be given as the text of a plan has it. The fields are those of `Plan` and its axes: data, zero,
+    shard and speeds of `DataAxis`; tensor, tensor_exclude and sequence_parallel of `TensorAxis`; pipeline, schedule,
     stages_per_rank and split_points of `PipelineAxis`; replicas and output_device of `DeviceReplicas`. An open data
     axis takes all devices that the others leave; shard="auto" takes the largest number that leaves several groups.
 
@@ -44,6 +44,7 @@ class PlanSpec:
     schedule: Schedule | None = None
     stages_per_rank: int | None = None
     split_points: tuple[int, ...] | None = None
+    speeds: tuple[float, ...] | Literal["measured"] | None = None
     replicas: int | Literal["auto"] | None = None
     output_device: int | None = None
     microbatch: int | None = None
@@ -157,7 +158,7 @@ class PlanSpec:
         schedule = self.schedule or "1f1b"
         alone = data * tensor * pipeline == 1 and self.offload != "parameters"  # nothing to share with, or to fetch
         return Plan(
-            data=DataAxis(data, 0 if alone else self.zero or 0, self.shard or data),
+            data=DataAxis(data, 0 if alone else self.zero or 0, self.shard or data, self._speeds(data)),
             tensor=TensorAxis(tensor, self.tensor_exclude or (), bool(self.sequence_parallel)),
             pipeline=PipelineAxis(
                 pipeline,
@@ -174,6 +175,12 @@ class PlanSpec:
             exact=self.exact or "rounding",
         )
 
+    def _speeds(self, data: int) -> tuple[float, ...] | Literal["measured"]:
+        if isinstance(self.speeds, tuple) and len(self.speeds) != data:
+            found = f"speeds names {len(self.speeds)} ranks, and the data axis has {data}"
+            raise PlanError(f"plan {self}", found, f"name {data} speeds, or speeds=measured")
+        return self.speeds or ()
+
     def __str__(self) -> str:
         return " ".join(f"{key}={in_words(value)}" for key, value in self.explicit.items()) or "ddp"
 
@@ -189,6 +196,15 @@ def _check_zero(spec: PlanSpec) -> Problem:
         return (
             "parameters on the host are gathered block by block, which is zero=3",
             "add zero=3 (on one device too), or use offload=optimizer",
+        )
+    return None
+
+
+def _check_speeds(spec: PlanSpec) -> Problem:
+    if spec.speeds is not None and (spec.zero == 3 or spec.replicas is not None):
+        return (
+            "shares follow speeds where ranks may run different numbers of microbatches, and here all run equally many",
+            "leave out speeds, or use ddp, zero1 or zero2",
         )
     return None
 
@@ -233,7 +249,13 @@ def _check_replicas(spec: PlanSpec) -> Problem:
     return None
 
 
-CHECKS: tuple[Callable[[PlanSpec], Problem], ...] = (_check_zero, _check_tensor, _check_pipeline, _check_replicas)
+CHECKS: tuple[Callable[[PlanSpec], Problem], ...] = (
+    _check_zero,
+    _check_speeds,
+    _check_tensor,
+    _check_pipeline,
+    _check_replicas,
+)
 
 
 # ------------------------------------------------------------------------------------------------ values of keys
@@ -267,6 +289,18 @@ def _split_points(value: Any) -> tuple[int, ...]:
     return found
 
 
+def _speeds(value: Any) -> tuple[float, ...] | str:
+    if value == "measured":
+        return value
+    try:
+        found = tuple(float(one) for one in _patterns(value))
+    except ValueError:
+        found = (0.0,)
+    if not all(0 < one < math.inf for one in found):
+        raise ValueError("must be measured, or positive numbers with | between them")
+    return found
+
+
 def _switch(value: Any) -> bool:
     if value not in ("on", "off", True, False):
         raise ValueError("must be on or off")
@@ -295,6 +329,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "schedule": lambda value: _one_of(SCHEDULES)(value),
     "stages_per_rank": _count,
     "split_points": _split_points,
+    "speeds": _speeds,
     "replicas": _size,
     "output_device": _number,
     "microbatch": _count,

@@ -45,6 +45,7 @@ from evenly.train.interrupt import Interrupt
 from evenly.train.look import check_again, check_job, check_model, check_update
 from evenly.train.nonfinite import BuffersBefore, check_evaluation, is_bad, traced_error
 from evenly.train.options import RunOptions, merge_options
+from evenly.train.rank_speeds import measured_speeds
 from evenly.train.recorder import RunRecorder, write_decisions
 from evenly.train.reports import Evaluation, StepReport
 from evenly.train.resolve_run import ResolvedRun, connect_and_resolve
@@ -90,6 +91,8 @@ class Run:
         self.plan = decision.plan
         if self.composed.pipeline is not None:  # stages are found in the model
             self.plan = self.plan.with_stages(self.composed.pipeline.model.stage_plan.counts)
+        if self.plan.data.speeds == "measured":
+            self.plan = self.plan.with_speeds(measured_speeds(world))
         self.executor = make_executor(job, self.plan, self.composed, world)
         self.devices = self.executor.devices
         self.updater = Updater(job, self.plan, self.composed, world)
@@ -342,7 +345,9 @@ class Run:
 
     # ---------------------------------------------------------------------------------------------- shares
     def _share(self, step: int) -> Share:
-        return self._fitted(share_of_step(self.job, step, rank=self._data.position, ranks=self._data.size))
+        speeds = tuple(float(speed) for speed in self.plan.data.speeds)
+        group = self._data
+        return self._fitted(share_of_step(self.job, step, rank=group.position, ranks=group.size, speeds=speeds))
 
     def _fitted(self, share: Share) -> Share:
         return share.filled() if self.composed.in_step else share

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenly.data.share import SLACK, deal
+from evenly.data.share import SLACK, deal, deal_by_speed
 
 COSTS = st.one_of(st.integers(0, 60), st.floats(0, 60))
 
@@ -157,3 +157,19 @@ def test_work_that_grows_with_the_square_is_even_too():
 def test_impossible_deals_are_refused(costs: list[float], ranks: int):
     with pytest.raises(ValueError, match="cannot deal"):
         deal(costs, ranks)
+
+
+def test_shares_follow_speeds() -> None:
+    assert deal_by_speed([1.0] * 12, [1.0, 0.5]) == [[0, 1, 3, 4, 6, 7, 9, 10], [2, 5, 8, 11]]
+    assert [*map(len, deal_by_speed([1.0] * 12, [0.25, 1, 1]))] == [1, 6, 5]
+    assert deal_by_speed([1.0], [0.5, 1.0]) == [[], [0]]
+
+
+@given(st.integers(1, 12), st.lists(st.sampled_from([0.25, 0.5, 1.0]), min_size=1, max_size=3))
+@settings(max_examples=60, deadline=None)
+def test_equal_costs_are_dealt_by_speed_as_well_as_can_be(count: int, speeds: list[float]) -> None:
+    shares = deal_by_speed([1.0] * count, speeds)
+    assert sorted(n for share in shares for n in share) == list(range(count))
+    every = [c for c in product(range(count + 1), repeat=len(speeds)) if sum(c) == count]
+    best = min(max(n / speed for n, speed in zip(counts, speeds, strict=True)) for counts in every)
+    assert max(len(share) / speed for share, speed in zip(shares, speeds, strict=True)) == best

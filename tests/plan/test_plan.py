@@ -284,3 +284,20 @@ def test_16_bit_weights_in_shards_have_no_bits_to_promise() -> None:
     assert PlanSpec(data=2, exact="bitwise").complete("pure-float16").exact == "bitwise"
     with pytest.raises(PlanError, match="shards end elsewhere"):
         PlanSpec(zero=1, data=2, exact="bitwise").complete("pure-float16")
+
+
+def test_speeds_of_ranks() -> None:
+    plan = parse_plan("ddp speeds=1|0.5").fit(2).complete("float32")
+    assert plan.data.speeds == (1.0, 0.5) and parse_plan(str(plan)).fit(2).complete("float32") == plan
+    assert plan.with_speeds([1.0, 1.0]).data.speeds == ()
+    measured = parse_plan("zero2 speeds=measured").fit(4).complete("float32")
+    assert measured.data.speeds == "measured" and "speeds=measured" in str(measured)
+    for text, message in (
+        ("zero3 speeds=measured", "all run equally many"),
+        ("ddp speeds=1|0", "must be measured, or positive"),
+        ("ddp speeds=fast", "must be measured, or positive"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            parse_plan(text)
+    with pytest.raises(PlanError, match="speeds names 3 ranks, and the data axis has 2"):
+        parse_plan("ddp speeds=1|1|2").fit(2).complete("float32")

@@ -64,6 +64,8 @@ SHARDED = [
     ("heads", "ddp", 2),
     ("packed", "zero3", 2),
     ("threes", "ddp", 3),
+    ("language", "ddp speeds=1|0.5", 2),
+    ("classifier", "zero2 speeds=0.25|1|1", 3),
 ]
 
 
