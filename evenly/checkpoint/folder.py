@@ -134,6 +134,10 @@ class CheckpointFolder:
             hidden.unlink()
         shutil.rmtree(hidden, ignore_errors=True)
 
+    def discard(self) -> None:
+        """Removes all of the run's folder."""
+        shutil.rmtree(self.root, ignore_errors=True)
+
     def prune(self, keep_last: int = KEEP_LAST) -> list[int]:
         """Keep the newest `keep_last` and the one with the least score; returns the steps removed.
 

@@ -12,6 +12,7 @@ one save is under way, and the main thread uses that group only while none is.
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,15 +25,16 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from evenly.checkpoint.folder import CheckpointFolder, copy_files
+from evenly.checkpoint.folder import KEEP_LAST, CheckpointFolder, copy_files
 from evenly.checkpoint.manifest import Manifest, TensorForm, Unsound, differences, fingerprint, first_of
-from evenly.checkpoint.pieces import find_pieces
+from evenly.checkpoint.pieces import find_pieces, size_bytes
 from evenly.checkpoint.plain import decode, encode, merge
 from evenly.checkpoint.ranks import Ranks
 from evenly.checkpoint.tensors import read_tensors, save_tensors
 from evenly.checkpoint.writer import form_of
 from evenly.comm.groups import Group
 from evenly.errors import CheckpointError, EvenlyError, ResumeError, UserError
+from evenly.launch.allocator import free_memory_bytes
 
 T = TypeVar("T")
 
@@ -126,8 +128,13 @@ class CheckpointStore:
     def _take_lock(self, place: CheckpointFolder) -> None:
         self._locks.append(place.lock())
 
-    def save(self, snapshot: Snapshot, *, score: float | None = None) -> None:
-        """Copy the snapshot, return, and write it while training goes on.
+    def on_first_rank(self, asked: str, act: Callable[[], T]) -> T:
+        """What `act` returns on the first rank; every rank raises its error. No save may be under way."""
+        self.finish()
+        return self._ranks.first(asked, act)
+
+    def save(self, snapshot: Snapshot, *, score: float | None = None, memory: CheckpointFolder | None = None) -> None:
+        """Copy the snapshot, return, and write it while training goes on; into `memory` if given, which holds one.
 
         Waits for a save that is still under way. The checkpoint is valid when all ranks' files are complete;
         then the oldest ones go, but not the one of the lowest `score` (the loss of an evaluation).
@@ -144,7 +151,7 @@ class CheckpointStore:
         forms = {name: form_of(tensor) for name, tensor in staged.items()}
         manifest = Manifest(snapshot.step, finite, {}, forms, values)
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="evenly-checkpoint")
-        self._pending = executor.submit(self._write, staged, manifest), executor
+        self._pending = executor.submit(self._write, staged, manifest, memory), executor
 
     def finish(self) -> None:
         """Wait until the save under way is valid. Raises `CheckpointError` if it failed; older ones stay."""
@@ -230,29 +237,35 @@ class CheckpointStore:
         assert isinstance(staged, dict)
         return staged
 
-    def _write(self, staged: dict[str, Tensor], mine: Manifest) -> None:
+    def _write(self, staged: dict[str, Tensor], mine: Manifest, memory: CheckpointFolder | None) -> None:
         """Everything after staging; runs in the thread, on all ranks."""
-        asked = f"save the checkpoint of step {mine.step} in {self._folder.checkpoints}"
+        place = memory or self._folder
+        asked = f"save the checkpoint of step {mine.step} in {place.checkpoints}"
         try:
-            self._write_all(asked, staged, mine)
+            self._write_all(asked, staged, mine, memory)
         except BaseException as error:
             if self._ranks.rank == 0:
-                self._folder.abandon(mine.step)
+                place.abandon(mine.step)
             if isinstance(error, EvenlyError):
                 raise
             raise CheckpointError(
                 asked, f"{type(error).__name__}: {error}", "see the first error of the ranks"
             ) from error
 
-    def _write_all(self, asked: str, staged: dict[str, Tensor], mine: Manifest) -> None:
-        ranks, partial = self._ranks, self._folder.partial(mine.step)
-        ranks.first(asked, lambda: self._folder.begin(mine.step))
+    def _write_all(
+        self, asked: str, staged: dict[str, Tensor], mine: Manifest, memory: CheckpointFolder | None
+    ) -> None:
+        ranks, place = self._ranks, memory or self._folder
+        partial = place.partial(mine.step)
+        ranks.first(asked, lambda: place.begin(mine.step, new=memory is None))
         whole = _united(asked, ranks, mine)
+        if memory is not None:
+            ranks.first(asked, lambda: _check_room(memory, whole))
         parts = ranks.together(asked, lambda: save_tensors(staged, whole.tensors, partial, ranks.handle))
         files = {name: record for part in parts for name, record in part.items()}
         manifest = Manifest(whole.step, whole.score, files, whole.tensors, whole.values)
-        ranks.first(asked, lambda: self._commit(partial, manifest))
-        if self._second is not None:
+        ranks.first(asked, lambda: _commit(place, manifest, keep_last=KEEP_LAST if memory is None else 1))
+        if self._second is not None and memory is None:
             self._copy(self._second, manifest, list(parts[ranks.rank]))
 
     def _copy(self, second: CheckpointFolder, manifest: Manifest, own_files: Sequence[str]) -> None:
@@ -269,17 +282,31 @@ class CheckpointStore:
                 second.abandon(manifest.step)
                 print(f"evenly: {asked}: {problem.found}: it is in {source} alone; the run goes on", file=sys.stderr)
 
-    def _commit(self, partial: Path, manifest: Manifest) -> None:
-        there = sorted(path.name for path in partial.iterdir())
-        if there != sorted(manifest.files):
-            found = f"the ranks wrote {sorted(manifest.files)}, the first rank sees {there}"
-            raise CheckpointError(f"save {partial}", found, "use a folder that all ranks share")
-        try:
-            find_pieces(partial, manifest.files, manifest.tensors)
-        except Unsound as reason:
-            raise CheckpointError(f"save {partial}", str(reason), "report this") from None
-        self._folder.commit(manifest)
-        self._folder.prune()
+
+def _commit(place: CheckpointFolder, manifest: Manifest, *, keep_last: int) -> None:
+    partial = place.partial(manifest.step)
+    there = sorted(path.name for path in partial.iterdir())
+    if there != sorted(manifest.files):
+        found = f"the ranks wrote {sorted(manifest.files)}, the first rank sees {there}"
+        raise CheckpointError(f"save {partial}", found, "use a folder that all ranks share")
+    try:
+        find_pieces(partial, manifest.files, manifest.tensors)
+    except Unsound as reason:
+        raise CheckpointError(f"save {partial}", str(reason), "report this") from None
+    place.commit(manifest)
+    place.prune(keep_last)
+
+
+def _check_room(memory: CheckpointFolder, manifest: Manifest) -> None:
+    """Raises `CheckpointError` unless there is room for this snapshot, and for the next to be written besides it."""
+    size = sum(size_bytes(form) for form in manifest.tensors.values())
+    needed = size if memory.steps() else 2 * size
+    status = os.statvfs(memory.checkpoints)
+    free = min(status.f_bavail * status.f_frsize, free_memory_bytes())
+    if free < needed:
+        found = f"two copies of the state take {2 * size / 1e6:,.0f} MB, and there are {free / 1e6:,.0f} MB free for "
+        found += "them" if needed > size else "the second"
+        raise CheckpointError(f"keep snapshots in {memory.root}", found, "run without --snapshot, or free memory")
 
 
 def _refusal(asked: str, reason: str, sound: int | None) -> CheckpointError:

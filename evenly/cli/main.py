@@ -34,6 +34,13 @@ Skipped = Annotated[
 ]
 Devices = Annotated[int | None, typer.Option(min=1, help="Ranks on this machine (default: all GPUs, else CPU cores).")]
 
+SaveTo = Annotated[
+    Path | None, typer.Option(metavar="DIR2", help="A second folder, to which every checkpoint is copied.")
+]
+Snapshots = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Keep the state in memory every N steps, for ranks that fail.")
+]
+
 
 @app.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
 def run_command(
@@ -58,9 +65,8 @@ def run_command(
             min=1, metavar="SECONDS", help="End the run when a rank stands still longer (default: 180, 540 at first)."
         ),
     ] = None,
-    save_to: Annotated[
-        Path | None, typer.Option(metavar="DIR2", help="A second folder, to which every checkpoint is copied.")
-    ] = None,
+    save_to: SaveTo = None,
+    snapshot: Snapshots = None,
     settings: Settings = [],  # noqa: B006  (typer copies it)
     nodes: Annotated[int, typer.Option(min=1, help="Machines that take part.")] = 1,
     node_rank: Annotated[int, typer.Option(min=0, help="Number of this machine, from 0.")] = 0,
@@ -93,6 +99,7 @@ def run_command(
         secret_file=secret_file,
         json_only=json_only,
         save_to=save_to,
+        snapshot=snapshot,
     )
     raise typer.Exit(run(request))
 

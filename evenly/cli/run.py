@@ -8,7 +8,7 @@ import signal
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evenly.checkpoint.folder import CheckpointFolder
 from evenly.errors import PlanError, UserError
@@ -18,6 +18,9 @@ from evenly.launch.agent import FailedRank, Launch, start_ranks, warm_up
 from evenly.launch.environment import CHECK_VARIABLE, OPTIONS_VARIABLE, find_here, run_secret
 from evenly.observe.run_folder import RunFolder
 from evenly.plan import PlanSpec, asked_plan
+
+if TYPE_CHECKING:
+    from evenly.train.options import RunOptions
 
 # What every rank needs; pipelining imports what the first optimizer does, which takes a second.
 PRELOAD = ["evenly.train.loop", "evenly.train.resume", "torch.distributed.pipelining"]
@@ -46,6 +49,7 @@ class RunRequest:
     secret_file: Path | None
     json_only: bool
     save_to: Path | None = None
+    snapshot: int | None = None
 
 
 def run(request: RunRequest) -> int:
@@ -99,7 +103,9 @@ def run(request: RunRequest) -> int:
     return _start(request, launch, settings, options, script=script)
 
 
-def _options(request: RunRequest, plan: Any, search: bool, out: Path | None, devices: int | None = None) -> Any:
+def _options(
+    request: RunRequest, plan: PlanSpec | None, search: bool, out: Path | None, devices: int | None = None
+) -> RunOptions:
     """The options that are passed to the ranks."""
     from evenly.train.options import RunOptions
 
@@ -113,6 +119,7 @@ def _options(request: RunRequest, plan: Any, search: bool, out: Path | None, dev
         skip_nonfinite=request.skip_nonfinite,
         devices=devices,
         save_to=request.save_to,
+        snapshot=request.snapshot,
     )
 
 
@@ -131,12 +138,22 @@ def _start(request: RunRequest, launch: Launch, settings: dict[str, Any], option
             return _exit_code(any(stopped.values()), launch.stop.signum)
         results = start_ranks(run_job_file, (request.job, settings, options, request.json_only), launch)
     except FailedRank as failed:
+        if request.snapshot and options.out is not None:
+            _keep_snapshot(options.out)
         failed.do = _with_way_on(failed, request, options.out)
         raise
     summary = results[min(results)]
     if launch.node_rank == 0:
         _print_summary(summary, request)
     return _exit_code(summary.stopped, launch.stop.signum)
+
+
+def _keep_snapshot(out: Path) -> None:
+    """What ranks that are gone have left in memory becomes a checkpoint; the memory is free again."""
+    from evenly.checkpoint.shared_memory import keep_snapshot, memory_folder
+
+    keep_snapshot(out)
+    memory_folder(out).discard()
 
 
 def _exit_code(stopped: bool, signum: int) -> int:

@@ -23,6 +23,7 @@ class RunOptions:
     skip_nonfinite: how many batches may be left out whose loss or gradient is not finite.
     search:  whether to search for the best plan among those that agree with `plan`.
     save_to: a second folder to which every checkpoint is copied; None for none.
+    snapshot: steps between snapshots of the state in the memory of this machine; None for none.
     """
 
     plan: PlanSpec | None = None
@@ -34,12 +35,13 @@ class RunOptions:
     step: int | None = None
     skip_nonfinite: int = 0
     save_to: Path | None = None
+    snapshot: int | None = None
 
     def to_text(self) -> str:
         """JSON for the ranks' environment; `from_text` is its inverse."""
         plan, out = self.plan and str(self.plan), self.out and str(self.out)
         others = {"steps": self.steps, "resume": self.resume, "devices": self.devices, "search": self.search}
-        others |= {"step": self.step, "skip_nonfinite": self.skip_nonfinite}
+        others |= {"step": self.step, "skip_nonfinite": self.skip_nonfinite, "snapshot": self.snapshot}
         return json.dumps({"plan": plan, "out": out, "save_to": self.save_to and str(self.save_to), **others})
 
     @classmethod
@@ -49,7 +51,7 @@ class RunOptions:
         plan, out = values["plan"], values["out"]
         others = (values[name] for name in ("steps", "resume", "devices", "search", "step", "skip_nonfinite"))
         save_to = values["save_to"] and Path(values["save_to"])
-        return cls(plan and parse_plan(plan), out and Path(out), *others, save_to=save_to)
+        return cls(plan and parse_plan(plan), out and Path(out), *others, save_to=save_to, snapshot=values["snapshot"])
 
 
 def merge_options(given: RunOptions) -> RunOptions:

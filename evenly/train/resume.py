@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from evenly.checkpoint import state
+from evenly.checkpoint.shared_memory import keep_snapshot
 from evenly.checkpoint.state import group_options, parameter_of, read_state, set_empty_groups
 from evenly.checkpoint.store import CheckpointStore, Snapshot
 from evenly.comm.collectives import gather_values
@@ -53,8 +54,11 @@ def restore(run: Run, store: CheckpointStore, step: int | None = None) -> None:
 
     Raises `ResumeError` where it is not of this job.
     """
+    out = run.out
+    assert out is not None
+    store.on_first_rank("resume", lambda: keep_snapshot(out))
     checkpoint = store.load(step)
-    if run.world.is_main and run.out not in checkpoint.path.parents:
+    if run.world.is_main and out not in checkpoint.path.parents:
         print(f"evenly: going on from {checkpoint.path}", file=sys.stderr)
     if store.passed_over and run.world.is_main:
         print(f"evenly: {store.passed_over}: going on from step {checkpoint.step}", file=sys.stderr)

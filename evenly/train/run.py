@@ -52,6 +52,7 @@ from evenly.train.resolve_run import ResolvedRun, connect_and_resolve
 
 if TYPE_CHECKING:
     from evenly.checkpoint.store import CheckpointStore
+    from evenly.train.snapshots import Snapshots
 
 
 Arguments = ParamSpec("Arguments")
@@ -113,6 +114,7 @@ class Run:
         self._clock = time.perf_counter()
         self._large_blocks = LargeBlocks(ranks=world.local_size) if world.device == "cpu" else None
         self._store: CheckpointStore | None = None
+        self._snapshots: Snapshots | None = None
         folder = RunFolder(self.out) if self.out is not None else None
         if folder is not None:
             self._open(options)
@@ -143,6 +145,8 @@ class Run:
                 raise RunError(
                     f"batch of step {step + 1}", "it was not given to run.step", "give every batch to run.step once"
                 )
+            if self._snapshots is not None:
+                self._snapshots.take_if_due()
 
     @_at_work
     def step(self, batch: Batch) -> StepReport:
@@ -317,6 +321,10 @@ class Run:
                 self._store.close()
                 raise
             self.saved_at = self._first_step = self.steps_done
+        if options.snapshot:
+            from evenly.train.snapshots import Snapshots
+
+            self._snapshots = Snapshots(self, self._store, options.snapshot)
 
     # --------------------------------------------------------------------------------------------- the end
     @_at_work
@@ -327,6 +335,8 @@ class Run:
             if self._store is not None and not failed:
                 with self.world.during("saving"):
                     self._store.close()
+                if self._snapshots is not None:
+                    self._snapshots.close()
         finally:
             self._recorder.close(self.steps_done, failed=failed)
             self.composed.close()
