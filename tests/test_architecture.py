@@ -371,19 +371,24 @@ PACKAGE_LINES = {
     "data": 848,  # shares by speed; streams of updates and schedules
     "engine": 2240,  # where bad numbers come from; optimizers of whole parameters; parameters between steps
     "hardware": 985,  # kinds of devices can be registered; numbers beyond all machines
-    "launch": 2225,  # doors and tunnels between nodes; ranks that leave early; signals at any moment; folders
+    "launch": 2235,  # doors and tunnels between nodes; ranks that leave early; signals; folders; oneDNN's cache
     "model": 554,  # parameters in one memory; modes that the job has set; made-up numbers; blocks of several classes
     "observe": 1015,  # ranks that stand still, and where; slow ranks
     "parallel": 1,
-    "parallel.core": 2135,  # stale tensors; rules of buffers (averages, spectral norm); what code between steps finds
+    "parallel.core": 2139,  # stale tensors; rules of buffers (averages, spectral norm); what code between steps finds
     "parallel.data": 3202,  # layouts; exact buckets; optimizers of whole parameters; what units are given
     "parallel.tensor": 4133,  # experts, indices and convolutions on parts; split parameters between steps
     "parallel.pipeline": 3381,  # numbers inside blocks, draws between them; hooks; what blocks leave behind; layouts
     "plan": 1218,  # speeds of ranks; schedules are a table that others add to
     "planner": 5645,
     "report": 1315,  # tables of splits and pages of plans, which came from planner/ and cli/
+<<<<<<< HEAD
     "train": 1645,  # steps left out; speeds of ranks; a second place; the look at the job before the first step
     "verify": 1521,  # data rules, measured rounding, hidden state and resumes, each in a file of its own
+=======
+    "train": 1561,  # steps left out; a second place; the look at the job before the first step; what a rank does
+    "verify": 1577,  # data rules, measured rounding (again where a plan came out different), hidden state and resumes
+>>>>>>> 355ef46 (oneDNN keeps few primitives where shapes vary: a rank's memory no longer grows with samples of many lengths; calls are remembered for a step)
 }
 # Parameters of a command are the options that it has on the command line.
 COMMANDS = PACKAGE / "cli" / "main.py"

@@ -17,7 +17,7 @@ import tempfile
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "zoo"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -25,7 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import ranks
 
 from benchmarks.random_modules.cases import Case, random_case, smaller
-from benchmarks.random_modules.outcome import compare, prepare, world_of
+from benchmarks.random_modules.outcome import compare, measure_again, prepare, world_of
+
+if TYPE_CHECKING:
+    from evenly.verify.compare import Row
 
 LIMIT_S = 120.0
 BAD = ("different", "late", "error", "timeout")
@@ -114,6 +117,10 @@ def outcome_of(case: Case, started: ranks.Ranks) -> dict[str, Any]:
             user = all(error["kind"] == "user" for error in prepared.errors.values()) and bool(prepared.errors)
             return {"status": "no job" if user else "error", "reason": f"reference: {reason}"}
         outcome = started.run(compare, case, folder, size=world_of(case), limit_s=LIMIT_S)
+        whole = not (outcome.timed_out or outcome.errors or outcome.ended)
+        if whole and _judged(case, outcome).status == "different":
+            started.run(measure_again, case, folder, size=1, limit_s=8 * LIMIT_S)
+            outcome = started.run(compare, case, folder, size=world_of(case), limit_s=LIMIT_S)
     if outcome.timed_out:
         return {"status": "timeout", "reason": outcome.log}
     if outcome.errors:
@@ -122,10 +129,14 @@ def outcome_of(case: Case, started: ranks.Ranks) -> dict[str, Any]:
         return {"status": status, "reason": error["text"], "trace": error["trace"] if status == "error" else ""}
     if outcome.ended:
         return {"status": "error", "reason": f"{outcome.ended} {outcome.log}"}
+    row = _judged(case, outcome)
+    return {"status": row.status, "reason": row.reason, "diff": row.param_diff, "sharded": row.sharded}
+
+
+def _judged(case: Case, outcome: ranks.Outcome) -> Row:
     from evenly.verify.compare import judge
 
-    row = judge(case.plan, [outcome.results[rank] for rank in sorted(outcome.results)])
-    return {"status": row.status, "reason": row.reason, "diff": row.param_diff, "sharded": row.sharded}
+    return judge(case.plan, [outcome.results[rank] for rank in sorted(outcome.results)])
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from samples import Samples, Shapes
 
 from evenly.job import Job
 from evenly.plan import PlanSpec, parse_plan
+from evenly.verify import ranks
 from evenly.verify.disturb import Disturbance
-from evenly.verify.ranks import compare_steps, keep_measured_reference
 from evenly.verify.tasks import PlanSteps
 from evenly.verify.verify import world_of
 
@@ -60,12 +60,21 @@ def prepare(name: str, folder: Path) -> dict[str, Any]:
     """Finds the batch of a subject, trains the references, and keeps them in `folder`."""
     _quiet(small_units=False)
     found = subjects.subject(name)
-    keep_measured_reference(job_of(name, found.batch), STEPS, folder, ["sums", "forward"])
+    ranks.keep_measured_reference(job_of(name, found.batch), STEPS, folder, ["sums", "forward"])
     return asdict(found)
+
+
+def measure_again(name: str, shapes: Shapes, plan: str, folder: Path) -> None:
+    """Measures what further draws of rounding do to a subject that came out different under `plan`."""
+    _quiet(small_units=False)
+    ranks.measure_again(job_of(name, shapes), STEPS, folder, _kind_of(plan))
 
 
 def compare(name: str, shapes: Shapes, plan: str, folder: Path) -> Any:
     """The comparison of one rank under `plan`."""
     _quiet(small_units=True)
-    kind: Disturbance = "forward" if plan_of(plan).tensor != 1 else "sums"
-    return compare_steps(job_of(name, shapes), PlanSteps(plan_of(plan), 0, STEPS), STEPS, folder, kind)
+    return ranks.compare_steps(job_of(name, shapes), PlanSteps(plan_of(plan), 0, STEPS), STEPS, folder, _kind_of(plan))
+
+
+def _kind_of(plan: str) -> Disturbance:
+    return "forward" if plan_of(plan).tensor != 1 else "sums"

@@ -56,6 +56,8 @@ class Executor(ABC):
         spans: list to append the actions of a pipeline rank to, or None.
         """
         gradients = self.composed.gradients
+        for calls in self.composed.calls:
+            calls.forget()
         builder = StepTotalsBuilder(
             self.world,
             microbatches=len(batch.share.microbatches),

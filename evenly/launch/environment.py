@@ -409,6 +409,15 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+FEW_PRIMITIVES = 16  # those of the layers of a block, and not those of every length that a dataset has
+
+
+def keep_few_primitives() -> None:
+    """Has oneDNN keep few of its primitives, unless the user has chosen; it reads that when it makes its first."""
+    if not os.environ.keys() & {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY"}:
+        os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = str(FEW_PRIMITIVES)
+
+
 def cpp_compiler() -> str | None:
     """Path of the C++ compiler that torch will use; None where it is not installed."""
     return shutil.which(os.environ.get("CXX") or "g++")

@@ -36,6 +36,7 @@ SETTINGS = (
     *("global_batch", "steps", "microbatch", "microbatch_cost", "shuffle", "clip_norm", "seed", "precision"),
     *("eval_every", "save_every"),
 )
+STEPS_COMPARED = 3
 NAMED = 3  # of the attributes that change, in a message
 
 
@@ -55,6 +56,16 @@ def check_job(job: Job, plan: Plan, world: World) -> list[Microbatch]:
     if problem := differing_field(gather_values(found, world.group("files"))):
         raise problem
     return read[:2]
+
+
+def shapes_vary(job: Job) -> bool:
+    """Whether samples of `job` differ in their shapes, as its `cost` says or the first steps show."""
+    if job.cost is not None:
+        return True
+    with undisturbed():
+        read = [microbatch for step in range(STEPS_COMPARED) for microbatch in _read(job, [0], step)]
+    sizes = [[(path, t.numel() / m.samples) for path, t in tensors_by_path(m.batch)] for m in read]
+    return any(found != sizes[0] for found in sizes)
 
 
 def facts(job: Job) -> dict[str, Any]:
@@ -232,8 +243,8 @@ def _buffers(models: Sequence[nn.Module]) -> list[int]:
     return [fingerprint(b) for model in models for b in model.buffers() if not b.is_meta and b.layout is torch.strided]
 
 
-def _read(job: Job, numbers: Sequence[int]) -> list[Microbatch]:
-    share = share_of_step(job, 0, rank=0, ranks=1)
+def _read(job: Job, numbers: Sequence[int], step: int = 0) -> list[Microbatch]:
+    share = share_of_step(job, step, rank=0, ranks=1)
     own = [range(len(share.microbatches))[number] for number in numbers]
     try:
         return [*Loader(job).read(iter([replace(share, own=own)]))]

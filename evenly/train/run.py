@@ -35,14 +35,14 @@ from evenly.errors import RunError, UserError, note_step, place_of
 from evenly.hardware.health import processor_in_words
 from evenly.job import Job
 from evenly.launch.allocator import LargeBlocks, free_memory_bytes
-from evenly.launch.environment import available_cores, chosen_threads, find_here
+from evenly.launch.environment import available_cores, chosen_threads, find_here, keep_few_primitives
 from evenly.observe.run_folder import RunFolder
 from evenly.observe.sinks import Sink
 from evenly.observe.slow import SlowRanks
 from evenly.parallel.core.memory import HOST, Category, MemoryCounter, local, state_tensors
 from evenly.plan import Plan, PlanSpec, asked_plan
 from evenly.train.interrupt import Interrupt
-from evenly.train.look import check_again, check_job, check_model, check_update
+from evenly.train.look import check_again, check_job, check_model, check_update, shapes_vary
 from evenly.train.nonfinite import BuffersBefore, check_evaluation, is_bad, traced_error
 from evenly.train.options import RunOptions, merge_options
 from evenly.train.rank_speeds import measured_speeds
@@ -87,6 +87,8 @@ class Run:
         self._data: Group = world.group("data")
         with world.during("first step"):
             seen = check_job(job, decision.plan, world)
+        if shapes_vary(job):
+            keep_few_primitives()  # before the first forward
         self.composed: Composed = build_and_compose(job, decision.plan, world)
         self.model = self.composed.model
         self.plan = decision.plan

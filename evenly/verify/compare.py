@@ -63,6 +63,24 @@ class Rounding:
         """Of the optimizer's state after `step`."""
         return self.states[step] if step < len(self.states) else {}
 
+    def joined(self, other: Rounding) -> Rounding:
+        """The larger of both, number by number; `other` may have none."""
+        steps = range(len(self.scalars))
+        return Rounding(
+            [max(self.scalars[step], other.scalar(step)) for step in steps],
+            [_larger(self.tensors[step], other.of_tensors(step)) for step in steps],
+            [_larger(self.states[step], other.of_state(step)) for step in steps],
+            self.kind,
+            max(self.cast_eps, other.cast_eps),
+        )
+
+
+def _larger(one: Spreads, other: Spreads) -> Spreads:
+    return {
+        name: (max(a, other[name][0]), max(b, other[name][1])) if name in other else (a, b)
+        for name, (a, b) in one.items()
+    }
+
 
 def difference(found: torch.Tensor | float, expected: torch.Tensor | float) -> float:
     """How far `found` is from `expected` (same shape); infinite where one is not finite and the other is."""

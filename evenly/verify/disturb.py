@@ -26,13 +26,14 @@ STARTS = 1 << 12  # places at which the largest tensor may begin to read what wa
 class Disturber:
     """Adds rounding of one kind to the microbatches of a run; draws from generators of its own.
 
-    cast_eps: the unit in the last place of the narrowest type that the model has cast to, 0 if it has to none.
+    draw: another number is other rounding. cast_eps: the unit in the last place of the narrowest type that the model has
+    cast to, 0 if it has to none.
     """
 
-    def __init__(self, kind: Disturbance = "none") -> None:
-        self._kind = kind
+    def __init__(self, kind: Disturbance = "none", draw: int = 1) -> None:
+        self._kind, self._seed = kind, draw
         self.cast_eps = 0.0
-        self._draw = random.Random(1)
+        self._draw = random.Random(draw)
         self._factors: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
     @contextmanager
@@ -62,7 +63,7 @@ class Disturber:
         kind = (tensor.device, tensor.dtype)
         factors = self._factors.get(kind)
         if factors is None or len(factors) < tensor.numel() + STARTS:
-            draw = torch.Generator(tensor.device).manual_seed(1)
+            draw = torch.Generator(tensor.device).manual_seed(self._seed)
             size = tensor.numel() + STARTS
             moved = torch.randint(0, 2, (size,), generator=draw, device=tensor.device, dtype=torch.int8)
             factors = self._factors[kind] = 1 - torch.finfo(tensor.dtype).eps * moved.to(tensor.dtype)

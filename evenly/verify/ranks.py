@@ -24,7 +24,7 @@ from evenly.verify.disturb import Disturbance, Disturber
 from evenly.verify.hidden_state import find_hidden_state
 from evenly.verify.reference import evaluates, loss_not_additive, named_tensors, reference_steps
 from evenly.verify.shorten import shortened
-from evenly.verify.tasks import FoundInJob, PlanSteps
+from evenly.verify.tasks import FURTHER_DRAWS, FoundInJob, PlanSteps
 from evenly.verify.trajectory import Scalars, Trajectory, measure_rounding, read_rounding, trajectory_folder
 
 
@@ -35,24 +35,24 @@ def write_references(
     plan: PlanSpec,
     steps: int,
     folder: Path,
-    kinds: list[Disturbance],
+    runs: list[tuple[Disturbance, int]],
 ) -> PlanError | FoundInJob:
-    """Trains the job of file `path` in the plain loop, on each rank with another of `kinds` of rounding added.
+    """Trains the job of file `path` in the plain loop, on each rank with another of `runs`: kind of rounding, and draw.
 
     Each saves its trajectory in a folder of its own (`trajectory_folder`), and looks at a part of the job: returns what
     it has found, or the error, without training, if `plan` does not fit the job. Of `plan`, only the microbatch counts.
     """
     torch.set_num_threads(1)
     place = find_here()
-    kind = kinds[place.rank]
+    kind, draw = runs[place.rank]
     device = find_device(replace(place, local_rank=0, local_size=1))  # a GPU draws other numbers than the CPU
     try:
         job = with_microbatch(replace(load_job(path, settings), precision=dtype), plan)
     except PlanError as problem:
         return problem
-    keep_reference(shortened(job, steps), steps, trajectory_folder(folder, kind), kind, device=device)
+    keep_reference(shortened(job, steps), steps, trajectory_folder(folder, kind, draw), kind, draw, device=device)
     if kind != "none":
-        return FoundInJob(hidden_state=find_hidden_state(job))
+        return FoundInJob(hidden_state=find_hidden_state(job) if draw == 1 else "")
     try:
         note = loss_not_additive(job)
     except Exception:  # for example a loss that needs full microbatches
@@ -60,15 +60,24 @@ def write_references(
     return FoundInJob(broken_rule=broken_data_rule(job), note=note)
 
 
-def keep_reference(job: Job, steps: int, folder: Path, kind: Disturbance = "none", *, device: str = "cpu") -> None:
-    """Trains `job` in the plain loop, with `kind` of rounding added, and saves its trajectory in `folder`."""
-    trajectory, scalars, disturber = Trajectory(folder), Scalars(), Disturber(kind)
+def keep_reference(
+    job: Job, steps: int, folder: Path, kind: Disturbance = "none", draw: int = 1, *, device: str = "cpu"
+) -> None:
+    """Trains `job` in the plain loop, with a `draw` of `kind` of rounding added; saves its trajectory in `folder`."""
+    trajectory, scalars, disturber = Trajectory(folder), Scalars(), Disturber(kind, draw)
     for record in reference_steps(job, steps, device=device, around=disturber.around_microbatch):
         trajectory.add_tensors(record.step, record.tensors, record.state)
         scalars.add(
             record.step, loss=record.loss, grad_norm=record.grad_norm, rates=record.rates, eval_loss=record.eval_loss
         )
     trajectory.finish(replace(scalars, cast_eps=disturber.cast_eps))
+
+
+def measure_again(job: Job, steps: int, folder: Path, kind: Disturbance) -> None:
+    """Adds what further draws of `kind` of rounding do to what `keep_measured_reference` has measured in `folder`."""
+    for draw in FURTHER_DRAWS:
+        keep_reference(job, steps, trajectory_folder(folder, kind, draw), kind, draw)
+        measure_rounding(folder, kind, draw)
 
 
 def keep_measured_reference(job: Job, steps: int, folder: Path, kinds: Sequence[Disturbance]) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from evenly.plan import PlanSpec
 
+FURTHER_DRAWS = range(2, 8)  # of rounding, where a plan came out different: one draw may miss where a job jumps
+
 
 @dataclass(frozen=True)
 class FoundInJob:

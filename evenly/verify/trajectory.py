@@ -75,19 +75,24 @@ class Trajectory:
         return self.folder / f"step-{step}.{kind}.safetensors"
 
 
-def trajectory_folder(folder: Path, kind: Disturbance) -> Path:
-    """Where the run with `kind` of rounding added is saved."""
-    return folder / ("reference" if kind == "none" else f"disturbed-{kind}")
+def trajectory_folder(folder: Path, kind: Disturbance, draw: int = 1) -> Path:
+    """Where the run with a `draw` of `kind` of rounding added is saved."""
+    return folder / ("reference" if kind == "none" else f"disturbed-{kind}-{draw}")
 
 
-def measure_rounding(folder: Path, kind: Disturbance) -> None:
-    """Writes how far the run with `kind` of rounding added strayed from the reference; both are in `folder`."""
-    reference, disturbed = (Trajectory(trajectory_folder(folder, one)) for one in ("none", kind))
-    write_rounding(reference, disturbed, folder / f"rounding-{kind}.json", kind)
+def measure_rounding(folder: Path, kind: Disturbance, draw: int = 1) -> None:
+    """Writes how far the run with a `draw` of `kind` of rounding added strayed from the reference, or another draw did.
+
+    All are in `folder`.
+    """
+    reference, disturbed = Trajectory(trajectory_folder(folder, "none")), trajectory_folder(folder, kind, draw)
+    path = folder / f"rounding-{kind}.json"
+    found = rounding_of(reference, Trajectory(disturbed), kind)
+    path.write_text(json.dumps(asdict(found.joined(read_rounding(path)))))
 
 
-def write_rounding(reference: Trajectory, disturbed: Trajectory, path: Path, kind: Disturbance) -> None:
-    """Writes to `path` how far the `disturbed` run strayed from the `reference`, step by step."""
+def rounding_of(reference: Trajectory, disturbed: Trajectory, kind: Disturbance) -> Rounding:
+    """How far the `disturbed` run strayed from the `reference`, step by step."""
     one, other = reference.scalars(), disturbed.scalars()
     scalars: list[float] = [0.0]
     tensors: list[Spreads] = [{}]
@@ -99,7 +104,7 @@ def write_rounding(reference: Trajectory, disturbed: Trajectory, path: Path, kin
         scalars.append(max(scalars[-1], *(difference(a, b) for a, b in zip(*pairs, strict=True))))
         tensors.append(spread_of(disturbed.tensors(step), reference.tensors(step)))
         states.append(spread_of(disturbed.state(step), reference.state(step)))
-    path.write_text(json.dumps(asdict(Rounding(scalars, tensors, states, kind, other.cast_eps))))
+    return Rounding(scalars, tensors, states, kind, other.cast_eps)
 
 
 def read_rounding(path: Path) -> Rounding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -60,11 +61,34 @@ pieces = pieces[::2]
 print((resident() - before) / 40e6)
 """
 
-
-def printed(program: str, *arguments: str) -> list[float]:
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True, timeout=600
+LENGTHS = """
+import ctypes, torch, evenly
+from torch import nn
+def loss(model, batch):
+    return evenly.Loss(model(batch).square().mean(), 1)
+def job():
+    return evenly.Job(
+        model=lambda: nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(48, 48), nn.GELU())]), loss=loss,
+        data=[torch.randn(16 + 3 * index, 48) for index in range(300)], collate=lambda samples: samples[0],
+        optimizer=torch.optim.SGD, global_batch=1, microbatch=1, steps=300,
     )
+class Heap(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "a free_chunks b c d e f used g h".split()]
+heap = ctypes.CDLL(None).mallinfo2
+heap.restype = Heap
+with evenly.start(job(), plan="single") as run:
+    for batch in run.batches():
+        run.step(batch)
+        if run.steps_done in (40, 300):
+            print(heap().free_chunks)
+"""
+
+
+def printed(program: str, *arguments: str, **variables: str) -> list[float]:
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True, text=True, check=True, timeout=600, env={**os.environ, **variables},
+    )  # fmt: skip
     return [float(word) for word in done.stdout.split()]
 
 
@@ -90,6 +114,15 @@ def test_large_blocks_are_not_kept_where_memory_is_scarce() -> None:
 
 def test_free_memory_is_that_of_the_control_group_where_it_has_less() -> None:
     assert 0 < free_memory_bytes() <= (cgroup_limit_bytes() or inf)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be asked")
+def test_samples_of_many_lengths_do_not_leave_the_heap_in_pieces() -> None:
+    early, late = printed(LENGTHS, ONEDNN_PRIMITIVE_CACHE_CAPACITY="1024")
+    if late < 2 * early:
+        pytest.skip("this processor's functions are not oneDNN's")
+    few_early, few_late = printed(LENGTHS)
+    assert few_late - few_early < (late - early) / 5
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")

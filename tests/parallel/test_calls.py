@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from jobs import tower_job
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import evenly
 from evenly.data.generators import undisturbed
 from evenly.model.blocks import find_blocks
 from evenly.parallel.core.calls import BlockCalls
@@ -135,3 +137,12 @@ def test_a_block_that_the_model_computes_again_draws_the_same() -> None:
     assert sorted(first_block[4:]) == sorted(first_block[:2]) and first_block[0] != first_block[1]
     assert [block.drawn[2:] for block in model.blocks[1:]] == [block.drawn[:1] for block in model.blocks[1:]]
     assert model.after[6:] == model.after[:2]  # the last is not needed
+
+
+def test_a_run_remembers_the_calls_of_one_step() -> None:
+    remembered: list[int] = []
+    with evenly.start(tower_job(steps=3), plan="single") as run:
+        for batch in run.batches():
+            run.step(batch)
+            remembered.append(len(run.composed.calls[0]._begun) // len(batch.share.microbatches))
+    assert remembered == [remembered[0]] * 3 and remembered[0] > 0

@@ -9,7 +9,7 @@ import torch
 from jobs import classifier_job
 from torch import nn
 
-from evenly.train.look import buffers_restored, differing_field, digest, facts
+from evenly.train.look import buffers_restored, differing_field, digest, facts, shapes_vary
 from evenly.train.same_numbers import same
 
 
@@ -31,6 +31,13 @@ def test_a_cost_that_is_another_when_called_again_is_found_on_any_rank() -> None
     problem = differing_field([steady, found])
     assert differing_field([steady]) is None
     assert problem is not None and problem.asked.startswith("the job's cost")
+
+
+def test_shapes_vary_where_a_cost_or_microbatches_say_so() -> None:
+    lengths = [torch.zeros(1 + index % 2) for index in range(37)]
+    assert not shapes_vary(classifier_job())
+    assert shapes_vary(classifier_job(cost=float))
+    assert shapes_vary(classifier_job(data=lengths, collate=lambda samples: samples[0], microbatch=1))
 
 
 def test_losses_are_compared_by_their_bits_or_up_to_the_rounding_of_a_gpu() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from evenly.verify.compare import RankComparison, Rounding, difference, differing_elements, judge, spread
 from evenly.verify.disturb import Disturbance, Disturber
-from evenly.verify.trajectory import Scalars, Trajectory, read_rounding, write_rounding
+from evenly.verify.trajectory import Scalars, Trajectory, read_rounding, rounding_of
 
 
 def test_numbers_are_compared_as_finely_as_tensors() -> None:
@@ -252,13 +252,20 @@ def test_the_numbers_of_rounding_are_measured(tmp_path: Path) -> None:
             trajectory.add_tensors(step, {"w": BEFORE + shift * step}, {"exp_avg of w": BEFORE})
             scalars.add(step, loss=1.0, grad_norm=2.0 + shift / step, rates=[0.1], eval_loss=None)
         trajectory.finish(scalars)
-    write_rounding(one, other, tmp_path / "rounding.json", "forward")
-    found = read_rounding(tmp_path / "rounding.json")
+    found = rounding_of(one, other, "forward")
     assert found.kind == "forward"
     assert [found.scalar(step) for step in (1, 2)] == pytest.approx([5e-4, 5e-4])  # the largest so far
     assert found.of_tensors(2)["w"] == pytest.approx((2e-3, 2e-3), rel=1e-3)
-    assert found.of_state(1) == {"exp_avg of w": (0.0, 0.0)} or found.of_state(1)["exp_avg of w"] == [0.0, 0.0]
+    assert found.of_state(1) == {"exp_avg of w": (0.0, 0.0)}
     assert read_rounding(tmp_path / "none.json") == Rounding()
+
+
+def test_of_several_draws_of_rounding_the_largest_counts() -> None:
+    one = Rounding([0.0, 1e-6], [{}, {"w": (1e-3, 1e-7)}], [{}, {}], "sums", 0.0)
+    other = Rounding([0.0, 1e-5], [{}, {"w": (1e-4, 1e-6)}], [{}, {"step of w": (1.0, 1.0)}], "sums", 1e-2)
+    both = one.joined(other)
+    assert both == Rounding([0.0, 1e-5], [{}, {"w": (1e-3, 1e-6)}], [{}, {}], "sums", 1e-2)
+    assert one.joined(Rounding()) == one
 
 
 def test_the_rounding_of_an_evaluation_counts(tmp_path: Path) -> None:
@@ -268,8 +275,7 @@ def test_the_rounding_of_an_evaluation_counts(tmp_path: Path) -> None:
         trajectory.add_tensors(1, {})
         scalars.add(1, loss=1.0, grad_norm=2.0, rates=[0.1], eval_loss=found)
         trajectory.finish(scalars)
-    write_rounding(one, other, tmp_path / "rounding.json", "sums")
-    assert read_rounding(tmp_path / "rounding.json").scalar(1) == pytest.approx(0.01)
+    assert rounding_of(one, other, "sums").scalar(1) == pytest.approx(0.01)
 
 
 def test_other_bits_are_a_difference_where_they_are_compared() -> None:

@@ -75,6 +75,28 @@ def test_one_device_runs_first_where_bits_are_compared(
     assert begun == runs
 
 
+def test_rounding_is_measured_again_before_a_plan_is_different(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    begun: list[Any] = []
+
+    def start_ranks(task: Any, arguments: tuple[Any, ...], _: Any) -> dict[int, Any]:
+        if task is module.run_references:
+            begun.extend(arguments[-1])
+            return {0: FoundInJob()}
+        begun.append(str(arguments[3].plan))
+        found = RankComparison("float32", 0)
+        if len(begun) <= 9 or "zero" in begun[-1]:  # only the first plan's first run
+            found.add_loss(1, 1.0, 2.0)
+        return {0: found}
+
+    monkeypatch.setattr(module, "start_ranks", start_ranks)
+    rows = verify(
+        VerifyRequest(tmp_path / "job.py", {}, 1, "float32"), ["ddp", "zero1"], devices=2, report=lambda _: None
+    )
+    draws = [("sums", draw) for draw in range(2, 8)]
+    assert begun == [("none", 1), ("sums", 1), "data=2", *draws, "data=2", "data=2 zero=1"]
+    assert [row.status for row in rows.plans] == ["equal", "different"]
+
+
 def test_a_signal_ends_all_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(module, "start_ranks", failing(128 + signal.SIGTERM))
     with pytest.raises(FailedRank):

@@ -114,9 +114,9 @@ def test_the_rounding_that_a_plan_may_add_is_what_is_measured(
         raise UserError("a plan", "it was so", "")
 
     monkeypatch.setattr(module, "start_ranks", start_ranks)
-    monkeypatch.setattr(module, "measure_rounding", lambda _, kind: kinds.append(kind))
+    monkeypatch.setattr(module, "measure_rounding", lambda _, kind, draw: kinds.append(kind))
     verify(VerifyRequest(job_file, {}, 3, "float64"), [plan], devices=2, report=lambda _: None)
-    assert kinds == [["none", kind], kind, kind]
+    assert kinds == [[("none", 1), (kind, 1)], kind, kind]
 
 
 def test_the_reference_runs_on_the_kind_of_device_that_plans_run_on(
@@ -126,8 +126,8 @@ def test_the_reference_runs_on_the_kind_of_device_that_plans_run_on(
     monkeypatch.setattr(ranks_module, "find_device", lambda place: f"cuda:{place.local_rank}")
     monkeypatch.setattr(ranks_module, "keep_reference", lambda *_, device: devices.append(device))
     request = (job_file, {}, "float64", module.parse_plan("ddp"), 3, tmp_path)
-    for kinds in (["none"], ["sums"]):
-        write_references(*request, kinds)  # type: ignore[arg-type]
+    for runs in ([("none", 1)], [("sums", 1)]):
+        write_references(*request, runs)  # type: ignore[arg-type]
     assert devices == ["cuda:0", "cuda:0"]
 
 

@@ -102,6 +102,10 @@ class BlockCalls:
         finally:
             self._key = None
 
+    def forget(self) -> None:
+        """No backward will repeat a call that ran before this."""
+        self._begun.clear()
+
     def close(self) -> None:
         """Calls run as they are again."""
         for module, before in self._taken:
