@@ -382,13 +382,8 @@ PACKAGE_LINES = {
     "plan": 1218,  # speeds of ranks; schedules are a table that others add to
     "planner": 5645,
     "report": 1315,  # tables of splits and pages of plans, which came from planner/ and cli/
-<<<<<<< HEAD
-    "train": 1645,  # steps left out; speeds of ranks; a second place; the look at the job before the first step
-    "verify": 1521,  # data rules, measured rounding, hidden state and resumes, each in a file of its own
-=======
-    "train": 1561,  # steps left out; a second place; the look at the job before the first step; what a rank does
+    "train": 1655,  # steps left out; speeds of ranks; a second place; the look at the job before the first step
     "verify": 1577,  # data rules, measured rounding (again where a plan came out different), hidden state and resumes
->>>>>>> 355ef46 (oneDNN keeps few primitives where shapes vary: a rank's memory no longer grows with samples of many lengths; calls are remembered for a step)
 }
 # Parameters of a command are the options that it has on the command line.
 COMMANDS = PACKAGE / "cli" / "main.py"
