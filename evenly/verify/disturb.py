@@ -26,7 +26,7 @@ STARTS = 1 << 12  # places at which the largest tensor may begin to read what wa
 class Disturber:
     """Adds rounding of one kind to the microbatches of a run; draws from generators of its own.
 
-    draw: other numbers are other rounding. cast_eps: the unit in the last place of the narrowest type that the model has
+    draw: other numbers are other rounding. cast_eps: unit in the last place of the narrowest type that the model has
     cast to, 0 if it has to none.
     """
 
