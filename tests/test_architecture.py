@@ -366,12 +366,12 @@ FILE_LINES, FUNCTION_LINES, CLASS_LINES, ARGUMENTS = 500, 60, 300, 9
 PACKAGE_LINES = {
     "__init__": 891,  # torch_private: hooks, transformations, memory of parts; what a job imports; nodes of graphs
     "checkpoint": 2060,  # pieces that overlap; the newest sound step; checks; a second place; snapshots
-    "cli": 1390,  # lists of checkpoints; tables that keep words whole, and steer no terminal; the secret of a run
+    "cli": 1440,  # lists of checkpoints; restarts; tables that keep words whole; the secret of a run
     "comm": 2445,  # exact sums, alone and over ranks; a store on one interface; what listens; a record of ranks alone
     "data": 848,  # shares by speed; streams of updates and schedules
     "engine": 2240,  # where bad numbers come from; optimizers of whole parameters; parameters between steps
     "hardware": 985,  # kinds of devices can be registered; numbers beyond all machines
-    "launch": 2235,  # doors and tunnels between nodes; ranks that leave early; signals; folders; oneDNN's cache
+    "launch": 2276,  # doors and tunnels between nodes; ranks that leave; signals; folders; restarts; oneDNN's cache
     "model": 554,  # parameters in one memory; modes that the job has set; made-up numbers; blocks of several classes
     "observe": 1015,  # ranks that stand still, and where; slow ranks
     "parallel": 1,

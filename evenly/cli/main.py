@@ -40,6 +40,12 @@ SaveTo = Annotated[
 Snapshots = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="Keep the state in memory every N steps, for ranks that fail.")
 ]
+SecretFile = Annotated[
+    Path | None, typer.Option(help="The same random words on all machines (default: EVENLY_SECRET).")
+]
+Restarts = Annotated[
+    int, typer.Option(min=0, metavar="N", help="Start again from the newest checkpoint after up to N failures an hour.")
+]
 
 
 @app.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
@@ -67,13 +73,12 @@ def run_command(
     ] = None,
     save_to: SaveTo = None,
     snapshot: Snapshots = None,
+    restarts: Restarts = 0,
     settings: Settings = [],  # noqa: B006  (typer copies it)
     nodes: Annotated[int, typer.Option(min=1, help="Machines that take part.")] = 1,
     node_rank: Annotated[int, typer.Option(min=0, help="Number of this machine, from 0.")] = 0,
     rendezvous: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where machine 0 listens.")] = "",
-    secret_file: Annotated[
-        Path | None, typer.Option(help="The same random words on all machines (default: EVENLY_SECRET).")
-    ] = None,
+    secret_file: SecretFile = None,
     json_only: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -100,6 +105,7 @@ def run_command(
         json_only=json_only,
         save_to=save_to,
         snapshot=snapshot,
+        restarts=restarts,
     )
     raise typer.Exit(run(request))
 

@@ -6,7 +6,8 @@ import json
 import shlex
 import signal
 import sys
-from dataclasses import asdict, dataclass
+import time
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,8 @@ from evenly.errors import PlanError, UserError
 from evenly.hardware.cluster_text import local_devices
 from evenly.jobfile import check_settings, owns_loop, parse_settings, read_with
 from evenly.launch.agent import FailedRank, Launch, start_ranks, warm_up
-from evenly.launch.environment import CHECK_VARIABLE, OPTIONS_VARIABLE, find_here, run_secret
+from evenly.launch.environment import CHECK_VARIABLE, OPTIONS_VARIABLE, find_here, restart_count, run_secret
+from evenly.launch.restarts import Failure, pause_before_restart
 from evenly.observe.run_folder import RunFolder
 from evenly.plan import PlanSpec, asked_plan
 
@@ -50,6 +52,7 @@ class RunRequest:
     json_only: bool
     save_to: Path | None = None
     snapshot: int | None = None
+    restarts: int = 0
 
 
 def run(request: RunRequest) -> int:
@@ -76,6 +79,7 @@ def run(request: RunRequest) -> int:
     place = find_here()
     under_launcher = place.size > 1 and request.nodes == 1
     if under_launcher and place.local_size > 1:
+        _check_restarts(request, request.out, nodes=place.size)
         return _run_as_rank(request)
     nodes, node_rank = (place.nodes, place.node) if under_launcher else (request.nodes, request.node_rank)
     rendezvous = f"{place.address}:{place.port}" if under_launcher else request.rendezvous
@@ -99,8 +103,9 @@ def run(request: RunRequest) -> int:
         },
         stall_limit_s=request.stall_limit_s,
     )
+    _check_restarts(request, out, nodes)
     _announce(request, fitted.devices, out)
-    return _start(request, launch, settings, options, script=script)
+    return _start_until_done(request, launch, settings, options, script=script)
 
 
 def _options(
@@ -127,6 +132,45 @@ def _announce(request: RunRequest, devices: int | None, out: Path | None) -> Non
     if not request.json_only:
         where = f"{devices} {'device' if devices == 1 else 'devices'}"
         print(f"evenly run {request.job} on {where}" + (f", into {out}" if out else ""), file=sys.stderr)
+
+
+def _check_restarts(request: RunRequest, out: Path | None, nodes: int) -> None:
+    if request.restarts and out is None:
+        raise UserError("--restarts", "the script chooses its folder by itself", "name the folder: --out DIR")
+    if request.restarts and nodes > 1:
+        raise UserError(
+            "--restarts over several nodes or launchers",
+            "each would have to agree with the others when to start again",
+            "leave restarts to torchrun (--max-restarts) or the scheduler",
+        )
+
+
+def _start_until_done(
+    request: RunRequest, launch: Launch, settings: dict[str, Any], options: RunOptions, *, script: bool
+) -> int:
+    """Starts the ranks, and again from the newest checkpoint where they have failed, as often as --restarts allows."""
+    failures: list[Failure] = []
+    while True:
+        try:
+            return _start(request, launch, settings, options, script=script)
+        except FailedRank as failed:
+            if not request.restarts or failed.exit_code != FailedRank.exit_code:  # a mistake, or a stop that was asked
+                raise
+            places = [CheckpointFolder(place) for place in (options.out, options.save_to) if place is not None]
+            step = max((step for place in places for step in place.steps()), default=None)
+            error = f"{failed.asked}: {failed.found}" if failed.traceback else ""
+            failures.append(Failure(time.monotonic(), step, error))
+            pause = pause_before_restart(failures, request.restarts)
+            if isinstance(pause, str):
+                failed.do = "; ".join(filter(None, (pause, failed.do)))
+                raise
+            where = "the beginning" if step is None else f"step {step}"
+            print(f"evenly: {failed.asked}: {failed.found}", file=sys.stderr)
+            print(f"evenly: restart {len(failures)} in {pause:.0f} s, from {where}", file=sys.stderr, flush=True)
+        time.sleep(pause)
+        options = replace(options, resume=step is not None, step=None)
+        if script:
+            launch = replace(launch, environment={**launch.environment, OPTIONS_VARIABLE: options.to_text()})
 
 
 def _start(request: RunRequest, launch: Launch, settings: dict[str, Any], options: Any, *, script: bool) -> int:
@@ -186,6 +230,8 @@ def _run_as_rank(request: RunRequest) -> int:
     from evenly.train.interrupt import Interrupt
     from evenly.train.loop import run_job_file, run_script
 
+    if restart_count() and request.out is not None and CheckpointFolder(request.out).steps():
+        request = replace(request, resume=True, step=None)  # torchrun has started the ranks again
     options = _options(request, *read_with(request.job, lambda: asked_plan(request.plan)), request.out)
     if owns_loop(request.job):
         signum = run_script(request.job, request.arguments, request.json_only)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -27,6 +29,21 @@ class Points(torch.utils.data.Dataset):
         return self.x[index][: 4 if self.fault == "ragged" and index == 23 else 5]
 
 
+def go_wrong(fault: str) -> None:
+    """In the 16th loss of this process: `attempts` has a line for each time; twice, or whenever it is run."""
+    global losses
+    losses += 1
+    if losses == 16 and (attempts := Path("attempts")).exists() and (fault == "raises" or attempts.stat().st_size < 4):
+        with attempts.open("a") as file:
+            file.write("x\n")
+        if fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("this loss cannot be computed")
+
+
+losses = 0
+
+
 def job(
     fault: str = "", steps: int = 8, save_every: int = 2, layers: int = 1, microbatch: int | None = 3
 ) -> evenly.Job:
@@ -38,6 +55,8 @@ def job(
 
     def loss(model: nn.Module, x: torch.Tensor) -> evenly.Loss:
         total = (model(x).squeeze(1) - x.sum(1)).square().sum()
+        if fault in ("killed", "raises") and os.environ.get("RANK") == "1":
+            go_wrong(fault)
         if fault == "nan":
             total = total * torch.nan
         return evenly.Loss(total, 0 if fault == "weightless" else len(x))

@@ -111,6 +111,26 @@ def test_a_killed_rank_ends_the_run_and_another_number_of_ranks_goes_on(alone: P
         assert torch.equal(tensor, weights(tmp_path / "out", 12)[name]), name
 
 
+def test_a_run_is_started_again_until_it_is_done(alone: Path, tmp_path: Path) -> None:
+    (tmp_path / "attempts").touch()
+    command = ("run", JOB, "--devices", 2, "--out", "out", *BITS, "--set", "steps=12", "--restarts", 2)
+    done = evenly(*command, "--set", "fault=killed", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "attempts").read_text() == "x\nx\n"
+    assert "restart 1 in 1 s, from step " in done.stderr and "restart 2 in " in done.stderr
+    for name, tensor in weights(alone, 12).items():
+        assert torch.equal(tensor, weights(tmp_path / "out", 12)[name]), name
+
+
+def test_an_error_that_comes_again_ends_it(tmp_path: Path) -> None:
+    (tmp_path / "attempts").touch()
+    command = ("run", JOB, "--devices", 2, "--out", "out", "--set", "save_every=1000", "--restarts", 9)
+    done = evenly(*command, "--set", "fault=raises", folder=tmp_path)
+    assert done.returncode == 1
+    assert "the same error in the same step came before" in done.stderr
+    assert (tmp_path / "attempts").read_text() == "x\nx\n" and "from the beginning" in done.stderr
+
+
 def test_an_interrupted_run_saves_and_goes_on(alone: Path, tmp_path: Path) -> None:
     slow = ("--set", "fault=slow", "--set", "steps=12", "--set", "save_every=1000")
     process = start("--devices", 2, "--out", "out", *BITS, *slow, folder=tmp_path)
