@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from evenly.launch.agent import Launch, start_ranks
 from evenly.report.run import course_rows, read_run
 from evenly.train.loop import run_job_file
@@ -34,13 +32,10 @@ def job():
 """
 
 
-def test_a_rank_that_sleeps_in_its_forward_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_sleeps_in_its_forward_is_named(tmp_path: Path) -> None:
     path, out = tmp_path / "slow.py", tmp_path / "run"
     path.write_text(JOB)
     start_ranks(run_job_file, (path, {}, RunOptions(out=out), True), Launch(devices=2, log_dir=out / "logs"))
-    printed = capfd.readouterr().err
-    assert "rank 1 is slow: its own computing takes" in printed and "cores" in printed
-    assert "rank 0 is slow" not in printed
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [record["slow_rank"] for record in records if "slow_rank" in record] == [1]
     [text] = [text for name, text in course_rows(read_run(out)) if name == "slow rank"]
