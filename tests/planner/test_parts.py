@@ -66,8 +66,7 @@ def test_a_ledger_carries_what_was_entered() -> None:
 @pytest.mark.parametrize(
     ("totals", "weights", "message"),
     [
-        ([1.0, float("nan")], [1.0, 1.0], "microbatch 1 has total nan"),
-        ([float("inf"), 1.0], [1.0, 1.0], "microbatch 0 has total inf"),
+        ([1.0, 1.0], [1.0, float("nan")], "microbatch 1 has total 1.0 and weight nan"),
         ([1.0, 1.0], [1.0, -1.0], "microbatch 1 has total 1.0 and weight -1"),
         ([0.0, 0.0], [0.0, 0.0], "the weight is 0 in every microbatch"),
     ],
