@@ -158,7 +158,8 @@ def test_an_interrupted_run_saves_and_goes_on(alone: Path, tmp_path: Path) -> No
 def test_the_newest_run_that_has_a_checkpoint_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     fresh = RunRequest(
-        Path("job.py"), [], None, None, None, None, False, None, 0, False, None, [], nodes=1, node_rank=0, rendezvous="",
+        Path("job.py"), [], None, None, None, None, False, None, 0, False, None, [], nodes=1, node_rank=0,
+        rendezvous="",
         secret_file=None,
         json_only=False,
     )  # fmt: skip
