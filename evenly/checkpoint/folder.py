@@ -254,11 +254,6 @@ def copy_files(source: Path, to: Path, names: Iterable[str]) -> None:
             os.fsync(file.fileno())
 
 
-def record_file(path: Path) -> FileRecord:
-    """Size and hash of a file that was just written."""
-    return FileRecord(path.stat().st_size, hash_file(path))
-
-
 def _best(manifests: Mapping[int, Manifest]) -> int | None:
     scores = [(manifest.score, step) for step, manifest in manifests.items() if manifest.score is not None]
     return min(scores)[1] if scores else None

@@ -79,9 +79,10 @@ def run(request: RunRequest) -> int:
     place = find_here()
     under_launcher = place.size > 1 and request.nodes == 1
     if under_launcher and place.local_size > 1:
-        _check_restarts(request, request.out, nodes=place.size)
+        _check_restarts(request, nodes=place.size, script=script)
         return _run_as_rank(request)
     nodes, node_rank = (place.nodes, place.node) if under_launcher else (request.nodes, request.node_rank)
+    _check_restarts(request, nodes=nodes, script=script)
     rendezvous = f"{place.address}:{place.port}" if under_launcher else request.rendezvous
     devices = request.devices or devices_here(plan.devices, nodes)
     fitted = plan.fit(devices * nodes)
@@ -103,7 +104,6 @@ def run(request: RunRequest) -> int:
         },
         stall_limit_s=request.stall_limit_s,
     )
-    _check_restarts(request, out, nodes)
     _announce(request, fitted.devices, out)
     return _start_until_done(request, launch, settings, options, script=script)
 
@@ -134,9 +134,12 @@ def _announce(request: RunRequest, devices: int | None, out: Path | None) -> Non
         print(f"evenly run {request.job} on {where}" + (f", into {out}" if out else ""), file=sys.stderr)
 
 
-def _check_restarts(request: RunRequest, out: Path | None, nodes: int) -> None:
-    if request.restarts and out is None:
+def _check_restarts(request: RunRequest, *, nodes: int, script: bool) -> None:
+    if request.restarts and request.out is None and script:
         raise UserError("--restarts", "the script chooses its folder by itself", "name the folder: --out DIR")
+    if request.restarts and request.step is not None:
+        found = f"a restart goes on from the newest checkpoint, which may be of those after step {request.step}"
+        raise UserError("--restarts and --step", found, "leave out one of them, or move those checkpoints away")
     if request.restarts and nodes > 1:
         raise UserError(
             "--restarts over several nodes or launchers",
@@ -231,7 +234,7 @@ def _run_as_rank(request: RunRequest) -> int:
     from evenly.train.loop import run_job_file, run_script
 
     if restart_count() and request.out is not None and CheckpointFolder(request.out).steps():
-        request = replace(request, resume=True, step=None)  # torchrun has started the ranks again
+        request = replace(request, resume=True)  # torchrun has started the ranks again
     options = _options(request, *read_with(request.job, lambda: asked_plan(request.plan)), request.out)
     if owns_loop(request.job):
         signum = run_script(request.job, request.arguments, request.json_only)

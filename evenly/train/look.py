@@ -58,10 +58,13 @@ def check_job(job: Job, plan: Plan, world: World) -> list[Microbatch]:
     return read[:2]
 
 
-def shapes_vary(job: Job) -> bool:
-    """Whether samples of `job` differ in their shapes, as its `cost` says or the first steps show."""
-    if job.cost is not None:
-        return True
+def shapes_vary(job: Job, plan: Plan) -> bool:
+    """Whether samples of `job` differ in their shapes, as its `cost` says or the first steps show.
+
+    On one device data are not read for that: reading a sample may change the next, as nowhere else (`check_job`).
+    """
+    if job.cost is not None or plan.devices == 1:
+        return job.cost is not None
     with undisturbed():
         read = [microbatch for step in range(STEPS_COMPARED) for microbatch in _read(job, [0], step)]
     sizes = [[(path, t.numel() / m.samples) for path, t in tensors_by_path(m.batch)] for m in read]

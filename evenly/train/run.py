@@ -87,7 +87,7 @@ class Run:
         self._data: Group = world.group("data")
         with world.during("first step"):
             seen = check_job(job, decision.plan, world)
-            if shapes_vary(job):
+            if shapes_vary(job, decision.plan):
                 keep_few_primitives()  # before the first forward
         self.composed: Composed = build_and_compose(job, decision.plan, world)
         self.model = self.composed.model

@@ -13,13 +13,14 @@ import pytest
 import torch
 import transformers
 from kept_ranks import KeptRanks
+from records import record_file
 from safetensors.torch import load_file, load_model, save_file
 from torch import nn, optim
 
 import evenly
 from evenly.checkpoint.config import find_model_config, write_model_config
 from evenly.checkpoint.export import Exported, export, split
-from evenly.checkpoint.folder import CheckpointFolder, record_file
+from evenly.checkpoint.folder import CheckpointFolder
 from evenly.checkpoint.manifest import Manifest, TensorForm
 from evenly.checkpoint.pieces import TYPES, find_pieces, read_tensor
 from evenly.checkpoint.state import read_state

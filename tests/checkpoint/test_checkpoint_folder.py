@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from records import record_file
 
-from evenly.checkpoint.folder import CheckpointFolder, record_file
+from evenly.checkpoint.folder import CheckpointFolder
 from evenly.checkpoint.manifest import Manifest, Unsound
 from evenly.errors import CheckpointError
 

@@ -304,7 +304,7 @@ def test_a_foreign_checkpoint_is_refused_even_with_a_right_digest(store: Any, ch
 
 
 def test_a_file_with_a_right_hash_but_a_broken_header_is_refused(store: CheckpointStore) -> None:
-    from evenly.checkpoint.folder import record_file
+    from records import record_file
 
     save(store, 1)
     file = next(store._folder.path(1).glob("*.safetensors"))

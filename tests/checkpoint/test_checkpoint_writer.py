@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from records import record_file
 from safetensors import safe_open
 
 from evenly.checkpoint import writer
-from evenly.checkpoint.folder import record_file
 from evenly.checkpoint.writer import write_file
 
 

@@ -13,6 +13,8 @@ FAULTS = {
     "unknown plan": ([JOB, "--plan", "ddpp"], 2, "did you mean 'ddp'?"),
     "other microbatch": ([JOB, "--devices", "2", "--plan", "microbatch=4"], 2, "the job states microbatch=3"),
     "plan and devices": ([JOB, "--plan", "data=2", "--devices", "3"], 2, "need 2"),
+    "restart and step": ([JOB, "--restarts", "2", "--step", "4", "--out", "x"], 2, "may be of those after step 4"),
+    "restarts of nodes": ([JOB, "--restarts", "2", "--nodes", "2", "--rendezvous", "127.0.0.1:1"], 2, "when to start"),
     "nan": ([JOB, "--devices", "2", "--set", "fault=nan"], 1, "microbatch 0 (samples 0, 14) has the loss nan"),
     "sample": ([JOB, "--devices", "2", "--set", "fault=sample"], 1, "sample 17"),
     "start": ([JOB, "--devices", "2", "--set", "fault=start"], 1, "3.bias on rank 1 differs from rank 0's"),

@@ -70,7 +70,7 @@ def job():
     return evenly.Job(
         model=lambda: nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(48, 48), nn.GELU())]), loss=loss,
         data=[torch.randn(16 + 3 * index, 48) for index in range(300)], collate=lambda samples: samples[0],
-        optimizer=torch.optim.SGD, global_batch=1, microbatch=1, steps=300,
+        optimizer=torch.optim.SGD, cost=lambda index: 16 + 3 * index, global_batch=1, microbatch=1, steps=300,
     )
 class Heap(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in "a free_chunks b c d e f used g h".split()]

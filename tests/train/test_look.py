@@ -6,9 +6,11 @@ import math
 from typing import Any
 
 import torch
-from jobs import classifier_job
+from jobs import Points, classifier_job
 from torch import nn
 
+import evenly
+from evenly.plan import parse_plan
 from evenly.train.look import buffers_restored, differing_field, digest, facts, shapes_vary
 from evenly.train.same_numbers import same
 
@@ -34,10 +36,30 @@ def test_a_cost_that_is_another_when_called_again_is_found_on_any_rank() -> None
 
 
 def test_shapes_vary_where_a_cost_or_microbatches_say_so() -> None:
+    two, alone = (parse_plan("ddp").fit(devices).complete("float32") for devices in (2, 1))
     lengths = [torch.zeros(1 + index % 2) for index in range(37)]
-    assert not shapes_vary(classifier_job())
-    assert shapes_vary(classifier_job(cost=float))
-    assert shapes_vary(classifier_job(data=lengths, collate=lambda samples: samples[0], microbatch=1))
+    ragged = classifier_job(data=lengths, collate=lambda samples: samples[0], microbatch=1)
+    assert not shapes_vary(classifier_job(), two)
+    assert shapes_vary(classifier_job(cost=float), two) and shapes_vary(classifier_job(cost=float), alone)
+    assert shapes_vary(ragged, two)
+
+
+def test_one_device_reads_each_sample_once_in_the_order_of_its_steps() -> None:
+    """A dataset may draw from a generator of its own."""
+    read: list[int] = []
+
+    class Data(Points):
+        def __getitem__(self, index: int) -> Any:
+            read.append(index)
+            return super().__getitem__(index)
+
+    with evenly.start(classifier_job(data=Data(37), eval_data=None, steps=2), plan="single") as run:
+        expected = [index for batch in run.batches() for _ in [run.step(batch)] for index in indices_of(batch)]
+    assert read == expected
+
+
+def indices_of(batch: Any) -> list[int]:
+    return [index for one in batch.share.microbatches for index in one]
 
 
 def test_losses_are_compared_by_their_bits_or_up_to_the_rounding_of_a_gpu() -> None:
