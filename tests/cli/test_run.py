@@ -118,6 +118,8 @@ def test_a_run_is_started_again_until_it_is_done(alone: Path, tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "attempts").read_text() == "x\nx\n"
     assert "restart 1 in 1 s, from step " in done.stderr and "restart 2 in " in done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line].count(1) == 1
     for name, tensor in weights(alone, 12).items():
         assert torch.equal(tensor, weights(tmp_path / "out", 12)[name]), name
 
