@@ -37,7 +37,7 @@ from evenly.parallel.tensor.axis import Axis
 from evenly.plan import parse_plan
 from evenly.verify.compare import RankComparison, judge
 from evenly.verify.disturb import Disturbance
-from evenly.verify.ranks import compare_steps, keep_measured_reference
+from evenly.verify.ranks import compare_steps, keep_measured_reference, measure_again
 from evenly.verify.tasks import PlanSteps
 
 STEPS = 3
@@ -599,7 +599,9 @@ def make_job(name: str, dtype: str) -> evenly.Job:
 
 
 def references(name: str, dtype: str, kind: Disturbance, folder: Path) -> None:
+    """As before a plan is called different: with all draws of rounding."""
     keep_measured_reference(make_job(name, dtype), STEPS, folder, [kind])
+    measure_again(make_job(name, dtype), STEPS, folder, kind)
 
 
 def compare(name: str, plans: str, job: str, dtype: str, kind: Disturbance, folder: Path) -> list[RankComparison]:
