@@ -1,10 +1,10 @@
 """Two versions of evenly in one run, step by step in turns: whether a change made a step slower.
 
     git worktree add ../old COMMIT
-    python benchmarks/turns/turns.py ../old [W1 W4 T2 growing W1-bitwise W4-bitwise] [--rounds 10]        twelve minutes
+    python benchmarks/turns/turns.py ../old [W1 W2 W4 T2 growing W1-bitwise W4-bitwise] [--rounds 10]
 
-W1 and W4 are those of peers/ under `ddp`, also with `exact=bitwise`, T2 that of tensor/ under `tensor=2`, growing that
-of pipeline/uneven.py under `pipeline=2`. The ratio is that of the new version's step to the old one's, the median over
+W1, W2 and W4 are those of peers/ under `ddp`, also with `exact=bitwise`, T2 that of tensor/ under `tensor=2`, growing
+that of pipeline/uneven.py under `pipeline=2`. The ratio is that of the new version's step to the old one's, the median over
 pairs of the same step.
 Kept in benchmarks/results/turns.json.
 """
@@ -30,6 +30,7 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
 CONTENDERS = {
     "W1": Contender(EVENLY, "evenly_.py"),
     "W4": Contender(EVENLY, "evenly_.py"),
+    "W2": Contender(EVENLY, "evenly_.py"),
     "T2": Contender(EVENLY, str(HERE.parent / "tensor" / "train.py"), ("evenly",), env={"EVENLY_PLAN": "tensor=2"}),
     "growing": Contender(EVENLY, str(HERE / "growing.py")),
     **{f"{w}-bitwise": Contender(EVENLY, "evenly_.py", env={"EVENLY_EXACT": "bitwise"}) for w in ("W1", "W4")},
