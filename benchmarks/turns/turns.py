@@ -3,9 +3,9 @@
     git worktree add ../old COMMIT
     python benchmarks/turns/turns.py ../old [W1 W2 W4 T2 growing W1-bitwise W4-bitwise] [--rounds 10]
 
-W1, W2 and W4 are those of peers/ under `ddp`, also with `exact=bitwise`, T2 that of tensor/ under `tensor=2`, growing
-that of pipeline/uneven.py under `pipeline=2`. The ratio is that of the new version's step to the old one's, the median over
-pairs of the same step.
+W1, W2 and W4 are those of peers/ under `ddp`, also with `exact=bitwise`, T2 that of tensor/ under `tensor=2`, and
+growing that of pipeline/uneven.py under `pipeline=2`. The ratio is that of the new version's step to the old one's,
+the median over pairs of the same step.
 Kept in benchmarks/results/turns.json.
 """
 
