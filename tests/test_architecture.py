@@ -366,12 +366,12 @@ FILE_LINES, FUNCTION_LINES, CLASS_LINES, ARGUMENTS = 500, 60, 300, 9
 PACKAGE_LINES = {
     "__init__": 891,  # torch_private: hooks, transformations, memory of parts; what a job imports; nodes of graphs
     "checkpoint": 2060,  # pieces that overlap; the newest sound step; checks; a second place; snapshots
-    "cli": 1443,  # lists of checkpoints; restarts; tables that keep words whole; the secret of a run
+    "cli": 1660,  # lists of checkpoints; restarts; tables that keep words whole; one launcher of several nodes
     "comm": 2445,  # exact sums, alone and over ranks; a store on one interface; what listens; a record of ranks alone
     "data": 848,  # shares by speed; streams of updates and schedules
     "engine": 2240,  # where bad numbers come from; optimizers of whole parameters; parameters between steps
     "hardware": 985,  # kinds of devices can be registered; numbers beyond all machines
-    "launch": 2276,  # doors and tunnels between nodes; ranks that leave; signals; folders; restarts; oneDNN's cache
+    "launch": 3030,  # doors and tunnels between nodes; rounds of nodes that come and go, decided; restarts; signals
     "model": 554,  # parameters in one memory; modes that the job has set; made-up numbers; blocks of several classes
     "observe": 1015,  # ranks that stand still, and where; slow ranks
     "parallel": 1,
@@ -382,7 +382,7 @@ PACKAGE_LINES = {
     "plan": 1218,  # speeds of ranks; schedules are a table that others add to
     "planner": 5645,
     "report": 1315,  # tables of splits and pages of plans, which came from planner/ and cli/
-    "train": 1657,  # steps left out; speeds of ranks; a second place; the look at the job before the first step
+    "train": 1668,  # steps left out; speeds of ranks; a second place; the look at the job before the first step
     "verify": 1577,  # data rules, measured rounding (again where a plan came out different), hidden state and resumes
 }
 # Parameters of a command are the options that it has on the command line.

@@ -14,6 +14,7 @@ import typer
 
 from evenly.cli.tables import printable
 from evenly.errors import EvenlyError, UserError
+from evenly.launch.rounds import NodeRange
 from evenly.launch.signals import end_with_code, named_signals
 
 app = typer.Typer(
@@ -42,6 +43,9 @@ Snapshots = Annotated[
 ]
 SecretFile = Annotated[
     Path | None, typer.Option(help="The same random words on all machines (default: EVENLY_SECRET).")
+]
+Nodes = Annotated[
+    str, typer.Option(metavar="N|MIN:MAX", help="Machines that take part; 2:4 goes on with those that are left.")
 ]
 Restarts = Annotated[
     int, typer.Option(min=0, metavar="N", help="Start again from the newest checkpoint after up to N failures an hour.")
@@ -75,7 +79,7 @@ def run_command(
     snapshot: Snapshots = None,
     restarts: Restarts = 0,
     settings: Settings = [],  # noqa: B006  (typer copies it)
-    nodes: Annotated[int, typer.Option(min=1, help="Machines that take part.")] = 1,
+    nodes: Nodes = "1",
     node_rank: Annotated[int, typer.Option(min=0, help="Number of this machine, from 0.")] = 0,
     rendezvous: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where machine 0 listens.")] = "",
     secret_file: SecretFile = None,
@@ -84,6 +88,7 @@ def run_command(
 ) -> None:
     """Train a job. A file that calls evenly.start owns its loop and runs as a script; its arguments follow `--`."""
     from evenly.cli.run import RunRequest, run
+    from evenly.cli.run_nodes import run_on_nodes
 
     request = RunRequest(
         job=job,
@@ -98,7 +103,7 @@ def run_command(
         check=check,
         stall_limit_s=stall_limit,
         settings=settings,
-        nodes=nodes,
+        nodes=NodeRange.parse(nodes),
         node_rank=node_rank,
         rendezvous=rendezvous,
         secret_file=secret_file,
@@ -107,7 +112,7 @@ def run_command(
         snapshot=snapshot,
         restarts=restarts,
     )
-    raise typer.Exit(run(request))
+    raise typer.Exit(run(request, run_on_nodes))
 
 
 @app.command("verify")

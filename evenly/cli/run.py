@@ -1,4 +1,4 @@
-"""`evenly run`: starts the ranks of this machine and prints the result."""
+"""`evenly run`: starts the ranks of this machine, together with other machines' or alone, and prints the result."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,17 +17,20 @@ from evenly.errors import PlanError, UserError
 from evenly.hardware.cluster_text import local_devices
 from evenly.jobfile import check_settings, owns_loop, parse_settings, read_with
 from evenly.launch.agent import FailedRank, Launch, start_ranks, warm_up
-from evenly.launch.environment import CHECK_VARIABLE, OPTIONS_VARIABLE, find_here, restart_count, run_secret
+from evenly.launch.environment import CHECK_VARIABLE, OPTIONS_VARIABLE, find_here, keep_store_quiet, restart_count
+from evenly.launch.rank import EXIT_STOPPED
 from evenly.launch.restarts import Failure, pause_before_restart
+from evenly.launch.rounds import NodeRange
 from evenly.observe.run_folder import RunFolder
 from evenly.plan import PlanSpec, asked_plan
 
 if TYPE_CHECKING:
+    from evenly.launch.environment import ProcessInfo
+    from evenly.train.loop import Summary
     from evenly.train.options import RunOptions
 
 # What every rank needs; pipelining imports what the first optimizer does, which takes a second.
 PRELOAD = ["evenly.train.loop", "evenly.train.resume", "torch.distributed.pipelining"]
-EXIT_STOPPED = 128  # plus the number of the signal
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class RunRequest:
     check: bool
     stall_limit_s: float | None
     settings: list[str]
-    nodes: int
+    nodes: NodeRange
     node_rank: int
     rendezvous: str
     secret_file: Path | None
@@ -55,8 +59,8 @@ class RunRequest:
     restarts: int = 0
 
 
-def run(request: RunRequest) -> int:
-    """Trains; returns the exit code."""
+def run(request: RunRequest, on_nodes: Callable[..., int]) -> int:
+    """Trains; returns the exit code. on_nodes: does so together with the launchers of other nodes."""
     script = owns_loop(request.job)
     named, sought = read_with(request.job, lambda: asked_plan(request.plan))
     plan = named or PlanSpec()
@@ -77,25 +81,26 @@ def run(request: RunRequest) -> int:
         check_settings(request.job, settings)
     warm_up(PRELOAD)  # imports torch in the fork server while this process imports it too
     place = find_here()
-    under_launcher = place.size > 1 and request.nodes == 1
+    under_launcher = place.size > 1 and (request.nodes.most == 1 or not request.rendezvous)
     if under_launcher and place.local_size > 1:
-        _check_restarts(request, nodes=place.size, script=script)
+        _check_as_rank(request)
         return _run_as_rank(request)
-    nodes, node_rank = (place.nodes, place.node) if under_launcher else (request.nodes, request.node_rank)
-    _check_restarts(request, nodes=nodes, script=script)
-    rendezvous = f"{place.address}:{place.port}" if under_launcher else request.rendezvous
-    devices = request.devices or devices_here(plan.devices, nodes)
-    fitted = plan.fit(devices * nodes)
+    if under_launcher:
+        request = _with_place(request, place)
+    nodes = request.nodes
+    if nodes.most > 1:
+        keep_store_quiet()
+    _check_restarts(request, script=script)
+    devices = request.devices or devices_here(plan.devices, nodes.most)
+    fitted = fit_all(plan, devices, nodes)
     _check_gpus(devices)
-    ranks = devices if fitted.replicas is None else _one_process(fitted, nodes)
-    out = None if script and request.out is None else choose_folder(request)
+    ranks = devices if fitted.replicas is None else _one_process(fitted, nodes.most)
+    chosen_elsewhere = request.node_rank > 0 or (script and request.out is None)
+    out = request.out if chosen_elsewhere else choose_folder(request)
     options = _options(request, named, sought, out, None if fitted.replicas is None else devices)
     launch = Launch(
         devices=ranks,
-        nodes=nodes,
-        node_rank=node_rank,
-        rendezvous=rendezvous,
-        secret=run_secret(request.secret_file),
+        node=request.node_rank,
         log_dir=out and RunFolder(out).logs,
         preload=PRELOAD,
         environment={
@@ -104,7 +109,9 @@ def run(request: RunRequest) -> int:
         },
         stall_limit_s=request.stall_limit_s,
     )
-    _announce(request, fitted.devices, out)
+    _announce(request, devices, out)
+    if nodes.most > 1:
+        return on_nodes(request, launch, settings, options, script=script)
     return _start_until_done(request, launch, settings, options, script=script)
 
 
@@ -128,24 +135,63 @@ def _options(
     )
 
 
-def _announce(request: RunRequest, devices: int | None, out: Path | None) -> None:
+def _announce(request: RunRequest, devices: int, out: Path | None) -> None:
     if not request.json_only:
         where = f"{devices} {'device' if devices == 1 else 'devices'}"
+        where += f" of node {request.node_rank}, one of {request.nodes}" if request.nodes.most > 1 else ""
         print(f"evenly run {request.job} on {where}" + (f", into {out}" if out else ""), file=sys.stderr)
 
 
-def _check_restarts(request: RunRequest, *, nodes: int, script: bool) -> None:
-    if request.restarts and request.out is None and script:
-        raise UserError("--restarts", "the script chooses its folder by itself", "name the folder: --out DIR")
-    if request.restarts and request.step is not None:
-        found = f"a restart goes on from the newest checkpoint, which may be of those after step {request.step}"
-        raise UserError("--restarts and --step", found, "leave out one of them, or move those checkpoints away")
-    if request.restarts and nodes > 1:
-        raise UserError(
-            "--restarts over several nodes or launchers",
-            "each would have to agree with the others when to start again",
-            "leave restarts to torchrun (--max-restarts) or the scheduler",
+def _with_place(request: RunRequest, place: ProcessInfo) -> RunRequest:
+    """`request` on the node that a launcher of one task per node has given this process."""
+    nodes = request.nodes
+    if nodes.most not in (1, place.nodes):
+        raise UserError(f"--nodes {nodes}", f"{place.launcher} has started {place.nodes}", "ask for as many of it")
+    least = nodes.least if nodes.most > 1 else place.nodes
+    rendezvous = f"{place.address}:{place.port}"
+    return replace(request, nodes=NodeRange(least, place.nodes), node_rank=place.node, rendezvous=rendezvous)
+
+
+def fit_all(plan: PlanSpec, devices: int, nodes: NodeRange) -> PlanSpec:
+    """`plan` for the most nodes of so many devices; raises `PlanError` that names all numbers that it does not fit."""
+    if not nodes.elastic:
+        return plan.fit(devices * nodes.most)
+    problems: list[str] = []
+    fitted = plan
+    for number in range(nodes.least, nodes.most + 1):
+        try:
+            fitted = plan.fit(devices * number)
+            fitted.complete(plan.precision or "float32")
+        except PlanError as problem:
+            problems.append(f"on {number}, {problem.found}")
+    if problems:
+        asked = f"plan {plan} on {nodes} nodes with {devices} device{'s' * (devices != 1)} each"
+        raise PlanError(
+            asked, "; ".join(problems), "leave a size open (data takes what remains), or give other --nodes"
         )
+    return fitted
+
+
+def _check_as_rank(request: RunRequest) -> None:
+    if request.restarts or request.nodes.elastic:
+        raise UserError(
+            "--restarts and elastic --nodes under a launcher that starts every rank",
+            "it alone can start ranks again",
+            "leave restarts to it (torchrun --max-restarts), or have it start one task per node",
+        )
+
+
+def _check_restarts(request: RunRequest, *, script: bool) -> None:
+    if not request.restarts and not request.nodes.elastic:
+        return
+    asked = "--restarts" if request.restarts else f"--nodes {request.nodes.least}:{request.nodes.most}"
+    if request.out is None and script:
+        raise UserError(asked, "the script chooses its folder by itself", "name the folder: --out DIR")
+    if request.step is not None:
+        found = f"a restart goes on from the newest checkpoint, which may be of those after step {request.step}"
+        raise UserError(f"{asked} and --step", found, "leave out one of them, or move those checkpoints away")
+    if request.snapshot and request.nodes.most > 1:
+        raise UserError("--snapshot on several nodes", "they share no memory", "run without --snapshot")
 
 
 def _start_until_done(
@@ -159,8 +205,7 @@ def _start_until_done(
         except FailedRank as failed:
             if not request.restarts or failed.exit_code != FailedRank.exit_code:  # a mistake, or a stop that was asked
                 raise
-            places = [CheckpointFolder(place) for place in (options.out, options.save_to) if place is not None]
-            step = max((step for place in places for step in place.steps()), default=None)
+            step = newest_step(options)
             error = f"{failed.asked}: {failed.found}" if failed.traceback else ""
             failures.append(Failure(time.monotonic(), step, error))
             pause = pause_before_restart(failures, request.restarts)
@@ -176,23 +221,37 @@ def _start_until_done(
             launch = replace(launch, environment={**launch.environment, OPTIONS_VARIABLE: options.to_text()})
 
 
-def _start(request: RunRequest, launch: Launch, settings: dict[str, Any], options: Any, *, script: bool) -> int:
-    from evenly.train.loop import run_job_file, run_script
+def newest_step(options: RunOptions) -> int | None:
+    """The newest step that has a checkpoint, None without one."""
+    places = [CheckpointFolder(place) for place in (options.out, options.save_to) if place is not None]
+    return max((step for place in places for step in place.steps()), default=None)
 
+
+def _start(request: RunRequest, launch: Launch, settings: dict[str, Any], options: RunOptions, *, script: bool) -> int:
     try:
-        if script:
-            stopped = start_ranks(run_script, (request.job, request.arguments, request.json_only), launch)
-            return _exit_code(any(stopped.values()), launch.stop.signum)
-        results = start_ranks(run_job_file, (request.job, settings, options, request.json_only), launch)
+        stopped, summary = train_on_ranks(request, launch, settings, options, script=script)
     except FailedRank as failed:
         if request.snapshot and options.out is not None:
             _keep_snapshot(options.out)
-        failed.do = _with_way_on(failed, request, options.out)
+        failed.do = with_way_on(failed, request, options.out)
         raise
-    summary = results[min(results)]
-    if launch.node_rank == 0:
-        _print_summary(summary, request)
-    return _exit_code(summary.stopped, launch.stop.signum)
+    if summary is not None:
+        print_summary(summary, request)
+    return exit_code(stopped, launch.stop.signum)
+
+
+def train_on_ranks(
+    request: RunRequest, launch: Launch, settings: dict[str, Any], options: RunOptions, *, script: bool
+) -> tuple[bool, Summary | None]:
+    """Runs the ranks of this machine: whether they have stopped early, and the summary of a job's run."""
+    from evenly.train.loop import run_job_file, run_script
+
+    if script:
+        stopped = start_ranks(run_script, (request.job, request.arguments, request.json_only), launch)
+        return any(stopped.values()), None
+    results = start_ranks(run_job_file, (request.job, settings, options, request.json_only), launch)
+    summary: Summary = results[min(results)]
+    return summary.stopped, summary
 
 
 def _keep_snapshot(out: Path) -> None:
@@ -203,12 +262,12 @@ def _keep_snapshot(out: Path) -> None:
     memory_folder(out).discard()
 
 
-def _exit_code(stopped: bool, signum: int) -> int:
-    """Of a run that `stopped` early or did not; signum: the signal that this process had, 0 if another rank's did."""
-    return EXIT_STOPPED + (signum or signal.SIGINT) if stopped else 0
+def exit_code(stopped: bool, signum: int) -> int:
+    """Of a run that `stopped` early or did not; signum: the signal that this process had, none if another had it."""
+    return EXIT_STOPPED + (signum if signum > 0 else signal.SIGINT) if stopped else 0
 
 
-def _with_way_on(failed: FailedRank, request: RunRequest, out: Path | None) -> str:
+def with_way_on(failed: FailedRank, request: RunRequest, out: Path | None) -> str:
     """What to do about the failure, and from which checkpoint the run can go on; none makes up for a mistake."""
     mistaken = failed.exit_code == UserError.exit_code
     newest = None if out is None or mistaken else CheckpointFolder(out).newest_readable()
@@ -238,14 +297,14 @@ def _run_as_rank(request: RunRequest) -> int:
     options = _options(request, *read_with(request.job, lambda: asked_plan(request.plan)), request.out)
     if owns_loop(request.job):
         signum = run_script(request.job, request.arguments, request.json_only)
-        return _exit_code(signum > 0, signum)
+        return exit_code(signum != 0, signum)
     summary = run_job_file(request.job, parse_settings(request.settings), options, request.json_only)
     if find_here().rank == 0:
-        _print_summary(summary, request)
-    return _exit_code(summary.stopped, Interrupt.was_asked)
+        print_summary(summary, request)
+    return exit_code(summary.stopped, Interrupt.was_asked)
 
 
-def _print_summary(summary: Any, request: RunRequest) -> None:
+def print_summary(summary: Summary, request: RunRequest) -> None:
     if request.json_only:
         print(json.dumps(asdict(summary)))
         return

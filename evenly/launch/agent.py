@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from evenly.errors import RankError, UserError
+from evenly.errors import RankError, RunError, UserError
 from evenly.launch.environment import (
     CONTROL_VARIABLE,
     LOOPBACK,
@@ -30,10 +30,20 @@ from evenly.launch.environment import (
     rank_environment,
 )
 from evenly.launch.folders import open_folder, own_temporary_folder
-from evenly.launch.interfaces import is_loopback
-from evenly.launch.rank import LaunchFolder, RankExit, RankTask, Task, describe_exit, end_rank, rank_main
+from evenly.launch.part import NodePart
+from evenly.launch.rank import (
+    EXIT_STOPPED,
+    Kind,
+    LaunchFolder,
+    RankExit,
+    RankTask,
+    Task,
+    describe_exit,
+    end_rank,
+    rank_main,
+)
 from evenly.launch.signals import StopRequest, forwarded_signals, hold_signals, stop_forkserver
-from evenly.launch.watch import Watch
+from evenly.launch.watch import Orders, Watch
 from evenly.observe.diagnosis import Diagnosis, explain
 
 Start = Literal["forkserver", "spawn", "fork"]
@@ -51,13 +61,25 @@ class FailedRank(RankError):
     rank:      its global rank, None where the run as a whole was stopped.
     exit_code: 2 where the rank raised a `UserError`, 128 + signal where the run was stopped, else 1.
     traceback: the rank's own, '' where it left none.
+    step:      optimizer step of the failure, None if that is unknown.
+    kind:      how the rank failed.
     """
 
     def __init__(
-        self, asked: str, found: str, do: str, *, rank: int | None, exit_code: int = 1, traceback: str = ""
+        self,
+        asked: str,
+        found: str,
+        do: str,
+        *,
+        rank: int | None,
+        exit_code: int = 1,
+        traceback: str = "",
+        step: int | None = None,
+        kind: Kind = "error",
     ) -> None:
         super().__init__(asked, found, do)
         self.rank, self.exit_code, self.traceback = rank, exit_code, traceback
+        self.step, self.kind = step, kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +87,8 @@ class Launch:
     """How to start the ranks of this node.
 
     devices:     ranks on this node.
-    nodes, node_rank: how many nodes there are, and which this is.
-    rendezvous:  host:port of node 0, where the nodes meet; needed with several nodes.
-    secret:      of the run, the same on every node; needed unless the rendezvous is on loopback.
+    node:        number of this node.
+    part:        what its ranks are of a world on several nodes; None where they are all.
     start:       how processes are made. 'forkserver' is the fastest after `warm_up`; 'fork' runs functions
                  that cannot be imported, such as a notebook's.
     log_dir:     folder of rank{N}.log; by default a temporary one that only a failed run leaves.
@@ -77,13 +98,12 @@ class Launch:
                  does, and at least three times its longest step.
     look_every_s: how often the agent looks whether ranks have ended.
     stop:        the stop signals that this launch has received.
+    orders:      what the run asks of the ranks while they run.
     """
 
     devices: int
-    nodes: int = 1
-    node_rank: int = 0
-    rendezvous: str = ""
-    secret: bytes = b""
+    node: int = 0
+    part: NodePart | None = None
     start: Start = "forkserver"
     log_dir: Path | None = None
     preload: Sequence[str] = ()
@@ -91,6 +111,12 @@ class Launch:
     stall_limit_s: float | None = None
     look_every_s: float = LOOK_EVERY_S
     stop: StopRequest = field(default_factory=StopRequest, compare=False)
+    orders: Orders = field(default_factory=Orders, compare=False)
+
+    @property
+    def first_rank(self) -> int:
+        """The global rank of the first of these."""
+        return 0 if self.part is None else self.part.first_rank
 
 
 def launch(fn: Callable[..., Any], *args: Any, devices: int, start: Start = "forkserver") -> list[Any]:
@@ -115,21 +141,22 @@ def start_ranks(fn: Callable[..., Any], args: Sequence[Any], launch: Launch) -> 
     if launch.start == "forkserver":
         warm_up(launch.preload)
     with ExitStack() as stack:
-        stack.enter_context(changed_environment(rank_environment(process_environment(), _interface(launch))))
+        interface = LOOPBACK_INTERFACE if launch.part is None else launch.part.interface
+        stack.enter_context(changed_environment(rank_environment(process_environment(), interface)))
         stack.enter_context(_quiet_agent())
         stack.enter_context(_main_module(needed=task.needs_main))
-        folder = open_folder(launch.log_dir, launch.node_rank, stack)
+        folder = open_folder(launch.log_dir, launch.node, stack)
         stack.callback(folder.remove)
         stack.enter_context(forwarded_signals(folder, launch.stop))
         environment = {**process_environment(), CONTROL_VARIABLE: str(folder.control), **launch.environment}
         try:
-            results = _run(RankTask(task, folder, environment), launch)
+            results = _run(RankTask(task, folder, environment, launch.part), launch)
         except FailedRank as failed:
             if failed.exit_code == UserError.exit_code:  # a refusal says all in its message
                 folder.remove_logs()
             raise
     folder.remove_logs()
-    return {rank: pickle.loads(results[rank]) for rank in sorted(results)}
+    return {launch.first_rank + rank: pickle.loads(results[rank]) for rank in sorted(results)}
 
 
 # --- the forkserver -------------------------------------------------------------------------------------
@@ -169,33 +196,16 @@ def _main_module(*, needed: bool) -> Generator[None]:
 
 
 def _check(launch: Launch) -> None:
-    asked = f"start {launch.devices} ranks on node {launch.node_rank} of {launch.nodes}"
-    if launch.devices < 1 or launch.nodes < 1:
-        raise UserError(asked, "both numbers must be at least 1", "ask for at least one rank")
-    if not 0 <= launch.node_rank < launch.nodes:
-        raise UserError(asked, "nodes are counted from 0", f"give a node rank from 0 to {launch.nodes - 1}")
+    asked = f"start {launch.devices} ranks"
+    if launch.devices < 1:
+        raise UserError(asked, "it must be at least 1", "ask for at least one rank")
     if launch.start not in ("forkserver", "spawn", "fork"):
         raise UserError(asked, f"start={launch.start!r}", "use forkserver, spawn or fork")
-    if launch.nodes > 1:
-        _check_rendezvous(asked, launch)
     if launch.start == "fork" and _cuda_is_initialised():
         raise UserError(
             "start ranks by fork",
             "this process has used CUDA already, and a forked process cannot use it again",
             "use start='forkserver', or call launch before anything touches a GPU",
-        )
-
-
-def _check_rendezvous(asked: str, launch: Launch) -> None:
-    host, _, port = launch.rendezvous.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 2**16:
-        found = f"the rendezvous {launch.rendezvous!r} is not host:port"
-        raise UserError(asked, found, "give node 0's host and a free port, the same on every node")
-    if not launch.secret and not is_loopback(host):
-        raise UserError(
-            asked,
-            "the run has no secret, and whoever reaches the rendezvous could take part",
-            "give all nodes a file with the same random words, by --secret-file or EVENLY_SECRET",
         )
 
 
@@ -241,19 +251,19 @@ def _run(assignment: RankTask, launch: Launch) -> dict[int, bytes]:
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
-    watch = Watch(assignment.folder, launch.stall_limit_s)
+    watch = Watch(assignment.folder, launch.stall_limit_s, launch.orders)
     try:
         with watch:
             return elastic_launch(_agent_config(launch), rank_main)(assignment)
     except ChildFailedError as failed:
-        exit_codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+        exit_codes = {launch.first_rank + rank: failure.exitcode for rank, failure in failed.failures.items()}
     except SignalException as quit_signal:
         exit_codes = {}
-        if watch.left is None:  # it was a user's
+        if watch.left is None and not launch.orders.end:  # it was a user's
             launch.stop.ask(int(quit_signal.sigval))
             launch.stop.end()
     except (DistNetworkError, DistStoreError, RendezvousError) as error:
-        raise _no_rendezvous(launch, error) from None
+        raise RunError("start the ranks", str(error).splitlines()[0], "see `evenly doctor`") from None
     finally:
         for pid in assignment.folder.pids().values():
             end_rank(pid)
@@ -270,13 +280,13 @@ def _agent_config(launch: Launch) -> Any:
 
     rendezvous_handler_registry.register("evenly", _rendezvous)
     return LaunchConfig(
-        min_nodes=launch.nodes,
-        max_nodes=launch.nodes,
+        min_nodes=1,
+        max_nodes=1,
         nproc_per_node=launch.devices,
         run_id="evenly",
         role="rank",
         rdzv_backend="evenly",
-        rdzv_endpoint=launch.rendezvous or LOOPBACK,
+        rdzv_endpoint=LOOPBACK,
         rdzv_configs={"launch": launch},
         local_addr=LOOPBACK,
         max_restarts=0,
@@ -290,23 +300,10 @@ def _agent_config(launch: Launch) -> Any:
 
 def _rendezvous(parameters: Any) -> Any:
     """The rendezvous of a launch, for torch's agent."""
-    from evenly.launch.rendezvous import NodeRendezvous
+    from evenly.launch.rendezvous import OneNode
 
     launch: Launch = parameters.get("launch")
-    if launch.nodes == 1:
-        return NodeRendezvous()
-    host, _, port = launch.rendezvous.rpartition(":")
-    return NodeRendezvous(launch.nodes, launch.node_rank, host, int(port), launch.secret)
-
-
-def _interface(launch: Launch) -> str:
-    """The interface over which the ranks of a launch talk."""
-    if launch.nodes == 1:
-        return LOOPBACK_INTERFACE
-    from evenly.launch.interfaces import socket_interface
-
-    host, _, port = launch.rendezvous.rpartition(":")
-    return socket_interface(host, int(port))
+    return OneNode() if launch.part is None else OneNode(launch.part.port)
 
 
 def _no_logs() -> Any:
@@ -345,14 +342,6 @@ def _quiet_agent() -> Generator[None]:
 # --- what went wrong ------------------------------------------------------------------------------------
 
 
-def _no_rendezvous(launch: Launch, error: Exception) -> UserError:
-    return UserError(
-        f"meet the other nodes at {launch.rendezvous or LOOPBACK}",
-        str(error).splitlines()[0],
-        "start every node with the same rendezvous; node 0 must run on that host, its port open to all",
-    )
-
-
 def _first_failure(folder: LaunchFolder, exit_codes: Mapping[int, int], stop: StopRequest) -> FailedRank:
     exits = folder.exits()
     reported = {found.rank for found in exits}
@@ -387,6 +376,8 @@ def _failed(folder: LaunchFolder, first: RankExit, diagnosis: Diagnosis | None =
         rank=rank,
         exit_code=first.exit_code,
         traceback=first.traceback,
+        step=first.step,
+        kind=first.kind,
     )
 
 
@@ -406,5 +397,6 @@ def _stopped(stop: StopRequest) -> FailedRank:
         "its ranks were killed" if stop.hard else "a rank ended in the middle of its work",
         "",
         rank=None,
-        exit_code=128 + stop.signum,
+        exit_code=EXIT_STOPPED + stop.signum,
+        kind="interrupted",
     )

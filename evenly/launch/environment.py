@@ -377,14 +377,14 @@ AGENT_VARIABLES = (
 )
 
 
-def become_environment(variables: Mapping[str, str]) -> None:
+def become_environment(variables: Mapping[str, str], place: Mapping[str, str]) -> None:
     """Give a started rank its launcher's environment, whatever the process that forked it had.
 
-    What the elastic agent set for this rank alone stays.
+    What the elastic agent set for this rank alone stays, but for its `place` among the ranks of all nodes.
     """
     of_agent = {k: v for k, v in os.environ.items() if k in AGENT_VARIABLES or k.startswith("TORCHELASTIC_")}
     os.environ.clear()
-    os.environ.update({**variables, **of_agent})
+    os.environ.update({**variables, **of_agent, **place})
 
 
 def talk_over(interface: str) -> None:
@@ -433,6 +433,7 @@ def launcher_options() -> str | None:
 
 CONTROL_VARIABLE = "EVENLY_CONTROL"
 CHECK_VARIABLE = "EVENLY_CHECK"
+PAUSE = "pause"  # a file in the control folder
 
 
 PRELOAD_VARIABLE = "EVENLY_PRELOAD"
@@ -468,6 +469,20 @@ def record_file(rank: int) -> Path | None:
 def cache_folder() -> Path:
     """Where this user's programs keep what can be made again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evenly"
+
+
+def keep_store_quiet() -> None:
+    """Has torch not warn, with stacks, of a store that is gone, unless the user asks for it; before torch is imported.
+
+    What a launcher says of it says more.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def pause_asked() -> bool:
+    """Whether the launcher asks its ranks to pause where a checkpoint is due: a node has come."""
+    folder = os.environ.get(CONTROL_VARIABLE)
+    return folder is not None and Path(folder, PAUSE).exists()
 
 
 def checking() -> bool:

@@ -21,10 +21,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 from evenly.errors import EvenlyError, UserError, place_of, rank_of, step_of
-from evenly.launch.environment import become_environment, process_environment
+from evenly.launch.environment import PAUSE, become_environment, process_environment
+from evenly.launch.part import NodePart
 from evenly.observe.recorder import RankRecord, glance, read
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -47,6 +48,8 @@ PEER_LOSS = (
 )
 
 Kind = Literal["killed", "error", "aborted", "peer", "interrupted"]
+CAUSES: tuple[Kind, ...] = get_args(Kind)  # in the order in which one is the cause of another
+EXIT_STOPPED = 128  # of a run that was stopped, plus the number of the signal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +92,7 @@ class RankExit:
     @property
     def order(self) -> tuple[int, float]:
         """Sort key: the cause first. A kill is never caused by another rank's error; an abort may be."""
-        causes: dict[Kind, int] = {"killed": 0, "error": 1, "aborted": 2, "peer": 3, "interrupted": 4}
-        return causes[self.kind], self.time_s
+        return CAUSES.index(self.kind), self.time_s
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,10 @@ class LaunchFolder:
     def failing(self) -> bool:
         """Whether any rank has failed."""
         return any(True for _ in self.control.glob("*.failing"))
+
+    def ask_to_pause(self) -> None:
+        """Asks the ranks to pause where the next checkpoint is due."""
+        (self.control / PAUSE).touch()
 
     def records(self) -> list[RankRecord]:
         """What the ranks of this node have recorded."""
@@ -189,16 +195,18 @@ class Task:
 
 @dataclass(frozen=True)
 class RankTask:
-    """Everything that the launcher passes to a rank."""
+    """Everything that the launcher passes to a rank; part: of its node, where there are several."""
 
     task: Task
     folder: LaunchFolder
     environment: Mapping[str, str]
+    part: NodePart | None = None
 
 
 def rank_main(assignment: RankTask) -> bytes:
     """Runs in each rank; returns the function's result, pickled."""
-    become_environment(assignment.environment)
+    local_rank, part = int(process_environment()["LOCAL_RANK"]), assignment.part
+    become_environment(assignment.environment, {} if part is None else part.variables(local_rank))
     rank = int(process_environment()["RANK"])
     try:
         _become_rank(assignment.folder, rank)

@@ -14,12 +14,14 @@ class Failure:
     """One failure of a run.
 
     time_s: when, by a clock that only goes forward. step: of the checkpoint that the run can go on from, None without
-    one. error: what a rank has raised, with its step; "" where one was killed or stood still.
+    one. error: what a rank has raised, with its step; "" where one was killed or stood still. counts: whether it is one
+    of those that are borne so many times.
     """
 
     time_s: float
     step: int | None
     error: str = ""
+    counts: bool = True
 
 
 def pause_before_restart(failures: Sequence[Failure], most: int) -> float | str:
@@ -31,8 +33,8 @@ def pause_before_restart(failures: Sequence[Failure], most: int) -> float | str:
     last = failures[-1]
     if last.error and any(failure.error == last.error for failure in failures[:-1]):
         return "not started again: the same error in the same step came before"
-    recent = sum(last.time_s - failure.time_s < WINDOW_S for failure in failures)
-    if recent > most:
+    recent = sum(failure.counts and last.time_s - failure.time_s < WINDOW_S for failure in failures)
+    if last.counts and recent > most:
         return f"not started again: {recent} failures within an hour, and --restarts {most}"
     in_vain = 0
     for before, after in zip(failures[-2::-1], failures[:0:-1], strict=True):

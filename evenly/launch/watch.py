@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -32,6 +32,7 @@ from evenly.observe.recorder import RankRecord
 from evenly.observe.stalls import Standstills, explain_stall
 
 BETWEEN_LOOKS_S = 0.5
+BETWEEN_KILLS_S = 0.2
 LEFT_S = 1.5  # for the agent to see the end of a rank that has failed
 STACKS_TIMEOUT_S = 1.0  # of one process
 AGENT_TIMEOUT_S = 60.0  # for the agent to see that a rank has died, which ends the launch
@@ -40,14 +41,25 @@ _BLOCK = re.compile(r"^(?:Current thread|Thread) .*\n((?:  .*\n?)*)", re.MULTILI
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
+@dataclass
+class Orders:
+    """What a run on several nodes asks of the ranks of one.
+
+    pause: to save and return where a checkpoint is due. end: to be ended at once.
+    """
+
+    pause: bool = False
+    end: bool = False
+
+
 class Watch:
     """Watches the ranks, in a thread, while the `with` block lasts.
 
-    limit_s: how long a rank may stand still; None: by what it does, see `evenly.observe.stalls`.
+    limit_s: how long a rank may stand still; None: by what it does, see `evenly.observe.stalls`. orders: for the ranks.
     """
 
-    def __init__(self, folder: LaunchFolder, limit_s: float | None) -> None:
-        self._folder, self._standstills = folder, Standstills(limit_s)
+    def __init__(self, folder: LaunchFolder, limit_s: float | None, orders: Orders | None = None) -> None:
+        self._folder, self._standstills, self._orders = folder, Standstills(limit_s), orders or Orders()
         self._looked_s = time.monotonic()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="evenly watch", daemon=True)
@@ -65,6 +77,11 @@ class Watch:
 
     def _watch(self) -> None:
         while self.diagnosis is None and self.left is None and not self._over.wait(BETWEEN_LOOKS_S):
+            if self._orders.end:
+                self._end_ranks()
+                return
+            if self._orders.pause:
+                self._folder.ask_to_pause()
             self._end_if_one_left()
             if self._overdue(self._folder.glances()):
                 self._act()
@@ -88,11 +105,18 @@ class Watch:
                 rank=rank, time_s=time.time(), kind="error", found=found,
                 do="look for sys.exit and os._exit in the job; let all ranks leave its loop together",
             )  # fmt: skip
+            self._end_ranks()
+            return
+
+    def _end_ranks(self) -> None:
+        """Kills all ranks, also those that are starting, and sees that the agent notices."""
+        until_s = time.monotonic() + LEFT_S
+        while time.monotonic() < until_s:
             for pid in self._folder.pids().values():
                 end_rank(pid)
-            if not self._over.wait(LEFT_S):  # none was there to be ended, and the agent waits for a result
-                os.kill(os.getpid(), signal.SIGQUIT)
-            return
+            if self._over.wait(BETWEEN_KILLS_S):
+                return
+        os.kill(os.getpid(), signal.SIGQUIT)  # none was there to be ended, and the agent waits for a result
 
     def _act(self) -> None:
         if self._diagnosis(self._folder.records()) is None:

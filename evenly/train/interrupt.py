@@ -1,7 +1,8 @@
 """A stop request from outside (Ctrl-C, or the end of an allocation), honoured between two steps.
 
 The signal only sets a flag. Ranks receive it at different times, so the flag is reduced with the next step's totals,
-and all stop after the same step.
+and all stop after the same step. Whether the launcher asks for a pause, since a node has come, is looked at where a
+checkpoint is due.
 """
 
 from __future__ import annotations
@@ -11,16 +12,19 @@ import threading
 import time
 from typing import Any
 
+from evenly.launch.environment import pause_asked
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt:
     """Handles SIGINT and SIGTERM until `close`; a second signal, at least a second later, stops at once.
 
-    was_asked: the signal by which a stop was requested in this process, 0 without one.
+    was_asked: the signal by which a stop was requested in this process, ELSEWHERE where it was in another, else 0.
     """
 
     was_asked = 0
+    ELSEWHERE = -1
 
     def __init__(self) -> None:
         self._asked_at: float | None = None
@@ -38,6 +42,14 @@ class Interrupt:
     def asked(self) -> bool:
         """Whether a stop was requested in this process."""
         return self._asked_at is not None
+
+    def asked_at(self, *, saving: bool) -> bool:
+        """Whether this process stops after a step; saving: whether a checkpoint is due after it."""
+        return self.asked or (saving and pause_asked())
+
+    def note_stop(self, *, early: bool) -> None:
+        """Notes whether all ranks stop early, for the launcher: perhaps nobody asked for it here."""
+        Interrupt.was_asked = Interrupt.was_asked or (self.ELSEWHERE if early else 0)
 
     def _ask(self, number: int, _: Any) -> None:
         # A terminal and the launcher may both deliver the same Ctrl-C.

@@ -54,10 +54,7 @@ def run_job_file(path: Path, settings: dict[str, Any], options: RunOptions, json
 
 
 def run_script(path: Path, arguments: list[str], json_only: bool) -> int:
-    """Runs a script that owns its loop, as `python PATH ARGUMENTS...` would; returns the signal that asked it to stop.
-
-    0 if none did.
-    """
+    """Runs a script that owns its loop, as `python PATH ARGUMENTS...` would; returns `Interrupt.was_asked`."""
     if json_only:
         _send_stdout_to_stderr()
     sys.argv = [str(path), *arguments]

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -175,10 +175,11 @@ class Run:
         # Ranks that share a step know what changes buffers; one device lets a forward change them as it likes.
         buffers = BuffersBefore(self.model) if self._may_leave_out and self.plan.devices == 1 else None
         spans: list[Any] | None = [] if self.steps_done in self._recorder.spanned else None
+        stop = partial(self.interrupt.asked_at, saving=step % (self.job.save_every or 1) == 0)
         try:
             with self.counting_memory() if counted else nullcontext() as counter:
                 scale = self.loss_scale.factor
-                totals = self.executor.step(batch, scale=scale, stop=lambda: self.interrupt.asked, spans=spans)
+                totals = self.executor.step(batch, scale=scale, stop=stop, spans=spans)
                 totals.check(step)
                 grad_norm = math.nan
                 if not totals.not_finite:
@@ -244,6 +245,7 @@ class Run:
         # What was read has left them elsewhere on each rank: an own loop draws the same on all.
         seed_past_torch(stream_key(self.job.seed, "after step", self.steps_done))
         self.stopped = totals.stop
+        self.interrupt.note_stop(early=self.stopped and self.steps_done < self.steps)
         if self._large_blocks is not None:
             self._large_blocks.after_step(max(totals.memory_bytes), free_memory_bytes)
 

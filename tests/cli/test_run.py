@@ -21,6 +21,7 @@ import evenly as package
 from evenly.checkpoint.folder import CheckpointFolder
 from evenly.cli.run import RunRequest, choose_folder
 from evenly.errors import UserError
+from evenly.launch.rounds import NodeRange
 
 BITS = ("--plan", "exact=bitwise")
 
@@ -160,7 +161,7 @@ def test_an_interrupted_run_saves_and_goes_on(alone: Path, tmp_path: Path) -> No
 def test_the_newest_run_that_has_a_checkpoint_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     fresh = RunRequest(
-        Path("job.py"), [], None, None, None, None, False, None, 0, False, None, [], nodes=1, node_rank=0,
+        Path("job.py"), [], None, None, None, None, False, None, 0, False, None, [], nodes=NodeRange(), node_rank=0,
         rendezvous="",
         secret_file=None,
         json_only=False,

@@ -209,8 +209,8 @@ def test_a_rank_takes_its_launchers_environment_and_keeps_its_rank(monkeypatch: 
     monkeypatch.setenv("EVENLY_TEST_STALE", "1")
     monkeypatch.setenv("RANK", "3")
     with changed_environment({}):
-        become_environment({"EVENLY_TEST_FRESH": "1", "RANK": "0"})
-        assert process_environment() == {"EVENLY_TEST_FRESH": "1", "RANK": "3"} | {
+        become_environment({"EVENLY_TEST_FRESH": "1", "RANK": "0"}, {"WORLD_SIZE": "7"})
+        assert process_environment() == {"EVENLY_TEST_FRESH": "1", "RANK": "3", "WORLD_SIZE": "7"} | {
             name: value for name, value in process_environment().items() if name.startswith("TORCHELASTIC_")
         }
 

@@ -5,13 +5,11 @@ import multiprocessing.util
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from evenly.errors import SampleError, UserError, note_step
 from evenly.launch.agent import FailedRank, Launch, _first_failure, launch, start_ranks
 from evenly.launch.environment import process_environment
 from evenly.launch.folders import OWNED, clear_abandoned
+from evenly.launch.part import NodePart
 from evenly.launch.rank import LaunchFolder, RankExit, describe, describe_exit
 from evenly.launch.signals import StopRequest
 
@@ -333,26 +332,11 @@ def test_words_of_errors() -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
-    [
-        ({"devices": 0}, "at least 1"),
-        ({"devices": 1, "nodes": 2, "node_rank": 2}, "0 to 1"),
-        ({"devices": 1, "nodes": 2}, "host:port"),
-        ({"devices": 1, "nodes": 2, "rendezvous": "host:99999"}, "host:port"),
-        ({"devices": 1, "start": "thread"}, "forkserver, spawn or fork"),
-    ],
+    [({"devices": 0}, "at least 1"), ({"devices": 1, "start": "thread"}, "forkserver, spawn or fork")],
 )
 def test_what_cannot_be_started(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         start_ranks(who, (0,), Launch(**wrong))
-
-
-def test_a_taken_port_is_named() -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        port = server.getsockname()[1]
-        with pytest.raises(UserError, match=f"port {port} is taken"):
-            start_ranks(who, (0,), Launch(devices=1, nodes=2, rendezvous=f"127.0.0.1:{port}"))
 
 
 def test_a_log_folder_that_cannot_be_made(tmp_path: Path) -> None:
@@ -383,22 +367,14 @@ def work(folder, mode):
     Path(folder, f"saved{rank}").write_text(str(len(stopped)))
     return "stopped"
 
-def who():
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["GROUP_RANK"])
-
 if __name__ == "__main__":
     mode, folder, *rest = sys.argv[1:]
     Path(folder, "launcher").write_text(str(os.getpid()))
     if "fork" not in rest:
         warm_up()
     try:
-        if mode == "nodes":
-            node, rendezvous, start = rest
-            launch = Launch(devices=2, nodes=2, node_rank=int(node), rendezvous=rendezvous, start=start)
-            print(start_ranks(who, (), launch))
-        else:
-            launch = Launch(devices=2, start=rest[0], log_dir=Path(folder, "logs"))
-            print(start_ranks(work, (folder, mode), launch))
+        launch = Launch(devices=2, start=rest[0], log_dir=Path(folder, "logs"))
+        print(start_ranks(work, (folder, mode), launch))
     except EvenlyError as error:
         print(error)
         sys.exit(error.exit_code)
@@ -507,24 +483,7 @@ def test_a_second_signal_ends_ranks_that_do_not_stop(tmp_path: Path, launcher: A
     assert errors == ""
 
 
-def test_a_launcher_that_waits_for_other_nodes_can_be_stopped(tmp_path: Path, launcher: Any) -> None:
-    process = launcher("nodes", str(tmp_path), "0", f"127.0.0.1:{_free_port()}", "fork")
-    assert _wait_for((tmp_path / "launcher").exists, 120)
-    time.sleep(1)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=400)
-    assert process.returncode != 0
-
-
-def test_two_nodes_form_one_world(tmp_path: Path, launcher: Any) -> None:
-    rendezvous = f"127.0.0.1:{_free_port()}"
-    processes = [launcher("nodes", str(tmp_path), str(node), rendezvous, "fork") for node in (0, 1)]
-    with ThreadPoolExecutor() as pool:
-        outputs = list(pool.map(lambda process: process.communicate(timeout=600), processes))
-    assert [output for output, _ in outputs] == ["{0: (0, 4, 0), 1: (1, 4, 0)}\n", "{2: (2, 4, 1), 3: (3, 4, 1)}\n"]
-
-
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
+def test_ranks_of_a_node_are_those_of_their_part_of_the_world() -> None:
+    part = NodePart(node=1, nodes=2, first_rank=4, size=6, round=3, port=9, interface="lo")
+    results = start_ranks(who, (10,), Launch(devices=2, part=part))
+    assert results == {4: (14, 6, "127.0.0.1", ""), 5: (15, 6, "127.0.0.1", "")}

@@ -8,76 +8,97 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import psutil
 import pytest
 from kept_ranks import free_port
+from torch.distributed import DistError
 
 from evenly.errors import UserError
 from evenly.launch import interfaces, rendezvous
-from evenly.launch.agent import Launch, launch, start_ranks
+from evenly.launch.agent import launch
 from evenly.launch.environment import LOOPBACK_INTERFACE, run_secret
 from evenly.launch.interfaces import is_loopback, local_address, socket_interface
-from evenly.launch.rendezvous import NONCE, NodeRendezvous, Relay, listen
+from evenly.launch.nodes import NodeRun, read_rendezvous
+from evenly.launch.rendezvous import NAME, NONCE, NodeStore, Relay, listen
+from evenly.launch.rounds import Limits, Member, NodeRange
 
 LOOPBACKS = {"127.0.0.1", "::1"}
+NAMED = b"n" * NAME
 
 
-def node(rank: int, port: int, secret: bytes = b"of the run", nodes: int = 3, limit_s: float = 60.0) -> NodeRendezvous:
-    return NodeRendezvous(nodes, rank, "127.0.0.1", port, secret, limit_s)
+def store(node: int, port: int, secret: bytes = b"of the run", limit_s: float = 60.0) -> NodeStore:
+    return NodeStore(3, node, "127.0.0.1", port, secret, limit_s=limit_s)
 
 
 # ---------------------------------------------------------------------------------------------------------- nodes
-def test_three_nodes_share_one_store() -> None:
+def test_three_nodes_share_one_store_and_node_0_sees_who_is_there() -> None:
     port = free_port()
-    nodes = [node(rank, port) for rank in range(3)]
+    stores = [store(node, port) for node in range(3)]
     with ThreadPoolExecutor() as pool:
-        found = list(pool.map(NodeRendezvous.next_rendezvous, nodes))
-    assert [(one.rank, one.world_size) for one in found] == [(0, 3), (1, 3), (2, 3)]
-    assert {one.bootstrap_store_info.master_addr for one in found} == {"127.0.0.1"}
-    found[2].store.set("said by", "node 2")
-    assert [one.store.get("said by") for one in found] == [b"node 2"] * 3
-    found[1].store.set("large", "x" * 1_000_000)
-    assert len(found[2].store.get("large")) == 1_000_000
-    for one in nodes:
-        one.shutdown()
+        list(pool.map(NodeStore.open, stores))
+    clients = [one.client() for one in stores]
+    clients[2].set("said by", "node 2")
+    assert [client.get("said by") for client in clients] == [b"node 2"] * 3
+    clients[1].set("large", "x" * 1_000_000)
+    assert len(clients[2].get("large")) == 1_000_000
+    assert set(stores[0].there()) == {stores[1].token, stores[2].token}
+    stores[1].close()
+    until = time.monotonic() + 60
+    while stores[0].there() != [stores[2].token]:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    stores[0].close()
+    with pytest.raises(DistError):
+        while time.monotonic() < until:
+            clients[2].check(["said by"])
+    stores[2].close()
 
 
 def test_a_node_that_does_not_come_is_named_on_those_that_did() -> None:
     port = free_port()
-    nodes = [node(0, port, nodes=4, limit_s=2.0), node(2, port, nodes=4, limit_s=2.0)]
+    limits = Limits(join_s=2.0)
+    runs = [
+        NodeRun(
+            NodeStore(4, node, "127.0.0.1", port, b"of the run"), Member(node, "", "", 1), NodeRange(4, 4), never,
+            limits=limits,
+        )
+        for node in (0, 2)
+    ]  # fmt: skip
+    runs = [replace(run, me=replace(run.me, token=run.store.token)) for run in runs]
     with ThreadPoolExecutor() as pool:
-        pending = [pool.submit(one.next_rendezvous) for one in nodes]
-    for problem in (one.exception() for one in pending):
-        assert isinstance(problem, UserError) and "nodes 1, 3 did not come within 2 s" in str(problem)
-    for one in nodes:
-        one.shutdown()
+        for found in pool.map(NodeRun.run, runs):
+            assert found.found == "nodes 1, 3 did not come within 2 s"
+
+
+def never(*_: object) -> bool:
+    raise AssertionError("no round begins")
 
 
 def test_a_node_waits_for_node_0_no_longer_than_its_limit() -> None:
     port, began = free_port(), time.monotonic()
     with pytest.raises(UserError, match=r"node 0 did not answer node 1 within 1 s \(.*refused"):
-        node(1, port, limit_s=1.0).next_rendezvous()
+        store(1, port, limit_s=1.0).open()
     assert time.monotonic() - began < 20
 
 
 def test_another_secret_is_refused_at_once() -> None:
     port = free_port()
-    first = node(0, port, nodes=2, limit_s=1.0)
-    with ThreadPoolExecutor() as pool:
-        alone = pool.submit(first.next_rendezvous)
-        with pytest.raises(UserError, match="has another secret than node 1"):
-            node(1, port, b"of another run", nodes=2).next_rendezvous()
-        assert "node 1 did not come" in str(alone.exception(timeout=60))
-    first.shutdown()
+    first = store(0, port)
+    first.open()
+    with pytest.raises(UserError, match="has another secret than node 1"):
+        store(1, port, b"of another run").open()
+    assert first.there() == []
+    first.close()
 
 
 def test_a_port_that_is_taken_is_named() -> None:
     with listen("127.0.0.1") as server:
         port = server.getsockname()[1]
         with pytest.raises(UserError, match=f"port {port} is taken on this machine"):
-            node(0, port).next_rendezvous()
+            store(0, port).open()
 
 
 # ------------------------------------------------------------------------------------------------------ strangers
@@ -105,7 +126,7 @@ def door() -> Iterator[tuple[int, list[bytes]]]:
     inner.close()
 
 
-@pytest.mark.parametrize("said", [b"", b"x" * 10, b"x" * 64, b"\x00" * 1000, b"GET / HTTP/1.1\r\n\r\n" * 10])
+@pytest.mark.parametrize("said", [b"", b"x" * 10, b"x" * 80, b"\x00" * 1000, b"GET / HTTP/1.1\r\n\r\n" * 10])
 def test_who_does_not_have_the_secret_reaches_nothing(said: bytes, door: tuple[int, list[bytes]]) -> None:
     port, heard = door
     with socket.create_connection(("127.0.0.1", port), timeout=60) as stranger:
@@ -123,7 +144,7 @@ def test_what_another_has_said_opens_no_second_time(door: tuple[int, list[bytes]
     port, heard = door
 
     async def enter() -> None:
-        _, writer = await rendezvous._enter("127.0.0.1", port, b"of the run")
+        _, writer = await rendezvous._enter("127.0.0.1", port, b"of the run", NAMED)
         writer.write(b"hello")
         writer.close()
         await writer.wait_closed()
@@ -140,7 +161,7 @@ def test_what_another_has_said_opens_no_second_time(door: tuple[int, list[bytes]
         time.sleep(0.01)
     with socket.create_connection(("127.0.0.1", port), timeout=60) as stranger:
         assert stranger.recv(NONCE) != of_door
-        stranger.sendall(of_tunnel + rendezvous._proof(b"of the run", "tunnel", of_door, of_tunnel))
+        stranger.sendall(of_tunnel + NAMED + rendezvous._proof(b"of the run", "tunnel", of_door, of_tunnel + NAMED))
         assert stranger.recv(1000) == b""
     assert heard == [b"hello"]
 
@@ -173,7 +194,12 @@ def test_on_one_machine_everything_listens_on_loopback() -> None:
 # ------------------------------------------------------------------------------------------------------ addresses
 def test_several_nodes_need_a_secret_beyond_loopback() -> None:
     with pytest.raises(UserError, match="no secret"):
-        start_ranks(listening, (), Launch(devices=1, nodes=2, rendezvous="node0:29500"))
+        read_rendezvous("node0:29500", b"")
+    assert read_rendezvous("node0:29500", b"of the run") == ("node0", 29500)
+    assert read_rendezvous("localhost:29500", b"") == ("localhost", 29500)
+    for text in ("", "host", "host:", ":1", "host:99999", "host:0", "host:x"):
+        with pytest.raises(UserError, match="is not host:port"):
+            read_rendezvous(text, b"")
 
 
 def test_a_name_that_resolves_to_loopback_stands_for_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:

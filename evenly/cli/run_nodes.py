@@ -1,0 +1,140 @@
+"""`evenly run` on several nodes: one launcher of a run that goes through rounds, see `launch/rounds`."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from evenly.cli.run import RunRequest, exit_code, newest_step, print_summary, train_on_ranks, with_way_on
+from evenly.errors import UserError
+from evenly.launch.agent import FailedRank, Launch
+from evenly.launch.environment import OPTIONS_VARIABLE, run_secret
+from evenly.launch.interfaces import socket_interface
+from evenly.launch.nodes import NodeRun, read_rendezvous
+from evenly.launch.rounds import Member, Report, Round
+from evenly.observe.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from evenly.launch.rendezvous import NodeStore
+    from evenly.launch.signals import StopRequest
+    from evenly.launch.watch import Orders
+    from evenly.train.loop import Summary
+    from evenly.train.options import RunOptions
+
+SEEN_LIMIT_S = 10.0  # for a file of one node to be seen on another
+
+
+def run_on_nodes(
+    request: RunRequest, launch: Launch, settings: dict[str, Any], options: RunOptions, *, script: bool
+) -> int:
+    """Takes part in the run until it has ended; its exit code. Raises the first failure, on all nodes alike."""
+    from evenly.launch.rendezvous import NodeStore
+
+    secret = run_secret(request.secret_file)
+    host, port = read_rendezvous(request.rendezvous, secret)
+    store = NodeStore(request.nodes.most, request.node_rank, host, port, secret)
+    ranks = _Ranks(request, launch, settings, options, script, store, socket_interface(host, port))
+    mark = _mark(options.out, store.token) if request.node_rank == 0 else None
+    run = NodeRun(
+        store=store,
+        me=Member(request.node_rank, store.token, socket.gethostname(), launch.devices),
+        nodes=request.nodes,
+        start=ranks.start,
+        newest_step=lambda: newest_step(options),
+        first=Round(0, (), options.resume, options.out and str(options.out), "" if mark is None else mark.name),
+        restarts=request.restarts,
+    )
+    try:
+        return _end(run.run(), ranks)
+    finally:
+        if mark is not None:
+            mark.unlink(missing_ok=True)
+
+
+def _mark(out: Path | None, token: str) -> Path | None:
+    """A file in the run's folder that all nodes have to see."""
+    if out is None:
+        return None
+    out.mkdir(parents=True, exist_ok=True)
+    mark = out / f".nodes-{token}"
+    mark.touch()
+    return mark
+
+
+def _end(outcome: Report, ranks: _Ranks) -> int:
+    """The exit code of a run that ended so; prints its summary on node 0. Raises `FailedRank`."""
+    if outcome.how == "failed":
+        failed = FailedRank(
+            outcome.asked,
+            outcome.found,
+            outcome.do,
+            rank=outcome.rank,
+            exit_code=outcome.exit_code,
+            traceback=outcome.traceback,
+        )
+        failed.do = with_way_on(failed, ranks.request, ranks.options.out)
+        raise failed
+    if ranks.request.node_rank == 0 and ranks.summary is not None:
+        print_summary(ranks.summary, ranks.request)
+    return exit_code(outcome.how == "stopped", outcome.signum)
+
+
+@dataclass
+class _Ranks:
+    """The ranks of this node, in one round after the other; summary: of the last, None for scripts."""
+
+    request: RunRequest
+    launch: Launch
+    settings: dict[str, Any]
+    options: RunOptions
+    script: bool
+    store: NodeStore
+    interface: str
+    summary: Summary | None = field(default=None, init=False)
+
+    def start(self, found: Round, stop: StopRequest, orders: Orders) -> bool:
+        """Runs the ranks of a round; whether they have stopped early."""
+        out = self.options.out or (Path(found.folder) if found.folder else None)
+        if out is not None:
+            self._check_folder(out, found)
+        step = self.options.step if found.number == 0 else None
+        self.options = options = replace(self.options, out=out, resume=found.resume, step=step)
+        launch = replace(
+            self.launch,
+            part=found.part(self.store.token, port=self.store.local_port, interface=self.interface),
+            log_dir=out and RunFolder(out).logs,
+            stop=stop,
+            orders=orders,
+            environment={**self.launch.environment, **({OPTIONS_VARIABLE: options.to_text()} if self.script else {})},
+        )
+        self._announce(found)
+        stopped, self.summary = train_on_ranks(self.request, launch, self.settings, options, script=self.script)
+        if self.summary is not None and not stop.signum:
+            return self.summary.stopped and self.summary.steps < self.summary.steps_asked
+        return stopped
+
+    def _check_folder(self, out: Path, found: Round) -> None:
+        """Raises `UserError` where `out` is not the folder that node 0 has under this name."""
+        until_s = time.monotonic() + SEEN_LIMIT_S
+        while found.mark and time.monotonic() < until_s:
+            with suppress(OSError):
+                list(out.iterdir())  # has a distant file system look again
+                if (out / found.mark).exists():
+                    return
+            time.sleep(0.2)
+        if found.mark:
+            raise UserError(
+                f"take part in the run in {found.folder}",
+                f"node {self.request.node_rank} does not see in {out.resolve()} what node 0 has written there",
+                "name a folder on storage that all nodes see (--out)",
+            )
+
+    def _announce(self, found: Round) -> None:
+        if not self.request.json_only:
+            nodes = ", ".join(str(member.node) for member in found.members)
+            print(f"evenly: nodes {nodes} take part", file=sys.stderr, flush=True)
