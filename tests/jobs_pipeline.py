@@ -428,10 +428,11 @@ class ConvolutionBlock(nn.Module):
 
 
 class ConvolutionNet(nn.Sequential):
-    """Of a point's 5 numbers in a row."""
+    """Of a point's 5 numbers in a row, which a BatchNorm takes as they come."""
 
     def __init__(self) -> None:
-        stem = nn.Sequential(nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 6, 3, padding=1, bias=False), nn.BatchNorm1d(6))
+        row, convolution = nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 6, 3, padding=1, bias=False)
+        stem = nn.Sequential(row, nn.BatchNorm1d(1), convolution, nn.BatchNorm1d(6))
         end = nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Dropout(0.1), nn.Linear(6, 3)
         super().__init__(stem, *(ConvolutionBlock() for _ in range(LAYERS)), *end)
 

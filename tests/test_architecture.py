@@ -368,14 +368,14 @@ PACKAGE_LINES = {
     "checkpoint": 2060,  # pieces that overlap; the newest sound step; checks; a second place; snapshots
     "cli": 1660,  # lists of checkpoints; restarts; tables that keep words whole; one launcher of several nodes
     "comm": 2445,  # exact sums, alone and over ranks; a store on one interface; what listens; a record of ranks alone
-    "data": 848,  # shares by speed; streams of updates and schedules
+    "data": 851,  # shares by speed; streams of updates and schedules; errors that hold no worker
     "engine": 2240,  # where bad numbers come from; optimizers of whole parameters; parameters between steps
     "hardware": 985,  # kinds of devices can be registered; numbers beyond all machines
     "launch": 3030,  # doors and tunnels between nodes; rounds of nodes that come and go, decided; restarts; signals
     "model": 554,  # parameters in one memory; modes that the job has set; made-up numbers; blocks of several classes
     "observe": 1015,  # ranks that stand still, and where; slow ranks
     "parallel": 1,
-    "parallel.core": 2139,  # stale tensors; rules of buffers (averages, spectral norm); what code between steps finds
+    "parallel.core": 2140,  # stale tensors; rules of buffers (averages, spectral norm); what code between steps finds
     "parallel.data": 3202,  # layouts; exact buckets; optimizers of whole parameters; what units are given
     "parallel.tensor": 4133,  # experts, indices and convolutions on parts; split parameters between steps
     "parallel.pipeline": 3381,  # numbers inside blocks, draws between them; hooks; what blocks leave behind; layouts

@@ -262,6 +262,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
         ("whole_penalty", "pipeline=2 schedule=zbv", 2, 0.0),  # all of it is on all ranks
         ("whole_penalty", "data=2 pipeline=2 zero=1", 4, 0.9),
         ("conv_norm", "data=2 pipeline=2 zero=2", 4, 0.9),
+        ("conv_norm", "pipeline=2 schedule=interleaved", 2, 0.9),  # a rank has the first stage, and a later one
         ("twice", "pipeline=2 schedule=gpipe split_points=4", 2, 0.48),
         ("chain", "pipeline=2 recompute=full", 2, 0.98),
         ("chain", "pipeline=2 schedule=zbv recompute=selective", 2, 0.98),

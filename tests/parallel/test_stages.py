@@ -475,7 +475,7 @@ def test_everything_is_held_by_somebody() -> None:
     assert stage_plan.owners["never"] == (0,) and stage_plan.owners["blocks.2.never.weight"] == (0,)
     assert stage_plan.owners["blocks.7.up.weight"] == (3,)
     stage_plan = staged(PIPELINE_JOBS["conv_norm"](precision="float64"), "pipeline=2")
-    assert stage_plan.owners["0.2.running_mean"] == (0,) and stage_plan.owners["8.norm_two.running_var"] == (1,)
+    assert stage_plan.owners["0.3.running_mean"] == (0,) and stage_plan.owners["8.norm_two.running_var"] == (1,)
     assert stage_plan.shared == {}
 
 
@@ -604,7 +604,9 @@ def test_its_form_can_be_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "ask", [torch.Tensor.item, float, bool, torch.Tensor.tolist, torch.nonzero, torch.Tensor.numpy], ids=str
+    "ask",
+    [torch.Tensor.item, float, bool, torch.Tensor.tolist, torch.nonzero, torch.Tensor.numpy],
+    ids=lambda ask: ask.__name__,
 )
 def test_its_numbers_cannot(ask: Callable[[Any], Any]) -> None:
     with pytest.raises(Exception, match=r"_local_scalar_dense|nonzero|not supported for tensor subclasses"):

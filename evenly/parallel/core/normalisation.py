@@ -96,7 +96,8 @@ class Normalisation(BufferRule):
         return momentum if momentum is not None or isinstance(self.module, BATCH_NORMS) else 0.0
 
     def _enter(self, module: Any, given: Any) -> None:
-        if not module.training or any(is_placeholder(one) for one in given):
+        # A stage may run the code of a layer that is another's, on numbers of its own: these come to nothing.
+        if not module.training or any(is_placeholder(one) for one in (module.running_mean, *given)):
             return
         self._saved = (module.running_mean, module.running_var, module.num_batches_tracked, module.momentum)
         module.running_mean = torch.zeros_like(module.running_mean)
