@@ -241,7 +241,10 @@ class MicrobatchStream(Iterator[Microbatch]):
     def __next__(self) -> Microbatch:
         result, self._next = self._next or next(self._results), None
         if isinstance(result, SampleError):
-            raise result
+            try:
+                raise result
+            finally:
+                del result  # this frame and the error would hold each other, and the loader: workers end with it
         return result
 
 
