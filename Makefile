@@ -31,13 +31,9 @@ demo: $(READY)
 	@folder=$$(ls -td runs/stdlib_lm-* | head -n 1); \
 	echo "The run lies in $$folder: its losses in metrics.jsonl, its weights in checkpoints/."
 
-# Two halves beside each other: most tests wait for processes to start.
-HALF := tests/checkpoint tests/cli tests/launch tests/examples tests/test_job.py tests/planner tests/published tests/plan \
-	tests/report tests/random_modules tests/zoo tests/wrong_runs tests/parallel/test_compiled.py
+# Three files beside each other on two cores: most tests wait for processes to start.
 test: $(READY)
-	@$(BIN)/python -m pytest $(HALF) & half=$$!; \
-	$(BIN)/python -m pytest $(HALF:%=--ignore=%) ; others=$$?; \
-	wait $$half && exit $$others
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -254,10 +254,19 @@ def test_exits_of_ranks() -> None:
         launch(unpicklable_result, devices=1)
 
 
+_kept: list[psutil.Process] = []
+
+
+@pytest.fixture(autouse=True)
+def _others_keep_ranks() -> None:
+    _kept.clear()
+    _kept.extend(_children_that_are_ranks())
+
+
 def _children_that_are_ranks() -> list[psutil.Process]:
-    """Children that still run, but for the servers that end with this process."""
+    """Children that still run, but for the servers that end with this process, and for kept ranks of other tests."""
     children = psutil.Process().children(recursive=True)
-    return [c for c in children if c.is_running() and not _is_server(c)]
+    return [c for c in children if c.is_running() and not _is_server(c) and c not in _kept]
 
 
 def _is_server(process: psutil.Process) -> bool:

@@ -115,27 +115,27 @@ def complete(plan: str) -> Plan:
     return parse_plan(plan).complete(small_job().precision)
 
 
-ALONE = [
-    "single",
-    "single exact=bitwise",
-    "single recompute=full",
-    "single recompute=selective",
-    "single precision=bfloat16",
-    "balanced-dp replicas=2",
-]
+# plan -> how far off the worst rank may be; how many sums are inexact, and are kept as pairs, follows from their values
+ALONE = {
+    "single": 0.002,
+    "single exact=bitwise": 0.005,
+    "single recompute=full": 0.002,
+    "single recompute=selective": 0.002,
+    "single precision=bfloat16": 0.002,
+    "balanced-dp replicas=2": 0.002,
+}
 
 
 def test_on_one_device() -> None:
-    for plan, found in zip(ALONE, peaks(ALONE), strict=True):
-        assert predicted(plan, 1) == pytest.approx(found, rel=0.002), plan
+    for plan, found in zip(ALONE, peaks([*ALONE]), strict=True):
+        assert predicted(plan, 1) == pytest.approx(found, rel=ALONE[plan]), plan
 
 
-# plan -> how far off the worst rank may be
 ON_TWO = {
     "ddp": 0.002,
-    "ddp exact=bitwise": 0.002,
+    "ddp exact=bitwise": 0.005,
     "zero1": 0.002,
-    "zero1 exact=bitwise": 0.002,
+    "zero1 exact=bitwise": 0.005,
     "zero2": 0.05,
     "zero3": 0.01,
     "zero3 exact=bitwise": 0.01,
