@@ -19,7 +19,7 @@ from evenly.jobfile import check_settings, owns_loop, parse_settings, read_with
 from evenly.launch.agent import FailedRank, Launch, start_ranks, warm_up
 from evenly.launch.environment import CHECK_VARIABLE, OPTIONS_VARIABLE, find_here, keep_store_quiet, restart_count
 from evenly.launch.rank import EXIT_STOPPED
-from evenly.launch.restarts import Failure, pause_before_restart
+from evenly.launch.restarts import Failure, error_raised, pause_before_restart
 from evenly.launch.rounds import NodeRange
 from evenly.observe.run_folder import RunFolder
 from evenly.plan import PlanSpec, asked_plan
@@ -206,7 +206,7 @@ def _start_until_done(
             if not request.restarts or failed.exit_code != FailedRank.exit_code:  # a mistake, or a stop that was asked
                 raise
             step = newest_step(options)
-            error = f"{failed.asked}: {failed.found}" if failed.traceback else ""
+            error = error_raised(failed.kind, failed.step, failed.traceback)
             failures.append(Failure(time.monotonic(), step, error))
             pause = pause_before_restart(failures, request.restarts)
             if isinstance(pause, str):

@@ -24,6 +24,12 @@ class Failure:
     counts: bool = True
 
 
+def error_raised(kind: str, step: int | None, traceback: str) -> str:
+    """What a rank has raised and in which step, whichever rank it was; "" where it has failed in another way."""
+    lines = [line for line in traceback.splitlines() if line and not line[0].isspace()]
+    return f"step {step}: {lines[-1]}" if lines and kind == "error" else ""
+
+
 def pause_before_restart(failures: Sequence[Failure], most: int) -> float | str:
     """Seconds to wait before the run is started again, or why it is not.
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from evenly.errors import UserError
 from evenly.launch.part import NodePart
 from evenly.launch.rank import CAUSES, EXIT_STOPPED, Kind
-from evenly.launch.restarts import Failure, pause_before_restart
+from evenly.launch.restarts import Failure, error_raised, pause_before_restart
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Report:
     @property
     def error(self) -> str:
         """What a rank has raised, with its step, whichever rank it was; '' where it was killed or stood still."""
-        return f"step {self.step}: {self.found}" if self.traceback and self.kind == "error" else ""
+        return error_raised(self.kind, self.step, self.traceback)
 
 
 @dataclass(frozen=True)

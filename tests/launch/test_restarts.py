@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evenly.launch.restarts import Failure, pause_before_restart
+from evenly.launch.restarts import Failure, error_raised, pause_before_restart
 
 
 def test_a_pause_doubles_until_there_is_a_new_checkpoint() -> None:
@@ -27,3 +27,10 @@ def test_an_error_that_comes_twice_is_no_bad_luck_and_a_kill_may_be() -> None:
     assert "the same error" in str(pause_before_restart([error, kill, Failure(99.0, 4, error.error)], most=9))
     assert pause_before_restart([error, Failure(99.0, 6, "rank 1 failed at step 7: ValueError: bad")], most=9) == 1
     assert pause_before_restart([kill, kill], most=9) == 2
+
+
+def test_an_error_is_the_same_on_whichever_rank_and_from_wherever_it_is_raised() -> None:
+    first, second = (f"Traceback ...\n  File {file}\nValueError: bad\n\n  on two lines\n" for file in ("a.py", "b.py"))
+    assert error_raised("error", 5, first) == error_raised("error", 5, second) == "step 5: ValueError: bad"
+    assert error_raised("error", 6, first) != error_raised("error", 5, first)
+    assert error_raised("peer", 5, first) == error_raised("killed", 5, "") == ""

@@ -27,7 +27,14 @@ A, B, C = (Member(node, f"token{node}", f"host{node}", devices=2) for node in ra
 DONE = Report(how="done", exit_code=0)
 ENDED = Report(how="ended")
 STOPPED = Report(how="stopped")
-RAISED = Report(how="failed", asked="rank 3 failed at step 7", found="ValueError: no", rank=3, step=7, traceback="...")
+RAISED = Report(
+    how="failed",
+    asked="rank 3 failed at step 7",
+    found="ValueError: no",
+    rank=3,
+    step=7,
+    traceback="...\nValueError: no",
+)
 KILLED = Report(how="failed", asked="rank 2 failed", found="it was killed by SIGKILL", rank=2, kind="killed")
 PEER = Report(how="failed", asked="rank 0 failed", found="it lost another rank", rank=0, kind="peer", traceback="...")
 MISTAKE = Report(how="failed", asked="plan ddp", found="no", exit_code=2)
