@@ -366,23 +366,23 @@ FILE_LINES, FUNCTION_LINES, CLASS_LINES, ARGUMENTS = 500, 60, 300, 9
 PACKAGE_LINES = {
     "__init__": 891,  # torch_private: hooks, transformations, memory of parts; what a job imports; nodes of graphs
     "checkpoint": 2060,  # pieces that overlap; the newest sound step; checks; a second place; snapshots
-    "cli": 1660,  # lists of checkpoints; restarts; tables that keep words whole; one launcher of several nodes
+    "cli": 1760,  # where there is no room; lists of checkpoints; restarts; tables; one launcher of several nodes
     "comm": 2445,  # exact sums, alone and over ranks; a store on one interface; what listens; a record of ranks alone
     "data": 851,  # shares by speed; streams of updates and schedules; errors that hold no worker
     "engine": 2240,  # where bad numbers come from; optimizers of whole parameters; parameters between steps
     "hardware": 985,  # kinds of devices can be registered; numbers beyond all machines
-    "launch": 3030,  # doors and tunnels between nodes; rounds of nodes that come and go, decided; restarts; signals
+    "launch": 3150,  # want of memory; doors and tunnels between nodes; rounds of nodes, decided; restarts; signals
     "model": 554,  # parameters in one memory; modes that the job has set; made-up numbers; blocks of several classes
-    "observe": 1015,  # ranks that stand still, and where; slow ranks
+    "observe": 1095,  # the plans that a run was started under; ranks that stand still, and where; slow ranks
     "parallel": 1,
     "parallel.core": 2140,  # stale tensors; rules of buffers (averages, spectral norm); what code between steps finds
     "parallel.data": 3202,  # layouts; exact buckets; optimizers of whole parameters; what units are given
     "parallel.tensor": 4133,  # experts, indices and convolutions on parts; split parameters between steps
     "parallel.pipeline": 3381,  # numbers inside blocks, draws between them; hooks; what blocks leave behind; layouts
-    "plan": 1218,  # speeds of ranks; schedules are a table that others add to
-    "planner": 5645,
-    "report": 1315,  # tables of splits and pages of plans, which came from planner/ and cli/
-    "train": 1668,  # steps left out; speeds of ranks; a second place; the look at the job before the first step
+    "plan": 1225,  # speeds of ranks; schedules are a table that others add to
+    "planner": 5855,  # the plan that follows those that had no room
+    "report": 1330,  # plans that had no room; tables of splits and pages of plans, which came from planner/ and cli/
+    "train": 1830,  # state kept where there is no room; steps left out; speeds; a second place; the look at the job
     "verify": 1577,  # data rules, measured rounding (again where a plan came out different), hidden state and resumes
 }
 # Parameters of a command are the options that it has on the command line.

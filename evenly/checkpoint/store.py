@@ -283,6 +283,19 @@ class CheckpointStore:
                 print(f"evenly: {asked}: {problem.found}: it is in {source} alone; the run goes on", file=sys.stderr)
 
 
+def save_alone(folder: CheckpointFolder, snapshot: Snapshot) -> None:
+    """Writes a snapshot that this rank holds whole, at once and without copies of tensors that are in CPU memory.
+
+    Whoever calls it sees to it that no other rank writes the same step. Raises `OSError`, and what `save` raises.
+    """
+    values = {key: encode(value, f"values.{key}") for key, value in snapshot.values.items()}
+    tensors = {name: tensor.detach().cpu() for name, tensor in snapshot.tensors.items()}
+    forms = {name: form_of(tensor) for name, tensor in tensors.items()}
+    folder.begin(snapshot.step)
+    files = save_tensors(tensors, forms, folder.partial(snapshot.step), None)
+    _commit(folder, Manifest(snapshot.step, None, files, forms, values), keep_last=KEEP_LAST)
+
+
 def _commit(place: CheckpointFolder, manifest: Manifest, *, keep_last: int) -> None:
     partial = place.partial(manifest.step)
     there = sorted(path.name for path in partial.iterdir())

@@ -47,6 +47,15 @@ SecretFile = Annotated[
 Nodes = Annotated[
     str, typer.Option(metavar="N|MIN:MAX", help="Machines that take part; 2:4 goes on with those that are left.")
 ]
+StallLimit = Annotated[
+    float | None,
+    typer.Option(
+        min=1, metavar="SECONDS", help="End the run when a rank stands still longer (default: 180, 540 at first)."
+    ),
+]
+KeepPlan = Annotated[
+    bool, typer.Option("--keep-plan", help="Where there is no room, end, and do not go on under another plan.")
+]
 Restarts = Annotated[
     int, typer.Option(min=0, metavar="N", help="Start again from the newest checkpoint after up to N failures an hour.")
 ]
@@ -69,15 +78,11 @@ def run_command(
     step: Annotated[int | None, typer.Option(min=0, help="Go on from the checkpoint of this step.")] = None,
     skip_nonfinite: Skipped = 0,
     check: Annotated[bool, typer.Option("--check", help="Compare what ranks ask for before each collective.")] = False,
-    stall_limit: Annotated[
-        float | None,
-        typer.Option(
-            min=1, metavar="SECONDS", help="End the run when a rank stands still longer (default: 180, 540 at first)."
-        ),
-    ] = None,
+    stall_limit: StallLimit = None,
     save_to: SaveTo = None,
     snapshot: Snapshots = None,
     restarts: Restarts = 0,
+    keep_plan: KeepPlan = False,
     settings: Settings = [],  # noqa: B006  (typer copies it)
     nodes: Nodes = "1",
     node_rank: Annotated[int, typer.Option(min=0, help="Number of this machine, from 0.")] = 0,
@@ -111,6 +116,7 @@ def run_command(
         save_to=save_to,
         snapshot=snapshot,
         restarts=restarts,
+        keep_plan=keep_plan,
     )
     raise typer.Exit(run(request, run_on_nodes))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evenly.checkpoint.folder import CheckpointFolder
+from evenly.cli.no_room import newest_step, options_with_less, starts_of
 from evenly.errors import PlanError, UserError
 from evenly.hardware.cluster_text import local_devices
 from evenly.jobfile import check_settings, owns_loop, parse_settings, read_with
@@ -57,6 +58,7 @@ class RunRequest:
     save_to: Path | None = None
     snapshot: int | None = None
     restarts: int = 0
+    keep_plan: bool = False
 
 
 def run(request: RunRequest, on_nodes: Callable[..., int]) -> int:
@@ -197,34 +199,38 @@ def _check_restarts(request: RunRequest, *, script: bool) -> None:
 def _start_until_done(
     request: RunRequest, launch: Launch, settings: dict[str, Any], options: RunOptions, *, script: bool
 ) -> int:
-    """Starts the ranks, and again from the newest checkpoint where they have failed, as often as --restarts allows."""
+    """Starts the ranks, and again from the newest checkpoint: where they had no room, under a plan that needs less
+    memory; where they have failed otherwise, as often as --restarts allows.
+    """
     failures: list[Failure] = []
+    may_change_plan = not request.keep_plan and request.step is None
     while True:
+        started = starts_of(options)
         try:
             return _start(request, launch, settings, options, script=script)
         except FailedRank as failed:
-            if not request.restarts or failed.exit_code != FailedRank.exit_code:  # a mistake, or a stop that was asked
-                raise
-            step = newest_step(options)
-            error = error_raised(failed.kind, failed.step, failed.traceback)
-            failures.append(Failure(time.monotonic(), step, error))
-            pause = pause_before_restart(failures, request.restarts)
-            if isinstance(pause, str):
-                failed.do = "; ".join(filter(None, (pause, failed.do)))
-                raise
-            where = "the beginning" if step is None else f"step {step}"
-            print(f"evenly: {failed.asked}: {failed.found}", file=sys.stderr)
-            print(f"evenly: restart {len(failures)} in {pause:.0f} s, from {where}", file=sys.stderr, flush=True)
-        time.sleep(pause)
-        options = replace(options, resume=step is not None, step=None)
+            less = options_with_less(failed, options, started) if may_change_plan else None
+            options = _restarted(request, options, failed, failures) if less is None else less
         if script:
             launch = replace(launch, environment={**launch.environment, OPTIONS_VARIABLE: options.to_text()})
 
 
-def newest_step(options: RunOptions) -> int | None:
-    """The newest step that has a checkpoint, None without one."""
-    places = [CheckpointFolder(place) for place in (options.out, options.save_to) if place is not None]
-    return max((step for place in places for step in place.steps()), default=None)
+def _restarted(request: RunRequest, options: RunOptions, failed: FailedRank, failures: list[Failure]) -> RunOptions:
+    """The options of the next start, after a pause; adds to `failures`, and raises `failed` where there is none."""
+    if not request.restarts or failed.exit_code != FailedRank.exit_code:  # a mistake, or a stop that was asked
+        raise failed
+    step = newest_step(options)
+    error = error_raised(failed.kind, failed.step, failed.traceback)
+    failures.append(Failure(time.monotonic(), step, error))
+    pause = pause_before_restart(failures, request.restarts)
+    if isinstance(pause, str):
+        failed.do = "; ".join(filter(None, (pause, failed.do)))
+        raise failed
+    where = "the beginning" if step is None else f"step {step}"
+    print(f"evenly: {failed.asked}: {failed.found}", file=sys.stderr)
+    print(f"evenly: restart {len(failures)} in {pause:.0f} s, from {where}", file=sys.stderr, flush=True)
+    time.sleep(pause)
+    return replace(options, resume=step is not None, step=None)
 
 
 def _start(request: RunRequest, launch: Launch, settings: dict[str, Any], options: RunOptions, *, script: bool) -> int:
@@ -308,15 +314,15 @@ def print_summary(summary: Summary, request: RunRequest) -> None:
     if request.json_only:
         print(json.dumps(asdict(summary)))
         return
+    evaluation = "" if summary.eval_loss is None else f", evaluation loss {summary.eval_loss:.4f}"
     if summary.loss is None:
         print(
-            f"nothing left to do: step {summary.steps} is already done, and {summary.steps_asked} were asked for; "
-            "for more, repeat the run's settings or give --steps",
+            f"nothing left to do: step {summary.steps} is already done, and {summary.steps_asked} were asked for"
+            f"{evaluation}; for more, repeat the run's settings or give --steps",
             flush=True,
         )
         return
     done = f"steps {summary.first_step} to {summary.steps}" if summary.first_step != 1 else f"{summary.steps} steps"
-    evaluation = "" if summary.eval_loss is None else f", evaluation loss {summary.eval_loss:.4f}"
     print(
         f"{done} on {summary.world} {'rank' if summary.world == 1 else 'ranks'} ({summary.plan}) "
         f"in {summary.seconds:.1f} s: "

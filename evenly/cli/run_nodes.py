@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evenly.cli.run import RunRequest, exit_code, newest_step, print_summary, train_on_ranks, with_way_on
+from evenly.cli.no_room import newest_step
+from evenly.cli.run import RunRequest, exit_code, print_summary, train_on_ranks, with_way_on
 from evenly.errors import UserError
 from evenly.launch.agent import FailedRank, Launch
 from evenly.launch.environment import OPTIONS_VARIABLE, run_secret

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from math import prod
+from math import inf, prod
 from pathlib import Path
 
 from evenly.errors import UserError
@@ -17,6 +17,7 @@ from evenly.hardware.cluster import MOST_DEVICES, Cluster
 from evenly.hardware.cluster_file import read_cluster
 from evenly.hardware.devices import find_device, known_device
 from evenly.hardware.links import network_names
+from evenly.launch.allocator import cgroup_limit_bytes
 from evenly.launch.environment import available_cores
 
 LOCAL = "local"
@@ -52,7 +53,8 @@ def local_cluster(devices: int | None = None) -> Cluster:
 
     kind, count = kind_here(), devices or local_devices()
     cpu = kind == "cpu"
-    memory = virtual_memory().total / count if cpu else torch.cuda.get_device_properties(0).total_memory
+    host = min(virtual_memory().total, cgroup_limit_bytes() or inf)
+    memory = host / count if cpu else torch.cuda.get_device_properties(0).total_memory
     return Cluster(1, count, kind, own={"memory_gib": memory / 2**30})
 
 

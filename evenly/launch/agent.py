@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ from evenly.launch.environment import (
     rank_environment,
 )
 from evenly.launch.folders import open_folder, own_temporary_folder
+from evenly.launch.out_of_memory import kills_for_memory
 from evenly.launch.part import NodePart
 from evenly.launch.rank import (
     EXIT_STOPPED,
@@ -62,8 +63,11 @@ class FailedRank(RankError):
     exit_code: 2 where the rank raised a `UserError`, 128 + signal where the run was stopped, else 1.
     traceback: the rank's own, '' where it left none.
     step:      optimizer step of the failure, None if that is unknown.
-    kind:      how the rank failed.
+    kind:      how the rank failed; "memory" where it had no room.
+    resuming:  whether it could not go on from a checkpoint, which is another job's.
     """
+
+    resuming: bool = False
 
     def __init__(
         self,
@@ -251,7 +255,7 @@ def _run(assignment: RankTask, launch: Launch) -> dict[int, bytes]:
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
-    watch = Watch(assignment.folder, launch.stall_limit_s, launch.orders)
+    watch, killed = Watch(assignment.folder, launch.stall_limit_s, launch.orders), kills_for_memory()
     try:
         with watch:
             return elastic_launch(_agent_config(launch), rank_main)(assignment)
@@ -267,11 +271,13 @@ def _run(assignment: RankTask, launch: Launch) -> dict[int, bytes]:
     finally:
         for pid in assignment.folder.pids().values():
             end_rank(pid)
-    if watch.left is not None:
-        raise _failed(assignment.folder, watch.left)
+    for_memory = kills_for_memory() > killed
+    if watch.left is not None:  # where the kernel has killed it, torch's agent may be slow to learn its exit code
+        left = replace(watch.left, kind="killed").as_killed_for_memory() if for_memory else watch.left
+        raise _failed(assignment.folder, left)
     if watch.diagnosis is not None:
         raise _stalled(assignment.folder, watch.diagnosis)
-    raise _first_failure(assignment.folder, exit_codes, launch.stop)
+    raise _first_failure(assignment.folder, exit_codes, launch.stop, for_memory=for_memory)
 
 
 def _agent_config(launch: Launch) -> Any:
@@ -342,10 +348,15 @@ def _quiet_agent() -> Generator[None]:
 # --- what went wrong ------------------------------------------------------------------------------------
 
 
-def _first_failure(folder: LaunchFolder, exit_codes: Mapping[int, int], stop: StopRequest) -> FailedRank:
+def _first_failure(
+    folder: LaunchFolder, exit_codes: Mapping[int, int], stop: StopRequest, *, for_memory: bool = False
+) -> FailedRank:
+    """for_memory: whether the kernel has killed any process for want of memory."""
     exits = folder.exits()
     reported = {found.rank for found in exits}
     exits += [describe_exit(rank, code) for rank, code in exit_codes.items() if rank not in reported]
+    if for_memory:
+        exits = [found.as_killed_for_memory() for found in exits]
     first = min(exits, key=lambda found: found.order, default=None)
     if stop.signum and (stop.hard or first is None or first.kind in ("peer", "interrupted")):
         return _stopped(stop)
@@ -356,7 +367,7 @@ def _first_failure(folder: LaunchFolder, exit_codes: Mapping[int, int], stop: St
     )
     if diagnosis is not None and first.kind in ("peer", "aborted"):  # then the rank is not the cause
         return _stalled(folder, diagnosis)
-    return _failed(folder, first, diagnosis)
+    return _failed(folder, first, None if first.kind == "memory" else diagnosis)
 
 
 def _failed(folder: LaunchFolder, first: RankExit, diagnosis: Diagnosis | None = None) -> FailedRank:
@@ -369,7 +380,7 @@ def _failed(folder: LaunchFolder, first: RankExit, diagnosis: Diagnosis | None =
         asked, found = first.asked, first.found
     if first.exit_code == UserError.exit_code and folder.temporary:  # its logs are removed
         where = ""
-    return FailedRank(
+    failed = FailedRank(
         asked,
         found + (f"; {diagnosis.text}" if diagnosis else ""),
         "; ".join(filter(None, (first.do, where))),
@@ -379,6 +390,8 @@ def _failed(folder: LaunchFolder, first: RankExit, diagnosis: Diagnosis | None =
         step=first.step,
         kind=first.kind,
     )
+    failed.resuming = first.resuming
+    return failed
 
 
 def _stalled(folder: LaunchFolder, diagnosis: Diagnosis) -> FailedRank:

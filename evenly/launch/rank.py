@@ -19,12 +19,13 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
-from evenly.errors import EvenlyError, UserError, place_of, rank_of, step_of
+from evenly.errors import EvenlyError, ResumeError, UserError, place_of, rank_of, step_of
 from evenly.launch.environment import PAUSE, become_environment, process_environment
+from evenly.launch.out_of_memory import KILLED_CHILD, is_out_of_memory
 from evenly.launch.part import NodePart
 from evenly.observe.recorder import RankRecord, glance, read
 
@@ -36,6 +37,7 @@ SETTLE_S = 0.25
 LINGER_S = 2.0
 
 LONGEST_MESSAGE = 2000
+LESS_MEMORY = "ask for less memory (microbatch, sharding, number of ranks)"
 
 PEER_LOSS = (
     "Connection closed by peer",
@@ -47,7 +49,7 @@ PEER_LOSS = (
     "remote process exited or there was a network error",
 )
 
-Kind = Literal["killed", "error", "aborted", "peer", "interrupted"]
+Kind = Literal["killed", "memory", "error", "aborted", "peer", "interrupted"]
 CAUSES: tuple[Kind, ...] = get_args(Kind)  # in the order in which one is the cause of another
 EXIT_STOPPED = 128  # of a run that was stopped, plus the number of the signal
 
@@ -56,9 +58,11 @@ EXIT_STOPPED = 128  # of a run that was stopped, plus the number of the signal
 class RankExit:
     """How a rank failed: from its exception, or from its exit code if it left none.
 
+    kind: "memory" where it had no room.
     asked, found, do: of an error of evenly's; of any other `asked` is ''.
     step: optimizer step of the failure, None if that is unknown.
     cause: the rank that an error of all ranks arose on, None if it is not another.
+    resuming: whether it is of the checkpoint that the run was to go on from.
     """
 
     rank: int
@@ -69,6 +73,7 @@ class RankExit:
     do: str = ""
     step: int | None = None
     cause: int | None = None
+    resuming: bool = False
     exit_code: int = 1
     traceback: str = ""
 
@@ -88,6 +93,13 @@ class RankExit:
         if self.kind in ("peer", "interrupted"):
             return ""
         return self.found.removeprefix("it ").partition(";")[0] if self.kind != "error" else f"raised {self.text}"
+
+    def as_killed_for_memory(self) -> RankExit:
+        """The same where the kernel has killed processes for want of memory, this rank or its child among them."""
+        if self.kind != "killed" and KILLED_CHILD not in self.found:
+            return self
+        found = "the kernel killed it, or a process that it had started, for want of memory (its control group's limit)"
+        return replace(self, kind="memory", found=found, do=LESS_MEMORY)
 
     @property
     def order(self) -> tuple[int, float]:
@@ -318,17 +330,18 @@ def _fail(folder: LaunchFolder, rank: int, error: BaseException) -> NoReturn:
 def describe(rank: int, error: BaseException) -> RankExit:
     """The exit of a rank whose function raised `error`."""
     asked, found, do = _describe_error(error)
-    step = step_of(error)
+    step, kind = step_of(error), _kind(error)
     return RankExit(
         rank=rank,
         time_s=time.time(),
-        kind=_kind(error),
+        kind=kind,
         asked=asked,
         found=found[:LONGEST_MESSAGE],
         do=do,
         step=step if isinstance(step, int) else None,
         cause=rank_of(error),
-        exit_code=error.exit_code if isinstance(error, EvenlyError) else 1,
+        resuming=isinstance(error, ResumeError),
+        exit_code=error.exit_code if isinstance(error, EvenlyError) and kind != "memory" else 1,
         traceback="".join(traceback.format_exception(error)),
     )
 
@@ -347,7 +360,7 @@ def describe_exit(rank: int, exit_code: int) -> RankExit:
     found, do = f"it was killed by {name}", ""
     if name == "SIGKILL":
         found += "; the usual sender is the kernel's out-of-memory killer"
-        do = "ask for less memory (microbatch, sharding, number of ranks), or see the kernel's log"
+        do = f"{LESS_MEMORY}, or see the kernel's log"
     kind: Kind = "aborted" if name == "SIGABRT" else "killed"
     return RankExit(rank=rank, time_s=time.time(), kind=kind, found=found, do=do)
 
@@ -362,20 +375,32 @@ def _signal_name(number: int) -> str:
 def _kind(error: BaseException) -> Kind:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
+    if is_out_of_memory(error):
+        return "memory"
     lost = isinstance(error, (RuntimeError, ConnectionError)) and any(text in str(error) for text in PEER_LOSS)
     return "peer" if lost else "error"
 
 
+def in_one_line(error: BaseException) -> str:
+    """What `error` says, with its class; of an error of evenly's what was asked and found."""
+    if isinstance(error, EvenlyError):
+        return ": ".join(filter(None, (error.asked, error.found)))
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def _describe_error(error: BaseException) -> tuple[str, str, str]:
     """What was asked, what was found, and what to do."""
+    if _kind(error) == "memory":
+        place = "" if isinstance(error, EvenlyError) else place_of(error)
+        return "", f"it had no room: {in_one_line(error)}{place}", LESS_MEMORY
     if isinstance(error, EvenlyError):
         return error.asked, error.found, error.do
     if isinstance(error, KeyboardInterrupt):
         return "", "it was interrupted in the middle of its work", ""
     if isinstance(error, SystemExit):
         return "", f"it called sys.exit({error.code!r}){place_of(error)}", ""
-    text = str(error).strip()
-    found = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    found = in_one_line(error)
     if _kind(error) == "peer":
         return "", f"it lost another rank ({found})", "look at the ranks of the other nodes"
     return "", f"{found}{place_of(error)}", ""

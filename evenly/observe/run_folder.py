@@ -33,6 +33,11 @@ class RunFolder:
         return self.root / "metrics.jsonl"
 
     @property
+    def attempts(self) -> Path:
+        """The plans that it was started under, one JSON object per line: see `observe.attempts`."""
+        return self.root / "attempts.jsonl"
+
+    @property
     def model_config(self) -> Path:
         """The class and the config of a transformers model, from which an export is read again."""
         return self.root / "model_config.json"

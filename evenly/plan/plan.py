@@ -95,6 +95,11 @@ class Plan:
         return math.prod(self.axes.values())
 
     @property
+    def is_replicated(self) -> bool:
+        """Whether every rank has all parameters, and all of the optimizer's state with them."""
+        return not (self.data.zero_stage or self.tensor.active or self.pipeline.active or self.offload != "none")
+
+    @property
     def devices(self) -> int:
         """Devices that the plan uses, over ranks and replicas."""
         return self.ranks * self.replicas.count

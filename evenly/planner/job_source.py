@@ -24,15 +24,19 @@ TENSOR_SIZES = (2, 4, 8, 16)
 
 @dataclass(frozen=True)
 class JobSource:
-    """Implements `CostSource`. A job that states no microbatch leaves it to its plans."""
+    """Implements `CostSource`. A job that states no microbatch leaves it to its plans.
+
+    step: of which the microbatches are taken, from 0.
+    """
 
     job: Job
+    step: int = 0
     _profilers: dict[int, JobProfiler] = field(default_factory=dict[int, JobProfiler])
     _memory: dict[Plan, list[MemoryByCause]] = field(default_factory=dict[Plan, list[MemoryByCause]])
 
     @cached_property
     def profiler(self) -> JobProfiler:
-        return JobProfiler(self.job)
+        return JobProfiler(self.job, self.step)
 
     @property
     def name(self) -> str:

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from evenly.errors import UserError
+from evenly.observe.attempts import ended_attempts
 from evenly.observe.progress import imbalance
 from evenly.observe.run_folder import RunFolder, whole_number
 from evenly.report.comm import size_in_words
@@ -32,6 +33,7 @@ class RunSummary:
     memory: bytes by category of each device, rank by rank, at its peak; empty where they were not
             counted.
     slow:   ranks whose own computing was steadily slower than that of the others, in words.
+    no_room: plans that had no room, or could not run the job in their place, in words.
     """
 
     plan: Row
@@ -39,6 +41,7 @@ class RunSummary:
     evaluations: Sequence[Row]
     memory: Sequence[Mapping[str, int]]
     slow: Sequence[str] = ()
+    no_room: Sequence[str] = ()
 
 
 def read_run(folder: Path) -> RunSummary:
@@ -63,7 +66,19 @@ def read_run(folder: Path) -> RunSummary:
         for record in records
         if isinstance(record.get("slow_rank"), int) and isinstance(record.get("ratio"), float)
     ]
-    return RunSummary(plan, [*steps.values()], [*evaluations.values()], counted[-1] if counted else [], slow)
+    return RunSummary(
+        plan, [*steps.values()], [*evaluations.values()], counted[-1] if counted else [], slow, _no_room(folder)
+    )
+
+
+def _no_room(folder: Path) -> list[str]:
+    found: list[str] = []
+    for one in ended_attempts(RunFolder(folder)):
+        where = "" if one.rank is None else f"rank {one.rank}"
+        where += "" if one.step is None else f" at step {one.step}"
+        then = "the beginning" if one.from_step is None else f"step {one.from_step}"
+        found.append(f"{one.plan}: {where or 'a rank'}: {one.found}; went on from {then}")
+    return found
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -116,6 +131,7 @@ def course_rows(run: RunSummary) -> list[tuple[str, str]]:
         losses = [row["eval_loss"] for row in run.evaluations]
         rows.append(("evaluation loss", f"{_number(losses[0])} -> {_number(losses[-1])}"))
     rows += [("slow rank", text) for text in run.slow]
+    rows += [("no room", text) for text in run.no_room]
     left_out = sum(row.get("skipped") == "not finite" for row in steps)
     if skipped := sum(bool(row.get("skipped")) for row in steps) - left_out:
         rows.append(("skipped steps", f"{skipped} (float16 overflowed)"))

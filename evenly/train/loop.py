@@ -65,8 +65,10 @@ def run_script(path: Path, arguments: list[str], json_only: bool) -> int:
 
 def train(run: Run) -> Summary:
     """Trains `run` to its end, or until a stop is requested."""
-    progress = _Progress(run)
+    progress, run.evaluates_later = _Progress(run), True
     try:
+        if run.evaluation_due:
+            progress.run_due_actions()
         for batch in run.batches():
             progress.add(run.step(batch))
             progress.run_due_actions()
@@ -109,7 +111,7 @@ class _Progress:
     def end(self) -> None:
         if self.run.stopped:
             self.watcher.on_text(f"stopped after step {self.run.steps_done} as asked")
-        elif self.run.job.eval_data is not None and self.last is not None:
+        elif self.run.job.eval_data is not None and (self.last is not None or self.run.evaluation_due):
             self._evaluate()
         self._save()
 

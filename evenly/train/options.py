@@ -24,6 +24,9 @@ class RunOptions:
     search:  whether to search for the best plan among those that agree with `plan`.
     save_to: a second folder to which every checkpoint is copied; None for none.
     snapshot: steps between snapshots of the state in the memory of this machine; None for none.
+    no_room: plans that the run was started under before and that had no room, as texts; then it takes one that needs
+             less, and `plan` and `search` no longer count. refused: those that could not run its job.
+    long_step: in which the last of them had no room, from 0.
     """
 
     plan: PlanSpec | None = None
@@ -36,12 +39,16 @@ class RunOptions:
     skip_nonfinite: int = 0
     save_to: Path | None = None
     snapshot: int | None = None
+    no_room: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+    long_step: int = 0
 
     def to_text(self) -> str:
         """JSON for the ranks' environment; `from_text` is its inverse."""
         plan, out = self.plan and str(self.plan), self.out and str(self.out)
         others = {"steps": self.steps, "resume": self.resume, "devices": self.devices, "search": self.search}
         others |= {"step": self.step, "skip_nonfinite": self.skip_nonfinite, "snapshot": self.snapshot}
+        others |= {"no_room": self.no_room, "refused": self.refused, "long_step": self.long_step}
         return json.dumps({"plan": plan, "out": out, "save_to": self.save_to and str(self.save_to), **others})
 
     @classmethod
@@ -50,8 +57,10 @@ class RunOptions:
         values = json.loads(text)
         plan, out = values["plan"], values["out"]
         others = (values[name] for name in ("steps", "resume", "devices", "search", "step", "skip_nonfinite"))
-        save_to = values["save_to"] and Path(values["save_to"])
-        return cls(plan and parse_plan(plan), out and Path(out), *others, save_to=save_to, snapshot=values["snapshot"])
+        rest = {name: tuple(values[name]) for name in ("no_room", "refused")}
+        rest |= {"save_to": values["save_to"] and Path(values["save_to"]), "snapshot": values["snapshot"]}
+        rest["long_step"] = values["long_step"]
+        return cls(plan and parse_plan(plan), out and Path(out), *others, **rest)
 
 
 def merge_options(given: RunOptions) -> RunOptions:

@@ -5,6 +5,7 @@ Rank 0 decides, since only one rank may read files and search among plans; the o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,10 @@ from evenly.comm.groups import Group
 from evenly.comm.world import World
 from evenly.errors import EvenlyError, PlanError, UserError
 from evenly.job import Job
+from evenly.launch.allocator import hand_back_freed_memory
 from evenly.launch.environment import ProcessInfo
+from evenly.observe.attempts import note_start
+from evenly.observe.run_folder import RunFolder
 from evenly.plan import Exact, Plan, PlanSpec, parse_plan, with_microbatch
 from evenly.train.options import RunOptions
 
@@ -58,20 +62,31 @@ class PreviousRun:
 def connect_and_resolve(job: Job, options: RunOptions, place: ProcessInfo) -> tuple[ResolvedRun, World]:
     """Connects the ranks of `place`, and decides; an error of rank 0 is raised on all."""
     if place.size == 1:
-        decision = decide(job, options, place)
+        decision = _decide_and_note(job, options, place)
         return decision, connect(place, axes=decision.plan.axes, even_alone=decision.plan.data.zero_stage > 0)
     world = join(place)
     try:
-        decision = decided_by_rank0(lambda: decide(job, options, place), world.group("files"))
+        decision = decided_by_rank0(lambda: _decide_and_note(job, options, place), world.group("files"))
     except UserError:  # the ranks may go on to something else
         disconnect(world)
         raise
     return decision, lay_out(world, decision.plan.axes)
 
 
+def _decide_and_note(job: Job, options: RunOptions, place: ProcessInfo) -> ResolvedRun:
+    """As `decide`; the run's folder then says under which plan it was started, whatever comes of it."""
+    decision = decide(job, options, place)
+    if options.out is not None:
+        new = not options.resume and not options.no_room
+        note_start(RunFolder(options.out), str(decision.plan), new=new)
+    return decision
+
+
 def decide(job: Job, options: RunOptions, place: ProcessInfo) -> ResolvedRun:
     """How `job` runs on the ranks of `place`; called on one rank, before a model is built anywhere."""
     recorded = recorded_in(options.out, options.save_to) if options.resume and options.out else PreviousRun()
+    if options.no_room:
+        return _decide_on_less(job, options, place, recorded)
     plan = options.plan or PlanSpec()  # the default: all ranks share each batch
     plan = replace(plan, exact=plan.exact or recorded.exact)
     if options.search:
@@ -84,6 +99,22 @@ def decide(job: Job, options: RunOptions, place: ProcessInfo) -> ResolvedRun:
         return ResolvedRun(found.plan, microbatch, as_recorded(found))
     plan = fit_here(plan, place, options.devices).complete(job.precision)
     return ResolvedRun(plan, with_microbatch(job, plan, recorded=recorded.microbatch).microbatch)
+
+
+def _decide_on_less(job: Job, options: RunOptions, place: ProcessInfo, recorded: PreviousRun) -> ResolvedRun:
+    """A plan that needs less memory than those that had no room; microbatches stay. Says so."""
+    from evenly.planner.auto import as_recorded, cluster_of  # takes half as long to import as all else of a run
+    from evenly.planner.leaner import leaner_plan
+
+    hand_back_freed_memory()  # what the planner needs is not to be kept in this rank
+    failed, refused = ([parse_plan(text) for text in texts] for texts in (options.no_room, options.refused))
+    asked = with_microbatch(job, failed[0], recorded=recorded.microbatch)
+    spec, found = leaner_plan(asked, failed, refused, cluster_of(place), step=options.long_step)
+    plan = spec.complete(job.precision)
+    predicted = "" if found is None else f", predicted to take {found.peak_bytes / 2**20:,.0f} MiB"
+    print(f"evenly: going on under {plan}{predicted}", file=sys.stderr, flush=True)
+    microbatch = with_microbatch(job, plan, recorded=recorded.microbatch).microbatch
+    return ResolvedRun(plan, microbatch, None if found is None else as_recorded(found))
 
 
 def decided_by_rank0(act: Callable[[], ResolvedRun], group: Group) -> ResolvedRun:

@@ -72,6 +72,7 @@ def restore(run: Run, store: CheckpointStore, step: int | None = None) -> None:
     run.updater.loss_scale = LossScale(*checkpoint.values["loss_scale"])
     run.left_out = checkpoint.values.get("left_out", 0)
     run.steps_done = checkpoint.step
+    run.evaluation_due = checkpoint.values.get("evaluation_due", False)
 
 
 def _agree_on_groups(run: Run) -> None:

@@ -34,7 +34,7 @@ from evenly.engine.updater import Updater
 from evenly.errors import RunError, UserError, note_step, place_of
 from evenly.hardware.health import processor_in_words
 from evenly.job import Job
-from evenly.launch.allocator import LargeBlocks, free_memory_bytes
+from evenly.launch.allocator import LargeBlocks, free_memory_bytes, hand_back_freed_memory
 from evenly.launch.environment import available_cores, chosen_threads, find_here, keep_few_primitives
 from evenly.observe.run_folder import RunFolder
 from evenly.observe.sinks import Sink
@@ -42,6 +42,7 @@ from evenly.observe.slow import SlowRanks
 from evenly.parallel.core.memory import HOST, Category, MemoryCounter, local, state_tensors
 from evenly.plan import Plan, PlanSpec, asked_plan
 from evenly.train.interrupt import Interrupt
+from evenly.train.keep_state import keeping_state
 from evenly.train.look import check_again, check_job, check_model, check_update, shapes_vary
 from evenly.train.nonfinite import BuffersBefore, check_evaluation, is_bad, traced_error
 from evenly.train.options import RunOptions, merge_options
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from evenly.train.snapshots import Snapshots
 
 
+OUT = "give `out` to evenly.start, or --out to evenly run"
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -90,6 +92,7 @@ class Run:
             if shapes_vary(job, decision.plan):
                 keep_few_primitives()  # before the first forward
         self.composed: Composed = build_and_compose(job, decision.plan, world)
+        self._large_blocks = _large_blocks(options, world)
         self.model = self.composed.model
         self.plan = decision.plan
         if self.composed.pipeline is not None:  # stages are found in the model
@@ -111,17 +114,19 @@ class Run:
             statistics.add_averages(self._averages)
         self.interrupt = Interrupt()
         self.saved_at: int | None = None  # step of the newest checkpoint
+        self.evaluation_due = self.evaluates_later = False  # of the state gone on from; whether the loop heeds it
+        self.state_is_whole = False  # the state is that after `steps_done` steps
         self.stopped = False  # all ranks agreed to stop early
         self._first_step = 0  # of this process
         self._clock = time.perf_counter()
-        self._large_blocks = LargeBlocks(ranks=world.local_size) if world.device == "cpu" else None
-        self._store: CheckpointStore | None = None
+        self.store: CheckpointStore | None = None
         self._snapshots: Snapshots | None = None
         folder = RunFolder(self.out) if self.out is not None else None
         if folder is not None:
             self._open(options)
         elif options.resume:
-            raise UserError("resuming", "the run has no folder", "give `out` to evenly.start, or --out to evenly run")
+            raise UserError("resuming", "the run has no folder", OUT)
+        self.state_is_whole = True
         self._recorder = RunRecorder(folder, world, sinks, steps_done=self.steps_done, steps=self.steps)
         if folder is not None and world.is_main:
             write_decisions(self, folder, decision.predicted)
@@ -138,7 +143,7 @@ class Run:
     def batches(self) -> Iterator[Batch]:
         """The remaining batches of the run, until a stop is requested."""
         share = lru_cache(maxsize=64)(self._share)  # called here and by the loader, which may be ahead
-        microbatches = self._loader().read(share(step) for step in range(self.steps_done, self.steps))
+        microbatches = _loader(self.job, self.world).read(share(step) for step in range(self.steps_done, self.steps))
         self._clock = time.perf_counter()
         while self.steps_done < self.steps and not self.stopped:
             step = self.steps_done
@@ -164,7 +169,7 @@ class Run:
             )
         # A block that has been compiled may be compiled again, for other shapes.
         state = "first step" if self._first_step == self.steps_done or self.plan.compile != "off" else "step"
-        with self.world.during(state):
+        with keeping_state(self), self.world.during(state):
             return self._train(batch)
 
     def _train(self, batch: Batch) -> StepReport:
@@ -192,7 +197,7 @@ class Run:
         self._end_step(totals)
         if self.composed.pipeline is not None:
             self._recorder.spans(step, self.composed.pipeline.group.position, spans or ())
-        memory = None if counter is None else self._memory_of_all(counter)
+        memory = None if counter is None else _memory_of_all(counter, self.composed, self.world)
         now = time.perf_counter()
         step_s, self._clock = now - self._clock, now
         report = StepReport(
@@ -221,11 +226,12 @@ class Run:
             if buffers is not None:
                 buffers.put_back()
             if self.left_out == self._may_leave_out:
-                read_again = Batch(batch.share, self._loader().read(iter([batch.share])))
+                read_again = Batch(batch.share, _loader(self.job, self.world).read(iter([batch.share])))
                 scale = self.loss_scale.factor
                 raise traced_error(self.executor, read_again, totals, grad_norm, scale, self.world)
             self.left_out += 1
             return "not finite"
+        self.state_is_whole = False
         self.composed.sync_statistics(totals.calls)  # raises where a buffer did not follow its rule
         applied = self.updater.apply(grad_norm, batch.share.step + 1, self.executor.counter)
         return None if applied else "overflow"
@@ -248,6 +254,7 @@ class Run:
         self.interrupt.note_stop(early=self.stopped and self.steps_done < self.steps)
         if self._large_blocks is not None:
             self._large_blocks.after_step(max(totals.memory_bytes), free_memory_bytes)
+        self.state_is_whole = True
 
     # -------------------------------------------------------------------------------------------- memory
     @contextmanager
@@ -266,11 +273,6 @@ class Run:
             finally:
                 self.executor.counter = None
 
-    def _memory_of_all(self, counter: MemoryCounter) -> list[dict[Category, int]]:
-        mine = [counter.peaks.get(replica.number, {}) for replica in self.composed.replicas]
-        # Not over the group "files": a checkpoint may be on its way there, in a thread of its own.
-        return list(chain.from_iterable(gather_values(mine, self.world.group("world"))))
-
     # ---------------------------------------------------------------------------------------- evaluation
     @_at_work
     def evaluate(self) -> Evaluation:
@@ -278,8 +280,11 @@ class Run:
         if self.job.eval_data is None:
             raise UserError("run.evaluate()", "the job has no eval_data", "give the Job eval_data")
         share = self._fitted(share_of_evaluation(self.job, rank=self._data.position, ranks=self._data.size))
-        with self.world.during("evaluating"):
-            totals = self.executor.evaluate(Batch(share, self._loader(evaluation=True).read(iter([share]))))
+        with keeping_state(self, evaluating=True), self.world.during("evaluating"):
+            totals = self.executor.evaluate(
+                Batch(share, _loader(self.job, self.world, evaluation=True).read(iter([share])))
+            )
+        self.evaluation_due = False
         check_evaluation(totals, share, self.steps_done)
         evaluation = Evaluation(totals.loss, totals.weight, share.samples)
         self._recorder.evaluated(self.steps_done, evaluation)
@@ -302,13 +307,13 @@ class Run:
     @_at_work
     def save(self, *, score: float | None = None) -> None:
         """Begins a checkpoint of the steps done so far; `score` (lower is better) decides which is kept as best."""
-        if self._store is None:
-            raise UserError("run.save()", "the run has no folder", "give `out` to evenly.start, or --out to evenly run")
+        if self.store is None:
+            raise UserError("run.save()", "the run has no folder", OUT)
         if self.saved_at != self.steps_done:
             from evenly.train.resume import snapshot
 
-            with self.world.during("saving"):
-                self._store.save(snapshot(self), score=score)
+            with keeping_state(self), self.world.during("saving"):
+                self.store.save(snapshot(self), score=score)
             self.saved_at = self.steps_done
             self._recorder.saved(self.steps_done)
         self._clock = time.perf_counter()
@@ -317,18 +322,19 @@ class Run:
         # torch's distributed checkpoint takes a second to import: only runs that save wait for it.
         from evenly.train.resume import open_store, restore
 
-        self._store = open_store(self, options)
+        self.store = open_store(self, options)
         if options.resume:
             try:
-                restore(self, self._store, options.step)
+                restore(self, self.store, options.step)
             except BaseException:
-                self._store.close()
+                self.store.close()
                 raise
-            self.saved_at = self._first_step = self.steps_done
+            self.saved_at = None if self.evaluation_due else self.steps_done
+            self._first_step = self.steps_done
         if options.snapshot:
             from evenly.train.snapshots import Snapshots
 
-            self._snapshots = Snapshots(self, self._store, options.snapshot)
+            self._snapshots = Snapshots(self, self.store, options.snapshot)
 
     # --------------------------------------------------------------------------------------------- the end
     @_at_work
@@ -336,9 +342,9 @@ class Run:
         """Finishes checkpoints, removes all hooks and leaves the process group; safe to call twice."""
         self.interrupt.close()
         try:
-            if self._store is not None and not failed:
+            if self.store is not None and not failed:
                 with self.world.during("saving"):
-                    self._store.close()
+                    self.store.close()
                 if self._snapshots is not None:
                     self._snapshots.close()
         finally:
@@ -351,7 +357,7 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if kind is None and self.steps_done and self.saved_at != self.steps_done and self._store is not None:
+        if kind is None and self.steps_done and self.saved_at != self.steps_done and self.store is not None:
             self.save()
         self.close(failed=kind is not None)
         if isinstance(error, SystemExit):
@@ -366,10 +372,24 @@ class Run:
     def _fitted(self, share: Share) -> Share:
         return share.filled() if self.composed.in_step else share
 
-    def _loader(self, *, evaluation: bool = False) -> Loader:
-        world = self.world
-        workers = worker_count(cores=available_cores(), local_ranks=world.local_size, device=world.device)
-        return Loader(self.job, evaluation=evaluation, workers=workers, pin=world.device.startswith("cuda"))
+
+def _loader(job: Job, world: World, *, evaluation: bool = False) -> Loader:
+    workers = worker_count(cores=available_cores(), local_ranks=world.local_size, device=world.device)
+    return Loader(job, evaluation=evaluation, workers=workers, pin=world.device.startswith("cuda"))
+
+
+def _memory_of_all(counter: MemoryCounter, composed: Composed, world: World) -> list[dict[Category, int]]:
+    mine = [counter.peaks.get(replica.number, {}) for replica in composed.replicas]
+    # Not over the group "files": a checkpoint may be on its way there, in a thread of its own.
+    return list(chain.from_iterable(gather_values(mine, world.group("world"))))
+
+
+def _large_blocks(options: RunOptions, world: World) -> LargeBlocks | None:
+    """What keeps freed memory on a CPU; where a run had no room before, it is returned."""
+    if options.no_room:
+        hand_back_freed_memory()
+        return None
+    return LargeBlocks(ranks=world.local_size) if world.device == "cpu" else None
 
 
 def left_early(ended: SystemExit, steps_done: int | None = None) -> RunError:

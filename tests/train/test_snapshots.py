@@ -52,8 +52,8 @@ def train(plan: str, out: Path, *, ends: str = "", resume: bool = False) -> tupl
                 if ends == "kill" and run.world.rank == run.world.size - 1:
                     os.kill(os.getpid(), signal.SIGKILL)
                 if ends == "error":
-                    assert run._store is not None
-                    run._store.close()  # this process lives on: the last snapshot is complete
+                    assert run.store is not None
+                    run.store.close()  # this process lives on: the last snapshot is complete
                     raise OSError("broken off")
             run.step(batch)
         with run.state_as_saved():
