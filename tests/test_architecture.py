@@ -380,7 +380,7 @@ PACKAGE_LINES = {
     "parallel.tensor": 4133,  # experts, indices and convolutions on parts; split parameters between steps
     "parallel.pipeline": 3381,  # numbers inside blocks, draws between them; hooks; what blocks leave behind; layouts
     "plan": 1225,  # speeds of ranks; schedules are a table that others add to
-    "planner": 5855,  # the plan that follows those that had no room
+    "planner": 5865,  # the plan that follows those that had no room
     "report": 1330,  # plans that had no room; tables of splits and pages of plans, which came from planner/ and cli/
     "train": 1830,  # state kept where there is no room; steps left out; speeds; a second place; the look at the job
     "verify": 1577,  # data rules, measured rounding (again where a plan came out different), hidden state and resumes

@@ -209,6 +209,8 @@ def _start_until_done(
         try:
             return _start(request, launch, settings, options, script=script)
         except FailedRank as failed:
+            if launch.stop.signum:
+                raise
             less = options_with_less(failed, options, started) if may_change_plan else None
             options = _restarted(request, options, failed, failures) if less is None else less
         if script:

@@ -1,7 +1,8 @@
 """The plan under which a run goes on that had no room: of those that need less memory, the one predicted fastest.
 
 Microbatches stay, since numbers follow them, and so do the devices. What changes is how they are run: what is computed
-again, what the data axis shards, where the optimizer's state is, and into how many stages the model is cut.
+again, what the data axis shards, whether the tensor axis splits the sequence, where the optimizer's state is, and into
+how many stages the model is cut.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def leaner_plan(
     predictions = [(one, spec) for spec in specs if (one := _predicted_or_none(request, spec)) is not None]
     best = fastest_leaner([one for one, _ in predictions], known)
     if best is None:
-        leanest, spec = min([*predictions, *zip(known, failed, strict=True)], key=lambda one: one[0].peak_bytes)
+        leanest, spec = min([*zip(known, failed, strict=True), *predictions], key=lambda one: one[0].peak_bytes)
         raise _no_plan(job, failed, refused, _smaller_microbatch(request, source, spec, leanest))
     return next(spec for one, spec in predictions if one is best), best
 
@@ -101,13 +102,14 @@ def _changes(base: PlanSpec, offloads: Sequence[Offload]) -> Iterator[dict[str, 
     levels = RECOMPUTE[RECOMPUTE.index(base.recompute or "none") :]
     for more in [number for number in range(1, data + 1) if data % number == 0]:
         for offload in offloads if base.offload in (None, "none") else (base.offload,):
-            for (zero, shard), schedule in product(
-                _zeros(base, data // more, offload), _schedules(base, stages * more)
+            for (zero, shard), schedule, sequence in product(
+                _zeros(base, data // more, offload), _schedules(base, stages * more), _sequences(base, stages * more)
             ):
                 changes: dict[str, Any] = {"offload": offload, "zero": zero, "shard": shard}
+                changes["sequence_parallel"] = sequence
                 if more > 1:
                     changes |= {"data": data // more, "pipeline": stages * more}
-                    changes |= dict.fromkeys(("compile", "speeds", "sequence_parallel"))
+                    changes |= dict.fromkeys(("compile", "speeds"))
                 if more > 1 or schedule != base.schedule:
                     changes |= {"schedule": schedule, "stages_per_rank": None, "split_points": None}
                 if zero == 3:
@@ -131,6 +133,13 @@ def _zeros(base: PlanSpec, data: int, offload: Offload) -> Iterator[tuple[ZeroSt
 def _schedules(base: PlanSpec, stages: int) -> Sequence[Schedule | None]:
     """The base's own, and the one that keeps few microbatches under way."""
     return (None,) if stages == 1 else tuple(dict.fromkeys((base.schedule or "1f1b", "1f1b")))
+
+
+def _sequences(base: PlanSpec, stages: int) -> Sequence[bool | None]:
+    """Whether ranks of the tensor axis share the sequence too; not within a pipeline."""
+    if stages > 1 or not base.splits_tensors:
+        return (None,)
+    return (True,) if base.sequence_parallel else (None, True)
 
 
 def _stages(spec: PlanSpec) -> int:

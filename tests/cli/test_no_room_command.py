@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def test_a_rank_of_three_that_has_no_room(tmp_path: Path) -> None:
     assert "no room" in evenly("report", tmp_path / "out", folder=tmp_path).stdout
 
 
-def started(monkeypatch: pytest.MonkeyPatch, out: Path, **asked: Any) -> list[RunOptions]:
+def started(monkeypatch: pytest.MonkeyPatch, out: Path, *, stopped: bool = False, **asked: Any) -> list[RunOptions]:
     """The options of each start of a run whose ranks have no room until they have tried two plans."""
     seen: list[RunOptions] = []
 
@@ -69,8 +70,11 @@ def started(monkeypatch: pytest.MonkeyPatch, out: Path, **asked: Any) -> list[Ru
         "node_rank": 0, "rendezvous": "", "secret_file": None, "json_only": True,
     }  # fmt: skip
     request = RunRequest(**{**plain, **asked})
+    launch = Launch(devices=2)
+    if stopped:
+        launch.stop.ask(signal.SIGINT)
     try:
-        _start_until_done(request, Launch(devices=2), {}, RunOptions(out=out), script=False)
+        _start_until_done(request, launch, {}, RunOptions(out=out), script=False)
     except FailedRank:
         seen.append(RunOptions())
     return seen
@@ -82,7 +86,9 @@ def test_plans_are_tried_until_one_has_room(monkeypatch: pytest.MonkeyPatch, tmp
     assert third.long_step == 4
 
 
-@pytest.mark.parametrize("asked", [{"keep_plan": True}, {"step": 3, "resume": True}])
+@pytest.mark.parametrize(
+    "asked", [{"keep_plan": True}, {"stopped": True}, {"stopped": True, "restarts": 9}, {"step": 3, "resume": True}]
+)
 def test_when_the_plan_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asked: dict[str, Any]) -> None:
-    """Where that was asked, and where a later checkpoint may be another run's."""
+    """Where that was asked, where the run was to stop, and where a later checkpoint may be another run's."""
     assert len(started(monkeypatch, tmp_path, **asked)) == 2

@@ -67,6 +67,14 @@ def test_a_gpu_may_offload_and_a_schedule_give_way() -> None:
     assert schedules == {"gpipe", "1f1b"}
 
 
+def test_ranks_of_the_tensor_axis_may_share_the_sequence() -> None:
+    specs = leaner_specs(parse_plan("data=2 tensor=2"), on_gpu=False)
+    assert {spec.sequence_parallel for spec in specs if spec.pipeline is None} == {None, True}
+    assert {spec.sequence_parallel for spec in specs if spec.pipeline} == {None}
+    stated = leaner_specs(parse_plan("data=2 tensor=2 sequence_parallel=on"), on_gpu=False)
+    assert {spec.sequence_parallel for spec in stated if spec.pipeline is None} == {True}
+
+
 def test_without_predictions_a_plan_has_to_save_in_every_way() -> None:
     full, zero, both = (
         parse_plan(text) for text in ("data=2 recompute=full", "data=2 zero=1", "data=2 zero=1 recompute=full")
