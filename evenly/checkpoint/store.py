@@ -292,8 +292,12 @@ def save_alone(folder: CheckpointFolder, snapshot: Snapshot) -> None:
     tensors = {name: tensor.detach().cpu() for name, tensor in snapshot.tensors.items()}
     forms = {name: form_of(tensor) for name, tensor in tensors.items()}
     folder.begin(snapshot.step)
-    files = save_tensors(tensors, forms, folder.partial(snapshot.step), None)
-    _commit(folder, Manifest(snapshot.step, None, files, forms, values), keep_last=KEEP_LAST)
+    try:
+        files = save_tensors(tensors, forms, folder.partial(snapshot.step), None)
+        _commit(folder, Manifest(snapshot.step, None, files, forms, values), keep_last=KEEP_LAST)
+    except BaseException:
+        folder.abandon(snapshot.step)
+        raise
 
 
 def _commit(place: CheckpointFolder, manifest: Manifest, *, keep_last: int) -> None:

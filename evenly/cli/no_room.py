@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from evenly.checkpoint.folder import CheckpointFolder
+from evenly.cli.tables import printable
 from evenly.errors import UserError
 from evenly.launch.agent import FailedRank
 from evenly.observe.attempts import EndedAttempt, note_end, plans_started
@@ -30,23 +31,19 @@ def options_with_less(failed: FailedRank, options: RunOptions, started: int) -> 
     refused = failed.exit_code == UserError.exit_code and bool(options.no_room) and not failed.resuming
     if len(plans) <= started or not (no_room or refused):
         return None
-    step = newest_step(options)
+    step, found = newest_step(options), " ".join(failed.found.split())
     ended = EndedAttempt(
         plan=plans[-1],
         ended="no room" if no_room else "refused",
         rank=failed.rank,
         step=failed.step,
-        found=failed.found,
+        found=found,
         from_step=step,
     )
     note_end(folder, ended)
     where = "the beginning" if step is None else f"step {step}"
-    print(
-        f"evenly: {failed.asked} under {ended.plan}: {failed.found}; "
-        f"trying a plan that needs less memory, from {where}",
-        file=sys.stderr,
-        flush=True,
-    )
+    said = f"evenly: {failed.asked} under {ended.plan}: {found}"
+    print(printable(f"{said}; trying a plan that needs less memory, from {where}"), file=sys.stderr, flush=True)
     again = replace(options, resume=step is not None)
     if not no_room:
         return replace(again, refused=(*options.refused, ended.plan))
@@ -65,8 +62,9 @@ def steps_recorded(folder: RunFolder) -> int:
 
 
 def starts_of(options: RunOptions) -> int:
-    """How many starts the run's folder knows."""
-    return 0 if options.out is None else len(plans_started(RunFolder(options.out)))
+    """How many starts the run's folder knows before the next one; a new run forgets those of another."""
+    goes_on = options.resume or options.no_room
+    return len(plans_started(RunFolder(options.out))) if options.out is not None and goes_on else 0
 
 
 def newest_step(options: RunOptions) -> int | None:

@@ -14,7 +14,7 @@ from itertools import product
 from math import inf
 from typing import Any, get_args
 
-from evenly.errors import EvenlyError, PlanError
+from evenly.errors import PlanError
 from evenly.hardware.cluster import Cluster
 from evenly.job import Job
 from evenly.plan import Offload, PlanSpec
@@ -48,7 +48,7 @@ def leaner_plan(
     specs = [spec for spec in leaner_specs(base, on_gpu=cluster.kind != "cpu") if text_of(spec) not in tried]
     try:
         known = [predict(request, spec) for spec in failed]
-    except EvenlyError:  # the model cannot be read without running it
+    except Exception:  # the model cannot be read without running it; whatever it is, it is not to end the run
         left = [spec for spec in specs if all(saves_more(spec, than) for than in failed)]
         if not left:
             raise _no_plan(job, failed, refused, "give it more devices, or a smaller microbatch") from None
@@ -171,7 +171,7 @@ def predict(request: PlanRequest, spec: PlanSpec) -> Prediction:
 def _predicted_or_none(request: PlanRequest, spec: PlanSpec) -> Prediction | None:
     try:
         return predict(request, spec)
-    except EvenlyError:
+    except Exception:  # as of a model that cannot be read
         return None
 
 

@@ -157,10 +157,11 @@ def test_a_disk_that_takes_no_state_is_said(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("evenly.checkpoint.store.save_alone", full)
+    monkeypatch.setattr("evenly.checkpoint.store.save_tensors", full)
     with pytest.raises(MemoryError):
         run(tmp_path / "out", "forward", Lacking(6))
     assert "the state after step 2 cannot be saved: [Errno 28]" in capsys.readouterr().err
+    assert not CheckpointFolder(tmp_path / "out").partial(2).exists()
 
 
 def test_what_a_failed_step_has_left_is_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,8 +197,10 @@ def failed(found: str = "it had no room: MemoryError", *, no_room: bool = True, 
 
 def test_plans_that_had_no_room_are_noted_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, options = RunFolder(tmp_path), RunOptions(out=tmp_path)
+    note_start(folder, "data=4", new=True)
+    assert starts_of(options) == 0 and starts_of(replace(options, resume=True)) == 1
     note_start(folder, "data=2 precision=float64 exact=rounding", new=True)
-    again = options_with_less(failed(), options, 0)
+    again = options_with_less(failed("it had no room:\nMemoryError"), options, starts_of(options))
     assert again is not None
     assert again.no_room == ("data=2 precision=float64 exact=rounding",) and again.long_step == 2 and not again.resume
     said = capsys.readouterr().err
