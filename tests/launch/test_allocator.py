@@ -36,10 +36,10 @@ import resource, sys, torch
 from evenly.launch.allocator import LargeBlocks, keep_freed_memory
 def faults():
     for _ in range(20):
-        torch.ones(20_000_000)  # 80 MB
+        torch.ones(10_000_000)  # 40 MB
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(5):
-        torch.ones(20_000_000)
+        torch.ones(10_000_000)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 assert keep_freed_memory()
 print(faults())
