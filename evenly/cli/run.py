@@ -18,7 +18,7 @@ from evenly.errors import PlanError, UserError
 from evenly.hardware.cluster_text import local_devices
 from evenly.jobfile import check_settings, owns_loop, parse_settings, read_with
 from evenly.launch.agent import FailedRank, Launch, start_ranks, warm_up
-from evenly.launch.environment import CHECK_VARIABLE, OPTIONS_VARIABLE, find_here, keep_store_quiet, restart_count
+from evenly.launch.environment import CHECK_VARIABLE, OPTIONS_VARIABLE, find_here, import_quiet_torch, restart_count
 from evenly.launch.rank import EXIT_STOPPED
 from evenly.launch.restarts import Failure, error_raised, pause_before_restart
 from evenly.launch.rounds import NodeRange
@@ -91,7 +91,7 @@ def run(request: RunRequest, on_nodes: Callable[..., int]) -> int:
         request = _with_place(request, place)
     nodes = request.nodes
     if nodes.most > 1:
-        keep_store_quiet()
+        import_quiet_torch()
     _check_restarts(request, script=script)
     devices = request.devices or devices_here(plan.devices, nodes.most)
     fitted = fit_all(plan, devices, nodes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import sys
 import time
@@ -82,12 +83,18 @@ def _end(outcome: Report, ranks: _Ranks) -> int:
         raise failed
     if ranks.request.node_rank == 0 and ranks.summary is not None:
         print_summary(ranks.summary, ranks.request)
+    elif outcome.how == "stopped" or not ranks.taken_in:
+        how = f"was stopped by {signal.Signals(outcome.signum).name}" if outcome.signum else "has ended"
+        print(f"evenly: the run {how}" + ("" if ranks.taken_in else ", without this node"), file=sys.stderr)
     return exit_code(outcome.how == "stopped", outcome.signum)
 
 
 @dataclass
 class _Ranks:
-    """The ranks of this node, in one round after the other; summary: of the last, None for scripts."""
+    """The ranks of this node, in one round after the other.
+
+    summary: of the last, None for scripts. taken_in: whether there was one.
+    """
 
     request: RunRequest
     launch: Launch
@@ -97,9 +104,11 @@ class _Ranks:
     store: NodeStore
     interface: str
     summary: Summary | None = field(default=None, init=False)
+    taken_in: bool = field(default=False, init=False)
 
     def start(self, found: Round, stop: StopRequest, orders: Orders) -> bool:
         """Runs the ranks of a round; whether they have stopped early."""
+        self.taken_in = True
         out = self.options.out or (Path(found.folder) if found.folder else None)
         if out is not None:
             self._check_folder(out, found)

@@ -471,12 +471,14 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evenly"
 
 
-def keep_store_quiet() -> None:
-    """Has torch not warn, with stacks, of a store that is gone, unless the user asks for it; before torch is imported.
+def import_quiet_torch() -> None:
+    """Imports torch so that it does not warn, with stacks, of a store that is gone, unless the user asks for that.
 
     What a launcher says of it says more.
     """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    level = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
+    with changed_environment({"TORCH_CPP_LOG_LEVEL": level}):
+        import torch  # noqa: F401  (reads it once)
 
 
 def pause_asked() -> bool:

@@ -15,7 +15,9 @@ from command import COMMAND, environment
 from kept_ranks import free_port
 from safetensors.torch import load_file
 
+import evenly
 from evenly.checkpoint.folder import CheckpointFolder
+from evenly.jobfile import load_job
 
 LIMIT_S = 300.0
 JOB = """
@@ -127,11 +129,9 @@ def test_a_node_of_three_is_taken_away_and_given_back(nodes: Nodes) -> None:
     for words in ("node 2 (", "is gone", "restart 1 in 1 s", "has come, and is taken in", "20 on 3 ranks (data=3 "):
         assert words in said, said
     assert said.count("nodes 0, 1, 2 take part") == 2 and "nodes 0, 1, 2 take part" in nodes.said(3)
-    alone = subprocess.run(
-        [*COMMAND, "run", "job.py", "--devices", "1", "--plan", "single", "--out", "alone"],
-        cwd=nodes.folder, env=environment(), capture_output=True, timeout=LIMIT_S, check=False,
-    )  # fmt: skip
-    assert alone.returncode == 0
+    with evenly.start(load_job(nodes.folder / "job.py", {}), plan="single", out=nodes.folder / "alone") as run:
+        for batch in run.batches():
+            run.step(batch)
     ours, theirs = (weights(nodes.folder / out, 20) for out in ("out", "alone"))
     assert ours.keys() == theirs.keys() and len(ours) > 8
     for name, tensor in theirs.items():
@@ -153,4 +153,4 @@ def test_a_signal_on_one_node_ends_the_run_on_all_and_leads_to_no_restart(nodes:
     nodes.until(lambda: not nodes.hold.unlink(missing_ok=True))
     assert [process.wait(LIMIT_S) for process in started] == [143, 143], nodes.said(0)
     assert "restart" not in nodes.said(0) and "--resume --out out" in nodes.said(0)
-    assert nodes.steps
+    assert nodes.steps and "the run was stopped by SIGTERM" in nodes.said(1)

@@ -19,8 +19,9 @@ from safetensors.torch import load_file
 
 import evenly as package
 from evenly.checkpoint.folder import CheckpointFolder
-from evenly.cli.run import RunRequest, choose_folder
+from evenly.cli.run import RunRequest, _with_place, choose_folder
 from evenly.errors import UserError
+from evenly.launch.environment import ProcessInfo
 from evenly.launch.rounds import NodeRange
 
 BITS = ("--plan", "exact=bitwise")
@@ -174,6 +175,21 @@ def test_the_newest_run_that_has_a_checkpoint_goes_on(tmp_path: Path, monkeypatc
         (tmp_path / "runs" / f"job-{number}" / "checkpoints" / step).mkdir(parents=True)
     assert choose_folder(again) == Path("runs/job-9")
     assert choose_folder(fresh) == Path("runs/job-11")
+
+
+def test_a_launcher_of_one_task_per_node_says_which_node_this_is() -> None:
+    place = ProcessInfo(
+        rank=1, local_rank=0, size=4, local_size=1, node=1, nodes=4, address="a", port=9, launcher="srun"
+    )
+    asked = RunRequest(
+        Path("job.py"), [], None, None, None, None, False, None, 0, False, None, [], nodes=NodeRange(), node_rank=0,
+        rendezvous="", secret_file=None, json_only=False,
+    )  # fmt: skip
+    found = _with_place(asked, place)
+    assert (found.nodes, found.node_rank, found.rendezvous) == (NodeRange(4, 4), 1, "a:9")
+    assert _with_place(replace(asked, nodes=NodeRange(2, 4)), place).nodes == NodeRange(2, 4)
+    with pytest.raises(UserError, match="srun has started 4"):
+        _with_place(replace(asked, nodes=NodeRange(2, 3)), place)
 
 
 def test_a_script_with_its_own_loop_runs_on_every_rank(tmp_path: Path) -> None:

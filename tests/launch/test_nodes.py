@@ -47,7 +47,7 @@ class Launchers:
 
         run = NodeRun(
             store, Member(node, store.token, f"host{node}", 1), self.range, start, restarts=self.restarts,
-            newest_step=lambda: 4, limits=Limits(join_s=2.0, last_call_s=0.5, settle_s=0.5, end_s=2.0),
+            newest_step=lambda: 4, limits=Limits(join_s=1.0, last_call_s=0.3, settle_s=0.3, end_s=2.0),
         )  # fmt: skip
         return self.pool.submit(run.run)
 
@@ -127,7 +127,7 @@ def test_too_few_nodes_wait_for_others_no_longer_than_their_limit() -> None:
     launchers = Launchers(ranks, NodeRange(3, 3), restarts=1)
     runs = [launchers.start(node) for node in range(3)]
     for one in runs[:2]:
-        assert one.result(LIMIT_S).found == "node 2 did not come within 2 s"
+        assert one.result(LIMIT_S).found == "node 2 did not come within 1 s"
 
 
 @pytest.mark.parametrize("node", [0, 1])
@@ -155,7 +155,7 @@ def test_where_node_0_is_gone_the_others_end_their_ranks_and_say_so() -> None:
     first, second = (launchers.start(node) for node in range(2))
     with pytest.raises(RunError, match="node 0 is gone, and the run with it"):
         second.result(LIMIT_S)
-    assert first.result(LIMIT_S).found == "node 1 did not come within 2 s"
+    assert first.result(LIMIT_S).found == "node 1 did not come within 1 s"
 
 
 def test_two_nodes_of_one_number_and_numbers_beyond_all_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
