@@ -18,6 +18,7 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
+from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
@@ -478,7 +479,7 @@ def import_quiet_torch() -> None:
     """
     level = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
     with changed_environment({"TORCH_CPP_LOG_LEVEL": level}):
-        import torch  # noqa: F401  (reads it once)
+        import_module("torch")  # reads it once
 
 
 def pause_asked() -> bool:
