@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from evenly.comm.collectives import gather_values
 from evenly.comm.groups import Group
-from evenly.errors import CheckpointError, EvenlyError, UserError
+from evenly.errors import CheckpointError, EvenlyError, UserError, note_rank, rank_of
 
 T = TypeVar("T")
 
@@ -33,6 +33,7 @@ class _FinishedWork(Generic[T]):
 
 @dataclass(frozen=True)
 class _Failed:
+    rank: int
     found: str
     do: str
     error: EvenlyError | None = None
@@ -66,7 +67,10 @@ class Ranks:
         outcomes = self.gather(self._attempt(act))
         failed = next((outcome for outcome in outcomes if isinstance(outcome, _Failed)), None)
         if failed is not None:
-            raise failed.error or CheckpointError(asked, failed.found, failed.do)
+            error = failed.error or CheckpointError(asked, failed.found, failed.do)
+            if rank_of(error) is None:
+                note_rank(error, failed.rank)
+            raise error
         return [cast("_FinishedWork[T]", outcome).value for outcome in outcomes]
 
     def first(self, asked: str, act: Callable[[], T]) -> T:
@@ -77,7 +81,7 @@ class Ranks:
         try:
             return _FinishedWork(act())
         except EvenlyError as error:
-            return _Failed("", "", error)
+            return _Failed(self.rank, "", "", error)
         except CheckpointException as failure:  # of torch, on all ranks alike; no subclass of Exception
             rank = min(failure.failures)
             return self._failed(rank, failure.failures[rank][0])
@@ -87,7 +91,7 @@ class Ranks:
     def _failed(self, rank: int, error: BaseException) -> _Failed:
         text = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         remedy = REMEDIES.get(error.errno or 0, "") if isinstance(error, OSError) else ""
-        return _Failed(f"rank {rank}: {text}" if self.size > 1 else text, remedy)
+        return _Failed(rank, f"rank {rank}: {text}" if self.size > 1 else text, remedy)
 
 
 def _check_group(group: Group) -> None:

@@ -24,9 +24,10 @@ from typing import IO, Any, TypeVar
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
 
 from evenly.checkpoint.folder import KEEP_LAST, CheckpointFolder, copy_files
-from evenly.checkpoint.manifest import Manifest, TensorForm, Unsound, differences, fingerprint, first_of
+from evenly.checkpoint.manifest import MODEL, Manifest, TensorForm, Unsound, differences, fingerprint, first_of
 from evenly.checkpoint.pieces import find_pieces, size_bytes
 from evenly.checkpoint.plain import decode, encode, merge
 from evenly.checkpoint.ranks import Ranks
@@ -45,11 +46,13 @@ class Snapshot:
 
     tensors: name -> tensor, plain or DTensor; a plain one is the same on every rank that has it.
     values:  name -> numbers, text, lists, tuples and dicts of them.
+    finite:  names of tensors that must be finite numbers, or the state is not worth keeping.
     """
 
     step: int
     tensors: Mapping[str, Tensor]
     values: Mapping[str, Any]
+    finite: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,8 @@ class CheckpointStore:
         forms = {name: form_of(tensor) for name, tensor in staged.items()}
         manifest = Manifest(snapshot.step, finite, {}, forms, values)
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="evenly-checkpoint")
-        self._pending = executor.submit(self._write, staged, manifest, memory), executor
+        must_be_finite = [name for name in staged if name in snapshot.finite]
+        self._pending = executor.submit(self._write, staged, must_be_finite, manifest, memory), executor
 
     def finish(self) -> None:
         """Wait until the save under way is valid. Raises `CheckpointError` if it failed; older ones stay."""
@@ -237,11 +241,14 @@ class CheckpointStore:
         assert isinstance(staged, dict)
         return staged
 
-    def _write(self, staged: dict[str, Tensor], mine: Manifest, memory: CheckpointFolder | None) -> None:
+    def _write(
+        self, staged: dict[str, Tensor], finite: Sequence[str], mine: Manifest, memory: CheckpointFolder | None
+    ) -> None:
         """Everything after staging; runs in the thread, on all ranks."""
         place = memory or self._folder
         asked = f"save the checkpoint of step {mine.step} in {place.checkpoints}"
         try:
+            self._ranks.together(asked, lambda: _check_finite(asked, staged, finite))
             self._write_all(asked, staged, mine, memory)
         except BaseException as error:
             if self._ranks.rank == 0:
@@ -256,12 +263,12 @@ class CheckpointStore:
         self, asked: str, staged: dict[str, Tensor], mine: Manifest, memory: CheckpointFolder | None
     ) -> None:
         ranks, place = self._ranks, memory or self._folder
-        partial = place.partial(mine.step)
+        partial, recorder = place.partial(mine.step), ranks.group.recorder
         ranks.first(asked, lambda: place.begin(mine.step, new=memory is None))
         whole = _united(asked, ranks, mine)
         if memory is not None:
             ranks.first(asked, lambda: _check_room(memory, whole))
-        parts = ranks.together(asked, lambda: save_tensors(staged, whole.tensors, partial, ranks.handle))
+        parts = ranks.together(asked, lambda: save_tensors(staged, whole.tensors, partial, ranks.handle, recorder))
         files = {name: record for part in parts for name, record in part.items()}
         manifest = Manifest(whole.step, whole.score, files, whole.tensors, whole.values)
         ranks.first(asked, lambda: _commit(place, manifest, keep_last=KEEP_LAST if memory is None else 1))
@@ -291,6 +298,8 @@ def save_alone(folder: CheckpointFolder, snapshot: Snapshot) -> None:
     values = {key: encode(value, f"values.{key}") for key, value in snapshot.values.items()}
     tensors = {name: tensor.detach().cpu() for name, tensor in snapshot.tensors.items()}
     forms = {name: form_of(tensor) for name, tensor in tensors.items()}
+    asked = f"save the checkpoint of step {snapshot.step} in {folder.checkpoints}"
+    _check_finite(asked, tensors, [name for name in tensors if name in snapshot.finite])
     folder.begin(snapshot.step)
     try:
         files = save_tensors(tensors, forms, folder.partial(snapshot.step), None)
@@ -298,6 +307,20 @@ def save_alone(folder: CheckpointFolder, snapshot: Snapshot) -> None:
     except BaseException:
         folder.abandon(snapshot.step)
         raise
+
+
+def _check_finite(asked: str, staged: Mapping[str, Tensor], names: Sequence[str]) -> None:
+    """Raises `CheckpointError` for a tensor that has other numbers: a run could not go on from it."""
+    for name in names:
+        tensor = staged[name]
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        # A sum of finite numbers may be beyond the type: only then each is looked at.
+        if not (own.sum().isfinite() or own.isfinite().all()):
+            raise CheckpointError(
+                asked,
+                f"parameter {name.removeprefix(MODEL)} is no finite number any more: an update has made it so",
+                "go on from the checkpoint before, with a lower learning rate or clip_norm",
+            )
 
 
 def _commit(place: CheckpointFolder, manifest: Manifest, *, keep_last: int) -> None:

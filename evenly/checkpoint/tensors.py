@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -21,20 +21,26 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from evenly.checkpoint.folder import PARTIAL
 from evenly.checkpoint.manifest import FileRecord, TensorForm
 from evenly.checkpoint.writer import write_file
+from evenly.observe.recorder import Recorder
 
 FILE_BYTES = 1 << 30  # of a file, unless one tensor has more
 
 
 def save_tensors(
-    tensors: dict[str, Tensor], forms: Mapping[str, TensorForm], folder: Path, group: dist.ProcessGroup | None
+    tensors: dict[str, Tensor],
+    forms: Mapping[str, TensorForm],
+    folder: Path,
+    group: dist.ProcessGroup | None,
+    recorder: Recorder | None = None,
 ) -> dict[str, FileRecord]:
     """Write this rank's part of the tensors and sync it; what is in each of its files. A collective of the group.
 
-    tensors: those that this rank has, in CPU memory. forms: those of all ranks.
+    tensors: those that this rank has, in CPU memory. forms: those of all ranks. recorder: of this rank.
     """
-    writer = _Writer(folder, forms, 0 if group is None else dist.get_rank(group))
+    writer = _Writer(folder, forms, 0 if group is None else dist.get_rank(group), recorder)
     with _quiet():
         dcp.save(tensors, storage_writer=writer, planner=_Planner(), process_group=group, no_dist=group is None)
     return writer.records
@@ -85,10 +91,13 @@ class _Writer(dcp.HuggingFaceStorageWriter):
     records: of the files that were written, by name.
     """
 
-    def __init__(self, folder: Path, forms: Mapping[str, TensorForm], rank: int) -> None:
+    def __init__(
+        self, folder: Path, forms: Mapping[str, TensorForm], rank: int, recorder: Recorder | None = None
+    ) -> None:
         super().__init__(str(folder), save_distributed=True)
         self.records: dict[str, FileRecord] = {}
         self._folder, self._rank, self._numbers = folder, rank, file_numbers(forms)
+        self._recorder = recorder
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes the tensors of `plan`, which are in CPU memory already."""
@@ -98,10 +107,24 @@ class _Writer(dcp.HuggingFaceStorageWriter):
         for number, items in files.items():
             name = f"shard-{self._rank + 1:05d}-model-{number:05d}-of-{max(self._numbers.values()):05d}.safetensors"
             parts = {item.index.fqn: _part(item, planner) for item in items}
-            self.records[name] = write_file(self._folder / name, parts)
+            with _noted(self._recorder, self._folder.name.removeprefix(PARTIAL)) as tick:
+                self.records[name] = write_file(self._folder / name, parts, tick)
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(item.index, 0, None) for item in plan.items])
         return done
+
+
+@contextmanager
+def _noted(recorder: Recorder | None, what: str) -> Generator[Callable[[], None]]:
+    """Within, whoever watches this rank sees that it writes, and by what is yielded that it gets on."""
+    if recorder is None:
+        yield lambda: None
+        return
+    recorder.writing = what
+    try:
+        yield recorder.tick
+    finally:
+        recorder.writing = ""
 
 
 def _part(item: WriteItem, planner: SavePlanner) -> tuple[Tensor, Sequence[int]]:

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -24,10 +24,13 @@ def form_of(tensor: Tensor) -> TensorForm:
     return TensorForm(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
-def write_file(path: Path, tensors: Mapping[str, tuple[Tensor, Sequence[int]]]) -> FileRecord:
+def write_file(
+    path: Path, tensors: Mapping[str, tuple[Tensor, Sequence[int]]], tick: Callable[[], None] = lambda: None
+) -> FileRecord:
     """Writes and syncs a new file; what is in it.
 
     tensors: name -> contiguous tensor in CPU memory, and the offsets in the whole tensor at which it begins.
+    tick: called whenever it gets on.
     Raises `OSError` where it cannot be written.
     """
     # The order of the safetensors library, by which each tensor is aligned to its elements.
@@ -41,6 +44,7 @@ def write_file(path: Path, tensors: Mapping[str, tuple[Tensor, Sequence[int]]]) 
                 while piece:
                     sent = file.write(piece)
                     written, piece = written + sent, piece[sent:]
+                    tick()
         os.fsync(file.fileno())
     return FileRecord(written, hashed.hexdigest())
 

@@ -45,7 +45,8 @@ from evenly.launch.rank import (
 )
 from evenly.launch.signals import StopRequest, forwarded_signals, hold_signals, stop_forkserver
 from evenly.launch.watch import Orders, Watch
-from evenly.observe.diagnosis import Diagnosis, explain
+from evenly.observe.diagnosis import Diagnosis, explain, is_waiting
+from evenly.observe.recorder import RankRecord
 
 Start = Literal["forkserver", "spawn", "fork"]
 
@@ -271,13 +272,13 @@ def _run(assignment: RankTask, launch: Launch) -> dict[int, bytes]:
     finally:
         for pid in assignment.folder.pids().values():
             end_rank(pid)
-    for_memory = kills_for_memory() > killed
+    for_memory, gone = kills_for_memory() > killed, watch.gone
     if watch.left is not None:  # where the kernel has killed it, torch's agent may be slow to learn its exit code
-        left = replace(watch.left, kind="killed").as_killed_for_memory() if for_memory else watch.left
-        raise _failed(assignment.folder, left)
+        left = gone or watch.left
+        raise _failed(assignment.folder, replace(left, kind="killed").as_killed_for_memory() if for_memory else left)
     if watch.diagnosis is not None:
         raise _stalled(assignment.folder, watch.diagnosis)
-    raise _first_failure(assignment.folder, exit_codes, launch.stop, for_memory=for_memory)
+    raise _first_failure(assignment.folder, exit_codes, launch.stop, gone, for_memory=for_memory)
 
 
 def _agent_config(launch: Launch) -> Any:
@@ -349,25 +350,40 @@ def _quiet_agent() -> Generator[None]:
 
 
 def _first_failure(
-    folder: LaunchFolder, exit_codes: Mapping[int, int], stop: StopRequest, *, for_memory: bool = False
+    folder: LaunchFolder,
+    exit_codes: Mapping[int, int],
+    stop: StopRequest,
+    gone: RankExit | None = None,
+    *,
+    for_memory: bool = False,
 ) -> FailedRank:
-    """for_memory: whether the kernel has killed any process for want of memory."""
+    """gone: how a rank has ended that was gone while the others were alive.
+
+    for_memory: whether the kernel has killed any process for want of memory.
+    """
     exits = folder.exits()
     reported = {found.rank for found in exits}
     exits += [describe_exit(rank, code) for rank, code in exit_codes.items() if rank not in reported]
     if for_memory:
         exits = [found.as_killed_for_memory() for found in exits]
     first = min(exits, key=lambda found: found.order, default=None)
+    if gone is not None and first is not None and first.kind == "peer" and not stop.signum:  # they have lost it
+        exits, first = [*exits, gone], gone
     if stop.signum and (stop.hard or first is None or first.kind in ("peer", "interrupted")):
         return _stopped(stop)
     if first is None:
         return FailedRank("the run failed", "no rank left an error", f"see the logs: {folder.logs}", rank=None)
-    diagnosis = explain(
-        folder.records(), now_s=first.time_s, exit_reasons={e.rank: e.exit_reason for e in exits if e.exit_reason}
-    )
-    if diagnosis is not None and first.kind in ("peer", "aborted"):  # then the rank is not the cause
+    records, reasons = folder.records(), {e.rank: e.exit_reason for e in exits if e.exit_reason}
+    diagnosis = explain(records, now_s=first.time_s, exit_reasons=reasons)
+    if diagnosis is not None and _is_victim(first, records):
         return _stalled(folder, diagnosis)
     return _failed(folder, first, None if first.kind == "memory" else diagnosis)
+
+
+def _is_victim(found: RankExit, records: Sequence[RankRecord]) -> bool:
+    """Whether a rank has failed since others did: one that has lost them, or aborted where it waited for them."""
+    waits = any(record.rank == found.rank and is_waiting(record) for record in records)
+    return found.kind == "peer" or (found.kind == "aborted" and waits)
 
 
 def _failed(folder: LaunchFolder, first: RankExit, diagnosis: Diagnosis | None = None) -> FailedRank:

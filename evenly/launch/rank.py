@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
-from evenly.errors import EvenlyError, ResumeError, UserError, place_of, rank_of, step_of
+from evenly.errors import CheckpointError, EvenlyError, ResumeError, RunError, UserError, place_of, rank_of, step_of
 from evenly.launch.environment import PAUSE, become_environment, process_environment
 from evenly.launch.out_of_memory import KILLED_CHILD, is_out_of_memory
 from evenly.launch.part import NodePart
@@ -147,9 +147,9 @@ class LaunchFolder:
         """Marks the rank as failed, before its exit is written: nobody need wait for it."""
         (self.control / f"{rank}.failing").touch()
 
-    def failing(self) -> bool:
-        """Whether any rank has failed."""
-        return any(True for _ in self.control.glob("*.failing"))
+    def failing(self) -> set[int]:
+        """Ranks that have failed."""
+        return {int(path.stem) for path in self.control.glob("*.failing")}
 
     def ask_to_pause(self) -> None:
         """Asks the ranks to pause where the next checkpoint is due."""
@@ -377,8 +377,9 @@ def _kind(error: BaseException) -> Kind:
         return "interrupted"
     if is_out_of_memory(error):
         return "memory"
-    lost = isinstance(error, (RuntimeError, ConnectionError)) and any(text in str(error) for text in PEER_LOSS)
-    return "peer" if lost else "error"
+    raised = error.__cause__ if type(error) is RunError and error.__cause__ is not None else error
+    of_ranks = isinstance(raised, (RuntimeError, ConnectionError, CheckpointError))  # which they save together
+    return "peer" if of_ranks and any(text in str(raised) for text in PEER_LOSS) else "error"
 
 
 def in_one_line(error: BaseException) -> str:

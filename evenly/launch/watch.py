@@ -11,6 +11,7 @@ and waits for the others, which wait for the one that left. It is kept as `left`
 
 from __future__ import annotations
 
+import multiprocessing.process
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -26,7 +28,7 @@ from typing import Self
 import psutil
 
 from evenly.errors import is_users
-from evenly.launch.rank import LaunchFolder, RankExit, end_rank
+from evenly.launch.rank import LaunchFolder, RankExit, describe_exit, end_rank
 from evenly.observe.diagnosis import Diagnosis
 from evenly.observe.recorder import RankRecord
 from evenly.observe.stalls import Standstills, explain_stall
@@ -63,7 +65,8 @@ class Watch:
         self._looked_s = time.monotonic()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="evenly watch", daemon=True)
-        self._first_seen_s: dict[tuple[int, str], float] = {}
+        self._processes: dict[int, BaseProcess] = {}  # by process id
+        self._first_seen_s: dict[tuple[int, str], float] = {}  # ended without an error, while the agent ended none
         self.diagnosis: Diagnosis | None = None
         self.left: RankExit | None = None
 
@@ -93,18 +96,32 @@ class Watch:
         self._looked_s = now_s
         return self._standstills.overdue(records)
 
+    @property
+    def gone(self) -> RankExit | None:
+        """How the first rank has ended that was seen to be gone before the agent had ended any; for when all have."""
+        if self.left is not None:
+            return self._as_it_ended(self.left)
+        first = min(self._first_seen_s, key=self._first_seen_s.__getitem__, default=None)
+        return None if first is None else self._as_it_ended(_left(*first))
+
+    def _as_it_ended(self, seen: RankExit) -> RankExit:
+        """`seen`, unless its exit code, which the agent is late to read on a busy machine, was not 0."""
+        process = self._processes.get(self._folder.pids().get(seen.rank, 0))
+        if process is None or not process.exitcode or seen.rank in self._folder.done():  # that one was ended from here
+            return seen
+        return describe_exit(seen.rank, process.exitcode)
+
     def _end_if_one_left(self) -> None:
         """Ends all ranks where one has ended, and the others cannot come to an end without it."""
-        if self._folder.failing():
-            return
-        now_s = time.monotonic()
+        failing, pids, now_s = self._folder.failing(), self._folder.pids(), time.monotonic()
+        # active_children() would read exit codes, which the agent does at the same time.
+        self._processes |= {child.pid or 0: child for child in list(multiprocessing.process._children)}  # pyright: ignore
+        if not all(_lives(pids.get(rank, 0)) for rank in failing):
+            return  # the agent ends the others
         for rank, found in who_left(self._folder):
-            if now_s - self._first_seen_s.setdefault((rank, found), now_s) < LEFT_S:
+            if now_s - self._first_seen_s.setdefault((rank, found), now_s) < LEFT_S or failing:
                 continue
-            self.left = RankExit(
-                rank=rank, time_s=time.time(), kind="error", found=found,
-                do="look for sys.exit and os._exit in the job; let all ranks leave its loop together",
-            )  # fmt: skip
+            self.left = _left(rank, found)
             self._end_ranks()
             return
 
@@ -163,6 +180,11 @@ def who_left(folder: LaunchFolder) -> Iterator[tuple[int, str]]:
     if waiting := joined - done:
         for rank in sorted(done - joined):
             yield rank, f"its function returned before it had joined the run of rank {min(waiting)}"
+
+
+def _left(rank: int, found: str) -> RankExit:
+    do = "look for sys.exit and os._exit in the job; let all ranks leave its loop together"
+    return RankExit(rank=rank, time_s=time.time(), kind="error", found=found, do=do)
 
 
 def _lives(pid: int) -> bool:

@@ -62,6 +62,11 @@ def inside(record: RankRecord) -> Entry | None:
     return next((entry for entry in record.entries if entry.left_s is None), None)
 
 
+def is_waiting(record: RankRecord) -> bool:
+    """Whether a rank is in an operation, and not in the user's code meanwhile: it may read ahead."""
+    return not record.in_own_code and inside(record) is not None
+
+
 # ------------------------------------------------------------------------------------------------ collectives
 def _of_group(
     group: str, by_rank: Mapping[int, RankRecord], now_s: float, exit_reasons: Mapping[int, str]

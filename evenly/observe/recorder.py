@@ -45,7 +45,7 @@ _ENTRY = struct.Struct("<QQddH")
 _TIME = struct.Struct("<d")
 _LEFT_AT = struct.calcsize("<QQd")
 LONGEST_TEXT = SLOT_BYTES - _ENTRY.size
-LONGEST_PLACE = 80  # letters, of which JSON makes up to 6 bytes each
+LONGEST_PLACE = 72  # letters, of which JSON makes up to 6 bytes each
 
 # In "running" nobody can say how long it may take: the code between steps, building the model, the end.
 State = Literal["running", "first step", "step", "evaluating", "saving", "ended"]
@@ -98,6 +98,7 @@ class RankRecord:
     ticks:          how often the rank has got on.
     longest_step_s: of the steps so far.
     in_own_code:    whether the main thread is in the user's code, and not in this package's below it.
+    writing:        what a thread of its own writes, '' for nothing.
     """
 
     rank: int
@@ -109,6 +110,7 @@ class RankRecord:
     ticks: int = 0
     longest_step_s: float = 0.0
     in_own_code: bool = False
+    writing: str = ""
 
 
 class Recorder:
@@ -124,6 +126,7 @@ class Recorder:
         self._state: State = "running"
         self._longest_step_s = 0.0
         self.waited_s = 0.0  # for other ranks, in all
+        self.writing = ""  # what a thread of its own writes: a short name
         self._since_s = time.time()
         self._beat("starting", "running")
         self._closed = threading.Event()
@@ -193,7 +196,7 @@ class Recorder:
 
     def _beat(self, where: str, state: State, own_code: bool = False) -> None:
         where = where if len(where) <= LONGEST_PLACE else f"...{where[3 - LONGEST_PLACE :]}"  # the line comes last
-        text = _encoded({"state": state, "own_code": own_code, "where": where})
+        text = _encoded({"state": state, "own_code": own_code, "writing": self.writing, "where": where})
         _HEADER.pack_into(
             self._memory, 0, MAGIC, self._rank, time.time(), self._since_s, self._ticks, self._longest_step_s, len(text)
         )
@@ -226,7 +229,8 @@ def _header(memory: bytes) -> RankRecord | None:
         return None
     values: dict[str, Any] = json.loads(memory[_HEADER.size : _HEADER.size + length])
     where, state = str(values["where"]), str(values["state"])
-    return RankRecord(rank, beat_s, since_s, where, state, (), ticks, longest_step_s, bool(values["own_code"]))
+    own_code, writing = bool(values["own_code"]), str(values["writing"])
+    return RankRecord(rank, beat_s, since_s, where, state, (), ticks, longest_step_s, own_code, writing)
 
 
 def _entry(memory: bytes, start: int) -> Entry | None:

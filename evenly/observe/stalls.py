@@ -89,6 +89,12 @@ def explain_stall(
     if frozen := sorted({*stopped, *silent}):
         words = "; ".join(_frozen(rank, by_rank.get(rank), silent.get(rank, 0.0), rank in stopped) for rank in frozen)
         return Diagnosis(tuple(frozen), words + _waiting(records, frozen), FROZEN)
+    if writing := sorted(rank for rank in overdue if by_rank[rank].writing):
+        words = "; ".join(
+            f"rank {r} writes the checkpoint {by_rank[r].writing}, and has not got on for {overdue[r]:.0f} s"
+            for r in writing
+        )
+        return Diagnosis(tuple(writing), words + _waiting(records, writing), STORAGE)
     if found := explain(records, now_s=now_s):
         return found
     stuck = sorted(rank for rank in overdue if _is_stuck(by_rank[rank]))
@@ -100,6 +106,7 @@ def explain_stall(
 
 
 FROZEN = "let it run, or look at what its machine and its devices do"
+STORAGE = "look at that storage, which may hang; --stall-limit allows more time"
 STUCK = "look for a loop or a wait without end there; --stall-limit allows more time"
 
 

@@ -23,7 +23,7 @@ from evenly.data.loader import Loader, Microbatch, microbatches_of_step, share_o
 from evenly.data.nest import tensors_by_path
 from evenly.engine.executor import Executor
 from evenly.engine.updater import Updater
-from evenly.errors import EvenlyError, RunError, SampleError, UserError, describe
+from evenly.errors import EvenlyError, RunError, SampleError, UserError, describe, note_rank
 from evenly.job import Job
 from evenly.parallel.core.attributes import own_attributes
 from evenly.parallel.core.calls import ForwardEnded
@@ -43,19 +43,32 @@ NAMED = 3  # of the attributes that change, in a message
 def check_job(job: Job, plan: Plan, world: World) -> list[Microbatch]:
     """Raises `UserError`, on all ranks alike, where ranks have different jobs or its data are not the same twice.
 
-    Returns the microbatches to look at the model with: the first of the first step and its last; none where they cannot
-    be read, which the step will report.
+    Returns the microbatches to look at the model with: the first of the first step and its last; none where no rank can
+    read them, which the step will report. Raises `SampleError`, on all ranks alike, where some can.
     """
     if plan.devices == 1:
         return []
     with undisturbed():
         found = facts(job)
-        read = _read(job, [0, -1, 0])
+        read, problem = _read(job, [0, -1, 0])
     found |= {f"microbatch {m.number} of the first step": digest(m.batch) for m in read[:2]}
     found["again"] = [m.number for m in read[2:] if digest(m.batch) != digest(read[0].batch)]
-    if problem := differing_field(gather_values(found, world.group("files"))):
-        raise problem
+    all_found, problems = zip(*gather_values((found, problem), world.group("files")), strict=True)
+    if None in problems and (unread := first_problem(problems)):
+        raise unread
+    if different := differing_field(all_found):
+        raise different
     return read[:2]
+
+
+def first_problem(problems: Sequence[tuple[str, str, str] | None]) -> SampleError | None:
+    """That of the first rank which has one."""
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            error = SampleError(*problem)
+            note_rank(error, rank)
+            return error
+    return None
 
 
 def shapes_vary(job: Job, plan: Plan) -> bool:
@@ -66,7 +79,7 @@ def shapes_vary(job: Job, plan: Plan) -> bool:
     if job.cost is not None or plan.devices == 1:
         return job.cost is not None
     with undisturbed():
-        read = [microbatch for step in range(STEPS_COMPARED) for microbatch in _read(job, [0], step)]
+        read = [microbatch for step in range(STEPS_COMPARED) for microbatch in _read(job, [0], step)[0]]
     sizes = [[(path, t.numel() / m.samples) for path, t in tensors_by_path(m.batch)] for m in read]
     return any(found != sizes[0] for found in sizes)
 
@@ -246,10 +259,11 @@ def _buffers(models: Sequence[nn.Module]) -> list[int]:
     return [fingerprint(b) for model in models for b in model.buffers() if not b.is_meta and b.layout is torch.strided]
 
 
-def _read(job: Job, numbers: Sequence[int], step: int = 0) -> list[Microbatch]:
+def _read(job: Job, numbers: Sequence[int], step: int = 0) -> tuple[list[Microbatch], tuple[str, str, str] | None]:
+    """The microbatches of these numbers; or none, and why they cannot be read: the words of a `SampleError`."""
     share = share_of_step(job, step, rank=0, ranks=1)
     own = [range(len(share.microbatches))[number] for number in numbers]
     try:
-        return [*Loader(job).read(iter([replace(share, own=own)]))]
-    except SampleError:
-        return []
+        return [*Loader(job).read(iter([replace(share, own=own)]))], None
+    except SampleError as problem:
+        return [], (problem.asked, problem.found, problem.do)

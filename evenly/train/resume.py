@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from evenly.checkpoint import state
+from evenly.checkpoint.manifest import MODEL
 from evenly.checkpoint.shared_memory import keep_snapshot
 from evenly.checkpoint.state import group_options, parameter_of, read_state, set_empty_groups
 from evenly.checkpoint.store import CheckpointStore, Snapshot
@@ -36,6 +37,8 @@ def snapshot(run: Run) -> Snapshot:
     """The state of `run` after the steps it has done; tensors are the live ones, not copies."""
     with run.state_as_saved():
         tensors, values = read_state(run.model, run.optimizer)
+        trained = (f"{MODEL}{name}" for name in values["optimizer"]["options"])
+        finite = frozenset(name for name in trained if name in tensors and tensors[name].requires_grad)
         if run.composed.pipeline is not None:  # an earlier stage saves what several hold
             others = run.composed.pipeline.ties.counted_elsewhere
             tensors = {name: tensor for name, tensor in tensors.items() if parameter_of(name) not in others}
@@ -46,7 +49,7 @@ def snapshot(run: Run) -> Snapshot:
     values["schedule"] = None if run.schedule is None else run.schedule.state_dict()
     values["left_out"] = run.left_out
     values["loss_scale"] = [run.loss_scale.factor, run.loss_scale.clean_steps]
-    return Snapshot(run.steps_done, tensors, values)
+    return Snapshot(run.steps_done, tensors, values, finite)
 
 
 def restore(run: Run, store: CheckpointStore, step: int | None = None) -> None:

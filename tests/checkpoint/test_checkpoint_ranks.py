@@ -18,7 +18,7 @@ from torch import Tensor, nn, optim
 from evenly.checkpoint.state import read_state, restore
 from evenly.checkpoint.store import CheckpointStore, Snapshot
 from evenly.comm.groups import Group
-from evenly.errors import CheckpointError, UserError
+from evenly.errors import CheckpointError, UserError, rank_of
 
 
 def state_of(step: int) -> dict[str, Tensor]:
@@ -137,7 +137,7 @@ def raised(act: Any) -> str:
     try:
         act()
     except CheckpointError as error:
-        return str(error)
+        return f"{error} (of rank {rank_of(error)})"
     return "nothing raised"
 
 
@@ -164,7 +164,7 @@ def test_a_failure_of_one_rank_is_raised_on_all_and_loses_nothing(ranks: KeptRan
     results = ranks.run(in_group, fail_on_rank_1, tmp_path, size=2)
     assert results[0] == results[1]
     (first, second), after_failure, after_next = results[0]
-    assert "rank 1" in first and os.strerror(errno.EFBIG) in first and second == "nothing raised"
+    assert "of rank 1" in first and os.strerror(errno.EFBIG) in first and second == "nothing raised"
     assert (after_failure, after_next) == ([1], [1, 3])
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [".lock", "step-00000001", "step-00000003"]
 

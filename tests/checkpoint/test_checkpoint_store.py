@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import pickle
 import re
 import threading
@@ -9,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,21 @@ def test_every_type_and_shape_and_value_comes_back_bit_by_bit(store: CheckpointS
     for name, tensor in tensors.items():
         assert into[name].dtype == tensor.dtype and into[name].shape == tensor.shape
         assert bits(into[name]) == bits(tensor), name
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_a_state_that_must_be_finite_and_is_not_is_not_saved(number: float, store: CheckpointStore) -> None:
+    save(store, 1, 7.0)
+    save(store, 2, number)  # nobody has asked: a buffer, say
+    bad = Snapshot(3, {"model.w": torch.tensor([1.0, number]), "mask": torch.tensor([-math.inf])}, {})
+    store.save(replace(bad, finite=frozenset(["model.w"])))
+    with pytest.raises(CheckpointError, match="parameter w is no finite number any more"):
+        store.finish()
+    assert store.steps() == [1, 2]
+    large = torch.full((4,), torch.finfo(torch.float16).max, dtype=torch.float16)
+    store.save(Snapshot(4, {"model.w": large}, {}, frozenset(["model.w"])))  # whose sum is beyond the type
+    store.finish()
+    assert store.steps() == [1, 2, 4]
 
 
 def test_a_type_that_the_files_cannot_hold_is_an_error_and_leaves_nothing(store: CheckpointStore) -> None:

@@ -24,6 +24,7 @@ from evenly.launch.folders import OWNED, clear_abandoned
 from evenly.launch.part import NodePart
 from evenly.launch.rank import LaunchFolder, RankExit, describe, describe_exit
 from evenly.launch.signals import StopRequest
+from evenly.observe.recorder import CollectiveCall, Recorder, call_text
 
 # Threads of torch's store and of the tests' own runners may exist where a rank is forked.
 FORK = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
@@ -309,6 +310,23 @@ def test_the_cause_comes_first(tmp_path: Path, exits: Any, exit_codes: dict[int,
     for rank, error, time_s in exits:
         folder.put_exit(_ending(rank, error, time_s))
     assert _first_failure(folder, exit_codes, StopRequest()).rank == first
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_rank_that_aborts_is_the_cause_unless_it_waited(waits: bool, tmp_path: Path) -> None:
+    """Rank 0 waits for rank 2, which has nothing to do with it, unless rank 1 does too."""
+    folder = LaunchFolder(tmp_path, tmp_path, False)
+    records = [Recorder(tmp_path / f"{rank}.record", rank) for rank in range(3)]
+    call = call_text(CollectiveCall("all_reduce", "data [0, 2]", "float32", (3,)))
+    for rank in (0, 2):
+        records[rank].leave(records[rank].enter(1, call))
+    records[0].enter(2, call)
+    if waits:
+        records[1].enter(1, call_text(CollectiveCall("recv", "pipeline [0, 1]", "float32", (3,), detail="from 0")))
+    for record in records:
+        record.close()
+    folder.put_exit(_ending(0, LOST, 1.0))
+    assert _first_failure(folder, {1: -signal.SIGABRT}, StopRequest()).rank == (2 if waits else 1)
 
 
 def test_a_mistake_within_a_step_is_told_with_the_step(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def job():
 def leave_at_once(rank: int, how: str) -> None:
     """Rank `rank` leaves, the others wait for it."""
     if find_here().rank == rank:
-        os._exit(0) if how == "_exit" else sys.exit(0)
+        {"_exit": lambda: os._exit(0), "abort": os.abort, "sys.exit": sys.exit}[how]()
     with evenly.start(job_of_ones(), plan="ddp") as run:
         for batch in run.batches():
             run.step(batch)
@@ -63,6 +63,29 @@ def test_a_rank_that_is_gone_is_named(devices: int, rank: int) -> None:
     with pytest.raises(FailedRank, match="ended with exit code 0 before the run had ended") as caught:
         start_ranks(leave_at_once, (rank, "_exit"), Launch(devices=devices))
     assert caught.value.rank == rank and caught.value.exit_code == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_gone_is_named_and_not_the_one_that_has_lost_it(rank: int, tmp_path: Path) -> None:
+    path = tmp_path / "leaving.py"
+    path.write_text(JOB.format(rank=rank, leave="os._exit(0)"))
+    with pytest.raises(FailedRank, match="ended with exit code 0 before the run had ended") as caught:
+        start_ranks(run_job_file, (path, {}, RunOptions(), True), Launch(devices=2))
+    assert caught.value.rank == rank
+
+
+def test_a_rank_that_aborts_is_not_taken_for_one_that_leaves_where_the_agent_looks_late() -> None:
+    with pytest.raises(FailedRank, match="killed by SIGABRT") as caught:
+        start_ranks(leave_at_once, (1, "abort"), Launch(devices=2, look_every_s=4.0))
+    assert caught.value.rank == 1
+
+
+def test_a_sample_that_one_rank_cannot_read_is_named_with_that_rank(tmp_path: Path) -> None:
+    path = tmp_path / "unread.py"
+    path.write_text(JOB.format(rank=1, leave='raise OSError("stale file handle")'))
+    with pytest.raises(FailedRank, match=r"reading sample .*stale file handle") as caught:
+        start_ranks(run_job_file, (path, {}, RunOptions(), True), Launch(devices=2))
+    assert caught.value.rank == 1
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -109,3 +109,13 @@ def test_waiting_that_nothing_explains_is_left_to_the_backend() -> None:
     call = CALL._replace(group="data [0-2]")
     records = [record(rank, entries=(Entry(1, 7, 900.0, None, call),)) for rank in (0, 1)]
     assert explain_stall(records, {0: 900.0, 1: 900.0}, {}, [], now_s=NOW_S) is None
+
+
+def test_a_rank_whose_checkpoint_does_not_get_on_is_the_cause() -> None:
+    """The other waits for it in a collective that nothing records, or in one that is."""
+    writing = record(0, "saving", writing="step-00000006", entries=())
+    for other in (record(1, "saving"), record(1, "saving", entries=INSIDE)):
+        found = explain_stall([writing, other], {0: 6.0, 1: 6.0}, {}, [], now_s=NOW_S)
+        assert found is not None and found.ranks == (0,)
+        assert "rank 0 writes the checkpoint step-00000006, and has not got on for 6 s" in found.text
+    assert explain_stall([writing, record(1, "saving")], {1: 6.0}, {}, [], now_s=NOW_S) is None

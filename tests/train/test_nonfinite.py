@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import evenly
+from evenly.checkpoint.folder import CheckpointFolder
 from evenly.comm.connect import disconnect
 from evenly.data.loader import Microbatch, microbatches_of_step
 from evenly.engine.trace import (
@@ -29,7 +31,7 @@ from evenly.engine.trace import (
     cause_of,
     describe_origin,
 )
-from evenly.errors import RunError, rank_of, step_of
+from evenly.errors import CheckpointError, RunError, rank_of, step_of
 
 PLANS = [
     ("single", 1, 0),
@@ -251,3 +253,32 @@ def test_the_first_cause_of_all_ranks_is_the_one_of_the_earliest_microbatch_and_
     stages = [[found(MADE_NAN, 2), found(MADE_INFINITY, 0)], [found(RECEIVED, 2)]]
     assert cause_of(stages, [2]) == (0, stages[0][0])  # the last stage has only received it
     assert cause_of([[found(LED_TO, 0)], [found(PARAMETER, None)]], [0]) == (1, found(PARAMETER, None))
+
+
+@pytest.mark.parametrize(("plan", "size"), [("single", 1), ("zero3", 2), ("tensor=2", 2)])
+def test_an_update_that_makes_parameters_infinite_is_no_checkpoint(
+    plan: str, size: int, ranks: KeptRanks, tmp_path: Path
+) -> None:
+    for words in ranks.run(spoiled_by_its_last_update, plan, tmp_path, size=size):
+        assert re.search(r"step 4 .*parameter [\w.]+ is no finite number any more", words, re.DOTALL), words
+    assert CheckpointFolder(tmp_path).steps() == [2]
+
+
+def spoiled_by_its_last_update(plan: str, out: Path) -> str:
+    rates = [1e-2, 1e-2, 1e-2, math.inf, 0.0]
+    one = job(
+        "clean", steps=4, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+        schedule=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: rates[done]),
+    )  # fmt: skip
+    run = evenly.start(one, plan=plan, out=out)
+    try:
+        for batch in run.batches():
+            run.step(batch)
+            if run.steps_done % 2 == 0:
+                run.save()
+        run.close()
+    except CheckpointError as error:
+        run.close(failed=True)
+        disconnect(run.world)
+        return str(error)
+    return "nothing raised"

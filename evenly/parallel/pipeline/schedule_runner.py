@@ -175,7 +175,7 @@ class ScheduleRunner:
         ]
         if self._before_pass is not None:
             self._before_pass()
-        clock = time.time() - time.perf_counter()  # the machine's, which may be set is_gradient meanwhile
+        clock = time.time() - time.perf_counter()  # the machine's, which may be set meanwhile
         try:
             last = max((n for n, action in enumerate(actions) if action.kind in self._backwards), default=-1)
             for number, action in enumerate(actions):
