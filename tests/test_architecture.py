@@ -373,7 +373,7 @@ PACKAGE_LINES = {
     "hardware": 985,  # kinds of devices can be registered; numbers beyond all machines
     "launch": 3185,  # ranks that leave or abort; want of memory; doors and tunnels; rounds of nodes; restarts; signals
     "model": 554,  # parameters in one memory; modes that the job has set; made-up numbers; blocks of several classes
-    "observe": 1107,  # writing that hangs; the plans that a run was started under; ranks that stand still; slow ranks
+    "observe": 1109,  # writing that hangs; the plans that a run was started under; ranks that stand still; slow ranks
     "parallel": 1,
     "parallel.core": 2140,  # stale tensors; rules of buffers (averages, spectral norm); what code between steps finds
     "parallel.data": 3202,  # layouts; exact buckets; optimizers of whole parameters; what units are given

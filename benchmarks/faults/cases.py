@@ -201,7 +201,7 @@ def expected(case: Case) -> Expected:
         case "read-only":
             return Expected(None, r"Read-only file system")
         case "folder-gone":
-            return Expected(1, r"No such file or directory|is gone")
+            return Expected(1, r"No such file or directory|removed or replaced")
         case "foreign-job":
             return Expected(2, r"foreign|differ|use the job that it was saved by")
         case "all-damaged":

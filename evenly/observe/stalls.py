@@ -98,7 +98,9 @@ def explain_stall(
     if found := explain(records, now_s=now_s):
         return found
     stuck = sorted(rank for rank in overdue if _is_stuck(by_rank[rank]))
-    own = [rank for rank in stuck if by_rank[rank].in_own_code] or stuck
+    own = [rank for rank in stuck if by_rank[rank].in_own_code]
+    if not own and all(record.rank in overdue for record in records if record.state != "ended"):
+        own = stuck  # of another it may turn out a moment later that it is in the user's code
     if not own:
         return None
     words = "; ".join(f"rank {r} has not got on for {overdue[r]:.0f} s: it is {_place(by_rank[r])}" for r in own)

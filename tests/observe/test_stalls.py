@@ -119,3 +119,12 @@ def test_a_rank_whose_checkpoint_does_not_get_on_is_the_cause() -> None:
         assert found is not None and found.ranks == (0,)
         assert "rank 0 writes the checkpoint step-00000006, and has not got on for 6 s" in found.text
     assert explain_stall([writing, record(1, "saving")], {1: 6.0}, {}, [], now_s=NOW_S) is None
+
+
+def test_a_rank_that_waits_unseen_is_not_named_before_one_in_the_users_code_is_overdue_too() -> None:
+    waits, loops = record(1, where="Pending.wait (transport.py:81)"), record(0, in_own_code=True)
+    assert explain_stall([loops, waits], {1: 5.2}, {}, [], now_s=NOW_S) is None
+    found = explain_stall([loops, waits], {0: 5.1, 1: 5.7}, {}, [], now_s=NOW_S)
+    assert found is not None and found.ranks == (0,)
+    alone = explain_stall([waits], {1: 5.2}, {}, [], now_s=NOW_S)
+    assert alone is not None and alone.ranks == (1,)
