@@ -38,10 +38,10 @@ WORDS = {
     "folder-gone": "the run's folder is removed",
     "truncated": "the largest file of the newest checkpoint is cut",
     "bit-flipped": "one bit of that file is another",
-    "file-missing": "a file of it is removed",
+    "file-missing": "the largest file of the newest checkpoint is removed",
     "manifest-torn": "the newest manifest is cut",
     "manifest-missing": "the newest manifest is removed",
-    "manifest-altered": "it names another step",
+    "manifest-altered": "the newest manifest names another step",
     "partial-left": "a folder that was being written is left",
     "empty-folder": "an empty folder has the name of a checkpoint",
     "foreign-file": "the newest checkpoint has a file too many",
@@ -141,6 +141,22 @@ checkpoint is written while the next steps run, so that a rank that dies meanwhi
 """
 
 
+FOUND = """## What it has found
+
+Rows fell short at first. Those causes are gone, each with a test but the last, and such rows were run again:
+
+- an update that made parameters nan right before a checkpoint was due: the checkpoint kept them: no run could go on;
+- storage that hangs while a checkpoint is written: the run waited without bound;
+- `os._exit(0)` of one rank: the error named the rank that had lost it, and other nodes, where there was one;
+- a rank that aborted, on a busy machine: it was said to have exited with code 0; among eight ranks another was named;
+- a sample that one rank alone could not read at the start: said to be another job;
+- ranks lost in the first forward: said to be a fault of the plan;
+- an error of one rank in a checkpoint: another rank was said to have failed;
+- a rank that hangs under `zero3`: now and then the one that waits for it was named;
+- a network that is cut for good: no end (since then, launchers of several nodes watch each other).
+"""
+
+
 def page(found: Mapping[str, Any], kills: Sequence[Mapping[str, Any]]) -> str:
     """The text of docs/faults.md."""
     plans = ", ".join(f"`{PLAN_TEXTS[plan]}` ({ranks} ranks)" for plan, ranks in PLANS.items())
@@ -154,11 +170,12 @@ def page(found: Mapping[str, Any], kills: Sequence[Mapping[str, Any]]) -> str:
         head,
         "## By fault\n",
         _table(found["faults"], {name: f"{words} (`{name}`)" for name, words in WORDS.items()}),
-        "\n## By plan\n",
+        "## By plan\n",
         _table(found["plans"], {plan: f"`{PLAN_TEXTS[plan]}`" for plan in PLANS}),
-        "\n## What fell short\n",
+        "## What fell short\n",
         _short(found["short"]),
-        "\n## One run, killed again and again\n",
+        FOUND,
+        "## One run, killed again and again\n",
         _kills(kills),
     ]
     return "\n".join(parts)

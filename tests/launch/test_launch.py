@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 import evenly
-from evenly.errors import SampleError, UserError, note_step
+from evenly.errors import CheckpointError, RunError, SampleError, UserError, note_step
 from evenly.launch.agent import FailedRank, Launch, _first_failure, launch, start_ranks
 from evenly.launch.environment import process_environment
 from evenly.launch.folders import OWNED, clear_abandoned
@@ -352,6 +352,12 @@ def test_words_of_errors() -> None:
     assert describe(0, SampleError("read sample 3")).exit_code == 1
     assert describe(0, ValueError()).found == "ValueError"
     assert describe(0, LOST).kind == "peer"
+    forward = RunError("the first forward under plan zero3", str(LOST), "look")
+    forward.__cause__ = LOST
+    assert describe(0, forward).kind == describe(0, CheckpointError("save", f"RuntimeError: {LOST}")).kind == "peer"
+    assert (
+        describe(0, SampleError("read sample 3", "Connection reset by peer")).kind == "error"
+    )  # of the user's storage
     assert describe(0, ValueError("Broken pipe")).kind == "error"
     assert describe_exit(0, -11).found == "it was killed by SIGSEGV"
     assert describe_exit(0, -6).kind == "aborted"
