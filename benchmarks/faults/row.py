@@ -349,7 +349,8 @@ class _Disturbed:
         if case.fault == "foreign-job":
             CheckpointFolder(self.out).remove(9)
         if not begun and (self.out / "metrics.jsonl").exists():
-            shutil.rmtree(self.out)  # it was disturbed before its first checkpoint: there is nothing to go on from
+            for one in self.out.iterdir():  # disturbed before its first checkpoint; the folder itself may be a mount
+                shutil.rmtree(one) if one.is_dir() else one.unlink()
         marks = ["--set", f"fault={case.planted}", "--set", f"marks={self.marks}"] if case.planted else []
         again = [*command(case.plan, case.devices, self.out), *marks, *(["--resume"] if begun else [])]
         ended = self.bench.run(again, self.folder)
