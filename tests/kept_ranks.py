@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import psutil
+
 from evenly.comm.connect import connect, disconnect
 from evenly.comm.groups import Group
 from evenly.launch.environment import find_here
@@ -36,8 +38,12 @@ class RankFailure(AssertionError):
     """A rank raised; the text is its traceback."""
 
 
+# Gloo's threads look for messages a hundred times a second, also those of groups that no job needs any more.
+MOST_THREADS = 60
+
+
 class KeptRanks:
-    """Up to a handful of ranks, started when first needed."""
+    """Up to a handful of ranks, started when first needed, and again when they have gathered many threads."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
@@ -46,6 +52,8 @@ class KeptRanks:
 
     def run(self, function: Callable[..., Any], *args: Any, size: int = 2, limit_s: float = 1400.0) -> list[Any]:
         """Results of `function(*args)` on ranks 0..size-1."""
+        if any(psutil.Process(process.pid).num_threads() > MOST_THREADS for process, _ in self._ranks):
+            self.close()
         while len(self._ranks) < size:
             self._start_one()
         port = free_port()
