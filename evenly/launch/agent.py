@@ -13,6 +13,7 @@ import logging
 import pickle
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -178,7 +179,11 @@ def warm_up(preload: Sequence[str] = (), libraries: Sequence[str] = ()) -> None:
     variables = {**rank_environment(process_environment()), PRELOAD_VARIABLE: ",".join(libraries)}
     with changed_environment(variables), hold_signals():
         forkserver.set_forkserver_preload([*PRELOAD, *preload, *(["evenly.launch.preload"] if libraries else [])])
-        forkserver.ensure_running()
+        try:
+            forkserver.ensure_running()
+        except OSError as problem:  # a socket's path has 107 bytes at most
+            found = f"no socket can be made in the temporary folder {tempfile.gettempdir()}: {problem}"
+            raise UserError("start ranks", found, "set TMPDIR to a folder with a short name, which exists") from None
     own_temporary_folder()
     atexit.register(stop_forkserver)
 

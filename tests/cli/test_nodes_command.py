@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,11 +65,11 @@ class Nodes:
         self.started: list[subprocess.Popen[bytes]] = []
         self.seen: set[psutil.Process] = set()
         (folder / "job.py").write_text(JOB)
-        (folder / "tmp").mkdir()
+        self.temporary = Path(tempfile.mkdtemp(prefix="nodes"))  # a socket's path has 107 bytes at most
 
     def start(self, node: int, *arguments: object, nodes: str = "2:3") -> subprocess.Popen[bytes]:
         where = ("--nodes", nodes, "--node-rank", node, "--rendezvous", f"127.0.0.1:{self.port}", "--out", "out")
-        mine = {"TMPDIR": str(self.folder / "tmp"), "HOLD": str(self.hold)}
+        mine = {"TMPDIR": str(self.temporary), "HOLD": str(self.hold)}
         with (self.folder / f"said{len(self.started)}").open("w") as said:
             process = subprocess.Popen(
                 [*COMMAND, "run", "job.py", "--devices", "1", *map(str, (*where, *arguments))],
@@ -107,6 +109,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
                 one.kill()
         process.wait(LIMIT_S)
     _, alive = psutil.wait_procs(found.seen, timeout=20)
+    shutil.rmtree(found.temporary, ignore_errors=True)
     for one in alive:
         one.kill()
     assert not alive
@@ -120,7 +123,7 @@ def test_a_node_of_three_is_taken_away_and_given_back(nodes: Nodes) -> None:
         one.kill()
     nodes.until(lambda: "nodes 0, 1 take part" in nodes.said(0) and max(nodes.steps) > 4)
     back = nodes.start(2)
-    nodes.until(lambda: len([*(nodes.folder / "tmp").glob("evenly-*/.node*/pause")]) == 2)
+    nodes.until(lambda: len([*nodes.temporary.glob("evenly-*/.node*/pause")]) == 2)
     for process in (*first[:2], back):
         nodes.tree(process)
     nodes.hold.unlink()
