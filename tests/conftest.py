@@ -39,7 +39,7 @@ def _same_environment() -> Iterator[None]:
     before = dict(os.environ)
     yield
     changed = {k for k in before.keys() | os.environ.keys() if before.get(k) != os.environ.get(k)}
-    # Set by pytest and by torch themselves, and by a run for oneDNN and for torch's stores.
+    # Set by pytest and by torch themselves, and by a run for oneDNN.
     changed -= {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"}
-    changed -= {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "TORCH_CPP_LOG_LEVEL"}
+    changed -= {"ONEDNN_PRIMITIVE_CACHE_CAPACITY"}
     assert not changed, f"the test left environment variables changed: {changed}"

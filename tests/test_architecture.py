@@ -375,14 +375,14 @@ PACKAGE_LINES = {
     "model": 554,  # parameters in one memory; modes that the job has set; made-up numbers; blocks of several classes
     "observe": 1109,  # writing that hangs; the plans that a run was started under; ranks that stand still; slow ranks
     "parallel": 1,
-    "parallel.core": 2140,  # stale tensors; rules of buffers (averages, spectral norm); what code between steps finds
+    "parallel.core": 2141,  # stale tensors; rules of buffers (averages, spectral norm); what code between steps finds
     "parallel.data": 3202,  # layouts; exact buckets; optimizers of whole parameters; what units are given
     "parallel.tensor": 4133,  # experts, indices and convolutions on parts; split parameters between steps
     "parallel.pipeline": 3381,  # numbers inside blocks, draws between them; hooks; what blocks leave behind; layouts
     "plan": 1225,  # speeds of ranks; schedules are a table that others add to
     "planner": 5865,  # the plan that follows those that had no room
     "report": 1330,  # plans that had no room; tables of splits and pages of plans, which came from planner/ and cli/
-    "train": 1840,  # state kept where there is no room; steps left out; speeds; a second place; the look at the job
+    "train": 1841,  # state kept where there is no room; steps left out; speeds; a second place; the look at the job
     "verify": 1577,  # data rules, measured rounding (again where a plan came out different), hidden state and resumes
 }
 # Parameters of a command are the options that it has on the command line.

@@ -43,8 +43,10 @@ def keeping_state(run: Run, *, evaluating: bool = False) -> Generator[None]:
         yield
     except Exception as problem:
         if run.state_is_whole and run.steps_done and is_out_of_memory(problem):
-            if before is not None and run.steps_done == steps:
-                before.put_back()
+            if run.steps_done == steps:
+                run.composed.drop_statistics()  # a recomputation may have changed buffers
+                if before is not None:
+                    before.put_back()
             _free_memory(run, problem)
             with run.world.during("saving"):
                 _save(run, evaluation_due=evaluating)

@@ -143,6 +143,44 @@ def test_the_state_of_the_steps_start_is_kept(
     assert [line["step"] for line in lines if "eval_loss" in line] == [STEPS]
 
 
+class Averaging(nn.Module):
+    """A block that keeps a moving average of what it is given, and makes no use of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(3, 3)
+        self.register_buffer("average", torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.average.mul_(0.9).add_(0.1 * x.mean(0))  # pyright: ignore
+        return self.map(x).tanh()
+
+
+def test_a_recomputation_has_not_changed_the_buffers_that_are_kept(tmp_path: Path) -> None:
+    plan = parse_plan("dp replicas=2 recompute=full")
+
+    def end_in(out: Path, lacking: Lacking, *, resume: bool = False) -> None:
+        base = job("backward", lacking)
+
+        def loss(model: nn.Module, x: torch.Tensor) -> evenly.Loss:
+            return evenly.Loss(model(Backward.apply(x.requires_grad_())).square().sum(), len(x))  # after the blocks
+
+        averaging = replace(base, model=lambda: nn.Sequential(Averaging(), Averaging(), nn.Linear(3, 2)), loss=loss)
+        with start_with_options(averaging, RunOptions(plan, out, resume=resume)) as started:
+            train(started)
+
+    end_in(tmp_path / "alone", Lacking(0))
+    with pytest.raises(MemoryError):
+        end_in(tmp_path / "out", Lacking(6))
+    assert CheckpointFolder(tmp_path / "out").steps() == [2]
+    end_in(tmp_path / "out", Lacking(0), resume=True)
+    found, alone = state_of(tmp_path / "out"), state_of(tmp_path / "alone")
+    assert sum("average" in name for name in alone) == 2
+    assert found.keys() == alone.keys() and all(torch.equal(found[name], alone[name]) for name in alone)
+
+
 def test_a_state_that_is_due_for_an_evaluation_in_a_loop_of_ones_own_is_not_kept(tmp_path: Path) -> None:
     with start_with_options(job("evaluation", Lacking(1)), RunOptions(parse_plan("single"), tmp_path)) as run:
         run.step(next(run.batches()))

@@ -108,9 +108,10 @@ class Normalisation(BufferRule):
     def _leave(self, module: Any, _: Any, __: Any) -> None:
         if self._saved is None:
             return
-        s = torch.cat([module.running_mean, module.running_var])
+        own = [module.running_mean, module.running_var]
         module.running_mean, module.running_var, module.num_batches_tracked, module.momentum = self._saved
         self._saved = None
+        s = torch.cat(own)  # after all is as it was: there may be no room for it
         if self.microbatch is not None and self.microbatch >= 0:
             self._records.append((self.microbatch, self.calls(self.microbatch), s))
 
