@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -486,3 +487,9 @@ def test_design_pages_name_files_that_exist() -> None:
             if token.split("/")[0] in roots and not (path.is_dir() or path.with_suffix(".py").exists()):
                 missing.append(f"{page.name}: {token}")
     assert missing == []
+
+
+def test_names_of_test_files_are_unique() -> None:
+    """Pytest imports them by their names alone."""
+    names = Counter(path.name for path in (PACKAGE.parent / "tests").rglob("test_*.py"))
+    assert [name for name, times in names.items() if times > 1] == []
