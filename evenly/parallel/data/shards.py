@@ -201,9 +201,7 @@ class ShardedGradients(Gradients):
                 "use plan zero2 exact=bitwise, or leave exact=bitwise out",
             )
         self._reduces_at_end = self._gathers_at_once = True
-        for handle in chain.from_iterable(self._hooked.values()):
-            handle.remove()
-        self._hooked.clear()
+        self._unhook()
         self._set_reduce_scatter()
         for unit in self._units:
             unit.set_reshard_after_forward(False)
@@ -334,6 +332,13 @@ class ShardedGradients(Gradients):
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
+        self._unhook()
+
+    def _unhook(self) -> None:
+        """Removes the hooks of gathered parameters; with them the garbage collector could never free the model."""
+        for handle in chain.from_iterable(self._hooked.values()):
+            handle.remove()
+        self._hooked.clear()
 
     def _reduced(self) -> dict[str, torch.Tensor]:
         """By name, the shards of gradients that `fully_shard` has reduced so far."""
@@ -354,7 +359,6 @@ class ShardedGradients(Gradients):
                     hooks = [*self._gradient_hooks.get(name, ()), *([self._without_filler] * self._gathers_at_once)]
                     note = parameter.register_post_accumulate_grad_hook(self._note(self._numbers[name]))
                     self._hooked[id(parameter)] = [note, *map(parameter.register_hook, hooks)]
-                    parameter.register_post_accumulate_grad_hook(self._note(self._numbers[name]))
 
         return watch
 
