@@ -51,7 +51,7 @@ from evenly.comm.transport import (
     with_length,
     works_of,
 )
-from evenly.errors import UserError
+from evenly.errors import EvenlyError, UserError
 from evenly.torch_private import begin_all_gather, reduce_scatter_single
 
 
@@ -262,3 +262,17 @@ def gather_values(value: Any, group: Group) -> list[Any]:
     if group.recorder is not None:
         group.recorder.leave(serial)
     return values
+
+
+def decided_by_first(act: Callable[[], T], group: Group) -> T:
+    """Calls `act` on the first rank of `group`; returns its result (picklable), or raises its `EvenlyError`, on all."""
+    mine: T | EvenlyError | None = None
+    if group.position == 0:
+        try:
+            mine = act()
+        except EvenlyError as problem:
+            mine = problem
+    first = gather_values(mine, group)[0]
+    if isinstance(first, EvenlyError):
+        raise first
+    return first

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from evenly.comm.collectives import gather_values
+from evenly.comm.collectives import decided_by_first
 from evenly.comm.world import World
 from evenly.data.loader import Loader, share_of_step
 from evenly.engine.build import build_model
 from evenly.engine.precision import place_batch
-from evenly.errors import EvenlyError, PlanError, UserError
+from evenly.errors import PlanError, UserError
 from evenly.job import Job, Precision
 from evenly.launch.environment import cache_folder
 from evenly.parallel.tensor.derivation_cache import cached, key_of
@@ -29,17 +29,11 @@ def find_splits(job: Job, model: nn.Module, plan: Plan, world: World) -> Mapping
     """
     if not plan.tensor.active:
         return None
-    found: Selection | EvenlyError | None = None
-    if world.is_main:
-        try:
-            found = choose_splits(plan, derivation_of(job, model, plan.precision))
-        except EvenlyError as problem:
-            found = problem
-    found = gather_values(found, world.group("world"))[0]
-    if isinstance(found, EvenlyError):
-        raise found
-    assert found is not None
-    return found.splits
+
+    def chosen() -> Selection:
+        return choose_splits(plan, derivation_of(job, model, plan.precision))
+
+    return decided_by_first(chosen, world.group("world")).splits
 
 
 def derivation_of(job: Job, model: nn.Module, precision: Precision) -> Derivation:

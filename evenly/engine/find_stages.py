@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from evenly.comm.collectives import gather_values
+from evenly.comm.collectives import decided_by_first
 from evenly.comm.world import World
 from evenly.data.loader import Loader, share_of_evaluation, share_of_step
 from evenly.engine.build import build_model
 from evenly.engine.precision import autocast, place_batch
-from evenly.errors import EvenlyError, PlanError
+from evenly.errors import PlanError
 from evenly.job import Job
 from evenly.model.modes import evaluating
 from evenly.parallel.core.recompute import CachesOff
@@ -32,19 +32,15 @@ FLOPS_PER_BYTE = {"cpu": 5.0, "cuda": 100.0}
 
 
 def find_stages(job: Job, model: nn.Module, plan: Plan, world: World) -> tuple[StagedModel, StagePlan]:
-    """The staged model and its stages. A collective: every rank finds them, all take those of rank 0.
+    """The staged model and its stages. A collective: rank 0 finds them.
 
     Raises `PlanError`, on all ranks, where a stage cannot run by itself.
     """
     staged = StagedModel(model, "cpu")
-    found: StagePlan | EvenlyError
-    try:
-        found, _ = stage_plan_of(job, staged, plan, device=torch.device(world.device).type)
-    except EvenlyError as problem:
-        found = problem
-    found = gather_values(found, world.group("world"))[0]
-    if isinstance(found, EvenlyError):
-        raise found
+    device = torch.device(world.device).type
+    found = decided_by_first(lambda: stage_plan_of(job, staged, plan, device=device)[0], world.group("world"))
+    staged.needs.written |= found.written
+    staged.needs.early |= found.early
     return staged, found
 
 

@@ -6,7 +6,7 @@ Rank 0 decides, since only one rank may read files and search among plans; the o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,10 @@ import torch
 from evenly.checkpoint.folder import CheckpointFolder
 from evenly.checkpoint.manifest import Unsound
 from evenly.checkpoint.plain import decode
-from evenly.comm.collectives import gather_values
+from evenly.comm.collectives import decided_by_first
 from evenly.comm.connect import connect, disconnect, join, lay_out
-from evenly.comm.groups import Group
 from evenly.comm.world import World
-from evenly.errors import EvenlyError, PlanError, UserError
+from evenly.errors import PlanError, UserError
 from evenly.job import Job
 from evenly.launch.allocator import hand_back_freed_memory
 from evenly.launch.environment import ProcessInfo
@@ -66,7 +65,7 @@ def connect_and_resolve(job: Job, options: RunOptions, place: ProcessInfo) -> tu
         return decision, connect(place, axes=decision.plan.axes, even_alone=decision.plan.data.zero_stage > 0)
     world = join(place)
     try:
-        decision = decided_by_rank0(lambda: _decide_and_note(job, options, place), world.group("files"))
+        decision = decided_by_first(lambda: _decide_and_note(job, options, place), world.group("files"))
     except UserError:  # the ranks may go on to something else
         disconnect(world)
         raise
@@ -115,21 +114,6 @@ def _decide_on_less(job: Job, options: RunOptions, place: ProcessInfo, recorded:
     print(f"evenly: going on under {plan}{predicted}", file=sys.stderr, flush=True)
     microbatch = with_microbatch(job, plan, recorded=recorded.microbatch).microbatch
     return ResolvedRun(plan, microbatch, None if found is None else as_recorded(found))
-
-
-def decided_by_rank0(act: Callable[[], ResolvedRun], group: Group) -> ResolvedRun:
-    """Calls `act` on the first rank of `group`; returns its result, or raises its `EvenlyError`, on every rank."""
-    mine: ResolvedRun | EvenlyError | None = None
-    if group.position == 0:
-        try:
-            mine = act()
-        except EvenlyError as problem:
-            mine = problem
-    first = gather_values(mine, group)[0]
-    if isinstance(first, EvenlyError):
-        raise first
-    assert first is not None  # the first rank has decided or raised
-    return first
 
 
 def recorded_in(out: Path, second: Path | None = None) -> PreviousRun:
