@@ -19,7 +19,7 @@ run different units (`survey`), all units are gathered at the begin of a step an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, pairwise
 from typing import Any, cast
@@ -330,14 +330,11 @@ class ShardedGradients(Gradients):
         counter.track(self._reduced().values(), "gradients", HOST if self._offload else number)
 
     def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._unhook()
+        _remove(self._handles)
+        self._unhook()  # the garbage collector could never free the model
 
     def _unhook(self) -> None:
-        """Removes the hooks of gathered parameters; with them the garbage collector could never free the model."""
-        for handle in chain.from_iterable(self._hooked.values()):
-            handle.remove()
+        _remove(chain.from_iterable(self._hooked.values()))
         self._hooked.clear()
 
     def _reduced(self) -> dict[str, torch.Tensor]:
@@ -463,3 +460,8 @@ def _check_dtypes(model: nn.Module, units: Sequence[Block]) -> None:
                 f"its parameters have several dtypes: {', '.join(sorted(dtypes))}",
                 "give them one dtype, and state the precision of computing in the plan (precision=bfloat16)",
             )
+
+
+def _remove(handles: Iterable[Any]) -> None:
+    for handle in handles:
+        handle.remove()
