@@ -27,9 +27,15 @@ PRELOAD = [
     "torch",
     "torch.distributed",
     "torch._dynamo",  # every optimizer imports it
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "pytest",  # of which the module of a job has its marks
     "evenly.train",
     "evenly.verify.ranks",
     "evenly.train.resume",
+    "evenly.engine.find_stages",
+    "evenly.engine.find_splits",
+    "evenly.engine.pipeline_executor",
     "evenly.parallel.data.shards",
 ]
 

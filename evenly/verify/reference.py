@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from evenly.data.generators import seeded
+from evenly.data.generators import reseed, seeded
 from evenly.data.loader import microbatches_of_evaluation, microbatches_of_step
 from evenly.data.nest import map_tensors
 from evenly.data.stream import block_key, stream_key
@@ -272,10 +272,10 @@ def _drawing(model: torch.nn.Module, key: int, device: str = "cpu") -> Generator
                 numbers[name, before] = calls.get(name, 0)
                 calls[name] = numbers[name, before] + 1
             running[name] = numbers.get((name, before), 0)
-            torch.manual_seed(block_key(key, name, running[name], "begin"))
+            reseed(block_key(key, name, running[name], "begin"), device)
 
         def end(_: Any, __: Any, ___: Any, name: str = block.name) -> None:
-            torch.manual_seed(block_key(key, name, running[name], "end"))
+            reseed(block_key(key, name, running[name], "end"), device)
 
         handles += [block.module.register_forward_pre_hook(begin), block.module.register_forward_hook(end)]
     try:

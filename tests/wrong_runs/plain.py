@@ -76,7 +76,7 @@ def plain_steps(case: Case, steps: int) -> list[dict[str, torch.Tensor]]:
 
 
 def draw_from(key: int) -> int:
-    torch.manual_seed(key)
+    torch.default_generator.manual_seed(key)
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
     return key
@@ -87,10 +87,10 @@ def reseed_blocks(model: nn.Module, key: list[int]) -> None:
     for number, block in enumerate(getattr(model, "blocks", ())):
 
         def begin(*_: Any, name: str = f"blocks.{number}") -> None:
-            torch.manual_seed(block_key(key[0], name, 0, "begin"))
+            torch.default_generator.manual_seed(block_key(key[0], name, 0, "begin"))
 
         def end(*_: Any, name: str = f"blocks.{number}") -> None:
-            torch.manual_seed(block_key(key[0], name, 0, "end"))
+            torch.default_generator.manual_seed(block_key(key[0], name, 0, "end"))
 
         block.register_forward_pre_hook(begin)
         block.register_forward_hook(end)
