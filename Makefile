@@ -31,9 +31,9 @@ demo: $(READY)
 	@folder=$$(ls -td runs/stdlib_lm-* | head -n 1); \
 	echo "The run lies in $$folder: its losses in metrics.jsonl, its weights in checkpoints/."
 
-# Three files beside each other on two cores: most tests wait for processes to start.
+# Three files beside each other on two cores, the longest first: most tests wait for processes to start.
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -19,6 +19,28 @@ _cache = tempfile.TemporaryDirectory(prefix="evenly-cache-")  # gone with this p
 os.environ["XDG_CACHE_HOME"] = _cache.name
 
 
+# Files that take a minute or more, or have tests that do: begun first, so that none is left to one worker at the end.
+LONG = (
+    "faults/test_campaign",
+    "parallel/test_pipeline",
+    "wrong_runs/test_wrong_runs",
+    "cli/test_nodes_command",
+    "checkpoint/test_across_plans",
+    "parallel/test_tensor",
+    "launch/test_torchrun",
+    "parallel/test_compiled",
+    "parallel/test_stages",
+    "launch/test_launch",
+    "verify/test_faults",
+    "parallel/test_exact_sums",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here, places = Path(__file__).parent, {name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(str(item.path.relative_to(here).with_suffix("")), len(LONG)))
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[KeptRanks]:
     """Kept ranks, shared by all tests."""

@@ -372,7 +372,7 @@ PACKAGE_LINES = {
     "data": 851,  # shares by speed; streams of updates and schedules; errors that hold no worker
     "engine": 2219,  # where bad numbers come from; optimizers of whole parameters; parameters between steps
     "hardware": 985,  # kinds of devices can be registered; numbers beyond all machines
-    "launch": 3190,  # ranks that leave or abort; want of memory; doors and tunnels; rounds of nodes; restarts; signals
+    "launch": 3195,  # ranks that leave or abort; want of memory; doors and tunnels; rounds of nodes; restarts; signals
     "model": 554,  # parameters in one memory; modes that the job has set; made-up numbers; blocks of several classes
     "observe": 1109,  # writing that hangs; the plans that a run was started under; ranks that stand still; slow ranks
     "parallel": 1,

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cache
+from glob import glob
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
@@ -103,6 +104,10 @@ def clear_abandoned(folder: Path) -> None:
 
 
 def _lockable(folder: Path) -> Iterator[tuple[Path, Path]]:
-    """What a launcher locks, and the folder that goes with it."""
-    yield from ((control, control.parent) for control in folder.glob("evenly-*/.node*"))
-    yield from ((mark, mark.parent) for mark in folder.glob(f"pymp-*/{OWNED}"))
+    """What a launcher locks, and the folder that goes with it.
+
+    Other launches make and remove theirs meanwhile: `Path.glob` raises where a folder it has listed is gone.
+    """
+    for pattern in ("evenly-*/.node*", f"pymp-*/{OWNED}"):
+        for path in glob(pattern, root_dir=folder):  # noqa: PTH207
+            yield folder / path, (folder / path).parent

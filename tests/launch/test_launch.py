@@ -160,6 +160,25 @@ def test_folders_of_killed_launchers_are_cleared(tmp_path: Path) -> None:
     assert not (tmp_path / "evenly-alive").exists()
 
 
+def test_folders_that_other_launches_remove_meanwhile_do_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("evenly-ended", "evenly-killed"):
+        (tmp_path / name / ".node0").mkdir(parents=True)
+        os.utime(tmp_path / name / ".node0", (0, 0))
+    scandir = os.scandir
+
+    def ending(path: Any = ".") -> Any:
+        if str(path).endswith("evenly-ended"):
+            shutil.rmtree(path, ignore_errors=True)
+        return scandir(path)
+
+    monkeypatch.setattr("os.scandir", ending)
+    clear_abandoned(tmp_path)
+    monkeypatch.undo()
+    assert [*tmp_path.iterdir()] == []
+
+
 def test_sockets_of_killed_launchers_are_cleared(tmp_path: Path) -> None:
     """Multiprocessing's folder, where a launcher has marked it; another program's stays."""
     for name in ("pymp-killed", "pymp-alive", "pymp-other"):

@@ -8,20 +8,18 @@ import weakref
 import psutil
 import pytest
 from jobs import tower_job
-from jobs_pipeline import PIPELINE_JOBS
 from kept_ranks import KeptRanks
 
 import evenly
 
-PLANS = {"ddp": 2, "zero2": 2, "zero3": 2, "hsdp": 4, "tensor=2": 2, "pipeline=2 zero=3 data=2": 4}
+PLANS = {"ddp": 2, "zero3": 2, "tensor=2": 2}
 
 
 def threads_and_models(plan: str) -> tuple[list[int], int]:
     """The threads of this process before and after three runs, and how many of their models are left."""
-    job = PIPELINE_JOBS["chain"] if "pipeline" in plan else tower_job
     models, threads = [], [psutil.Process().num_threads()]
     for _ in range(3):
-        with evenly.start(job(steps=1), plan=plan) as run:
+        with evenly.start(tower_job(steps=1), plan=plan) as run:
             for batch in run.batches():
                 run.step(batch)
             models.append(weakref.ref(run.model))
