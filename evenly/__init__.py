@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from evenly.launch.agent import launch as launch
     from evenly.plan import Plan as Plan
     from evenly.plan import PlanSpec as PlanSpec
-    from evenly.train import Run as Run
-    from evenly.train import start as start
+    from evenly.train.run import Run as Run
+    from evenly.train.run import start as start
 
 _HOMES = {
     "EvenlyError": "evenly.errors",
@@ -27,12 +27,12 @@ _HOMES = {
     "Loss": "evenly.job",
     "Plan": "evenly.plan",
     "PlanSpec": "evenly.plan",
-    "Run": "evenly.train",
+    "Run": "evenly.train.run",
     "RunError": "evenly.errors",
     "UserError": "evenly.errors",
     "World": "evenly.comm.world",
     "launch": "evenly.launch.agent",
-    "start": "evenly.train",
+    "start": "evenly.train.run",
 }
 
 __all__ = [*_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]

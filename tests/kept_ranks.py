@@ -30,7 +30,7 @@ PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "pytest",  # of which the module of a job has its marks
-    "evenly.train",
+    "evenly.train.run",
     "evenly.verify.ranks",
     "evenly.train.resume",
     "evenly.engine.find_stages",

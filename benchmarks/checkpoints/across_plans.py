@@ -26,7 +26,7 @@ import evenly
 from evenly.checkpoint.state import parameter_of, read_state
 from evenly.jobfile import load_job
 from evenly.launch.agent import Launch, start_ranks
-from evenly.train import Run
+from evenly.train.run import Run
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "checkpoints.json"
@@ -41,7 +41,7 @@ PLANS = {
     "3d": ("3d", 8),
 }
 SAVED_AT, STEPS = 3, 6
-PRELOAD = ["transformers.models.gpt2.modeling_gpt2", "evenly.train", "evenly.train.resume"]
+PRELOAD = ["transformers.models.gpt2.modeling_gpt2", "evenly.train.run", "evenly.train.resume"]
 
 Numbers = dict[str, torch.Tensor]
 

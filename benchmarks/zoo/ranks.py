@@ -27,7 +27,7 @@ PRELOAD = (
     "torch.distributed.fsdp",
     "torch._dynamo",  # every optimizer imports it
     "zoo_jobs",
-    "evenly.train",
+    "evenly.train.run",
     "evenly.verify.ranks",
     "evenly.parallel.data.shards",
     "evenly.parallel.data.replicas",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from evenly.checkpoint.folder import CheckpointFolder
 from evenly.cli.no_room import newest_step, options_with_less, starts_of
 from evenly.errors import PlanError, UserError
-from evenly.hardware.cluster_text import local_devices
+from evenly.hardware.cluster_text import local_devices, local_gpus
 from evenly.jobfile import check_settings, owns_loop, parse_settings, read_with
 from evenly.launch.agent import FailedRank, Launch, start_ranks, warm_up
 from evenly.launch.environment import CHECK_VARIABLE, OPTIONS_VARIABLE, find_here, import_quiet_torch, restart_count
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from evenly.train.options import RunOptions
 
 # What every rank needs; pipelining imports what the first optimizer does, which takes a second.
-PRELOAD = ["evenly.train.loop", "evenly.train.resume", "torch.distributed.pipelining"]
+PRELOAD = ["evenly.train.loop", "evenly.train.run", "evenly.train.resume", "torch.distributed.pipelining"]
 
 
 @dataclass(frozen=True)
@@ -350,9 +350,7 @@ def _one_process(plan: PlanSpec, nodes: int) -> int:
 
 
 def _check_gpus(devices: int) -> None:
-    import torch
-
-    found = torch.cuda.device_count()
+    found = local_gpus()
     if found and devices > found:
         raise UserError(f"{devices} devices", f"this machine has {found} GPUs", f"give --devices {found} or fewer")
 

@@ -8,6 +8,7 @@ FILE.toml                                  see cluster_file.py
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
 from math import inf, prod
 from pathlib import Path
@@ -23,6 +24,7 @@ from evenly.launch.environment import available_cores
 LOCAL = "local"
 MOST_GBITS = 1_000_000
 MOST_CPU_RANKS = 8  # beyond, processes cost more than they bring; --devices overrules it
+GPU_FILE = re.compile(r"nvidia|nvmap$|nvhost|kfd$|dxg$")  # in /dev: NVIDIA's driver, Jetson's, AMD's, that of WSL
 ACCEPTED = (
     "write 8xH100, 4x8xH100 (nodes x devices x kind), 4x8xH100@400 (Gb/s per device to other nodes), local or FILE.toml"
 )
@@ -60,17 +62,24 @@ def local_cluster(devices: int | None = None) -> Cluster:
 
 def local_devices() -> int:
     """How many devices this machine has."""
+    return local_gpus() or min(available_cores(), MOST_CPU_RANKS)
+
+
+def local_gpus() -> int:
+    """How many GPUs this machine has; torch, which takes a second to import, is asked only where there may be any."""
+    if sys.platform == "linux" and not any(GPU_FILE.match(path.name) for path in Path("/dev").iterdir()):
+        return 0
     import torch
 
-    return torch.cuda.device_count() or min(available_cores(), MOST_CPU_RANKS)
+    return torch.cuda.device_count()
 
 
 def kind_here() -> str:
     """The kind of this machine's devices; as the driver calls it where no such kind is known."""
+    if not local_gpus():
+        return "cpu"
     import torch
 
-    if not torch.cuda.device_count():
-        return "cpu"
     name = torch.cuda.get_device_properties(0).name
     known = known_device(name)
     return known.name if known else name

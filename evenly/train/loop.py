@@ -1,4 +1,7 @@
-"""The loop of `evenly run`: every batch in order, evaluations and checkpoints when they are due."""
+"""The loop of `evenly run`: every batch in order, evaluations and checkpoints when they are due.
+
+A launcher imports this module to name what its ranks call; what trains takes a second to import and is left to them.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,16 @@ import runpy
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evenly.jobfile import load_job
 from evenly.observe.progress import Watcher, make_watcher
 from evenly.train.interrupt import Interrupt
 from evenly.train.options import RunOptions
 from evenly.train.reports import Evaluation, StepReport
-from evenly.train.run import Run, left_early, start_with_options
+
+if TYPE_CHECKING:
+    from evenly.train.run import Run
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,8 @@ class Summary:
 
 def run_job_file(path: Path, settings: dict[str, Any], options: RunOptions, json_only: bool) -> Summary:
     """Trains the job of file `path` on this rank; every rank of the world calls it."""
+    from evenly.train.run import left_early, start_with_options
+
     if json_only:
         _send_stdout_to_stderr()
     try:

@@ -17,7 +17,7 @@ from evenly.jobfile import load_job
 from evenly.launch.environment import find_here
 from evenly.plan import PlanSpec, with_microbatch
 from evenly.torch_private import plain_name
-from evenly.train import Run, start
+from evenly.train.run import Run, start
 from evenly.verify.compare import RankComparison
 from evenly.verify.data_rules import broken_data_rule
 from evenly.verify.disturb import Disturbance, Disturber

@@ -20,7 +20,7 @@ from torch import nn
 import evenly
 from evenly.checkpoint.state import parameter_of, read_state
 from evenly.plan import parse_plan
-from evenly.train import Run
+from evenly.train.run import Run
 from evenly.verify.verify import world_of
 
 SAVED_AT, STEPS = 2, 5

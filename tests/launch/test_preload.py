@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -31,3 +32,11 @@ def test_libraries_are_imported_whatever_one_of_them_raises(capsys: pytest.Captu
 def test_nothing_is_imported_where_there_is_a_gpu(tmp_path: Path) -> None:
     import_libraries(["lazy_library"], gpu=tmp_path)
     assert "lazy_library" not in sys.modules
+
+
+def test_a_launcher_leaves_what_trains_to_its_ranks() -> None:
+    program = (
+        "import sys, evenly.train.loop, evenly.train.options; sys.exit('; '.join("
+        "{'evenly.train.run', 'torch._dynamo', 'torch.distributed.tensor'} & {*sys.modules}) or 0)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -21,9 +21,9 @@ from evenly.engine.step_totals import StepTotals, StepTotalsBuilder, as_loss
 from evenly.errors import PlanError, RunError, UserError
 from evenly.job import Job, Loss
 from evenly.plan import Plan, PlanSpec
-from evenly.train import start
 from evenly.train.interrupt import Interrupt
 from evenly.train.options import RunOptions
+from evenly.train.run import start
 
 SINGLE = PlanSpec(data=1).complete("float32")
 ALONE = replace(World.alone(), groups={"data": Group.alone(), "files": Group.alone("files")})
