@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -533,4 +533,4 @@ def test_what_would_come_out_otherwise_in_stages_ends_the_first_step(name: str, 
 def test_only_the_first_step_begins_with_that_token() -> None:
     job = prepared("rarely")
     begins = [[int(job.data[group[0]][0]) for group in microbatches_of_step(job, step)] for step in range(STEPS)]  # pyright: ignore
-    assert begins[0][0] == FIRST and FIRST not in [*begins[0][1:], *begins[1], *begins[2]]
+    assert begins[0][0] == FIRST and FIRST not in [*begins[0][1:], *chain(*begins[1:])]
