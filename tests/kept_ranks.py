@@ -7,6 +7,7 @@ ranks and fails the test; the next job starts fresh ones.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -134,7 +135,10 @@ def _serve(connection: Connection) -> None:
         sys.path[:] = path
         os.environ.update(environment)
         try:
-            connection.send(("", function(*args)))
+            result = function(*args)
+            if psutil.Process().num_threads() > MOST_THREADS // 2:
+                gc.collect()  # models and groups that refer to each other are freed only then
+            connection.send(("", result))
         except BaseException:
             connection.send((traceback.format_exc(), None))
             return  # its process group may be in any state
