@@ -19,7 +19,7 @@ _cache = tempfile.TemporaryDirectory(prefix="evenly-cache-")  # gone with this p
 os.environ["XDG_CACHE_HOME"] = _cache.name
 
 
-# Files that take a minute or more, or have tests that do: begun first, so that none is left to one worker at the end.
+# The files that take longest, or have tests that do: begun first, so that none is left to one worker at the end.
 LONG = (
     "faults/test_campaign",
     "parallel/test_pipeline",

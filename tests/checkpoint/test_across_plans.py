@@ -23,7 +23,7 @@ from evenly.plan import parse_plan
 from evenly.train.run import Run
 from evenly.verify.verify import world_of
 
-SAVED_AT, STEPS = 2, 4
+SAVED_AT, STEPS = 2, 5
 Numbers = dict[str, torch.Tensor]
 Train = Callable[..., Numbers]
 

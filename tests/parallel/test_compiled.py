@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import Classifier, Sentences, classifier_job, tower_job
+from jobs import Classifier, classifier_job, tower_job
 from kept_ranks import KeptRanks
 from torch import nn
 
@@ -20,14 +20,8 @@ from evenly.verify.ranks import compare_job, keep_reference
 STEPS = 3
 
 
-RAGGED = "ddp"  # each length is compiled by itself, up to a limit; under other plans all samples have one
-
-
-def job(plan: str) -> evenly.Job:
-    if plan.startswith(RAGGED):
-        return tower_job(precision="float64")
-    data, eval_data = ([tokens[:5] for tokens in Sentences(count, seed=seed)] for count, seed in ((41, 0), (9, 1)))
-    return tower_job(precision="float64", data=data, eval_data=eval_data, cost=lambda _: 5)
+def job() -> evenly.Job:
+    return tower_job(precision="float64")
 
 
 def compare(plan: str, folder: Path, backend: str) -> tuple[RankComparison, int]:
@@ -43,7 +37,7 @@ def compare(plan: str, folder: Path, backend: str) -> tuple[RankComparison, int]
     torch.compiler.reset()
     before, compiled.BACKEND = compiled.BACKEND, counted
     try:
-        return compare_job(job(plan), plan, STEPS, folder), len(graphs)
+        return compare_job(job(), plan, STEPS, folder), len(graphs)
     finally:
         compiled.BACKEND = before
 
@@ -60,7 +54,7 @@ def compare(plan: str, folder: Path, backend: str) -> tuple[RankComparison, int]
 )
 def test_graphs_of_blocks_compute_what_one_device_does(plan: str, size: int, ranks: KeptRanks, tmp_path: Path) -> None:
     plan += " compile=blocks"
-    keep_reference(job(plan), STEPS, tmp_path / "reference")
+    keep_reference(job(), STEPS, tmp_path / "reference")
     traces, graphs = zip(*ranks.run(compare, plan, tmp_path, "aot_eager", size=size), strict=True)
     row = judge(plan, list(traces))
     assert (row.status, row.reason) == ("equal", "")
