@@ -10,6 +10,7 @@ from torch import nn
 
 from evenly.comm.collectives import decided_by_first
 from evenly.comm.world import World
+from evenly.data.generators import undisturbed
 from evenly.data.loader import Loader, share_of_step
 from evenly.engine.build import build_model
 from evenly.engine.precision import place_batch
@@ -33,7 +34,8 @@ def find_splits(job: Job, model: nn.Module, plan: Plan, world: World) -> Mapping
     def chosen() -> Selection:
         return choose_splits(plan, derivation_of(job, model, plan.precision))
 
-    return decided_by_first(chosen, world.group("world")).splits
+    with undisturbed(world.device):  # what rank 0 draws, the others do not
+        return decided_by_first(chosen, world.group("world")).splits
 
 
 def derivation_of(job: Job, model: nn.Module, precision: Precision) -> Derivation:

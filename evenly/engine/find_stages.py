@@ -12,6 +12,7 @@ from torch import nn
 
 from evenly.comm.collectives import decided_by_first
 from evenly.comm.world import World
+from evenly.data.generators import undisturbed
 from evenly.data.loader import Loader, share_of_evaluation, share_of_step
 from evenly.engine.build import build_model
 from evenly.engine.precision import autocast, place_batch
@@ -38,7 +39,8 @@ def find_stages(job: Job, model: nn.Module, plan: Plan, world: World) -> tuple[S
     """
     staged = StagedModel(model, "cpu")
     device = torch.device(world.device).type
-    found = decided_by_first(lambda: stage_plan_of(job, staged, plan, device=device)[0], world.group("world"))
+    with undisturbed(world.device):  # what rank 0 draws, the others do not
+        found = decided_by_first(lambda: stage_plan_of(job, staged, plan, device=device)[0], world.group("world"))
     staged.needs.written |= found.written
     staged.needs.early |= found.early
     return staged, found
