@@ -370,7 +370,7 @@ PACKAGE_LINES = {
     "cli": 1742,  # where there is no room; lists of checkpoints; restarts; tables; one launcher of several nodes
     "comm": 2453,  # what the first rank decides; exact sums; a store on one interface; what listens; ranks alone
     "data": 851,  # shares by speed; streams of updates and schedules; errors that hold no worker
-    "engine": ,  # random numbers left as they are; where bad numbers come from; optimizers of whole parameters; parameters between steps
+    "engine": 2223,  # random numbers left as they are; where bad numbers come from; optimizers of whole parameters
     "hardware": 986,  # where there can be no GPU; kinds of devices can be registered; numbers beyond all machines
     "launch": 3195,  # ranks that leave or abort; want of memory; doors and tunnels; rounds of nodes; restarts; signals
     "model": 554,  # parameters in one memory; modes that the job has set; made-up numbers; blocks of several classes
