@@ -370,13 +370,13 @@ PACKAGE_LINES = {
     "cli": 1742,  # where there is no room; lists of checkpoints; restarts; tables; one launcher of several nodes
     "comm": 2453,  # what the first rank decides; exact sums; a store on one interface; what listens; ranks alone
     "data": 851,  # shares by speed; streams of updates and schedules; errors that hold no worker
-    "engine": 2223,  # random numbers left as they are; where bad numbers come from; optimizers of whole parameters
+    "engine": 2226,  # small models are not watched; random numbers kept; where bad numbers come from; optimizers
     "hardware": 986,  # where there can be no GPU; kinds of devices can be registered; numbers beyond all machines
-    "launch": 3195,  # ranks that leave or abort; want of memory; doors and tunnels; rounds of nodes; restarts; signals
+    "launch": 3207,  # GPUs; ranks that leave or abort; want of memory; doors and tunnels; nodes; restarts; signals
     "model": 554,  # parameters in one memory; modes that the job has set; made-up numbers; blocks of several classes
     "observe": 1109,  # writing that hangs; the plans that a run was started under; ranks that stand still; slow ranks
     "parallel": 1,
-    "parallel.core": 2141,  # stale tensors; rules of buffers (averages, spectral norm); what code between steps finds
+    "parallel.core": 2146,  # stale tensors; rules of buffers (averages, spectral norm); what code between steps finds
     "parallel.data": 3202,  # layouts; exact buckets; optimizers of whole parameters; what units are given
     "parallel.tensor": 4133,  # experts, indices and convolutions on parts; split parameters between steps
     "parallel.pipeline": 3381,  # numbers inside blocks, draws between them; hooks; what blocks leave behind; layouts

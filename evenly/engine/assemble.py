@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,12 +30,15 @@ def build_and_compose(job: Job, plan: Plan, world: World) -> Composed:
     sharded = plan.data.zero_stage == 3 or plan.tensor.active or plan.pipeline.active
     if sharded:
         hand_back_freed_memory()
-    with ShardedInit(world.group("world")) if sharded else nullcontext() as init:
+    with ExitStack() as stack:
+        init = stack.enter_context(ShardedInit(world.group("world"))) if sharded else None
         # What is offloaded stays on the CPU; splitting takes each part to the rank's device.
         devices = ["cpu"] if sharded else devices_of(plan, world)
         modules = [build_model(job, precision=plan.precision, device=device) for device in devices]
         if init is not None:
             init.freeze()
+            if not init.has_large:
+                stack.close()  # the operations of all that follows need not be watched
             refuse_gradient_hooks(modules[0], plan)
         check_same_start(modules[0], world, init)
         before = memory_of(modules[0])

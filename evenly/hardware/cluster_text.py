@@ -8,7 +8,6 @@ FILE.toml                                  see cluster_file.py
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import replace
 from math import inf, prod
 from pathlib import Path
@@ -20,11 +19,11 @@ from evenly.hardware.devices import find_device, known_device
 from evenly.hardware.links import network_names
 from evenly.launch.allocator import cgroup_limit_bytes
 from evenly.launch.environment import available_cores
+from evenly.launch.gpus import may_have_gpus
 
 LOCAL = "local"
 MOST_GBITS = 1_000_000
 MOST_CPU_RANKS = 8  # beyond, processes cost more than they bring; --devices overrules it
-GPU_FILE = re.compile(r"nvidia|nvmap$|nvhost|kfd$|dxg$")  # in /dev: NVIDIA's driver, Jetson's, AMD's, that of WSL
 ACCEPTED = (
     "write 8xH100, 4x8xH100 (nodes x devices x kind), 4x8xH100@400 (Gb/s per device to other nodes), local or FILE.toml"
 )
@@ -67,7 +66,7 @@ def local_devices() -> int:
 
 def local_gpus() -> int:
     """How many GPUs this machine has; torch, which takes a second to import, is asked only where there may be any."""
-    if sys.platform == "linux" and not any(GPU_FILE.match(path.name) for path in Path("/dev").iterdir()):
+    if not may_have_gpus():
         return 0
     import torch
 

@@ -10,17 +10,15 @@ import sys
 from collections.abc import Iterable
 from contextlib import redirect_stdout, suppress
 from importlib import import_module
-from pathlib import Path
 
 from evenly.launch.environment import libraries_to_preload
+from evenly.launch.gpus import may_have_gpus
 
-GPU = Path("/dev/nvidiactl")
 
-
-def import_libraries(names: Iterable[str], gpu: Path = GPU) -> None:
-    """Imports `names`, each as `module` or `module:name`, whatever they raise; nothing where there is a `gpu`."""
+def import_libraries(names: Iterable[str]) -> None:
+    """Imports `names`, each as `module` or `module:name`, whatever they raise; nothing where there may be GPUs."""
     with redirect_stdout(sys.stderr):
-        for full in names if not gpu.exists() else ():
+        for full in () if may_have_gpus() else names:
             module, _, name = full.partition(":")
             with suppress(Exception):
                 getattr(import_module(module), name or "__name__")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import psutil
@@ -94,7 +93,7 @@ def test_an_unknown_gpu_of_this_machine_is_refused_with_the_nearest(monkeypatch:
         name = "NVIDIA H100 80GB HBM9"
         total_memory = 79 * 2**30
 
-    monkeypatch.setattr("evenly.hardware.cluster_text.GPU_FILE", re.compile(""))
+    monkeypatch.setattr("evenly.hardware.cluster_text.may_have_gpus", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Facts)
     with pytest.raises(UserError, match="H100 80GB HBM9") as caught:
@@ -107,7 +106,7 @@ def test_local_finds_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         name = "NVIDIA H100 80GB HBM3"
         total_memory = 79 * 2**30
 
-    monkeypatch.setattr("evenly.hardware.cluster_text.GPU_FILE", re.compile(""))
+    monkeypatch.setattr("evenly.hardware.cluster_text.may_have_gpus", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Facts)
     cluster = parse_cluster("local")

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from evenly.launch.environment import (
     rank_environment,
     tasks_per_node,
 )
+from evenly.launch.gpus import may_have_gpus
 
 TORCHRUN = {
     "RANK": "3",
@@ -237,3 +240,13 @@ def test_world_alone() -> None:
     assert World.alone().is_main
     assert World.alone().backend == "gloo"
     assert World.alone("cuda:1").backend == "nccl"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has these files")
+def test_files_of_gpu_drivers_are_known(tmp_path: Path) -> None:
+    (tmp_path / "null").touch()
+    assert not may_have_gpus(tmp_path)
+    for name in ("nvidiactl", "kfd", "dxg", "nvmap"):
+        (tmp_path / name).touch()
+        assert may_have_gpus(tmp_path), name
+        (tmp_path / name).unlink()

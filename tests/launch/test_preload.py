@@ -22,15 +22,19 @@ def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("libraries")
-def test_libraries_are_imported_whatever_one_of_them_raises(capsys: pytest.CaptureFixture[str]) -> None:
-    import_libraries(["no_such_library", "library_that_raises", "lazy_library:Model"], gpu=Path("/no/gpu"))
+def test_libraries_are_imported_whatever_one_of_them_raises(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("evenly.launch.preload.may_have_gpus", lambda: False)
+    import_libraries(["no_such_library", "library_that_raises", "lazy_library:Model"])
     assert "Model" in sys.modules.pop("lazy_library").asked
     assert capsys.readouterr() == ("", "imported\n")  # stdout is for a JSON document
 
 
 @pytest.mark.usefixtures("libraries")
-def test_nothing_is_imported_where_there_is_a_gpu(tmp_path: Path) -> None:
-    import_libraries(["lazy_library"], gpu=tmp_path)
+def test_nothing_is_imported_where_there_may_be_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evenly.launch.preload.may_have_gpus", lambda: True)
+    import_libraries(["lazy_library"])
     assert "lazy_library" not in sys.modules
 
 

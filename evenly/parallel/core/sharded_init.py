@@ -74,6 +74,11 @@ class ShardedInit(TorchDispatchMode):
         """The model is built: what is allocated from now on stays as it is."""
         self._frozen = True
 
+    @property
+    def has_large(self) -> bool:
+        """Whether there is a storage that may be offloaded."""
+        return bool(self._large)
+
     def fingerprint(self, tensor: torch.Tensor) -> int | None:
         """The fingerprint of the storage of an offloaded tensor; None for any other."""
         large = self._large.get(_key(tensor))
