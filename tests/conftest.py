@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -39,6 +40,10 @@ LONG = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here, places = Path(__file__).parent, {name: number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(str(item.path.relative_to(here).with_suffix("")), len(LONG)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # the modules of all tests stay to the end: no collection looks at them again
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -25,6 +25,7 @@ from evenly.comm.groups import Group
 from evenly.launch.environment import find_here
 
 PRELOAD = [
+    "evenly.launch.no_collection",
     "torch",
     "torch.distributed",
     "torch._dynamo",  # every optimizer imports it
@@ -47,6 +48,7 @@ class RankFailure(AssertionError):
 
 # Gloo's threads look for messages a hundred times a second, also those of groups that no job needs any more.
 MOST_THREADS = 60
+GRACE_S = 2.0  # in which others may report their failures
 
 
 class KeptRanks:
@@ -99,6 +101,10 @@ class KeptRanks:
                     error = "the process ended"
                 if error:
                     failures.append(f"rank {rank}: {error}")
+        if failures:  # of the others, which may have the cause
+            for connection in wait([*waiting], timeout=GRACE_S):
+                with suppress(EOFError):
+                    failures.append(f"rank {waiting[connection]}: {connection.recv()[0]}")
         if failures:
             self.close()
             raise RankFailure("\n".join(failures))
@@ -123,6 +129,8 @@ def _serve(connection: Connection) -> None:
 
     from evenly.parallel.data import grouping
 
+    gc.freeze()
+    gc.enable()
     torch.set_num_threads(1)
     grouping.SMALL_BYTES = grouping.WHOLE_BYTES = (
         0  # the blocks of small models are units, cut as those of large ones are

@@ -52,7 +52,10 @@ from evenly.observe.recorder import RankRecord
 Start = Literal["forkserver", "spawn", "fork"]
 
 # What every rank needs before its function can run.
-PRELOAD = ("torch", "torch.distributed", "torch.distributed.elastic.multiprocessing", "evenly.launch.rank")
+PRELOAD = (
+    *("evenly.launch.no_collection", "torch", "torch.distributed", "torch.distributed.elastic.multiprocessing"),
+    "evenly.launch.rank",
+)
 
 # Each look of the agent takes milliseconds from the ranks' cores: at torch's 0.1 s, 10 % of a slow one.
 LOOK_EVERY_S = 0.5

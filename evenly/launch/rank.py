@@ -7,6 +7,7 @@ forwarded, and its error with the time, so that the first of several failing ran
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import multiprocessing
 import os
@@ -217,6 +218,8 @@ class RankTask:
 
 def rank_main(assignment: RankTask) -> bytes:
     """Runs in each rank; returns the function's result, pickled."""
+    gc.freeze()  # a collection would pass over all that was imported, and take a copy of the memory that ranks share
+    gc.enable()
     local_rank, part = int(process_environment()["LOCAL_RANK"]), assignment.part
     become_environment(assignment.environment, {} if part is None else part.variables(local_rank))
     rank = int(process_environment()["RANK"])

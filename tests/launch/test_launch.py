@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import multiprocessing.util
 import os
 import shutil
@@ -47,6 +48,10 @@ def control_folder() -> str:
 def fail_without_logs(logs: Path) -> None:
     shutil.rmtree(logs)
     raise ValueError("nothing is left")
+
+
+def collector() -> tuple[bool, bool, int]:
+    return gc.isenabled(), gc.get_freeze_count() > 50_000, gc.get_threshold()[0]
 
 
 def rank_threads() -> int:
@@ -115,6 +120,10 @@ def test_ranks_talk_over_loopback() -> None:
 def test_threads_of_a_rank() -> None:
     results = start_ranks(rank_threads, (), Launch(devices=1, environment={"OMP_NUM_THREADS": "2"}))
     assert results == {0: 2}
+
+
+def test_a_rank_collects_garbage_of_its_own_alone() -> None:
+    assert launch(collector, devices=2) == [(True, True, gc.get_threshold()[0])] * 2
 
 
 @FORK
