@@ -367,12 +367,12 @@ FILE_LINES, FUNCTION_LINES, CLASS_LINES, ARGUMENTS = 500, 60, 300, 9
 PACKAGE_LINES = {
     "__init__": 891,  # torch_private: hooks, transformations, memory of parts; what a job imports; nodes of graphs
     "checkpoint": 2109,  # numbers that are not finite; pieces that overlap; a second place; snapshots
-    "cli": 1742,  # where there is no room; lists of checkpoints; restarts; tables; one launcher of several nodes
+    "cli": 1747,  # garbage; where there is no room; lists of checkpoints; restarts; tables; one launcher of several nodes
     "comm": 2453,  # what the first rank decides; exact sums; a store on one interface; what listens; ranks alone
     "data": 851,  # shares by speed; streams of updates and schedules; errors that hold no worker
     "engine": 2226,  # small models are not watched; random numbers kept; where bad numbers come from; optimizers
     "hardware": 986,  # where there can be no GPU; kinds of devices can be registered; numbers beyond all machines
-    "launch": 3207,  # GPUs; ranks that leave or abort; want of memory; doors and tunnels; nodes; restarts; signals
+    "launch": 3221,  # garbage; ranks that leave or abort; want of memory; doors and tunnels; nodes; restarts; signals
     "model": 554,  # parameters in one memory; modes that the job has set; made-up numbers; blocks of several classes
     "observe": 1109,  # writing that hangs; the plans that a run was started under; ranks that stand still; slow ranks
     "parallel": 1,
@@ -384,7 +384,7 @@ PACKAGE_LINES = {
     "planner": 5865,  # the plan that follows those that had no room
     "report": 1330,  # plans that had no room; tables of splits and pages of plans, which came from planner/ and cli/
     "train": 1825,  # state kept where there is no room; steps left out; speeds; a second place; the look at the job
-    "verify": 1577,  # data rules, measured rounding (again where a plan came out different), hidden state and resumes
+    "verify": 1626,  # full tensors; data rules, measured rounding (again where a plan came out different), resumes
 }
 # Parameters of a command are the options that it has on the command line.
 COMMANDS = PACKAGE / "cli" / "main.py"

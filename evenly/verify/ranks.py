@@ -16,11 +16,12 @@ from evenly.job import Job, Precision
 from evenly.jobfile import load_job
 from evenly.launch.environment import find_here
 from evenly.plan import PlanSpec, with_microbatch
-from evenly.torch_private import plain_name
+from evenly.torch_private import plain_name, without_subclasses
 from evenly.train.run import Run, start
 from evenly.verify.compare import RankComparison
 from evenly.verify.data_rules import broken_data_rule
 from evenly.verify.disturb import Disturbance, Disturber
+from evenly.verify.full import full_tensors
 from evenly.verify.hidden_state import find_hidden_state
 from evenly.verify.reference import evaluates, loss_not_additive, named_tensors, reference_steps
 from evenly.verify.shorten import shortened
@@ -141,7 +142,9 @@ def _compare_state(run: Run, comparison: RankComparison, expected: Trajectory) -
         named = named_tensors(run.model)
         if pipeline is not None:
             named = {name: tensor for name, tensor in named.items() if name not in pipeline.placeholders}
-        tensors = {name: run.composed.full_view(name, tensor) for name, tensor in named.items()}
+        with without_subclasses():  # of what they are, however they are shown
+            joined = full_tensors(named)
+        tensors = {name: run.composed.full_view(name, tensor) for name, tensor in joined.items()}
     comparison.add_tensors(step, tensors, expected.tensors(step))
     comparison.add_state(step, _full_state(run), expected.state(step))
     return tensors
@@ -154,13 +157,11 @@ def _full_state(run: Run) -> dict[str, torch.Tensor]:
     from evenly.train.resume import snapshot
 
     saved = snapshot(run)
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in saved.tensors.items():
-        if name.startswith(OPTIMIZER):
-            owner = plain_name(parameter_of(name))
-            full: Any = getattr(tensor, "full_tensor", None)
-            whole = tensor if full is None else full()
-            found[f"{name.rpartition('.')[2]} of {owner}"] = whole.detach().cpu()
+    state = full_tensors({name: tensor for name, tensor in saved.tensors.items() if name.startswith(OPTIMIZER)})
+    found = {
+        f"{name.rpartition('.')[2]} of {plain_name(parameter_of(name))}": tensor.detach().cpu()
+        for name, tensor in state.items()
+    }
     for owner, values in saved.values["optimizer"]["state"].items():
         numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
         found |= {f"{key} of {owner}": torch.tensor(value, dtype=torch.float64) for key, value in numbers.items()}
