@@ -16,6 +16,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from kept_ranks import KeptRanks
 
+import evenly.launch.no_collection  # noqa: F401  until all tests are imported
+
 _cache = tempfile.TemporaryDirectory(prefix="evenly-cache-")  # gone with this process
 os.environ["XDG_CACHE_HOME"] = _cache.name
 
@@ -43,7 +45,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # the modules of all tests stay to the end: no collection looks at them again
+    gc.freeze()  # the modules stay to the end
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
