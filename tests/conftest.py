@@ -17,6 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from kept_ranks import KeptRanks
 
 import evenly.launch.no_collection  # noqa: F401  until all tests are imported
+from evenly.launch.frozen import freeze_imports
 
 _cache = tempfile.TemporaryDirectory(prefix="evenly-cache-")  # gone with this process
 os.environ["XDG_CACHE_HOME"] = _cache.name
@@ -45,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # the modules stay to the end
+    freeze_imports()
     gc.enable()
 
 

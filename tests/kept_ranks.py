@@ -39,6 +39,7 @@ PRELOAD = [
     "evenly.engine.find_splits",
     "evenly.engine.pipeline_executor",
     "evenly.parallel.data.shards",
+    "evenly.launch.preload",
 ]
 
 
@@ -129,7 +130,6 @@ def _serve(connection: Connection) -> None:
 
     from evenly.parallel.data import grouping
 
-    gc.freeze()
     gc.enable()
     torch.set_num_threads(1)
     grouping.SMALL_BYTES = grouping.WHOLE_BYTES = (

@@ -181,7 +181,7 @@ def warm_up(preload: Sequence[str] = (), libraries: Sequence[str] = ()) -> None:
     # Stop signals are the launcher's to handle, also while the server imports.
     variables = {**rank_environment(process_environment()), PRELOAD_VARIABLE: ",".join(libraries)}
     with changed_environment(variables), hold_signals():
-        forkserver.set_forkserver_preload([*PRELOAD, *preload, *(["evenly.launch.preload"] if libraries else [])])
+        forkserver.set_forkserver_preload([*PRELOAD, *preload, "evenly.launch.preload"])
         try:
             forkserver.ensure_running()
         except OSError as problem:  # a socket's path has 107 bytes at most

@@ -1,4 +1,4 @@
-"""Imported by the forkserver: imports the libraries of a job once, where each rank would import them for itself.
+"""Imported by the fork server after all else: imports the libraries of a job once, and not once in every rank.
 
 A library that cannot be imported is left to the rank, which says so. Where there are GPUs nothing is imported: a
 library that touches one would keep the ranks, which are forked, from using it.
@@ -12,6 +12,7 @@ from contextlib import redirect_stdout, suppress
 from importlib import import_module
 
 from evenly.launch.environment import libraries_to_preload
+from evenly.launch.frozen import freeze_imports
 from evenly.launch.gpus import may_have_gpus
 
 
@@ -25,3 +26,4 @@ def import_libraries(names: Iterable[str]) -> None:
 
 
 import_libraries(libraries_to_preload())
+freeze_imports()

@@ -218,8 +218,7 @@ class RankTask:
 
 def rank_main(assignment: RankTask) -> bytes:
     """Runs in each rank; returns the function's result, pickled."""
-    gc.freeze()  # a collection would pass over all that was imported, and take a copy of the memory that ranks share
-    gc.enable()
+    gc.enable()  # which the fork server has not
     local_rank, part = int(process_environment()["LOCAL_RANK"]), assignment.part
     become_environment(assignment.environment, {} if part is None else part.variables(local_rank))
     rank = int(process_environment()["RANK"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import logging
 import random
 import sys
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from evenly.data.generators import undisturbed
+from evenly.launch.frozen import all_caches
 from evenly.torch_private import FAKE_TENSOR_LOGGER, fake_mode, masks_not_compared
 
 Source = Literal["parameter", "buffer", "constant"]
@@ -90,9 +90,7 @@ def _caches_cleared() -> Generator[None]:
 @lru_cache(maxsize=1)
 def _caches(modules: int) -> list[Any]:
     """All that there are while so many `modules` are imported; to look through all objects takes a second."""
-    kind = type(shared_fake_mode)
-    found: list[Any] = [one for one in gc.get_objects() if type(one) is kind]
-    return [one for one in found if getattr(one, "__module__", "").partition(".")[0] not in ("torch", "evenly")]
+    return [one for one in all_caches() if getattr(one, "__module__", "").partition(".")[0] not in ("torch", "evenly")]
 
 
 @contextmanager
