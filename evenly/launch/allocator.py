@@ -7,6 +7,9 @@ Blocks above 32 MiB, such as the logits of a large vocabulary, are kept only whi
 aligned memory, which does not fit into a freed block of the same size once a few bytes of it are in use. So the heap
 fragments, by half in steps of one shape, and further where lengths vary.
 
+Where samples vary in length, a rank would keep more and more, in pieces that no later step finds whole. What it holds
+is looked at from time to time, and once it has grown all freed memory is returned: the next step pays for it, once.
+
 While a model is built piece by piece, freed memory is returned instead: it rarely fits the next allocation.
 """
 
@@ -28,6 +31,9 @@ _OWN_MAPPINGS = 65_536  # blocks that may lie outside of the heap, which are han
 _CGROUP = Path("/sys/fs/cgroup")
 _MARGIN = 2  # free memory needed, and largest growth allowed, as a multiple of the ranks' peak
 _WARMUP_STEPS = 2  # steps until the peak includes the optimizer's state
+_STEPS_PER_LOOK = 50  # at how much the process holds
+_SETTLED_STEPS = 100  # by then it holds what steps need
+_GROWTH = 1.02  # from then on, until freed memory is returned
 
 
 def keep_freed_memory() -> bool:
@@ -40,18 +46,18 @@ def hand_back_freed_memory() -> bool:
     return _set_thresholds(_HANDED_BACK_BYTES, _HANDED_BACK_BYTES)
 
 
-class LargeBlocks:
-    """Keeps freed blocks of any size, from the second step on, while memory is plenty.
+class FreedMemory:
+    """Keeps freed blocks of any size, from the second step on, while memory is plenty; but returns what has grown.
 
     ranks: of this machine.
     """
 
     def __init__(self, *, ranks: int) -> None:
-        self._ranks, self._steps, self._warm_peak_bytes = ranks, 0, 0
+        self._ranks, self._steps, self._warm_peak_bytes, self._settled_bytes = ranks, 0, 0, 0
         self.active = False
 
     def after_step(self, peak_bytes: int, free_bytes: Callable[[], int]) -> None:
-        """Decides whether to keep large blocks in the next steps.
+        """Decides whether to keep large blocks in the next steps, and whether to return what was freed.
 
         peak_bytes: largest peak of a rank so far. free_bytes: returns the free memory of the machine.
         """
@@ -63,6 +69,27 @@ class LargeBlocks:
         elif self.active and peak_bytes > _MARGIN * self._warm_peak_bytes:
             self.active = False
             keep_freed_memory()
+        if self._steps % _STEPS_PER_LOOK == 0:
+            self._look(resident_bytes())
+
+    def _look(self, resident: int) -> None:
+        if self._steps <= _SETTLED_STEPS:
+            self._settled_bytes = resident
+        elif resident > _GROWTH * self._settled_bytes:
+            return_freed_memory()
+
+
+def return_freed_memory() -> bool:
+    """Returns to the system what this process has freed, in whole pages; whether the C library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    return trim is not None and bool(trim(0))
+
+
+def resident_bytes() -> int:
+    """Memory that this process holds."""
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
 
 
 def free_memory_bytes() -> int:

@@ -34,7 +34,7 @@ from evenly.engine.updater import Updater
 from evenly.errors import RunError, UserError, note_step, place_of
 from evenly.hardware.health import processor_in_words
 from evenly.job import Job
-from evenly.launch.allocator import LargeBlocks, free_memory_bytes, hand_back_freed_memory
+from evenly.launch.allocator import FreedMemory, free_memory_bytes, hand_back_freed_memory
 from evenly.launch.environment import available_cores, chosen_threads, find_here, keep_few_primitives
 from evenly.observe.run_folder import RunFolder
 from evenly.observe.sinks import Sink
@@ -92,7 +92,7 @@ class Run:
             if shapes_vary(job, decision.plan):
                 keep_few_primitives()  # before the first forward
         self.composed: Composed = build_and_compose(job, decision.plan, world)
-        self._large_blocks = _large_blocks(options, world)
+        self._freed_memory = _freed_memory(options, world)
         self.model = self.composed.model
         self.plan = decision.plan
         if self.composed.pipeline is not None:  # stages are found in the model
@@ -252,8 +252,8 @@ class Run:
         seed_past_torch(stream_key(self.job.seed, "after step", self.steps_done))
         self.stopped = totals.stop
         self.interrupt.note_stop(early=self.stopped and self.steps_done < self.steps)
-        if self._large_blocks is not None:
-            self._large_blocks.after_step(max(totals.memory_bytes), free_memory_bytes)
+        if self._freed_memory is not None:
+            self._freed_memory.after_step(max(totals.memory_bytes), free_memory_bytes)
         self.state_is_whole = True
 
     # -------------------------------------------------------------------------------------------- memory
@@ -384,12 +384,12 @@ def _memory_of_all(counter: MemoryCounter, composed: Composed, world: World) -> 
     return list(chain.from_iterable(gather_values(mine, world.group("world"))))
 
 
-def _large_blocks(options: RunOptions, world: World) -> LargeBlocks | None:
+def _freed_memory(options: RunOptions, world: World) -> FreedMemory | None:
     """What keeps freed memory on a CPU; where a run had no room before, it is returned."""
     if options.no_room:
         hand_back_freed_memory()
         return None
-    return LargeBlocks(ranks=world.local_size) if world.device == "cpu" else None
+    return FreedMemory(ranks=world.local_size) if world.device == "cpu" else None
 
 
 def left_early(ended: SystemExit, steps_done: int | None = None) -> RunError:

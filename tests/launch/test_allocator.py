@@ -12,7 +12,7 @@ import pytest
 from jobs import tower_job
 
 import evenly
-from evenly.launch.allocator import LargeBlocks, cgroup_limit_bytes, free_memory_bytes
+from evenly.launch.allocator import FreedMemory, cgroup_limit_bytes, free_memory_bytes
 
 PROGRAM = """
 import resource, torch
@@ -33,7 +33,7 @@ print(given_back, faults())
 """
 LARGE = """
 import resource, sys, torch
-from evenly.launch.allocator import LargeBlocks, keep_freed_memory
+from evenly.launch.allocator import FreedMemory, keep_freed_memory
 def faults():
     for _ in range(20):
         torch.ones(10_000_000)  # 40 MB
@@ -43,7 +43,7 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 assert keep_freed_memory()
 print(faults())
-blocks = LargeBlocks(ranks=2)
+blocks = FreedMemory(ranks=2)
 for peak in (10, 50, 100, 101):
     blocks.after_step(peak, lambda: int(sys.argv[1]))
     print(int(blocks.active), faults())
@@ -99,14 +99,14 @@ def test_a_step_that_needs_what_the_one_before_freed_takes_no_page_faults() -> N
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
-def test_large_blocks_are_kept_from_the_second_step_on_until_a_rank_holds_twice_as_much() -> None:
+def test_freed_memory_are_kept_from_the_second_step_on_until_a_rank_holds_twice_as_much() -> None:
     before, *after = printed(LARGE, "200")
     assert after[::2] == [0, 1, 1, 0]
     assert max(after[3], after[5]) < min(before, after[1]) / 2
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
-def test_large_blocks_are_not_kept_where_memory_is_scarce() -> None:
+def test_freed_memory_are_not_kept_where_memory_is_scarce() -> None:
     before, *after = printed(LARGE, "199")
     assert after[::2] == [0] * 4
     assert after[1::2] == pytest.approx([before] * 4, rel=0.2)
@@ -133,7 +133,7 @@ def test_what_is_freed_between_others_goes_back_to_the_system() -> None:
 
 def test_a_run_tells_after_every_step_what_a_rank_has_held(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
-    monkeypatch.setattr(LargeBlocks, "after_step", lambda self, peak_bytes, free_bytes: told.append(peak_bytes))
+    monkeypatch.setattr(FreedMemory, "after_step", lambda self, peak_bytes, free_bytes: told.append(peak_bytes))
     with evenly.start(tower_job(steps=3), plan="single") as run:
         for batch in run.batches():
             run.step(batch)
