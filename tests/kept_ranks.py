@@ -143,10 +143,8 @@ def _serve(connection: Connection) -> None:
         sys.path[:] = path
         os.environ.update(environment)
         try:
-            result = function(*args)
-            if psutil.Process().num_threads() > MOST_THREADS // 2:
-                gc.collect()  # models and groups that refer to each other are freed only then
-            connection.send(("", result))
+            connection.send(("", function(*args)))
+            gc.collect()  # models and groups that refer to each other are freed only then
         except BaseException:
             connection.send((traceback.format_exc(), None))
             return  # its process group may be in any state
