@@ -367,12 +367,12 @@ FILE_LINES, FUNCTION_LINES, CLASS_LINES, ARGUMENTS = 500, 60, 300, 9
 PACKAGE_LINES = {
     "__init__": 891,  # torch_private: hooks, transformations, memory of parts; what a job imports; nodes of graphs
     "checkpoint": 2109,  # numbers that are not finite; pieces that overlap; a second place; snapshots
-    "cli": 1747,  # garbage; where there is no room; lists of checkpoints; restarts; one launcher of several nodes
+    "cli": 1750,  # garbage; where there is no room; lists of checkpoints; restarts; one launcher of several nodes
     "comm": 2453,  # what the first rank decides; exact sums; a store on one interface; what listens; ranks alone
     "data": 851,  # shares by speed; streams of updates and schedules; errors that hold no worker
     "engine": 2226,  # small models are not watched; random numbers kept; where bad numbers come from; optimizers
     "hardware": 986,  # where there can be no GPU; kinds of devices can be registered; numbers beyond all machines
-    "launch": 3277,  # memory that grows; garbage; ranks that leave; want of memory; doors; nodes; restarts; signals
+    "launch": 3304,  # memory that grows; garbage; ranks that leave; want of memory; doors; nodes; restarts; signals
     "model": 554,  # parameters in one memory; modes that the job has set; made-up numbers; blocks of several classes
     "observe": 1109,  # writing that hangs; the plans that a run was started under; ranks that stand still; slow ranks
     "parallel": 1,

@@ -81,6 +81,9 @@ def _end(outcome: Report, ranks: _Ranks) -> int:
         )
         failed.do = with_way_on(failed, ranks.request, ranks.options.out)
         raise failed
+    if outcome.how == "left":
+        print("evenly: this node has left the run, which goes on without it", file=sys.stderr)
+        return exit_code(True, outcome.signum)
     if ranks.request.node_rank == 0 and ranks.summary is not None:
         print_summary(ranks.summary, ranks.request)
     elif outcome.how == "stopped" or not ranks.taken_in:

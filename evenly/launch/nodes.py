@@ -14,6 +14,7 @@ do. The store lives as long as that launcher: where it is gone, the run has ende
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 import time
@@ -70,6 +71,10 @@ class NodeRun:
     restarts: int = 0
     limits: Limits = field(default_factory=Limits)
 
+    def leaves(self, signum: int) -> bool:
+        """Whether this node, asked to stop as by a scheduler that takes it away, leaves a run that goes on."""
+        return signum == signal.SIGTERM and self.nodes.elastic and self.me.node > 0
+
     def run(self) -> Report:
         """Takes part until the run has ended; how it has. Raises `UserError` and `RunError`."""
         self.store.open()
@@ -110,11 +115,13 @@ def _take_part(run: NodeRun) -> Report:
         while isinstance(found := _next(run, client, number), Round):
             if run.me in found.members:
                 taken_in = True
-                _take_round(run, client, listening, found)
+                if (left := _take_round(run, client, listening, found)).how == "left":
+                    return left
             number += 1
     except SystemExit as stopped:  # by a signal, between rounds; one that waits to be taken in leaves alone
-        if isinstance(stopped.code, int) and (taken_in or not number):
-            client.set("stop", str(stopped.code - EXIT_STOPPED))
+        signum = stopped.code - EXIT_STOPPED if isinstance(stopped.code, int) else 0
+        if signum and (taken_in or not number) and not run.leaves(signum):
+            client.set("stop", str(signum))
         raise
     with suppress(DistError):
         client.set(f"read {run.me.token}", "")
@@ -133,10 +140,10 @@ def _next(run: NodeRun, client: Any, number: int) -> Round | Report:
         time.sleep(BETWEEN_LOOKS_S)
 
 
-def _take_round(run: NodeRun, client: Any, listening: Any, found: Round) -> None:
+def _take_round(run: NodeRun, client: Any, listening: Any, found: Round) -> Report:
     """Runs the ranks of this node, and reports how that has ended."""
     stop, orders, over, leaving = StopRequest(), Orders(), threading.Event(), None
-    listener = threading.Thread(target=_listen, args=(listening, found.number, stop, orders, over), daemon=True)
+    listener = threading.Thread(target=_listen, args=(run, listening, found.number, stop, orders, over), daemon=True)
     listener.start()
     try:
         stopped = run.start(found, stop, orders)
@@ -156,11 +163,20 @@ def _take_round(run: NodeRun, client: Any, listening: Any, found: Round) -> None
     finally:
         over.set()
         listener.join()
-    if stop.signum and not client.check(["stop"]):
-        client.set("stop", str(stop.signum))
+    signum = stop.signum or max(0, report.exit_code - EXIT_STOPPED)
+    if run.leaves(signum) and (report.how in ("stopped", "ended") or report.exit_code > EXIT_STOPPED):
+        report = Report(how="left", signum=signum)
+    _tell_stop(run, client, stop)
     client.set(f"report {found.number} {run.me.token}", report.to_text())
     if leaving is not None:
         raise leaving
+    return report
+
+
+def _tell_stop(run: NodeRun, client: Any, stop: StopRequest) -> None:
+    """Asks all nodes to stop where this one was asked to, unless it alone is to leave."""
+    if stop.signum and not run.leaves(stop.signum) and not client.check(["stop"]):
+        client.set("stop", str(stop.signum))
 
 
 def _as_report(failed: EvenlyError, orders: Orders) -> Report:
@@ -172,16 +188,13 @@ def _as_report(failed: EvenlyError, orders: Orders) -> Report:
     return replace(words, rank=failed.rank, step=failed.step, kind=failed.kind, traceback=failed.traceback)
 
 
-def _listen(client: Any, number: int, stop: StopRequest, orders: Orders, over: threading.Event) -> None:
+def _listen(run: NodeRun, client: Any, number: int, stop: StopRequest, orders: Orders, over: threading.Event) -> None:
     """Passes on what node 0 orders, and a stop that this launcher was asked for; for a thread."""
     from torch.distributed import DistError
 
-    said = False
     try:
         while not over.wait(BETWEEN_LOOKS_S):
-            if stop.signum and not said:
-                client.set("stop", str(stop.signum))
-                said = True
+            _tell_stop(run, client, stop)
             if client.check([f"order {number}"]):
                 order = client.get(f"order {number}")
                 orders.pause, orders.end = True, order == b"end"
@@ -319,6 +332,10 @@ class Coordinator:
         view, last = self.view, judge(self.view)
         for member in view.unreported:
             self._refuse(client, member, "its ranks had to be ended, and were not: start it again")
+        for member in view.round.members if view.round else ():
+            if member.node in view.reports and view.reports[member.node].how == "left":
+                self.refused.add(member.token)  # its launcher is about to end
+                _say(f"{member} leaves")
         pause = 0.0
         if last.how != "paused":
             if last.how != "failed":

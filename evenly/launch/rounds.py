@@ -2,7 +2,8 @@
 
 A round is one start of the ranks of some nodes, its members. It is over when all of them have reported. Where a rank
 fails or a node is gone, the others end their ranks and report that; what is left goes on in another round. A node that
-comes while a round is under way has it pause at the next checkpoint, and takes part in the next.
+comes while a round is under way has it pause at the next checkpoint, and takes part in the next. One that leaves by
+itself (SIGTERM, in an elastic run) has it pause after the step.
 """
 
 from __future__ import annotations
@@ -115,10 +116,11 @@ class Report:
     """How a round has ended for the ranks of one node; or for all of them, and the whole run.
 
     ended: its ranks were ended as they were asked to. stopped: before the last step, by `signum`, if that is known.
-    paused: for a node that has come. lost: nodes that are gone. The others are those of `FailedRank`.
+    left: likewise, and the run goes on without this node. paused: for a node that has come or left. lost: nodes that
+    are gone. The others are those of `FailedRank`.
     """
 
-    how: Literal["done", "stopped", "paused", "ended", "failed"]
+    how: Literal["done", "stopped", "left", "paused", "ended", "failed"]
     signum: int = 0
     asked: str = ""
     found: str = ""
@@ -259,6 +261,8 @@ def judge(view: View) -> Report:
         if not view.gone:
             found = f"the launcher has not ended its ranks within {view.limits.end_s:.0f} s"
         return Report(how="failed", asked=asked, found=found, lost=True)
+    if any(report.how == "left" for report in reports):
+        return Report(how="paused")
     if failed:
         return failed[0]
     return Report(how="paused" if view.pausing else "stopped")

@@ -157,3 +157,19 @@ def test_a_signal_on_one_node_ends_the_run_on_all_and_leads_to_no_restart(nodes:
     assert [process.wait(LIMIT_S) for process in started] == [143, 143], nodes.said(0)
     assert "restart" not in nodes.said(0) and "--resume --out out" in nodes.said(0)
     assert nodes.steps and "the run was stopped by SIGTERM" in nodes.said(1)
+
+
+def test_a_node_that_a_scheduler_takes_away_leaves_and_the_run_goes_on(nodes: Nodes) -> None:
+    nodes.hold.touch()
+    stays, leaves = (nodes.start(node, nodes="1:2") for node in range(2))
+    nodes.until(lambda: 2 in nodes.steps)
+    leaves.send_signal(signal.SIGTERM)
+    nodes.tree(leaves)
+    nodes.hold.unlink()
+    assert leaves.wait(LIMIT_S) == 143
+    nodes.tree(stays)
+    assert stays.wait(LIMIT_S) == 0, nodes.said(0)
+    assert "this node has left the run, which goes on without it" in nodes.said(1)
+    said = nodes.said(0)
+    assert "node 1 (" in said and "leaves" in said and "evenly: nodes 0 take part" in said and "restart" not in said
+    assert "goes on from step 3" in said  # the one under way, of which nothing is lost

@@ -27,6 +27,7 @@ A, B, C = (Member(node, f"token{node}", f"host{node}", devices=2) for node in ra
 DONE = Report(how="done", exit_code=0)
 ENDED = Report(how="ended")
 STOPPED = Report(how="stopped")
+LEFT = Report(how="left", signum=15)
 RAISED = Report(
     how="failed",
     asked="rank 3 failed at step 7",
@@ -126,6 +127,10 @@ def test_a_node_that_comes_has_the_round_pause_once() -> None:
         ([DONE, STOPPED, STOPPED], {"pausing": True}, "paused"),
         ([STOPPED, STOPPED, STOPPED], {"pausing": True, "signum": 2}, "stopped"),
         ([STOPPED, STOPPED, STOPPED], {}, "stopped"),
+        ([STOPPED, STOPPED, LEFT], {}, "paused"),
+        ([PEER, STOPPED, LEFT], {}, "paused"),
+        ([KILLED, STOPPED, LEFT], {}, "failed"),
+        ([STOPPED, LEFT, LEFT], {"signum": 15}, "stopped"),
         ([PEER, SIGNALLED, ENDED], {}, "stopped"),
         ([PEER, KILLED, ENDED], {"signum": 2}, "stopped"),
         ([PEER, RAISED, KILLED], {"pausing": True}, "failed"),
