@@ -372,7 +372,7 @@ PACKAGE_LINES = {
     "data": 851,  # shares by speed; streams of updates and schedules; errors that hold no worker
     "engine": 2226,  # small models are not watched; random numbers kept; where bad numbers come from; optimizers
     "hardware": 986,  # where there can be no GPU; kinds of devices can be registered; numbers beyond all machines
-    "launch": 3304,  # memory that grows; garbage; ranks that leave; want of memory; doors; nodes; restarts; signals
+    "launch": 3310,  # memory that grows; garbage; ranks that leave; want of memory; doors; nodes; restarts; signals
     "model": 554,  # parameters in one memory; modes that the job has set; made-up numbers; blocks of several classes
     "observe": 1109,  # writing that hangs; the plans that a run was started under; ranks that stand still; slow ranks
     "parallel": 1,

@@ -7,8 +7,9 @@ Blocks above 32 MiB, such as the logits of a large vocabulary, are kept only whi
 aligned memory, which does not fit into a freed block of the same size once a few bytes of it are in use. So the heap
 fragments, by half in steps of one shape, and further where lengths vary.
 
-Where samples vary in length, a rank would keep more and more, in pieces that no later step finds whole. What it holds
-is looked at from time to time, and once it has grown all freed memory is returned: the next step pays for it, once.
+Where samples vary in length, a rank would keep more and more, in pieces that no later step finds whole: what lives on
+lies between them, the primitives of oneDNN above all, made when a length comes. What it holds is looked at from time to
+time; where it has grown, all that was freed is returned, which the next step pays for.
 
 While a model is built piece by piece, freed memory is returned instead: it rarely fits the next allocation.
 """
@@ -31,9 +32,9 @@ _OWN_MAPPINGS = 65_536  # blocks that may lie outside of the heap, which are han
 _CGROUP = Path("/sys/fs/cgroup")
 _MARGIN = 2  # free memory needed, and largest growth allowed, as a multiple of the ranks' peak
 _WARMUP_STEPS = 2  # steps until the peak includes the optimizer's state
-_STEPS_PER_LOOK = 50  # at how much the process holds
-_SETTLED_STEPS = 100  # by then it holds what steps need
-_GROWTH = 1.02  # from then on, until freed memory is returned
+_STEPS_PER_LOOK = 40  # at how much the process holds
+_SETTLED_STEPS = 120  # by then it holds what steps need
+_GROWTH = 1.03  # from then on, until freed memory is returned
 
 
 def keep_freed_memory() -> bool:

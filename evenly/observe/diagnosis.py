@@ -37,10 +37,9 @@ def explain(
     by_rank = {record.rank: record for record in records}
     groups = {entry.call.group for record in by_rank.values() for entry in record.entries if entry.number}
     diagnoses = [_of_group(name, by_rank, now_s, exit_reasons or {}) for name in sorted(groups)]
-    found = [diagnosis for diagnosis in diagnoses if diagnosis is not None] or _of_point_to_point(
-        by_rank, now_s, exit_reasons or {}
-    )
-    waiting = {rank for rank, record in by_rank.items() if inside(record)}
+    found = [diagnosis for diagnosis in diagnoses if diagnosis is not None]
+    found += _of_point_to_point(by_rank, now_s, exit_reasons or {})
+    waiting = {rank for rank, record in by_rank.items() if is_waiting(record)}
     # Of several, the one whose ranks are not waiting themselves.
     return min(found, key=lambda diagnosis: len(waiting.intersection(diagnosis.ranks)), default=None)
 
@@ -127,10 +126,10 @@ _PEER = re.compile(r"(?:to|from) (\d+)")
 def _of_point_to_point(
     by_rank: Mapping[int, RankRecord], now_s: float, exit_reasons: Mapping[int, str]
 ) -> list[Diagnosis]:
-    """For each rank inside a send or receive, where its peer is."""
+    """For each rank that waits in a send or receive, where its peer is."""
     diagnoses: list[Diagnosis] = []
     for rank, record in by_rank.items():
-        entry = inside(record)
+        entry = inside(record) if is_waiting(record) else None
         peer = _PEER.search(entry.call.detail) if entry and not entry.number else None
         if entry and peer and rank not in exit_reasons:
             other = ranks_of_group(entry.call.group)[int(peer[1])]

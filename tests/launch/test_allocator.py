@@ -60,6 +60,16 @@ pieces = [torch.ones(500_000) for _ in range(40)]  # 2 MB each
 pieces = pieces[::2]
 print((resident() - before) / 40e6)
 """
+RETURNED = """
+import resource, torch
+from evenly.launch.allocator import keep_freed_memory, resident_bytes, return_freed_memory
+assert keep_freed_memory()
+pieces = [torch.ones(250_000) for _ in range(100)]  # 1 MB each
+pieces = pieces[1::2]
+held = resident_bytes()
+assert return_freed_memory()
+print((held - resident_bytes()) / 50e6, sum(float(piece.sum()) for piece in pieces))
+"""
 
 LENGTHS = """
 import ctypes, torch, evenly
@@ -99,14 +109,14 @@ def test_a_step_that_needs_what_the_one_before_freed_takes_no_page_faults() -> N
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
-def test_freed_memory_are_kept_from_the_second_step_on_until_a_rank_holds_twice_as_much() -> None:
+def test_large_blocks_are_kept_from_the_second_step_on_until_a_rank_holds_twice_as_much() -> None:
     before, *after = printed(LARGE, "200")
     assert after[::2] == [0, 1, 1, 0]
     assert max(after[3], after[5]) < min(before, after[1]) / 2
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
-def test_freed_memory_are_not_kept_where_memory_is_scarce() -> None:
+def test_large_blocks_are_not_kept_where_memory_is_scarce() -> None:
     before, *after = printed(LARGE, "199")
     assert after[::2] == [0] * 4
     assert after[1::2] == pytest.approx([before] * 4, rel=0.2)
@@ -129,6 +139,24 @@ def test_samples_of_many_lengths_do_not_leave_the_heap_in_pieces() -> None:
 def test_what_is_freed_between_others_goes_back_to_the_system() -> None:
     (taken,) = printed(HALF)
     assert 0.9 < taken < 1.2  # of what the pieces that are left hold
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be asked")
+def test_what_was_freed_between_others_can_be_returned() -> None:
+    returned, whole = printed(RETURNED)
+    assert 0.8 < returned < 1.2 and whole == 50 * 250_000
+
+
+def test_freed_memory_is_returned_where_a_rank_has_grown_since_its_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, returned = iter((70, 80, 100, 103, 104, 105, 99, 103, 120)), list[int]()
+    memory = FreedMemory(ranks=1)
+    monkeypatch.setattr(f"{FreedMemory.__module__}.resident_bytes", lambda: next(held))
+    monkeypatch.setattr(f"{FreedMemory.__module__}.return_freed_memory", lambda: returned.append(len(told)))
+    told = list[int]()
+    while len(told) < 360:
+        told.append(1)
+        memory.after_step(1, lambda: 0)
+    assert returned == [200, 240, 360] and next(held, None) is None
 
 
 def test_a_run_tells_after_every_step_what_a_rank_has_held(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,6 +94,19 @@ def test_point_to_point() -> None:
     assert text.startswith("rank 0 waits in recv from 1, tag 0 (pass_on (train.py:12)); rank 1 is in Lines")
 
 
+def test_a_rank_that_reads_ahead_is_the_one_that_its_peer_waits_for() -> None:
+    recv = CollectiveCall("recv", "pipeline [0-1]", "float32", (3,), "from 1, tag 0", "", "pass_on (train.py:12)")
+    ahead, waits = record(0, (0, recv), in_own_code=True), record(1, (0, recv._replace(detail="from 0, tag 0")))
+    assert text_of(ahead, waits).endswith("; rank 0 is in Lines.__getitem__ (data.py:31) since 40 s")
+
+
+def test_a_rank_that_waits_for_another_is_not_the_cause() -> None:
+    recv = CollectiveCall("recv", "pipeline [1, 3]", "float32", (3,), "from 1, tag 0", "", "pass_on (train.py:12)")
+    sums = CALL._replace(group="data [0-1]")
+    loops = record(3, in_own_code=True)
+    assert "; rank 3 is in Lines" in text_of(record(0, sums), record(1, (0, recv)), record(2, inside=False), loops)
+
+
 def test_nothing_wrong_is_nothing() -> None:
     assert text_of(record(0, CALL, CALL), record(1, CALL, CALL)) == ""
     assert text_of(record(0, CALL, inside=False), record(1, CALL, CALL, inside=False)) == ""
