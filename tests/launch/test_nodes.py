@@ -131,19 +131,30 @@ def test_too_few_nodes_wait_for_others_no_longer_than_their_limit() -> None:
         assert one.result(LIMIT_S).found == "node 2 did not come within 4 s"
 
 
-@pytest.mark.parametrize("node", [0, 1])
-def test_a_stop_on_one_node_ends_the_run_on_all(node: int) -> None:
+@pytest.mark.parametrize(("node", "signum"), [(0, 15), (1, 2)])
+def test_a_stop_on_one_node_ends_the_run_on_all(node: int, signum: int) -> None:
     def ranks(_: Launchers, mine: int, __: Round, stop: StopRequest, orders: Orders) -> bool:
         if mine == node:
-            stop.ask(15)
+            stop.ask(signum)
         time.sleep(0.5)
         return not orders.end
 
     launchers = Launchers(ranks, NodeRange(2, 3), restarts=9)
     for one in [launchers.start(number) for number in range(3)]:
         found = one.result(LIMIT_S)
-        assert (found.how, found.signum) == ("stopped", 15)
+        assert (found.how, found.signum) == ("stopped", signum)
     assert [*launchers.rounds] == [0]
+
+
+def test_a_node_that_is_taken_away_leaves_a_run_that_may_have_fewer() -> None:
+    def ranks(_: Launchers, mine: int, found: Round, stop: StopRequest, __: Orders) -> bool:
+        if mine == 1 and not found.number:
+            stop.ask(15)
+        return not found.number  # all ranks stop with one of them
+
+    launchers = Launchers(ranks, NodeRange(2, 3))
+    outcomes = [one.result(LIMIT_S) for one in [launchers.start(number) for number in range(3)]]
+    assert [(one.how, one.signum) for one in outcomes] == [("done", 0), ("left", 15), ("done", 0)]
 
 
 def test_where_node_0_is_gone_the_others_end_their_ranks_and_say_so() -> None:
