@@ -376,7 +376,7 @@ PACKAGE_LINES = {
     "model": 554,  # parameters in one memory; modes that the job has set; made-up numbers; blocks of several classes
     "observe": 1109,  # writing that hangs; the plans that a run was started under; ranks that stand still; slow ranks
     "parallel": 1,
-    "parallel.core": 2146,  # stale tensors; rules of buffers (averages, spectral norm); what code between steps finds
+    "parallel.core": 2147,  # stale tensors, frozen too; rules of buffers (averages, spectral norm); code between steps
     "parallel.data": 3202,  # layouts; exact buckets; optimizers of whole parameters; what units are given
     "parallel.tensor": 4133,  # experts, indices and convolutions on parts; split parameters between steps
     "parallel.pipeline": 3381,  # numbers inside blocks, draws between them; hooks; what blocks leave behind; layouts

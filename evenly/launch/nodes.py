@@ -164,7 +164,7 @@ def _take_round(run: NodeRun, client: Any, listening: Any, found: Round) -> Repo
         over.set()
         listener.join()
     signum = stop.signum or max(0, report.exit_code - EXIT_STOPPED)
-    if run.leaves(signum) and (report.how in ("stopped", "ended") or report.exit_code > EXIT_STOPPED):
+    if run.leaves(signum) and report.how != "done":
         report = Report(how="left", signum=signum)
     _tell_stop(run, client, stop)
     client.set(f"report {found.number} {run.me.token}", report.to_text())

@@ -146,10 +146,13 @@ def test_a_stop_on_one_node_ends_the_run_on_all(node: int, signum: int) -> None:
     assert [*launchers.rounds] == [0]
 
 
-def test_a_node_that_is_taken_away_leaves_a_run_that_may_have_fewer() -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_node_that_is_taken_away_leaves_a_run_that_may_have_fewer(fails: bool) -> None:
     def ranks(_: Launchers, mine: int, found: Round, stop: StopRequest, __: Orders) -> bool:
         if mine == 1 and not found.number:
             stop.ask(15)
+            if fails:
+                raise FailedRank("rank 1 failed", "it was killed", "", rank=1, kind="killed")
         return not found.number  # all ranks stop with one of them
 
     launchers = Launchers(ranks, NodeRange(2, 3))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -29,6 +31,19 @@ def test_lists_closures_and_views_of_what_was_a_parameter_raise() -> None:
         with pytest.raises(RunError, match="using weight past its module"):
             use()
     assert model.weight.sum().isfinite() and model.bias.sum().isfinite()
+
+
+def test_what_was_imported_before_ranks_were_forked_raises_as_well() -> None:
+    model = nn.Linear(3, 4)
+    kept, before = [model.weight], memory_of(model)
+    gc.freeze()
+    try:
+        moved(model)
+        mark_stale(before, [model])
+    finally:
+        gc.unfreeze()
+    with pytest.raises(RunError, match="using weight past its module"):
+        kept[0].sum()
 
 
 def test_nothing_is_marked_where_nothing_is_left_behind() -> None:

@@ -34,6 +34,7 @@ def mark_stale(before: Memory, models: Iterable[nn.Module]) -> None:
         return
     gc.collect()
     if left := _alive(before, used):
+        gc.unfreeze()  # else those of libraries that the fork server has imported would not be shown
         for found in gc.get_objects():
             if type(found) in STALE and has_memory(found) and (name := left.get(memory_key(found))) is not None:
                 found.__class__ = STALE[type(found)]
