@@ -73,7 +73,7 @@ def block(run: Run, batches: Any, way: str, out: Path) -> tuple[float, float, fl
     wait = None
     if way == "evenly":
         run.save()
-        wait = run._store.finish  # type: ignore[union-attr]
+        wait = run.store.finish  # type: ignore[union-attr]
     elif way == "torch":
         with run.state_as_saved():
             tensors, _ = read_state(run.model, run.optimizer)

@@ -3,8 +3,8 @@
     python benchmarks/memory/balance.py        four virtual devices on the CPU; a minute
 
 A language model with a vocabulary much larger than its width trains two steps under each plan; bytes of live tensors
-are counted per device (`Run.counting_memory`), each device at its own peak. Kept in benchmarks/results/balance.json,
-which docs/pictures/balance.py draws.
+are counted per device (`train.step.counting_memory`), each device at its own peak. Kept in
+benchmarks/results/balance.json, which docs/pictures/balance.py draws.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 import evenly
 from evenly.launch.agent import Launch, start_ranks
+from evenly.train.step import counting_memory
 
 RESULTS = Path(__file__).parents[1] / "results" / "balance.json"
 DEVICES = 4
@@ -66,7 +67,7 @@ def job() -> evenly.Job:
 
 def peaks(plan: str) -> list[dict[str, int]]:
     """Bytes by category at the peak of each device of this process."""
-    with evenly.start(job(), plan=plan) as run, run.counting_memory() as counter:
+    with evenly.start(job(), plan=plan) as run, counting_memory(run) as counter:
         for batch in run.batches():
             run.step(batch)
     return [dict(counter.peaks[number]) for number in range(run.plan.replicas.count)]  # pyright: ignore[reportArgumentType]

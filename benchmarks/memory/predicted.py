@@ -28,6 +28,7 @@ from evenly.launch.agent import Launch, start_ranks
 from evenly.plan import parse_plan
 from evenly.planner.job_memory import memory_of_ranks
 from evenly.planner.job_profile import JobProfiler
+from evenly.train.step import counting_memory
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "memory_predicted.json"
@@ -117,7 +118,7 @@ def tracked(name: str, plans: Sequence[str]) -> list[list[dict[str, int]] | str]
                 batches = run.batches()
                 run.step(next(batches))
                 batch = next(batches)
-                with run.counting_memory() as counter:
+                with counting_memory(run) as counter:
                     run.step(batch)
                 found.append([dict(counter.peaks.get(one.number, {})) for one in run.composed.replicas])
         except UserError as problem:  # raised by all ranks alike

@@ -29,6 +29,7 @@ from torch.nn import functional as F
 
 import evenly
 from evenly.launch.agent import Launch, start_ranks
+from evenly.train.step import counting_memory
 
 RESULTS = Path(__file__).parents[1] / "results" / "zero.json"
 RANKS = (2, 4, 8)
@@ -79,7 +80,7 @@ def held(zero: int, ranks: int) -> tuple[int, list[dict[str, int]], dict[str, in
         batches = run.batches()
         run.step(next(batches))  # from now on the optimizer has its state
         moments: list[dict[str, int]] = []
-        with run.counting_memory() as counter:
+        with counting_memory(run) as counter:
 
             def look(*_: Any) -> None:
                 moments.append({category: size for (_, category), size in counter.now.items()})

@@ -23,6 +23,7 @@ from evenly.launch.agent import Launch, start_ranks
 from evenly.parallel.core.memory import MemoryCounter
 from evenly.parallel.pipeline.orders import orders
 from evenly.plan.schedule import SCHEDULES, Action, Kind, Schedule, stages_per_rank
+from evenly.train.step import counting_memory
 
 RANKS, MICROBATCHES, BLOCKS, WIDTH, SAMPLES = (2, 4), 8, 16, 64, 128
 INNERS = (4 * WIDTH,) * BLOCKS
@@ -67,7 +68,7 @@ def held(schedule: Schedule, ranks: int) -> tuple[int, int]:
         batches = run.batches()
         run.step(next(batches))
         batch = next(batches)
-        with run.counting_memory() as counter, Most(counter) as most:
+        with counting_memory(run) as counter, Most(counter) as most:
             run.step(batch)
     return most.bytes, counter.peak_bytes(0)
 

@@ -278,7 +278,7 @@ def _check_record(path: Path, record: FileRecord, *, digests: bool) -> None:
         size_bytes = path.stat().st_size
         if size_bytes != record.size_bytes:
             raise Unsound(f"{path.name} has {size_bytes} bytes, its manifest says {record.size_bytes}")
-        if digests and hash_file(path) != record.blake2b:
+        if digests and hash_file(path) != record.xxh3:
             raise Unsound(f"{path.name} was altered: its hash is not the one in the manifest")
     except OSError as error:
         raise Unsound(f"{path.name} cannot be read ({error})") from None

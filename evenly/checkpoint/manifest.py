@@ -14,11 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from xxhash import xxh3_128
+
 T = TypeVar("T")
 
 FORMAT = "evenly-checkpoint"
-VERSION = 1
-HASH_BYTES = 32
+VERSION = 2
 MODEL, OPTIMIZER = "model.", "optimizer."  # what names of tensors begin with
 # A plain name in the checkpoint's own folder: no separator, no leading dot.
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
@@ -42,10 +43,10 @@ class TensorForm:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size and blake2b hash (hex) of one file."""
+    """Size and XXH3 hash of 128 bits (hex) of one file: it finds damage, at the speed of memory."""
 
     size_bytes: int
-    blake2b: str
+    xxh3: str
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def from_text(text: str) -> Manifest:
     _need(fields.get("format") == FORMAT, f"its manifest is not of the format {FORMAT!r}")
     version = fields.get("version")
     _need(_is_count(version), "the version in its manifest is not a number")
-    _need(cast("int", version) <= VERSION, f"it has format version {version}, this evenly reads up to {VERSION}")
+    _need(version == VERSION, f"it has format version {version}, this evenly reads {VERSION}")
     digest = fields.pop("digest", None)
     _need(
         isinstance(digest, str) and digest == _digest_or_none(fields),
@@ -92,9 +93,9 @@ def from_text(text: str) -> Manifest:
 
 
 def hash_file(path: Path) -> str:
-    """blake2b of a file's content, hex."""
+    """XXH3 of a file's content, hex."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, _blake2b).hexdigest()
+        return hashlib.file_digest(file, xxh3_128).hexdigest()
 
 
 def differences(saved: Mapping[str, TensorForm], wanted: Mapping[str, TensorForm]) -> list[str]:
@@ -115,14 +116,9 @@ def _fields(manifest: Manifest) -> dict[str, Any]:
     return {"format": FORMAT, "version": VERSION, **asdict(manifest)}
 
 
-def _blake2b() -> hashlib.blake2b:
-    return hashlib.blake2b(digest_size=HASH_BYTES)
-
-
 def _digest(fields: Mapping[str, Any]) -> str:
-    hashed = _blake2b()
-    hashed.update(json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode())
-    return hashed.hexdigest()
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
 
 
 def _digest_or_none(fields: Mapping[str, Any]) -> str | None:
@@ -172,7 +168,7 @@ def _file_record(name: str, row: dict[str, Any]) -> FileRecord:
         FILE_NAME.fullmatch(name) is not None,
         f"its manifest names the file {name!r}, which is no name of a checkpoint file",
     )
-    size, hashed = row.get("size_bytes"), row.get("blake2b")
+    size, hashed = row.get("size_bytes"), row.get("xxh3")
     _need(_is_count(size) and isinstance(hashed, str), f"the record of {name} in its manifest is malformed")
     return FileRecord(cast("int", size), cast("str", hashed))
 

@@ -149,9 +149,9 @@ class CheckpointStore:
             raise UserError("save a checkpoint", f"step {snapshot.step!r}", "number steps by whole numbers from 0")
         self.finish()
         self.lock()
-        staged = self._stage(snapshot.tensors)
+        staged = self._stage(self._own(snapshot.tensors))
         finite = None if score is None or not math.isfinite(score) else float(score)
-        forms = {name: form_of(tensor) for name, tensor in staged.items()}
+        forms = {name: form_of(tensor) for name, tensor in snapshot.tensors.items()}
         manifest = Manifest(snapshot.step, finite, {}, forms, values)
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="evenly-checkpoint")
         must_be_finite = [name for name in staged if name in snapshot.finite]
@@ -234,6 +234,16 @@ class CheckpointStore:
         place.check_files(manifest, names)
         if self._ranks.rank == 0:
             place.check_whole(manifest)
+
+    def _own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What this rank writes: of plain tensors that all ranks have, each is one rank's; all else as it is."""
+        plain = {name: form_of(tensor) for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
+        if len(set(self._ranks.gather(frozenset(plain.items())))) > 1:
+            return {**tensors}
+        writers = deal_out({name: tensors[name].nbytes for name in plain}, self._ranks.size)
+        return {
+            name: tensor for name, tensor in tensors.items() if writers.get(name, self._ranks.rank) == self._ranks.rank
+        }
 
     def _stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies in CPU memory; the memory is used again by the next save of the same tensors."""
@@ -361,6 +371,15 @@ def _staging_options() -> StagingOptions:
     return StagingOptions(
         use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
     )
+
+
+def deal_out(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """name -> rank, so that the sums of their sizes are about even: the largest first, each to the least loaded."""
+    loads, owners = [0] * ranks, dict[str, int]()
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        owners[name] = rank = loads.index(min(loads))
+        loads[rank] += sizes[name]
+    return owners
 
 
 def _united(asked: str, ranks: Ranks, mine: Manifest) -> Manifest:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -12,8 +11,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_128
 
-from evenly.checkpoint.manifest import HASH_BYTES, FileRecord, TensorForm
+from evenly.checkpoint.manifest import FileRecord, TensorForm
 from evenly.checkpoint.pieces import METADATA, OFFSETS, PLACES, TYPES, stored_type
 
 PIECE_BYTES = 1 << 18  # hashed and written while it is in the processor's cache
@@ -35,7 +35,7 @@ def write_file(
     """
     # The order of the safetensors library, by which each tensor is aligned to its elements.
     order = sorted(tensors, key=lambda name: (-tensors[name][0].element_size(), name))
-    hashed, written = hashlib.blake2b(digest_size=HASH_BYTES), 0
+    hashed, written = xxh3_128(), 0
     with path.open("xb", buffering=0) as file:
         for block in (_header(tensors, order), *(_bytes_of(tensors[name][0]) for name in order)):
             for begin in range(0, len(block), PIECE_BYTES):

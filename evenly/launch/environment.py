@@ -410,13 +410,10 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-FEW_PRIMITIVES = 16  # those of the layers of a block, and not those of every length that a dataset has
-
-
-def keep_few_primitives() -> None:
-    """Has oneDNN keep few of its primitives, unless the user has chosen; it reads that when it makes its first."""
+def keep_primitives(count: int) -> None:
+    """Has oneDNN keep `count` of its primitives, unless the user has chosen; it reads that when it makes its first."""
     if not os.environ.keys() & {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY"}:
-        os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = str(FEW_PRIMITIVES)
+        os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = str(count)
 
 
 def cpp_compiler() -> str | None:

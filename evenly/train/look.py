@@ -7,9 +7,11 @@ more thoroughly.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ SETTINGS = (
 )
 STEPS_COMPARED = 3
 NAMED = 3  # of the attributes that change, in a message
+FEW_PRIMITIVES = 16  # those of the layers of a block, and not those of every length that a dataset has
 
 
 def check_job(job: Job, plan: Plan, world: World) -> list[Microbatch]:
@@ -82,6 +85,21 @@ def shapes_vary(job: Job, plan: Plan) -> bool:
         read = [microbatch for step in range(STEPS_COMPARED) for microbatch in _read(job, [0], step)[0]]
     sizes = [[(path, t.numel() / m.samples) for path, t in tensors_by_path(m.batch)] for m in read]
     return any(found != sizes[0] for found in sizes)
+
+
+def worthwhile_primitives(model: nn.Module, plan: Plan) -> int:
+    """How many primitives oneDNN should keep for `model` where shapes vary: few, or none where making them is cheap.
+
+    A kept one lies among the activations, and what is freed around it fits no other length. On x86, float32 products
+    make none; those that are left (GELU) are made in no time. Kernels of convolutions have three dims or more.
+    """
+    narrow = plan.precision not in ("float32", "float64") or any(
+        tensor.is_floating_point() and tensor.itemsize < 4 for tensor in model.parameters()
+    )
+    kernels = any(tensor.dim() > 2 for tensor in chain(model.parameters(), model.buffers()))
+    recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
+    cheap = platform.machine() in ("x86_64", "AMD64") and torch.backends.mkl.is_available()
+    return 0 if cheap and not (narrow or kernels or recurrent) else FEW_PRIMITIVES
 
 
 def facts(job: Job) -> dict[str, Any]:

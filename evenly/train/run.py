@@ -6,15 +6,13 @@ The same calls are made on every rank, in the same order.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import lru_cache, partial, wraps
-from itertools import chain
+from contextlib import contextmanager
+from functools import lru_cache, wraps
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -22,34 +20,30 @@ from evenly.comm.collectives import gather_values
 from evenly.comm.connect import disconnect
 from evenly.comm.groups import Group
 from evenly.comm.world import World
-from evenly.data.generators import seed_past_torch
 from evenly.data.loader import Loader, Share, share_of_evaluation, share_of_step, worker_count
-from evenly.data.stream import stream_key
 from evenly.engine.assemble import build_and_compose
 from evenly.engine.compose import Composed
 from evenly.engine.executor import Batch, Executor, MicrobatchExecutor
 from evenly.engine.precision import LossScale
-from evenly.engine.step_totals import StepTotals
 from evenly.engine.updater import Updater
-from evenly.errors import RunError, UserError, note_step, place_of
-from evenly.hardware.health import processor_in_words
+from evenly.errors import RunError, UserError, place_of
 from evenly.job import Job
-from evenly.launch.allocator import FreedMemory, free_memory_bytes, hand_back_freed_memory
-from evenly.launch.environment import available_cores, chosen_threads, find_here, keep_few_primitives
+from evenly.launch.allocator import FreedMemory, hand_back_freed_memory
+from evenly.launch.environment import available_cores, chosen_threads, find_here, keep_primitives
 from evenly.observe.run_folder import RunFolder
 from evenly.observe.sinks import Sink
 from evenly.observe.slow import SlowRanks
-from evenly.parallel.core.memory import HOST, Category, MemoryCounter, local, state_tensors
 from evenly.plan import Plan, PlanSpec, asked_plan
 from evenly.train.interrupt import Interrupt
 from evenly.train.keep_state import keeping_state
-from evenly.train.look import check_again, check_job, check_model, check_update, shapes_vary
-from evenly.train.nonfinite import BuffersBefore, check_evaluation, is_bad, traced_error
+from evenly.train.look import check_job, check_model, check_update, shapes_vary, worthwhile_primitives
+from evenly.train.nonfinite import check_evaluation
 from evenly.train.options import RunOptions, merge_options
 from evenly.train.rank_speeds import measured_speeds
 from evenly.train.recorder import RunRecorder, write_decisions
 from evenly.train.reports import Evaluation, StepReport
 from evenly.train.resolve_run import ResolvedRun, connect_and_resolve
+from evenly.train.step import train_step
 
 if TYPE_CHECKING:
     from evenly.checkpoint.store import CheckpointStore
@@ -85,14 +79,15 @@ class Run:
         job = decision.apply_to(job)
         self.job, self.world, self.out = job, world, options.out
         self.steps, self.steps_done = options.steps or job.steps, 0
-        self.left_out, self._may_leave_out = 0, options.skip_nonfinite  # batches that are not finite
+        self.left_out, self.may_leave_out = 0, options.skip_nonfinite  # batches that are not finite
         self._data: Group = world.group("data")
         with world.during("first step"):
             seen = check_job(job, decision.plan, world)
-            if shapes_vary(job, decision.plan):
-                keep_few_primitives()  # before the first forward
+            vary = shapes_vary(job, decision.plan)
         self.composed: Composed = build_and_compose(job, decision.plan, world)
-        self._freed_memory = _freed_memory(options, world)
+        if vary:
+            keep_primitives(worthwhile_primitives(self.composed.model, decision.plan))  # before the first forward
+        self.freed_memory = _freed_memory(options, world)
         self.model = self.composed.model
         self.plan = decision.plan
         if self.composed.pipeline is not None:  # stages are found in the model
@@ -105,20 +100,20 @@ class Run:
         self.optimizer, self.schedule = self.updater.optimizer, self.updater.schedule
         with world.during("first step"):
             check_update(self.updater, world)
-            self._averages = check_model(job, self.plan, self.executor, seen, world)
+            self.averages = check_model(job, self.plan, self.executor, seen, world)
         position = self.composed.pipeline.group.position if self.composed.pipeline is not None else 0
-        self._slow = SlowRanks(gather_values(position, world.group("world")))
+        self.slow = SlowRanks(gather_values(position, world.group("world")))
         self.slow_ranks: list[str] = []  # found in the step before
-        self._seen = seen if self._averages else []  # the microbatches that were looked at
+        self.looked_at = seen if self.averages else []  # the microbatches that were looked at
         for statistics in self.composed.statistics:
-            statistics.add_averages(self._averages)
+            statistics.add_averages(self.averages)
         self.interrupt = Interrupt()
         self.saved_at: int | None = None  # step of the newest checkpoint
         self.evaluation_due = self.evaluates_later = False  # of the state gone on from; whether the loop heeds it
         self.state_is_whole = False  # the state is that after `steps_done` steps
         self.stopped = False  # all ranks agreed to stop early
         self._first_step = 0  # of this process
-        self._clock = time.perf_counter()
+        self.clock = time.perf_counter()
         self.store: CheckpointStore | None = None
         self._snapshots: Snapshots | None = None
         folder = RunFolder(self.out) if self.out is not None else None
@@ -127,7 +122,7 @@ class Run:
         elif options.resume:
             raise UserError("resuming", "the run has no folder", OUT)
         self.state_is_whole = True
-        self._recorder = RunRecorder(folder, world, sinks, steps_done=self.steps_done, steps=self.steps)
+        self.recorder = RunRecorder(folder, world, sinks, steps_done=self.steps_done, steps=self.steps)
         if folder is not None and world.is_main:
             write_decisions(self, folder, decision.predicted)
         # From now on to the job's code, but within the methods of this class.
@@ -143,8 +138,8 @@ class Run:
     def batches(self) -> Iterator[Batch]:
         """The remaining batches of the run, until a stop is requested."""
         share = lru_cache(maxsize=64)(self._share)  # called here and by the loader, which may be ahead
-        microbatches = _loader(self.job, self.world).read(share(step) for step in range(self.steps_done, self.steps))
-        self._clock = time.perf_counter()
+        microbatches = self.loader().read(share(step) for step in range(self.steps_done, self.steps))
+        self.clock = time.perf_counter()
         while self.steps_done < self.steps and not self.stopped:
             step = self.steps_done
             yield Batch(share(step), microbatches)
@@ -170,108 +165,7 @@ class Run:
         # A block that has been compiled may be compiled again, for other shapes.
         state = "first step" if self._first_step == self.steps_done or self.plan.compile != "off" else "step"
         with keeping_state(self), self.world.during(state):
-            return self._train(batch)
-
-    def _train(self, batch: Batch) -> StepReport:
-        step = self.steps_done + 1
-        if self._seen and step > 1 and step & (step - 1) == 0:
-            check_again(self.executor, self._seen, self._averages, self.world)
-        counted = self.steps_done == self._recorder.counted and self.executor.counter is None
-        # Ranks that share a step know what changes buffers; one device lets a forward change them as it likes.
-        buffers = BuffersBefore(self.model) if self._may_leave_out and self.plan.devices == 1 else None
-        spans: list[Any] | None = [] if self.steps_done in self._recorder.spanned else None
-        stop = partial(self.interrupt.asked_at, saving=step % (self.job.save_every or 1) == 0)
-        try:
-            with self.counting_memory() if counted else nullcontext() as counter:
-                scale = self.loss_scale.factor
-                totals = self.executor.step(batch, scale=scale, stop=stop, spans=spans)
-                totals.check(step)
-                grad_norm = math.nan
-                if not totals.not_finite:
-                    grad_norm = self.updater.mean_gradient(totals, self.executor.counter)
-                skipped = self._update(batch, totals, grad_norm, buffers)
-        except Exception as problem:
-            note_step(problem, step)  # for the launcher
-            raise
-        lr = float(self.updater.learning_rate)
-        self._end_step(totals)
-        if self.composed.pipeline is not None:
-            self._recorder.spans(step, self.composed.pipeline.group.position, spans or ())
-        memory = None if counter is None else _memory_of_all(counter, self.composed, self.world)
-        now = time.perf_counter()
-        step_s, self._clock = now - self._clock, now
-        report = StepReport(
-            step=step,
-            loss=totals.loss,
-            weight=totals.weight,
-            grad_norm=grad_norm,
-            lr=lr,
-            samples=batch.share.samples,
-            step_s=step_s,
-            memory_bytes=totals.memory_bytes,
-            memory=memory,
-            skipped=skipped,
-            left_out=self.left_out,
-        )
-        self._recorder.step(report)
-        self.slow_ranks = self._find_slow(totals, step)
-        return report
-
-    def _update(
-        self, batch: Batch, totals: StepTotals, grad_norm: float, buffers: BuffersBefore | None
-    ) -> Literal["overflow", "not finite"] | None:
-        """Updates parameters and buffers; returns why not, if not."""
-        if is_bad(totals, grad_norm) and (totals.not_finite or not self.updater.overflows(grad_norm)):
-            self.composed.drop_statistics()
-            if buffers is not None:
-                buffers.put_back()
-            if self.left_out == self._may_leave_out:
-                read_again = Batch(batch.share, _loader(self.job, self.world).read(iter([batch.share])))
-                scale = self.loss_scale.factor
-                raise traced_error(self.executor, read_again, totals, grad_norm, scale, self.world)
-            self.left_out += 1
-            return "not finite"
-        self.state_is_whole = False
-        self.composed.sync_statistics(totals.calls)  # raises where a buffer did not follow its rule
-        applied = self.updater.apply(grad_norm, batch.share.step + 1, self.executor.counter)
-        return None if applied else "overflow"
-
-    def _find_slow(self, totals: StepTotals, step: int) -> list[str]:
-        """Ranks that turn out to be slow with this step, in words; the same on all ranks."""
-        if not (found := self._slow.add(totals.own_s, totals.clock_s)):
-            return []
-        processors = gather_values(processor_in_words(), self.world.group("world"))
-        for slow in found:
-            self._recorder.slow(step, slow, processors[slow.rank])
-        return [f"{slow} ({processors[slow.rank]})" for slow in found]
-
-    def _end_step(self, totals: StepTotals) -> None:
-        self.steps_done += 1
-        self.updater.end_step(self.steps_done)
-        # What was read has left them elsewhere on each rank: an own loop draws the same on all.
-        seed_past_torch(stream_key(self.job.seed, "after step", self.steps_done))
-        self.stopped = totals.stop
-        self.interrupt.note_stop(early=self.stopped and self.steps_done < self.steps)
-        if self._freed_memory is not None:
-            self._freed_memory.after_step(max(totals.memory_bytes), free_memory_bytes)
-        self.state_is_whole = True
-
-    # -------------------------------------------------------------------------------------------- memory
-    @contextmanager
-    def counting_memory(self) -> Generator[MemoryCounter]:
-        """Within, counts the bytes of tensors by device of this rank and category; steps are slower."""
-        with MemoryCounter() as counter, self.inside():
-            for replica in self.composed.replicas:
-                tensors = chain(replica.module.parameters(), replica.module.buffers())
-                number = HOST if self.plan.offload == "parameters" else replica.number
-                counter.track(map(local, tensors), "parameters", number)
-            self.composed.gradients.track(counter)
-            counter.track(state_tensors(self.optimizer), "optimizer", self.updater.device_number)
-            self.executor.counter = counter
-            try:
-                yield counter
-            finally:
-                self.executor.counter = None
+            return train_step(self, batch)
 
     # ---------------------------------------------------------------------------------------- evaluation
     @_at_work
@@ -281,14 +175,12 @@ class Run:
             raise UserError("run.evaluate()", "the job has no eval_data", "give the Job eval_data")
         share = self._fitted(share_of_evaluation(self.job, rank=self._data.position, ranks=self._data.size))
         with keeping_state(self, evaluating=True), self.world.during("evaluating"):
-            totals = self.executor.evaluate(
-                Batch(share, _loader(self.job, self.world, evaluation=True).read(iter([share])))
-            )
+            totals = self.executor.evaluate(Batch(share, self.loader(evaluation=True).read(iter([share]))))
         self.evaluation_due = False
         check_evaluation(totals, share, self.steps_done)
         evaluation = Evaluation(totals.loss, totals.weight, share.samples)
-        self._recorder.evaluated(self.steps_done, evaluation)
-        self._clock = time.perf_counter()
+        self.recorder.evaluated(self.steps_done, evaluation)
+        self.clock = time.perf_counter()
         return evaluation
 
     # ---------------------------------------------------------------------------------------- checkpoints
@@ -315,8 +207,8 @@ class Run:
             with keeping_state(self), self.world.during("saving"):
                 self.store.save(snapshot(self), score=score)
             self.saved_at = self.steps_done
-            self._recorder.saved(self.steps_done)
-        self._clock = time.perf_counter()
+            self.recorder.saved(self.steps_done)
+        self.clock = time.perf_counter()
 
     def _open(self, options: RunOptions) -> None:
         # torch's distributed checkpoint takes a second to import: only runs that save wait for it.
@@ -348,7 +240,7 @@ class Run:
                 if self._snapshots is not None:
                     self._snapshots.close()
         finally:
-            self._recorder.close(self.steps_done, failed=failed)
+            self.recorder.close(self.steps_done, failed=failed)
             self.composed.close()
             if not failed:  # the others may be gone: a failed rank leaves by ending
                 disconnect(self.world)
@@ -364,6 +256,12 @@ class Run:
             raise left_early(error, self.steps_done) from error
 
     # ---------------------------------------------------------------------------------------------- shares
+    def loader(self, *, evaluation: bool = False) -> Loader:
+        """A loader of the job's data, or of those that it evaluates."""
+        world = self.world
+        workers = worker_count(cores=available_cores(), local_ranks=world.local_size, device=world.device)
+        return Loader(self.job, evaluation=evaluation, workers=workers, pin=world.device.startswith("cuda"))
+
     def _share(self, step: int) -> Share:
         speeds = tuple(float(speed) for speed in self.plan.data.speeds)
         group = self._data
@@ -371,17 +269,6 @@ class Run:
 
     def _fitted(self, share: Share) -> Share:
         return share.filled() if self.composed.in_step else share
-
-
-def _loader(job: Job, world: World, *, evaluation: bool = False) -> Loader:
-    workers = worker_count(cores=available_cores(), local_ranks=world.local_size, device=world.device)
-    return Loader(job, evaluation=evaluation, workers=workers, pin=world.device.startswith("cuda"))
-
-
-def _memory_of_all(counter: MemoryCounter, composed: Composed, world: World) -> list[dict[Category, int]]:
-    mine = [counter.peaks.get(replica.number, {}) for replica in composed.replicas]
-    # Not over the group "files": a checkpoint may be on its way there, in a thread of its own.
-    return list(chain.from_iterable(gather_values(mine, world.group("world"))))
 
 
 def _freed_memory(options: RunOptions, world: World) -> FreedMemory | None:

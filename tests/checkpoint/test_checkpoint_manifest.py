@@ -54,18 +54,19 @@ def test_any_other_text_is_unsound(text: str) -> None:
     ("change", "reason"),
     [
         ({"format": "other"}, "format"),
-        ({"version": 2}, "format version 2, this evenly reads up to 1"),
+        ({"version": 3}, "format version 3, this evenly reads 2"),
+        ({"version": 1}, "format version 1, this evenly reads 2"),
         ({"version": "1"}, "version"),
         ({"step": -1}, "step"),
         ({"step": True}, "step"),
         ({"score": "low"}, "score"),
         ({"values": []}, "values"),
-        ({"files": {"../evil.safetensors": {"size_bytes": 1, "blake2b": ""}}}, "no name of a checkpoint file"),
-        ({"files": {"/etc/x.safetensors": {"size_bytes": 1, "blake2b": ""}}}, "no name of a checkpoint file"),
-        ({"files": {".hidden.safetensors": {"size_bytes": 1, "blake2b": ""}}}, "no name of a checkpoint file"),
-        ({"files": {"a.safetensors\n": {"size_bytes": 1, "blake2b": ""}}}, "no name of a checkpoint file"),
-        ({"files": {"a.pt": {"size_bytes": 1, "blake2b": ""}}}, "no name of a checkpoint file"),
-        ({"files": {"a.safetensors": {"size_bytes": "1", "blake2b": ""}}}, "malformed"),
+        ({"files": {"../evil.safetensors": {"size_bytes": 1, "xxh3": ""}}}, "no name of a checkpoint file"),
+        ({"files": {"/etc/x.safetensors": {"size_bytes": 1, "xxh3": ""}}}, "no name of a checkpoint file"),
+        ({"files": {".hidden.safetensors": {"size_bytes": 1, "xxh3": ""}}}, "no name of a checkpoint file"),
+        ({"files": {"a.safetensors\n": {"size_bytes": 1, "xxh3": ""}}}, "no name of a checkpoint file"),
+        ({"files": {"a.pt": {"size_bytes": 1, "xxh3": ""}}}, "no name of a checkpoint file"),
+        ({"files": {"a.safetensors": {"size_bytes": "1", "xxh3": ""}}}, "malformed"),
         ({"files": {"a.safetensors": 3}}, "malformed"),
         ({"files": None}, "files"),
         ({"tensors": {"w": {"dtype": "load", "shape": [-1]}}}, "shape of w"),
@@ -82,7 +83,7 @@ def test_a_signed_manifest_without_changes_is_sound() -> None:
     assert from_text(signed({})) == MANIFEST
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"format": "evenly-checkpoint", "version": 1, "step": NaN}'])
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"format": "evenly-checkpoint", "version": 2, "step": NaN}'])
 def test_hostile_json_is_unsound(text: str) -> None:
     with pytest.raises(Unsound):
         from_text(text)

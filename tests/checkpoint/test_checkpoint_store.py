@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn, optim
 
 from evenly.checkpoint import folder
@@ -23,7 +25,7 @@ from evenly.checkpoint import store as store_module
 from evenly.checkpoint import tensors as tensors_module
 from evenly.checkpoint.manifest import TensorForm
 from evenly.checkpoint.state import read_state, restore
-from evenly.checkpoint.store import CheckpointStore, Snapshot
+from evenly.checkpoint.store import CheckpointStore, Snapshot, deal_out
 from evenly.checkpoint.tensors import file_numbers
 from evenly.errors import CheckpointError, UserError
 
@@ -327,7 +329,7 @@ def test_a_file_with_a_right_hash_but_a_broken_header_is_refused(store: Checkpoi
     file = next(store._folder.path(1).glob("*.safetensors"))
     file.write_bytes(b"\xff" * 64)
     record = record_file(file)
-    signed_change(store, 1, lambda m: m["files"][file.name].update(size_bytes=64, blake2b=record.blake2b))
+    signed_change(store, 1, lambda m: m["files"][file.name].update(size_bytes=64, xxh3=record.xxh3))
     with pytest.raises(CheckpointError, match=r"header of shard-\S+ is malformed"):
         store.load()
 
@@ -413,3 +415,12 @@ def test_files_are_bounded_by_size(store: CheckpointStore, monkeypatch: pytest.M
     store.load().read(into)
     assert all(bits(into[name]) == bits(tensors[name]) for name in forms)
     assert len(list(store._folder.path(1).glob("*.safetensors"))) == 3
+
+
+@given(st.dictionaries(st.text(max_size=3), st.integers(0, 1000)), st.integers(1, 5))
+def test_writing_is_dealt_out_evenly(sizes: dict[str, int], ranks: int) -> None:
+    owners = deal_out(sizes, ranks)
+    assert owners.keys() == sizes.keys()
+    loads = [sum(sizes[name] for name, owner in owners.items() if owner == rank) for rank in range(ranks)]
+    assert max(loads) - min(loads) <= max(sizes.values(), default=0)
+    assert owners == deal_out(dict(reversed(sizes.items())), ranks)

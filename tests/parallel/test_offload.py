@@ -14,6 +14,7 @@ from torch import nn
 import evenly
 from evenly.errors import UserError
 from evenly.parallel.core.memory import HOST
+from evenly.train.step import counting_memory
 from evenly.verify.compare import RankComparison, judge
 from evenly.verify.ranks import compare_job, keep_reference
 
@@ -51,7 +52,7 @@ def peaks(plan: str) -> tuple[dict[str, int], dict[str, int], int]:
     with evenly.start(tower_job(precision="float32"), plan=plan) as run:
         batches = run.batches()
         run.step(next(batches))
-        with run.counting_memory() as counter:
+        with counting_memory(run) as counter:
             run.step(next(batches))
             now = {place: {c: size for (n, c), size in counter.now.items() if n == place} for place in (0, HOST)}
         return now[0], now[HOST], sum(p.numel() * p.element_size() for p in run.model.parameters())

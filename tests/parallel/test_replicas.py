@@ -16,6 +16,7 @@ import evenly
 from evenly.errors import PlanError
 from evenly.parallel.core.memory import HOST, MemoryCounter, on
 from evenly.parallel.data.replicas import GatheredReplica, Replicas
+from evenly.train.step import counting_memory
 from evenly.verify.compare import judge
 from evenly.verify.ranks import compare_job, keep_measured_reference, keep_reference
 
@@ -53,7 +54,7 @@ def test_replicas_have_the_bits_of_one_device(precision: str, tmp_path: Path) ->
 @pytest.mark.parametrize("name", ALL_JOBS)
 def test_no_operation_mixes_tensors_of_two_devices(name: str) -> None:
     for plan in PLANS:
-        with evenly.start(ALL_JOBS[name](), plan=plan) as run, run.counting_memory() as counter:
+        with evenly.start(ALL_JOBS[name](), plan=plan) as run, counting_memory(run) as counter:
             for batch in run.batches():
                 run.step(batch)
             run.evaluate()
@@ -159,7 +160,7 @@ def wide_job() -> evenly.Job:
 
 
 def peaks_of(plan: str) -> list[int]:
-    with evenly.start(wide_job(), plan=plan) as run, run.counting_memory() as counter:
+    with evenly.start(wide_job(), plan=plan) as run, counting_memory(run) as counter:
         for batch in run.batches():
             run.step(batch)
     return [counter.peak_bytes(number) for number in range(run.plan.devices or 0)]
@@ -209,7 +210,7 @@ def test_a_storage_that_is_resized_counts_its_size_of_now() -> None:
 
 def test_activations_and_the_optimizer_are_told_apart() -> None:
     job = ALL_JOBS["tower"](model=lambda: nn.Sequential(nn.Embedding(11, 6), Block(6), nn.Linear(6, 11)))
-    with evenly.start(job, plan="single exact=rounding") as run, run.counting_memory() as counter:
+    with evenly.start(job, plan="single exact=rounding") as run, counting_memory(run) as counter:
         for batch in run.batches():
             run.step(batch)
     parameters = sum(p.nbytes for p in run.model.parameters())

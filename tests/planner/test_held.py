@@ -19,6 +19,7 @@ from evenly.plan.schedule import in_flight
 from evenly.planner.job_memory import memory_of_ranks
 from evenly.planner.job_profile import JobProfiler
 from evenly.planner.memory import norm_bytes
+from evenly.train.step import counting_memory
 
 WIDTH, LENGTH, VOCABULARY, BLOCKS = 32, 24, 61, 4
 
@@ -98,7 +99,7 @@ def _peaks(plans: list[str]) -> list[list[int]]:
             batches = run.batches()
             run.step(next(batches))
             batch = next(batches)
-            with run.counting_memory() as counter:
+            with counting_memory(run) as counter:
                 run.step(batch)
             found.append([counter.peak_bytes(replica.number) for replica in run.composed.replicas])
     return found
