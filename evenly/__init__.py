@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from evenly.errors import EvenlyError as EvenlyError
     from evenly.errors import RunError as RunError
     from evenly.errors import UserError as UserError
+    from evenly.job import EMA as EMA
+    from evenly.job import SWA as SWA
     from evenly.job import Job as Job
     from evenly.job import Loss as Loss
     from evenly.launch.agent import launch as launch
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from evenly.train.run import start as start
 
 _HOMES = {
+    "EMA": "evenly.job",
     "EvenlyError": "evenly.errors",
     "Job": "evenly.job",
     "Loss": "evenly.job",
@@ -29,6 +32,7 @@ _HOMES = {
     "PlanSpec": "evenly.plan",
     "Run": "evenly.train.run",
     "RunError": "evenly.errors",
+    "SWA": "evenly.job",
     "UserError": "evenly.errors",
     "World": "evenly.comm.world",
     "launch": "evenly.launch.agent",

@@ -33,6 +33,31 @@ class Loss:
     weight: torch.Tensor | float
 
 
+@dataclass(frozen=True)
+class EMA:
+    """The exponential moving average of the weights, by the rule of `torch.optim.swa_utils.get_ema_multi_avg_fn`.
+
+    decay: share of the average that an update keeps, from 0 to 1; the rest comes of the weights.
+    start: the step after which the average begins, as a copy of the weights.
+    every: steps between updates.
+    """
+
+    decay: float = 0.999
+    start: int = 1
+    every: int = 1
+
+
+@dataclass(frozen=True)
+class SWA:
+    """The mean of the weights after some steps, by the rule of `torch.optim.swa_utils.get_swa_multi_avg_fn`.
+
+    start: the first of these steps. every: steps from one to the next.
+    """
+
+    start: int
+    every: int = 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """One training job.
@@ -52,6 +77,7 @@ class Job:
     shuffle:         whether every epoch has an order of its own; otherwise the dataset's.
     schedule:        optimizer -> torch LRScheduler; counts steps.
     clip_norm:       largest global gradient norm.
+    average:         which average of the weights is kept besides them, `EMA` or `SWA`; evaluations are of the average.
     eval_data:       map-style dataset, evaluated whole every `eval_every` steps and after the last.
     save_every:      steps between checkpoints; the last step is always saved.
     precision:       numbers of the forward and backward pass; the weights of bfloat16 and float16 are float32, those of
@@ -76,6 +102,7 @@ class Job:
     shuffle: bool = True
     schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
     clip_norm: float | None = None
+    average: EMA | SWA | None = None
     eval_data: Dataset[Any] | None = None
     eval_every: int | None = None
     save_every: int | None = None
@@ -127,6 +154,7 @@ def _problems(job: Job) -> Iterable[str]:
     for field in ("eval_every",):
         if getattr(job, field) is not None and job.eval_data is None:
             yield f"{field} is set but eval_data is not"
+    yield from _average_problems(job)
     yield from _data_problems(job)
 
 
@@ -137,6 +165,23 @@ def _positive(job: Job, required: Sequence[str], optional: Sequence[str]) -> Ite
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             yield f"{field} is {value!r}, must be a whole number of at least 1"
+
+
+def _average_problems(job: Job) -> Iterable[str]:
+    average: Any = job.average
+    if average is None:
+        return
+    if not isinstance(average, EMA | SWA):
+        kind = getattr(average, "__name__", type(average).__name__)
+        yield f"average is a {kind}, must be evenly.EMA(...) or evenly.SWA(...)"
+        return
+    for field in ("start", "every"):
+        value = getattr(average, field)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            yield f"average.{field} is {value!r}, must be a whole number of at least 1"
+    decay: Any = getattr(average, "decay", 0.0)
+    if not isinstance(decay, int | float) or not 0 <= decay <= 1:
+        yield f"average.decay is {decay!r}, must be a number from 0 to 1"
 
 
 def _data_problems(job: Job) -> Iterable[str]:

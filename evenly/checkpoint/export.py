@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from evenly.checkpoint.config import ModelConfig, read_model_config
 from evenly.checkpoint.folder import CheckpointFolder
-from evenly.checkpoint.manifest import MODEL, Manifest, TensorForm, Unsound, first_of
+from evenly.checkpoint.manifest import AVERAGE, MODEL, Manifest, TensorForm, Unsound, first_of
 from evenly.checkpoint.pieces import METADATA, Piece, find_pieces, read_tensor, size_bytes, stored_type
 from evenly.errors import CheckpointError, UserError
 from evenly.observe.run_folder import RunFolder
@@ -34,6 +34,7 @@ class Exported:
     files:       names of the files with tensors, in order.
     tensors, bytes: their number and their bytes, headers not counted.
     model_class: the transformers class that loads them; None of another model, whose own names they have.
+    averaged:    whether they are the averaged weights; None where the checkpoint has no averages.
     """
 
     step: int
@@ -41,6 +42,7 @@ class Exported:
     tensors: int
     bytes: int
     model_class: str | None
+    averaged: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -51,20 +53,28 @@ class _Source:
     pieces: dict[str, list[Piece]]
 
 
-def export(root: Path, to: Path, *, step: Step = None, shard_bytes: int = SHARD_BYTES) -> Exported:
+def export(
+    root: Path, to: Path, *, step: Step = None, average: bool = False, shard_bytes: int = SHARD_BYTES
+) -> Exported:
     """Writes the weights of a checkpoint of the run in `root` to the folder `to`, which is made if need be.
 
     step:        the checkpoint's: a number, "best" for the least evaluation loss, or None for the newest.
+    average:     whether to write the averages of the parameters in the place of these, with the model's own buffers.
     shard_bytes: beyond, the tensors are spread over several files with an index.
 
-    Raises `UserError` if `to` is not empty or there is no such checkpoint, and `CheckpointError` if it is unsound or
-    `to` cannot be written, which is then left as it was.
+    Raises `UserError` if `to` is not empty or there is no such checkpoint or average, and `CheckpointError` if it is
+    unsound or `to` cannot be written, which is then left as it was.
     """
     _check_target(to)
     folder = CheckpointFolder(root)
     chosen = choose_step(folder, step)
     config = read_model_config(RunFolder(root).model_config)
-    source = _renamed(_checked_source(folder, chosen), root, config)
+    manifest, pieces = _checked_pieces(folder, chosen)
+    averages = _averages(manifest)
+    if average and not averages:
+        found = f"the checkpoint of step {chosen} has none: the job keeps no average, or it begins later"
+        raise UserError(f"export the averaged weights in {root}", found, "leave --average out, or choose another step")
+    source = _renamed(_weights(manifest, pieces, averages if average else {}), root, config)
     shards = split(source.forms, shard_bytes)
     _write_all(to, source, shards, config)
     return Exported(
@@ -73,6 +83,7 @@ def export(root: Path, to: Path, *, step: Step = None, shard_bytes: int = SHARD_
         tensors=len(source.forms),
         bytes=sum(map(size_bytes, source.forms.values())),
         model_class=config and config.model_class,
+        averaged=average if averages else None,
     )
 
 
@@ -113,12 +124,14 @@ def _check_target(to: Path) -> None:
         raise UserError(f"export to {to}", "it is not empty", "give a new folder, or empty this one")
 
 
-def _checked_source(folder: CheckpointFolder, step: int) -> _Source:
-    """The tensors of the run's model, by their names there, from a checkpoint that agrees with its manifest."""
+def _checked_pieces(folder: CheckpointFolder, step: int) -> tuple[Manifest, Mapping[str, list[Piece]]]:
+    """The manifest of a checkpoint that agrees with it and holds a model, and the pieces of each tensor."""
     try:
         manifest = folder.manifest(step)
         folder.check_files(manifest, manifest.files)
-        return _weights(manifest, find_pieces(folder.path(step), manifest.files, manifest.tensors))
+        if not any(name.startswith(MODEL) for name in manifest.tensors):
+            raise Unsound("it holds no model")
+        return manifest, find_pieces(folder.path(step), manifest.files, manifest.tensors)
     except Unsound as reason:
         sound = folder.newest_sound()
         other = "there is no other sound checkpoint in this folder"
@@ -126,12 +139,18 @@ def _checked_source(folder: CheckpointFolder, step: int) -> _Source:
         raise CheckpointError(f"export {folder.path(step)}", str(reason), do) from None
 
 
-def _weights(manifest: Manifest, pieces: Mapping[str, list[Piece]]) -> _Source:
-    names = {name: name.removeprefix(MODEL) for name in manifest.tensors if name.startswith(MODEL)}
-    if not names:
-        raise Unsound("it holds no model")
+def _averages(manifest: Manifest) -> dict[str, str]:
+    """Name of a parameter in the checkpoint -> name of its average."""
+    found = (name for name in manifest.tensors if name.startswith(AVERAGE))
+    return {f"{MODEL}{name.removeprefix(AVERAGE)}": name for name in found}
+
+
+def _weights(manifest: Manifest, pieces: Mapping[str, list[Piece]], averages: Mapping[str, str]) -> _Source:
+    """The tensors of the run's model by their names there, and `averages` in the place of those that have one."""
+    names = {name.removeprefix(MODEL): averages.get(name, name) for name in manifest.tensors if name.startswith(MODEL)}
     return _Source(
-        {new: manifest.tensors[name] for name, new in names.items()}, {new: pieces[name] for name, new in names.items()}
+        {name: manifest.tensors[there] for name, there in names.items()},
+        {name: pieces[there] for name, there in names.items()},
     )
 
 

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 FORMAT = "evenly-checkpoint"
 VERSION = 2
-MODEL, OPTIMIZER = "model.", "optimizer."  # what names of tensors begin with
+MODEL, OPTIMIZER, AVERAGE = "model.", "optimizer.", "average."  # what names of tensors begin with
 # A plain name in the checkpoint's own folder: no separator, no leading dot.
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 DTYPE_NAME = re.compile(r"[a-z][a-z0-9_]*")

@@ -4,6 +4,7 @@ Names are fully qualified parameter names, the same under every plan:
 
     model.<name>             parameters and persistent buffers, each storage once, under its first name
     optimizer.<name>.<key>   the optimizer's state tensors of that parameter
+    average.<name>           the average of that parameter, where the job keeps one
 
 Nothing here runs a step: the state of an optimizer that has not stepped is empty and stays so.
 """
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from evenly.checkpoint.manifest import MODEL, OPTIMIZER, TensorForm, first_of
+from evenly.checkpoint.manifest import AVERAGE, MODEL, OPTIMIZER, TensorForm, first_of
 from evenly.checkpoint.plain import encode
 from evenly.checkpoint.store import Checkpoint
 from evenly.errors import CheckpointError, ResumeError, UserError
@@ -65,21 +66,27 @@ class SplitAdapter(Protocol):
 
 
 def restore(
-    checkpoint: Checkpoint, model: torch.nn.Module, optimizer: torch.optim.Optimizer, parts: SplitAdapter | None = None
+    checkpoint: Checkpoint,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    parts: SplitAdapter | None = None,
+    averages: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Continue from `checkpoint`: its tensors into the model in place, its state into the optimizer.
 
+    averages: by full name, further tensors that are filled in place.
     A collective. A schedule is to be built before and loaded after, since building one sets options.
     Raises `ResumeError`, with nothing changed, if it is of another model or optimizer.
     """
     check_values(model, optimizer, checkpoint.values)
     forms = checkpoint.forms
     if parts is None:
-        tensors = targets(model, optimizer, forms)
+        tensors = targets(model, optimizer, forms) | {**(averages or {})}
         checkpoint.read(tensors)
     else:
         shapes = parts.shapes_here({name: form.shape for name, form in forms.items()})
-        tensors = targets(model, optimizer, {name: replace(form, shape=shapes[name]) for name, form in forms.items()})
+        forms = {name: replace(form, shape=shapes[name]) for name, form in forms.items()}
+        tensors = targets(model, optimizer, forms) | {**(averages or {})}
         read = dict(parts.new_target(tensors))
         checkpoint.read(read)
         parts.set_value(read, tensors)
@@ -145,8 +152,9 @@ def set_empty_groups(optimizer: torch.optim.Optimizer, options: Sequence[Mapping
 
 def parameter_of(name: str) -> str:
     """The parameter or buffer that a tensor of this full name belongs to."""
-    if name.startswith(MODEL):
-        return name.removeprefix(MODEL)
+    for kind in (MODEL, AVERAGE):
+        if name.startswith(kind):
+            return name.removeprefix(kind)
     return name.removeprefix(OPTIMIZER).rpartition(".")[0]
 
 

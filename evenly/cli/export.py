@@ -9,15 +9,17 @@ from evenly.checkpoint.export import Exported, Step, export
 from evenly.errors import UserError
 
 
-def run_export(run: Path, to: Path, step: str, *, json_only: bool) -> int:
+def run_export(run: Path, to: Path, step: str, *, average: bool = False, json_only: bool) -> int:
     """Exports a checkpoint of the run in the folder `run`; returns the exit code."""
-    done = export(run, to, step=_parse_step(step))
+    done = export(run, to, step=_parse_step(step), average=average)
     if json_only:
         document = {"files": done.files, "tensors": done.tensors, "bytes": done.bytes, "step": done.step}
-        print(json.dumps({**document, "config": done.model_class is not None}))
+        print(json.dumps({**document, "config": done.model_class is not None, "averaged": bool(done.averaged)}))
         return 0
     files = done.files[0] if len(done.files) == 1 else f"{len(done.files)} files"
     print(f"step {done.step}: {done.tensors} tensors of {done.bytes / 1e6:,.1f} MB in {to}: {files}")
+    if done.averaged is not None:
+        print("the averaged weights" if done.averaged else "the weights themselves; --average writes their average")
     print("to load them:")
     for line in _how_to_load(done, str(to)):
         print(f"    {line}")

@@ -220,13 +220,14 @@ def export_command(
     run: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a run: runs/NAME-N.")],
     to: Annotated[Path, typer.Option(metavar="DIR2", help="Folder to write: new, or empty.")],
     step: Annotated[str, typer.Option(metavar="N|best", help="Which checkpoint.")] = "newest",
+    average: Annotated[bool, typer.Option("--average", help="Write the averaged weights, as the job keeps.")] = False,
     json_only: Json = False,
     debug: Debug = False,
 ) -> None:
     """Write a checkpoint's weights as safetensors, which from_pretrained loads if it is a transformers model."""
     from evenly.cli.export import run_export
 
-    raise typer.Exit(run_export(run, to, step, json_only=json_only))
+    raise typer.Exit(run_export(run, to, step, average=average, json_only=json_only))
 
 
 @app.command("checkpoints")

@@ -78,7 +78,7 @@ class _DataReplay:
             meter.add("parameters", self.model_bytes())
         costs = self.profiler.optimizer_costs(self.plan)
         if self.plan.offload in (None, "none"):
-            meter.add("optimizer", costs.bytes(self.stepped))
+            meter.add("optimizer", costs.bytes(self.stepped) + self.average_bytes())
         sums.begin(len(self.profiles))
         self.passes(sums)
         self.update(sums, costs)
@@ -173,6 +173,14 @@ class _DataReplay:
         """Shapes of what this rank steps."""
         position = self.rank % self.shard if self.plan.data.zero_stage else None
         return {one.names[0]: piece_shape(one, self.shard, position) for one in self.parameters}
+
+    def average_bytes(self) -> int:
+        """The job's average of what this rank steps."""
+        if self.profiler.job.average is None:
+            return 0
+        shapes = self.stepped
+        sizes = {one.names[0]: one.dtype.itemsize for one in self.parameters if one.trained}
+        return sum(math.prod(shape) * sizes.get(name, 0) for name, shape in shapes.items())
 
     def model_bytes(self) -> int:
         """Parameters, as cut where zero cuts them, and buffers."""

@@ -149,7 +149,8 @@ class _Progress:
         if self.evaluated_at != self.run.steps_done:
             self.evaluated_at = self.run.steps_done
             self.evaluation = self.run.evaluate()
-            self.watcher.on_text(f"step {self.evaluated_at}: evaluation loss {self.evaluation.loss:.4f}")
+            of_average = " (averaged weights)" if self.evaluation.averaged else ""
+            self.watcher.on_text(f"step {self.evaluated_at}: evaluation loss {self.evaluation.loss:.4f}{of_average}")
 
     def _save(self) -> None:
         if self.run.out is not None:

@@ -48,7 +48,8 @@ class RunRecorder:
     def evaluated(self, step: int, found: Evaluation) -> None:
         """Records an evaluation after `step`."""
         self._event("evaluated", step=step, **vars(found))
-        self._metrics({"step": step, "eval_loss": found.loss, "eval_weight": found.weight})
+        of_average = {"eval_averaged": True} if found.averaged else {}
+        self._metrics({"step": step, "eval_loss": found.loss, "eval_weight": found.weight, **of_average})
 
     def slow(self, step: int, found: SlowRank, processor: str) -> None:
         """Records that a rank is slow, as of `step`."""

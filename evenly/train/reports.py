@@ -51,8 +51,12 @@ class StepReport:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The loss over the whole evaluation set, every sample exactly once; the same on every rank."""
+    """The loss over the whole evaluation set, every sample exactly once; the same on every rank.
+
+    averaged: whether it is that of the averaged weights (`Job.average`).
+    """
 
     loss: float
     weight: float
     samples: int
+    averaged: bool = False

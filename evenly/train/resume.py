@@ -1,7 +1,7 @@
 """The state of a run, written down and taken up again.
 
-State is weights, optimizer, schedule, loss scale and step number. The position in the data and all random streams
-follow from the step number, so that what continues is the very next step, on any number of ranks.
+State is weights, their average, optimizer, schedule, loss scale and step number. The position in the data and all
+random streams follow from the step number, so that what continues is the very next step, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from evenly.checkpoint.store import CheckpointStore, Snapshot
 from evenly.comm.collectives import gather_values
 from evenly.engine.precision import LossScale
 from evenly.errors import ResumeError
+from evenly.train.average import named_averages
 
 if TYPE_CHECKING:
     from evenly.parallel.tensor.saving import SplitCheckpoint
@@ -35,9 +36,12 @@ def open_store(run: Run, options: RunOptions) -> CheckpointStore:
 
 def snapshot(run: Run) -> Snapshot:
     """The state of `run` after the steps it has done; tensors are the live ones, not copies."""
+    if run.weight_average is not None:
+        run.weight_average.require_weights("saving")
     with run.state_as_saved():
         tensors, values = read_state(run.model, run.optimizer)
         trained = (f"{MODEL}{name}" for name in values["optimizer"]["options"])
+        tensors |= named_averages(run)
         finite = frozenset(name for name in trained if name in tensors and tensors[name].requires_grad)
         if run.composed.pipeline is not None:  # an earlier stage saves what several hold
             others = run.composed.pipeline.ties.counted_elsewhere
@@ -47,6 +51,7 @@ def snapshot(run: Run) -> Snapshot:
     values["rules"] = _rules(run)
     values["plan"] = str(run.plan)
     values["schedule"] = None if run.schedule is None else run.schedule.state_dict()
+    values["averaged"] = 0 if run.weight_average is None else run.weight_average.count
     values["left_out"] = run.left_out
     values["loss_scale"] = [run.loss_scale.factor, run.loss_scale.clean_steps]
     return Snapshot(run.steps_done, tensors, values, finite)
@@ -66,8 +71,11 @@ def restore(run: Run, store: CheckpointStore, step: int | None = None) -> None:
     if store.passed_over and run.world.is_main:
         print(f"evenly: {store.passed_over}: going on from step {checkpoint.step}", file=sys.stderr)
     _check_rules(run, checkpoint.values)
+    if run.weight_average is not None:
+        run.weight_average.count = checkpoint.values["averaged"]
     with run.state_as_saved():
-        state.restore(checkpoint, run.model, run.optimizer, _parts(run, checkpoint.forms))
+        averages = named_averages(run)
+        state.restore(checkpoint, run.model, run.optimizer, _parts(run, checkpoint.forms), averages)
     _agree_on_groups(run)
     run.composed.gradients.all_gather_parameters()  # a rank has read its own pieces
     if run.schedule is not None:
@@ -110,6 +118,7 @@ def _rules(run: Run) -> dict[str, Any]:
         "shuffle": job.shuffle,
         "precision": run.plan.precision,
         "schedule": run.schedule is not None,
+        "average": None if job.average is None else str(job.average),
     }
 
 

@@ -34,6 +34,7 @@ from evenly.observe.run_folder import RunFolder
 from evenly.observe.sinks import Sink
 from evenly.observe.slow import SlowRanks
 from evenly.plan import Plan, PlanSpec, asked_plan
+from evenly.train.average import averaged_weights, in_model
 from evenly.train.interrupt import Interrupt
 from evenly.train.keep_state import keeping_state
 from evenly.train.look import check_job, check_model, check_update, shapes_vary, worthwhile_primitives
@@ -98,6 +99,7 @@ class Run:
         self.devices = self.executor.devices
         self.updater = Updater(job, self.plan, self.composed, world)
         self.optimizer, self.schedule = self.updater.optimizer, self.updater.schedule
+        self.weight_average = averaged_weights(job, self.plan, self.composed)
         with world.during("first step"):
             check_update(self.updater, world)
             self.averages = check_model(job, self.plan, self.executor, seen, world)
@@ -169,19 +171,33 @@ class Run:
 
     # ---------------------------------------------------------------------------------------- evaluation
     @_at_work
-    def evaluate(self) -> Evaluation:
-        """Evaluates the loss over the job's `eval_data`, every sample exactly once; does not affect training."""
+    def evaluate(self, *, average: bool = True) -> Evaluation:
+        """Evaluates the loss over the job's `eval_data`, every sample exactly once; does not affect training.
+
+        average: whether of the averaged weights, where the job has an average and it has begun.
+        """
         if self.job.eval_data is None:
             raise UserError("run.evaluate()", "the job has no eval_data", "give the Job eval_data")
         share = self._fitted(share_of_evaluation(self.job, rank=self._data.position, ranks=self._data.size))
-        with keeping_state(self, evaluating=True), self.world.during("evaluating"):
+        with keeping_state(self, evaluating=True), self.world.during("evaluating"), in_model(self, average) as averaged:
             totals = self.executor.evaluate(Batch(share, self.loader(evaluation=True).read(iter([share]))))
         self.evaluation_due = False
         check_evaluation(totals, share, self.steps_done)
-        evaluation = Evaluation(totals.loss, totals.weight, share.samples)
+        evaluation = Evaluation(totals.loss, totals.weight, share.samples, averaged)
         self.recorder.evaluated(self.steps_done, evaluation)
         self.clock = time.perf_counter()
         return evaluation
+
+    @contextmanager
+    def averaged_weights(self) -> Generator[None]:
+        """Within, the model has the averaged weights (`Job.average`), once the average has begun: to draw samples, say.
+
+        No step can be made and nothing be saved meanwhile. Afterwards the weights are as before, bit by bit.
+        """
+        if self.weight_average is None:
+            raise UserError("run.averaged_weights()", "the job keeps no average", "give the Job average=evenly.EMA()")
+        with self.weight_average.in_model():
+            yield
 
     # ---------------------------------------------------------------------------------------- checkpoints
     @contextmanager

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 def train_step(run: Run, batch: Batch) -> StepReport:
     """Trains one step of `run` on `batch`."""
     step = run.steps_done + 1
+    if run.weight_average is not None:
+        run.weight_average.require_weights("a training step")
     if run.looked_at and step > 1 and step & (step - 1) == 0:
         check_again(run.executor, run.looked_at, run.averages, run.world)
     counted = run.steps_done == run.recorder.counted and run.executor.counter is None
@@ -98,6 +100,8 @@ def _update(
 
 def _end_step(run: Run, totals: StepTotals) -> None:
     run.steps_done += 1
+    if run.weight_average is not None:  # of a step that was skipped too, as GradScaler's users do it
+        run.weight_average.update(run.steps_done)
     run.updater.end_step(run.steps_done)
     # What was read has left them elsewhere on each rank: an own loop draws the same on all.
     seed_past_torch(stream_key(run.job.seed, "after step", run.steps_done))
@@ -127,7 +131,8 @@ def counting_memory(run: Run) -> Generator[MemoryCounter]:
             number = HOST if run.plan.offload == "parameters" else replica.number
             counter.track(map(local, tensors), "parameters", number)
         run.composed.gradients.track(counter)
-        counter.track(state_tensors(run.optimizer), "optimizer", run.updater.device_number)
+        averages = () if run.weight_average is None else run.weight_average.tensors
+        counter.track(chain(state_tensors(run.optimizer), averages), "optimizer", run.updater.device_number)
         run.executor.counter = counter
         try:
             yield counter

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from evenly.checkpoint.manifest import OPTIMIZER
+from evenly.checkpoint.manifest import AVERAGE, OPTIMIZER
 from evenly.comm.connect import find_device
 from evenly.errors import PlanError
 from evenly.job import Job, Precision
@@ -145,27 +145,35 @@ def _compare_state(run: Run, comparison: RankComparison, expected: Trajectory) -
         with without_subclasses():  # of what they are, however they are shown
             joined = full_tensors(named)
         tensors = {name: run.composed.full_view(name, tensor) for name, tensor in joined.items()}
+    state, averages = _full_state(run)
+    tensors |= averages
     comparison.add_tensors(step, tensors, expected.tensors(step))
-    comparison.add_state(step, _full_state(run), expected.state(step))
+    comparison.add_state(step, state, expected.state(step))
     return tensors
 
 
-def _full_state(run: Run) -> dict[str, torch.Tensor]:
-    """The optimizer's state that this rank has, in full and named as in the reference; a collective."""
+def _full_state(run: Run) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The optimizer's state and the averages that this rank saves, in full, named as in the reference; a collective."""
     # Takes a second to import, which the launcher need not wait for.
     from evenly.checkpoint.state import parameter_of
     from evenly.train.resume import snapshot
 
     saved = snapshot(run)
-    state = full_tensors({name: tensor for name, tensor in saved.tensors.items() if name.startswith(OPTIMIZER)})
+    state = full_tensors({n: tensor for n, tensor in saved.tensors.items() if n.startswith((OPTIMIZER, AVERAGE))})
+    averages = {
+        f"average of {parameter_of(name)}": tensor.detach().cpu().clone()
+        for name, tensor in state.items()
+        if name.startswith(AVERAGE)
+    }
     found = {
         f"{name.rpartition('.')[2]} of {plain_name(parameter_of(name))}": tensor.detach().cpu()
         for name, tensor in state.items()
+        if name.startswith(OPTIMIZER)
     }
     for owner, values in saved.values["optimizer"]["state"].items():
         numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
         found |= {f"{key} of {owner}": torch.tensor(value, dtype=torch.float64) for key, value in numbers.items()}
-    return found
+    return found, averages
 
 
 def _compare_bits(run: Run, comparison: RankComparison, tensors: dict[str, torch.Tensor], single: Trajectory) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from torch.utils.data import default_collate
 
 from evenly.data.generators import reseed, seeded
@@ -22,7 +23,7 @@ from evenly.data.loader import microbatches_of_evaluation, microbatches_of_step
 from evenly.data.nest import map_tensors
 from evenly.data.stream import block_key, stream_key
 from evenly.errors import UserError
-from evenly.job import Job, Loss
+from evenly.job import EMA, Job, Loss
 from evenly.model.blocks import find_blocks
 from evenly.model.modes import evaluating, in_training
 from evenly.model.overlap import find_overlapping
@@ -36,7 +37,7 @@ WEIGHTS = {"float64": torch.float64, "pure-bfloat16": torch.bfloat16, "pure-floa
 class ReferenceStep:
     """A step and the state after it.
 
-    tensors:   every parameter and buffer, by name.
+    tensors:   every parameter and buffer, by name; and `average of` each parameter that trains, where there is one.
     state:     every tensor of the optimizer's state, by parameter and key.
     rates:     the learning rate of each parameter group.
     eval_loss: the evaluation loss after the step, where it was asked for.
@@ -64,6 +65,7 @@ def reference_steps(
     Raises `UserError` for a loss that cannot be trained on.
     """
     model, optimizer, schedule, scaler = _build(job, device)
+    averaged = _averaged_model(job, model)
     for step in range(steps):
         optimizer.zero_grad()
         totals: list[float] = []
@@ -97,6 +99,8 @@ def reference_steps(
         with seeded(stream_key(job.seed, "optimizer", step + 1)):
             scaler.step(optimizer)
         scaler.update()
+        if averaged is not None and _is_averaged(job, step + 1):
+            averaged.update_parameters(model)
         if schedule is not None:
             with seeded(stream_key(job.seed, "schedule", step + 1)), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a step that float16 skips counts for the schedule
@@ -105,10 +109,10 @@ def reference_steps(
             step + 1,
             math.fsum(totals) / weight,
             grad_norm,
-            named_tensors(model),
+            named_tensors(model) | _named_averages(averaged),
             named_state(model, optimizer),
             [float(group["lr"]) for group in optimizer.param_groups],
-            reference_evaluation(job, model, device) if evaluates(job, step + 1, steps) else None,
+            reference_evaluation(job, _evaluated(model, averaged), device) if evaluates(job, step + 1, steps) else None,
         )
 
 
@@ -117,6 +121,44 @@ def evaluates(job: Job, step: int, steps: int) -> bool:
     and at the end.
     """
     return job.eval_data is not None and step in (steps // 2, steps)
+
+
+def _averaged_model(job: Job, model: torch.nn.Module) -> AveragedModel | None:
+    """torch's own average of `model`, which keeps a second model; None where the job asks for none."""
+    average = job.average
+    if average is None:
+        return None
+    rule = get_ema_multi_avg_fn(average.decay) if isinstance(average, EMA) else get_swa_multi_avg_fn()
+    try:
+        return AveragedModel(model, multi_avg_fn=rule)
+    except Exception as problem:
+        raise UserError(
+            "averaging the weights of the model in a plain loop",
+            f"torch's AveragedModel cannot copy it: {problem}",
+            "let copy.deepcopy take the model, or verify the job without its average",
+        ) from problem
+
+
+def _is_averaged(job: Job, step: int) -> bool:
+    return job.average is not None and step in range(job.average.start, step + 1, job.average.every)
+
+
+def _named_averages(averaged: AveragedModel | None) -> dict[str, torch.Tensor]:
+    """Copies of the averages of all parameters that train, once there are averages."""
+    if averaged is None or not averaged.n_averaged:
+        return {}
+    trained = [(name, p) for name, p in averaged.module.named_parameters() if p.requires_grad]
+    return {f"average of {name}": parameter.detach().cpu().clone() for name, parameter in trained}
+
+
+def _evaluated(model: torch.nn.Module, averaged: AveragedModel | None) -> torch.nn.Module:
+    """The averaged model, once there are averages, with the buffers that `model` has."""
+    if averaged is None or not averaged.n_averaged:
+        return model
+    with torch.no_grad():
+        for mine, current in zip(averaged.module.buffers(), model.buffers(), strict=True):
+            mine.copy_(current)
+    return averaged.module
 
 
 def reference_evaluation(job: Job, model: torch.nn.Module, device: str = "cpu") -> float:

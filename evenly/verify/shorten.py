@@ -32,8 +32,10 @@ class FirstSamples(Dataset[Any]):
 def shortened(job: Job, steps: int) -> Job:
     """`job` with epochs that end within `steps`, in a short batch, and with fewer samples to evaluate.
 
-    Of three steps the second has a short batch, and the third begins an epoch.
+    Of three steps the second has a short batch, and the third begins an epoch. An average of the weights is over all.
     """
+    if job.average is not None:
+        job = replace(job, average=replace(job.average, start=1, every=1))
     batch = job.global_batch
     length = max(1, steps - 2) * batch + batch // 2 + 1 if steps > 1 and batch > 2 else job.length
     data = FirstSamples(job.data, length) if length < job.length else job.data

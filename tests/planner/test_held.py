@@ -85,17 +85,17 @@ def let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pending, "wait", wait)
 
 
-def peaks(plans: list[str]) -> list[list[int]]:
+def peaks(plans: list[str], average: evenly.EMA | None = None) -> list[list[int]]:
     """For every plan the most that each device of this rank holds in the second step."""
     with pytest.MonkeyPatch.context() as patch:
         let_go(patch)
-        return _peaks(plans)
+        return _peaks(plans, average)
 
 
-def _peaks(plans: list[str]) -> list[list[int]]:
+def _peaks(plans: list[str], average: evenly.EMA | None) -> list[list[int]]:
     found: list[list[int]] = []
     for plan in plans:
-        with evenly.start(small_job(), plan=plan) as run:
+        with evenly.start(replace(small_job(), average=average), plan=plan) as run:
             batches = run.batches()
             run.step(next(batches))
             batch = next(batches)
@@ -105,9 +105,9 @@ def _peaks(plans: list[str]) -> list[list[int]]:
     return found
 
 
-def predicted(plan: str, ranks: int) -> list[int]:
+def predicted(plan: str, ranks: int, average: evenly.EMA | None = None) -> list[int]:
     parsed = parse_plan(plan)
-    job = small_job()
+    job = replace(small_job(), average=average)
     fitted = parsed.fit(ranks if parsed.replicas is None else parsed.devices or 1).complete(job.precision)
     return [meter.peak for meter in memory_of_ranks(JobProfiler(job, step=1), fitted)]
 
@@ -159,6 +159,14 @@ def test_on_two_ranks(ranks: Any) -> None:
         assert found[plan] == expected[plan], plan
 
 
+@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero3", "tp"])
+def test_an_average_is_predicted_as_it_is_counted(plan: str, ranks: Any) -> None:
+    average = evenly.EMA()
+    found = [one for rank in ranks.run(peaks, [plan], average) for one in rank[0]]
+    assert predicted(plan, 2, average) == pytest.approx(found, rel=ON_TWO[plan])
+    assert min(predicted(plan, 2, average)) > 1.02 * min(predicted(plan, 2))
+
+
 def peaks_of_devices(ranks: Any, plans: list[str]) -> list[list[int]]:
     """For every plan the peaks of the devices of both ranks."""
     return [[*first, *second] for first, second in zip(*ranks.run(peaks, plans), strict=True)]
@@ -197,6 +205,15 @@ def test_sharding_divides_what_a_rank_keeps() -> None:
     assert cut["optimizer"] == pytest.approx(whole["optimizer"] / 4, rel=0.02)
     third = memory_of_ranks(reader, complete("data=4 zero=3"))[0].at_peak
     assert third["parameters"] == pytest.approx(whole["parameters"] / 4, rel=0.05)
+
+
+def test_an_average_is_one_more_copy_of_what_a_rank_steps() -> None:
+    """Plain SGD keeps nothing else, so that what is counted as the optimizer's is the average."""
+    job = replace(small_job(), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3), average=evenly.EMA())
+    size = sum(parameter.nbytes for parameter in Model().parameters())
+    for plan, kept in (("data=2", size), ("data=2 zero=1", size / 2), ("data=2 zero=3", size / 2)):
+        meter = memory_of_ranks(JobProfiler(job), complete(plan))[0]
+        assert meter.at_peak["optimizer"] == pytest.approx(kept, rel=0.02), plan
 
 
 def test_causes_add_up_to_the_peak() -> None:
