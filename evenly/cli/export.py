@@ -14,7 +14,8 @@ def run_export(run: Path, to: Path, step: str, *, average: bool = False, json_on
     done = export(run, to, step=_parse_step(step), average=average)
     if json_only:
         document = {"files": done.files, "tensors": done.tensors, "bytes": done.bytes, "step": done.step}
-        print(json.dumps({**document, "config": done.model_class is not None, "averaged": bool(done.averaged)}))
+        averaged = {} if done.averaged is None else {"averaged": done.averaged}
+        print(json.dumps({**document, "config": done.model_class is not None, **averaged}))
         return 0
     files = done.files[0] if len(done.files) == 1 else f"{len(done.files)} files"
     print(f"step {done.step}: {done.tensors} tensors of {done.bytes / 1e6:,.1f} MB in {to}: {files}")

@@ -317,6 +317,7 @@ def print_summary(summary: Summary, request: RunRequest) -> None:
         print(json.dumps(asdict(summary)))
         return
     evaluation = "" if summary.eval_loss is None else f", evaluation loss {summary.eval_loss:.4f}"
+    evaluation += " (averaged weights)" if summary.eval_averaged else ""
     if summary.loss is None:
         print(
             f"nothing left to do: step {summary.steps} is already done, and {summary.steps_asked} were asked for"

@@ -129,7 +129,8 @@ def course_rows(run: RunSummary) -> list[tuple[str, str]]:
         ]
     if run.evaluations:
         losses = [row["eval_loss"] for row in run.evaluations]
-        rows.append(("evaluation loss", f"{_number(losses[0])} -> {_number(losses[-1])}"))
+        what = "evaluation loss" + (" (averaged weights)" if run.evaluations[-1].get("eval_averaged") is True else "")
+        rows.append((what, f"{_number(losses[0])} -> {_number(losses[-1])}"))
     rows += [("slow rank", text) for text in run.slow]
     rows += [("no room", text) for text in run.no_room]
     left_out = sum(row.get("skipped") == "not finite" for row in steps)

@@ -7,14 +7,14 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from evenly.checkpoint.manifest import AVERAGE
-from evenly.engine.compose import Composed
-from evenly.job import Job
-from evenly.plan import Plan
 
 if TYPE_CHECKING:
     import torch
 
     from evenly.engine.averaged_weights import AveragedWeights
+    from evenly.engine.compose import Composed
+    from evenly.job import Job
+    from evenly.plan import Plan
     from evenly.train.run import Run
 
 

@@ -29,6 +29,7 @@ class Summary:
     steps:       done in all, including those before a resume; losses and `seconds` are of this run alone.
     steps_asked: length of the whole run.
     first_step:  the first step of this run; None if there was nothing left to do.
+    eval_averaged: whether `eval_loss` is of the averaged weights.
     stopped:     whether a stop was requested before the last step.
     """
 
@@ -44,6 +45,7 @@ class Summary:
     seconds: float
     stopped: bool
     out: str | None
+    eval_averaged: bool = False
 
 
 def run_job_file(path: Path, settings: dict[str, Any], options: RunOptions, json_only: bool) -> Summary:
@@ -137,6 +139,7 @@ class _Progress:
             seconds=self.seconds,
             stopped=run.stopped,
             out=run.out and str(run.out),
+            eval_averaged=self.evaluation is not None and self.evaluation.averaged,
         )
 
     def _begin_watching(self, report: StepReport) -> None:

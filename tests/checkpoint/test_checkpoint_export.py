@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from jobs import classifier_job
 from kept_ranks import KeptRanks
 from records import record_file
 from safetensors.torch import load_file, load_model, save_file
@@ -25,6 +26,7 @@ from evenly.checkpoint.manifest import Manifest, TensorForm
 from evenly.checkpoint.pieces import TYPES, find_pieces, read_tensor
 from evenly.checkpoint.state import read_state
 from evenly.checkpoint.store import CheckpointStore, Snapshot
+from evenly.cli.export import run_export
 from evenly.errors import CheckpointError, UserError
 from evenly.observe.run_folder import RunFolder
 
@@ -380,6 +382,40 @@ def test_only_a_model_of_transformers_has_a_configuration(tmp_path: Path) -> Non
     assert json.loads((RunFolder(tmp_path).model_config).read_text())["model_class"] == "ViTForImageClassification"
     write_model_config(Own(), RunFolder(tmp_path).model_config)  # another job in the same folder
     assert not (RunFolder(tmp_path).model_config).exists()
+
+
+def run_with_average(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The weights of a run, with BatchNorm and a frozen parameter, and their averages with the buffers of the model."""
+    with evenly.start(
+        classifier_job(average=evenly.EMA(decay=0.5, start=2)), plan="single", out=folder, steps=4
+    ) as run:
+        for batch in run.batches():
+            run.step(batch)
+            if run.steps_done in (1, 4):
+                run.save()
+        weights = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+        with run.averaged_weights():
+            return weights, {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+
+
+def test_averages_are_exported_where_that_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights, averages = run_with_average(tmp_path / "run")
+    assert not torch.equal(weights["last.weight"], averages["last.weight"])
+    assert torch.equal(weights["frozen"], averages["frozen"])
+    assert run_export(tmp_path / "run", tmp_path / "averages", "newest", average=True, json_only=False) == 0
+    assert "the averaged weights\n" in capsys.readouterr().out
+    assert run_export(tmp_path / "run", tmp_path / "weights", "newest", json_only=False) == 0
+    assert "the weights themselves; --average writes their average" in capsys.readouterr().out
+    for name, expected in (("averages", averages), ("weights", weights)):
+        assert_same(load_file(tmp_path / name / "model.safetensors"), expected)
+
+
+def test_averages_that_are_not_there_are_not_exported(tmp_path: Path) -> None:
+    run_with_average(tmp_path / "run")
+    with pytest.raises(UserError, match=r"step 1 has none: the job keeps no average, or it begins later"):
+        export(tmp_path / "run", tmp_path / "out", step=1, average=True)
+    assert not (tmp_path / "out").exists()
+    assert export(tmp_path / "run", tmp_path / "out", step=1).averaged is None
 
 
 def test_what_was_exported_is_told(tmp_path: Path) -> None:
