@@ -90,12 +90,7 @@ def reference_steps(
             assert parameter.grad is not None
             parameter.grad /= weight
         grad_norm = float(torch.nn.utils.clip_grad_norm_(used, job.clip_norm or float("inf")))
-        if not math.isfinite(grad_norm) and job.precision != "float16":
-            raise UserError(
-                f"training step {step + 1} on one device",
-                f"the norm of the gradient is {grad_norm}",
-                "look for a square root or a division at zero, or too high a learning rate",
-            )
+        _check_norm(job, step + 1, grad_norm)
         with seeded(stream_key(job.seed, "optimizer", step + 1)):
             scaler.step(optimizer)
         scaler.update()
@@ -194,6 +189,16 @@ def _check_finite(step: int, totals: list[float], weights: list[float]) -> None:
             raise UserError(asked, found, "look for a division by zero or a log of zero; weights are 0 or more")
     if math.fsum(weights) == 0:
         raise UserError(asked, "the weight is 0 in every microbatch", "leave out samples that do not count")
+
+
+def _check_norm(job: Job, step: int, grad_norm: float) -> None:
+    """Raises `UserError` for one that no smaller scale of the loss makes finite."""
+    if not math.isfinite(grad_norm) and job.precision != "float16":
+        raise UserError(
+            f"training step {step} on one device",
+            f"the norm of the gradient is {grad_norm}",
+            "look for a square root or a division at zero, or too high a learning rate",
+        )
 
 
 def loss_not_additive(job: Job) -> str:

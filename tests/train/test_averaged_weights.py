@@ -19,6 +19,7 @@ from torch import nn
 import evenly
 from evenly.errors import ResumeError, RunError, UserError
 from evenly.parallel.core.memory import local
+from evenly.parallel.data import grouping
 from evenly.train.run import Run
 from evenly.verify.compare import RankComparison, judge
 from evenly.verify.ranks import compare_job, compare_steps, keep_reference
@@ -180,6 +181,32 @@ def after_an_error(plan: str) -> list[list[float]]:
 @pytest.mark.parametrize("plan", ["zero2", "zero3"])
 def test_an_error_among_averaged_weights_leaves_the_run_as_it_was(plan: str, ranks: KeptRanks) -> None:
     for undisturbed, disturbed in ranks.run(after_an_error, plan):
+        assert disturbed == undisturbed
+
+
+def after_a_block_of_its_own() -> list[list[float]]:
+    """Losses under zero3 of a run whose loop calls a block that stays gathered among averaged weights, or does not."""
+    found: list[list[float]] = []
+    grouping.WHOLE_BYTES = 1 << 20
+    try:
+        for calls in (False, True):
+            with evenly.start(prepared("ema"), plan="zero3") as run:
+                losses: list[float] = []
+                for batch in run.batches():
+                    losses.append(run.step(batch).loss)
+                    if calls:
+                        with run.averaged_weights(), torch.no_grad():
+                            run.model.blocks[-1](torch.ones(1, 3, 15, dtype=torch.float64))
+                            losses[-1] += 0 * run.evaluate().loss
+                            run.model.blocks[-1](torch.ones(1, 3, 15, dtype=torch.float64))
+                found.append([*losses, run.evaluate(average=False).loss])
+    finally:
+        grouping.WHOLE_BYTES = 0
+    return found
+
+
+def test_a_block_that_was_gathered_among_averaged_weights_has_the_weights_again(ranks: KeptRanks) -> None:
+    for undisturbed, disturbed in ranks.run(after_a_block_of_its_own):
         assert disturbed == undisturbed
 
 
