@@ -370,7 +370,7 @@ PACKAGE_LINES = {
     "cli": 1755,  # garbage; where there is no room; lists of checkpoints; restarts; one launcher of several nodes
     "comm": 2453,  # what the first rank decides; exact sums; a store on one interface; what listens; ranks alone
     "data": 851,  # shares by speed; streams of updates and schedules; errors that hold no worker
-    "engine": 2347,  # averaged weights; small models are not watched; random numbers kept; where bad numbers come from; optimizers
+    "engine": 2347,  # averaged weights; small models are not watched; where bad numbers come from; optimizers
     "hardware": 986,  # where there can be no GPU; kinds of devices can be registered; numbers beyond all machines
     "launch": 3310,  # memory that grows; garbage; ranks that leave; want of memory; doors; nodes; restarts; signals
     "model": 554,  # parameters in one memory; modes that the job has set; made-up numbers; blocks of several classes
