@@ -18,22 +18,30 @@ if TYPE_CHECKING:
     from evenly.job import Job as Job
     from evenly.job import Loss as Loss
     from evenly.launch.agent import launch as launch
+    from evenly.observe.loggers.csv import CSVLogger as CSVLogger
+    from evenly.observe.loggers.mlflow import MLFlowLogger as MLFlowLogger
+    from evenly.observe.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
+    from evenly.observe.loggers.wandb import WandbLogger as WandbLogger
     from evenly.plan import Plan as Plan
     from evenly.plan import PlanSpec as PlanSpec
     from evenly.train.run import Run as Run
     from evenly.train.run import start as start
 
 _HOMES = {
+    "CSVLogger": "evenly.observe.loggers.csv",
     "EMA": "evenly.job",
     "EvenlyError": "evenly.errors",
     "Job": "evenly.job",
     "Loss": "evenly.job",
+    "MLFlowLogger": "evenly.observe.loggers.mlflow",
     "Plan": "evenly.plan",
     "PlanSpec": "evenly.plan",
     "Run": "evenly.train.run",
     "RunError": "evenly.errors",
     "SWA": "evenly.job",
+    "TensorBoardLogger": "evenly.observe.loggers.tensorboard",
     "UserError": "evenly.errors",
+    "WandbLogger": "evenly.observe.loggers.wandb",
     "World": "evenly.comm.world",
     "launch": "evenly.launch.agent",
     "start": "evenly.train.run",

@@ -131,9 +131,7 @@ def check_settings(path: Path, settings: dict[str, Any]) -> None:
     Also for a text where the default is a number, and for all but True and False where it is one of these:
     `--set flag=false` would be the text 'false', which counts as true.
     """
-    function = next(
-        (node for node in _parse(path).body if isinstance(node, ast.FunctionDef) and node.name == "job"), None
-    )
+    function = _definition(path)
     if function is None or function.decorator_list or function.args.kwarg is not None:
         return
     taken = function.args
@@ -149,6 +147,17 @@ def check_settings(path: Path, settings: dict[str, Any]) -> None:
             )
         if do := _instead(value, defaults.get(key)):
             raise UserError(f"--set {key}={value} for {path}", f"its job() has {key}={defaults[key]}", do)
+
+
+def with_defaults(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """`settings`, and what `job` of the file at `path` takes by default besides, where that is a constant."""
+    function = _definition(path)
+    return settings if function is None else {**_defaults(function.args), **settings}
+
+
+def _definition(path: Path) -> ast.FunctionDef | None:
+    """The text of the file's `job`, if it is a plain function."""
+    return next((node for node in _parse(path).body if isinstance(node, ast.FunctionDef) and node.name == "job"), None)
 
 
 def _instead(value: object, default: object) -> str:

@@ -60,6 +60,15 @@ StallLimit = Annotated[
 KeepPlan = Annotated[
     bool, typer.Option("--keep-plan", help="Where there is no room, end, and do not go on under another plan.")
 ]
+Log = Annotated[
+    list[str],
+    typer.Option(
+        "--log",
+        metavar="LOGGER",
+        help="Also log to tensorboard, wandb=PROJECT, mlflow=EXPERIMENT or csv (a table); repeatable.",
+    ),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors and warnings.")]
 Restarts = Annotated[
     int, typer.Option(min=0, metavar="N", help="Start again from the newest checkpoint after up to N failures an hour.")
 ]
@@ -88,10 +97,12 @@ def run_command(
     restarts: Restarts = 0,
     keep_plan: KeepPlan = False,
     settings: Settings = [],  # noqa: B006  (typer copies it)
+    log: Log = [],  # noqa: B006
     nodes: Nodes = "1",
     node_rank: Annotated[int, typer.Option(min=0, help="Number of this machine, from 0.")] = 0,
     rendezvous: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where machine 0 listens.")] = "",
     secret_file: SecretFile = None,
+    quiet: Quiet = False,
     json_only: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -121,6 +132,8 @@ def run_command(
         snapshot=snapshot,
         restarts=restarts,
         keep_plan=keep_plan,
+        log=log,
+        quiet=quiet,
     )
     raise typer.Exit(run(request, run_on_nodes))
 

@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from evenly.launch.environment import CHECK_VARIABLE, OPTIONS_VARIABLE, find_her
 from evenly.launch.rank import EXIT_STOPPED
 from evenly.launch.restarts import Failure, error_raised, pause_before_restart
 from evenly.launch.rounds import NodeRange
+from evenly.observe.loggers.choose import make_loggers
 from evenly.observe.run_folder import RunFolder
 from evenly.plan import PlanSpec, asked_plan
 
@@ -59,6 +60,8 @@ class RunRequest:
     snapshot: int | None = None
     restarts: int = 0
     keep_plan: bool = False
+    log: Sequence[str] = ()
+    quiet: bool = False
 
 
 def run(request: RunRequest, on_nodes: Callable[..., int]) -> int:
@@ -81,6 +84,7 @@ def run(request: RunRequest, on_nodes: Callable[..., int]) -> int:
     settings = parse_settings(request.settings)
     if not script:
         check_settings(request.job, settings)
+    make_loggers(request.log)
     warm_up(PRELOAD)  # imports torch in the fork server while this process imports it too
     place = find_here()
     under_launcher = place.size > 1 and (request.nodes.most == 1 or not request.rendezvous)
@@ -134,11 +138,13 @@ def _options(
         devices=devices,
         save_to=request.save_to,
         snapshot=request.snapshot,
+        log=tuple(request.log),
+        quiet=request.quiet,
     )
 
 
 def _announce(request: RunRequest, devices: int, out: Path | None) -> None:
-    if not request.json_only:
+    if not request.json_only and not request.quiet:
         where = f"{devices} {'device' if devices == 1 else 'devices'}"
         where += f" of node {request.node_rank}, one of {request.nodes}" if request.nodes.most > 1 else ""
         print(f"evenly run {request.job} on {where}" + (f", into {out}" if out else ""), file=sys.stderr)
@@ -289,6 +295,7 @@ def _way_on(request: RunRequest, out: Path | str) -> str:
     steps = [] if request.steps is None else ["--steps", str(request.steps)]
     steps += [] if request.save_to is None else ["--save-to", str(request.save_to)]
     ending = ["--", *request.arguments] if request.arguments else []
+    steps += [word for one in request.log for word in ("--log", one)]
     skip = ["--skip-nonfinite", str(request.skip_nonfinite)] if request.skip_nonfinite else []
     return shlex.join(
         ["evenly", "run", str(request.job), *settings, *steps, *skip, "--resume", "--out", str(out), *ending]
@@ -315,6 +322,8 @@ def _run_as_rank(request: RunRequest) -> int:
 def print_summary(summary: Summary, request: RunRequest) -> None:
     if request.json_only:
         print(json.dumps(asdict(summary)))
+        return
+    if request.quiet:
         return
     evaluation = "" if summary.eval_loss is None else f", evaluation loss {summary.eval_loss:.4f}"
     evaluation += " (averaged weights)" if summary.eval_averaged else ""

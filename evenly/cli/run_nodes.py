@@ -148,6 +148,6 @@ class _Ranks:
             )
 
     def _announce(self, found: Round) -> None:
-        if not self.request.json_only:
+        if not self.request.json_only and not self.request.quiet:
             nodes = ", ".join(str(member.node) for member in found.members)
             print(f"evenly: nodes {nodes} take part", file=sys.stderr, flush=True)

@@ -51,6 +51,10 @@ class RunFolder:
         """The folder of the ranks' output."""
         return self.root / "logs"
 
+    def logger(self, name: str) -> Path:
+        """What the logger `name` has to know where the run goes on, one JSON document."""
+        return self.root / "loggers" / f"{name}.json"
+
     def events(self, rank: int) -> Path:
         """Events of `rank` (started, evaluated, saved, ended), one JSON object per line."""
         return self.root / "events" / f"rank{rank}.jsonl"

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 from evenly.errors import RunError
 from evenly.observe.run_folder import RunFolder
 
-Stream = Literal["metrics", "events", "timeline"]
+Stream = Literal["config", "metrics", "events", "timeline"]
 
 
 class Sink(Protocol):
@@ -22,8 +22,10 @@ class Sink(Protocol):
     def write(self, stream: Stream, record: Mapping[str, Any]) -> None:
         """Receives one record, as soon as it exists.
 
-        stream: "metrics" has a record for each step and each evaluation, on rank 0 alone; "events" those of
-        this rank, with times; "timeline" the actions of this rank of a pipeline, in a few steps of a run with a folder.
+        stream: "config" has one, before all steps: `rank`, `out` (the run's folder as text, or None), `step` (after
+        which the run goes on, 0 for a new one) and `config` (settings of the job, its plain fields, the plan).
+        "metrics" has a record for each step and each evaluation, on rank 0 alone; "events" those of this rank, with
+        times; "timeline" the actions of this rank of a pipeline, in a few steps of a run with a folder.
         """
         ...
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evenly.jobfile import load_job
+from evenly.jobfile import load_job, with_defaults
 from evenly.observe.progress import Watcher, make_watcher
 from evenly.train.interrupt import Interrupt
 from evenly.train.options import RunOptions
@@ -56,8 +56,8 @@ def run_job_file(path: Path, settings: dict[str, Any], options: RunOptions, json
         _send_stdout_to_stderr()
     try:
         job = load_job(path, settings)
-        with start_with_options(job, options) as run:
-            return train(run)
+        with start_with_options(job, replace(options, settings=with_defaults(path, settings))) as run:
+            return train(run, quiet=options.quiet)
     except SystemExit as ended:
         raise left_early(ended) from ended
 
@@ -72,9 +72,9 @@ def run_script(path: Path, arguments: list[str], json_only: bool) -> int:
     return Interrupt.was_asked
 
 
-def train(run: Run) -> Summary:
-    """Trains `run` to its end, or until a stop is requested."""
-    progress, run.evaluates_later = _Progress(run), True
+def train(run: Run, *, quiet: bool = False) -> Summary:
+    """Trains `run` to its end, or until a stop is requested; quiet: shows nothing on the way."""
+    progress, run.evaluates_later = _Progress(run, quiet=quiet), True
     try:
         if run.evaluation_due:
             progress.run_due_actions()
@@ -90,8 +90,8 @@ def train(run: Run) -> Summary:
 class _Progress:
     """The state of the loop between steps."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(self, run: Run, *, quiet: bool) -> None:
+        self.run, self.shows = run, run.world.is_main and not quiet
         self.unit = "samples"
         self.watcher: Watcher = make_watcher(main=False, steps=0, done=0, unit="")
         self.first: StepReport | None = None
@@ -146,7 +146,7 @@ class _Progress:
         # A weight other than the number of samples counts tokens, or whatever the job counts.
         self.unit = "samples" if report.weight == report.samples else "tokens"
         run = self.run
-        self.watcher = make_watcher(main=run.world.is_main, steps=run.steps, done=run.steps_done, unit=self.unit)
+        self.watcher = make_watcher(main=self.shows, steps=run.steps, done=run.steps_done, unit=self.unit)
 
     def _evaluate(self) -> None:
         if self.evaluated_at != self.run.steps_done:

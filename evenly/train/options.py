@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from evenly.errors import UserError
 from evenly.launch.environment import launcher_options
@@ -27,6 +29,9 @@ class RunOptions:
     no_room: plans that the run was started under before and that had no room, as texts; then it takes one that needs
              less, and `plan` and `search` no longer count. refused: those that could not run its job.
     long_step: in which the last of them had no room, from 0.
+    log:      loggers, as `evenly run` names them.
+    quiet:    whether nothing is shown of its progress.
+    settings: of the function that made the job; known on the ranks alone.
     """
 
     plan: PlanSpec | None = None
@@ -42,6 +47,9 @@ class RunOptions:
     no_room: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
     long_step: int = 0
+    log: tuple[str, ...] = ()
+    quiet: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def to_text(self) -> str:
         """JSON for the ranks' environment; `from_text` is its inverse."""
@@ -49,6 +57,7 @@ class RunOptions:
         others = {"steps": self.steps, "resume": self.resume, "devices": self.devices, "search": self.search}
         others |= {"step": self.step, "skip_nonfinite": self.skip_nonfinite, "snapshot": self.snapshot}
         others |= {"no_room": self.no_room, "refused": self.refused, "long_step": self.long_step}
+        others |= {"log": self.log, "quiet": self.quiet}
         return json.dumps({"plan": plan, "out": out, "save_to": self.save_to and str(self.save_to), **others})
 
     @classmethod
@@ -57,9 +66,9 @@ class RunOptions:
         values = json.loads(text)
         plan, out = values["plan"], values["out"]
         others = (values[name] for name in ("steps", "resume", "devices", "search", "step", "skip_nonfinite"))
-        rest = {name: tuple(values[name]) for name in ("no_room", "refused")}
+        rest = {name: tuple(values[name]) for name in ("no_room", "refused", "log")}
         rest |= {"save_to": values["save_to"] and Path(values["save_to"]), "snapshot": values["snapshot"]}
-        rest["long_step"] = values["long_step"]
+        rest |= {"long_step": values["long_step"], "quiet": values["quiet"]}
         return cls(plan and parse_plan(plan), out and Path(out), *others, **rest)
 
 
@@ -67,11 +76,11 @@ def merge_options(given: RunOptions) -> RunOptions:
     """`given` by the script, completed by the command line's; raises `UserError` where both say something different."""
     text = launcher_options()
     command_line = RunOptions.from_text(text) if text else RunOptions()
-    for field in fields(RunOptions):
-        in_script, on_command_line = getattr(given, field.name), getattr(command_line, field.name)
+    for one in fields(RunOptions):
+        in_script, on_command_line = getattr(given, one.name), getattr(command_line, one.name)
         if in_script and on_command_line and in_script != on_command_line:
             raise UserError(
-                f"{field.name} {on_command_line} on the command line",
+                f"{one.name} {on_command_line} on the command line",
                 f"the script itself asks for {in_script}",
                 "give it in one of the two places",
             )

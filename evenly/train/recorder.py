@@ -7,6 +7,8 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evenly.checkpoint.config import write_model_config
@@ -36,9 +38,15 @@ class RunRecorder:
         self._rank, self._is_main = world.rank, world.is_main
         own = [FolderSink(folder, world.rank)] if folder is not None else []
         self._sinks: list[Sink] = [*own, *sinks]
+        self._given = sinks
         self.counted = min(steps_done + 1, steps - 1) if folder is not None else None
         self.spanned = range(min(steps_done + 2, steps - 1), steps_done + 2 + STEPS_WITH_SPANS) if folder else range(0)
         self._event("started", rank=world.rank, size=world.size, step=steps_done, pid=os.getpid())
+
+    def begin(self, config: Mapping[str, Any], *, step: int, out: Path | None) -> None:
+        """Says to the sinks that were given what is trained; step: after which the run goes on."""
+        for sink in self._given:
+            sink.write("config", {"rank": self._rank, "step": step, "out": out and str(out), "config": config})
 
     def step(self, report: StepReport) -> None:
         if self._is_main and self._sinks:
@@ -85,10 +93,24 @@ class RunRecorder:
             sink.write("events", {"time": time.time(), "event": name, **details})
 
 
-def write_decisions(run: Run, folder: RunFolder, predicted: Mapping[str, Any] | None) -> None:
-    """Writes plan.json and the model's config; on one rank."""
-    with writing(folder.plan):
-        _write_decisions(run, folder, predicted)
+def record_decisions(run: Run, predicted: Mapping[str, Any] | None, settings: Mapping[str, Any]) -> None:
+    """Writes plan.json and the model's config on the main rank; passes what is trained to the sinks, on all.
+
+    settings: of the job. Raises `UserError` where a sink cannot take the records of this run.
+    """
+    if run.out is not None and run.world.is_main:
+        folder = RunFolder(run.out)
+        with writing(folder.plan):
+            _write_decisions(run, folder, predicted)
+    run.recorder.begin(_config(run, settings), step=run.steps_done, out=run.out)
+
+
+def _config(run: Run, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What is trained, as nested dicts."""
+    plain = {field.name: getattr(run.job, field.name) for field in fields(run.job)}
+    plain = {name: value for name, value in plain.items() if isinstance(value, int | float | str)}
+    sizes = {"world": run.world.size, "parameters": run.composed.elements}
+    return {"settings": {**settings}, "job": {**plain, "steps": run.steps}, "plan": str(run.plan), **sizes}
 
 
 def _write_decisions(run: Run, folder: RunFolder, predicted: Mapping[str, Any] | None) -> None:

@@ -30,6 +30,7 @@ from evenly.errors import RunError, UserError, place_of
 from evenly.job import Job
 from evenly.launch.allocator import FreedMemory, hand_back_freed_memory
 from evenly.launch.environment import available_cores, chosen_threads, find_here, keep_primitives
+from evenly.observe.loggers.choose import make_loggers
 from evenly.observe.run_folder import RunFolder
 from evenly.observe.sinks import Sink
 from evenly.observe.slow import SlowRanks
@@ -41,7 +42,7 @@ from evenly.train.look import check_job, check_model, check_update, shapes_vary,
 from evenly.train.nonfinite import check_evaluation
 from evenly.train.options import RunOptions, merge_options
 from evenly.train.rank_speeds import measured_speeds
-from evenly.train.recorder import RunRecorder, write_decisions
+from evenly.train.recorder import RunRecorder, record_decisions
 from evenly.train.reports import Evaluation, StepReport
 from evenly.train.resolve_run import ResolvedRun, connect_and_resolve
 from evenly.train.step import train_step
@@ -125,8 +126,7 @@ class Run:
             raise UserError("resuming", "the run has no folder", OUT)
         self.state_is_whole = True
         self.recorder = RunRecorder(folder, world, sinks, steps_done=self.steps_done, steps=self.steps)
-        if folder is not None and world.is_main:
-            write_decisions(self, folder, decision.predicted)
+        record_decisions(self, decision.predicted, options.settings)
         # From now on to the job's code, but within the methods of this class.
         self.composed.show_parameters()
         self.updater.show_groups()
@@ -329,7 +329,7 @@ def start(
     steps:  length of the whole run; by default the job's.
     resume: continue from the newest checkpoint in `out`, with its microbatch if the job states none.
     skip_nonfinite: how many batches whose loss or gradient is not finite may be left out, on all ranks alike.
-    sinks:  also receive the records of the run (`evenly.observe.sinks.Sink`).
+    sinks:  also receive the records of the run: loggers (`evenly.TensorBoardLogger()`), or `evenly.observe.sinks.Sink`.
 
     Arguments that are left out are taken from the command line of `evenly run`.
     Raises `UserError` (with `PlanError`) where the job, the plan and the world do not fit together.
@@ -342,6 +342,7 @@ def start(
 def start_with_options(job: Job, options: RunOptions, sinks: Sequence[Sink] = ()) -> Run:
     """`start` with its arguments as data."""
     options = merge_options(options)
+    sinks = [*sinks, *make_loggers(options.log)]
     decision, world = connect_and_resolve(job, options, find_here())
     if world.device == "cpu" and decision.plan.exact == "bitwise" and chosen_threads() is None:
         torch.set_num_threads(1)  # the bits of a sum depend on the number of threads
