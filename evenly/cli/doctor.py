@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
+from evenly.cli.tables import print_wrapped
 from evenly.comm.doctor import examine
 from evenly.launch.environment import process_environment
 
+INDENT = " " * 10
 SIGNS = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
 
 
@@ -18,6 +20,7 @@ def doctor(*, world: int, json_only: bool) -> int:
         print(json.dumps({"findings": [asdict(finding) for finding in findings]}))
     else:
         for finding in findings:
-            advice = f"\n{'':10}{finding.advice}" if finding.advice else ""
-            print(f"{SIGNS[finding.verdict]:8}  {finding.name}: {finding.value}{advice}")
+            print_wrapped(f"{SIGNS[finding.verdict]:8}  {finding.name}: {finding.value}", further=INDENT)
+            if finding.advice:
+                print_wrapped(f"{INDENT}{finding.advice}", further="")
     return 1 if any(finding.verdict == "problem" for finding in findings) else 0

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from evenly.cli.tables import print_table
+from evenly.cli.tables import print_table, print_wrapped
 from evenly.jobfile import load_job, parse_settings, read_with
 from evenly.plan import PlanSpec, parse_plan
 
@@ -44,13 +44,15 @@ def _explained(job: Path, plan: PlanSpec, values: dict[str, Any]) -> list[dict[s
 def _print_stages(document: Mapping[str, Any]) -> None:
     from evenly.report.splits import STAGE_HEADS, stage_rows, stage_title, stages_in_a_line
 
-    print_table(stage_title(document), STAGE_HEADS, stage_rows(document))
-    print(stages_in_a_line(document))
+    print_table(stage_title(document), STAGE_HEADS, stage_rows(document), wrapping=("blocks", "receives"))
+    print_wrapped(stages_in_a_line(document))
 
 
 def _print_tables(document: Mapping[str, Any]) -> None:
     from evenly.report.splits import GROUP_HEADS, WHOLE_HEADS, full_rows, group_rows, group_title, in_a_line
 
-    print_table(group_title(document), GROUP_HEADS, group_rows(document))
-    print_table("in no group, and so whole", WHOLE_HEADS, full_rows(document))
-    print(in_a_line(document))
+    print_table(group_title(document), GROUP_HEADS, group_rows(document), wrapping=(GROUP_HEADS[0], ""))
+    print_table(
+        "in no group, and so whole", WHOLE_HEADS, full_rows(document), wrapping=(WHOLE_HEADS[0], WHOLE_HEADS[-1])
+    )
+    print_wrapped(in_a_line(document))

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from evenly.cli.tables import printable
+from evenly.cli.tables import print_wrapped
 from evenly.errors import EvenlyError, UserError
 from evenly.launch.rounds import NodeRange
 from evenly.launch.signals import end_with_code, named_signals
@@ -334,5 +334,5 @@ def _end(error: EvenlyError, *, debug: bool) -> None:
     remote: Any = getattr(error, "traceback", "")
     if debug:
         print(remote or "".join(traceback.format_exception(error)), file=sys.stderr)
-    print(printable(f"evenly: {error}"), file=sys.stderr)
+    print_wrapped(f"evenly: {error}", file=sys.stderr)
     sys.exit(error.exit_code)

@@ -49,9 +49,11 @@ def _write(path: Path, text: str) -> None:
 def _show(run: RunSummary, predicted: prediction.Predicted | None, pipeline: PipelineView | None) -> None:
     print_table("", ("", ""), course_rows(run))
     if run.memory:
-        print_table(f"tensors at the peak, MiB; {balance(run.memory)}", MEMORY_HEADS, memory_rows(run.memory))
+        print_table(
+            f"tensors at the peak, MiB; {balance(run.memory)}", MEMORY_HEADS, memory_rows(run.memory), wrapping=()
+        )
     if predicted:
-        print_table(prediction.STEP_TITLE, prediction.STEP_HEADS, prediction.step_rows(run, predicted))
+        print_table(prediction.STEP_TITLE, prediction.STEP_HEADS, prediction.step_rows(run, predicted), wrapping=())
     if predicted and run.memory:
         print_table(prediction.MEMORY_TITLE, prediction.MEMORY_HEADS, prediction.memory_rows(run, predicted))
     if pipeline:

@@ -325,24 +325,25 @@ def print_summary(summary: Summary, request: RunRequest) -> None:
         return
     if request.quiet:
         return
+    from evenly.cli.tables import print_wrapped
+
     evaluation = "" if summary.eval_loss is None else f", evaluation loss {summary.eval_loss:.4f}"
     evaluation += " (averaged weights)" if summary.eval_averaged else ""
     if summary.loss is None:
-        print(
+        print_wrapped(
             f"nothing left to do: step {summary.steps} is already done, and {summary.steps_asked} were asked for"
-            f"{evaluation}; for more, repeat the run's settings or give --steps",
-            flush=True,
+            f"{evaluation}; for more, repeat the run's settings or give --steps"
         )
         return
     done = f"steps {summary.first_step} to {summary.steps}" if summary.first_step != 1 else f"{summary.steps} steps"
-    print(
+    print_wrapped(
         f"{done} on {summary.world} {'rank' if summary.world == 1 else 'ranks'} ({summary.plan}) "
         f"in {summary.seconds:.1f} s: "
         f"loss {summary.first_loss:.4f} -> {summary.loss:.4f}{evaluation}"
     )
     if summary.out:
         again = f"; go on with: {_way_on(request, summary.out)}" if summary.stopped else ""
-        print(f"metrics, logs and checkpoints in {summary.out}{again}")
+        print_wrapped(f"metrics, logs and checkpoints in {summary.out}{again}")
 
 
 def devices_here(planned: int | None, nodes: int) -> int:

@@ -1,13 +1,20 @@
-"""Progress output of a run: a progress bar on a terminal, plain lines elsewhere; always on stderr."""
+"""Progress output of a run: one line that updates on a terminal, plain lines elsewhere; always on stderr."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
+    from rich.text import Text
 
 PLAIN_INTERVAL_S = 2.0
+RECENT_STEPS = 20
+WIDEST_BAR, NARROWEST_BAR = 24, 6
 
 
 class Watcher(Protocol):
@@ -35,16 +42,17 @@ class PlainLines:
     """A line for the first step, the last, and every two seconds between."""
 
     def __init__(self, *, steps: int, unit: str) -> None:
-        self._steps, self._unit, self._printed_at = steps, unit, 0.0
+        self._steps, self._printed_at = steps, 0.0
+        self._pace = Pace(steps, unit)
 
     def on_step(self, report: Any) -> None:
         now = time.monotonic()
+        self._pace.add(report, now)
         due = report.step in (1, self._steps) or now - self._printed_at >= PLAIN_INTERVAL_S
         if due or report.skipped == "not finite":
             self._printed_at = now
-            self.on_text(f"step {report.step}/{self._steps}  {describe_step(report, self._unit)}")
-        if report.memory is not None:
-            self.on_text(describe_memory(report.memory))
+            parts = step_parts(report, self._pace)
+            self.on_text("  ".join([f"step {report.step}/{self._steps}", *parts]) + why_skipped(report))
 
     def on_text(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -53,76 +61,114 @@ class PlainLines:
         pass
 
 
-class ProgressBar:
-    """A progress bar by rich."""
+class StatusLine:
+    """A line at the bottom of a terminal, which is gone when the run has ended; what is printed goes above it."""
 
     def __init__(self, *, steps: int, done: int, unit: str) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.live import Live
 
-        self._unit = unit
-        self._progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[text]}"),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-        )
-        self._task = self._progress.add_task("train", total=steps, completed=done, text="")
-        self._progress.start()
+        self._steps, self._step = steps, done
+        self._pace = Pace(steps, unit)
+        self._parts: list[str] = []
+        self._console = Console(stderr=True)
+        # What goes to stdout is no part of this terminal where that is a file.
+        self._live = Live(self, console=self._console, transient=True, redirect_stdout=sys.stdout.isatty())
+        self._live.start()
 
     def on_step(self, report: Any) -> None:
-        self._progress.update(self._task, completed=report.step, text=describe_step(report, self._unit))
+        self._pace.add(report, time.monotonic())
+        self._step, self._parts = report.step, step_parts(report, self._pace)
         if report.skipped == "not finite":
-            self.on_text(f"step {report.step}  {describe_step(report, self._unit)}")
-        if report.memory is not None:
-            self.on_text(describe_memory(report.memory))
+            self.on_text(f"step {report.step}/{self._steps}  {self._parts[0]}{why_skipped(report)}")
 
     def on_text(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, highlight=False)
+        self._console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
-        self._progress.stop()
+        self._live.stop()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        from rich.text import Text
+
+        before, bar, after = fitted_line(self._step, self._steps, self._parts, options.max_width)
+        filled = round(len(bar) * self._step / self._steps)
+        yield Text.assemble(
+            before, (bar[:filled], "green"), (bar[filled:], "bright_black"), after, no_wrap=True, overflow="ellipsis"
+        )
 
 
 def make_watcher(*, main: bool, steps: int, done: int, unit: str) -> Watcher:
-    """The watcher for this rank: a bar if its stderr is a terminal, lines if not, nothing on other ranks."""
+    """The watcher for this rank: a line if its stderr is a terminal, lines if not, nothing on other ranks."""
     if not main:
         return NoProgress()
-    return ProgressBar(steps=steps, done=done, unit=unit) if sys.stderr.isatty() else PlainLines(steps=steps, unit=unit)
+    return StatusLine(steps=steps, done=done, unit=unit) if sys.stderr.isatty() else PlainLines(steps=steps, unit=unit)
 
 
-def describe_step(report: Any, unit: str) -> str:
-    """Loss, rate in `unit` (samples or tokens) and memory per rank of a step report, on one line."""
-    rate = report.tokens_per_s if unit == "tokens" else report.samples_per_s
+class Pace:
+    """How fast a run is, over its last steps, and how long it still takes at the pace since the first step that was
+    added; to that evaluations and saving count.
+    """
+
+    def __init__(self, steps: int, unit: str) -> None:
+        self._steps, self._unit = steps, unit
+        self._first: tuple[int, float] | None = None
+        self._last = (0, 0.0)
+        self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
+
+    def add(self, report: Any, now_s: float) -> None:
+        self._last = report.step, now_s
+        self._first = self._first or self._last
+        self._recent.append((report.weight if self._unit == "tokens" else report.samples, report.step_s))
+
+    def rate(self) -> str:
+        """Samples or tokens per second."""
+        amounts, seconds = zip(*self._recent, strict=True)
+        return f"{sum(amounts) / sum(seconds):,.0f} {self._unit}/s"
+
+    def left_s(self) -> float | None:
+        """None before the second step: the first takes longer than others."""
+        if self._first is None or self._first[0] == self._last[0]:
+            return None
+        pace_s = (self._last[1] - self._first[1]) / (self._last[0] - self._first[0])
+        return pace_s * (self._steps - self._last[0])
+
+
+def step_parts(report: Any, pace: Pace) -> list[str]:
+    """Loss, time left, rate and memory per rank: from what matters most to what least."""
     largest, least = max(report.memory_bytes), min(report.memory_bytes)
-    memory = _mib(largest) if len(report.memory_bytes) == 1 else f"{_mib(least)}-{_mib(largest)}"
-    skipped = {
+    memory = _mib(largest) if _mib(least) == _mib(largest) else f"{_mib(least)}-{_mib(largest)}"
+    left_s = pace.left_s()
+    left = [] if left_s is None else [f"{duration(left_s)} left"]
+    return [f"loss {report.loss:.4f}", *left, pace.rate(), f"{memory} MiB/rank"]
+
+
+def why_skipped(report: Any) -> str:
+    """Why the step had no update, '' where it had one."""
+    return {
         "overflow": "  (overflow: skipped)",
         "not finite": f"  (not finite: left out, {report.left_out} so far)",
     }.get(report.skipped, "")
-    return f"loss {report.loss:.4f}  {rate:,.0f} {unit}/s  {memory} MiB/rank{skipped}"
 
 
-def describe_memory(memory: Sequence[Mapping[Any, int]]) -> str:
-    """Peak memory of tensors on the fullest device, by category, on one line."""
-    totals = [sum(device.values()) for device in memory]
-    fullest = totals.index(max(totals))
-    parts = sorted(memory[fullest].items(), key=lambda item: -item[1])
-    text = " + ".join(f"{category} {_short(size)}" for category, size in parts if size)
-    where = "" if len(memory) == 1 else f" on the fullest device, {fullest}; {imbalance(memory):.2f} x the mean"
-    return f"tensors at the peak: {text} = {_short(totals[fullest])} MiB{where}"
+def fitted_line(step: int, steps: int, parts: list[str], width: int) -> tuple[str, str, str]:
+    """What stands before a bar, the bar and what stands behind it: as many `parts` as `width` has room for."""
+    before = f"step {step}/{steps}"
+    shown = [*parts]
+    while shown and len("  ".join([before, *shown])) > width:
+        shown.pop()
+    after = "".join(f"  {part}" for part in shown)
+    room = min(WIDEST_BAR, width - len(before) - len(after) - 2)
+    return (f"{before}  ", "━" * room, after) if room >= NARROWEST_BAR else (before, "", after)
 
 
-def imbalance(memory: Sequence[Mapping[Any, int]]) -> float:
-    """Bytes of the fullest device over the mean."""
-    totals = [sum(device.values()) for device in memory]
-    return max(totals) * len(totals) / sum(totals) if sum(totals) else 1.0
-
-
-def _short(count_bytes: int) -> str:
-    return _mib(count_bytes) if count_bytes >= 100 * 2**20 else f"{count_bytes / 2**20:.2g}"
+def duration(seconds: float) -> str:
+    """`0:07`, `12:30`, `5:02:30`, from two days on `3 d 4 h`."""
+    whole = max(0, round(seconds))
+    if whole >= 48 * 3600:
+        return f"{whole // 86400} d {whole % 86400 // 3600} h"
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
 
 
 def _mib(count_bytes: int) -> str:

@@ -28,15 +28,24 @@ def time_in_words(seconds: float) -> str:
     return f"{seconds:,.0f} s" if seconds >= 999.5 else f"{seconds:.3g} s"
 
 
+def rate_in_words(bytes_per_s: float) -> str:
+    """2e9 -> '2 GB/s'; as others have it, GB is 10^9."""
+    for unit in ("B/s", "kB/s", "MB/s"):
+        if bytes_per_s < 999.5:
+            return f"{bytes_per_s:.3g} {unit}"
+        bytes_per_s /= 1000
+    return f"{bytes_per_s:.3g} GB/s"
+
+
 def fit_rows(bench: Row) -> list[tuple[str, str, str, str, str]]:
     """Operation, alpha, rate at large sizes, largest bus bandwidth, worst error of the fit."""
     rows: list[tuple[str, str, str, str, str]] = []
     for fit in bench["fits"]:
         measured = _of(bench, fit["operation"])
         beta, fastest = fit["beta_s_per_byte"], max(row["bus_bandwidth"] for row in measured)
-        rate = f"{1e-9 / beta:.2f} GB/s" if beta > 0 else "-"
+        rate = rate_in_words(1 / beta) if beta > 0 else "-"
         worst = f"{fit['worst']:.0%}"
-        rows.append((fit["operation"], time_in_words(fit["alpha_s"]), rate, f"{fastest / 1e9:.2f} GB/s", worst))
+        rows.append((fit["operation"], time_in_words(fit["alpha_s"]), rate, rate_in_words(fastest), worst))
     return rows
 
 
@@ -66,8 +75,8 @@ def measured_rows(bench: Row) -> list[tuple[str, ...]]:
             row["operation"],
             size_in_words(row["size_bytes"]),
             time_in_words(row["seconds"]),
-            f"{row['algorithm_bandwidth'] / 1e9:.3g} GB/s",
-            f"{row['bus_bandwidth'] / 1e9:.3g} GB/s",
+            rate_in_words(row["algorithm_bandwidth"]),
+            rate_in_words(row["bus_bandwidth"]),
             str(row["rounds"]),
         )
         for row in bench["measured"]

@@ -11,7 +11,6 @@ from typing import Any
 
 from evenly.errors import UserError
 from evenly.observe.attempts import ended_attempts
-from evenly.observe.progress import imbalance
 from evenly.observe.run_folder import RunFolder, whole_number
 from evenly.report.comm import size_in_words
 from evenly.report.page import document, heading, table
@@ -131,6 +130,8 @@ def course_rows(run: RunSummary) -> list[tuple[str, str]]:
         losses = [row["eval_loss"] for row in run.evaluations]
         what = "evaluation loss" + (" (averaged weights)" if run.evaluations[-1].get("eval_averaged") is True else "")
         rows.append((what, f"{_number(losses[0])} -> {_number(losses[-1])}"))
+    if run.memory:
+        rows.append(("tensors at the peak", memory_in_a_line(run.memory)))
     rows += [("slow rank", text) for text in run.slow]
     rows += [("no room", text) for text in run.no_room]
     left_out = sum(row.get("skipped") == "not finite" for row in steps)
@@ -148,12 +149,38 @@ def memory_rows(memory: Sequence[Mapping[str, int]]) -> list[tuple[str, ...]]:
     return [
         (
             str(number),
-            *(f"{device.get(category, 0) / 2**20:,.2f}" for category in CATEGORIES),
-            f"{total / 2**20:,.2f}",
+            *(_mib_of_column(device.get(category, 0)) for category in CATEGORIES),
+            _mib_of_column(total),
             f"{total / mean:.3f}",
         )
         for number, (device, total) in enumerate(zip(memory, totals, strict=True))
     ]
+
+
+def memory_in_a_line(memory: Sequence[Mapping[str, int]]) -> str:
+    """Peak memory of tensors on the fullest device, by category."""
+    totals = [sum(device.values()) for device in memory]
+    fullest = totals.index(max(totals))
+    parts = sorted(memory[fullest].items(), key=lambda item: -item[1])
+    text = " + ".join(f"{category} {_mib(size)}" for category, size in parts if size)
+    where = "" if len(memory) == 1 else f" on device {fullest}, {imbalance(memory):.2f} x the mean"
+    return f"{text} = {_mib(totals[fullest])} MiB{where}"
+
+
+def _mib(count_bytes: int) -> str:
+    mib = count_bytes / 2**20
+    return f"{mib:,.0f}" if mib >= 100 else f"{mib:.2g}"
+
+
+def imbalance(memory: Sequence[Mapping[str, int]]) -> float:
+    """Bytes of the fullest device over the mean."""
+    totals = [sum(device.values()) for device in memory]
+    return max(totals) * len(totals) / sum(totals) if sum(totals) else 1.0
+
+
+def _mib_of_column(count_bytes: int) -> str:
+    mib = count_bytes / 2**20
+    return f"{mib:,.0f}" if mib >= 1000 else f"{mib:.2f}"
 
 
 def balance(memory: Sequence[Mapping[str, int]]) -> str:

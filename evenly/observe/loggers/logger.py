@@ -1,8 +1,9 @@
 """What all loggers have in common.
 
 Order: a logger opens with the "config" record, the first of a run, on the main rank alone; then come rows, and the end.
-All of it happens in a thread of its own, once a second: neither a network that is slow nor one that is gone reaches the
-training, and the first error of a logger is a warning, after which it does nothing more.
+All of it happens in a thread of its own, once a second: a network that is slow or gone does not reach the training, but
+for a limited wait before the first step and after the last. The first error of a logger is a warning, after which it
+does nothing more.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from evenly.observe.sinks import Stream
 
 PAUSE_S = 1.0  # between two writings
 MOST_ROWS = 20_000  # that wait to be written
+OPEN_LIMIT_S = 20.0  # that training waits for it to begin
 END_LIMIT_S = 60.0  # for the rows that are left once a run has ended
 SHORT_LIMIT_S = 10.0  # where it was stopped or has failed
+PATIENCE_S = 3.0  # after which it says that it is waiting
 
 
 class Row(NamedTuple):
@@ -81,7 +84,7 @@ class Logger(ABC):
         _check_packages(type(self))
         self._path = Path(path) if path is not None else None
         self._rows: queue.Queue[Row] = queue.Queue(MOST_ROWS)
-        self._ending = Event()
+        self._is_open, self._ending = Event(), Event()
         self._failed = self._is_over = False
         self._steps = self._last_step = 0
         self._thread: Thread | None = None
@@ -119,7 +122,10 @@ class Logger(ABC):
             return
         self._ending.set()
         limit_s = SHORT_LIMIT_S if self._failed or self._last_step < self._steps else END_LIMIT_S
-        self._thread.join(limit_s)
+        self._thread.join(PATIENCE_S)
+        if self._thread.is_alive() and not self._is_over:
+            self._say(f"what is left goes to {self.name}, for {limit_s:.0f} s at most")
+            self._thread.join(limit_s - PATIENCE_S)
         if self._thread.is_alive() and not self._is_over:
             self._warn(f"not all was written within {limit_s:.0f} s of the end")
         self._thread = None
@@ -134,6 +140,7 @@ class Logger(ABC):
             self._last_step, self._steps = run.step, run.config["job"]["steps"]
             self._thread = Thread(target=self._log, args=(run,), name=f"evenly {self.name}", daemon=True)
             self._thread.start()
+            self._is_open.wait(OPEN_LIMIT_S)  # imports would slow down the first steps
 
     def _put(self, row: Row) -> None:
         self._last_step = row.step
@@ -146,6 +153,7 @@ class Logger(ABC):
     def _log(self, run: LoggedRun) -> None:
         try:
             self.open(run)
+            self._is_open.set()
             is_last = False
             while not is_last and not self._is_over:
                 is_last = self._ending.wait(PAUSE_S)
@@ -162,7 +170,11 @@ class Logger(ABC):
     def _warn(self, why: str) -> None:
         if not self._is_over:
             self._is_over = True
-            print(f"evenly: nothing more is logged to {self.name}: {why}", file=sys.stderr, flush=True)
+            self._is_open.set()
+            self._say(f"nothing more is logged to {self.name}: {why}")
+
+    def _say(self, text: str) -> None:
+        print(f"evenly: {text}", file=sys.stderr, flush=True)
 
 
 def first_line(problem: BaseException) -> str:
@@ -186,13 +198,12 @@ def figures_of(record: Mapping[str, Any]) -> dict[str, float]:
     of the memory of all ranks the largest is taken.
     """
     memory = record.get("memory_bytes")
-    largest = {"memory_bytes": float(max(memory))} if isinstance(memory, list) and memory else {}  # pyright: ignore[reportUnknownArgumentType]
-    numbers = {
-        name: float(value)
+    numbers: dict[str, float] = {
+        name: value
         for name, value in flat(record).items()
         if isinstance(value, int | float) and not isinstance(value, bool) and name != "step"
     }
-    return numbers | largest
+    return {**numbers, "memory_bytes": max(memory)} if memory else numbers
 
 
 def flat(nested: Mapping[str, Any], before: str = "") -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,9 +32,10 @@ class MLFlowLogger(Logger):
         from mlflow import MlflowClient
         from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_BACKOFF_JITTER
 
+        logging.getLogger("mlflow").setLevel(logging.WARNING)
         # Else what is asked again draws from Python's random numbers, which are those of the job's samples.
         MLFLOW_HTTP_REQUEST_BACKOFF_JITTER.set(0)
-        self._kept, self._stopped = Kept(run.kept(self.name), self._experiment), False
+        self._kept = Kept(run.kept(self.name), self._experiment)
         self._client: Any = MlflowClient(tracking_uri=self._uri(run))
         if self._kept.id is None:
             self._kept.id = self._started(run)
