@@ -39,6 +39,10 @@ Skipped = Annotated[
 ]
 Devices = Annotated[int | None, typer.Option(min=1, help="Ranks on this machine (default: all GPUs, else CPU cores).")]
 
+PlanText = Annotated[
+    str | None,
+    typer.Option(help="How to split, for example zero3 or tensor=2; auto seeks the fastest that fits (default: ddp)."),
+]
 SaveTo = Annotated[
     Path | None, typer.Option(metavar="DIR2", help="A second folder, to which every checkpoint is copied.")
 ]
@@ -78,12 +82,7 @@ Restarts = Annotated[
 def run_command(
     context: typer.Context,
     job: JobFile,
-    plan: Annotated[
-        str | None,
-        typer.Option(
-            help="How to split, for example zero3 or tensor=2; auto seeks the fastest that fits (default: ddp)."
-        ),
-    ] = None,
+    plan: PlanText = None,
     devices: Devices = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run (default: runs/NAME-N).")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of the whole run (default: the job's).")] = None,

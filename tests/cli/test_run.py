@@ -104,7 +104,7 @@ def test_a_killed_rank_ends_the_run_and_another_number_of_ranks_goes_on(alone: P
     os.kill(pids[-1], signal.SIGKILL)
     _, errors = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1
-    assert "SIGKILL" in errors and "Traceback" not in errors and errors.count("tensors at the peak: ") == 1
+    assert "SIGKILL" in errors and "Traceback" not in errors and "tensors at the peak" not in errors
     assert "; go on from step " in errors and errors.endswith("--resume --out out\n")
     assert not any(psutil.pid_exists(pid) for pid in pids)
     done = evenly("run", JOB, "--devices", 3, "--out", "out", "--resume", "--set", "steps=12", folder=tmp_path)

@@ -20,7 +20,7 @@ from evenly.errors import UserError
 from evenly.observe.loggers import logger as common
 from evenly.observe.loggers.choose import make_loggers
 from evenly.observe.loggers.csv import CSVLogger, GrowingTable
-from evenly.observe.loggers.logger import Kept, LoggedRun, Logger, Row, figures_of, flat_config, plain_name
+from evenly.observe.loggers.logger import KeptRun, LoggedRun, Logger, LogRow, figures_of, flat_config, plain_name
 from evenly.observe.loggers.tensorboard import TensorBoardLogger
 
 CONFIG = {"settings": {"lr": 0.1, "name": "wide"}, "job": {"name": "j", "steps": 6}, "plan": "data=2"}
@@ -117,14 +117,14 @@ def test_tensorboard_reads_each_step_once_and_the_settings(tmp_path: Path) -> No
 
 def test_what_was_logged_of_a_step_is_not_logged_again(tmp_path: Path) -> None:
     path = tmp_path / "loggers" / "wandb.json"
-    kept = Kept(path, "project")
+    kept = KeptRun(path, "project")
     kept.id = "abc"
-    kept.note([Row(3, 0.0, {"loss": 1.0}), Row(2, 0.0, {"loss": 1.0, "eval_loss": 1.0})])
-    again = Kept(path, "project")
+    kept.note([LogRow(3, 0.0, {"loss": 1.0}), LogRow(2, 0.0, {"loss": 1.0, "eval_loss": 1.0})])
+    again = KeptRun(path, "project")
     assert again.id == "abc"
-    assert again.left(Row(3, 0.0, {"loss": 1.0, "eval_loss": 2.0})) == {"eval_loss": 2.0}
-    assert again.left(Row(4, 0.0, {"loss": 1.0})) == {"loss": 1.0}
-    assert (Kept(path, "another").id, Kept(None, "project").id) == (None, None)
+    assert again.left(LogRow(3, 0.0, {"loss": 1.0, "eval_loss": 2.0})) == {"eval_loss": 2.0}
+    assert again.left(LogRow(4, 0.0, {"loss": 1.0})) == {"loss": 1.0}
+    assert (KeptRun(path, "another").id, KeptRun(None, "project").id) == (None, None)
 
 
 # --- what goes wrong -----------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class Failing(Logger):
         if not self.opens:
             self._go_wrong()
 
-    def add(self, rows: Sequence[Row]) -> None:
+    def add(self, rows: Sequence[LogRow]) -> None:
         for row in rows:
             self.added.append(row.step)
             if row.step == 2:

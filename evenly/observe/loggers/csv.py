@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evenly.observe.loggers.logger import LoggedRun, Logger, Row
+from evenly.observe.loggers.logger import LoggedRun, Logger, LogRow
 
 
 class CSVLogger(Logger):
@@ -26,7 +26,7 @@ class CSVLogger(Logger):
         path.parent.mkdir(parents=True, exist_ok=True)
         self._table = GrowingTable(path, up_to=run.step)
 
-    def add(self, rows: Sequence[Row]) -> None:
+    def add(self, rows: Sequence[LogRow]) -> None:
         for row in rows:
             self._table.add(row.step, row.figures)
         self._table.flush()

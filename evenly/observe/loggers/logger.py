@@ -33,7 +33,7 @@ SHORT_LIMIT_S = 10.0  # where it was stopped or has failed
 PATIENCE_S = 3.0  # after which it says that it is waiting
 
 
-class Row(NamedTuple):
+class LogRow(NamedTuple):
     """The figures of one record. time_s: as `time.time()`."""
 
     step: int
@@ -83,7 +83,7 @@ class Logger(ABC):
     def __init__(self, path: Path | str | None = None) -> None:
         _check_packages(type(self))
         self._path = Path(path) if path is not None else None
-        self._rows: queue.Queue[Row] = queue.Queue(MOST_ROWS)
+        self._rows: queue.Queue[LogRow] = queue.Queue(MOST_ROWS)
         self._is_open, self._ending = Event(), Event()
         self._failed = self._is_over = False
         self._steps = self._last_step = 0
@@ -95,7 +95,7 @@ class Logger(ABC):
         """Begins, or goes on with what was logged of the run before."""
 
     @abstractmethod
-    def add(self, rows: Sequence[Row]) -> None:
+    def add(self, rows: Sequence[LogRow]) -> None:
         """Writes the rows, in order; those of a step may come apart."""
 
     @abstractmethod
@@ -112,7 +112,7 @@ class Logger(ABC):
         if stream == "config":
             self._begin(record)
         elif stream == "metrics" and self._thread is not None and not self._is_over:
-            self._put(Row(record["step"], time.time(), figures_of(record)))
+            self._put(LogRow(record["step"], time.time(), figures_of(record)))
         elif stream == "events":
             self._failed = self._failed or record["event"] == "failed"
 
@@ -142,7 +142,7 @@ class Logger(ABC):
             self._thread.start()
             self._is_open.wait(OPEN_LIMIT_S)  # imports would slow down the first steps
 
-    def _put(self, row: Row) -> None:
+    def _put(self, row: LogRow) -> None:
         self._last_step = row.step
         try:
             self._rows.put_nowait(row)
@@ -163,7 +163,7 @@ class Logger(ABC):
         except (Exception, SystemExit) as problem:
             self._warn(f"{type(problem).__name__}: {first_line(problem)}")
 
-    def _waiting(self) -> Iterator[Row]:
+    def _waiting(self) -> Iterator[LogRow]:
         while not self._rows.empty():
             yield self._rows.get_nowait()
 
@@ -223,7 +223,7 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, int | float | str | bool
     }
 
 
-class Kept:
+class KeptRun:
     """What a logger of a service keeps in a run's folder: the name of its run there, and what it has logged of it.
 
     place: project, experiment: where another is named, nothing was kept.
@@ -239,11 +239,11 @@ class Kept:
             if values["place"] == place:
                 self.id, self.logged = values["id"], values["logged"]
 
-    def left(self, row: Row) -> dict[str, float]:
+    def left(self, row: LogRow) -> dict[str, float]:
         """The figures of `row` that were not logged of its step before."""
         return {name: value for name, value in row.figures.items() if row.step > self.logged.get(name, -1)}
 
-    def note(self, rows: Sequence[Row]) -> None:
+    def note(self, rows: Sequence[LogRow]) -> None:
         """Notes that `rows` were logged; the file is whole at any moment."""
         for row in rows:
             for name in row.figures:

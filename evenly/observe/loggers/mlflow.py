@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from evenly.observe.loggers.logger import Kept, LoggedRun, Logger, Row, first_line, flat_config, plain_name
+from evenly.observe.loggers.logger import KeptRun, LoggedRun, Logger, LogRow, first_line, flat_config, plain_name
 
 # What one request may hold.
 MOST_PARAMS, LONGEST_PARAM, MOST_METRICS = 100, 500, 1000
@@ -35,7 +35,7 @@ class MLFlowLogger(Logger):
         logging.getLogger("mlflow").setLevel(logging.WARNING)
         # Else what is asked again draws from Python's random numbers, which are those of the job's samples.
         MLFLOW_HTTP_REQUEST_BACKOFF_JITTER.set(0)
-        self._kept = Kept(run.kept(self.name), self._experiment)
+        self._kept = KeptRun(run.kept(self.name), self._experiment)
         self._client: Any = MlflowClient(tracking_uri=self._uri(run))
         if self._kept.id is None:
             self._kept.id = self._started(run)
@@ -73,7 +73,7 @@ class MLFlowLogger(Logger):
                 raise RuntimeError(first_line(problem)) from problem
             return found.experiment_id
 
-    def add(self, rows: Sequence[Row]) -> None:
+    def add(self, rows: Sequence[LogRow]) -> None:
         from mlflow.entities import Metric
 
         metrics = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from evenly.observe.loggers.logger import LoggedRun, Logger, Row, flat_config
+from evenly.observe.loggers.logger import LoggedRun, Logger, LogRow, flat_config
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -32,7 +32,7 @@ class TensorBoardLogger(Logger):
             _add_config(self._writer, run)
         self._writer.flush()
 
-    def add(self, rows: Sequence[Row]) -> None:
+    def add(self, rows: Sequence[LogRow]) -> None:
         for row in rows:
             for name, value in row.figures.items():
                 self._writer.add_scalar(name, value, row.step, walltime=row.time_s)

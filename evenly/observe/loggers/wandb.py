@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from evenly.observe.loggers.logger import Kept, LoggedRun, Logger, Row
+from evenly.observe.loggers.logger import KeptRun, LoggedRun, Logger, LogRow
 
 if TYPE_CHECKING:
     import wandb
@@ -30,7 +30,7 @@ class WandbLogger(Logger):
     def open(self, run: LoggedRun) -> None:
         import wandb
 
-        self._kept = Kept(run.kept(self.name), self._project)
+        self._kept = KeptRun(run.kept(self.name), self._project)
         self._is_own = wandb.run is None
         self._run: wandb.Run = wandb.run or self._started(run)
         self._run.define_metric("step")
@@ -51,7 +51,7 @@ class WandbLogger(Logger):
             settings=wandb.Settings(silent=True, console="off"),  # which leaves the terminal to the run
         )
 
-    def add(self, rows: Sequence[Row]) -> None:
+    def add(self, rows: Sequence[LogRow]) -> None:
         for row in rows:
             if figures := self._kept.left(row):
                 self._run.log({"step": row.step, **figures})
