@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,6 +108,7 @@ def record_decisions(run: Run, predicted: Mapping[str, Any] | None, settings: Ma
 def _config(run: Run, settings: Mapping[str, Any]) -> dict[str, Any]:
     """What is trained, as nested dicts."""
     plain = {field.name: getattr(run.job, field.name) for field in fields(run.job)}
+    plain = {name: str(value) if is_dataclass(value) else value for name, value in plain.items()}  # as EMA(decay=0.9)
     plain = {name: value for name, value in plain.items() if isinstance(value, int | float | str)}
     sizes = {"world": run.world.size, "parameters": run.composed.elements}
     return {"settings": {**settings}, "job": {**plain, "steps": run.steps}, "plan": str(run.plan), **sizes}
