@@ -23,7 +23,7 @@ NUMBER = re.compile(r"(?<![\w.])\d+(?=\.\w)|(?<=\w\.)\d+(?!\w)")
 def group_title(explanation: Row) -> str:
     """What is shown, and what its columns are."""
     return (
-        f"{explanation['job']}, {explanation['plan']}: what can be split together, its share of the model's elements,\n"
+        f"{explanation['job']}, {explanation['plan']}: what can be split together, its share of the model's elements, "
         "and the bytes that ranks sum for it in the forward and the backward pass of the traced microbatch"
     )
 
@@ -133,7 +133,7 @@ def stage_title(document: Row) -> str:
     """What is shown, and what its columns are."""
     return (
         f"{document['job']}, {document['plan']}:\nthe stages ({document['schedule']}, {document['microbatches']} "
-        "microbatches), each with its share of a forward's cost, its parameters,\n"
+        "microbatches), each with its share of a forward's cost, its parameters, "
         "what one microbatch leaves in it for the backward, how many it holds at once, and what it is sent"
     )
 

@@ -140,7 +140,9 @@ class Logger(ABC):
             self._last_step, self._steps = run.step, run.config["job"]["steps"]
             self._thread = Thread(target=self._log, args=(run,), name=f"evenly {self.name}", daemon=True)
             self._thread.start()
-            self._is_open.wait(OPEN_LIMIT_S)  # imports would slow down the first steps
+            # Without the wait, its imports would slow down the first steps.
+            if not self._is_open.wait(OPEN_LIMIT_S):
+                self._say(f"{self.name} has not begun within {OPEN_LIMIT_S:.0f} s; the run goes on while it tries")
 
     def _put(self, row: LogRow) -> None:
         self._last_step = row.step
