@@ -6,7 +6,8 @@ and its seed alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -65,7 +66,8 @@ class Job:
     model:           builds the module; called once per rank under the job's own random stream.
     loss:            (model, batch) -> `Loss`, or a scalar tensor that is the mean over the microbatch's samples.
     data:            map-style dataset, `len(data)` samples.
-    optimizer:       parameters -> torch Optimizer.
+    optimizer:       parameters -> torch Optimizer; where its first parameter is called `named_parameters` it gets pairs
+                     of a name and a parameter, as the model's own `named_parameters()` gives them.
     global_batch:    samples per step, however many devices share them.
     steps:           optimizer steps of the whole run.
     microbatch:      samples that one forward runs; where neither this nor `microbatch_cost` is given, what the plan
@@ -75,7 +77,10 @@ class Job:
                      by like length.
     microbatch_cost: budget of padded length (longest sample x number of samples) of one microbatch.
     shuffle:         whether every epoch has an order of its own; otherwise the dataset's.
-    schedule:        optimizer -> torch LRScheduler; counts steps.
+    frozen:          pattern of names of parameters (as `fnmatch`) -> how many steps they are frozen from the first on,
+                     None: for ever. Of several patterns that match a name, the last one decides.
+    schedule:        optimizer -> torch LRScheduler; counts steps, but ReduceLROnPlateau, which follows the loss of the
+                     evaluations that `eval_every` asks for.
     clip_norm:       largest global gradient norm.
     average:         which average of the weights is kept besides them, `EMA` or `SWA`; evaluations are of the average.
     eval_data:       map-style dataset, evaluated whole every `eval_every` steps and after the last.
@@ -92,7 +97,7 @@ class Job:
     model: Callable[[], torch.nn.Module]
     loss: Callable[[torch.nn.Module, Any], Loss | torch.Tensor]
     data: Dataset[Any]
-    optimizer: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
     global_batch: int
     steps: int
     microbatch: int | None = None
@@ -100,6 +105,7 @@ class Job:
     cost: Callable[[int], float] | None = None
     microbatch_cost: float | None = None
     shuffle: bool = True
+    frozen: Mapping[str, int | None] | None = None
     schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
     clip_norm: float | None = None
     average: EMA | SWA | None = None
@@ -125,6 +131,18 @@ class Job:
         """Samples of one forward where samples are counted; the rule of `microbatch` above."""
         return self.microbatch or -(-self.global_batch // 8)
 
+    def build_optimizer(self, named: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+        """The optimizer over the parameters of a model, given with their names or alone, as it asks for."""
+        return self.optimizer(iter([*named]) if takes_names(self.optimizer) else iter([p for _, p in named]))
+
+
+def takes_names(optimizer: Callable[..., Any]) -> bool:
+    """Whether the first parameter of a job's `optimizer` is called `named_parameters`."""
+    try:
+        return next(iter(inspect.signature(optimizer).parameters), "") == "named_parameters"
+    except (TypeError, ValueError):  # written in another language than Python
+        return False
+
 
 def _length(data: object) -> int:
     return len(data)  # pyright: ignore[reportArgumentType]
@@ -140,6 +158,7 @@ def _problems(job: Job) -> Iterable[str]:
     for field in ("collate", "cost", "schedule"):
         if getattr(job, field) is not None and not callable(getattr(job, field)):
             yield f"{field} is a {type(getattr(job, field)).__name__}, not a callable"
+    yield from _frozen_problems(job.frozen)
     yield from _positive(job, ("global_batch", "steps"), ("microbatch", "eval_every", "save_every"))
     for field in ("microbatch_cost", "clip_norm"):
         value = getattr(job, field)
@@ -182,6 +201,18 @@ def _average_problems(job: Job) -> Iterable[str]:
     decay: Any = getattr(average, "decay", 0.0)
     if not isinstance(decay, int | float) or not 0 <= decay <= 1:
         yield f"average.decay is {decay!r}, must be a number from 0 to 1"
+
+
+def _frozen_problems(frozen: Any) -> Iterator[str]:
+    if frozen is not None and not isinstance(frozen, Mapping):
+        yield f"frozen is a {type(frozen).__name__}, not a mapping of patterns to numbers of steps"
+        return
+    patterns: Mapping[Any, Any] = frozen or {}
+    for pattern, steps in patterns.items():
+        if not isinstance(pattern, str):
+            yield f"frozen has the pattern {pattern!r}, which is no text"
+        if steps is not None and (not isinstance(steps, int) or isinstance(steps, bool) or steps < 0):
+            yield f"frozen[{pattern!r}] is {steps!r}, must be a number of steps, or None: for ever"
 
 
 def _data_problems(job: Job) -> Iterable[str]:

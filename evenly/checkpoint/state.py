@@ -36,7 +36,7 @@ def read_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tupl
     `options` and `state` are keyed by parameter name, so that those of several ranks can be united.
     Raises `UserError` for an optimizer whose state has no such form, and for a model with extra state.
     """
-    names = _parameter_names(model)
+    names = _parameter_names(model, optimizer)
     tensors = {f"{MODEL}{name}": tensor for name, tensor in _model_tensors(model).items()}
     options: dict[str, Any] = {}
     state: dict[str, Any] = {}
@@ -102,7 +102,7 @@ def targets(
     not belong to this model or to its optimizer are left out.
     """
     found = {f"{MODEL}{name}": tensor.detach() for name, tensor in _model_tensors(model).items()}
-    owners = {name: (group, p) for group, name, p in _parameters(optimizer, _parameter_names(model))}
+    owners = {name: (group, p) for group, name, p in _parameters(optimizer, _parameter_names(model, optimizer))}
     for full_name, form in forms.items():
         name, _, key = full_name.removeprefix(OPTIMIZER).rpartition(".")
         if full_name.startswith(OPTIMIZER) and name in owners:
@@ -115,7 +115,7 @@ def install(
 ) -> None:
     """Give the optimizer the filled `targets` as its own, and its saved options and plain state."""
     saved = values["optimizer"]
-    for _, name, parameter in _parameters(optimizer, _parameter_names(model)):
+    for _, name, parameter in _parameters(optimizer, _parameter_names(model, optimizer)):
         own = {key: tensors[f"{OPTIMIZER}{name}.{key}"] for key in _keys(tensors, name)}
         own.update(saved["state"].get(name, {}))
         if own:
@@ -170,12 +170,13 @@ def _model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _parameter_names(model: torch.nn.Module) -> dict[int, str]:
-    """id of a parameter -> its first name."""
+def _parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+    """id of a parameter -> its first name; of what the optimizer steps in its place, that which it stands for."""
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), plain_name(name))
-    return names
+    stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return names | {id(p): plain_name(p.stands_for) for p in stepped if hasattr(p, "stands_for")}
 
 
 def _identity(tensor: Tensor) -> object:
@@ -249,7 +250,7 @@ def _wanted_options(
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """(group, its saved options) for every group that is not empty."""
     saved: Mapping[str, Any] = values["optimizer"]["options"]
-    names = _parameter_names(model)
+    names = _parameter_names(model, optimizer)
     for number, group in enumerate(optimizer.param_groups):
         members = [names[id(parameter)] for parameter in group["params"]]
         unknown = [name for name in members if name not in saved]

@@ -36,6 +36,7 @@ from evenly.checkpoint.writer import form_of
 from evenly.comm.groups import Group
 from evenly.errors import CheckpointError, EvenlyError, ResumeError, UserError
 from evenly.launch.allocator import free_memory_bytes
+from evenly.parallel.data.grouping import deal_out
 
 T = TypeVar("T")
 
@@ -371,15 +372,6 @@ def _staging_options() -> StagingOptions:
     return StagingOptions(
         use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=on_gpu
     )
-
-
-def deal_out(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """name -> rank, so that the sums of their sizes are about even: the largest first, each to the least loaded."""
-    loads, owners = [0] * ranks, dict[str, int]()
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        owners[name] = rank = loads.index(min(loads))
-        loads[rank] += sizes[name]
-    return owners
 
 
 def _united(asked: str, ranks: Ranks, mine: Manifest) -> Manifest:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -17,6 +16,7 @@ from evenly.data.stream import stream_key
 from evenly.engine.precision import place_model
 from evenly.errors import EvenlyError, PlanError, RunError, UserError, describe
 from evenly.job import Job
+from evenly.model.frozen import freeze
 from evenly.model.modes import in_training
 from evenly.model.overlap import find_overlapping
 from evenly.parallel.core.mutation_guard import fingerprint
@@ -38,22 +38,24 @@ def build_model(job: Job, *, precision: str, device: str | None) -> nn.Module:
     """
     with seeded(stream_key(job.seed, "model")):
         model = call_job("model", job.model)
-    _expect("model", model, nn.Module)
+    expect_kind("model", model, nn.Module)
     _check_parameters(model)
+    freeze(model, job.frozen)
     return place_model(in_training(model), precision, device)
 
 
 def build_optimizer(
-    job: Job, parameters: Sequence[nn.Parameter], plan: Plan, context: AbstractContextManager[None] | None = None
+    job: Job, named: Sequence[tuple[str, nn.Parameter]], plan: Plan, context: AbstractContextManager[None] | None = None
 ) -> torch.optim.Optimizer:
-    """The job's optimizer over all `parameters` of the model; raises `UserError` if it cannot step them as `plan` says.
+    """The job's optimizer over all parameters of the model, `named`.
 
+    Raises `UserError` if it cannot step them as `plan` says.
     Parameters of other ranks are on the meta device, so that the job can sort all into groups.
     context: within which the job's code runs.
     """
     with seeded(stream_key(job.seed, "optimizer", 0)), context or nullcontext():
-        optimizer = call_job("optimizer", lambda: job.optimizer(iter(parameters)))
-    _expect("optimizer", optimizer, torch.optim.Optimizer)
+        optimizer = call_job("optimizer", lambda: job.build_optimizer(named))
+    expect_kind("optimizer", optimizer, torch.optim.Optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UserError(
             "optimizer LBFGS",
@@ -68,7 +70,7 @@ def build_optimizer(
             "use an optimizer of torch.optim as it is, or a plan without pipeline",
         )
     _check_eps(optimizer)
-    known = {id(p) for p in parameters}
+    known = {id(p) for _, p in named}
     if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
         raise UserError(
             "the job's optimizer", "it holds parameters that are not the model's", "give it the `params` passed in"
@@ -111,15 +113,6 @@ def choose_kernels(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
             group["fused"] = True
 
 
-def remove_parameters(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """Removes `parameters` from `optimizer`."""
-    elsewhere = {id(parameter) for parameter in parameters}
-    for group in optimizer.param_groups:
-        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in elsewhere]
-    for parameter in parameters:
-        optimizer.state.pop(parameter, None)
-
-
 def _check_eps(optimizer: torch.optim.Optimizer) -> None:
     """Raises `UserError` where `eps`, which keeps Adam from dividing by zero, is 0 in the dtype of the weights."""
     for group in optimizer.param_groups:
@@ -131,29 +124,6 @@ def _check_eps(optimizer: torch.optim.Optimizer) -> None:
                     f"that is 0 in {str(dtype).removeprefix('torch.')}, the dtype of its weights",
                     "give it a larger eps, 1e-4 say, or use precision=float16 or pure-bfloat16",
                 )
-
-
-def build_schedule(job: Job, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
-    """The job's learning-rate schedule, if it has one; its state must be plain values, so that it can be saved."""
-    if job.schedule is None:
-        return None
-    with seeded(stream_key(job.seed, "schedule", 0)):
-        schedule = call_job("schedule", lambda: job.schedule and job.schedule(optimizer))
-    _expect("schedule", schedule, torch.optim.lr_scheduler.LRScheduler)
-    assert schedule is not None
-    if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise UserError(
-            "schedule ReduceLROnPlateau", "it follows a measured loss, not the step", "use one that counts steps"
-        )
-    try:
-        json.dumps(schedule.state_dict())
-    except TypeError as problem:
-        raise UserError(
-            f"schedule {type(schedule).__name__}",
-            f"its state cannot be saved: {problem}",
-            "use functions, not callable objects",
-        ) from problem
-    return schedule
 
 
 def _check_parameters(model: nn.Module) -> None:
@@ -219,7 +189,8 @@ def call_job(field: str, function: Callable[[], T]) -> T:
         raise UserError(f"calling the job's {field}", describe(problem), "run it by itself to find out") from problem
 
 
-def _expect(field: str, value: Any, kind: type) -> None:
+def expect_kind(field: str, value: Any, kind: type) -> None:
+    """Raises `UserError` where a function of the job has returned a `value` of another kind."""
     if not isinstance(value, kind):
         raise UserError(
             f"the job's {field} must return a {kind.__module__}.{kind.__qualname__}",

@@ -138,9 +138,15 @@ class Composed:
         """Whether this rank has not all of the model's parameters as one device has them."""
         return bool(self.cuts) or self.tensor is not None or self.pipeline is not None
 
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """All parameters of the model by name, in its order; meta tensors for those of other ranks."""
+        if self.pipeline is None:
+            return [*self.model.named_parameters()]
+        return [*zip(self.pipeline.names, self.pipeline.parameters(), strict=True)]
+
     def parameters(self) -> list[nn.Parameter]:
-        """All parameters of the model, in its order; meta tensors for those of other ranks."""
-        return [*self.model.parameters()] if self.pipeline is None else self.pipeline.parameters()
+        """Those of `named_parameters`."""
+        return [parameter for _, parameter in self.named_parameters()]
 
     @property
     def elements(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -13,20 +12,25 @@ import torch
 from evenly.comm.world import World
 from evenly.data.generators import seeded
 from evenly.data.stream import stream_key
-from evenly.engine.build import build_optimizer, build_schedule, check_offload, remove_parameters
+from evenly.engine.build import build_optimizer, check_offload
 from evenly.engine.compose import Composed
 from evenly.engine.precision import SMALLEST_SCALE, LossScale, first_scale
+from evenly.engine.schedule import Advance, build_schedule
 from evenly.engine.step_totals import StepTotals
 from evenly.errors import RunError
 from evenly.job import Job
+from evenly.model.frozen import frozen_at, frozen_steps
 from evenly.parallel.core.memory import HOST, MemoryCounter, state_tensors
 from evenly.parallel.core.optimizer_kinds import is_changed, needs_whole, steps_elements
+from evenly.parallel.core.param_groups import Members, members, remove_parameters
+from evenly.parallel.core.steps_alone import steps_alone
 from evenly.parallel.data.gradients import NORM_ERROR
 from evenly.plan import Plan
-from evenly.torch_private import has_step_hooks
+from evenly.torch_private import has_step_hooks, plain_name
 
 if TYPE_CHECKING:
     from evenly.parallel.data.optimizer import ShardedOptimizer
+    from evenly.parallel.data.owned_optimizer import OwnedOptimizer
     from evenly.parallel.data.whole_optimizer import WholeOptimizer
 
 
@@ -35,15 +39,19 @@ class Updater:
 
     def __init__(self, job: Job, plan: Plan, composed: Composed, world: World) -> None:
         self._job, self._plan, self._composed, self._world = job, plan, composed, world
-        self.optimizer = build_optimizer(job, composed.parameters(), plan, composed.showing(True))
+        self.optimizer = build_optimizer(job, composed.named_parameters(), plan, composed.showing(True))
         composed.as_parts(self.optimizer)
-        self._asked = [group["params"] for group in self.optimizer.param_groups]
-        self._stepped: list[list[Any]] | None = None  # while the groups are as the job has built them
+        self._frozen = frozen_steps([name for name, _ in composed.named_parameters()], job.frozen or {})
+        self._asked = members(self.optimizer)
+        stepped = {id(parameter) for group in self._asked for parameter in group["params"]}
+        self.trained = [plain_name(name) for name, p in composed.named_parameters() if id(p) in stepped]
+        self._stepped: list[Members] | None = None  # while the groups are as the job has built them
         remove_parameters(self.optimizer, [p for p in composed.parameters() if p.is_meta])
         self._plain = steps_elements(self.optimizer)
         self._sharded = self._over_parts()
         with composed.showing(True):
             self.schedule = build_schedule(job, self.optimizer)
+        self.advance = Advance(job, self.schedule)
         self.loss_scale: LossScale = first_scale(plan.precision, job.global_batch)
 
     @contextmanager
@@ -54,13 +62,14 @@ class Updater:
             return
         groups, stepped, self._stepped = self.optimizer.param_groups, self._stepped, None
         if len(groups) != len(stepped) or any(
-            [*map(id, group["params"])] != [*map(id, asked)] for group, asked in zip(groups, self._asked, strict=True)
+            [*map(id, group["params"])] != [*map(id, asked["params"])]
+            for group, asked in zip(groups, self._asked, strict=True)
         ):
             raise RunError(
                 "the optimizer's parameters", "its groups have changed since the run began", "group them in the job"
             )
         for group, own in zip(groups, stepped, strict=True):
-            group["params"] = own
+            group |= own
         try:
             yield
         finally:
@@ -68,17 +77,24 @@ class Updater:
 
     def show_groups(self) -> None:
         """Has the job's code find the model's parameters in the optimizer's groups, but `inside`."""
-        groups = self.optimizer.param_groups
-        stepped = [group["params"] for group in groups]
-        if any([*map(id, own)] != [*map(id, asked)] for own, asked in zip(stepped, self._asked, strict=True)):
+        stepped = members(self.optimizer)
+        pairs = zip(stepped, self._asked, strict=True)
+        if any([*map(id, own["params"])] != [*map(id, asked["params"])] for own, asked in pairs):
             self._stepped = stepped
-            for group, asked in zip(groups, self._asked, strict=True):
-                group["params"] = [*asked]
+            for group, asked in zip(self.optimizer.param_groups, self._asked, strict=True):
+                group |= {key: [*listed] for key, listed in asked.items()}
 
-    def _over_parts(self) -> ShardedOptimizer | WholeOptimizer | None:
+    def _over_parts(self) -> OwnedOptimizer | ShardedOptimizer | WholeOptimizer | None:
         """What steps the optimizer where this rank has parts of parameters."""
         composed, optimizer, offload = self._composed, self.optimizer, self._plan.offload
         zero = self._plan.data.zero_stage > 0
+        if not self._plain and zero and composed.tensor is None and composed.cuts and steps_alone(optimizer):
+            check_offload(optimizer, offload)
+            from evenly.parallel.data.mesh import groups_of
+            from evenly.parallel.data.owned_optimizer import OwnedOptimizer
+
+            group, _ = groups_of(composed.cuts[0].piece.device_mesh, self._world.group("data"))
+            return OwnedOptimizer(composed.model, optimizer, composed.cuts, group, outside=composed.outside)
         # A hook may hold the parameters themselves, which pieces of them would not be.
         whole = needs_whole(optimizer) or (self._plan.data.zero_stage < 3 and is_changed(optimizer))
         if not self._plain and (composed.tensor is not None or (zero and whole)):
@@ -159,14 +175,20 @@ class Updater:
         exact = torch.tensor(self._composed.gradients.exact_norm(), dtype=torch.float64)
         return float((exact / divisor).float())
 
+    def begin_step(self, step: int) -> None:
+        """Has the gradients of parameters that are frozen in `step` dropped."""
+        if self._frozen:
+            self._composed.gradients.drop(frozen_at(self._frozen, step))
+
     def end_step(self, step: int) -> None:
-        """Advances the learning-rate schedule; what it draws follows from `step`."""
-        if self.schedule is not None:
-            drawing = seeded(stream_key(self._job.seed, "schedule", step))
-            with drawing, self._composed.showing(True), warnings.catch_warnings():
-                # The schedule counts steps, those that float16 skipped included.
-                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-                self.schedule.step()
+        """Advances a learning-rate schedule that counts steps."""
+        with self._composed.showing(True):
+            self.advance.end_step(step)
+
+    def end_evaluation(self, step: int, loss: float) -> None:
+        """Advances a learning-rate schedule that follows the evaluation after `step`."""
+        with self._composed.showing(True):
+            self.advance.evaluated(step, loss)
 
     def as_dtensors(self) -> AbstractContextManager[None]:
         """Within, sharded parameters and optimizer state are DTensors."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from evenly.parallel.data.grouping import unit_members
+from evenly.parallel.data.grouping import deal_out, unit_members
 from evenly.parallel.pipeline.orders import acknowledgements, orders, receives_ahead
 from evenly.plan import Plan
 from evenly.plan.axes import DeviceReplicas
@@ -93,7 +93,12 @@ class _DataReplay:
         meter.for_a_while("temporaries", norm_bytes(sums.norm_lengths(apart=apart), itemsize))
         if self.plan.offload in (None, "none"):
             elements = {name: math.prod(shape) for name, shape in self.stepped.items()}
-            meter.for_a_while("temporaries", costs.temporary_bytes(elements))
+            temporary = costs.temporary_bytes(elements)
+            if self.dealt:  # whole gradients, and parameters that are sharded; what is sent and what comes
+                whole = itemsize * sum(elements.values())
+                apart = self.plan.data.zero_stage == 3
+                temporary = max((2 + apart) * whole, (1 + apart) * whole + temporary)
+            meter.for_a_while("temporaries", temporary)
         sums.all_gather_parameters()
 
     def own_parameters(self) -> list[Parameter]:
@@ -168,17 +173,32 @@ class _DataReplay:
         apart = {number for one in found for number in one.members}
         return [Unit([one for number, one in enumerate(self.parameters) if number not in apart]), *units]
 
+    @property
+    def dealt(self) -> bool:
+        """Whether each parameter is whole at the rank that steps it."""
+        costs = self.profiler.optimizer_costs(self.plan)
+        return costs.dealt and self.plan.data.zero_stage > 0 and not self.plan.tensor.active
+
     @cached_property
     def stepped(self) -> Mapping[str, Sequence[int]]:
         """Shapes of what this rank steps."""
+        if not self.dealt:
+            return self.pieces
+        owners = deal_out({one.names[0]: one.bytes * one.trained for one in self.parameters if one.shape}, self.shard)
+        own = self.rank % self.shard
+        return {n: one.shape for one in self.parameters if owners.get(n := one.names[0], own) == own}
+
+    @cached_property
+    def pieces(self) -> Mapping[str, Sequence[int]]:
+        """Shapes of what the data axis has this rank keep of each parameter."""
         position = self.rank % self.shard if self.plan.data.zero_stage else None
         return {one.names[0]: piece_shape(one, self.shard, position) for one in self.parameters}
 
     def average_bytes(self) -> int:
-        """The job's average of what this rank steps."""
+        """The job's average of what this rank keeps."""
         if self.profiler.job.average is None:
             return 0
-        shapes = self.stepped
+        shapes = self.pieces if self.dealt else self.stepped
         sizes = {one.names[0]: one.dtype.itemsize for one in self.parameters if one.trained}
         return sum(math.prod(shape) * sizes.get(name, 0) for name, shape in shapes.items())
 

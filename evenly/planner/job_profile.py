@@ -158,7 +158,7 @@ class JobProfiler:
         key = (plan.precision, plan.exact)
         if key not in self._optimizers:
             model = self.model(plan.precision)
-            optimizer = call_job("optimizer", lambda: self.job.optimizer(iter([*model.parameters()])))
+            optimizer = call_job("optimizer", lambda: self.job.build_optimizer(model.named_parameters()))
             choose_kernels(optimizer, plan)
             names = {id(parameter): name for name, parameter in model.named_parameters()}
             self._optimizers[key] = optimizer_costs(optimizer, names)

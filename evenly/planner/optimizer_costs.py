@@ -12,6 +12,8 @@ from torch import nn
 
 from evenly.data.nest import tensors_in
 from evenly.errors import UserError, describe
+from evenly.parallel.core.optimizer_kinds import steps_elements
+from evenly.parallel.core.steps_alone import steps_alone
 from evenly.torch_private import TorchDispatchMode
 
 SHAPE = (17, 13)  # of the small parameters: no product of one's lengths is the other's
@@ -41,9 +43,13 @@ class StateOf:
 
 @dataclass(frozen=True)
 class OptimizerCosts:
-    """By name of the parameter what the optimizer keeps of it; those that it was not given have nothing."""
+    """By name of the parameter what the optimizer keeps of it; those that it was not given have nothing.
+
+    dealt: whether zero deals it whole parameters, as it does not treat elements by themselves.
+    """
 
     states: Mapping[str, StateOf] = field(default_factory=dict[str, StateOf])
+    dealt: bool = False
 
     def bytes(self, shapes: Mapping[str, Sequence[int]]) -> int:
         """The state of all parameters; shapes: by name, of what is stepped of each."""
@@ -66,14 +72,14 @@ def optimizer_costs(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) 
     """
     states: dict[str, StateOf] = {}
     for group in optimizer.param_groups:
-        settings = {key: value for key, value in group.items() if key != "params"}
+        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         by_dtype: dict[torch.dtype, StateOf] = {}
         for parameter in group["params"]:
             if parameter.dtype not in by_dtype:
                 by_dtype[parameter.dtype] = _probe(type(optimizer), settings, parameter.dtype)
             if id(parameter) in names:
                 states[names[id(parameter)]] = by_dtype[parameter.dtype]
-    return OptimizerCosts(states)
+    return OptimizerCosts(states, dealt=not steps_elements(optimizer) and steps_alone(optimizer))
 
 
 def _probe(kind: type[torch.optim.Optimizer], settings: dict[str, Any], dtype: torch.dtype) -> StateOf:

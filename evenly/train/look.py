@@ -36,7 +36,7 @@ from evenly.train.same_numbers import same
 
 SETTINGS = (
     *("global_batch", "steps", "microbatch", "microbatch_cost", "shuffle", "clip_norm", "seed", "precision"),
-    *("eval_every", "save_every"),
+    *("eval_every", "save_every", "frozen"),
 )
 STEPS_COMPARED = 3
 NAMED = 3  # of the attributes that change, in a message

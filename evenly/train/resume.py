@@ -40,7 +40,7 @@ def snapshot(run: Run) -> Snapshot:
         run.weight_average.require_weights("saving")
     with run.state_as_saved():
         tensors, values = read_state(run.model, run.optimizer)
-        trained = (f"{MODEL}{name}" for name in values["optimizer"]["options"])
+        trained = (f"{MODEL}{name}" for name in run.updater.trained)
         tensors |= named_averages(run)
         finite = frozenset(name for name in trained if name in tensors and tensors[name].requires_grad)
         if run.composed.pipeline is not None:  # an earlier stage saves what several hold
@@ -52,6 +52,7 @@ def snapshot(run: Run) -> Snapshot:
     values["plan"] = str(run.plan)
     values["schedule"] = None if run.schedule is None else run.schedule.state_dict()
     values["averaged"] = 0 if run.weight_average is None else run.weight_average.count
+    values["followed"] = run.updater.advance.followed
     values["left_out"] = run.left_out
     values["loss_scale"] = [run.loss_scale.factor, run.loss_scale.clean_steps]
     return Snapshot(run.steps_done, tensors, values, finite)
@@ -80,6 +81,7 @@ def restore(run: Run, store: CheckpointStore, step: int | None = None) -> None:
     run.composed.gradients.all_gather_parameters()  # a rank has read its own pieces
     if run.schedule is not None:
         run.schedule.load_state_dict(checkpoint.values["schedule"])
+    run.updater.advance.followed = checkpoint.values.get("followed", 0)
     run.updater.loss_scale = LossScale(*checkpoint.values["loss_scale"])
     run.left_out = checkpoint.values.get("left_out", 0)
     run.steps_done = checkpoint.step
@@ -87,11 +89,11 @@ def restore(run: Run, store: CheckpointStore, step: int | None = None) -> None:
 
 
 def _agree_on_groups(run: Run) -> None:
-    """Groups of which only other stages hold parameters go on with the options that these have restored.
+    """Groups of which only other ranks step parameters go on with the options that these have restored.
 
     A schedule may compute a group's learning rate from the one it has, and is saved by all ranks alike.
     """
-    if run.composed.pipeline is not None:
+    if run.world.size > 1:
         of_ranks = gather_values(group_options(run.optimizer), run.world.group("files"))
         restored = [next((one for one in ranks if one is not None), None) for ranks in zip(*of_ranks, strict=True)]
         set_empty_groups(run.optimizer, restored)

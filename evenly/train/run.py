@@ -164,6 +164,8 @@ class Run:
                 f"a batch of step {batch.share.step + 1}",
                 "use each batch once",
             )
+        if self.updater.advance.waits(self.steps_done):  # no one has asked for it, or it was saved before
+            self.evaluate()
         # A block that has been compiled may be compiled again, for other shapes.
         state = "first step" if self._first_step == self.steps_done or self.plan.compile != "off" else "step"
         with keeping_state(self), self.world.during(state):
@@ -184,6 +186,8 @@ class Run:
         self.evaluation_due = False
         check_evaluation(totals, share, self.steps_done)
         evaluation = Evaluation(totals.loss, totals.weight, share.samples, averaged)
+        if average:  # of what the job's own evaluations are
+            self.updater.end_evaluation(self.steps_done, evaluation.loss)
         self.recorder.evaluated(self.steps_done, evaluation)
         self.clock = time.perf_counter()
         return evaluation

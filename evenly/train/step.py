@@ -36,6 +36,7 @@ def train_step(run: Run, batch: Batch) -> StepReport:
     step = run.steps_done + 1
     if run.weight_average is not None:
         run.weight_average.require_weights("a training step")
+    run.updater.begin_step(step)
     if run.looked_at and step > 1 and step & (step - 1) == 0:
         check_again(run.executor, run.looked_at, run.averages, run.world)
     counted = run.steps_done == run.recorder.counted and run.executor.counter is None

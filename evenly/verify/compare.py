@@ -172,6 +172,13 @@ class RankComparison:
             diff = abs(found[group] - rate) / max(abs(rate), 1e-300) if group < len(found) else math.inf
             self._judge(step, 2, f"learning rate of group {group}", diff, equal=diff <= CONTRACT)
 
+    def add_groups(self, step: int, found: list[list[list[str]]], expected: list[list[list[str]]]) -> None:
+        """Compares the names of the parameters of each group, as of `reference.named_groups`."""
+        self._judge(step, 2, "number of groups of the optimizer", len(found), equal=len(found) == len(expected))
+        for group, pair in enumerate(zip(found, expected, strict=False)):
+            count = sum(len({*a} ^ {*b}) for a, b in zip(*pair, strict=True))
+            self._judge(step, 2, f"names of the parameters of group {group}", count, equal=pair[0] == pair[1])
+
     def add_tensors(self, step: int, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
         """Compares the parameters and buffers that this rank has; a name that is not expected is infinitely far."""
         self.expected |= expected.keys()

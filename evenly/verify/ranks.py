@@ -23,7 +23,7 @@ from evenly.verify.data_rules import broken_data_rule
 from evenly.verify.disturb import Disturbance, Disturber
 from evenly.verify.full import full_tensors
 from evenly.verify.hidden_state import find_hidden_state
-from evenly.verify.reference import evaluates, loss_not_additive, named_tensors, reference_steps
+from evenly.verify.reference import evaluates, loss_not_additive, named_groups, named_tensors, reference_steps
 from evenly.verify.shorten import shortened
 from evenly.verify.tasks import FURTHER_DRAWS, FoundInJob, PlanSteps
 from evenly.verify.trajectory import Scalars, Trajectory, measure_rounding, read_rounding, trajectory_folder
@@ -69,7 +69,12 @@ def keep_reference(
     for record in reference_steps(job, steps, device=device, around=disturber.around_microbatch):
         trajectory.add_tensors(record.step, record.tensors, record.state)
         scalars.add(
-            record.step, loss=record.loss, grad_norm=record.grad_norm, rates=record.rates, eval_loss=record.eval_loss
+            record.step,
+            loss=record.loss,
+            grad_norm=record.grad_norm,
+            rates=record.rates,
+            eval_loss=record.eval_loss,
+            groups=record.groups,
         )
     trajectory.finish(replace(scalars, cast_eps=disturber.cast_eps))
 
@@ -123,16 +128,24 @@ def compare_steps(job: Job, part: PlanSteps, steps: int, folder: Path, kind: Dis
             report = run.step(batch)
             comparison.add_loss(report.step, report.loss, scalars.losses[report.step - 1])
             comparison.add_grad_norm(report.step, report.grad_norm, scalars.grad_norms[report.step - 1])
-            rates = [float(group["lr"]) for group in run.optimizer.param_groups]
-            comparison.add_rates(report.step, rates, scalars.rates[report.step - 1])
             tensors = _compare_state(run, comparison, expected)
             _compare_bits(run, comparison, tensors, single)
             if evaluates(job, report.step, steps):
                 found = run.evaluate().loss
                 comparison.add_evaluation(report.step, found, scalars.eval_losses[report.step])
+            _compare_groups(run, comparison, scalars)
             if report.step == part.last:
                 break
     return comparison
+
+
+def _compare_groups(run: Run, comparison: RankComparison, scalars: Scalars) -> None:
+    """Compares the parameter groups after a step, and after the evaluation that a learning rate may follow."""
+    step, groups = run.steps_done, run.optimizer.param_groups
+    comparison.add_rates(step, [float(group["lr"]) for group in groups], scalars.rates[step - 1])
+    with run.inside():
+        named = run.composed.named_parameters()
+    comparison.add_groups(step, named_groups(named, run.optimizer), scalars.groups[step - 1])
 
 
 def _compare_state(run: Run, comparison: RankComparison, expected: Trajectory) -> dict[str, torch.Tensor]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -39,8 +40,9 @@ class ReferenceStep:
 
     tensors:   every parameter and buffer, by name; and `average of` each parameter that trains, where there is one.
     state:     every tensor of the optimizer's state, by parameter and key.
-    rates:     the learning rate of each parameter group.
+    rates:     the learning rate of each parameter group, after an evaluation that it follows.
     eval_loss: the evaluation loss after the step, where it was asked for.
+    groups:    of each parameter group, the names of its parameters, and those that it has itself.
     """
 
     step: int
@@ -50,6 +52,7 @@ class ReferenceStep:
     state: dict[str, torch.Tensor]
     rates: list[float]
     eval_loss: float | None
+    groups: list[list[list[str]]]
 
 
 def reference_steps(
@@ -66,8 +69,11 @@ def reference_steps(
     """
     model, optimizer, schedule, scaler = _build(job, device)
     averaged = _averaged_model(job, model)
+    unfrozen = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     for step in range(steps):
-        optimizer.zero_grad()
+        model.zero_grad()
+        for name, parameter in unfrozen:
+            parameter.requires_grad_(not _is_frozen(job, name, step + 1))
         totals: list[float] = []
         weights: list[float] = []
         for number, indices in enumerate(microbatches_of_step(job, step)):
@@ -96,10 +102,13 @@ def reference_steps(
         scaler.update()
         if averaged is not None and _is_averaged(job, step + 1):
             averaged.update_parameters(model)
+        eval_loss = (
+            reference_evaluation(job, _evaluated(model, averaged), device) if evaluates(job, step + 1, steps) else None
+        )
         if schedule is not None:
             with seeded(stream_key(job.seed, "schedule", step + 1)), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a step that float16 skips counts for the schedule
-                schedule.step()
+                _advance(schedule, job, step + 1, eval_loss)
         yield ReferenceStep(
             step + 1,
             math.fsum(totals) / weight,
@@ -107,15 +116,31 @@ def reference_steps(
             named_tensors(model) | _named_averages(averaged),
             named_state(model, optimizer),
             [float(group["lr"]) for group in optimizer.param_groups],
-            reference_evaluation(job, _evaluated(model, averaged), device) if evaluates(job, step + 1, steps) else None,
+            eval_loss,
+            named_groups(model.named_parameters(), optimizer),
         )
 
 
 def evaluates(job: Job, step: int, steps: int) -> bool:
     """Whether a verification of `steps` evaluates after `step`: once in between, which must not change what follows,
-    and at the end.
+    at the end, and where the job does, since its schedule may follow that.
     """
-    return job.eval_data is not None and step in (steps // 2, steps)
+    asked = job.eval_every is not None and step % job.eval_every == 0
+    return job.eval_data is not None and (asked or step in (steps // 2, steps))
+
+
+def _is_frozen(job: Job, name: str, step: float) -> bool:
+    """Whether the parameter `name` is frozen in `step`, of which the first is 1."""
+    counts = [count for pattern, count in (job.frozen or {}).items() if fnmatchcase(name, pattern)]
+    return counts != [] and (counts[-1] is None or step <= counts[-1])
+
+
+def _advance(schedule: Any, job: Job, step: int, eval_loss: float | None) -> None:
+    if not isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        schedule.step()
+    elif job.eval_every is not None and step % job.eval_every == 0:
+        assert eval_loss is not None
+        schedule.step(eval_loss)
 
 
 def _averaged_model(job: Job, model: torch.nn.Module) -> AveragedModel | None:
@@ -248,6 +273,16 @@ def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dic
     return found
 
 
+def named_groups(
+    named: Iterable[tuple[str, torch.nn.Parameter]], optimizer: torch.optim.Optimizer
+) -> list[list[list[str]]]:
+    """Of each parameter group, what the model calls its parameters, and what the group does, if it knows names."""
+    names = {id(parameter): name for name, parameter in named}
+    return [
+        [[names[id(p)] for p in group["params"]], [*group.get("param_names", ())]] for group in optimizer.param_groups
+    ]
+
+
 def build_model(job: Job, device: str = "cpu") -> torch.nn.Module:
     """The job's model in training mode, built on the CPU; what the job itself sets to evaluation stays so."""
     with seeded(stream_key(job.seed, "model")):
@@ -258,6 +293,9 @@ def build_model(job: Job, device: str = "cpu") -> torch.nn.Module:
             "they are two parameters in one memory",
             "assign the one to both modules, so that it is one parameter",
         )
+    for name, parameter in model.named_parameters():
+        if _is_frozen(job, name, math.inf):
+            parameter.requires_grad_(False)
     if job.precision in WEIGHTS:
         model = model.to(WEIGHTS[job.precision])
     return in_training(model).to(device)
@@ -266,7 +304,7 @@ def build_model(job: Job, device: str = "cpu") -> torch.nn.Module:
 def _build(job: Job, device: str = "cpu") -> tuple[torch.nn.Module, torch.optim.Optimizer, Any, torch.amp.GradScaler]:
     model = build_model(job, device)
     with seeded(stream_key(job.seed, "optimizer", 0)):
-        optimizer = job.optimizer(model.parameters())
+        optimizer = job.build_optimizer(model.named_parameters())
     with seeded(stream_key(job.seed, "schedule", 0)):
         schedule = job.schedule(optimizer) if job.schedule is not None else None
     power = (job.global_batch - 1).bit_length()

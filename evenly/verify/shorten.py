@@ -33,7 +33,10 @@ def shortened(job: Job, steps: int) -> Job:
     """`job` with epochs that end within `steps`, in a short batch, and with fewer samples to evaluate.
 
     Of three steps the second has a short batch, and the third begins an epoch. An average of the weights is over all.
+    What is frozen for some steps is not in the last one any more, and evaluations that the schedule may follow come at
+    least three times.
     """
+    job = _in_time(job, steps)
     if job.average is not None:
         job = replace(job, average=replace(job.average, start=1, every=1))
     batch = job.global_batch
@@ -44,3 +47,9 @@ def shortened(job: Job, steps: int) -> Job:
     evaluated = 2 * batch + 1
     short = evaluated < len(job.eval_data)  # pyright: ignore[reportArgumentType]
     return replace(job, data=data, eval_data=FirstSamples(job.eval_data, evaluated) if short else job.eval_data)
+
+
+def _in_time(job: Job, steps: int) -> Job:
+    frozen = {name: count and min(count, max(1, steps - 1)) for name, count in (job.frozen or {}).items()}
+    every = job.eval_every and min(job.eval_every, max(1, steps // 3))
+    return replace(job, frozen=frozen or None, eval_every=every)

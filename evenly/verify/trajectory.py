@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ class Scalars:
 
     losses, grad_norms: of the whole batch. rates: after the step, the learning rate of each parameter group.
     eval_losses:        by step, after which the job was evaluated.
+    groups:             by step, the parameter groups as of `ReferenceStep`.
     cast_eps:           as of `Disturber`.
     """
 
@@ -29,9 +30,20 @@ class Scalars:
     rates: list[list[float]] = field(default_factory=list[list[float]])
     eval_losses: dict[int, float] = field(default_factory=dict[int, float])
     cast_eps: float = 0.0
+    groups: list[list[list[list[str]]]] = field(default_factory=list[list[list[list[str]]]])
 
-    def add(self, step: int, *, loss: float, grad_norm: float, rates: list[float], eval_loss: float | None) -> None:
+    def add(
+        self,
+        step: int,
+        *,
+        loss: float,
+        grad_norm: float,
+        rates: list[float],
+        eval_loss: float | None,
+        groups: Sequence[list[list[str]]] = (),
+    ) -> None:
         """Adds the numbers of `step`, the next one."""
+        self.groups.append([*groups])
         self.losses.append(loss)
         self.grad_norms.append(grad_norm)
         self.rates.append(rates)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -85,17 +86,39 @@ def let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pending, "wait", wait)
 
 
-def peaks(plans: list[str], average: evenly.EMA | None = None) -> list[list[int]]:
+class Trusting(torch.optim.SGD):
+    """A step by the norms of whole parameters, which makes a momentum."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(parameter.detach().norm() / (parameter.grad.norm() + 1))
+        return super().step(closure)
+
+
+def trusting_job() -> evenly.Job:
+    def make(named_parameters: Any) -> torch.optim.Optimizer:
+        return Trusting(named_parameters, lr=1e-3, momentum=0.9, foreach=False)
+
+    return replace(small_job(), optimizer=make)
+
+
+def averaging_job() -> evenly.Job:
+    return replace(small_job(), average=evenly.EMA())
+
+
+def peaks(plans: list[str], job: Callable[[], evenly.Job] = small_job) -> list[list[int]]:
     """For every plan the most that each device of this rank holds in the second step."""
     with pytest.MonkeyPatch.context() as patch:
         let_go(patch)
-        return _peaks(plans, average)
+        return _peaks(plans, job)
 
 
-def _peaks(plans: list[str], average: evenly.EMA | None) -> list[list[int]]:
+def _peaks(plans: list[str], job: Callable[[], evenly.Job]) -> list[list[int]]:
     found: list[list[int]] = []
     for plan in plans:
-        with evenly.start(replace(small_job(), average=average), plan=plan) as run:
+        with evenly.start(job(), plan=plan) as run:
             batches = run.batches()
             run.step(next(batches))
             batch = next(batches)
@@ -105,9 +128,9 @@ def _peaks(plans: list[str], average: evenly.EMA | None) -> list[list[int]]:
     return found
 
 
-def predicted(plan: str, ranks: int, average: evenly.EMA | None = None) -> list[int]:
+def predicted(plan: str, ranks: int, make: Callable[[], evenly.Job] = small_job) -> list[int]:
     parsed = parse_plan(plan)
-    job = replace(small_job(), average=average)
+    job = make()
     fitted = parsed.fit(ranks if parsed.replicas is None else parsed.devices or 1).complete(job.precision)
     return [meter.peak for meter in memory_of_ranks(JobProfiler(job, step=1), fitted)]
 
@@ -161,10 +184,16 @@ def test_on_two_ranks(ranks: Any) -> None:
 
 @pytest.mark.parametrize("plan", ["ddp", "zero1", "zero3", "tp"])
 def test_an_average_is_predicted_as_it_is_counted(plan: str, ranks: Any) -> None:
-    average = evenly.EMA()
-    found = [one for rank in ranks.run(peaks, [plan], average) for one in rank[0]]
-    assert predicted(plan, 2, average) == pytest.approx(found, rel=ON_TWO[plan])
-    assert min(predicted(plan, 2, average)) > 1.02 * min(predicted(plan, 2))
+    found = [one for rank in ranks.run(peaks, [plan], averaging_job) for one in rank[0]]
+    assert predicted(plan, 2, averaging_job) == pytest.approx(found, rel=ON_TWO[plan])
+    assert min(predicted(plan, 2, averaging_job)) > 1.02 * min(predicted(plan, 2))
+
+
+def test_parameters_that_are_dealt_whole_are_counted(ranks: Any) -> None:
+    plans = {"zero1": 0.01, "zero3": 0.03}
+    found = zip(*ranks.run(peaks, [*plans], trusting_job), strict=True)
+    for plan, (first, second) in zip(plans, found, strict=True):
+        assert predicted(plan, 2, trusting_job) == pytest.approx([*first, *second], rel=plans[plan]), plan
 
 
 def peaks_of_devices(ranks: Any, plans: list[str]) -> list[list[int]]:

@@ -15,8 +15,9 @@ from torch import nn
 
 from evenly.comm.groups import Group
 from evenly.comm.world import World
-from evenly.engine.build import build_model, build_optimizer, build_schedule, choose_kernels, refuse_gradient_hooks
+from evenly.engine.build import build_model, build_optimizer, choose_kernels, refuse_gradient_hooks
 from evenly.engine.precision import STEPS_BEFORE_GROWTH, LossScale, first_scale, place_batch
+from evenly.engine.schedule import build_schedule
 from evenly.engine.step_totals import StepTotals, StepTotalsBuilder, as_loss
 from evenly.errors import PlanError, RunError, UserError
 from evenly.job import Job, Loss
@@ -173,7 +174,7 @@ def test_hooks_of_gradients_and_plans_that_would_pass_them_by_do_not_go_together
         ({"model": lambda: 3}, r"must return a torch\.nn\.modules\.module\.Module"),
         ({"optimizer": lambda p: torch.optim.LBFGS(p)}, "evaluates the loss several times"),
         ({"optimizer": lambda p: torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1)}, "not the model's"),
-        ({"schedule": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o)}, "follows a measured loss"),
+        ({"schedule": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o)}, "the job has no eval_every"),
         ({"schedule": lambda o: 3}, "it returned a int"),
     ],
 )
@@ -181,14 +182,16 @@ def test_what_the_job_builds_is_checked(changes: dict[str, Any], message: str) -
     job = classifier_job(**changes)
     with pytest.raises(UserError, match=message):
         model = build_model(job, precision="float32", device="cpu")
-        build_schedule(job, build_optimizer(job, [*model.parameters()], SINGLE))
+        build_schedule(job, build_optimizer(job, [*model.named_parameters()], SINGLE))
 
 
 def test_an_eps_that_is_0_in_the_type_of_the_weights_is_refused() -> None:
     model = build_model(classifier_job(), precision="pure-float16", device="cpu")
-    build_optimizer(classifier_job(optimizer=lambda p: torch.optim.AdamW(p, eps=1e-4)), [*model.parameters()], SINGLE)
+    build_optimizer(
+        classifier_job(optimizer=lambda p: torch.optim.AdamW(p, eps=1e-4)), [*model.named_parameters()], SINGLE
+    )
     with pytest.raises(UserError, match=r"AdamW with eps=1e-08\n.*that is 0 in float16"):
-        build_optimizer(classifier_job(), [*model.parameters()], SINGLE)
+        build_optimizer(classifier_job(), [*model.named_parameters()], SINGLE)
 
 
 ROUNDING, BITWISE = (PlanSpec(data=1, exact=exact).complete("float32") for exact in ("rounding", "bitwise"))

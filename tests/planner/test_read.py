@@ -223,7 +223,7 @@ def test_reading_leaves_model_and_random_numbers_alone() -> None:
 )
 def test_what_an_optimizer_keeps(kind: Any, settings: dict[str, Any], element: int, other: int) -> None:
     parameter = nn.Parameter(torch.zeros(6, 10))
-    optimizer = kind([parameter], **settings)
+    optimizer = kind([("weight", parameter)], **settings)
     costs = optimizer_costs(optimizer, {id(parameter): "weight"})
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()

@@ -50,16 +50,21 @@ class Gradients(ABC):
     `all_gather_parameters`.
 
     counting: False while the backward of a filler microbatch runs, whose gradients must not count. outputs: of the
-    last forward, where all ranks have to run its backward.
+    last forward, where all ranks have to run its backward. dropped: names of parameters that count as unused.
     """
 
     counting = True
+    dropped: frozenset[str] = frozenset()
     outputs: LastOutputs | None = None
     unit_order = 0  # a hash of what was gathered since `forget_order`, in order
 
     def forget_order(self) -> None:
         """Begins a new order of units."""
         self.unit_order = 0
+
+    def drop(self, names: frozenset[str]) -> None:
+        """From the next step on, gradients of these parameters are dropped, as if they required none."""
+        self.dropped = names
 
     @abstractmethod
     def begin(self, *, numbers: int = 0, rounds: int = 1) -> None:
@@ -309,7 +314,8 @@ class GradientSum(Gradients):
                 f"it is of {gradient.dtype}, and the parameter was of {bucket.dtype}: the forward has changed its type",
                 "let the model cast what it computes, not its parameters; or train in the type that it casts them to",
             )
-        bucket.accumulate(slot, gradient)
+        if slot.name not in self.dropped:
+            bucket.accumulate(slot, gradient)
         if self._last:
             bucket.waiting -= 1
             if bucket.waiting == 0:
@@ -350,7 +356,7 @@ def refuse_unfrozen(frozen: Iterable[tuple[str, nn.Parameter]]) -> None:
             raise RunError(
                 f"parameter {name} was frozen when the run started",
                 "it now requires a gradient",
-                "unfreeze it in the job's model; to change it midway, start a second run from a checkpoint",
+                f'unfreeze it in the job\'s model, and give the job the steps to wait: frozen={{"{name}": 500}}',
             )
 
 

@@ -5,7 +5,7 @@ Decided from names and sizes alone, by the engine of a model's parameters and by
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 # Small enough that the first is sent early in the last backward, large enough that latency does not count: the
@@ -86,3 +86,12 @@ def stay_gathered(sizes: Sequence[int]) -> list[bool]:
         room -= sizes[number]
         whole[number] = room >= 0
     return whole
+
+
+def deal_out(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """name -> rank, so that the sums of their sizes are about even: the largest first, each to the least loaded."""
+    loads, owners = [0] * ranks, dict[str, int]()
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        owners[name] = rank = loads.index(min(loads))
+        loads[rank] += sizes[name]
+    return owners

@@ -72,10 +72,13 @@ class RowRange:
     exact: ExactSum | None = None
     used: bool = False
 
-    def add(self, gradient: torch.Tensor) -> None:
-        """Adds `gradient` to the total."""
-        assert self.total is not None
-        if self.exact is None:
+    def accumulate(self, gradient: torch.Tensor, dtype: torch.dtype, *, exact: bool) -> None:
+        """Adds `gradient` to the total, which the first one makes, of `dtype`; exact: whether that adds up exactly."""
+        self.used = True
+        if self.total is None:
+            self.total = gradient.to(dtype)
+            self.exact = ExactSum(self.total.view(-1)) if exact else None
+        elif self.exact is None:
             add(self.total, gradient)
         else:
             self.exact.add(gradient.reshape(-1))
@@ -375,12 +378,9 @@ class PartitionedGradients(Gradients):
                 gradient, parameter.grad = parameter.grad, None
             assert gradient is not None  # autograd calls the hook with the gradient in place
             check_gradient(part.name, gradient, sent=index < self._sent)
-            if part.total is not None:
-                part.add(gradient)
-            else:  # what is sent at once is converted when it is sent
-                part.total = gradient if self._zero == 2 else gradient.to(bucket.sum_dtype)
-                part.exact = ExactSum(part.total.view(-1)) if self._exact and self._zero == 1 else None
-            part.used = True
+            if part.name not in self.dropped:  # what is sent at once is converted when it is sent
+                dtype = gradient.dtype if self._zero == 2 else bucket.sum_dtype
+                part.accumulate(gradient, dtype, exact=self._exact and self._zero == 1)
             if self._sending:
                 bucket.waiting -= 1
                 self._send_full()
@@ -390,8 +390,11 @@ class PartitionedGradients(Gradients):
     def _scalar_hook(self, number: int, scalar: Scalar) -> Callable[[torch.Tensor], None]:
         def accumulate(parameter: torch.Tensor) -> None:
             with without_subclasses():  # this rank's part
-                gradient, parameter.grad, scalar.used = parameter.grad, None, True
+                gradient, parameter.grad = parameter.grad, None
             assert gradient is not None  # autograd calls the hook with the gradient in place
+            if scalar.name in self.dropped:
+                return
+            scalar.used = True
             if self._exact:
                 self._scalar_sums.add(gradient.reshape(1).to(self._scalar_sums.high.device), number)
             else:

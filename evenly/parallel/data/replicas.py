@@ -95,6 +95,10 @@ class ReplicaGradients(Gradients):
             GradientSum(replica.module, group=group, accumulate_float64=accumulate_float64) for replica in replicas
         )
 
+    def drop(self, names: frozenset[str]) -> None:
+        for gradients in (self._sum, *self._others):
+            gradients.drop(names)
+
     def begin(self, *, numbers: int = 0, rounds: int = 1) -> None:
         """Copies the updated parameters to the other replicas, and begins a step."""
         self._replicas.refresh()

@@ -254,11 +254,13 @@ class ShardedGradients(Gradients):
 
     def start_reduce(self, numbers: Sequence[float] | torch.Tensor = ()) -> None:
         """Gradients are in flight since the backward, unless they are reduced at the end."""
-        if self._reduces_at_end:
-            self._reduce()
+        if self._reduces_at_end:  # reduce-scatters all gradients, as the end of the last backward would
+            self._expect(last=True)
+            reduce_sharded(self._model)
         refuse_unfrozen(self._frozen)
         self._scalars.reduce()
-        flags = (float(used) for used in self._used)
+        mine = self.used()
+        flags = (float(name in mine) for name, _ in self._named)
         order = (float(self.unit_order), float(self.unit_order**2))
         self._sums = self._reduced()
         counted = self._scalars.counted(self._sums) if self._counts_squares else ()
@@ -285,7 +287,7 @@ class ShardedGradients(Gradients):
         return values[len(self._named) :]
 
     def used(self) -> set[str]:
-        return {name for (name, _), used in zip(self._named, self._used, strict=True) if used}
+        return {name for (name, _), used in zip(self._named, self._used, strict=True) if used} - self.dropped
 
     def mark_used(self, names: Container[str]) -> None:
         for number, (name, _) in enumerate(self._named):
@@ -297,11 +299,6 @@ class ShardedGradients(Gradients):
             for name, parameter in local_parameters(self._model.named_modules()):
                 if name in self._numbers and parameter.grad is not None and not isinstance(parameter, DTensor):
                     self._used[self._numbers[name]] = True
-
-    def _reduce(self) -> None:
-        """Reduce-scatters all gradients, as the end of the last backward would."""
-        self._expect(last=True)
-        reduce_sharded(self._model)
 
     def norm(self) -> torch.Tensor:
         if self._ownership is not None:
@@ -339,7 +336,7 @@ class ShardedGradients(Gradients):
 
     def _reduced(self) -> dict[str, torch.Tensor]:
         """By name, the shards of gradients that `fully_shard` has reduced so far."""
-        return {name: local(p.grad) for name, p in self._named if p.grad is not None}
+        return {name: local(p.grad) for name, p in self._named if p.grad is not None and name not in self.dropped}
 
     # ------------------------------------------------------------------------------- which parameters are used
     def _before_unit(self, modules: Sequence[tuple[str, nn.Module]], number: int) -> Callable[..., None]:
