@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from evenly.launch.agent import launch as launch
     from evenly.plan import Plan as Plan
     from evenly.plan import PlanSpec as PlanSpec
+    from evenly.train.hooks import EarlyStopping as EarlyStopping
     from evenly.train.run import Run as Run
     from evenly.train.run import start as start
 
 _HOMES = {
     "EMA": "evenly.job",
+    "EarlyStopping": "evenly.train.hooks",
     "EvenlyError": "evenly.errors",
     "Job": "evenly.job",
     "Loss": "evenly.job",
