@@ -24,6 +24,7 @@ from evenly.data.generators import seeded, undisturbed_past_torch
 from evenly.data.stream import stream_key
 from evenly.engine.build import build_model
 from evenly.errors import UserError
+from evenly.parallel.core.memory import local
 from evenly.torch_private import plain_name, without_subclasses
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def _fill(run: Run, model: nn.Module | None) -> None:
     """Copies the full tensors of all ranks into `model`."""
     targets = {} if model is None else dict(_named_tensors(model))
     with run.inside(), torch.no_grad():
-        for name, whole in _whole_tensors(run):
+        for name, whole in whole_tensors(run):
             if model is not None and (target := targets.pop(name, None)) is not None:
                 with without_subclasses():
                     target.detach().copy_(whole)
@@ -81,7 +82,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     return ((plain_name(name), tensor) for name, tensor in named)
 
 
-def _whole_tensors(run: Run) -> Iterator[tuple[str, torch.Tensor]]:
+def whole_tensors(run: Run) -> Iterator[tuple[str, torch.Tensor]]:
     """Each parameter and buffer in full, tied ones once; a collective for each that no rank has alone."""
     pipeline = run.composed.pipeline
     if pipeline is not None:
@@ -98,14 +99,16 @@ def _of_all_stages(run: Run, pipeline: Pipeline) -> Iterator[tuple[str, torch.Te
     holders = gather_values([*own], pipeline.group)
     for name in dict.fromkeys(chain.from_iterable(holders)):
         position = next(place for place, names in enumerate(holders) if name in names)
-        if name in own:
-            whole = run.composed.full_view(name, own[name])
-        else:
-            whole = torch.empty_like(pipeline.placeholders[name], device=run.world.device)
-        with without_subclasses():
-            whole = whole.detach().to(run.world.device)
-            # What is sent replaces the tensor: the rank's own parameter stays as it is.
-            yield name, broadcast(whole.clone() if name in own else whole, position, pipeline.group)
+        yield name, broadcast(_target(run, name, own.get(name), pipeline), position, pipeline.group)
+
+
+def _target(run: Run, name: str, own: torch.Tensor | None, pipeline: Pipeline) -> torch.Tensor:
+    """A full tensor, that of this rank if it has one; broadcasting replaces it, so a parameter itself is copied."""
+    if own is None:
+        return torch.empty_like(pipeline.placeholders[name], device=run.world.device).detach()
+    with without_subclasses():
+        whole = run.composed.full_view(name, own).detach().to(run.world.device)
+        return whole.clone() if whole.data_ptr() == local(own).data_ptr() else whole
 
 
 def _another(model: nn.Module, trained: nn.Module) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from evenly.train.loop import train
 from evenly.train.options import RunOptions
 from evenly.train.reports import Evaluation
 from evenly.train.run import start_with_options
+from evenly.train.whole_model import whole_tensors
 from evenly.verify.reference import named_tensors
 
 PLANS = [("single", 1), *((plan, 2) for plan in ("ddp", "zero2", "zero3", "tensor=2", "pipeline=2"))]
@@ -249,6 +251,28 @@ def test_the_whole_model_has_the_bits_of_the_checkpoint(plan: str, size: int, ra
         for whole in filter(None, (everywhere, main)):
             assert whole.keys() == saved.keys()
             assert all((whole[name] == tensor.numpy()).all() for name, tensor in saved.items())
+
+
+def held_at_a_time(plan: str) -> int:
+    """How many tensors are gathered, each of which is gone before the next."""
+    with evenly.start(layers_job(), plan=plan) as run:
+        run.step(next(run.batches()))
+        own = {tensor.data_ptr() for tensor in run.model.buffers()}
+        held: list[Any] = []
+        count = 0
+        with run.inside():
+            for _, whole in whole_tensors(run):
+                assert all(one() is None for one in held)
+                held = [weakref.ref(whole)] if whole.data_ptr() not in own else []
+                count += len(held)
+                del whole
+        run.asked_to_end = True
+    return count
+
+
+@pytest.mark.parametrize(("plan", "count"), [("zero3", 28), ("pipeline=2", 40)])
+def test_one_full_tensor_is_held_at_a_time(plan: str, count: int, ranks: KeptRanks) -> None:
+    assert ranks.run(held_at_a_time, plan, size=2) == [count, count]
 
 
 def averaged(plan: str) -> list[Any]:
