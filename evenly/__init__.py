@@ -24,12 +24,14 @@ if TYPE_CHECKING:
     from evenly.observe.loggers.wandb import WandbLogger as WandbLogger
     from evenly.plan import Plan as Plan
     from evenly.plan import PlanSpec as PlanSpec
+    from evenly.train.hooks import EarlyStopping as EarlyStopping
     from evenly.train.run import Run as Run
     from evenly.train.run import start as start
 
 _HOMES = {
     "CSVLogger": "evenly.observe.loggers.csv",
     "EMA": "evenly.job",
+    "EarlyStopping": "evenly.train.hooks",
     "EvenlyError": "evenly.errors",
     "Job": "evenly.job",
     "Loss": "evenly.job",

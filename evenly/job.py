@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
 Precision = Literal["float32", "float64", "bfloat16", "float16", "pure-bfloat16", "pure-float16"]
+Hook = Callable[[Any, Any], object]  # of the run and what it has come to
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 
 
@@ -84,6 +85,9 @@ class Job:
     clip_norm:       largest global gradient norm.
     average:         which average of the weights is kept besides them, `EMA` or `SWA`; evaluations are of the average.
     eval_data:       map-style dataset, evaluated whole every `eval_every` steps and after the last.
+    on_step, on_evaluation, on_save: hooks, one or several each, called on all ranks after each step with the run and
+                     its `StepReport`, after each evaluation with the run and its `Evaluation`, and after each save with
+                     the run and the step. Those with `state_dict` and `load_state_dict` are saved and resumed.
     save_every:      steps between checkpoints; the last step is always saved.
     precision:       numbers of the forward and backward pass; the weights of bfloat16 and float16 are float32, those of
                      pure-bfloat16 and pure-float16 have that type too, and so have the gradients and the optimizer's
@@ -112,6 +116,9 @@ class Job:
     eval_data: Dataset[Any] | None = None
     eval_every: int | None = None
     save_every: int | None = None
+    on_step: Hook | Sequence[Hook] = ()
+    on_evaluation: Hook | Sequence[Hook] = ()
+    on_save: Hook | Sequence[Hook] = ()
     precision: Precision = "float32"
     seed: int = 0
     name: str = "job"
@@ -144,6 +151,15 @@ def takes_names(optimizer: Callable[..., Any]) -> bool:
         return False
 
 
+HOOKS = ("on_step", "on_evaluation", "on_save")
+
+
+def hooks_of(job: Job, event: str) -> list[Hook]:
+    """The hooks of one of the `HOOKS`, in their order."""
+    given = getattr(job, event)
+    return [*given] if isinstance(given, Sequence) else [given]  # pyright: ignore[reportUnknownVariableType]
+
+
 def _length(data: object) -> int:
     return len(data)  # pyright: ignore[reportArgumentType]
 
@@ -159,6 +175,10 @@ def _problems(job: Job) -> Iterable[str]:
         if getattr(job, field) is not None and not callable(getattr(job, field)):
             yield f"{field} is a {type(getattr(job, field)).__name__}, not a callable"
     yield from _frozen_problems(job.frozen)
+    for field in HOOKS:
+        for hook in hooks_of(job, field):
+            if not callable(hook):
+                yield f"{field} has a {type(hook).__name__}, not a callable"
     yield from _positive(job, ("global_batch", "steps"), ("microbatch", "eval_every", "save_every"))
     for field in ("microbatch_cost", "clip_norm"):
         value = getattr(job, field)

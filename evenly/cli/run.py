@@ -329,6 +329,9 @@ def print_summary(summary: Summary, request: RunRequest) -> None:
 
     evaluation = "" if summary.eval_loss is None else f", evaluation loss {summary.eval_loss:.4f}"
     evaluation += " (averaged weights)" if summary.eval_averaged else ""
+    if summary.loss is None and summary.ended_early:
+        print(f"nothing left to do: the job has ended the run after step {summary.steps}{evaluation}", flush=True)
+        return
     if summary.loss is None:
         print_wrapped(
             f"nothing left to do: step {summary.steps} is already done, and {summary.steps_asked} were asked for"
@@ -340,6 +343,7 @@ def print_summary(summary: Summary, request: RunRequest) -> None:
         f"{done} on {summary.world} {'rank' if summary.world == 1 else 'ranks'} ({summary.plan}) "
         f"in {summary.seconds:.1f} s: "
         f"loss {summary.first_loss:.4f} -> {summary.loss:.4f}{evaluation}"
+        f"{', stopped early by the job' if summary.ended_early else ''}"
     )
     if summary.out:
         again = f"; go on with: {_way_on(request, summary.out)}" if summary.stopped else ""

@@ -66,6 +66,19 @@ def position_past_torch() -> tuple[int, int]:
 
 
 @contextmanager
+def undisturbed_past_torch() -> Generator[None]:
+    """Restores the state of Python's and numpy's generators on exit."""
+    numpy: Any = sys.modules.get("numpy")
+    state, state_of_numpy = random.getstate(), None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(state_of_numpy)
+
+
+@contextmanager
 def seeded(key: int, device: str = "cpu") -> Generator[None]:
     """Within, all random numbers of the CPU and of `device` come from the stream `key`."""
     with undisturbed(device):

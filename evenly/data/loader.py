@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from evenly.data.generators import seed
+from evenly.data.generators import seed, undisturbed
 from evenly.data.microbatch import cut, padded_cost
 from evenly.data.order import batch_indices
 from evenly.data.share import deal, deal_by_speed
@@ -95,6 +95,16 @@ def share_of_step(job: Job, step: int, *, rank: int, ranks: int, speeds: Sequenc
     return _share(step, microbatches, deal(costs, ranks, squares), rank)
 
 
+def share_of_samples(job: Job, count: int, step: int, *, rank: int, ranks: int, speeds: Sequence[float] = ()) -> Share:
+    """What `rank` of `ranks` runs of `count` samples that a loop has made for `step`: in their order, counted into
+    microbatches, since the job's costs are of its own data.
+    """
+    microbatches = cut(list(range(count)), size=job.samples_per_microbatch)
+    counts = tuple(map(len, microbatches))
+    dealt = deal_by_speed([*map(float, counts)], speeds) if speeds else _dealt_by_samples(counts, ranks)
+    return _share(step, microbatches, dealt, rank)
+
+
 def share_of_evaluation(job: Job, *, rank: int, ranks: int) -> Share:
     """What `rank` of `ranks` runs of an evaluation."""
     microbatches = microbatches_of_evaluation(job)
@@ -153,11 +163,15 @@ class _SampleReader(Dataset["Microbatch | SampleError"]):
     def __getitem__(self, item: Any) -> Microbatch | SampleError:
         """Reads the microbatch that `item`, an `_Item`, states."""
         try:
-            seed(item.key)
-            samples = [self._sample(index) for index in item.indices]
+            samples = self.samples(item)
             return Microbatch(item.number, len(samples), self._put_together(item, samples), item.counts)
         except SampleError as problem:
             return problem
+
+    def samples(self, item: _Item) -> list[Any]:
+        """The samples of a microbatch, before they are put together."""
+        seed(item.key)
+        return [self._sample(index) for index in item.indices]
 
     def _sample(self, index: int) -> Any:
         try:
@@ -194,9 +208,19 @@ def _as_read(item: Any) -> Any:
 class Loader:
     """Microbatches of consecutive shares of one dataset, in order."""
 
-    def __init__(self, job: Job, *, evaluation: bool = False, workers: int = 0, pin: bool = False) -> None:
+    def __init__(
+        self,
+        job: Job,
+        *,
+        evaluation: bool = False,
+        samples: Sequence[Any] | None = None,
+        workers: int = 0,
+        pin: bool = False,
+    ) -> None:
+        """samples: to read in place of the job's data."""
         self._seed, self._word = job.seed, "evaluation data" if evaluation else "data"
-        self._reader = _SampleReader(job.eval_data if evaluation else job.data, job.collate)
+        data = job.eval_data if evaluation else job.data
+        self._reader = _SampleReader(data if samples is None else samples, job.collate)
         self._workers, self._pin = workers, pin
 
     def read(self, shares: Iterator[Share]) -> MicrobatchStream:
@@ -205,12 +229,22 @@ class Loader:
         Reading seeds the generators of the process that reads, this one unless there are workers.
         """
         items = (
-            _Item(number, share.microbatches[number], stream_key(self._seed, self._word, share.step, number), counts)
+            self._item(share, number, counts=counts)
             for share in shares
             for numbers, counts in ((share.own, True), (share.fillers, False))
             for number in numbers
         )
         return MicrobatchStream(self._with_workers(items) if self._workers else map(self._reader.__getitem__, items))
+
+    def samples(self, share: Share) -> list[Any]:
+        """The samples of all ranks' microbatches of `share`, in order, as they are read for training."""
+        with undisturbed():
+            items = [self._item(share, number) for number in range(len(share.microbatches))]
+            return [sample for item in items for sample in self._reader.samples(item)]
+
+    def _item(self, share: Share, number: int, *, counts: bool = True) -> _Item:
+        key = stream_key(self._seed, self._word, share.step, number)
+        return _Item(number, share.microbatches[number], key, counts)
 
     def _with_workers(self, items: Iterator[_Item]) -> Iterator[Microbatch | SampleError]:
         loader: DataLoader[Microbatch | SampleError] = DataLoader(

@@ -9,7 +9,9 @@ from __future__ import annotations
 import resource
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from math import inf
 from time import perf_counter
 from typing import Any
@@ -20,7 +22,7 @@ from evenly.comm.collectives import all_reduce
 from evenly.comm.groups import Group
 from evenly.comm.world import World
 from evenly.data.generators import undisturbed
-from evenly.data.loader import Microbatch, MicrobatchStream, Share
+from evenly.data.loader import Loader, Microbatch, MicrobatchStream, Share
 from evenly.data.microbatch import padded_cost
 from evenly.data.stream import stream_key
 from evenly.engine.compose import Composed
@@ -33,10 +35,13 @@ from evenly.parallel.core.memory import HOST, Category, MemoryCounter, on
 from evenly.parallel.data.replicas import Replica
 from evenly.plan import Plan
 
+LossFunction = Callable[[torch.nn.Module, Any], Any]
+
 
 class Executor(ABC):
     """Runs the batches of `job` through the model of `composed`.
 
+    loss_function: of the pass that runs; the job's, unless the batch has another.
     counter: counts the memory of tensors in the steps in which that is asked for, else None.
     watch: sees all operations while a step is repeated because of numbers that are not finite, else None.
     """
@@ -46,14 +51,17 @@ class Executor(ABC):
         self.devices = list(dict.fromkeys(replica.device for replica in composed.replicas))
         self.counter: MemoryCounter | None = None
         self.watch: NonFiniteWatch | None = None
+        self.loss_function: LossFunction = job.loss
         self._tensor_group: Group | None = world.groups.get("tensor")
 
     # ------------------------------------------------------------------------------------------------ a pass
-    def step(self, batch: Batch, *, scale: float, stop: Callable[[], bool], spans: list[Any] | None) -> StepTotals:
+    def step(
+        self, batch: Batch, *, scale: float, stop: Callable[[], bool], spans: list[Any] | None, ended: bool = False
+    ) -> StepTotals:
         """Runs forward and backward of the batch; the summed gradients are then in `composed.gradients`.
 
-        scale: factor on the loss before the backward. stop: called once; whether this rank wants to end the run.
-        spans: list to append the actions of a pipeline rank to, or None.
+        scale: factor on the loss before the backward. stop: called once; whether this rank wants to stop the run.
+        ended: whether the job has asked here to end it. spans: list to append the actions of a pipeline rank to.
         """
         gradients = self.composed.gradients
         for calls in self.composed.calls:
@@ -63,15 +71,17 @@ class Executor(ABC):
             microbatches=len(batch.share.microbatches),
             layers=self.composed.layers,
             devices=len(self.devices),
+            first=batch.first,
         )
-        with undisturbed(*self.devices):
+        with undisturbed(*self.devices), self._computing(batch):
             self.allocating("sums")
             gradients.begin(numbers=builder.size, rounds=self.rounds(batch.share))
             began_s = perf_counter() - self.world.waited_s
             self.run_batch(batch, builder, scale=scale, spans=spans)
-            own_s = (perf_counter() - self.world.waited_s - began_s) / self._work_of(batch.share)
+            own_s = (perf_counter() - self.world.waited_s - began_s) / self._work_of(batch)
             memory_bytes = [peak_bytes(device) for device in self.devices]
-            gradients.start_reduce(self.combine(builder.numbers(memory_bytes=memory_bytes, own_s=own_s, stop=stop())))
+            numbers = builder.numbers(memory_bytes=memory_bytes, own_s=own_s, stop=stop(), ended=ended)
+            gradients.start_reduce(self.combine(numbers))
             with on(HOST):
                 batch.microbatches.ahead()
             return builder.read(gradients.finish_reduce())
@@ -86,13 +96,24 @@ class Executor(ABC):
         finally:
             self.watch = None
 
-    def _work_of(self, share: Share) -> float:
-        """What this rank computes of a step, in samples or by their costs; infinite where its time is not known.
+    @contextmanager
+    def _computing(self, batch: Batch) -> Generator[None]:
+        """Within, the loss is that of `batch`."""
+        if batch.loss is not None:
+            self.loss_function = batch.loss
+        try:
+            yield
+        finally:
+            self.loss_function = self.job.loss
 
-        On a GPU a rank's thread waits where it reads a number, for its own work and for that of others.
+    def _work_of(self, batch: Batch) -> float:
+        """What this rank computes of a pass, in samples or by their costs; infinite where its time is not known.
+
+        On a GPU a rank's thread waits where it reads a number, for its own work and for that of others. Samples that
+        the loop has made have no known cost.
         """
-        own = [share.microbatches[number] for number in share.own]
-        if self.world.recorder is None or self.world.device != "cpu" or not own:
+        own = [batch.share.microbatches[number] for number in batch.share.own]
+        if self.world.recorder is None or self.world.device != "cpu" or not own or batch.made:
             return inf
         cost = self.job.cost
         return sum(len(indices) if cost is None else padded_cost([cost(i) for i in indices]) for indices in own) or inf
@@ -180,19 +201,19 @@ class Executor(ABC):
             builder.add(microbatch.number, loss, calls)
 
     def _loss(self, replica: Replica, microbatch: Microbatch, key: int) -> Loss:
-        """The job's loss, with random numbers from the stream `key`."""
+        """The loss, with random numbers from the stream `key`."""
         return self.run_code(replica, microbatch, key, finish=lambda loss: as_loss(loss, microbatch.samples))
 
     def run_code(
         self, replica: Replica, microbatch: Microbatch, key: int, *, finish: Callable[[Any], Any] = lambda loss: loss
     ) -> Any:
-        """`finish` of what the job's loss returns, with random numbers from the stream `key`."""
+        """`finish` of what the loss function returns, with random numbers from the stream `key`."""
         self.world.tick()
         drawing = self.composed.calls[replica.number].drawing(key)
         precision = self.plan.precision
         with on(replica.loss_number), autocast(precision, replica.device), self.composed.execution_context, drawing:
             batch = place_batch(microbatch.batch, precision, replica.loss_device)
-            return finish(self.job.loss(replica.called, batch))
+            return finish(self.loss_function(replica.called, batch))
 
     def backward_root(self, loss: Loss, scale: float) -> torch.Tensor | None:
         """The tensor to call backward on; None if the loss is a constant."""
@@ -270,11 +291,29 @@ class MicrobatchExecutor(Executor):
 
 
 class Batch:
-    """This rank's share of one batch, or of an evaluation; a training batch is given to `Run.step` once."""
+    """This rank's share of one batch, or of an evaluation; a training batch is trained on once.
 
-    def __init__(self, share: Share, microbatches: MicrobatchStream) -> None:
-        self.share, self.microbatches = share, microbatches
+    loader: of its samples. made: whether the loop has made these, which are not of the job's data.
+    first:  the number of its first microbatch in its step, where other passes of the step come before.
+    loss:   the loss function to compute in place of the job's, or None.
+    used:   whether it was trained on.
+    """
+
+    def __init__(self, share: Share, microbatches: MicrobatchStream, loader: Loader, *, made: bool = False) -> None:
+        self.share, self.microbatches, self.loader, self.made = share, microbatches, loader, made
+        self.first, self.used = 0, False
+        self.loss: LossFunction | None = None
         self._remaining = share.runs
+
+    def samples(self) -> list[Any]:
+        """The samples of the whole batch, all ranks', in the order of its microbatches, read by this rank."""
+        return self.loader.samples(self.share)
+
+    def again(self) -> Batch:
+        """The same batch, read again."""
+        batch = Batch(self.share, self.loader.read(iter([self.share])), self.loader, made=self.made)
+        batch.first, batch.loss = self.first, self.loss
+        return batch
 
     def rounds(self, size: int) -> Iterator[list[Microbatch]]:
         """The microbatches in order, `size` at a time."""
@@ -283,6 +322,8 @@ class Batch:
             self._remaining -= count
             with on(HOST):
                 microbatches = [next(self.microbatches) for _ in range(count)]
+            if self.first:
+                microbatches = [replace(one, number=one.number + self.first) for one in microbatches]
             yield microbatches
 
     @property

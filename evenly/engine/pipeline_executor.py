@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -16,12 +17,13 @@ from evenly.data.loader import Microbatch, Share
 from evenly.data.nest import tensors_by_path
 from evenly.data.stream import stream_key
 from evenly.engine.compose import Composed
-from evenly.engine.executor import Batch, Executor
+from evenly.engine.executor import Batch, Executor, LossFunction
 from evenly.engine.step_totals import StepTotalsBuilder
 from evenly.errors import RunError
 from evenly.job import Job
 from evenly.parallel.pipeline.pipeline import Pipeline
 from evenly.parallel.pipeline.schedule_runner import ScheduleRunner
+from evenly.parallel.pipeline.stage_discovery import calls_of
 from evenly.plan import Plan
 from evenly.plan.schedule import runnable
 
@@ -37,6 +39,7 @@ class PipelineExecutor(Executor):
     ) -> None:
         super().__init__(job, plan, composed, world)
         self._pipeline, self._runner = pipeline, runner
+        self._checked: set[object] = set()  # the code of losses other than the job's
 
     def rounds(self, share: Share) -> int:
         """One per stage of this rank and microbatch, including those that fill up the schedule."""
@@ -54,8 +57,29 @@ class PipelineExecutor(Executor):
     def run_batch(self, batch: Batch, builder: StepTotalsBuilder, *, scale: float, spans: list[Any] | None) -> None:
         """Runs forward and backward of all microbatches through the stages of this rank."""
         microbatches = self._filled([*chain.from_iterable(batch.rounds(1))])
+        if batch.loss is not None and microbatches:
+            self._check_calls(batch.loss, microbatches[0], batch.share.step)
         work = _Training(self, microbatches, builder, batch.share.step, scale)
         self._runner.step(len(microbatches), work, spans)
+
+    def _check_calls(self, loss: LossFunction, microbatch: Microbatch, step: int) -> None:
+        """Raises `RunError` where `loss` calls other blocks than the job's, whose calls the stages are made of."""
+        code, stage_plan = getattr(loss, "__code__", loss), self._pipeline.model.stage_plan
+        if code in self._checked or stage_plan.by_chance:
+            return
+        calls, expected = (
+            calls_of(self._pipeline.model, partial(self.code_of, microbatch, step)),
+            stage_plan.calls[True],
+        )
+        if calls != expected:
+            raise RunError(
+                f"training on another loss than the job's under pipeline={self.plan.pipeline.size}",
+                f"it calls blocks {len(calls)} times, and the job's, which the model was cut for, {len(expected)} times"
+                if len(calls) != len(expected)
+                else "it calls the model's blocks in another order",
+                "let it call the model as the job's loss does, or use a plan without pipeline",
+            )
+        self._checked.add(code)
 
     def evaluate_batch(self, batch: Batch, builder: StepTotalsBuilder) -> None:
         """Runs the forward of all microbatches, some at a time."""

@@ -2,15 +2,15 @@
 
 One vector of float64 numbers, each filled by one rank only and zero on all others, so that the sum is exact and the
 same on every rank: per microbatch its total, its weight and the calls of each normalisation layer; per rank its
-devices' memory and the time of its own computing; the first rank's clock; and whether any rank wants to stop. In
-training it is reduced with the gradients (`Gradients.start_reduce`).
+devices' memory and the time of its own computing; the first rank's clock; whether any rank wants to stop, and whether
+the job has asked to end the run. In training it is reduced with the gradients (`Gradients.start_reduce`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from time import perf_counter
 from typing import Any
@@ -28,6 +28,7 @@ class StepTotals:
 
     own_s:   of each rank, what its own computing took per unit of work, in seconds; 0 where that is not known.
     clock_s: of the first rank, for what all ranks have to decide alike.
+    ended:   whether the job has asked to end the run.
     """
 
     totals: list[float]
@@ -37,6 +38,7 @@ class StepTotals:
     stop: bool
     own_s: list[float] = field(default_factory=list[float])
     clock_s: float = 0.0
+    ended: bool = False
 
     @cached_property
     def weight(self) -> float:
@@ -70,12 +72,26 @@ class StepTotals:
             )
 
 
-class StepTotalsBuilder:
-    """Fills this rank's vector, and reads the sum over all ranks; one per step."""
+def joined_totals(passes: Sequence[StepTotals]) -> StepTotals:
+    """The totals of a step of these passes, whose microbatches follow one another."""
+    if len(passes) == 1:
+        return passes[0]
+    return replace(
+        passes[-1],
+        totals=[total for one in passes for total in one.totals],
+        weights=[weight for one in passes for weight in one.weights],
+        calls=[row for one in passes for row in one.calls],
+        stop=any(one.stop for one in passes),
+        ended=any(one.ended for one in passes),
+    )
 
-    def __init__(self, world: World, *, microbatches: int, layers: int = 0, devices: int = 1) -> None:
-        """devices: of each rank."""
-        self._world, self._width, self._devices = world, 2 + layers, devices
+
+class StepTotalsBuilder:
+    """Fills this rank's vector, and reads the sum over all ranks; one per pass."""
+
+    def __init__(self, world: World, *, microbatches: int, layers: int = 0, devices: int = 1, first: int = 0) -> None:
+        """devices: of each rank. first: the number of the first microbatch."""
+        self._world, self._width, self._devices, self._first = world, 2 + layers, devices, first
         self._cells = microbatches * self._width
         self._values = [0.0] * self.size
         self._on_device: dict[int, torch.Tensor] = {}  # by index, numbers on a GPU, which are not read one by one
@@ -83,19 +99,20 @@ class StepTotalsBuilder:
     @property
     def size(self) -> int:
         """The length of the vector."""
-        return self._cells + self._world.size * (self._devices + 1) + 2
+        return self._cells + self._world.size * (self._devices + 1) + 3
 
     def add(self, number: int, loss: Loss | None, calls: list[int]) -> None:
         """Adds the results of microbatch `number` on this rank; loss None: on a pipeline stage without loss."""
         row: list[Any] = [] if loss is None else [loss.total.detach(), loss.weight]
-        for place, value in enumerate([*row, *calls], number * self._width + 2 - len(row)):
+        start = (number - self._first) * self._width + 2 - len(row)
+        for place, value in enumerate([*row, *calls], start):
             if isinstance(value, torch.Tensor) and value.device.type != "cpu":
                 self._on_device[place] = value
             else:
                 self._values[place] = float(value)
 
     def numbers(
-        self, *, memory_bytes: Sequence[int] = (), own_s: float = 0.0, stop: bool = False
+        self, *, memory_bytes: Sequence[int] = (), own_s: float = 0.0, stop: bool = False, ended: bool = False
     ) -> list[float] | torch.Tensor:
         """This rank's vector; a float64 tensor on its GPU if any number is on one.
 
@@ -104,8 +121,8 @@ class StepTotalsBuilder:
         for place, peak in enumerate(memory_bytes, self._cells + self._world.rank * self._devices):
             self._values[place] = peak
         self._values[self._cells + self._world.size * self._devices + self._world.rank] = own_s
-        self._values[-2] = perf_counter() if self._world.rank == 0 else 0.0
-        self._values[-1] = float(stop)
+        self._values[-3] = perf_counter() if self._world.rank == 0 else 0.0
+        self._values[-2:] = float(stop), float(ended)
         if not self._on_device:
             return self._values
         vector = torch.tensor(self._values, dtype=torch.float64).to(self._world.device)
@@ -120,10 +137,11 @@ class StepTotalsBuilder:
             totals=[row[0] for row in rows],
             weights=[row[1] for row in rows],
             calls=[[round(n) for n in row[2:]] for row in rows],
-            memory_bytes=[round(n) for n in values[self._cells : -2 - self._world.size]],
-            stop=values[-1] > 0,
-            own_s=list(values[-2 - self._world.size : -2]),
-            clock_s=values[-2],
+            memory_bytes=[round(n) for n in values[self._cells : -3 - self._world.size]],
+            stop=values[-2] > 0,
+            own_s=list(values[-3 - self._world.size : -3]),
+            clock_s=values[-3],
+            ended=values[-1] > 0,
         )
 
 

@@ -37,7 +37,9 @@ def keeping_state(run: Run, *, evaluating: bool = False) -> Generator[None]:
         yield
         return
     # One device lets a forward change buffers as it likes; several know what changes them.
-    before = BuffersBefore(run.model) if run.plan.devices == 1 else None
+    before = None
+    if run.plan.devices == 1:
+        before = BuffersBefore(run.model) if run.open_step is None else run.open_step.buffers
     steps = run.steps_done
     try:
         yield

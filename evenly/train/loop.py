@@ -31,6 +31,7 @@ class Summary:
     first_step:  the first step of this run; None if there was nothing left to do.
     eval_averaged: whether `eval_loss` is of the averaged weights.
     stopped:     whether a stop was requested before the last step.
+    ended_early: whether the job has ended the run before its last step (`run.stop`).
     """
 
     job: str
@@ -46,6 +47,7 @@ class Summary:
     stopped: bool
     out: str | None
     eval_averaged: bool = False
+    ended_early: bool = False
 
 
 def run_job_file(path: Path, settings: dict[str, Any], options: RunOptions, json_only: bool) -> Summary:
@@ -120,7 +122,11 @@ class _Progress:
     def end(self) -> None:
         if self.run.stopped:
             self.watcher.on_text(f"stopped after step {self.run.steps_done} as asked")
-        elif self.run.job.eval_data is not None and (self.last is not None or self.run.evaluation_due):
+            self._save()
+            return
+        if self.run.ended_early and self.last is not None:
+            self.watcher.on_text(f"stopped early after step {self.run.steps_done}, by the job")
+        if self.run.job.eval_data is not None and (self.last is not None or self.run.evaluation_due):
             self._evaluate()
         self._save()
 
@@ -140,6 +146,7 @@ class _Progress:
             stopped=run.stopped,
             out=run.out and str(run.out),
             eval_averaged=self.evaluation is not None and self.evaluation.averaged,
+            ended_early=run.ended_early and run.steps_done < run.steps,
         )
 
     def _begin_watching(self, report: StepReport) -> None:

@@ -7,6 +7,7 @@ step is repeated with every operation watched (`engine.trace`), by all ranks tog
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -39,16 +40,19 @@ class BuffersBefore:
 
 
 def traced_error(
-    executor: Executor, batch: Batch, totals: StepTotals, grad_norm: float, scale: float, world: World
+    executor: Executor, passes: Sequence[tuple[Batch, StepTotals]], grad_norm: float, scale: float, world: World
 ) -> RunError:
-    """The error, the same on all ranks, of a step with these results; repeats it on `batch`, which was read again."""
+    """The error, the same on all ranks, of a step of these passes; repeats the last that may be its cause."""
+    batch, totals = next((one for one in passes if one[1].not_finite), passes[-1])
+    batch = batch.again()
     step, share = batch.share.step + 1, batch.share
     what = "loss" if totals.not_finite else "gradient"
     asked = f"step {step}: the {what} must be finite"
     seen = loss_seen(totals, share) if totals.not_finite else f"its norm is {grad_norm}"
     repeated, origins = executor.traced_step(batch, scale=scale)
     executor.composed.drop_statistics()
-    cause = cause_of(gather_values(origins, world.group("world")), repeated.not_finite)
+    failing = [number + batch.first for number in repeated.not_finite]
+    cause = cause_of(gather_values(origins, world.group("world")), failing)
     if totals.not_finite and not repeated.not_finite:
         do = "look for what differs between two runs of a step: threads that race, a device that is faulty"
         return RunError(asked, f"{seen}; repeated, the step had finite losses, so nothing could be traced", do)
@@ -57,7 +61,7 @@ def traced_error(
         return RunError(asked, f"{found}: a sum over microbatches or ranks overflows", "take a lower learning rate")
     rank, finding = cause
     microbatch = finding.site.microbatch
-    samples = share.microbatches[microbatch] if microbatch is not None else []
+    samples = share.microbatches[microbatch - batch.first] if microbatch is not None else []
     problem = RunError(
         asked,
         f"{seen}; {describe_origin(finding, samples, rank)}",

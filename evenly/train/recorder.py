@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evenly.checkpoint.config import write_model_config
+from evenly.checkpoint.plain import encode
 from evenly.comm.world import World
-from evenly.errors import RunError
+from evenly.errors import RunError, UserError
 from evenly.observe.run_folder import RunFolder
 from evenly.observe.sinks import FolderSink, Sink, writing
 from evenly.observe.slow import SlowRank
@@ -58,6 +59,17 @@ class RunRecorder:
         self._event("evaluated", step=step, **vars(found))
         of_average = {"eval_averaged": True} if found.averaged else {}
         self._metrics({"step": step, "eval_loss": found.loss, "eval_weight": found.weight, **of_average})
+
+    def logged(self, step: int, values: Mapping[str, Any]) -> None:
+        """Records what the job logs after `step`. Raises `UserError` for what is no number, text or list of them."""
+        own = ({"step", "eval_loss", "eval_weight", "slow_rank"} | {one.name for one in fields(StepReport)}) & {*values}
+        if own:
+            asked, found = f"logging {', '.join(sorted(own))}", "the run records values of its own by these names"
+            raise UserError(asked, found, "give them other names")
+        found = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
+        for name, value in found.items():
+            encode(value, f"{name!r}, which is logged,")
+        self._metrics({"step": step, **found})
 
     def slow(self, step: int, found: SlowRank, processor: str) -> None:
         """Records that a rank is slow, as of `step`."""

@@ -50,6 +50,15 @@ class StepReport:
 
 
 @dataclass(frozen=True)
+class PassReport:
+    """The results of one forward and backward over a batch, whose update comes later; the same on every rank."""
+
+    loss: float
+    weight: float
+    samples: int
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """The loss over the whole evaluation set, every sample exactly once; the same on every rank.
 

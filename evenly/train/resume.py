@@ -54,6 +54,7 @@ def snapshot(run: Run) -> Snapshot:
     values["averaged"] = 0 if run.weight_average is None else run.weight_average.count
     values["followed"] = run.updater.advance.followed
     values["left_out"] = run.left_out
+    values["hooks"], values["ended_early"] = run.hooks.state(), run.ended_early
     values["loss_scale"] = [run.loss_scale.factor, run.loss_scale.clean_steps]
     return Snapshot(run.steps_done, tensors, values, finite)
 
@@ -85,6 +86,8 @@ def restore(run: Run, store: CheckpointStore, step: int | None = None) -> None:
     run.updater.loss_scale = LossScale(*checkpoint.values["loss_scale"])
     run.left_out = checkpoint.values.get("left_out", 0)
     run.steps_done = checkpoint.step
+    run.hooks.load_state(checkpoint.values.get("hooks", {}))
+    run.ended_early = checkpoint.values.get("ended_early", False)
     run.evaluation_due = checkpoint.values.get("evaluation_due", False)
 
 

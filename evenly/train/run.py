@@ -1,18 +1,19 @@
 """One run: a job under a plan on the world that this process belongs to.
 
-`start` connects, builds and composes; `Run.step` is the training step; `close` ends it in the reverse order.
+`start` connects, builds and composes; `Run.step` is the training step, of `forward_backward` and `update`; `close` ends
+it in the reverse order.
 The same calls are made on every rank, in the same order.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
-from functools import lru_cache, wraps
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -20,10 +21,10 @@ from evenly.comm.collectives import gather_values
 from evenly.comm.connect import disconnect
 from evenly.comm.groups import Group
 from evenly.comm.world import World
-from evenly.data.loader import Loader, Share, share_of_evaluation, share_of_step, worker_count
+from evenly.data.loader import Loader, Share, share_of_evaluation, share_of_samples, share_of_step, worker_count
 from evenly.engine.assemble import build_and_compose
 from evenly.engine.compose import Composed
-from evenly.engine.executor import Batch, Executor, MicrobatchExecutor
+from evenly.engine.executor import Batch, Executor, LossFunction, MicrobatchExecutor
 from evenly.engine.precision import LossScale
 from evenly.engine.updater import Updater
 from evenly.errors import RunError, UserError, place_of
@@ -36,6 +37,8 @@ from evenly.observe.sinks import Sink
 from evenly.observe.slow import SlowRanks
 from evenly.plan import Plan, PlanSpec, asked_plan
 from evenly.train.average import averaged_weights, in_model
+from evenly.train.batches import batches_to_come
+from evenly.train.hooks import Hooks
 from evenly.train.interrupt import Interrupt
 from evenly.train.keep_state import keeping_state
 from evenly.train.look import check_job, check_model, check_update, shapes_vary, worthwhile_primitives
@@ -43,9 +46,11 @@ from evenly.train.nonfinite import check_evaluation
 from evenly.train.options import RunOptions, merge_options
 from evenly.train.rank_speeds import measured_speeds
 from evenly.train.recorder import RunRecorder, record_decisions
-from evenly.train.reports import Evaluation, StepReport
+from evenly.train.reports import Evaluation, PassReport, StepReport
 from evenly.train.resolve_run import ResolvedRun, connect_and_resolve
-from evenly.train.step import train_step
+from evenly.train.same_samples import check_same_samples
+from evenly.train.step import OpenStep, check_batch, check_no_open_step, run_pass, step_under_way, train_step
+from evenly.train.whole_model import whole_model
 
 if TYPE_CHECKING:
     from evenly.checkpoint.store import CheckpointStore
@@ -114,11 +119,15 @@ class Run:
         self.saved_at: int | None = None  # step of the newest checkpoint
         self.evaluation_due = self.evaluates_later = False  # of the state gone on from; whether the loop heeds it
         self.state_is_whole = False  # the state is that after `steps_done` steps
-        self.stopped = False  # all ranks agreed to stop early
+        self.stopped = False  # all ranks agreed to stop early, as was asked from outside
+        self.asked_to_end = self.ended_early = False  # by the job: on this rank, and agreed by all
+        self.hooks = Hooks(job)
+        self.open_step: OpenStep | None = None  # between its first forward and its update
+        self.wholes_made = 0  # since the last step
         self._first_step = 0  # of this process
         self.clock = time.perf_counter()
         self.store: CheckpointStore | None = None
-        self._snapshots: Snapshots | None = None
+        self.snapshots: Snapshots | None = None
         folder = RunFolder(self.out) if self.out is not None else None
         if folder is not None:
             self._open(options)
@@ -136,53 +145,110 @@ class Run:
         """The factor of the loss in float16."""
         return self.updater.loss_scale
 
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank is the one that speaks for all."""
+        return self.world.is_main
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there are steps left, and neither a stop was requested nor the job has ended the run."""
+        return self.steps_done < self.steps and not self.stopped and not self.ended_early
+
     # ------------------------------------------------------------------------------------------ training
     def batches(self) -> Iterator[Batch]:
-        """The remaining batches of the run, until a stop is requested."""
-        share = lru_cache(maxsize=64)(self._share)  # called here and by the loader, which may be ahead
-        microbatches = self.loader().read(share(step) for step in range(self.steps_done, self.steps))
-        self.clock = time.perf_counter()
-        while self.steps_done < self.steps and not self.stopped:
-            step = self.steps_done
-            yield Batch(share(step), microbatches)
-            if self.steps_done == step:
-                raise RunError(
-                    f"batch of step {step + 1}", "it was not given to run.step", "give every batch to run.step once"
-                )
-            if self._snapshots is not None:
-                self._snapshots.take_if_due()
+        """The batches of the steps to come, until a stop is requested.
 
-    @_at_work
-    def step(self, batch: Batch) -> StepReport:
-        """Trains one step on `batch`.
+        Each is of the step that comes next: where a loop has trained on others as well, those between are passed over.
+        """
+        return batches_to_come(self)
+
+    def batch(self, samples: Sequence[Any]) -> Batch:
+        """A batch for the next step of `samples` that the loop has made, the same on all ranks, in any number.
+
+        They are counted into microbatches of the job's size, and put together by its `collate`. A collective.
+        Raises `UserError` where ranks have different samples.
+        """
+        check_same_samples(samples, self.world.group("world"))
+        share, loader = self.share(self.steps_done, len(samples)), Loader(self.job, samples=samples)
+        return Batch(share, loader.read(iter([share])), loader, made=True)
+
+    def step(self, batch: Batch, loss: LossFunction | None = None) -> StepReport:
+        """Trains one step on `batch`: `forward_backward` and `update`; then calls the hooks of `on_step`.
 
         Raises `RunError` if the loss or the gradient is not finite, and no more such batches may be left out.
         """
-        if batch.share.step != self.steps_done:
-            raise RunError(
-                f"run.step after {self.steps_done} steps",
-                f"a batch of step {batch.share.step + 1}",
-                "use each batch once",
-            )
-        if self.updater.advance.waits(self.steps_done):  # no one has asked for it, or it was saved before
+        check_batch(self, batch)
+        report = self._in_step(lambda: train_step(self, batch, loss))
+        self.hooks.call(self, "on_step", report)
+        return report
+
+    def forward_backward(self, batch: Batch, loss: LossFunction | None = None) -> PassReport:
+        """Adds the gradient of `batch` to that of the step, which `update` ends; what it returns is of this batch.
+
+        Called several times before one `update`, the step's loss is the sum of all totals over the sum of all weights:
+        its microbatches are those of all batches, in this order. loss: of the same form, in place of the job's.
+        """
+        check_batch(self, batch)
+        return self._in_step(lambda: run_pass(self, batch, loss))
+
+    def update(self) -> StepReport:
+        """Ends the step that `forward_backward` has begun: clips, steps, schedules and records as `step` does."""
+        if self.open_step is None:
+            raise RunError("run.update()", "there are no gradients", "call run.forward_backward(batch) before")
+        report = self._in_step(lambda: train_step(self, None, None))
+        self.hooks.call(self, "on_step", report)
+        return report
+
+    @_at_work
+    def _in_step(self, act: Callable[[], Result]) -> Result:
+        """`act`, which begins the next step, goes on with it, or ends it."""
+        # No one has asked for the evaluation that a schedule waits for, or the state was saved before it.
+        if self.open_step is None and self.updater.advance.waits(self.steps_done):
             self.evaluate()
         # A block that has been compiled may be compiled again, for other shapes.
         state = "first step" if self._first_step == self.steps_done or self.plan.compile != "off" else "step"
-        with keeping_state(self), self.world.during(state):
-            return train_step(self, batch)
+        with self.world.during(state), step_under_way(self), keeping_state(self):
+            return act()
+
+    def stop(self) -> None:
+        """Ends the run, which counts as done: after this step if a hook of any rank calls it, else after the next."""
+        self.asked_to_end = True
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Adds a record of the first rank's `values` to metrics.jsonl and all sinks, with the number of steps done."""
+        self.recorder.logged(self.steps_done, values)
+
+    def whole_model(self, *, main_only: bool = False, device: str | None = None) -> AbstractContextManager[Any]:
+        """Within, the whole model in a module of its own, in evaluation mode; a collective.
+
+        main_only: only the first rank gets it; the others get None, and wait for it at the end. device: by default this
+        rank's. Random numbers drawn within are the same on all ranks, and follow from the step. What is done to it does
+        not change the training.
+        """
+        check_no_open_step(self, "run.whole_model()")
+        return whole_model(self, main_only=main_only, device=device)
 
     # ---------------------------------------------------------------------------------------- evaluation
-    @_at_work
     def evaluate(self, *, average: bool = True) -> Evaluation:
         """Evaluates the loss over the job's `eval_data`, every sample exactly once; does not affect training.
 
-        average: whether of the averaged weights, where the job has an average and it has begun.
+        Then calls the hooks of `on_evaluation`. average: whether of the averaged weights, where the job has an average
+        and it has begun.
         """
+        check_no_open_step(self, "run.evaluate()")
+        evaluation = self._evaluate(average)
+        self.hooks.call(self, "on_evaluation", evaluation)
+        return evaluation
+
+    @_at_work
+    def _evaluate(self, average: bool) -> Evaluation:
         if self.job.eval_data is None:
             raise UserError("run.evaluate()", "the job has no eval_data", "give the Job eval_data")
         share = self._fitted(share_of_evaluation(self.job, rank=self._data.position, ranks=self._data.size))
         with keeping_state(self, evaluating=True), self.world.during("evaluating"), in_model(self, average) as averaged:
-            totals = self.executor.evaluate(Batch(share, self.loader(evaluation=True).read(iter([share]))))
+            loader = self.loader(evaluation=True)
+            totals = self.executor.evaluate(Batch(share, loader.read(iter([share])), loader))
         self.evaluation_due = False
         check_evaluation(totals, share, self.steps_done)
         evaluation = Evaluation(totals.loss, totals.weight, share.samples, averaged)
@@ -216,12 +282,21 @@ class Run:
         with self.composed.showing(False), self.updater.inside():
             yield
 
-    @_at_work
     def save(self, *, score: float | None = None) -> None:
-        """Begins a checkpoint of the steps done so far; `score` (lower is better) decides which is kept as best."""
+        """Begins a checkpoint of the steps done so far; `score` (lower is better) decides which is kept as best.
+
+        Then calls the hooks of `on_save`, unless there is one of this step.
+        """
+        check_no_open_step(self, "run.save()")
+        if self._save(score):
+            self.hooks.call(self, "on_save", self.steps_done)
+
+    @_at_work
+    def _save(self, score: float | None) -> bool:
         if self.store is None:
             raise UserError("run.save()", "the run has no folder", OUT)
-        if self.saved_at != self.steps_done:
+        due = self.saved_at != self.steps_done
+        if due:
             from evenly.train.resume import snapshot
 
             with keeping_state(self), self.world.during("saving"):
@@ -229,6 +304,7 @@ class Run:
             self.saved_at = self.steps_done
             self.recorder.saved(self.steps_done)
         self.clock = time.perf_counter()
+        return due
 
     def _open(self, options: RunOptions) -> None:
         # torch's distributed checkpoint takes a second to import: only runs that save wait for it.
@@ -246,7 +322,7 @@ class Run:
         if options.snapshot:
             from evenly.train.snapshots import Snapshots
 
-            self._snapshots = Snapshots(self, self.store, options.snapshot)
+            self.snapshots = Snapshots(self, self.store, options.snapshot)
 
     # --------------------------------------------------------------------------------------------- the end
     @_at_work
@@ -257,8 +333,8 @@ class Run:
             if self.store is not None and not failed:
                 with self.world.during("saving"):
                     self.store.close()
-                if self._snapshots is not None:
-                    self._snapshots.close()
+                if self.snapshots is not None:
+                    self.snapshots.close()
         finally:
             self.recorder.close(self.steps_done, failed=failed)
             self.composed.close()
@@ -282,10 +358,13 @@ class Run:
         workers = worker_count(cores=available_cores(), local_ranks=world.local_size, device=world.device)
         return Loader(self.job, evaluation=evaluation, workers=workers, pin=world.device.startswith("cuda"))
 
-    def _share(self, step: int) -> Share:
-        speeds = tuple(float(speed) for speed in self.plan.data.speeds)
-        group = self._data
-        return self._fitted(share_of_step(self.job, step, rank=group.position, ranks=group.size, speeds=speeds))
+    def share(self, step: int, made: int | None = None) -> Share:
+        """Of the batch of `step`, or of so many samples that were made for it."""
+        place: Any = {"rank": self._data.position, "ranks": self._data.size}
+        place["speeds"] = tuple(float(speed) for speed in self.plan.data.speeds)
+        if made is not None:
+            return self._fitted(share_of_samples(self.job, made, step, **place))
+        return self._fitted(share_of_step(self.job, step, **place))
 
     def _fitted(self, share: Share) -> Share:
         return share.filled() if self.composed.in_step else share

@@ -32,7 +32,7 @@ class Snapshots:
     def take_if_due(self) -> None:
         """Begins one, unless the state of this step is saved already or will be at the end."""
         run = self._run
-        ends = run.steps_done == run.steps or run.stopped
+        ends = not run.goes_on
         if not ends and run.saved_at != run.steps_done and run.steps_done % self._every == 0:
             with run.inside(), run.world.during("saving"):
                 self._store.save(snapshot(run), memory=self._folder)

@@ -1,5 +1,8 @@
 """One training step of a run: forward and backward, the update, and what is recorded of it.
 
+A step has one pass over a batch, or several in a loop of the job's own. The microbatches of all its passes are numbered
+through; its loss is the sum of their totals over the sum of their weights, and its gradient that of this loss.
+
 Order: buffers are kept before the forward where a batch may be left out; the loss and the gradient are looked at before
 anything is changed; buffers follow before parameters; the schedule advances last.
 """
@@ -12,101 +15,199 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
 
 from evenly.comm.collectives import gather_values
 from evenly.data.generators import seed_past_torch
 from evenly.data.stream import stream_key
-from evenly.engine.executor import Batch
-from evenly.engine.step_totals import StepTotals
-from evenly.errors import note_step
+from evenly.engine.executor import Batch, LossFunction
+from evenly.engine.step_totals import StepTotals, joined_totals
+from evenly.errors import RunError, note_step
 from evenly.hardware.health import processor_in_words
 from evenly.launch.allocator import free_memory_bytes
 from evenly.parallel.core.memory import HOST, Category, MemoryCounter, local, state_tensors
 from evenly.train.look import check_again
 from evenly.train.nonfinite import BuffersBefore, is_bad, traced_error
-from evenly.train.reports import StepReport
+from evenly.train.reports import PassReport, StepReport
 
 if TYPE_CHECKING:
     from evenly.train.run import Run
 
 
-def train_step(run: Run, batch: Batch) -> StepReport:
-    """Trains one step of `run` on `batch`."""
-    step = run.steps_done + 1
+class OpenStep:
+    """A step of `run` from before its first forward to its update.
+
+    passes:  the batches that it was given, each with its totals. number: of the step, from 1.
+    buffers: as it began, where one device may have to put them back.
+    spans:   of the actions of a pipeline, where they are recorded.
+    """
+
+    def __init__(self, run: Run) -> None:
+        run.updater.begin_step(run.steps_done + 1)
+        if run.looked_at and run.steps_done and (run.steps_done + 1) & run.steps_done == 0:
+            check_again(run.executor, run.looked_at, run.averages, run.world)
+        self.number = run.steps_done + 1
+        self.passes: list[tuple[Batch, StepTotals]] = []
+        # Ranks that share a step know what changes buffers; one device lets a forward change them as it likes.
+        kept = run.plan.devices == 1 and (run.may_leave_out > 0 or run.out is not None)
+        self.buffers = BuffersBefore(run.model) if kept else None
+        self.spans: list[Any] | None = [] if run.steps_done in run.recorder.spanned else None
+        self._earlier: dict[str, torch.Tensor] = {}
+
+    def run_pass(self, run: Run, batch: Batch, loss: LossFunction | None) -> StepTotals:
+        """Forward and backward of `batch`; `loss` in place of the job's."""
+        if self.passes:
+            self._keep_gradients(run)
+        batch.used, batch.loss = True, loss
+        batch.first = sum(len(before.share.microbatches) for before, _ in self.passes)
+        stop = partial(run.interrupt.asked_at, saving=self.number % (run.job.save_every or 1) == 0)
+        totals = run.executor.step(
+            batch, scale=run.loss_scale.factor, stop=stop, spans=self.spans, ended=run.asked_to_end
+        )
+        totals.check(self.number)
+        self.passes.append((batch, totals))
+        return totals
+
+    def update(self, run: Run) -> UpdatedStep:
+        """The update by the gradients of all passes."""
+        totals = joined_totals([one for _, one in self.passes])
+        grad_norm = math.nan
+        if not totals.not_finite:
+            if self._earlier:
+                run.composed.gradients.add(self._earlier)
+            grad_norm = run.updater.mean_gradient(totals, run.executor.counter)
+        return UpdatedStep(totals, grad_norm, self._apply(run, totals, grad_norm))
+
+    def _apply(self, run: Run, totals: StepTotals, grad_norm: float) -> Literal["overflow", "not finite"] | None:
+        """Updates parameters and buffers; returns why not, if not."""
+        if is_bad(totals, grad_norm) and (totals.not_finite or not run.updater.overflows(grad_norm)):
+            run.composed.drop_statistics()
+            if self.buffers is not None:
+                self.buffers.put_back()
+            if run.left_out == run.may_leave_out:
+                raise traced_error(run.executor, self.passes, grad_norm, run.loss_scale.factor, run.world)
+            run.left_out += 1
+            return "not finite"
+        run.state_is_whole = False
+        run.composed.sync_statistics(totals.calls)  # raises where a buffer did not follow its rule
+        return None if run.updater.apply(grad_norm, self.number, run.executor.counter) else "overflow"
+
+    @torch.no_grad()
+    def _keep_gradients(self, run: Run) -> None:
+        """Adds the gradients of the last pass, which the next one drops, to those of the passes before it."""
+        for name, gradient in run.composed.gradients.named_gradients():
+            if gradient is not None and name in self._earlier:
+                self._earlier[name].add_(gradient)
+            elif gradient is not None:
+                self._earlier[name] = gradient.detach().clone()
+
+
+class UpdatedStep(NamedTuple):
+    """What a step has come to; skipped: why there was no update, if there was none."""
+
+    totals: StepTotals
+    grad_norm: float
+    skipped: Literal["overflow", "not finite"] | None
+
+
+def check_batch(run: Run, batch: Batch) -> None:
+    """Raises `RunError` for a batch that cannot be trained on in the step that comes next."""
+    if batch.share.step == run.steps_done and not batch.used:
+        return
+    found = f"a batch of step {batch.share.step + 1}" + " that was trained on before" * batch.used
+    do = "use each batch once, and make it after the step before it (run.batches(), or run.batch(samples))"
+    raise RunError(f"training after {run.steps_done} steps", found, do)
+
+
+def check_no_open_step(run: Run, asked: str) -> None:
+    """Raises `RunError` between a forward and its update, where the state is that of no step."""
+    if run.open_step is not None:
+        raise RunError(
+            asked, f"step {run.open_step.number} has gradients that no update has used", "call run.update() before"
+        )
+
+
+@contextmanager
+def step_under_way(run: Run) -> Generator[None]:
+    """Within, the next step of `run` is begun; where that fails, its passes no longer count."""
     if run.weight_average is not None:
         run.weight_average.require_weights("a training step")
-    run.updater.begin_step(step)
-    if run.looked_at and step > 1 and step & (step - 1) == 0:
-        check_again(run.executor, run.looked_at, run.averages, run.world)
-    counted = run.steps_done == run.recorder.counted and run.executor.counter is None
-    # Ranks that share a step know what changes buffers; one device lets a forward change them as it likes.
-    buffers = BuffersBefore(run.model) if run.may_leave_out and run.plan.devices == 1 else None
-    spans: list[Any] | None = [] if run.steps_done in run.recorder.spanned else None
-    stop = partial(run.interrupt.asked_at, saving=step % (run.job.save_every or 1) == 0)
+    run.open_step = run.open_step or OpenStep(run)
     try:
-        with counting_memory(run) if counted else nullcontext() as counter:
-            totals = run.executor.step(batch, scale=run.loss_scale.factor, stop=stop, spans=spans)
-            totals.check(step)
-            grad_norm = math.nan
-            if not totals.not_finite:
-                grad_norm = run.updater.mean_gradient(totals, run.executor.counter)
-            skipped = _update(run, batch, totals, grad_norm, buffers)
-    except Exception as problem:
-        note_step(problem, step)  # for the launcher
+        yield
+    except BaseException:
+        run.open_step = None
         raise
+
+
+def run_pass(run: Run, batch: Batch, loss: LossFunction | None) -> PassReport:
+    """One pass of a step of `run`, whose update comes later."""
+    step = run.open_step
+    assert step is not None
+    with noting_step(step.number):
+        totals = step.run_pass(run, batch, loss)
+    # What was read has left them elsewhere on each rank: an own loop draws the same on all.
+    seed_past_torch(stream_key(run.job.seed, "after pass", run.steps_done, len(step.passes)))
+    return PassReport(totals.loss, totals.weight, batch.share.samples)
+
+
+def train_step(run: Run, batch: Batch | None, loss: LossFunction | None) -> StepReport:
+    """Trains one step of `run`: a pass on `batch`, if any is given, and the update by all its passes."""
+    step = run.open_step
+    assert step is not None
+    alone = batch is not None and not step.passes
+    counted = alone and run.steps_done == run.recorder.counted and run.executor.counter is None
+    with noting_step(step.number), counting_memory(run) if counted else nullcontext() as counter:
+        if batch is not None:
+            step.run_pass(run, batch, loss)
+        updated = step.update(run)
+    totals = updated.totals
     lr = float(run.updater.learning_rate)
     _end_step(run, totals)
     if run.composed.pipeline is not None:
-        run.recorder.spans(step, run.composed.pipeline.group.position, spans or ())
+        run.recorder.spans(step.number, run.composed.pipeline.group.position, step.spans or ())
     memory = None if counter is None else [*_memory_of_all(run, counter)]
     now = time.perf_counter()
     step_s, run.clock = now - run.clock, now
     report = StepReport(
-        step=step,
+        step=step.number,
         loss=totals.loss,
         weight=totals.weight,
-        grad_norm=grad_norm,
+        grad_norm=updated.grad_norm,
         lr=lr,
-        samples=batch.share.samples,
+        samples=sum(one.share.samples for one, _ in step.passes),
         step_s=step_s,
         memory_bytes=totals.memory_bytes,
         memory=memory,
-        skipped=skipped,
+        skipped=updated.skipped,
         left_out=run.left_out,
     )
     run.recorder.step(report)
-    run.slow_ranks = _find_slow(run, totals, step)
+    run.slow_ranks = _find_slow(run, totals, step.number)
     return report
 
 
-def _update(
-    run: Run, batch: Batch, totals: StepTotals, grad_norm: float, buffers: BuffersBefore | None
-) -> Literal["overflow", "not finite"] | None:
-    """Updates parameters and buffers; returns why not, if not."""
-    if is_bad(totals, grad_norm) and (totals.not_finite or not run.updater.overflows(grad_norm)):
-        run.composed.drop_statistics()
-        if buffers is not None:
-            buffers.put_back()
-        if run.left_out == run.may_leave_out:
-            read_again = Batch(batch.share, run.loader().read(iter([batch.share])))
-            raise traced_error(run.executor, read_again, totals, grad_norm, run.loss_scale.factor, run.world)
-        run.left_out += 1
-        return "not finite"
-    run.state_is_whole = False
-    run.composed.sync_statistics(totals.calls)  # raises where a buffer did not follow its rule
-    applied = run.updater.apply(grad_norm, batch.share.step + 1, run.executor.counter)
-    return None if applied else "overflow"
+@contextmanager
+def noting_step(step: int) -> Generator[None]:
+    """Within, an exception notes the number of its step, for the launcher."""
+    try:
+        yield
+    except Exception as problem:
+        note_step(problem, step)
+        raise
 
 
 def _end_step(run: Run, totals: StepTotals) -> None:
+    run.open_step, run.wholes_made = None, 0
     run.steps_done += 1
     if run.weight_average is not None:  # of a step that was skipped too, as GradScaler's users do it
         run.weight_average.update(run.steps_done)
     run.updater.end_step(run.steps_done)
     # What was read has left them elsewhere on each rank: an own loop draws the same on all.
     seed_past_torch(stream_key(run.job.seed, "after step", run.steps_done))
-    run.stopped = totals.stop
+    run.stopped, run.ended_early = totals.stop, totals.ended
     run.interrupt.note_stop(early=run.stopped and run.steps_done < run.steps)
     if run.freed_memory is not None:
         run.freed_memory.after_step(max(totals.memory_bytes), free_memory_bytes)

@@ -118,7 +118,7 @@ def compare_steps(job: Job, part: PlanSteps, steps: int, folder: Path, kind: Dis
     """
     expected, single = Trajectory(folder / "reference"), Trajectory(folder / "single")
     scalars, rounding = expected.scalars(), read_rounding(folder / f"rounding-{kind}.json")
-    job = replace(job, steps=max(job.steps, steps))
+    job = replace(job, steps=max(job.steps, steps), on_step=(), on_evaluation=(), on_save=())
     with start(job, plan=part.plan, out=part.out, resume=part.first > 0) as run:
         run.interrupt.close()  # a stop need not wait for the end of a step
         comparison = RankComparison(job.precision, run.world.rank, rounding, sharded=run.composed.sharded)

@@ -116,6 +116,10 @@ class Gradients(ABC):
         """Accumulates gradients that a backward wrote to `grad` without calling autograd's hooks."""
 
     @abstractmethod
+    def add(self, earlier: Mapping[str, torch.Tensor]) -> None:
+        """Adds what `named_gradients` had of earlier passes of the same step, by name; after `finish_reduce`."""
+
+    @abstractmethod
     def norm(self) -> torch.Tensor:
         """Norm of all reduced gradients, before `divide`: a scalar, the same on all ranks.
 
@@ -266,6 +270,15 @@ class GradientSum(Gradients):
             for slot in bucket.slots:
                 if slot.parameter.grad is not None:
                     self._hook(bucket, slot)(slot.parameter)
+
+    def add(self, earlier: Mapping[str, torch.Tensor]) -> None:
+        for slot in self._slots:
+            if (gradient := earlier.get(slot.name)) is None:
+                continue
+            if slot.parameter.grad is None:
+                slot.parameter.grad = slot.gradient.copy_(gradient)
+            else:
+                slot.gradient.add_(gradient)
 
     def norm(self) -> torch.Tensor:
         if self._ownership is not None:

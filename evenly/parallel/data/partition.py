@@ -22,7 +22,7 @@ The ranks exchange what they have, and each adds up its pieces itself.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -307,6 +307,19 @@ class PartitionedGradients(Gradients):
         for number, scalar in enumerate(self._scalars):
             if scalar.parameter.grad is not None:
                 self._scalar_hook(number, scalar)(scalar.parameter)
+
+    @torch.no_grad()
+    def add(self, earlier: Mapping[str, torch.Tensor]) -> None:
+        for bucket in self.buckets:
+            for part in bucket.parts:
+                if (gradient := earlier.get(part.name)) is not None:
+                    piece = part.layout.piece(bucket.gradients, self._position)
+                    piece.copy_(piece + gradient if part.used else gradient)
+                    part.used = True
+        for scalar in self._scalars:
+            if (gradient := earlier.get(scalar.name)) is not None:
+                now = scalar.parameter.grad
+                scalar.parameter.grad = gradient if now is None else now + gradient
 
     def norm(self) -> torch.Tensor:
         if self._ownership is not None:

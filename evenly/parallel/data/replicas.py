@@ -17,7 +17,7 @@ each by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,6 +127,9 @@ class ReplicaGradients(Gradients):
 
     def collect(self) -> None:
         self._sum.collect()
+
+    def add(self, earlier: Mapping[str, torch.Tensor]) -> None:
+        self._sum.add(earlier)
 
     def norm(self) -> torch.Tensor:
         return self._sum.norm()

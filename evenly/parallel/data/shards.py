@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from evenly.comm.collectives import adds_here
+from evenly.comm.collectives import adds_here, all_reduce
 from evenly.comm.exact_reduce import exact_norm
 from evenly.comm.groups import Group
 from evenly.comm.transport import Pending
@@ -140,12 +140,7 @@ class ShardedGradients(Gradients):
         self._squares = 0.0  # of all gradients of the step; unless `ownership` computes the norm
         cut = sum(p.numel() for _, p in self._named if local(p).numel() < p.numel())
         self.share = cut / max(1, sum(p.numel() for _, p in self._named))
-        position, ranks = self._shards.position, self._shards.size
-        self.cuts = [
-            OwnedRows(name, p, p, RowLayout.of(p.shape, ranks).own(position))
-            for name, p in self._named
-            if isinstance(p, DTensor)
-        ]
+        self.cuts = _own_rows(self._named, self._shards)
 
     def _cut(
         self, model: nn.Module, units: Sequence[tuple[Block, bool]], *, shard: int, accumulate_float64: bool
@@ -263,8 +258,7 @@ class ShardedGradients(Gradients):
         flags = (float(name in mine) for name, _ in self._named)
         order = (float(self.unit_order), float(self.unit_order**2))
         self._sums = self._reduced()
-        counted = self._scalars.counted(self._sums) if self._counts_squares else ()
-        squares = sum_of_squares(counted) if self._ownership is None else None
+        squares = self._own_squares() if self._ownership is None else None
         self._pending = begin_numbers((*order, *flags), numbers, self._group, squares)
 
     def finish_reduce(self) -> list[float]:
@@ -299,6 +293,15 @@ class ShardedGradients(Gradients):
             for name, parameter in local_parameters(self._model.named_modules()):
                 if name in self._numbers and parameter.grad is not None and not isinstance(parameter, DTensor):
                     self._used[self._numbers[name]] = True
+
+    def add(self, earlier: Mapping[str, torch.Tensor]) -> None:
+        _add_by_name(self._sums, self._named, earlier)
+        if self._ownership is None:
+            squares = self._own_squares().to(self._group.device)
+            self._squares = float(all_reduce(squares, self._group, label="norm of the gradient"))
+
+    def _own_squares(self) -> torch.Tensor:
+        return sum_of_squares(self._scalars.counted(self._sums) if self._counts_squares else ())
 
     def norm(self) -> torch.Tensor:
         if self._ownership is not None:
@@ -457,6 +460,28 @@ def _check_dtypes(model: nn.Module, units: Sequence[Block]) -> None:
                 f"its parameters have several dtypes: {', '.join(sorted(dtypes))}",
                 "give them one dtype, and state the precision of computing in the plan (precision=bfloat16)",
             )
+
+
+def _own_rows(named: Iterable[tuple[str, nn.Parameter]], shards: Group) -> list[OwnedRows]:
+    """What the rank at its position in `shards` has of each parameter that is cut."""
+    return [
+        OwnedRows(name, p, p, RowLayout.of(p.shape, shards.size).own(shards.position))
+        for name, p in named
+        if isinstance(p, DTensor)
+    ]
+
+
+def _add_by_name(
+    sums: dict[str, torch.Tensor], named: Iterable[tuple[str, nn.Parameter]], earlier: Mapping[str, torch.Tensor]
+) -> None:
+    """Adds gradients of earlier passes to those of the last, in place; some parameters have none in the last."""
+    for name, parameter in named:
+        if name in sums and name in earlier:
+            sums[name].add_(earlier[name])
+        elif name in earlier:
+            sums[name] = earlier[name]
+            if not isinstance(parameter, DTensor):
+                parameter.grad = earlier[name]
 
 
 def _remove(handles: Iterable[Any]) -> None:
