@@ -102,13 +102,9 @@ def reference_steps(
         scaler.update()
         if averaged is not None and _is_averaged(job, step + 1):
             averaged.update_parameters(model)
-        eval_loss = (
-            reference_evaluation(job, _evaluated(model, averaged), device) if evaluates(job, step + 1, steps) else None
-        )
-        if schedule is not None:
-            with seeded(stream_key(job.seed, "schedule", step + 1)), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a step that float16 skips counts for the schedule
-                _advance(schedule, job, step + 1, eval_loss)
+        due = evaluates(job, step + 1, steps)
+        eval_loss = reference_evaluation(job, _evaluated(model, averaged), device) if due else None
+        _advance(schedule, job, step + 1, eval_loss)
         yield ReferenceStep(
             step + 1,
             math.fsum(totals) / weight,
@@ -136,11 +132,15 @@ def _is_frozen(job: Job, name: str, step: float) -> bool:
 
 
 def _advance(schedule: Any, job: Job, step: int, eval_loss: float | None) -> None:
-    if not isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        schedule.step()
-    elif job.eval_every is not None and step % job.eval_every == 0:
-        assert eval_loss is not None
-        schedule.step(eval_loss)
+    """Steps the schedule, if there is one and what it counts or follows is due."""
+    with seeded(stream_key(job.seed, "schedule", step)), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a step that float16 skips counts for the schedule
+        if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            if job.eval_every is not None and step % job.eval_every == 0:
+                assert eval_loss is not None
+                schedule.step(eval_loss)
+        elif schedule is not None:
+            schedule.step()
 
 
 def _averaged_model(job: Job, model: torch.nn.Module) -> AveragedModel | None:
