@@ -283,7 +283,7 @@ def test_memory_is_told_once_and_not_over_the_group_of_checkpoints(
         groups.append(group.name)
         return [value]
 
-    monkeypatch.setattr("evenly.train.run.gather_values", noted)
+    monkeypatch.setattr("evenly.train.step.gather_values", noted)
     with start(classifier_job(steps=4, eval_data=None), plan="single", out=tmp_path) as run:
         groups.clear()  # of what is asked at the start
         told = [run.step(batch).memory is not None for batch in run.batches()]
