@@ -49,7 +49,7 @@ from evenly.train.recorder import RunRecorder, record_decisions
 from evenly.train.reports import Evaluation, PassReport, StepReport
 from evenly.train.resolve_run import ResolvedRun, connect_and_resolve
 from evenly.train.same_samples import check_same_samples
-from evenly.train.step import OpenStep, check_batch, check_no_open_step, run_pass, step_under_way, train_step
+from evenly.train.step import OpenStep, check_no_open_step, prepare_for, run_pass, step_under_way, train_step
 from evenly.train.whole_model import whole_model
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class Run:
 
         Raises `RunError` if the loss or the gradient is not finite, and no more such batches may be left out.
         """
-        check_batch(self, batch)
+        prepare_for(self, batch)
         report = self._in_step(lambda: train_step(self, batch, loss))
         self.hooks.call(self, "on_step", report)
         return report
@@ -189,7 +189,7 @@ class Run:
         Called several times before one `update`, the step's loss is the sum of all totals over the sum of all weights:
         its microbatches are those of all batches, in this order. loss: of the same form, in place of the job's.
         """
-        check_batch(self, batch)
+        prepare_for(self, batch)
         return self._in_step(lambda: run_pass(self, batch, loss))
 
     def update(self) -> StepReport:
@@ -203,9 +203,6 @@ class Run:
     @_at_work
     def _in_step(self, act: Callable[[], Result]) -> Result:
         """`act`, which begins the next step, goes on with it, or ends it."""
-        # No one has asked for the evaluation that a schedule waits for, or the state was saved before it.
-        if self.open_step is None and self.updater.advance.waits(self.steps_done):
-            self.evaluate()
         # A block that has been compiled may be compiled again, for other shapes.
         state = "first step" if self._first_step == self.steps_done or self.plan.compile != "off" else "step"
         with self.world.during(state), step_under_way(self), keeping_state(self):

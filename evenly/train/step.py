@@ -112,13 +112,14 @@ class UpdatedStep(NamedTuple):
     skipped: Literal["overflow", "not finite"] | None
 
 
-def check_batch(run: Run, batch: Batch) -> None:
-    """Raises `RunError` for a batch that cannot be trained on in the step that comes next."""
-    if batch.share.step == run.steps_done and not batch.used:
-        return
-    found = f"a batch of step {batch.share.step + 1}" + " that was trained on before" * batch.used
-    do = "use each batch once, and make it after the step before it (run.batches(), or run.batch(samples))"
-    raise RunError(f"training after {run.steps_done} steps", found, do)
+def prepare_for(run: Run, batch: Batch) -> None:
+    """Evaluates where the next step depends on it. Raises `RunError` for a batch that it cannot be trained on."""
+    if batch.share.step != run.steps_done or batch.used:
+        found = f"a batch of step {batch.share.step + 1}" + " that was trained on before" * batch.used
+        do = "use each batch once, and make it after the step before it (run.batches(), or run.batch(samples))"
+        raise RunError(f"training after {run.steps_done} steps", found, do)
+    if run.open_step is None and run.updater.advance.waits(run.steps_done):
+        run.evaluate()  # no one has asked for it, or it was saved before
 
 
 def check_no_open_step(run: Run, asked: str) -> None:
