@@ -74,6 +74,7 @@ def train_step(run: Run, batch: Batch) -> StepReport:
         memory=memory,
         skipped=skipped,
         left_out=run.left_out,
+        metrics=totals.values,
     )
     run.recorder.step(report)
     run.slow_ranks = _find_slow(run, totals, step)
