@@ -6,6 +6,7 @@ and its seed alone.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,10 +30,19 @@ class Loss:
     total:  scalar tensor, the sum of the losses of everything that counts in the microbatch.
     weight: number or scalar tensor, how much counts (samples, tokens). The loss of a step is
             sum(total) / sum(weight) over all microbatches of all ranks.
+    metrics: further figures by name, each a pair of numbers or scalar tensors: a sum, and the count that it is divided
+            by. That of a step or an evaluation is sum(sums) / sum(counts), as of the loss. All microbatches have the
+            same names. No gradient flows.
+    outputs: in an evaluation, what `Job.evaluate` needs of every sample: a nest of tuples, mappings and dataclasses
+            with tensors whose first dim is the samples of the microbatch, and lists of one item per sample.
     """
 
     total: torch.Tensor
     weight: torch.Tensor | float
+    metrics: Mapping[str, tuple[torch.Tensor | float, torch.Tensor | float]] = dataclasses.field(
+        default_factory=dict[str, "tuple[torch.Tensor | float, torch.Tensor | float]"]
+    )
+    outputs: Any = None
 
 
 @dataclass(frozen=True)
@@ -84,7 +94,11 @@ class Job:
                      evaluations that `eval_every` asks for.
     clip_norm:       largest global gradient norm.
     average:         which average of the weights is kept besides them, `EMA` or `SWA`; evaluations are of the average.
-    eval_data:       map-style dataset, evaluated whole every `eval_every` steps and after the last.
+    eval_data:       map-style dataset, evaluated whole every `eval_every` steps and after the last; or several by name
+                     ({"valid": a, "test": b}), of which the first decides which checkpoint is best.
+    evaluate:        figures that need all predictions: `Loss.outputs` of a whole evaluation, in the order of its
+                     samples -> numbers by name; called on the main rank, on the CPU. Or a torchmetrics Metric or
+                     MetricCollection, whose `update` takes the outputs.
     on_step, on_evaluation, on_save: hooks, one or several each, called on all ranks after each step with the run and
                      its `StepReport`, after each evaluation with the run and its `Evaluation`, and after each save with
                      the run and the step. Those with `state_dict` and `load_state_dict` are saved and resumed.
@@ -113,7 +127,8 @@ class Job:
     schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
     clip_norm: float | None = None
     average: EMA | SWA | None = None
-    eval_data: Dataset[Any] | None = None
+    eval_data: Dataset[Any] | Mapping[str, Dataset[Any]] | None = None
+    evaluate: Callable[[Any], Mapping[str, float]] | None = None
     eval_every: int | None = None
     save_every: int | None = None
     on_step: Hook | Sequence[Hook] = ()
@@ -138,6 +153,15 @@ class Job:
         """Samples of one forward where samples are counted; the rule of `microbatch` above."""
         return self.microbatch or -(-self.global_batch // 8)
 
+    @property
+    def eval_sets(self) -> dict[str, Dataset[Any]]:
+        """The datasets of an evaluation by name; one that has none has the name ''."""
+        return _eval_sets(self.eval_data)
+
+    def with_eval_data(self, data: Dataset[Any]) -> Job:
+        """The job with one evaluation set: one of `eval_sets`."""
+        return dataclasses.replace(self, eval_data=data)
+
     def build_optimizer(self, named: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
         """The optimizer over the parameters of a model, given with their names or alone, as it asks for."""
         return self.optimizer(iter([*named]) if takes_names(self.optimizer) else iter([p for _, p in named]))
@@ -160,6 +184,13 @@ def hooks_of(job: Job, event: str) -> list[Hook]:
     return [*given] if isinstance(given, Sequence) else [given]  # pyright: ignore[reportUnknownVariableType]
 
 
+def _eval_sets(data: Any) -> dict[str, Any]:
+    """A mapping of names is one of datasets; any other object is a dataset itself."""
+    if data is None:
+        return {}
+    return dict(data) if isinstance(data, Mapping) and all(isinstance(name, str) for name in data) else {"": data}
+
+
 def _length(data: object) -> int:
     return len(data)  # pyright: ignore[reportArgumentType]
 
@@ -171,7 +202,7 @@ def _problems(job: Job) -> Iterable[str]:
     if hasattr(job.model, "state_dict") and not isinstance(job.model, type):
         kind = type(job.model).__name__
         yield f"model is a {kind}, not what builds one (model=lambda: {kind}(...))"
-    for field in ("collate", "cost", "schedule"):
+    for field in ("collate", "cost", "schedule", "evaluate"):
         if getattr(job, field) is not None and not callable(getattr(job, field)):
             yield f"{field} is a {type(getattr(job, field)).__name__}, not a callable"
     yield from _frozen_problems(job.frozen)
@@ -190,7 +221,7 @@ def _problems(job: Job) -> Iterable[str]:
         yield f"precision is {job.precision!r}, must be one of {', '.join(PRECISIONS)}"
     if not isinstance(job.seed, int) or isinstance(job.seed, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         yield f"seed is {job.seed!r}, must be an integer"
-    for field in ("eval_every",):
+    for field in ("eval_every", "evaluate"):
         if getattr(job, field) is not None and job.eval_data is None:
             yield f"{field} is set but eval_data is not"
     yield from _average_problems(job)
@@ -236,13 +267,13 @@ def _frozen_problems(frozen: Any) -> Iterator[str]:
 
 
 def _data_problems(job: Job) -> Iterable[str]:
-    for field in ("data", "eval_data"):
-        data = getattr(job, field)
-        if data is None and field == "eval_data":
-            continue
+    sets = {f"eval_data {name!r}" if name else "eval_data": data for name, data in job.eval_sets.items()}
+    for field, data in {"data": job.data, **sets}.items():
         if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
             yield f"{field} is a {type(data).__name__}, not a map-style dataset (it needs __len__ and __getitem__)"
         elif _length(data) == 0:
             yield f"{field} is empty"
+    if job.eval_data is not None and not sets:
+        yield "eval_data has no dataset in it"
     if hasattr(job.data, "__len__") and isinstance(job.global_batch, int) and 0 < job.length < job.global_batch:  # pyright: ignore[reportUnnecessaryIsInstance]
         yield f"global_batch is {job.global_batch} but data has only {job.length} samples"

@@ -24,6 +24,7 @@ from evenly.launch.restarts import Failure, error_raised, pause_before_restart
 from evenly.launch.rounds import NodeRange
 from evenly.observe.loggers.choose import make_loggers
 from evenly.observe.run_folder import RunFolder
+from evenly.observe.sinks import finite
 from evenly.plan import PlanSpec, asked_plan
 
 if TYPE_CHECKING:
@@ -321,13 +322,14 @@ def _run_as_rank(request: RunRequest) -> int:
 
 def print_summary(summary: Summary, request: RunRequest) -> None:
     if request.json_only:
-        print(json.dumps(asdict(summary)))
+        print(json.dumps(finite(asdict(summary))))
         return
     if request.quiet:
         return
     from evenly.cli.tables import print_wrapped
 
     evaluation = "" if summary.eval_loss is None else f", evaluation loss {summary.eval_loss:.4f}"
+    evaluation += "".join(f", {name} {value:.4f}" for name, value in summary.eval_metrics.items())
     evaluation += " (averaged weights)" if summary.eval_averaged else ""
     if summary.loss is None and summary.ended_early:
         print(f"nothing left to do: the job has ended the run after step {summary.steps}{evaluation}", flush=True)

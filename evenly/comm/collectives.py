@@ -19,6 +19,7 @@ names each rank's. `operations` has those that a run does not need.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from functools import update_wrapper
 from typing import Any, Generic
@@ -53,6 +54,8 @@ from evenly.comm.transport import (
 )
 from evenly.errors import EvenlyError, UserError
 from evenly.torch_private import begin_all_gather, reduce_scatter_single
+
+AT_ONCE = 1 << 26  # bytes of what is gathered on the first rank
 
 
 class Operation(Generic[P, T]):
@@ -262,6 +265,29 @@ def gather_values(value: Any, group: Group) -> list[Any]:
     if group.recorder is not None:
         group.recorder.leave(serial)
     return values
+
+
+def gather_to_first(value: Any, group: Group) -> list[Any]:
+    """`value` (picklable, of any size) of every rank, by position, on the first rank; nothing on the others.
+
+    It travels from one rank after the other, so that a GPU holds no more than `AT_ONCE` bytes of it.
+    """
+    packed = pickle.dumps(value) if group.position else b""
+    sizes = gather_values(len(packed), group)
+    if group.position:
+        for start in range(0, len(packed), AT_ONCE):
+            piece = torch.frombuffer(bytearray(packed[start : start + AT_ONCE]), dtype=torch.uint8)
+            send(piece.to(group.device), 0, group)
+        return []
+    return [value, *(_received(size, source, group) for source, size in enumerate(sizes) if source)]
+
+
+def _received(size: int, source: int, group: Group) -> Any:
+    packed = bytearray()
+    for start in range(0, size, AT_ONCE):
+        landing = torch.empty(min(AT_ONCE, size - start), dtype=torch.uint8, device=group.device)
+        packed += recv(landing, source, group).cpu().numpy().tobytes()
+    return pickle.loads(packed)
 
 
 def decided_by_first(act: Callable[[], T], group: Group) -> T:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -26,6 +26,8 @@ from evenly.data.loader import Loader, Microbatch, MicrobatchStream, Share
 from evenly.data.microbatch import padded_cost
 from evenly.data.stream import stream_key
 from evenly.engine.compose import Composed
+from evenly.engine.metrics import MetricNames
+from evenly.engine.outputs import on_cpu
 from evenly.engine.precision import autocast, place_batch
 from evenly.engine.step_totals import StepTotals, StepTotalsBuilder, as_loss
 from evenly.engine.trace import NonFiniteWatch, Origin
@@ -44,6 +46,7 @@ class Executor(ABC):
     loss_function: of the pass that runs; the job's, unless the batch has another.
     counter: counts the memory of tensors in the steps in which that is asked for, else None.
     watch: sees all operations while a step is repeated because of numbers that are not finite, else None.
+    outputs: takes this rank's outputs by microbatch while an evaluation gathers them, else None.
     """
 
     def __init__(self, job: Job, plan: Plan, composed: Composed, world: World) -> None:
@@ -52,6 +55,8 @@ class Executor(ABC):
         self.counter: MemoryCounter | None = None
         self.watch: NonFiniteWatch | None = None
         self.loss_function: LossFunction = job.loss
+        self.outputs: dict[int, Any] | None = None
+        self._metrics = MetricNames(world)
         self._tensor_group: Group | None = world.groups.get("tensor")
 
     # ------------------------------------------------------------------------------------------------ a pass
@@ -84,7 +89,11 @@ class Executor(ABC):
             gradients.start_reduce(self.combine(numbers))
             with on(HOST):
                 batch.microbatches.ahead()
-            return builder.read(gradients.finish_reduce())
+            return self._with_metrics(builder, builder.read(gradients.finish_reduce()))
+
+    def _with_metrics(self, builder: StepTotalsBuilder, totals: StepTotals) -> StepTotals:
+        found = self._metrics.sum(builder.metrics, totals.marks, len(totals.totals))
+        return replace(totals, metrics=found) if found else totals
 
     def traced_step(self, batch: Batch, *, scale: float) -> tuple[StepTotals, list[Origin]]:
         """As `step`, and where numbers on this rank that are not finite came from."""
@@ -128,7 +137,8 @@ class Executor(ABC):
         finally:
             self.composed.train(True)
         numbers = torch.as_tensor(builder.numbers(), dtype=torch.float64, device=self.world.device)
-        return builder.read(all_reduce(numbers, self.world.group("world"), label="evaluation").tolist())
+        summed = all_reduce(numbers, self.world.group("world"), label="evaluation").tolist()
+        return self._with_metrics(builder, builder.read(summed))
 
     def look(self, microbatches: Sequence[Microbatch]) -> tuple[list[float], list[int]]:
         """The losses of `microbatches` in turn, where this rank computes them, and a number for the order of blocks.
@@ -188,21 +198,38 @@ class Executor(ABC):
 
     def evaluation_loss(self, replica: Replica, microbatch: Microbatch, builder: StepTotalsBuilder) -> None:
         """Computes the loss of `microbatch` and records it in `builder`."""
+        key = stream_key(self.job.seed, "evaluation", microbatch.number)
         with self.composed.statistics[replica.number].evaluating():
-            loss = self._loss(replica, microbatch, stream_key(self.job.seed, "evaluation", microbatch.number))
+            loss = self._loss(replica, microbatch, key, outputs=self.outputs is not None)
         if microbatch.counts:
             self.record_result(builder, microbatch, loss, [])
+            if self.outputs is not None and self._records:
+                self.outputs[microbatch.number] = loss.outputs
 
     def record_result(
         self, builder: StepTotalsBuilder, microbatch: Microbatch, loss: Loss | None, calls: list[int]
     ) -> None:
         """Records the result of a microbatch; only the first rank of the tensor axis does, the others have the same."""
-        if self._tensor_group is None or self._tensor_group.position == 0:
+        if self._records:
             builder.add(microbatch.number, loss, calls)
 
-    def _loss(self, replica: Replica, microbatch: Microbatch, key: int) -> Loss:
-        """The loss, with random numbers from the stream `key`."""
-        return self.run_code(replica, microbatch, key, finish=lambda loss: as_loss(loss, microbatch.samples))
+    @property
+    def _records(self) -> bool:
+        return self._tensor_group is None or self._tensor_group.position == 0
+
+    def _loss(self, replica: Replica, microbatch: Microbatch, key: int, *, outputs: bool = False) -> Loss:
+        """The job's loss, with random numbers from the stream `key`; with its `outputs` on the CPU, or without."""
+
+        def finish(found: Any) -> Loss:
+            loss = as_loss(found, microbatch.samples)
+            return replace(loss, outputs=on_cpu(loss.outputs, microbatch.samples, self._whole) if outputs else None)
+
+        return self.run_code(replica, microbatch, key, finish=finish)
+
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All of a tensor that may be split over the tensor axis; its ranks call it in the same order."""
+        split = self.composed.tensor
+        return tensor if split is None else cast("torch.Tensor", split.gathered([tensor])[0])
 
     def run_code(
         self, replica: Replica, microbatch: Microbatch, key: int, *, finish: Callable[[Any], Any] = lambda loss: loss

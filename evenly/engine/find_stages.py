@@ -93,6 +93,8 @@ def call_costs_of(job: Job, model: StagedModel, plan: Plan) -> list[CallCost]:
 
 def _compute(job: Job, model: nn.Module, precision: str, *, evaluation: bool) -> Callable[[], Any]:
     """A function that runs the job's loss on the first microbatch."""
+    if evaluation:
+        job = job.with_eval_data(next(iter(job.eval_sets.values())))
     share = share_of_evaluation(job, rank=0, ranks=1) if evaluation else share_of_step(job, 0, rank=0, ranks=1)
     microbatch = next(Loader(job, evaluation=evaluation).read(iter([replace(share, own=[0])])))
     batch = place_batch(microbatch.batch, precision, "cpu")

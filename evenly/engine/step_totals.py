@@ -2,8 +2,9 @@
 
 One vector of float64 numbers, each filled by one rank only and zero on all others, so that the sum is exact and the
 same on every rank: per microbatch its total, its weight and the calls of each normalisation layer; per rank its
-devices' memory and the time of its own computing; the first rank's clock; whether any rank wants to stop, and whether
-the job has asked to end the run. In training it is reduced with the gradients (`Gradients.start_reduce`).
+devices' memory, the time of its own computing and the names of its metrics (`metrics`); the first rank's clock;
+whether any rank wants to stop, and whether the job has asked to end the run. In training it is reduced with the
+gradients (`Gradients.start_reduce`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from evenly.comm.world import World
+from evenly.engine.metrics import MetricCells, MetricSums, as_metrics, joined, joined_metrics, put
 from evenly.errors import RunError
 from evenly.job import Loss
 
@@ -29,6 +31,7 @@ class StepTotals:
     own_s:   of each rank, what its own computing took per unit of work, in seconds; 0 where that is not known.
     clock_s: of the first rank, for what all ranks have to decide alike.
     ended:   whether the job has asked to end the run.
+    marks:   of each rank, which metrics its losses gave. metrics: by name, where there are any.
     """
 
     totals: list[float]
@@ -39,6 +42,8 @@ class StepTotals:
     own_s: list[float] = field(default_factory=list[float])
     clock_s: float = 0.0
     ended: bool = False
+    marks: list[float] = field(default_factory=list[float])
+    metrics: dict[str, MetricSums] = field(default_factory=dict[str, MetricSums])
 
     @cached_property
     def weight(self) -> float:
@@ -56,7 +61,7 @@ class StepTotals:
         return [number for number, total in enumerate(self.totals) if not math.isfinite(total)]
 
     def check(self, step: int) -> None:
-        """Raises `RunError`, on all ranks alike, if the losses of `step` have no weight that can divide them."""
+        """Raises `RunError`, on all ranks alike, if what divides the losses of `step`, or a metric, cannot."""
         for number, (total, weight) in enumerate(zip(self.totals, self.weights, strict=True)):
             if not math.isfinite(weight) or weight < 0:
                 raise RunError(
@@ -70,6 +75,13 @@ class StepTotals:
                 "the weight is 0 in every microbatch of the batch",
                 "leave out samples that do not count, or take a larger global_batch",
             )
+        for name, metric in self.metrics.items():
+            metric.check(name, f"step {step}")
+
+    @property
+    def values(self) -> dict[str, float]:
+        """Of the metrics by name, but those whose count is 0."""
+        return {name: value for name, metric in self.metrics.items() if (value := metric.value) is not None}
 
 
 def joined_totals(passes: Sequence[StepTotals]) -> StepTotals:
@@ -83,6 +95,7 @@ def joined_totals(passes: Sequence[StepTotals]) -> StepTotals:
         calls=[row for one in passes for row in one.calls],
         stop=any(one.stop for one in passes),
         ended=any(one.ended for one in passes),
+        metrics=joined_metrics([one.metrics for one in passes]),
     )
 
 
@@ -95,21 +108,20 @@ class StepTotalsBuilder:
         self._cells = microbatches * self._width
         self._values = [0.0] * self.size
         self._on_device: dict[int, torch.Tensor] = {}  # by index, numbers on a GPU, which are not read one by one
+        self.metrics = MetricCells()
 
     @property
     def size(self) -> int:
         """The length of the vector."""
-        return self._cells + self._world.size * (self._devices + 1) + 3
+        return self._cells + self._world.size * (self._devices + 2) + 3
 
     def add(self, number: int, loss: Loss | None, calls: list[int]) -> None:
         """Adds the results of microbatch `number` on this rank; loss None: on a pipeline stage without loss."""
         row: list[Any] = [] if loss is None else [loss.total.detach(), loss.weight]
-        start = (number - self._first) * self._width + 2 - len(row)
-        for place, value in enumerate([*row, *calls], start):
-            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-                self._on_device[place] = value
-            else:
-                self._values[place] = float(value)
+        if loss is not None:
+            self.metrics.add(number - self._first, loss)
+        for place, value in enumerate([*row, *calls], (number - self._first) * self._width + 2 - len(row)):
+            put(self._values, self._on_device, place, value)
 
     def numbers(
         self, *, memory_bytes: Sequence[int] = (), own_s: float = 0.0, stop: bool = False, ended: bool = False
@@ -120,28 +132,26 @@ class StepTotalsBuilder:
         """
         for place, peak in enumerate(memory_bytes, self._cells + self._world.rank * self._devices):
             self._values[place] = peak
-        self._values[self._cells + self._world.size * self._devices + self._world.rank] = own_s
+        of_ranks = self._cells + self._world.size * self._devices + self._world.rank
+        self._values[of_ranks], self._values[of_ranks + self._world.size] = own_s, self.metrics.mark
         self._values[-3] = perf_counter() if self._world.rank == 0 else 0.0
         self._values[-2:] = float(stop), float(ended)
-        if not self._on_device:
-            return self._values
-        vector = torch.tensor(self._values, dtype=torch.float64).to(self._world.device)
-        places = torch.tensor([*self._on_device], device=self._world.device)
-        vector[places] = torch.stack([value.double().to(vector.device) for value in self._on_device.values()])
-        return vector
+        return joined(self._values, self._on_device, self._world.device) if self._on_device else self._values
 
     def read(self, values: list[float]) -> StepTotals:
         """Reads the sum of all ranks' vectors."""
+        size = self._world.size
         rows = [values[start : start + self._width] for start in range(0, self._cells, self._width)]
         return StepTotals(
             totals=[row[0] for row in rows],
             weights=[row[1] for row in rows],
             calls=[[round(n) for n in row[2:]] for row in rows],
-            memory_bytes=[round(n) for n in values[self._cells : -3 - self._world.size]],
+            memory_bytes=[round(n) for n in values[self._cells : -3 - 2 * size]],
             stop=values[-2] > 0,
-            own_s=list(values[-3 - self._world.size : -3]),
+            own_s=list(values[-3 - 2 * size : -3 - size]),
             clock_s=values[-3],
             ended=values[-1] > 0,
+            marks=list(values[-3 - size : -3]),
         )
 
 
@@ -164,4 +174,6 @@ def as_loss(result: Any, samples: int) -> Loss:
             "detach it, or make what it stands for a part of `total`",
         )
     total = loss.total.reshape(())
-    return Loss(total, loss.weight) if isinstance(result, Loss) else Loss(total * samples, samples)
+    if not isinstance(result, Loss):
+        return Loss(total * samples, samples)
+    return Loss(total, loss.weight, as_metrics(loss.metrics) if loss.metrics else {}, loss.outputs)

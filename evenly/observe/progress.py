@@ -135,12 +135,12 @@ class Pace:
 
 
 def step_parts(report: Any, pace: Pace) -> list[str]:
-    """Loss, time left, rate and memory per rank: from what matters most to what least."""
+    """Loss, metrics, time left, rate and memory per rank: from what matters most to what least."""
     largest, least = max(report.memory_bytes), min(report.memory_bytes)
     memory = _mib(largest) if _mib(least) == _mib(largest) else f"{_mib(least)}-{_mib(largest)}"
     left_s = pace.left_s()
     left = [] if left_s is None else [f"{duration(left_s)} left"]
-    return [f"loss {report.loss:.4f}", *left, pace.rate(), f"{memory} MiB/rank"]
+    return [_figures(report), *left, pace.rate(), f"{memory} MiB/rank"]
 
 
 def why_skipped(report: Any) -> str:
@@ -149,6 +149,19 @@ def why_skipped(report: Any) -> str:
         "overflow": "  (overflow: skipped)",
         "not finite": f"  (not finite: left out, {report.left_out} so far)",
     }.get(report.skipped, "")
+
+
+def describe_evaluation(evaluation: Any) -> list[str]:
+    """Loss and metrics of an evaluation, on one line for each of its sets."""
+    averaged = " (averaged weights)" if evaluation.averaged else ""
+    return [
+        f"evaluation{' of ' * bool(name)}{name}{':' * bool(name)} {_figures(found)}{averaged}"
+        for name, found in evaluation.by_name.items()
+    ]
+
+
+def _figures(report: Any) -> str:
+    return "  ".join(f"{name} {value:.4f}" for name, value in [("loss", report.loss), *report.metrics.items()])
 
 
 def fitted_line(step: int, steps: int, parts: list[str], width: int) -> tuple[str, str, str]:

@@ -61,10 +61,7 @@ class JsonLines:
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Writes `record` as one line; a number that is not finite, which JSON does not know, as null."""
-        strict = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in record.items()
-        }
+        strict = finite(record)
         with writing(self._path):
             if not self._is_there():
                 raise RunError(f"write {self._path}", "the file was removed or replaced while the run wrote it", MOVED)
@@ -79,6 +76,13 @@ class JsonLines:
     def close(self) -> None:
         with suppress(OSError):  # of a line that could not be written, which has been an error
             self._file.close()
+
+
+def finite(value: Any) -> Any:
+    """`value` with null for every number that is not finite, in mappings too."""
+    if isinstance(value, Mapping):
+        return {name: finite(one) for name, one in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class FolderSink:

@@ -28,7 +28,7 @@ class RunSummary:
 
     plan:   what is in plan.json.
     steps:  a record per step, without those that a resumed run did again.
-    evaluations: records with an evaluation loss.
+    evaluations: records with an evaluation loss, of each evaluation set in turn.
     memory: bytes by category of each device, rank by rank, at its peak; empty where they were not
             counted.
     slow:   ranks whose own computing was steadily slower than that of the others, in words.
@@ -50,7 +50,7 @@ def read_run(folder: Path) -> RunSummary:
         lines = RunFolder(folder).metrics.read_text(encoding="utf-8").splitlines()
         records = [_object(line) for line in lines if line.endswith("}")]  # the last may be half written
         steps = {record["step"]: record for record in records if _is_step(record)}
-        evaluations = {record["step"]: record for record in records if _is_number(record.get("eval_loss", ""))}
+        evaluations = {_set_and_step(record): record for record in records if _is_number(record.get("eval_loss", ""))}
     except FileNotFoundError as problem:
         missing = Path(problem.filename).name
         raise UserError(
@@ -65,8 +65,15 @@ def read_run(folder: Path) -> RunSummary:
         for record in records
         if isinstance(record.get("slow_rank"), int) and isinstance(record.get("ratio"), float)
     ]
+    sets = [*dict.fromkeys(name for name, _ in evaluations)]
+    by_set = sorted(evaluations.items(), key=lambda one: sets.index(one[0][0]))
     return RunSummary(
-        plan, [*steps.values()], [*evaluations.values()], counted[-1] if counted else [], slow, _no_room(folder)
+        plan,
+        [*steps.values()],
+        [record for _, record in by_set],
+        counted[-1] if counted else [],
+        slow,
+        _no_room(folder),
     )
 
 
@@ -78,6 +85,10 @@ def _no_room(folder: Path) -> list[str]:
         then = "the beginning" if one.from_step is None else f"step {one.from_step}"
         found.append(f"{one.plan}: {where or 'a rank'}: {one.found}; went on from {then}")
     return found
+
+
+def _set_and_step(record: Row) -> tuple[str, Any]:
+    return str(record.get("eval_set", "")), record["step"]
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -121,15 +132,17 @@ def course_rows(run: RunSummary) -> list[tuple[str, str]]:
     ]
     if steps:
         rows += [
-            ("loss", f"{_number(steps[0]['loss'])} -> {_number(steps[-1]['loss'])}"),
+            ("loss", _first_to_last([row["loss"] for row in steps])),
             ("seconds per step", f"{median(row['step_s'] for row in steps):.4g} (median)"),
             ("samples per second", f"{median(row['samples_per_s'] for row in steps):,.0f} (median)"),
             ("memory per rank", f"{max(max(row['memory_bytes']) for row in steps) / 2**20:,.0f} MiB (largest peak)"),
         ]
-    if run.evaluations:
-        losses = [row["eval_loss"] for row in run.evaluations]
-        what = "evaluation loss" + (" (averaged weights)" if run.evaluations[-1].get("eval_averaged") is True else "")
-        rows.append((what, f"{_number(losses[0])} -> {_number(losses[-1])}"))
+        rows += _metric_rows("", steps, "metrics")
+    for name, records in _by_set(run).items():
+        what = f"evaluation of {name}, " if name else "evaluation "
+        averaged = " (averaged weights)" if records[-1].get("eval_averaged") is True else ""
+        rows.append((f"{what}loss{averaged}", _first_to_last([row["eval_loss"] for row in records])))
+        rows += _metric_rows(what, records, "eval_metrics")
     if run.memory:
         rows.append(("tensors at the peak", memory_in_a_line(run.memory)))
     rows += [("slow rank", text) for text in run.slow]
@@ -140,6 +153,36 @@ def course_rows(run: RunSummary) -> list[tuple[str, str]]:
     if left_out:
         rows.append(("batches left out", f"{left_out} (not finite)"))
     return rows
+
+
+def _by_set(run: RunSummary) -> dict[str, list[Row]]:
+    """The evaluations of each set by its name, '' for that of a job with one."""
+    found: dict[str, list[Row]] = {}
+    for record in run.evaluations:
+        found.setdefault(str(record.get("eval_set", "")), []).append(record)
+    return found
+
+
+def _metric_rows(what: str, records: Sequence[Row], key: str) -> list[tuple[str, str]]:
+    """A row for each metric in the records."""
+    return [(f"{what}{name}", _first_to_last(values)) for name, (_, values) in _metrics(records, key).items()]
+
+
+def _metrics(records: Sequence[Row], key: str) -> dict[str, tuple[list[Any], list[Any]]]:
+    """The metrics of records by name, in each the steps and the values."""
+    found: dict[str, tuple[list[Any], list[Any]]] = {}
+    for record in records:
+        metrics = record.get(key)
+        for name, value in metrics.items() if isinstance(metrics, dict) else ():
+            if _is_number(value):
+                steps, values = found.setdefault(str(name), ([], []))
+                steps.append(record["step"])
+                values.append(value)
+    return found
+
+
+def _first_to_last(values: Sequence[float | None]) -> str:
+    return f"{_number(values[0])} -> {_number(values[-1])}"
 
 
 def memory_rows(memory: Sequence[Mapping[str, int]]) -> list[tuple[str, ...]]:
@@ -196,7 +239,10 @@ def page(run: RunSummary, *sections: Any) -> str:
             {"seconds": ([r["step"] for r in run.steps], [r["step_s"] for r in run.steps])}, x="step", mode="markers"
         )
         seconds.update_yaxes(rangemode="tozero")
-        parts += [heading("Loss"), _losses(run), heading("Seconds per step"), seconds]
+        parts += [heading("Loss"), _losses(run)]
+        for name, lines in _metric_curves(run).items():
+            parts += [heading(name), curves(lines, x="step")]
+        parts += [heading("Seconds per step"), seconds]
     if run.memory:
         bars = [StackedBar(f"device {number}", device) for number, device in enumerate(run.memory)]
         parts += [heading(f"What tensors take at the peak of each device: {balance(run.memory)}")]
@@ -205,9 +251,21 @@ def page(run: RunSummary, *sections: Any) -> str:
 
 
 def _losses(run: RunSummary) -> Any:
-    training = [r["step"] for r in run.steps], [r["loss"] for r in run.steps]
-    evaluation = [r["step"] for r in run.evaluations], [r["eval_loss"] for r in run.evaluations]
-    return curves({"training": training, "evaluation": evaluation}, x="step")
+    lines = {"training": ([r["step"] for r in run.steps], [r["loss"] for r in run.steps])}
+    for name, records in _by_set(run).items():
+        lines[name or "evaluation"] = [r["step"] for r in records], [r["eval_loss"] for r in records]
+    return curves(lines, x="step")
+
+
+def _metric_curves(run: RunSummary) -> dict[str, dict[str, tuple[list[Any], list[Any]]]]:
+    """By the name of a metric, its lines: of training and of each evaluation set."""
+    found: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {}
+    for metric, line in _metrics(run.steps, "metrics").items():
+        found.setdefault(metric, {})["training"] = line
+    for name, records in _by_set(run).items():
+        for metric, line in _metrics(records, "eval_metrics").items():
+            found.setdefault(metric, {})[name or "evaluation"] = line
+    return found
 
 
 def _number(value: float | None) -> str:

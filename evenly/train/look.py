@@ -106,7 +106,8 @@ def facts(job: Job) -> dict[str, Any]:
     """What of `job` must be the same on all ranks, as small values by name."""
     found: dict[str, Any] = {name: getattr(job, name) for name in SETTINGS}
     found["len(data)"] = job.length
-    found["len(eval_data)"] = None if job.eval_data is None else len(job.eval_data)  # pyright: ignore
+    found["len(eval_data)"] = [(name, len(data)) for name, data in job.eval_sets.items()]  # pyright: ignore
+    found["evaluate"] = job.evaluate is not None
     found["schedule"] = job.schedule is not None
     first = microbatches_of_step(job, 0)
     found["cost"] = [] if job.cost is None or first == microbatches_of_step(job, 0) else ["again"]

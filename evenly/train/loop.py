@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evenly.jobfile import load_job, with_defaults
-from evenly.observe.progress import Watcher, make_watcher
+from evenly.observe.progress import Watcher, describe_evaluation, make_watcher
 from evenly.train.interrupt import Interrupt
 from evenly.train.options import RunOptions
 from evenly.train.reports import Evaluation, StepReport
@@ -32,6 +32,7 @@ class Summary:
     eval_averaged: whether `eval_loss` is of the averaged weights.
     stopped:     whether a stop was requested before the last step.
     ended_early: whether the job has ended the run before its last step (`run.stop`).
+    metrics, eval_metrics: of the last step, and of the last evaluation, of its first set.
     """
 
     job: str
@@ -48,6 +49,8 @@ class Summary:
     out: str | None
     eval_averaged: bool = False
     ended_early: bool = False
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+    eval_metrics: dict[str, float] = field(default_factory=dict[str, float])
 
 
 def run_job_file(path: Path, settings: dict[str, Any], options: RunOptions, json_only: bool) -> Summary:
@@ -147,6 +150,8 @@ class _Progress:
             out=run.out and str(run.out),
             eval_averaged=self.evaluation is not None and self.evaluation.averaged,
             ended_early=run.ended_early and run.steps_done < run.steps,
+            metrics=self.last.metrics if self.last else {},
+            eval_metrics=self.evaluation.metrics if self.evaluation else {},
         )
 
     def _begin_watching(self, report: StepReport) -> None:
@@ -159,8 +164,8 @@ class _Progress:
         if self.evaluated_at != self.run.steps_done:
             self.evaluated_at = self.run.steps_done
             self.evaluation = self.run.evaluate()
-            of_average = " (averaged weights)" if self.evaluation.averaged else ""
-            self.watcher.on_text(f"step {self.evaluated_at}: evaluation loss {self.evaluation.loss:.4f}{of_average}")
+            for text in describe_evaluation(self.evaluation):
+                self.watcher.on_text(f"step {self.evaluated_at}: {text}")
 
     def _save(self) -> None:
         if self.run.out is not None:

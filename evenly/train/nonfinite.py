@@ -80,15 +80,26 @@ def loss_seen(totals: StepTotals, share: Share) -> str:
     return f"microbatch {number} (samples {samples}) has the loss {totals.totals[number]}{others}"
 
 
-def check_evaluation(totals: StepTotals, share: Share, step: int) -> None:
-    """Raises `RunError`, on all ranks alike, for an evaluation whose loss is not a finite number."""
+def check_evaluation(totals: StepTotals, share: Share, step: int, name: str = "") -> None:
+    """Raises `RunError`, on all ranks alike, for an evaluation whose loss is not finite, or a metric without a count.
+
+    name: of the evaluation set, where there are several.
+    """
     totals.check(step)
+    where = f"evaluation{' of ' * bool(name)}{name} after step {step}"
     if totals.not_finite:
         raise RunError(
-            f"evaluation after step {step}: the loss must be finite",
+            f"{where}: the loss must be finite",
             loss_seen(totals, share),
             "look at these samples of eval_data, or take a lower learning rate",
         )
+    for metric in totals.metrics:
+        if metric not in totals.values:
+            raise RunError(
+                f"{where}: a metric needs something that counts",
+                f"the count of {metric} is 0 in every microbatch",
+                "leave it out of the metrics, or evaluate samples that it counts",
+            )
 
 
 def is_bad(totals: StepTotals, grad_norm: float) -> bool:

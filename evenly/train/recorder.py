@@ -52,13 +52,19 @@ class RunRecorder:
     def step(self, report: StepReport) -> None:
         if self._is_main and self._sinks:
             record = {**vars(report), "samples_per_s": report.samples_per_s, "tokens_per_s": report.tokens_per_s}
+            record["metrics"] = report.metrics or None
             self._metrics({name: value for name, value in record.items() if value is not None})
 
     def evaluated(self, step: int, found: Evaluation) -> None:
-        """Records an evaluation after `step`."""
-        self._event("evaluated", step=step, **vars(found))
-        of_average = {"eval_averaged": True} if found.averaged else {}
-        self._metrics({"step": step, "eval_loss": found.loss, "eval_weight": found.weight, **of_average})
+        """Records an evaluation after `step`, each of its sets."""
+        for name, one in found.by_name.items():
+            of_set: dict[str, Any] = {"step": step, "eval_set": name} if name else {"step": step}
+            values = {"loss": one.loss, "weight": one.weight, "samples": one.samples}
+            further: dict[str, Any] = {"eval_metrics": one.metrics} if one.metrics else {}
+            if found.averaged:
+                further["eval_averaged"] = True
+            self._event("evaluated", **of_set, **values, **further)
+            self._metrics({**of_set, "eval_loss": one.loss, "eval_weight": one.weight, **further})
 
     def logged(self, step: int, values: Mapping[str, Any]) -> None:
         """Records what the job logs after `step`. Raises `UserError` for what is no number, text or list of them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from evenly.parallel.core.memory import Category
@@ -24,6 +24,7 @@ class StepReport:
     skipped:       why there was no update: "overflow" (of a gradient in float16), or "not finite", where the batch was
                    left out as `skip_nonfinite` allows; None where there was one.
     left_out:      batches that were left out so far, in the whole run.
+    metrics:       those of the loss by name, of the whole batch, but those whose count is 0.
     """
 
     step: int
@@ -37,6 +38,7 @@ class StepReport:
     memory: list[dict[Category, int]] | None = None
     skipped: Literal["overflow", "not finite"] | None = None
     left_out: int = 0
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
 
     @property
     def samples_per_s(self) -> float:
@@ -60,12 +62,21 @@ class PassReport:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The loss over the whole evaluation set, every sample exactly once; the same on every rank.
+    """The loss over a whole evaluation set, every sample exactly once; the same on every rank.
 
-    averaged: whether it is that of the averaged weights (`Job.average`).
+    metrics: of the loss, and the figures of the job's `evaluate`, by name.
+    sets:    where the job has several evaluation sets, all of them by name; the rest is that of the first.
+    averaged: whether it is of the averaged weights (`Job.average`).
     """
 
     loss: float
     weight: float
     samples: int
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+    sets: dict[str, Evaluation] = field(default_factory=dict[str, "Evaluation"])
     averaged: bool = False
+
+    @property
+    def by_name(self) -> dict[str, Evaluation]:
+        """All sets; that of a job with one, which has no name, under ''."""
+        return self.sets or {"": self}

@@ -21,7 +21,7 @@ from evenly.comm.collectives import gather_values
 from evenly.comm.connect import disconnect
 from evenly.comm.groups import Group
 from evenly.comm.world import World
-from evenly.data.loader import Loader, Share, share_of_evaluation, share_of_samples, share_of_step, worker_count
+from evenly.data.loader import Loader, Share, share_of_samples, share_of_step, worker_count
 from evenly.engine.assemble import build_and_compose
 from evenly.engine.compose import Composed
 from evenly.engine.executor import Batch, Executor, LossFunction, MicrobatchExecutor
@@ -36,13 +36,13 @@ from evenly.observe.run_folder import RunFolder
 from evenly.observe.sinks import Sink
 from evenly.observe.slow import SlowRanks
 from evenly.plan import Plan, PlanSpec, asked_plan
-from evenly.train.average import averaged_weights, in_model
+from evenly.train.average import averaged_weights
 from evenly.train.batches import batches_to_come
+from evenly.train.evaluate import evaluate
 from evenly.train.hooks import Hooks
 from evenly.train.interrupt import Interrupt
 from evenly.train.keep_state import keeping_state
 from evenly.train.look import check_job, check_model, check_update, shapes_vary, worthwhile_primitives
-from evenly.train.nonfinite import check_evaluation
 from evenly.train.options import RunOptions, merge_options
 from evenly.train.rank_speeds import measured_speeds
 from evenly.train.recorder import RunRecorder, record_decisions
@@ -228,10 +228,11 @@ class Run:
 
     # ---------------------------------------------------------------------------------------- evaluation
     def evaluate(self, *, average: bool = True) -> Evaluation:
-        """Evaluates the loss over the job's `eval_data`, every sample exactly once; does not affect training.
+        """Evaluates loss, metrics and figures over the job's `eval_data`, every sample exactly once.
 
         Then calls the hooks of `on_evaluation`. average: whether of the averaged weights, where the job has an average
-        and it has begun.
+        and it has begun. Does not affect training. Raises `RunError` where the loss is not finite, or a metric counts
+        nothing.
         """
         check_no_open_step(self, "run.evaluate()")
         evaluation = self._evaluate(average)
@@ -240,20 +241,7 @@ class Run:
 
     @_at_work
     def _evaluate(self, average: bool) -> Evaluation:
-        if self.job.eval_data is None:
-            raise UserError("run.evaluate()", "the job has no eval_data", "give the Job eval_data")
-        share = self._fitted(share_of_evaluation(self.job, rank=self._data.position, ranks=self._data.size))
-        with keeping_state(self, evaluating=True), self.world.during("evaluating"), in_model(self, average) as averaged:
-            loader = self.loader(evaluation=True)
-            totals = self.executor.evaluate(Batch(share, loader.read(iter([share])), loader))
-        self.evaluation_due = False
-        check_evaluation(totals, share, self.steps_done)
-        evaluation = Evaluation(totals.loss, totals.weight, share.samples, averaged)
-        if average:  # of what the job's own evaluations are
-            self.updater.end_evaluation(self.steps_done, evaluation.loss)
-        self.recorder.evaluated(self.steps_done, evaluation)
-        self.clock = time.perf_counter()
-        return evaluation
+        return evaluate(self, average=average)
 
     @contextmanager
     def averaged_weights(self) -> Generator[None]:
@@ -349,21 +337,23 @@ class Run:
             raise left_early(error, self.steps_done) from error
 
     # ---------------------------------------------------------------------------------------------- shares
-    def loader(self, *, evaluation: bool = False) -> Loader:
-        """A loader of the job's data, or of those that it evaluates."""
+    def loader(self, evaluating: Job | None = None) -> Loader:
+        """A loader of the job's data, or of what a job with one evaluation set evaluates."""
         world = self.world
         workers = worker_count(cores=available_cores(), local_ranks=world.local_size, device=world.device)
-        return Loader(self.job, evaluation=evaluation, workers=workers, pin=world.device.startswith("cuda"))
+        pin = world.device.startswith("cuda")
+        return Loader(evaluating or self.job, evaluation=evaluating is not None, workers=workers, pin=pin)
 
     def share(self, step: int, made: int | None = None) -> Share:
         """Of the batch of `step`, or of so many samples that were made for it."""
         place: Any = {"rank": self._data.position, "ranks": self._data.size}
         place["speeds"] = tuple(float(speed) for speed in self.plan.data.speeds)
         if made is not None:
-            return self._fitted(share_of_samples(self.job, made, step, **place))
-        return self._fitted(share_of_step(self.job, step, **place))
+            return self.fitted(share_of_samples(self.job, made, step, **place))
+        return self.fitted(share_of_step(self.job, step, **place))
 
-    def _fitted(self, share: Share) -> Share:
+    def fitted(self, share: Share) -> Share:
+        """`share` with the fillers that the plan needs."""
         return share.filled() if self.composed.in_step else share
 
 

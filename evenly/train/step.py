@@ -184,6 +184,7 @@ def train_step(run: Run, batch: Batch | None, loss: LossFunction | None) -> Step
         memory=memory,
         skipped=updated.skipped,
         left_out=run.left_out,
+        metrics=totals.values,
     )
     run.recorder.step(report)
     run.slow_ranks = _find_slow(run, totals, step.number)

@@ -43,6 +43,7 @@ class Rounding:
     scalars: largest difference of losses and gradient norms up to the step. tensors, states: of the model and of the
     optimizer's state. kind: what was disturbed, see `disturb`. cast_eps: the unit in the last place of the narrowest
     type that the model itself casts to, where casts were disturbed: a loss computed in it has no finer one.
+    figures: largest difference of metrics up to the step, by step: those that count jump where a near tie tips over.
     """
 
     scalars: list[float] = field(default_factory=list[float])
@@ -50,6 +51,11 @@ class Rounding:
     states: list[Spreads] = field(default_factory=list[Spreads])
     kind: Disturbance = "sums"
     cast_eps: float = 0.0
+    figures: list[float] = field(default_factory=list[float])
+
+    def figure(self, step: int) -> float:
+        """Of metrics at `step`."""
+        return self.figures[step] if step < len(self.figures) else 0.0
 
     def scalar(self, step: int) -> float:
         """Of losses and gradient norms at `step`."""
@@ -72,6 +78,7 @@ class Rounding:
             [_larger(self.states[step], other.of_state(step)) for step in steps],
             self.kind,
             max(self.cast_eps, other.cast_eps),
+            [max(value, other.figure(step)) for step, value in enumerate(self.figures)],
         )
 
 
@@ -91,6 +98,13 @@ def difference(found: torch.Tensor | float, expected: torch.Tensor | float) -> f
         return 0.0
     worst = float((a - b).abs().max() / b.abs().max().clamp(min=1.0))
     return math.inf if math.isnan(worst) else worst
+
+
+def figure_difference(found: float | None, expected: float) -> float:
+    """How far a metric is from what is expected: infinite where there is none; two that are no number are equal."""
+    if found is None:
+        return math.inf
+    return 0.0 if math.isnan(found) and math.isnan(expected) else difference(found, expected)
 
 
 def spread(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
@@ -154,6 +168,13 @@ class RankComparison:
     def add_evaluation(self, step: int, found: float, expected: float) -> None:
         """Compares the loss of an evaluation after `step`."""
         self._add_loss(step, LAST, "evaluation loss", difference(found, expected))
+
+    def add_figures(self, step: int, found: Mapping[str, float], expected: Mapping[str, float]) -> None:
+        """Compares the metrics of a step and of the evaluation after it, which have the same names."""
+        for name in [*expected, *(found.keys() - expected.keys())]:
+            diff = figure_difference(found.get(name), expected[name]) if name in expected else math.inf
+            tolerance = max(self._scalar_tolerance(step), TIMES * self.rounding.figure(step))
+            self._judge(step, LAST, name, diff, equal=diff <= tolerance)
 
     def _add_loss(self, step: int, order: int, what: str, diff: float) -> None:
         self.loss_diff = max(self.loss_diff, diff)

@@ -87,9 +87,9 @@ def _microbatch_problem(job: Job, indices: Sequence[int]) -> str:
 
 
 def _evaluation_problems(job: Job) -> Iterator[str]:
-    if job.eval_data is not None:
-        length = len(job.eval_data)  # pyright: ignore[reportArgumentType]
-        indices = [*chain.from_iterable(microbatches_of_evaluation(job))]
+    for data in job.eval_sets.values():
+        length = len(data)  # pyright: ignore[reportArgumentType]
+        indices = [*chain.from_iterable(microbatches_of_evaluation(job.with_eval_data(data)))]
         yield from _not_once(indices, length, length, "an evaluation")
 
 

@@ -26,7 +26,14 @@ from evenly.verify.hidden_state import find_hidden_state
 from evenly.verify.reference import evaluates, loss_not_additive, named_groups, named_tensors, reference_steps
 from evenly.verify.shorten import shortened
 from evenly.verify.tasks import FURTHER_DRAWS, FoundInJob, PlanSteps
-from evenly.verify.trajectory import Scalars, Trajectory, measure_rounding, read_rounding, trajectory_folder
+from evenly.verify.trajectory import (
+    Scalars,
+    Trajectory,
+    measure_rounding,
+    named_figures,
+    read_rounding,
+    trajectory_folder,
+)
 
 
 def write_references(
@@ -75,6 +82,7 @@ def keep_reference(
             rates=record.rates,
             eval_loss=record.eval_loss,
             groups=record.groups,
+            figures=named_figures(record.metrics, record.evaluation),
         )
     trajectory.finish(replace(scalars, cast_eps=disturber.cast_eps))
 
@@ -130,9 +138,13 @@ def compare_steps(job: Job, part: PlanSteps, steps: int, folder: Path, kind: Dis
             comparison.add_grad_norm(report.step, report.grad_norm, scalars.grad_norms[report.step - 1])
             tensors = _compare_state(run, comparison, expected)
             _compare_bits(run, comparison, tensors, single)
+            evaluation: dict[str, dict[str, float]] = {}
             if evaluates(job, report.step, steps):
-                found = run.evaluate().loss
-                comparison.add_evaluation(report.step, found, scalars.eval_losses[report.step])
+                found = run.evaluate()
+                comparison.add_evaluation(report.step, found.loss, scalars.eval_losses[report.step])
+                evaluation = {name: {"loss": one.loss, **one.metrics} for name, one in found.by_name.items()}
+            figures = named_figures(report.metrics, evaluation)
+            comparison.add_figures(report.step, figures, scalars.figures[report.step - 1])
             _compare_groups(run, comparison, scalars)
             if report.step == part.last:
                 break

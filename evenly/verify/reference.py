@@ -7,11 +7,12 @@ the keys of random streams. Everything else is plain torch: sums of losses, one 
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -41,8 +42,9 @@ class ReferenceStep:
     tensors:   every parameter and buffer, by name; and `average of` each parameter that trains, where there is one.
     state:     every tensor of the optimizer's state, by parameter and key.
     rates:     the learning rate of each parameter group, after an evaluation that it follows.
-    eval_loss: the evaluation loss after the step, where it was asked for.
+    eval_loss: the evaluation loss after the step, where it was asked for; of several sets that of the first.
     groups:    of each parameter group, the names of its parameters, and those that it has itself.
+    metrics:   of the step, by name. evaluation: by set and name its loss, its metrics and the figures of `evaluate`.
     """
 
     step: int
@@ -53,6 +55,41 @@ class ReferenceStep:
     rates: list[float]
     eval_loss: float | None
     groups: list[list[list[str]]]
+    metrics: dict[str, float]
+    evaluation: dict[str, dict[str, float]]
+
+
+class _Sums:
+    """What the losses of all microbatches of a step, or of an evaluation, come to."""
+
+    def __init__(self) -> None:
+        self.totals: list[float] = []
+        self.weights: list[float] = []
+        self._pairs: list[dict[str, tuple[float, float]]] = []
+
+    def add(self, loss: Loss) -> None:
+        """Adds the loss of a microbatch."""
+        self.totals.append(_number(loss.total))
+        self.weights.append(_number(loss.weight))
+        self._pairs.append({name: (_number(total), _number(count)) for name, (total, count) in loss.metrics.items()})
+
+    @property
+    def loss(self) -> float:
+        return math.fsum(self.totals) / math.fsum(self.weights)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """By name the sum over all microbatches, divided by that of the counts; without those whose count is 0."""
+        found: dict[str, float] = {}
+        for name in self._pairs[0]:
+            sums, counts = ([pairs[name][place] for pairs in self._pairs] for place in (0, 1))
+            if math.fsum(counts) != 0:
+                found[name] = (math.fsum(sums) if all(map(math.isfinite, sums)) else sum(sums)) / math.fsum(counts)
+        return found
+
+
+def _number(value: Any) -> float:
+    return float(value.detach().double() if isinstance(value, torch.Tensor) else value)
 
 
 def reference_steps(
@@ -74,8 +111,7 @@ def reference_steps(
         model.zero_grad()
         for name, parameter in unfrozen:
             parameter.requires_grad_(not _is_frozen(job, name, step + 1))
-        totals: list[float] = []
-        weights: list[float] = []
+        sums = _Sums()
         for number, indices in enumerate(microbatches_of_step(job, step)):
             batch = _read(job, job.data, indices, stream_key(job.seed, "data", step, number), device)
             with (
@@ -85,16 +121,14 @@ def reference_steps(
                 loss = _loss(job, model, batch, len(indices))
                 if loss.total.requires_grad:
                     scaler.scale(loss.total).backward()
-            totals.append(float(loss.total.detach().double()))
-            weights.append(float(loss.weight))
-        _check_finite(step + 1, totals, weights)
-        weight = math.fsum(weights)
+            sums.add(loss)
+        _check_finite(step + 1, sums.totals, sums.weights)
         _check_dense(model)
         scaler.unscale_(optimizer)
         used = [p for p in model.parameters() if p.grad is not None]
         for parameter in used:
             assert parameter.grad is not None
-            parameter.grad /= weight
+            parameter.grad /= math.fsum(sums.weights)
         grad_norm = float(torch.nn.utils.clip_grad_norm_(used, job.clip_norm or float("inf")))
         _check_norm(job, step + 1, grad_norm)
         with seeded(stream_key(job.seed, "optimizer", step + 1)):
@@ -102,18 +136,21 @@ def reference_steps(
         scaler.update()
         if averaged is not None and _is_averaged(job, step + 1):
             averaged.update_parameters(model)
-        due = evaluates(job, step + 1, steps)
-        eval_loss = reference_evaluation(job, _evaluated(model, averaged), device) if due else None
+        evaluated = _evaluated(model, averaged)
+        evaluation = reference_evaluation(job, evaluated, device) if evaluates(job, step + 1, steps) else {}
+        eval_loss = next((found["loss"] for found in evaluation.values()), None)
         _advance(schedule, job, step + 1, eval_loss)
         yield ReferenceStep(
             step + 1,
-            math.fsum(totals) / weight,
+            sums.loss,
             grad_norm,
             named_tensors(model) | _named_averages(averaged),
             named_state(model, optimizer),
             [float(group["lr"]) for group in optimizer.param_groups],
             eval_loss,
             named_groups(model.named_parameters(), optimizer),
+            sums.metrics,
+            evaluation,
         )
 
 
@@ -181,22 +218,60 @@ def _evaluated(model: torch.nn.Module, averaged: AveragedModel | None) -> torch.
     return averaged.module
 
 
-def reference_evaluation(job: Job, model: torch.nn.Module, device: str = "cpu") -> float:
-    """The loss over all of `job.eval_data`."""
-    totals: list[float] = []
-    weights: list[float] = []
+def reference_evaluation(job: Job, model: torch.nn.Module, device: str = "cpu") -> dict[str, dict[str, float]]:
+    """By evaluation set and name: the loss over all of it, its metrics, and the figures of the job's `evaluate`."""
+    return {name: _evaluate(job.with_eval_data(data), model, device) for name, data in job.eval_sets.items()}
+
+
+def _evaluate(job: Job, model: torch.nn.Module, device: str) -> dict[str, float]:
+    sums, outputs = _Sums(), list[Any]()
     with torch.no_grad(), evaluating(model):
         for number, indices in enumerate(microbatches_of_evaluation(job)):
             batch = _read(job, job.eval_data, indices, stream_key(job.seed, "evaluation data", 0, number), device)
             with _drawing(model, stream_key(job.seed, "evaluation", number), device):
                 loss = _loss(job, model, batch, len(indices))
-            totals.append(float(loss.total.double()))
-            weights.append(float(loss.weight))
-    if math.fsum(weights) == 0:
+            sums.add(loss)
+            outputs.append(loss.outputs)
+    if math.fsum(sums.weights) == 0:
         raise UserError(
             "evaluating the job", "nothing in its eval_data counts: the weight is 0", "give it samples that count"
         )
-    return math.fsum(totals) / math.fsum(weights)
+    with seeded(stream_key(job.seed, "evaluate")):
+        figures = {} if job.evaluate is None else _figures(job.evaluate, _together(outputs))
+    return {"loss": sums.loss, **sums.metrics, **figures}
+
+
+def _together(parts: list[Any]) -> Any:
+    """The outputs of all microbatches in order, joined along the samples."""
+    first: Any = parts[0]
+    kind: Any = type(first)
+    if isinstance(first, torch.Tensor):
+        return torch.cat([part.detach().cpu() for part in parts])
+    if isinstance(first, list):
+        return [map_tensors(lambda t: t.detach().cpu(), one) for part in parts for one in part]
+    if isinstance(first, Mapping):
+        return kind({key: _together([part[key] for part in parts]) for key in first})
+    if isinstance(first, tuple):
+        columns = [_together([*column]) for column in zip(*parts, strict=True)]
+        return kind(*columns) if hasattr(first, "_fields") else kind(columns)
+    if is_dataclass(first):
+        return replace(first, **{f.name: _together([getattr(p, f.name) for p in parts]) for f in fields(first)})  # type: ignore
+    raise UserError("evaluating the job", f"its loss gives a {kind.__name__} as outputs", "give tensors and lists")
+
+
+def _figures(evaluate: Any, outputs: Any) -> dict[str, float]:
+    """What the job's `evaluate` makes of all outputs: a function, or a metric of torchmetrics."""
+    if not hasattr(evaluate, "compute"):
+        return {name: float(value) for name, value in evaluate(outputs).items()}
+    metric = copy.deepcopy(evaluate)
+    metric.reset()
+    if isinstance(outputs, Mapping):
+        metric.update(**outputs)
+    else:
+        metric.update(*(outputs if isinstance(outputs, tuple) else [outputs]))
+    found = metric.compute()
+    named = found if isinstance(found, Mapping) else {type(metric).__name__: found}
+    return {name: float(value) for name, value in named.items()}
 
 
 def _check_dense(model: torch.nn.Module) -> None:
@@ -384,4 +459,4 @@ def _loss(job: Job, model: torch.nn.Module, batch: Any, samples: int) -> Loss:
             "sum the losses into `total`, a tensor, and count what they cover in `weight`",
         )
     total = loss.total.reshape(())
-    return Loss(total, loss.weight) if found is loss else Loss(total * samples, samples)
+    return replace(loss, total=total) if found is loss else Loss(total * samples, samples)

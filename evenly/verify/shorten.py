@@ -44,12 +44,15 @@ def shortened(job: Job, steps: int) -> Job:
     data = FirstSamples(job.data, length) if length < job.length else job.data
     if job.eval_data is None:
         return replace(job, data=data)
-    evaluated = 2 * batch + 1
-    short = evaluated < len(job.eval_data)  # pyright: ignore[reportArgumentType]
-    return replace(job, data=data, eval_data=FirstSamples(job.eval_data, evaluated) if short else job.eval_data)
+    sets = {name: _first_samples(one, 2 * batch + 1) for name, one in job.eval_sets.items()}
+    return replace(job, data=data, eval_data=sets.get("", sets))
 
 
 def _in_time(job: Job, steps: int) -> Job:
     frozen = {name: count and min(count, max(1, steps - 1)) for name, count in (job.frozen or {}).items()}
     every = job.eval_every and min(job.eval_every, max(1, steps // 3))
     return replace(job, frozen=frozen or None, eval_every=every)
+
+
+def _first_samples(data: Any, count: int) -> Any:
+    return FirstSamples(data, count) if count < len(data) else data

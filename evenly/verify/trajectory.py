@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from evenly.verify.compare import Rounding, Spreads, difference, spread_of
+from evenly.verify.compare import Rounding, Spreads, difference, figure_difference, spread_of
 from evenly.verify.disturb import Disturbance
 
 
@@ -22,6 +22,7 @@ class Scalars:
     losses, grad_norms: of the whole batch. rates: after the step, the learning rate of each parameter group.
     eval_losses:        by step, after which the job was evaluated.
     groups:             by step, the parameter groups as of `ReferenceStep`.
+    figures:            metrics of the step and of the evaluation after it, as `named_figures` has them.
     cast_eps:           as of `Disturber`.
     """
 
@@ -29,6 +30,7 @@ class Scalars:
     grad_norms: list[float] = field(default_factory=list[float])
     rates: list[list[float]] = field(default_factory=list[list[float]])
     eval_losses: dict[int, float] = field(default_factory=dict[int, float])
+    figures: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
     cast_eps: float = 0.0
     groups: list[list[list[list[str]]]] = field(default_factory=list[list[list[list[str]]]])
 
@@ -41,9 +43,11 @@ class Scalars:
         rates: list[float],
         eval_loss: float | None,
         groups: Sequence[list[list[str]]] = (),
+        figures: Mapping[str, float] | None = None,
     ) -> None:
         """Adds the numbers of `step`, the next one."""
         self.groups.append([*groups])
+        self.figures.append(dict(figures or {}))
         self.losses.append(loss)
         self.grad_norms.append(grad_norm)
         self.rates.append(rates)
@@ -87,6 +91,15 @@ class Trajectory:
         return self.folder / f"step-{step}.{kind}.safetensors"
 
 
+def named_figures(metrics: Mapping[str, float], evaluation: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of a step, and of the sets that were evaluated after it, under one name each."""
+    found = {f"metric {name}": value for name, value in metrics.items()}
+    for of_set, values in evaluation.items():
+        where = f"evaluation of {of_set}" if of_set else "evaluation"
+        found |= {f"{name} of the {where}": value for name, value in values.items()}
+    return found
+
+
 def trajectory_folder(folder: Path, kind: Disturbance, draw: int = 1) -> Path:
     """Where the run with a `draw` of `kind` of rounding added is saved."""
     return folder / ("reference" if kind == "none" else f"disturbed-{kind}-{draw}")
@@ -107,6 +120,7 @@ def rounding_of(reference: Trajectory, disturbed: Trajectory, kind: Disturbance)
     """How far the `disturbed` run strayed from the `reference`, step by step."""
     one, other = reference.scalars(), disturbed.scalars()
     scalars: list[float] = [0.0]
+    figures: list[float] = [0.0]
     tensors: list[Spreads] = [{}]
     states: list[Spreads] = [{}]
     for step in range(1, len(one.losses) + 1):
@@ -114,9 +128,12 @@ def rounding_of(reference: Trajectory, disturbed: Trajectory, kind: Disturbance)
             (run.losses[step - 1], run.grad_norms[step - 1], run.eval_losses.get(step, 0.0)) for run in (other, one)
         ]
         scalars.append(max(scalars[-1], *(difference(a, b) for a, b in zip(*pairs, strict=True))))
+        other_figures = other.figures[step - 1]
+        apart = (figure_difference(other_figures.get(name), value) for name, value in one.figures[step - 1].items())
+        figures.append(max(figures[-1], *apart, 0.0))
         tensors.append(spread_of(disturbed.tensors(step), reference.tensors(step)))
         states.append(spread_of(disturbed.state(step), reference.state(step)))
-    return Rounding(scalars, tensors, states, kind, other.cast_eps)
+    return Rounding(scalars, tensors, states, kind, other.cast_eps, figures)
 
 
 def read_rounding(path: Path) -> Rounding:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from kept_ranks import group_of_all
 
+from evenly.comm import collectives
+from evenly.comm.collectives import gather_to_first
 from evenly.comm.groups import Group
 from evenly.comm.operations import (
     all_gather,
@@ -341,3 +343,22 @@ def checked() -> list[str]:
             findings.refused(what, call, words)
         findings.same("and goes on", all_reduce(torch.ones(2), group), torch.full((2,), float(group.size)))
     return findings
+
+
+def gathered_to_first(at_once: int) -> list[str]:
+    """Values of other sizes on each rank, in pieces of `at_once` bytes."""
+    found = Findings()
+    before, collectives.AT_ONCE = collectives.AT_ONCE, at_once
+    try:
+        with group_of_all() as group:
+            mine = {group.position: torch.arange(7.0 * group.position), "text": ["x" * group.position]}
+            values = gather_to_first(mine, group)
+            if len(values) != (0 if group.position else group.size):
+                found.append(f"{len(values)} values")
+    finally:
+        collectives.AT_ONCE = before
+    for position, value in enumerate(values):
+        found.same(f"of position {position}", value[position], torch.arange(7.0 * position))
+        if value["text"] != ["x" * position]:
+            found.append(f"text of position {position}: {value['text']}")
+    return found

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from kept_ranks import KeptRanks
 
+from evenly.comm.collectives import gather_to_first
 from evenly.comm.groups import Group, mesh_lines
 from evenly.comm.operations import all_gather, all_reduce, gather_values
 from evenly.comm.transport import PolledWork, even_sizes
@@ -40,6 +41,11 @@ def test_the_ring_sums_in_its_order_and_sends_what_theory_says(ranks: KeptRanks,
     assert flat(ranks.run(pairs_ranks.ring, size=size)) == []
 
 
+@pytest.mark.parametrize("at_once", [100, 1 << 26])
+def test_values_of_any_size_come_to_the_first_rank(ranks: KeptRanks, at_once: int) -> None:
+    assert flat(ranks.run(operations_ranks.gathered_to_first, at_once, size=3)) == []
+
+
 def test_differences_are_named_before_anything_is_sent(ranks: KeptRanks) -> None:
     assert flat(ranks.run(operations_ranks.checked, size=3)) == []
 
@@ -51,7 +57,7 @@ def test_a_group_of_one_is_the_identity() -> None:
     assert copy.equal(tensor) and copy.data_ptr() != tensor.data_ptr()
     assert operations_ranks.moving(alone) + operations_ranks.reducing(alone) + operations_ranks.pieces(alone) == []
     assert operations_ranks.refusals(alone) == []
-    assert gather_values("x", alone) == ["x"]
+    assert gather_values("x", alone) == gather_to_first("x", alone) == ["x"]
 
 
 class Slow(dist.Work):
