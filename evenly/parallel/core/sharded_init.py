@@ -17,6 +17,7 @@ All ranks do the same operations in the same order: restoring is a collective. W
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ from evenly.parallel.core.mutation_guard import fingerprint_of_bytes
 from evenly.torch_private import TorchDispatchMode
 
 LEAST_BYTES = 1 << 20  # smaller storages stay where they are
+BYTES_AT_ONCE = 1 << 24  # that are read of a file
 NO_STORAGE = 0
 
 _aten = torch.ops.aten
@@ -83,6 +85,23 @@ class ShardedInit(TorchDispatchMode):
         """The fingerprint of the storage of an offloaded tensor; None for any other."""
         large = self._large.get(_key(tensor))
         return None if large is None or large.slice is None else large.fingerprint
+
+    def write(self, tensor: torch.Tensor, read: Callable[[int, int], torch.Tensor]) -> bool:
+        """Fills this rank's slice of an offloaded tensor; returns False, with nothing done, for any other.
+
+        read: given the first byte of `tensor` and that behind the last, yields these bytes (1D, uint8). No collective.
+        """
+        large = self._large.get(_key(tensor))
+        if large is None or large.slice is None or not tensor.is_contiguous():
+            return False
+        sizes = even_sizes(large.size, self._group.size)
+        offset = sum(sizes[: self._group.position])  # of the slice in the storage
+        begin = int(tensor.storage_offset()) * tensor.itemsize  # of the tensor in it
+        first, end = max(offset, begin), min(offset + len(large.slice), begin + tensor.nbytes)
+        for start in range(first, end, BYTES_AT_ONCE):
+            stop = min(start + BYTES_AT_ONCE, end)
+            large.slice[start - offset : stop - offset] = read(start - begin, stop - begin)
+        return True
 
     @property
     def offloaded_bytes(self) -> int:
