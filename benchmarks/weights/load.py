@@ -1,0 +1,170 @@
+"""What a rank takes to load pretrained weights of a model that it does not hold: a Llama of 1.1 B parameters, bfloat16.
+
+    python benchmarks/weights/load.py [FOLDER] [PLAN ...]        needs 9 GB of disk in FOLDER, and of memory
+
+Its weights are made here, in shards of 400 MB, and loaded on four ranks under each plan, by `weights=` and by
+`from_pretrained` in `model=`. Of every rank: the peak of its resident set while it starts, above what it held before, as
+a share of the model's bytes. The first rank compares the bits of all tensors with the files. Then the run is saved and
+exported, and transformers computes the logits of what was exported. Kept in benchmarks/results/weights.json.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import evenly
+from evenly.checkpoint.export import export
+from evenly.launch.agent import Launch, start_ranks
+
+RESULTS = Path(__file__).parents[1] / "results" / "weights.json"
+PLANS = ("zero3", "tensor=4 data=1", "pipeline=4 data=1")
+RANKS = 4
+SHARD_BYTES = 400 * 10**6
+LARGE: dict[str, Any] = dict(hidden_size=2048, num_hidden_layers=22, intermediate_size=5632, vocab_size=32000)
+SMALL: dict[str, Any] = dict(hidden_size=64, num_hidden_layers=4, intermediate_size=64, vocab_size=96)
+
+
+def config(sizes: dict[str, Any]) -> LlamaConfig:
+    return LlamaConfig(
+        **sizes, num_attention_heads=32, num_key_value_heads=4, tie_word_embeddings=False, dtype=torch.bfloat16
+    )
+
+
+def build(sizes: dict[str, Any]) -> LlamaForCausalLM:
+    return LlamaForCausalLM._from_config(config(sizes), dtype=torch.bfloat16)  # pyright: ignore
+
+
+def make(folder: Path, sizes: dict[str, Any], shard_bytes: int = SHARD_BYTES) -> int:
+    """Writes weights in shards with an index, as save_pretrained names them; returns their bytes."""
+    folder.mkdir()
+    config(sizes).save_pretrained(folder)
+    with torch.device("meta"):
+        state = build(sizes).state_dict()
+    shards: list[list[str]] = [[]]
+    for name, tensor in state.items():
+        if sum(state[one].nbytes for one in shards[-1]) + tensor.nbytes > shard_bytes and shards[-1]:
+            shards.append([])
+        shards[-1].append(name)
+    draw = torch.Generator().manual_seed(0)
+    places: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        made = {name: torch.randn(state[name].shape, generator=draw).mul_(0.02).bfloat16() for name in names}
+        save_file(made, folder / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(names, file)
+    total = sum(tensor.nbytes for tensor in state.values())
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return total
+
+
+def job(folder: Path, sizes: dict[str, Any], how: str) -> evenly.Job:
+    by_name = how == "weights"
+    return evenly.Job(
+        model=(lambda: build(sizes)) if by_name else lambda: LlamaForCausalLM.from_pretrained(folder),
+        weights=folder if by_name else None,
+        loss=lambda model, x: evenly.Loss(model(x).logits.float().square().sum(), len(x)),
+        data=torch.zeros(4, 8, dtype=torch.int64),  # pyright: ignore[reportArgumentType]
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        global_batch=4,
+        microbatch=1,
+        steps=1,
+    )
+
+
+def memory(field: str) -> int:
+    """Bytes of this process, VmRSS or VmHWM."""
+    line = next(one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def load(folder: Path, small: Path, plan: str, how: str, out: Path | None) -> tuple[int, int, float, bool]:
+    """On a rank: peak above what it held before, what it holds afterwards, seconds, and whether the bits are right."""
+    transformers.logging.disable_progress_bar()
+    with evenly.start(job(small, SMALL, how), plan=plan):
+        pass  # everything is imported
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
+    before, began_s = memory("VmRSS"), time.perf_counter()
+    with evenly.start(job(folder, LARGE, how), plan=plan, out=out) as run:
+        took_s, peak, after = time.perf_counter() - began_s, memory("VmHWM"), memory("VmRSS")
+        same = True
+        places = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+        held = dict(run.model.named_parameters())
+        if run.composed.pipeline is not None:
+            held = {name: p for name, p in held.items() if not p.is_meta}
+        with run.inside():
+            for name, parameter in held.items():
+                whole = run.composed.full_view(name, parameter.detach())
+                if run.world.is_main or run.composed.pipeline is not None:
+                    with safe_open(folder / places[name], "pt") as file:
+                        same = same and torch.equal(whole, file.get_tensor(name))
+        if out is not None:
+            run.save()
+    return peak - before, after - before, took_s, same
+
+
+def same_logits(folder: Path, exported: Path) -> bool:
+    """Whether transformers computes the same of both folders."""
+    tokens = torch.arange(24).view(2, 12) * 97 % LARGE["vocab_size"]
+    found: list[torch.Tensor] = []
+    for one in (folder, exported):
+        with torch.no_grad():
+            found.append(LlamaForCausalLM.from_pretrained(one)(tokens).logits)
+    return torch.equal(*found)
+
+
+def measured(root: Path, total: int, plan: str, how: str, *, saves: bool) -> dict[str, Any]:
+    out = root / "run" if saves else None
+    results = start_ranks(load, (root / "large", root / "small", plan, how, out), Launch(devices=RANKS))
+    rows = [results[rank] for rank in sorted(results)]
+    row: dict[str, Any] = {
+        "peak_of_model": [round(row[0] / total, 3) for row in rows],
+        "held_of_model": [round(row[1] / total, 3) for row in rows],
+        "start_s": round(rows[0][2], 1),
+        "same_bits": all(row[3] for row in rows),
+    }
+    print(f"{plan}, {how}:", row)
+    return row
+
+
+def main() -> None:
+    root = Path(tempfile.mkdtemp(prefix="weights-", dir=sys.argv[1] if sys.argv[1:] else None))
+    plans = sys.argv[2:] or PLANS
+    document: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    try:
+        total = make(root / "large", LARGE)
+        make(root / "small", SMALL, 10**5)
+        for plan in plans:
+            for how in ("weights", "from_pretrained"):
+                saves = plan == plans[0] and how == "weights"
+                row = measured(root, total, plan, how, saves=saves)
+                if saves:
+                    export(root / "run", root / "exported", shard_bytes=SHARD_BYTES)
+                    row["exported_logits_same"] = same_logits(root / "large", root / "exported")
+                    print("logits of the exported weights:", row["exported_logits_same"])
+                    shutil.rmtree(root / "run")
+                machine = {"python": platform.python_version(), "torch": torch.__version__}
+                date = time.strftime("%Y-%m-%d", time.gmtime())
+                document[f"{plan} {how}"] = {
+                    "date": date, "machine": machine, "ranks": RANKS, "model_bytes": total, **row
+                }  # fmt: skip
+        RESULTS.write_text(json.dumps(document, indent=1) + "\n")
+    finally:
+        shutil.rmtree(root)
+
+
+if __name__ == "__main__":
+    main()
