@@ -11,6 +11,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evenly.checkpoint.adapter import write_adapter
 from evenly.checkpoint.config import write_model_config
 from evenly.checkpoint.plain import encode
 from evenly.comm.world import World
@@ -145,4 +146,6 @@ def _write_decisions(run: Run, folder: RunFolder, predicted: Mapping[str, Any] |
             decisions["predicted"] = predicted
         folder.plan.write_text(json.dumps(decisions, indent=1) + "\n")
     pipeline = run.composed.pipeline
-    write_model_config(run.model, folder.model_config, pipeline.tensors if pipeline is not None else ())
+    names = pipeline.tensors if pipeline is not None else ()
+    write_model_config(run.model, folder.model_config, names)
+    write_adapter(run.model, folder.adapter, names)

@@ -17,7 +17,7 @@ All ranks do the same operations in the same order: restoring is a collective. W
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,6 +126,7 @@ class ShardedInit(TorchDispatchMode):
             return other
         if func.overloadpacket not in SHAPES_ONLY:
             given = list(tensors_in((args, kwargs or {})))
+            self._offload_before({_key(tensor) for tensor in given})
             written = given.pop(0) if func.overloadpacket in OVERWRITES else None
             # What is read comes first: what is overwritten may be read too (`w.copy_(w)`).
             for tensor in given:
@@ -164,6 +165,13 @@ class ShardedInit(TorchDispatchMode):
         if storage.nbytes() >= self._least_bytes:
             self._large[key] = _Large(weakref.ref(storage), storage.nbytes(), pinned)
             weakref.finalize(storage, self._large.pop, key, None)
+
+    def _offload_before(self, needed: Collection[int]) -> None:
+        """Makes room where some of these keys are of offloaded storages, which are about to be made whole."""
+        if any(self._large[key].slice is not None for key in needed if key in self._large):
+            for key, large in [*self._large.items()]:
+                if key not in needed and large.slice is None and not large.pinned:
+                    self._offload(large)
 
     def _offload_all_but_the_last(self) -> None:
         whole = [large for large in self._large.values() if large.slice is None and not large.pinned]
