@@ -71,7 +71,7 @@ class Job:
     """One training job.
 
     model:           builds the module; called once per rank under the job's own random stream.
-    weights:         what the model starts from: a file of safetensors, or a folder with one, or several and their index;
+    weights:         what the model starts from: a file of safetensors, or a folder with one or several and an index;
                      names as in its `state_dict`, all of them and no others. A run that is resumed does not read it.
     loss:            (model, batch) -> `Loss`, or a scalar tensor that is the mean over the microbatch's samples.
     data:            map-style dataset, `len(data)` samples.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable
 from copy import copy
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,9 +35,8 @@ class Adapter:
     left_out: list[str]
 
 
-def write_adapter(model: nn.Module, path: Path, names: Iterable[str] = ()) -> None:
-    """Writes what `find_adapter` finds to `path`; if that is nothing, removes the file of an earlier job."""
-    found = find_adapter(model, names)
+def write_adapter(found: Adapter | None, path: Path) -> None:
+    """Writes what `find_adapter` has found to `path`; if that is nothing, removes the file of an earlier job."""
     if found is None:
         path.unlink(missing_ok=True)
     else:
@@ -63,10 +61,9 @@ def read_adapter(path: Path) -> Adapter:
     return found
 
 
-def find_adapter(model: nn.Module, names: Iterable[str] = ()) -> Adapter | None:
-    """The active adapter of the PeftModel that `model` is or holds.
+def find_adapter(model: nn.Module) -> Adapter | None:
+    """The active adapter of the PeftModel that `model`, which is whole, is or holds.
 
-    names: of parameters and buffers that the whole model has, where this rank holds a part of it.
     None if there is no such module, or if peft saves what is no tensor of its state (the prompts of a prompt encoder).
     """
     name, module = next(((name, one) for name, one in model.named_modules() if _is_peft(one)), ("", None))
@@ -79,7 +76,7 @@ def find_adapter(model: nn.Module, names: Iterable[str] = ()) -> Adapter | None:
 
     prefix, peft_model = plain_name(f"{name}." if name else ""), cast("Any", module)
     own = {plain_name(one): value for one, value in model.named_parameters(remove_duplicate=False)}
-    known = [*own, *(plain_name(one) for one, _ in model.named_buffers(remove_duplicate=False)), *names]
+    known = [*own, *(plain_name(one) for one, _ in model.named_buffers(remove_duplicate=False))]
     # Each stands for the tensor of its name, so that what peft returns tells which it would save.
     marks = {one.removeprefix(prefix): torch.empty(0) for one in dict.fromkeys(known) if one.startswith(prefix)}
     active = peft_model.active_adapter

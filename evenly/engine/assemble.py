@@ -13,7 +13,7 @@ from evenly.engine.build import build_model, check_same_start, refuse_gradient_h
 from evenly.engine.compose import Composed, compose, devices_of
 from evenly.engine.find_splits import find_splits
 from evenly.job import Job
-from evenly.launch.allocator import hand_back_freed_memory, keep_freed_memory
+from evenly.launch.allocator import hand_back_freed_memory, keep_freed_memory, return_freed_memory
 from evenly.parallel.core.sharded_init import ShardedInit
 from evenly.parallel.core.stale import mark_stale, memory_of
 from evenly.plan import Plan
@@ -45,6 +45,7 @@ def build_and_compose(job: Job, plan: Plan, world: World, load: Load | None = No
             if not init.has_large:
                 stack.close()  # the operations of all that follows need not be watched
             refuse_gradient_hooks(modules[0], plan)
+            return_freed_memory()  # small blocks, which its constructor has left
         if load is not None:
             for module in modules:
                 load(module, init)

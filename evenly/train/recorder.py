@@ -146,6 +146,5 @@ def _write_decisions(run: Run, folder: RunFolder, predicted: Mapping[str, Any] |
             decisions["predicted"] = predicted
         folder.plan.write_text(json.dumps(decisions, indent=1) + "\n")
     pipeline = run.composed.pipeline
-    names = pipeline.tensors if pipeline is not None else ()
-    write_model_config(run.model, folder.model_config, names)
-    write_adapter(run.model, folder.adapter, names)
+    write_model_config(run.model, folder.model_config, pipeline.tensors if pipeline is not None else ())
+    write_adapter(run.model_start.adapter, folder.adapter)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from safetensors.torch import load_file, load_model, save_file
 from torch import nn, optim
 
 import evenly
-from evenly.checkpoint.adapter import write_adapter
+from evenly.checkpoint.adapter import find_adapter, write_adapter
 from evenly.checkpoint.config import find_model_config, write_model_config
 from evenly.checkpoint.export import Exported, export, split
 from evenly.checkpoint.folder import CheckpointFolder
@@ -461,7 +462,7 @@ def test_peft_loads_the_adapter(wrap: Callable[[Any], nn.Module], tmp_path: Path
     model = adapted(1)
     held = wrap(model)
     save(tmp_path / "run", held, 3)
-    write_adapter(held, RunFolder(tmp_path / "run").adapter)
+    write_adapter(find_adapter(held), RunFolder(tmp_path / "run").adapter)
     done = export(tmp_path / "run", tmp_path / "out", adapter=True)
     model.save_pretrained(tmp_path / "theirs")
     expected = load_file(tmp_path / "theirs" / "adapter_model.safetensors")
@@ -480,9 +481,48 @@ def test_what_is_no_adapter_s_is_named(tmp_path: Path) -> None:
     model = adapted(1)
     model.base_model.model.lm_head.weight.requires_grad_(True)
     save(tmp_path / "run", model, 3)
-    write_adapter(model, RunFolder(tmp_path / "run").adapter)
+    write_adapter(find_adapter(model), RunFolder(tmp_path / "run").adapter)
     with pytest.raises(UserError, match=r"the run trains \S*lm_head\S*, which no adapter has"):
         export(tmp_path / "run", tmp_path / "out", adapter=True)
-    write_adapter(nn.Linear(2, 1), RunFolder(tmp_path / "run").adapter)
+    write_adapter(find_adapter(nn.Linear(2, 1)), RunFolder(tmp_path / "run").adapter)
     with pytest.raises(UserError, match="was no PeftModel"):
         export(tmp_path / "run", tmp_path / "out", adapter=True)
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randint(0, 64, (7,), generator=torch.Generator().manual_seed(index))
+
+
+def token_loss(model: nn.Module, tokens: torch.Tensor) -> evenly.Loss:
+    logits = model(tokens).logits[:, :-1].flatten(0, 1)
+    return evenly.Loss(nn.functional.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum"), tokens.numel())
+
+
+def train_adapter(plan: str, out: Path) -> None:
+    job = evenly.Job(
+        model=lambda: adapted(1), loss=token_loss, data=Tokens(), global_batch=4, steps=2, precision="float64",
+        optimizer=lambda parameters: optim.SGD([p for p in parameters if p.requires_grad], lr=0.1),
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with evenly.start(job, plan=plan, out=out) as run:
+            for batch in run.batches():
+                run.step(batch)
+
+
+@quiet
+@pytest.mark.parametrize("plan", ["zero3", "tensor=2", "pipeline=2"])
+def test_an_adapter_that_was_trained_under_any_plan_is_exported(plan: str, ranks: KeptRanks, tmp_path: Path) -> None:
+    train_adapter("single", tmp_path / "single")
+    ranks.run(train_adapter, plan, tmp_path / "split")
+    export(tmp_path / "single", tmp_path / "expected", adapter=True)
+    done = export(tmp_path / "split", tmp_path / "found", adapter=True)
+    expected, found = (load_file(tmp_path / n / "adapter_model.safetensors") for n in ("expected", "found"))
+    assert found.keys() == expected.keys() and done.tensors == len(expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-9)
+    peft.PeftModel.from_pretrained(MODELS["llama"](), str(tmp_path / "found"))

@@ -33,7 +33,7 @@ from evenly.parallel.core.mutation_guard import fingerprint_of_bytes
 from evenly.torch_private import TorchDispatchMode
 
 LEAST_BYTES = 1 << 20  # smaller storages stay where they are
-BYTES_AT_ONCE = 1 << 24  # that are read of a file
+BYTES_AT_ONCE = 1 << 22  # that are read of a file
 NO_STORAGE = 0
 
 _aten = torch.ops.aten
