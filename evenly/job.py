@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from evenly.errors import UserError
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 Precision = Literal["float32", "float64", "bfloat16", "float16", "pure-bfloat16", "pure-float16"]
 Hook = Callable[[Any, Any], object]  # of the run and what it has come to
 PRECISIONS: tuple[str, ...] = get_args(Precision)
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")  # of files with weights: to read one may run its code
+TO_CONVERT = (
+    "convert it once, where you trust it: safetensors.torch.save_model(model, 'model.safetensors') or, of a "
+    "transformers model, model.save_pretrained(FOLDER)"
+)
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,8 @@ class Job:
     """One training job.
 
     model:           builds the module; called once per rank under the job's own random stream.
+    weights:         what the model starts from: a file of safetensors, or a folder with one or several and an index;
+                     names as in its `state_dict`, all of them and no others. A run that is resumed does not read it.
     loss:            (model, batch) -> `Loss`, or a scalar tensor that is the mean over the microbatch's samples.
     data:            map-style dataset, `len(data)` samples.
     optimizer:       parameters -> torch Optimizer; where its first parameter is called `named_parameters` it gets pairs
@@ -137,6 +145,7 @@ class Job:
     precision: Precision = "float32"
     seed: int = 0
     name: str = "job"
+    weights: str | Path | None = None
 
     def __post_init__(self) -> None:
         problems = list(_problems(self))
@@ -221,11 +230,19 @@ def _problems(job: Job) -> Iterable[str]:
         yield f"precision is {job.precision!r}, must be one of {', '.join(PRECISIONS)}"
     if not isinstance(job.seed, int) or isinstance(job.seed, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         yield f"seed is {job.seed!r}, must be an integer"
+    yield from _weights_problems(job.weights)
     for field in ("eval_every", "evaluate"):
         if getattr(job, field) is not None and job.eval_data is None:
             yield f"{field} is set but eval_data is not"
     yield from _average_problems(job)
     yield from _data_problems(job)
+
+
+def _weights_problems(weights: object) -> Iterable[str]:
+    if weights is not None and not isinstance(weights, str | Path):
+        yield f"weights is a {type(weights).__name__}, not the path of a file or folder"
+    elif weights is not None and Path(weights).suffix in PICKLES:
+        yield f"weights is {str(weights)!r}, a pickle: {TO_CONVERT}"
 
 
 def _positive(job: Job, required: Sequence[str], optional: Sequence[str]) -> Iterable[str]:

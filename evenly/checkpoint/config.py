@@ -25,11 +25,13 @@ class ModelConfig:
     model_class: name of its class.
     prefix:      of its tensors' names in the run's model: "" if it is that model, else the submodule's name and a dot.
     config:      its configuration, as its config.json has it.
+    generation:  how it generates, as its generation_config.json has it; None where it does not.
     """
 
     model_class: str
     prefix: str
     config: dict[str, Any]
+    generation: dict[str, Any] | None = None
 
 
 def write_model_config(model: nn.Module, path: Path, names: Iterable[str] = ()) -> None:
@@ -59,7 +61,7 @@ def find_model_config(model: nn.Module, names: Iterable[str] = ()) -> ModelConfi
     if any(type(part).__module__.startswith("peft.") for part in model.modules()):
         return None
     # The class that ZeRO 3 gives to a module has the name of its own class after "FSDP".
-    return _described(type(module).__name__.removeprefix("FSDP"), prefix, module.config)
+    return _described(type(module).__name__.removeprefix("FSDP"), prefix, module)
 
 
 def read_model_config(path: Path) -> ModelConfig | None:
@@ -71,7 +73,8 @@ def read_model_config(path: Path) -> ModelConfig | None:
         return None
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise _malformed(path, str(error)) from None
-    if not (isinstance(found.model_class, str) and isinstance(found.prefix, str) and isinstance(found.config, dict)):  # pyright: ignore[reportUnnecessaryIsInstance]
+    sound = isinstance(found.model_class, str) and isinstance(found.prefix, str) and isinstance(found.config, dict)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not sound or not isinstance(found.generation, dict | None):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise _malformed(path, "a field is of another type")
     return found
 
@@ -88,9 +91,11 @@ def _tensor_names(model: nn.Module) -> Iterator[str]:
     yield from (name for name, _ in model.named_buffers(remove_duplicate=False))
 
 
-def _described(model_class: str, prefix: str, config: Any) -> ModelConfig | None:
+def _described(model_class: str, prefix: str, module: Any) -> ModelConfig | None:
     try:
-        return ModelConfig(model_class, prefix, json.loads(config.to_json_string()))
+        generation = module.generation_config if module.can_generate() else None
+        how = None if generation is None else json.loads(generation.to_json_string())
+        return ModelConfig(model_class, prefix, json.loads(module.config.to_json_string()), how)
     except (AttributeError, TypeError, ValueError):
         return None
 

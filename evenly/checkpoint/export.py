@@ -7,11 +7,13 @@ they come, so that memory holds the largest tensor and never the model. Nothing 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from evenly.checkpoint.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter
 from evenly.checkpoint.config import ModelConfig, read_model_config
 from evenly.checkpoint.folder import CheckpointFolder
 from evenly.checkpoint.manifest import AVERAGE, MODEL, Manifest, TensorForm, Unsound, first_of
@@ -20,7 +22,13 @@ from evenly.errors import CheckpointError, UserError
 from evenly.observe.run_folder import RunFolder
 
 SHARD_BYTES = 5 * 10**9
-INDEX, CONFIG = "model.safetensors.index.json", "config.json"
+INDEX, CONFIG, GENERATION = "model.safetensors.index.json", "config.json", "generation_config.json"
+# Of a tokenizer or processor, as transformers saves them.
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja"),
+    *("chat_template.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+)
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 Step = int | Literal["best"] | None
@@ -35,6 +43,7 @@ class Exported:
     tensors, bytes: their number and their bytes, headers not counted.
     model_class: the transformers class that loads them; None of another model, whose own names they have.
     averaged:    whether they are the averaged weights; None where the checkpoint has no averages.
+    adapter:     whether they are those of a peft adapter.
     """
 
     step: int
@@ -43,6 +52,7 @@ class Exported:
     bytes: int
     model_class: str | None
     averaged: bool | None = None
+    adapter: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,13 +64,22 @@ class _Source:
 
 
 def export(
-    root: Path, to: Path, *, step: Step = None, average: bool = False, shard_bytes: int = SHARD_BYTES
+    root: Path,
+    to: Path,
+    *,
+    step: Step = None,
+    average: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    tokenizer: Path | None = None,
+    adapter: bool = False,
 ) -> Exported:
     """Writes the weights of a checkpoint of the run in `root` to the folder `to`, which is made if need be.
 
     step:        the checkpoint's: a number, "best" for the least evaluation loss, or None for the newest.
     average:     whether to write the averages of the parameters in the place of these, with the model's own buffers.
     shard_bytes: beyond, the tensors are spread over several files with an index.
+    tokenizer:   a folder whose files of a tokenizer or processor are copied.
+    adapter:     whether to write the adapter of a peft model alone, which is one file.
 
     Raises `UserError` if `to` is not empty or there is no such checkpoint or average, and `CheckpointError` if it is
     unsound or `to` cannot be written, which is then left as it was.
@@ -68,15 +87,23 @@ def export(
     _check_target(to)
     folder = CheckpointFolder(root)
     chosen = choose_step(folder, step)
-    config = read_model_config(RunFolder(root).model_config)
+    copied = [] if tokenizer is None else _tokenizer_files(tokenizer)
     manifest, pieces = _checked_pieces(folder, chosen)
     averages = _averages(manifest)
     if average and not averages:
         found = f"the checkpoint of step {chosen} has none: the job keeps no average, or it begins later"
         raise UserError(f"export the averaged weights in {root}", found, "leave --average out, or choose another step")
-    source = _renamed(_weights(manifest, pieces, averages if average else {}), root, config)
-    shards = split(source.forms, shard_bytes)
-    _write_all(to, source, shards, config)
+    source = _weights(manifest, pieces, averages if average else {})
+    if adapter:
+        config = None
+        source, text = _of_adapter(source, root)
+        shards, texts = {ADAPTER_WEIGHTS: [*source.forms]}, {ADAPTER_CONFIG: text}
+    else:
+        config = read_model_config(RunFolder(root).model_config)
+        source = _renamed(source, root, config)
+        shards = split(source.forms, shard_bytes)
+        texts = _texts(source, shards, config)
+    _write_all(to, source, shards, texts, copied)
     return Exported(
         step=chosen,
         files=tuple(shards),
@@ -84,6 +111,7 @@ def export(
         bytes=sum(map(size_bytes, source.forms.values())),
         model_class=config and config.model_class,
         averaged=average if averages else None,
+        adapter=adapter,
     )
 
 
@@ -170,18 +198,47 @@ def _renamed(source: _Source, root: Path, config: ModelConfig | None) -> _Source
     return _Source(forms, {name[cut:]: pieces for name, pieces in source.pieces.items()})
 
 
-def _write_all(to: Path, source: _Source, shards: Mapping[str, Sequence[str]], config: ModelConfig | None) -> None:
+def _tokenizer_files(folder: Path) -> list[Path]:
+    found = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    if not found:
+        raise UserError(
+            f"export the tokenizer of {folder}",
+            f"it has none of {', '.join(TOKENIZER_FILES[:3])} ...",
+            "give the folder that tokenizer.save_pretrained has written",
+        )
+    return found
+
+
+def _of_adapter(source: _Source, root: Path) -> tuple[_Source, str]:
+    """The tensors of the adapter by peft's names, and the text of its configuration."""
+    adapter = read_adapter(RunFolder(root).adapter)
+    lacking = [name for name in adapter.names.values() if name not in source.forms]
+    if lacking or adapter.left_out:
+        found = f"the checkpoint does not have {first_of(lacking)}"
+        if not lacking:
+            found = f"the run trains {first_of(adapter.left_out)}, which no adapter has"
+        raise UserError("export an adapter", found, "export the whole model, or name it in modules_to_save of peft")
+    names = adapter.names.items()
+    text = json.dumps(adapter.config, indent=2, sort_keys=True) + "\n"
+    forms = {there: source.forms[name] for there, name in names}
+    return _Source(forms, {there: source.pieces[name] for there, name in names}), text
+
+
+def _write_all(
+    to: Path, source: _Source, shards: Mapping[str, Sequence[str]], texts: Mapping[str, str], copied: Sequence[Path]
+) -> None:
     """The files, config.json last: a folder that has it is whole. On an error what was written goes."""
-    texts = _texts(source, shards, config)
     made = [folder for folder in (to, *to.parents) if not folder.exists()]
     try:
         to.mkdir(parents=True, exist_ok=True)
         for file, names in shards.items():
             _write_shard(to / file, names, source)
+        for path in copied:
+            shutil.copyfile(path, to / path.name)
         for file, text in texts.items():
             (to / file).write_text(text, encoding="utf-8")
     except BaseException as error:
-        _remove([to / file for file in (*shards, *texts)], made)
+        _remove([to / file for file in (*shards, *texts, *(path.name for path in copied))], made)
         if isinstance(error, OSError | ValueError):  # also a shape that no array can have
             raise CheckpointError(f"export to {to}", str(error), "") from error
         raise
@@ -215,6 +272,8 @@ def _texts(source: _Source, shards: Mapping[str, Sequence[str]], config: ModelCo
         total = {"total_size": sum(map(size_bytes, source.forms.values()))}
         places = {name: file for file, names in shards.items() for name in names}
         texts[INDEX] = json.dumps({"metadata": total, "weight_map": places}, indent=2) + "\n"
+    if config is not None and config.generation is not None:
+        texts[GENERATION] = json.dumps(config.generation, indent=2) + "\n"
     if config is not None:
         texts[CONFIG] = json.dumps(_config(config, source.forms), indent=2) + "\n"
     return texts

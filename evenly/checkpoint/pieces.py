@@ -70,7 +70,7 @@ def find_pieces(folder: Path, files: Iterable[str], forms: Mapping[str, TensorFo
     """name -> pieces, of all tensors in the files. Raises `Unsound` unless they make up those of `forms`, all whole."""
     found: dict[str, list[Piece]] = {}
     for file in sorted(files):
-        for name, piece in _pieces_in(folder / file).items():
+        for name, piece in pieces_in(folder / file).items():
             found.setdefault(name, []).append(piece)
     wrong = differences({name: _complete_form(pieces) for name, pieces in found.items()}, forms)
     if wrong:
@@ -108,7 +108,19 @@ def read_tensor(form: TensorForm, pieces: Sequence[Piece]) -> NDArray[np.uint8]:
     return whole
 
 
-def _pieces_in(path: Path) -> dict[str, Piece]:
+def read_elements(piece: Piece, first: int, end: int) -> NDArray[np.uint8]:
+    """The bytes of elements `first` to `end` of a piece, in its order. Raises `OSError` as `read_tensor` does."""
+    element = TYPES[NAMES[piece.form.dtype]][1]
+    content = np.empty((end - first) * element, dtype=np.uint8)
+    with piece.path.open("rb") as file:
+        file.seek(piece.start + first * element)
+        if file.readinto(content.data) != content.nbytes:
+            raise OSError(f"{piece.path.name} ends too early")
+    return content
+
+
+def pieces_in(path: Path) -> dict[str, Piece]:
+    """The pieces of one file, by name. Raises `Unsound` for a malformed header."""
     try:
         with path.open("rb") as file:
             size = path.stat().st_size

@@ -233,13 +233,19 @@ def export_command(
     to: Annotated[Path, typer.Option(metavar="DIR2", help="Folder to write: new, or empty.")],
     step: Annotated[str, typer.Option(metavar="N|best", help="Which checkpoint.")] = "newest",
     average: Annotated[bool, typer.Option("--average", help="Write the averaged weights, as the job keeps.")] = False,
+    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="The most that a file holds.")] = "5GB",
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Copy the tokenizer's files from there.")
+    ] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Only the adapter of a peft model.")] = False,
     json_only: Json = False,
     debug: Debug = False,
 ) -> None:
     """Write a checkpoint's weights as safetensors, which from_pretrained loads if it is a transformers model."""
-    from evenly.cli.export import run_export
+    from evenly.cli.export import ExportOptions, run_export
 
-    raise typer.Exit(run_export(run, to, step, average=average, json_only=json_only))
+    options = ExportOptions(step, average, shard_size, tokenizer, adapter)
+    raise typer.Exit(run_export(run, to, options, json_only=json_only))
 
 
 @app.command("checkpoints")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-import torch
+from torch import nn
 
 from evenly.comm.world import World
 from evenly.engine.build import build_model, check_same_start, refuse_gradient_hooks
 from evenly.engine.compose import Composed, compose, devices_of
 from evenly.engine.find_splits import find_splits
 from evenly.job import Job
-from evenly.launch.allocator import hand_back_freed_memory, keep_freed_memory
+from evenly.launch.allocator import hand_back_freed_memory, keep_freed_memory, return_freed_memory
 from evenly.parallel.core.sharded_init import ShardedInit
 from evenly.parallel.core.stale import mark_stale, memory_of
 from evenly.plan import Plan
@@ -22,9 +23,13 @@ if TYPE_CHECKING:
     from evenly.parallel.pipeline.stages import StagePlan
 
 
-def build_and_compose(job: Job, plan: Plan, world: World) -> Composed:
+Load = Callable[[nn.Module, ShardedInit | None], None]
+
+
+def build_and_compose(job: Job, plan: Plan, world: World, load: Load | None = None) -> Composed:
     """The job's model, composed with the plan; a rank never holds more than its shards and one full tensor at a time.
 
+    load: gives a model that was just built, on this rank in slices, other values than its constructor's.
     A collective. Raises `PlanError`, on all ranks alike, where the model cannot be split so.
     """
     sharded = plan.data.zero_stage == 3 or plan.tensor.active or plan.pipeline.active
@@ -40,6 +45,10 @@ def build_and_compose(job: Job, plan: Plan, world: World) -> Composed:
             if not init.has_large:
                 stack.close()  # the operations of all that follows need not be watched
             refuse_gradient_hooks(modules[0], plan)
+            return_freed_memory()  # small blocks, which its constructor has left
+        if load is not None:
+            for module in modules:
+                load(module, init)
         check_same_start(modules[0], world, init)
         before = memory_of(modules[0])
         splits = find_splits(job, modules[0], plan, world)
@@ -54,7 +63,7 @@ def build_and_compose(job: Job, plan: Plan, world: World) -> Composed:
     return composed
 
 
-def _find_stages(job: Job, model: torch.nn.Module, plan: Plan, world: World) -> tuple[StagedModel, StagePlan] | None:
+def _find_stages(job: Job, model: nn.Module, plan: Plan, world: World) -> tuple[StagedModel, StagePlan] | None:
     if not plan.pipeline.active:
         return None
     from evenly.engine.find_stages import find_stages  # torch's parts behind it take a while to import

@@ -43,6 +43,11 @@ class RunFolder:
         return self.root / "model_config.json"
 
     @property
+    def adapter(self) -> Path:
+        """Of which tensors the adapter of a peft model is made, and its configuration."""
+        return self.root / "adapter.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 

@@ -6,6 +6,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,6 +68,7 @@ class JobProfiler:
         """The job's model; without memory where its code can be built so."""
         if precision not in self._models:
             self._models[precision] = self._built(precision)
+            self._check_weights(self._models[precision])
         return self._models[precision]
 
     def _built(self, precision: str) -> nn.Module:
@@ -75,6 +77,13 @@ class JobProfiler:
                 return build_model(self.job, precision=precision, device=None)
         except UserError:
             return build_model(self.job, precision=precision, device=None)
+
+    def _check_weights(self, model: nn.Module) -> None:
+        """Raises `UserError` where the job's weights are not of its model."""
+        if self.job.weights is not None:
+            from evenly.checkpoint.weights import check_weights  # takes a second to import
+
+            check_weights(Path(self.job.weights), model)
 
     def share(self, rank: int, ranks: int) -> Share:
         """What `rank` of `ranks` runs."""

@@ -11,6 +11,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evenly.checkpoint.adapter import write_adapter
 from evenly.checkpoint.config import write_model_config
 from evenly.checkpoint.plain import encode
 from evenly.comm.world import World
@@ -152,3 +153,4 @@ def _write_decisions(run: Run, folder: RunFolder, predicted: Mapping[str, Any] |
         folder.plan.write_text(json.dumps(decisions, indent=1) + "\n")
     pipeline = run.composed.pipeline
     write_model_config(run.model, folder.model_config, pipeline.tensors if pipeline is not None else ())
+    write_adapter(run.model_start.adapter, folder.adapter)

@@ -44,6 +44,7 @@ from evenly.train.interrupt import Interrupt
 from evenly.train.keep_state import keeping_state
 from evenly.train.look import check_job, check_model, check_update, shapes_vary, worthwhile_primitives
 from evenly.train.options import RunOptions, merge_options
+from evenly.train.pretrained import ModelStart
 from evenly.train.rank_speeds import measured_speeds
 from evenly.train.recorder import RunRecorder, record_decisions
 from evenly.train.reports import Evaluation, PassReport, StepReport
@@ -91,7 +92,8 @@ class Run:
         with world.during("first step"):
             seen = check_job(job, decision.plan, world)
             vary = shapes_vary(job, decision.plan)
-        self.composed: Composed = build_and_compose(job, decision.plan, world)
+        self.model_start = ModelStart(job, world, options)
+        self.composed: Composed = build_and_compose(job, decision.plan, world, self.model_start)
         if vary:
             keep_primitives(worthwhile_primitives(self.composed.model, decision.plan))  # before the first forward
         self.freed_memory = _freed_memory(options, world)

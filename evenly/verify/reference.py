@@ -14,9 +14,11 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from torch.utils.data import default_collate
 
@@ -373,7 +375,26 @@ def build_model(job: Job, device: str = "cpu") -> torch.nn.Module:
             parameter.requires_grad_(False)
     if job.precision in WEIGHTS:
         model = model.to(WEIGHTS[job.precision])
+    if job.weights is not None:
+        _load(model, Path(job.weights))
     return in_training(model).to(device)
+
+
+def _load(model: torch.nn.Module, weights: Path) -> None:
+    """Gives `model` the values of all files of safetensors in `weights`, a file or folder."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in [weights] if weights.suffix == ".safetensors" else sorted(weights.glob("*.safetensors")):
+        tensors |= load_file(file)
+    state = model.state_dict()
+    # What a model's attribute adds to the names of the one that it holds.
+    begins = ["".join(f"{part}." for part in next(iter(state)).split(".")[:count]) for count in range(9)]
+    begin = next((one for one in begins if all(one + name in state for name in tensors)), "")
+    missing, unexpected = model.load_state_dict({begin + name: one for name, one in tensors.items()}, strict=False)
+    loaded = {state[begin + name].data_ptr() for name in tensors if begin + name in state}
+    lacking = [name for name in missing if state[name].data_ptr() not in loaded]  # by no other name either
+    if lacking or unexpected:
+        found = f"missing: {', '.join(lacking) or 'none'}; not in the model: {', '.join(unexpected) or 'none'}"
+        raise UserError(f"weights={str(weights)!r}", found, "give the weights of this model")
 
 
 def _build(job: Job, device: str = "cpu") -> tuple[torch.nn.Module, torch.optim.Optimizer, Any, torch.amp.GradScaler]:

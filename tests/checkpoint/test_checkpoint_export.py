@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -19,6 +21,7 @@ from safetensors.torch import load_file, load_model, save_file
 from torch import nn, optim
 
 import evenly
+from evenly.checkpoint.adapter import find_adapter, write_adapter
 from evenly.checkpoint.config import find_model_config, write_model_config
 from evenly.checkpoint.export import Exported, export, split
 from evenly.checkpoint.folder import CheckpointFolder
@@ -96,8 +99,9 @@ def test_the_files_are_those_of_save_pretrained(tmp_path: Path) -> None:
         export(tmp_path / "run", tmp_path / name, shard_bytes=export_bytes)
         model.save_pretrained(tmp_path / f"their-{name}", max_shard_size=theirs)
         ours, expected = ({p.name: p for p in (tmp_path / n).iterdir()} for n in (name, f"their-{name}"))
-        assert ours.keys() == expected.keys() - {"generation_config.json"}
-        assert json.loads(ours["config.json"].read_text()) == json.loads(expected["config.json"].read_text())
+        assert ours.keys() == expected.keys() and "generation_config.json" in ours
+        for file in ("config.json", "generation_config.json"):
+            assert json.loads(ours[file].read_text()) == json.loads(expected[file].read_text())
         for file in ours:
             if file.endswith(".safetensors"):
                 assert_same(load_file(ours[file]), load_file(expected[file]))
@@ -422,3 +426,103 @@ def test_what_was_exported_is_told(tmp_path: Path) -> None:
     save(tmp_path, nn.Linear(2, 1), 5)
     told = export(tmp_path, tmp_path / "out")
     assert told == Exported(step=5, files=("model.safetensors",), tensors=2, bytes=12, model_class=None)
+
+
+def test_the_tokenizer_s_files_are_copied(tmp_path: Path) -> None:
+    save(tmp_path / "run", MODELS["llama"](), 1)
+    given = tmp_path / "tokenizer"
+    given.mkdir()
+    with pytest.raises(UserError, match=r"it has none of tokenizer\.json"):
+        export(tmp_path / "run", tmp_path / "out", tokenizer=given)
+    assert not (tmp_path / "out").exists()
+    (given / "tokenizer.json").write_text("{}")
+    (given / "pytorch_model.bin").write_text("not copied")
+    export(tmp_path / "run", tmp_path / "out", tokenizer=given)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+    }  # fmt: skip
+
+
+# Of transformers, about what peft asks it.
+quiet = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+
+
+def adapted(seed: int) -> Any:
+    """A Llama with an adapter in every linear layer of its blocks, its norm trained too."""
+    torch.manual_seed(0)
+    base = MODELS["llama"]()
+    torch.manual_seed(seed)
+    modules = peft.LoraConfig(r=3, target_modules="all-linear", modules_to_save=["norm"], init_lora_weights=False)
+    return peft.get_peft_model(base, modules)
+
+
+@quiet
+@pytest.mark.parametrize("wrap", [lambda model: model, Wrapped], ids=["bare", "wrapped"])
+def test_peft_loads_the_adapter(wrap: Callable[[Any], nn.Module], tmp_path: Path) -> None:
+    model = adapted(1)
+    held = wrap(model)
+    save(tmp_path / "run", held, 3)
+    write_adapter(find_adapter(held), RunFolder(tmp_path / "run").adapter)
+    done = export(tmp_path / "run", tmp_path / "out", adapter=True)
+    model.save_pretrained(tmp_path / "theirs")
+    expected = load_file(tmp_path / "theirs" / "adapter_model.safetensors")
+    assert done.adapter and done.tensors == len(expected)
+    assert_same(load_file(tmp_path / "out" / "adapter_model.safetensors"), expected)
+    ours, theirs = (json.loads((tmp_path / n / "adapter_config.json").read_text()) for n in ("out", "theirs"))
+    assert ours.keys() == theirs.keys() and ours["r"] == 3 and ours["inference_mode"]
+    torch.manual_seed(0)
+    loaded_again = peft.PeftModel.from_pretrained(MODELS["llama"](), str(tmp_path / "out"))
+    tokens = torch.arange(10).view(1, 10)
+    assert torch.equal(loaded_again.eval()(tokens).logits, model.eval()(tokens).logits)
+
+
+@quiet
+def test_what_is_no_adapter_s_is_named(tmp_path: Path) -> None:
+    model = adapted(1)
+    model.base_model.model.lm_head.weight.requires_grad_(True)
+    save(tmp_path / "run", model, 3)
+    write_adapter(find_adapter(model), RunFolder(tmp_path / "run").adapter)
+    with pytest.raises(UserError, match=r"the run trains \S*lm_head\S*, which no adapter has"):
+        export(tmp_path / "run", tmp_path / "out", adapter=True)
+    write_adapter(find_adapter(nn.Linear(2, 1)), RunFolder(tmp_path / "run").adapter)
+    with pytest.raises(UserError, match="was no PeftModel"):
+        export(tmp_path / "run", tmp_path / "out", adapter=True)
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randint(0, 64, (7,), generator=torch.Generator().manual_seed(index))
+
+
+def token_loss(model: nn.Module, tokens: torch.Tensor) -> evenly.Loss:
+    logits = model(tokens).logits[:, :-1].flatten(0, 1)
+    return evenly.Loss(nn.functional.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum"), tokens.numel())
+
+
+def train_adapter(plan: str, out: Path) -> None:
+    job = evenly.Job(
+        model=lambda: adapted(1), loss=token_loss, data=Tokens(), global_batch=4, steps=2, precision="float64",
+        optimizer=lambda parameters: optim.SGD([p for p in parameters if p.requires_grad], lr=0.1),
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with evenly.start(job, plan=plan, out=out) as run:
+            for batch in run.batches():
+                run.step(batch)
+
+
+@quiet
+@pytest.mark.parametrize("plan", ["zero3", "tensor=2", "pipeline=2"])
+def test_an_adapter_that_was_trained_under_any_plan_is_exported(plan: str, ranks: KeptRanks, tmp_path: Path) -> None:
+    train_adapter("single", tmp_path / "single")
+    ranks.run(train_adapter, plan, tmp_path / "split")
+    export(tmp_path / "single", tmp_path / "expected", adapter=True)
+    done = export(tmp_path / "split", tmp_path / "found", adapter=True)
+    expected, found = (load_file(tmp_path / n / "adapter_model.safetensors") for n in ("expected", "found"))
+    assert found.keys() == expected.keys() and done.tensors == len(expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-9)
+    peft.PeftModel.from_pretrained(MODELS["llama"](), str(tmp_path / "found"))

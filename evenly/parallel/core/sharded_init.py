@@ -17,6 +17,7 @@ All ranks do the same operations in the same order: restoring is a collective. W
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ from evenly.parallel.core.mutation_guard import fingerprint_of_bytes
 from evenly.torch_private import TorchDispatchMode
 
 LEAST_BYTES = 1 << 20  # smaller storages stay where they are
+BYTES_AT_ONCE = 1 << 22  # that are read of a file
 NO_STORAGE = 0
 
 _aten = torch.ops.aten
@@ -84,6 +86,23 @@ class ShardedInit(TorchDispatchMode):
         large = self._large.get(_key(tensor))
         return None if large is None or large.slice is None else large.fingerprint
 
+    def write(self, tensor: torch.Tensor, read: Callable[[int, int], torch.Tensor]) -> bool:
+        """Fills this rank's slice of an offloaded tensor; returns False, with nothing done, for any other.
+
+        read: given the first byte of `tensor` and that behind the last, yields these bytes (1D, uint8). No collective.
+        """
+        large = self._large.get(_key(tensor))
+        if large is None or large.slice is None or not tensor.is_contiguous():
+            return False
+        sizes = even_sizes(large.size, self._group.size)
+        offset = sum(sizes[: self._group.position])  # of the slice in the storage
+        begin = int(tensor.storage_offset()) * tensor.itemsize  # of the tensor in it
+        first, end = max(offset, begin), min(offset + len(large.slice), begin + tensor.nbytes)
+        for start in range(first, end, BYTES_AT_ONCE):
+            stop = min(start + BYTES_AT_ONCE, end)
+            large.slice[start - offset : stop - offset] = read(start - begin, stop - begin)
+        return True
+
     @property
     def offloaded_bytes(self) -> int:
         """What all ranks together hold in slices."""
@@ -107,6 +126,7 @@ class ShardedInit(TorchDispatchMode):
             return other
         if func.overloadpacket not in SHAPES_ONLY:
             given = list(tensors_in((args, kwargs or {})))
+            self._offload_before({_key(tensor) for tensor in given})
             written = given.pop(0) if func.overloadpacket in OVERWRITES else None
             # What is read comes first: what is overwritten may be read too (`w.copy_(w)`).
             for tensor in given:
@@ -145,6 +165,13 @@ class ShardedInit(TorchDispatchMode):
         if storage.nbytes() >= self._least_bytes:
             self._large[key] = _Large(weakref.ref(storage), storage.nbytes(), pinned)
             weakref.finalize(storage, self._large.pop, key, None)
+
+    def _offload_before(self, needed: Collection[int]) -> None:
+        """Makes room where some of these keys are of offloaded storages, which are about to be made whole."""
+        if any(self._large[key].slice is not None for key in needed if key in self._large):
+            for key, large in [*self._large.items()]:
+                if key not in needed and large.slice is None and not large.pinned:
+                    self._offload(large)
 
     def _offload_all_but_the_last(self) -> None:
         whole = [large for large in self._large.values() if large.slice is None and not large.pinned]
