@@ -127,11 +127,7 @@ def reference_steps(
         _check_finite(step + 1, sums.totals, sums.weights)
         _check_dense(model)
         scaler.unscale_(optimizer)
-        used = [p for p in model.parameters() if p.grad is not None]
-        for parameter in used:
-            assert parameter.grad is not None
-            parameter.grad /= math.fsum(sums.weights)
-        grad_norm = float(torch.nn.utils.clip_grad_norm_(used, job.clip_norm or float("inf")))
+        grad_norm = _clip_mean(job, model, math.fsum(sums.weights))
         _check_norm(job, step + 1, grad_norm)
         with seeded(stream_key(job.seed, "optimizer", step + 1)):
             scaler.step(optimizer)
@@ -154,6 +150,15 @@ def reference_steps(
             sums.metrics,
             evaluation,
         )
+
+
+def _clip_mean(job: Job, model: torch.nn.Module, weight: float) -> float:
+    """Divides the summed gradients by `weight`, and clips them; returns their norm before."""
+    used = [p for p in model.parameters() if p.grad is not None]
+    for parameter in used:
+        assert parameter.grad is not None
+        parameter.grad /= weight
+    return float(torch.nn.utils.clip_grad_norm_(used, job.clip_norm or float("inf")))
 
 
 def evaluates(job: Job, step: int, steps: int) -> bool:
