@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from evenly.job import SWA as SWA
     from evenly.job import Job as Job
     from evenly.job import Loss as Loss
-    from evenly.launch.agent import launch as launch
     from evenly.observe.loggers.csv import CSVLogger as CSVLogger
     from evenly.observe.loggers.mlflow import MLFlowLogger as MLFlowLogger
     from evenly.observe.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from evenly.plan import Plan as Plan
     from evenly.plan import PlanSpec as PlanSpec
     from evenly.train.hooks import EarlyStopping as EarlyStopping
+    from evenly.train.launch_job import launch as launch
     from evenly.train.run import Run as Run
     from evenly.train.run import start as start
 
@@ -45,7 +45,7 @@ _HOMES = {
     "UserError": "evenly.errors",
     "WandbLogger": "evenly.observe.loggers.wandb",
     "World": "evenly.comm.world",
-    "launch": "evenly.launch.agent",
+    "launch": "evenly.train.launch_job",
     "start": "evenly.train.run",
 }
 

@@ -16,8 +16,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from kept_ranks import KeptRanks
 
-import evenly.launch.no_collection  # noqa: F401  until all tests are imported
-from evenly.launch.frozen import freeze_imports
+import evenly.launcher.no_collection  # noqa: F401  until all tests are imported
+from evenly.launcher.frozen import freeze_imports
 
 _cache = tempfile.TemporaryDirectory(prefix="evenly-cache-")  # gone with this process
 os.environ["XDG_CACHE_HOME"] = _cache.name

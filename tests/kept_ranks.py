@@ -22,10 +22,10 @@ import psutil
 
 from evenly.comm.connect import connect, disconnect
 from evenly.comm.groups import Group
-from evenly.launch.environment import find_here
+from evenly.launcher.environment import find_here
 
 PRELOAD = [
-    "evenly.launch.no_collection",
+    "evenly.launcher.no_collection",
     "torch",
     "torch.distributed",
     "torch._dynamo",  # every optimizer imports it
@@ -39,7 +39,7 @@ PRELOAD = [
     "evenly.engine.find_splits",
     "evenly.engine.pipeline_executor",
     "evenly.parallel.data.shards",
-    "evenly.launch.preload",
+    "evenly.launcher.preload",
 ]
 
 

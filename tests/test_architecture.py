@@ -27,7 +27,7 @@ ORDER = (
     "jobfile",
     "plan",
     "observe",
-    "launch",
+    "launcher",
     "hardware",
     "data",
     "torch_private",
@@ -53,7 +53,7 @@ WITHOUT_TORCH = (
     "errors",
     "job",
     "plan",
-    "launch",
+    "launcher",
     "hardware",
     "observe",
     "parallel.pipeline.orders",
@@ -245,7 +245,7 @@ def test_the_reference_of_verification_knows_no_engine() -> None:
 # --- what stays light ----------------------------------------------------------------------------------
 
 
-WITH_TORCH = ("evenly.launch.rendezvous",)  # a class of torch's, which the agent imports when it starts ranks
+WITH_TORCH = ("evenly.launcher.rendezvous",)  # a class of torch's, which the agent imports when it starts ranks
 
 
 def light_modules() -> list[str]:
@@ -313,7 +313,7 @@ def processor_seconds(program: str, *arguments: str) -> float:
 
 
 def test_one_file_touches_the_environment() -> None:
-    assert uses("os", ENVIRONMENT, outside=("evenly.launch.environment",)) == []
+    assert uses("os", ENVIRONMENT, outside=("evenly.launcher.environment",)) == []
 
 
 def test_only_comm_calls_collectives() -> None:
@@ -372,7 +372,7 @@ PACKAGE_LINES = {
     "data": 851,  # shares by speed; streams of updates and schedules; errors that hold no worker
     "engine": 2347,  # averaged weights; small models are not watched; where bad numbers come from; optimizers
     "hardware": 986,  # where there can be no GPU; kinds of devices can be registered; numbers beyond all machines
-    "launch": 3310,  # memory that grows; garbage; ranks that leave; want of memory; doors; nodes; restarts; signals
+    "launcher": 3310,  # memory that grows; garbage; ranks that leave; want of memory; doors; nodes; restarts; signals
     "model": 554,  # parameters in one memory; modes that the job has set; made-up numbers; blocks of several classes
     "observe": 1109,  # writing that hangs; the plans that a run was started under; ranks that stand still; slow ranks
     "parallel": 1,

@@ -25,7 +25,7 @@ import torch
 import evenly
 from evenly.checkpoint.state import parameter_of, read_state
 from evenly.jobfile import load_job
-from evenly.launch.agent import Launch, start_ranks
+from evenly.launcher.agent import Launch, start_ranks
 from evenly.train.run import Run
 
 ROOT = Path(__file__).parents[2]

@@ -28,7 +28,7 @@ import torch.distributed.checkpoint as dcp
 
 import evenly
 from evenly.checkpoint.state import read_state
-from evenly.launch.agent import Launch, start_ranks
+from evenly.launcher.agent import Launch, start_ranks
 from evenly.train.run import Run
 
 RESULTS = Path(__file__).parents[1] / "results" / "checkpoints_while_training.json"

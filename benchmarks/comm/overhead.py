@@ -24,8 +24,8 @@ import torch.distributed as dist
 from evenly.comm.connect import connect, disconnect
 from evenly.comm.groups import Group
 from evenly.comm.operations import all_reduce, barrier
-from evenly.launch.agent import Launch, start_ranks
-from evenly.launch.environment import find_here
+from evenly.launcher.agent import Launch, start_ranks
+from evenly.launcher.environment import find_here
 from evenly.observe.recorder import Recorder
 
 RESULTS = Path(__file__).parents[1] / "results" / "comm.json"

@@ -130,7 +130,7 @@ def serve(answers: int) -> None:
     """Runs what comes on stdin until that closes."""
     from evenly.cli.main import main
     from evenly.cli.run import PRELOAD
-    from evenly.launch.agent import warm_up
+    from evenly.launcher.agent import warm_up
 
     warm_up([*PRELOAD, "evenly.train.snapshots"])
     import evenly.train.loop

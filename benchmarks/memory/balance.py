@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import evenly
-from evenly.launch.agent import Launch, start_ranks
+from evenly.launcher.agent import Launch, start_ranks
 from evenly.train.step import counting_memory
 
 RESULTS = Path(__file__).parents[1] / "results" / "balance.json"

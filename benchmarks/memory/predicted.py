@@ -24,7 +24,7 @@ import torch
 
 import evenly
 from evenly.errors import UserError
-from evenly.launch.agent import Launch, start_ranks
+from evenly.launcher.agent import Launch, start_ranks
 from evenly.plan import parse_plan
 from evenly.planner.job_memory import memory_of_ranks
 from evenly.planner.job_profile import JobProfiler

@@ -21,7 +21,7 @@ import evenly
 from evenly.data.generators import seeded
 from evenly.data.stream import stream_key
 from evenly.engine.executor import peak_bytes
-from evenly.launch.agent import Launch, start_ranks
+from evenly.launcher.agent import Launch, start_ranks
 
 RESULTS = Path(__file__).parents[1] / "results" / "start.json"
 WIDTH, BLOCKS, VOCABULARY = 2048, 19, 16_000

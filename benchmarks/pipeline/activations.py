@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tower import Tower, keep, tower_job
 
 import evenly
-from evenly.launch.agent import Launch, start_ranks
+from evenly.launcher.agent import Launch, start_ranks
 from evenly.parallel.core.memory import MemoryCounter
 from evenly.parallel.pipeline.orders import orders
 from evenly.plan.schedule import SCHEDULES, Action, Kind, Schedule, stages_per_rank

@@ -24,7 +24,7 @@ from typing import Any
 from tower import BLOCKS, DISTURBED, WIDTH, bind, keep, kept, load, tower_job, waited_s
 
 import evenly
-from evenly.launch.agent import Launch, start_ranks
+from evenly.launcher.agent import Launch, start_ranks
 from evenly.parallel.pipeline.orders import orders
 from evenly.plan.schedule import SCHEDULES, Schedule, stages_per_rank
 from evenly.planner.timeline import Costs, Timeline, costs_of, ideal_bubble, simulate

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from tower import DISTURBED, SAMPLES, bind, enough, keep, load, tower_job, waited_s
 
 import evenly
-from evenly.launch.agent import Launch, start_ranks
+from evenly.launcher.agent import Launch, start_ranks
 
 RANKS, MICROBATCHES, WARM, TOLERANCE = 2, 8, 3, 1e-5
 PLANS = ("rounding",)

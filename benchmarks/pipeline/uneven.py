@@ -21,7 +21,7 @@ from tower import DISTURBED, SAMPLES, WIDTH, bind, enough, keep, load, tower_job
 
 import evenly
 from evenly.engine.find_stages import FLOPS_PER_BYTE
-from evenly.launch.agent import Launch, start_ranks
+from evenly.launcher.agent import Launch, start_ranks
 from evenly.parallel.pipeline.model import StagedModel
 from evenly.parallel.pipeline.stage_discovery import find_call_costs
 

@@ -22,7 +22,7 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "results" / "tensor.json"
 BASELINE, REFERENCE, YARDSTICK, TOLERANCE = "megatron", "single", "dtensor", 1e-4
 BLOCKS = {"T1": 4, "T2": 2}
-# Loopback alone; and what `evenly` tells the allocator, told to all (evenly/launch/allocator.py).
+# Loopback alone; and what `evenly` tells the allocator, told to all (evenly/launcher/allocator.py).
 MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20)}
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import evenly
-from evenly.launch.agent import launch
+from evenly.launcher.agent import launch
 
 STEPS = 8
 

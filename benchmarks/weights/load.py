@@ -34,7 +34,7 @@ import evenly.train.run as run_module
 from evenly.checkpoint.export import export
 from evenly.engine.compose import Composed
 from evenly.errors import UserError
-from evenly.launch.agent import Launch, start_ranks
+from evenly.launcher.agent import Launch, start_ranks
 
 RESULTS = Path(__file__).parents[1] / "results" / "weights.json"
 PLANS = ("zero3", "tensor=4 data=1", "pipeline=4 data=1")

@@ -14,8 +14,8 @@ import torch
 from evenly.comm.connect import connect, disconnect
 from evenly.comm.ring import Ran, ring_all_reduce
 from evenly.comm.transport import even_sizes
-from evenly.launch.agent import Launch, start_ranks
-from evenly.launch.environment import find_here
+from evenly.launcher.agent import Launch, start_ranks
+from evenly.launcher.environment import find_here
 
 RANKS, LENGTH = 4, 4096
 COLOURS = ["#4477aa", "#ee6677", "#228833", "#ccbb44"]

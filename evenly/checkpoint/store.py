@@ -35,7 +35,7 @@ from evenly.checkpoint.tensors import read_tensors, save_tensors
 from evenly.checkpoint.writer import form_of
 from evenly.comm.groups import Group
 from evenly.errors import CheckpointError, EvenlyError, ResumeError, UserError
-from evenly.launch.allocator import free_memory_bytes
+from evenly.launcher.allocator import free_memory_bytes
 from evenly.parallel.data.grouping import deal_out
 
 T = TypeVar("T")

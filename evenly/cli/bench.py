@@ -13,7 +13,7 @@ from evenly.errors import UserError
 from evenly.hardware.cluster import Cluster, Link, Rates
 from evenly.hardware.cluster_file import read_cluster, write_cluster
 from evenly.hardware.cluster_text import kind_here, local_cluster, local_devices
-from evenly.launch.agent import Launch, start_ranks, warm_up
+from evenly.launcher.agent import Launch, start_ranks, warm_up
 
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 

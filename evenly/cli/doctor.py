@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from evenly.cli.tables import print_wrapped
 from evenly.comm.doctor import examine
-from evenly.launch.environment import process_environment
+from evenly.launcher.environment import process_environment
 
 INDENT = " " * 10
 SIGNS = {"ok": "ok", "note": "note", "problem": "PROBLEM"}

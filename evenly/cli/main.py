@@ -15,8 +15,8 @@ import typer
 
 from evenly.cli.tables import print_wrapped
 from evenly.errors import EvenlyError, UserError
-from evenly.launch.rounds import NodeRange
-from evenly.launch.signals import end_with_code, named_signals
+from evenly.launcher.rounds import NodeRange
+from evenly.launcher.signals import end_with_code, named_signals
 
 # Objects until garbage is collected: at Python's own 700 that takes a fifth of the time in which torch is imported.
 ALLOCATIONS = 20_000

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from evenly.checkpoint.folder import CheckpointFolder
 from evenly.cli.tables import printable
 from evenly.errors import UserError
-from evenly.launch.agent import FailedRank
+from evenly.launcher.agent import FailedRank
 from evenly.observe.attempts import EndedAttempt, note_end, plans_started
 from evenly.observe.run_folder import RunFolder
 

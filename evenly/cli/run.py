@@ -17,18 +17,18 @@ from evenly.cli.no_room import newest_step, options_with_less, starts_of
 from evenly.errors import PlanError, UserError
 from evenly.hardware.cluster_text import local_devices, local_gpus
 from evenly.jobfile import check_settings, owns_loop, parse_settings, read_with
-from evenly.launch.agent import FailedRank, Launch, start_ranks, warm_up
-from evenly.launch.environment import CHECK_VARIABLE, OPTIONS_VARIABLE, find_here, import_quiet_torch, restart_count
-from evenly.launch.rank import EXIT_STOPPED
-from evenly.launch.restarts import Failure, error_raised, pause_before_restart
-from evenly.launch.rounds import NodeRange
+from evenly.launcher.agent import FailedRank, Launch, start_ranks, warm_up
+from evenly.launcher.environment import CHECK_VARIABLE, OPTIONS_VARIABLE, find_here, import_quiet_torch, restart_count
+from evenly.launcher.rank import EXIT_STOPPED
+from evenly.launcher.restarts import Failure, error_raised, pause_before_restart
+from evenly.launcher.rounds import NodeRange
 from evenly.observe.loggers.choose import make_loggers
 from evenly.observe.run_folder import RunFolder
 from evenly.observe.sinks import finite
 from evenly.plan import PlanSpec, asked_plan
 
 if TYPE_CHECKING:
-    from evenly.launch.environment import ProcessInfo
+    from evenly.launcher.environment import ProcessInfo
     from evenly.train.loop import Summary
     from evenly.train.options import RunOptions
 

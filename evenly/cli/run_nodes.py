@@ -1,4 +1,4 @@
-"""`evenly run` on several nodes: one launcher of a run that goes through rounds, see `launch/rounds`."""
+"""`evenly run` on several nodes: one launcher of a run that goes through rounds, see `launcher/rounds`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 from evenly.cli.no_room import newest_step
 from evenly.cli.run import RunRequest, exit_code, print_summary, train_on_ranks, with_way_on
 from evenly.errors import UserError
-from evenly.launch.agent import FailedRank, Launch
-from evenly.launch.environment import OPTIONS_VARIABLE, run_secret
-from evenly.launch.interfaces import socket_interface
-from evenly.launch.nodes import NodeRun, read_rendezvous
-from evenly.launch.rounds import Member, Report, Round
+from evenly.launcher.agent import FailedRank, Launch
+from evenly.launcher.environment import OPTIONS_VARIABLE, run_secret
+from evenly.launcher.interfaces import socket_interface
+from evenly.launcher.nodes import NodeRun, read_rendezvous
+from evenly.launcher.rounds import Member, Report, Round
 from evenly.observe.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from evenly.launch.rendezvous import NodeStore
-    from evenly.launch.signals import StopRequest
-    from evenly.launch.watch import Orders
+    from evenly.launcher.rendezvous import NodeStore
+    from evenly.launcher.signals import StopRequest
+    from evenly.launcher.watch import Orders
     from evenly.train.loop import Summary
     from evenly.train.options import RunOptions
 
@@ -35,7 +35,7 @@ def run_on_nodes(
     request: RunRequest, launch: Launch, settings: dict[str, Any], options: RunOptions, *, script: bool
 ) -> int:
     """Takes part in the run until it has ended; its exit code. Raises the first failure, on all nodes alike."""
-    from evenly.launch.rendezvous import NodeStore
+    from evenly.launcher.rendezvous import NodeStore
 
     secret = run_secret(request.secret_file)
     host, port = read_rendezvous(request.rendezvous, secret)

@@ -12,7 +12,7 @@ from evenly.cli.tables import print_table, print_wrapped
 from evenly.errors import UserError
 from evenly.job import PRECISIONS
 from evenly.jobfile import libraries_of, owns_loop, parse_settings
-from evenly.launch.agent import warm_up
+from evenly.launcher.agent import warm_up
 
 if TYPE_CHECKING:
     from evenly.verify.verify import Verification

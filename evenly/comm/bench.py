@@ -35,7 +35,7 @@ from evenly.comm.operations import (
 )
 from evenly.comm.ring import ring_all_reduce
 from evenly.comm.transport import even_sizes
-from evenly.launch.environment import find_here
+from evenly.launcher.environment import find_here
 
 TIME_PER_SIZE_S = 0.25
 ROUNDS_AT_ONCE, MOST_ROUNDS = 3, 200

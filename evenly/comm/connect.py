@@ -18,10 +18,10 @@ from torch.distributed.rendezvous import rendezvous
 from evenly.comm.groups import Group
 from evenly.comm.world import World
 from evenly.errors import RunError, UserError
-from evenly.launch.allocator import keep_freed_memory
-from evenly.launch.environment import LOOPBACK, ProcessInfo, checking, record_file, restart_count, talk_over
-from evenly.launch.interfaces import local_address, socket_interface, words
-from evenly.launch.rendezvous import serve_store
+from evenly.launcher.allocator import keep_freed_memory
+from evenly.launcher.environment import LOOPBACK, ProcessInfo, checking, record_file, restart_count, talk_over
+from evenly.launcher.interfaces import local_address, socket_interface, words
+from evenly.launcher.rendezvous import serve_store
 from evenly.observe.recorder import Recorder
 
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from evenly.errors import EvenlyError, UserError
-from evenly.launch.agent import Launch, start_ranks
-from evenly.launch.allocator import cgroup_limit_bytes
-from evenly.launch.environment import LOOPBACK, LOOPBACK_INTERFACE, available_cores, find_process, process_environment
-from evenly.launch.interfaces import ELSEWHERE, local_address, socket_interface
+from evenly.launcher.agent import Launch, start_ranks
+from evenly.launcher.allocator import cgroup_limit_bytes
+from evenly.launcher.environment import LOOPBACK, LOOPBACK_INTERFACE, available_cores, find_process, process_environment
+from evenly.launcher.interfaces import ELSEWHERE, local_address, socket_interface
 
 if TYPE_CHECKING:
     from evenly.comm.groups import Group

@@ -13,7 +13,7 @@ from evenly.engine.build import build_model, check_same_start, refuse_gradient_h
 from evenly.engine.compose import Composed, compose, devices_of
 from evenly.engine.find_splits import find_splits
 from evenly.job import Job
-from evenly.launch.allocator import hand_back_freed_memory, keep_freed_memory, return_freed_memory
+from evenly.launcher.allocator import hand_back_freed_memory, keep_freed_memory, return_freed_memory
 from evenly.parallel.core.sharded_init import ShardedInit
 from evenly.parallel.core.stale import mark_stale, memory_of
 from evenly.plan import Plan

@@ -16,7 +16,7 @@ from evenly.engine.build import build_model
 from evenly.engine.precision import place_batch
 from evenly.errors import PlanError, UserError
 from evenly.job import Job, Precision
-from evenly.launch.environment import cache_folder
+from evenly.launcher.environment import cache_folder
 from evenly.parallel.tensor.derivation_cache import cached, key_of
 from evenly.parallel.tensor.splits import Derivation, ParameterSplit, Selection, SplitGroup, derive, select
 from evenly.parallel.tensor.trace import trace

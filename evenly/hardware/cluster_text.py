@@ -17,9 +17,9 @@ from evenly.hardware.cluster import MOST_DEVICES, Cluster
 from evenly.hardware.cluster_file import read_cluster
 from evenly.hardware.devices import find_device, known_device
 from evenly.hardware.links import network_names
-from evenly.launch.allocator import cgroup_limit_bytes
-from evenly.launch.environment import available_cores
-from evenly.launch.gpus import may_have_gpus
+from evenly.launcher.allocator import cgroup_limit_bytes
+from evenly.launcher.environment import available_cores
+from evenly.launcher.gpus import may_have_gpus
 
 LOCAL = "local"
 MOST_GBITS = 1_000_000

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from evenly.data.generators import undisturbed
-from evenly.launch.frozen import all_caches
+from evenly.launcher.frozen import all_caches
 from evenly.torch_private import FAKE_TENSOR_LOGGER, fake_mode, masks_not_compared
 
 Source = Literal["parameter", "buffer", "constant"]

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 PLAIN_INTERVAL_S = 2.0
 RECENT_STEPS = 20
 WIDEST_BAR, NARROWEST_BAR = 24, 6
+NOTEBOOK_INTERVAL_S = 0.1
 
 
 class Watcher(Protocol):
@@ -98,10 +99,44 @@ class StatusLine:
         )
 
 
-def make_watcher(*, main: bool, steps: int, done: int, unit: str) -> Watcher:
-    """The watcher for this rank: a line if its stderr is a terminal, lines if not, nothing on other ranks."""
+class NotebookLine:
+    """One line of a notebook's cell, written over at most ten times a second; texts are lines of their own."""
+
+    def __init__(self, *, steps: int, unit: str) -> None:
+        self._steps, self._written_at, self._line = steps, 0.0, ""
+        self._pace = Pace(steps, unit)
+
+    def on_step(self, report: Any) -> None:
+        now = time.monotonic()
+        self._pace.add(report, now)
+        line = "  ".join([f"step {report.step}/{self._steps}", *step_parts(report, self._pace)]) + why_skipped(report)
+        if now - self._written_at >= NOTEBOOK_INTERVAL_S or report.step in (1, self._steps):
+            self._written_at = now
+            self._write(line)
+        if report.skipped == "not finite":
+            self.on_text(line)
+
+    def on_text(self, text: str) -> None:
+        line, self._line = self._line, ""
+        print(f"\r{text.ljust(len(line))}", flush=True)
+        if line:
+            self._write(line)
+
+    def close(self) -> None:
+        if self._line:
+            print(flush=True)
+
+    def _write(self, line: str) -> None:
+        print(f"\r{line.ljust(len(self._line))}", end="", flush=True)
+        self._line = line
+
+
+def make_watcher(*, main: bool, steps: int, done: int, unit: str, notebook: bool = False) -> Watcher:
+    """The watcher for this rank: a status line if its stderr is a terminal, else lines; nothing on other ranks."""
     if not main:
         return NoProgress()
+    if notebook:
+        return NotebookLine(steps=steps, unit=unit)
     return StatusLine(steps=steps, done=done, unit=unit) if sys.stderr.isatty() else PlainLines(steps=steps, unit=unit)
 
 

@@ -8,7 +8,7 @@ from evenly.errors import PlanError
 from evenly.hardware.cluster import Cluster
 from evenly.hardware.cluster_text import local_cluster
 from evenly.job import Job
-from evenly.launch.environment import ProcessInfo
+from evenly.launcher.environment import ProcessInfo
 from evenly.plan import PlanSpec
 from evenly.planner.job_source import JobSource
 from evenly.planner.prediction import CAUSES_OF_MEMORY, CAUSES_OF_TIME, Prediction

@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Any
 
-from evenly.launch.environment import pause_asked
+from evenly.launcher.environment import pause_asked
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -20,7 +20,7 @@ import torch
 
 from evenly.checkpoint.folder import CheckpointFolder
 from evenly.errors import EvenlyError
-from evenly.launch.out_of_memory import is_out_of_memory
+from evenly.launcher.out_of_memory import is_out_of_memory
 from evenly.train.nonfinite import BuffersBefore
 
 if TYPE_CHECKING:

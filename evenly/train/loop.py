@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evenly.job import Job
 from evenly.jobfile import load_job, with_defaults
+from evenly.launcher.environment import is_in_notebook
 from evenly.observe.progress import Watcher, describe_evaluation, make_watcher
 from evenly.train.interrupt import Interrupt
 from evenly.train.options import RunOptions
@@ -55,16 +57,22 @@ class Summary:
 
 def run_job_file(path: Path, settings: dict[str, Any], options: RunOptions, json_only: bool) -> Summary:
     """Trains the job of file `path` on this rank; every rank of the world calls it."""
-    from evenly.train.run import left_early, start_with_options
+    from evenly.train.run import left_early
 
     if json_only:
         _send_stdout_to_stderr()
     try:
-        job = load_job(path, settings)
-        with start_with_options(job, replace(options, settings=with_defaults(path, settings))) as run:
-            return train(run, quiet=options.quiet)
+        return run_job(load_job(path, settings), replace(options, settings=with_defaults(path, settings)))
     except SystemExit as ended:
         raise left_early(ended) from ended
+
+
+def run_job(job: Job, options: RunOptions) -> Summary:
+    """Trains `job` on this rank; every rank of the world calls it."""
+    from evenly.train.run import start_with_options
+
+    with start_with_options(job, options) as run:
+        return train(run, quiet=options.quiet)
 
 
 def run_script(path: Path, arguments: list[str], json_only: bool) -> int:
@@ -158,7 +166,9 @@ class _Progress:
         # A weight other than the number of samples counts tokens, or whatever the job counts.
         self.unit = "samples" if report.weight == report.samples else "tokens"
         run = self.run
-        self.watcher = make_watcher(main=self.shows, steps=run.steps, done=run.steps_done, unit=self.unit)
+        self.watcher = make_watcher(
+            main=self.shows, steps=run.steps, done=run.steps_done, unit=self.unit, notebook=is_in_notebook()
+        )
 
     def _evaluate(self) -> None:
         if self.evaluated_at != self.run.steps_done:

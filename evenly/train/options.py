@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from evenly.errors import UserError
-from evenly.launch.environment import launcher_options
+from evenly.launcher.environment import launcher_options
 from evenly.plan import PlanSpec, parse_plan
 
 

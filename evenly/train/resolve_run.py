@@ -21,8 +21,8 @@ from evenly.comm.connect import connect, disconnect, join, lay_out
 from evenly.comm.world import World
 from evenly.errors import PlanError, UserError
 from evenly.job import Job
-from evenly.launch.allocator import hand_back_freed_memory
-from evenly.launch.environment import ProcessInfo
+from evenly.launcher.allocator import hand_back_freed_memory
+from evenly.launcher.environment import ProcessInfo
 from evenly.observe.attempts import note_start
 from evenly.observe.run_folder import RunFolder
 from evenly.plan import Exact, Plan, PlanSpec, parse_plan, with_microbatch

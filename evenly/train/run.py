@@ -29,8 +29,8 @@ from evenly.engine.precision import LossScale
 from evenly.engine.updater import Updater
 from evenly.errors import RunError, UserError, place_of
 from evenly.job import Job
-from evenly.launch.allocator import FreedMemory, hand_back_freed_memory
-from evenly.launch.environment import available_cores, chosen_threads, find_here, keep_primitives
+from evenly.launcher.allocator import FreedMemory, hand_back_freed_memory
+from evenly.launcher.environment import available_cores, chosen_threads, find_here, keep_primitives
 from evenly.observe.loggers.choose import make_loggers
 from evenly.observe.run_folder import RunFolder
 from evenly.observe.sinks import Sink

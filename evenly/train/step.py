@@ -26,7 +26,7 @@ from evenly.engine.executor import Batch, LossFunction
 from evenly.engine.step_totals import StepTotals, joined_totals
 from evenly.errors import RunError, note_step
 from evenly.hardware.health import processor_in_words
-from evenly.launch.allocator import free_memory_bytes
+from evenly.launcher.allocator import free_memory_bytes
 from evenly.parallel.core.memory import HOST, Category, MemoryCounter, local, state_tensors
 from evenly.train.look import check_again
 from evenly.train.nonfinite import BuffersBefore, is_bad, traced_error

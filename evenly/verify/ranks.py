@@ -14,7 +14,7 @@ from evenly.comm.connect import find_device
 from evenly.errors import PlanError
 from evenly.job import Job, Precision
 from evenly.jobfile import load_job
-from evenly.launch.environment import find_here
+from evenly.launcher.environment import find_here
 from evenly.plan import PlanSpec, with_microbatch
 from evenly.torch_private import plain_name, without_subclasses
 from evenly.train.run import Run, start

@@ -13,7 +13,7 @@ from typing import Any
 from evenly.errors import EvenlyError, PlanError, UserError
 from evenly.job import Precision
 from evenly.jobfile import read_with
-from evenly.launch.agent import Launch, start_ranks
+from evenly.launcher.agent import Launch, start_ranks
 from evenly.plan import PlanSpec, parse_plan
 from evenly.verify.compare import RankComparison, Row, judge
 from evenly.verify.disturb import Disturbance

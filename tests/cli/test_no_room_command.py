@@ -15,8 +15,8 @@ from no_room_job import LIMIT, job
 import evenly as package
 from evenly.checkpoint.store import CheckpointStore
 from evenly.cli.run import RunRequest, _start_until_done
-from evenly.launch.agent import FailedRank, Launch
-from evenly.launch.rounds import NodeRange
+from evenly.launcher.agent import FailedRank, Launch
+from evenly.launcher.rounds import NodeRange
 from evenly.observe.attempts import note_start
 from evenly.observe.run_folder import RunFolder
 from evenly.train.loop import train

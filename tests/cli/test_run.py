@@ -21,8 +21,8 @@ import evenly as package
 from evenly.checkpoint.folder import CheckpointFolder
 from evenly.cli.run import RunRequest, _with_place, choose_folder
 from evenly.errors import UserError
-from evenly.launch.environment import ProcessInfo
-from evenly.launch.rounds import NodeRange
+from evenly.launcher.environment import ProcessInfo
+from evenly.launcher.rounds import NodeRange
 
 BITS = ("--plan", "exact=bitwise")
 

@@ -12,8 +12,8 @@ from kept_ranks import KeptRanks
 from evenly.comm.connect import connect, disconnect, find_device
 from evenly.comm.operations import all_reduce, barrier, gather_values
 from evenly.errors import RunError, UserError
-from evenly.launch.agent import Launch, start_ranks
-from evenly.launch.environment import ProcessInfo, find_here
+from evenly.launcher.agent import Launch, start_ranks
+from evenly.launcher.environment import ProcessInfo, find_here
 
 
 def place(*, rank: int = 0, size: int = 1, port: int = 1) -> ProcessInfo:
@@ -95,7 +95,7 @@ def several_worlds(early: int) -> list[float]:
 
 
 def test_ranks_meet_again_in_the_launchers_store() -> None:
-    results = start_ranks(several_worlds, (0,), Launch(devices=3, start="fork"))
+    results = start_ranks(several_worlds, (0,), Launch(devices=3))
     assert list(results.values()) == [[3.0, 6.0, 9.0]] * 3
 
 

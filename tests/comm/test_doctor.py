@@ -9,8 +9,8 @@ import pytest
 
 from evenly.comm import doctor
 from evenly.comm.doctor import Finding, Outcome, examine, torch_version
-from evenly.launch.agent import FailedRank
-from evenly.launch.allocator import cgroup_limit_bytes
+from evenly.launcher.agent import FailedRank
+from evenly.launcher.allocator import cgroup_limit_bytes
 
 
 def named(findings: list[Finding], name: str) -> Finding:

@@ -12,7 +12,7 @@ import torch
 from evenly.comm.connect import connect, disconnect
 from evenly.comm.groups import Group
 from evenly.comm.operations import all_reduce, barrier, broadcast
-from evenly.launch.environment import find_here
+from evenly.launcher.environment import find_here
 
 ODD = 1  # the rank that differs
 

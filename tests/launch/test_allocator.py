@@ -12,11 +12,11 @@ import pytest
 from jobs import tower_job
 
 import evenly
-from evenly.launch.allocator import FreedMemory, cgroup_limit_bytes, free_memory_bytes
+from evenly.launcher.allocator import FreedMemory, cgroup_limit_bytes, free_memory_bytes
 
 PROGRAM = """
 import resource, torch
-from evenly.launch.allocator import hand_back_freed_memory, keep_freed_memory
+from evenly.launcher.allocator import hand_back_freed_memory, keep_freed_memory
 def step():
     tensors = [torch.ones(2_000_000) for _ in range(20)]
 def faults():
@@ -33,7 +33,7 @@ print(given_back, faults())
 """
 LARGE = """
 import resource, sys, torch
-from evenly.launch.allocator import FreedMemory, keep_freed_memory
+from evenly.launcher.allocator import FreedMemory, keep_freed_memory
 def faults():
     for _ in range(20):
         torch.ones(10_000_000)  # 40 MB
@@ -50,7 +50,7 @@ for peak in (10, 50, 100, 101):
 """
 HALF = """
 import resource, torch
-from evenly.launch.allocator import hand_back_freed_memory
+from evenly.launcher.allocator import hand_back_freed_memory
 assert hand_back_freed_memory()
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
@@ -62,7 +62,7 @@ print((resident() - before) / 40e6)
 """
 RETURNED = """
 import resource, torch
-from evenly.launch.allocator import keep_freed_memory, resident_bytes, return_freed_memory
+from evenly.launcher.allocator import keep_freed_memory, resident_bytes, return_freed_memory
 assert keep_freed_memory()
 pieces = [torch.ones(250_000) for _ in range(100)]  # 1 MB each
 pieces = pieces[1::2]

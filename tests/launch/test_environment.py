@@ -9,7 +9,7 @@ import pytest
 
 from evenly.comm.world import World
 from evenly.errors import UserError
-from evenly.launch.environment import (
+from evenly.launcher.environment import (
     LOOPBACK_INTERFACE,
     PORTS,
     ProcessInfo,
@@ -21,7 +21,7 @@ from evenly.launch.environment import (
     rank_environment,
     tasks_per_node,
 )
-from evenly.launch.gpus import may_have_gpus
+from evenly.launcher.gpus import may_have_gpus
 
 TORCHRUN = {
     "RANK": "3",

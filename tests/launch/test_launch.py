@@ -12,25 +12,21 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
 
 import evenly
 from evenly.errors import CheckpointError, RunError, SampleError, UserError, note_step
-from evenly.launch.agent import FailedRank, Launch, _first_failure, launch, start_ranks
-from evenly.launch.environment import process_environment
-from evenly.launch.folders import OWNED, clear_abandoned
-from evenly.launch.frozen import all_caches
-from evenly.launch.part import NodePart
-from evenly.launch.rank import LaunchFolder, RankExit, describe, describe_exit
-from evenly.launch.signals import StopRequest
+from evenly.launcher.agent import FailedRank, Launch, _first_failure, launch, start_ranks
+from evenly.launcher.environment import process_environment
+from evenly.launcher.folders import OWNED, clear_abandoned
+from evenly.launcher.frozen import all_caches
+from evenly.launcher.part import NodePart
+from evenly.launcher.rank import LaunchFolder, RankExit, describe, describe_exit
+from evenly.launcher.signals import StopRequest
 from evenly.observe.recorder import CollectiveCall, Recorder, call_text
-
-# Threads of torch's store and of the tests' own runners may exist where a rank is forked.
-FORK = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
-
 
 # --- what the ranks run ---------------------------------------------------------------------------------
 
@@ -107,7 +103,7 @@ def unpicklable_result() -> Any:
 # --- results --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("start", ["forkserver", "spawn", pytest.param("fork", marks=FORK)])
+@pytest.mark.parametrize("start", ["forkserver", "spawn"])
 def test_results_come_in_rank_order(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before = process_environment()
     monkeypatch.setenv("EVENLY_TEST", "set late")
@@ -130,11 +126,23 @@ def test_a_rank_collects_garbage_of_its_own_alone() -> None:
     assert launch(collector, devices=2) == [(True, True, True)] * 2
 
 
-@FORK
-def test_a_function_that_cannot_be_imported_runs_forked() -> None:
-    with pytest.raises(UserError, match="start='fork'"):
-        launch(lambda: 7, devices=2)
-    assert launch(lambda: 7, devices=2, start="fork") == [7, 7]
+class Made(NamedTuple):
+    """What a notebook's cell may define."""
+
+    value: int
+
+
+def test_a_function_that_cannot_be_imported_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Made, "__module__", "__main__")  # no file that ranks could import
+    monkeypatch.setattr(sys.modules["__main__"], "Made", Made, raising=False)
+    offset = 5
+    assert launch(lambda one: Made(one.value + offset), Made(2), devices=2) == [Made(7), Made(7)]
+
+
+def test_what_cannot_be_sent_is_named() -> None:
+    lock = threading.Lock()
+    with pytest.raises(UserError, match="it cannot be sent to another process"):
+        launch(lambda: lock, devices=2)
 
 
 def test_logs_of_the_other_ranks(tmp_path: Path) -> None:
@@ -415,7 +423,7 @@ def test_a_log_folder_that_cannot_be_made(tmp_path: Path) -> None:
 LAUNCHER = """
 import os, signal, sys, time
 from pathlib import Path
-from evenly.launch.agent import Launch, start_ranks, warm_up
+from evenly.launcher.agent import Launch, start_ranks, warm_up
 from evenly.errors import EvenlyError
 
 def work(folder, mode):
@@ -435,8 +443,7 @@ def work(folder, mode):
 if __name__ == "__main__":
     mode, folder, *rest = sys.argv[1:]
     Path(folder, "launcher").write_text(str(os.getpid()))
-    if "fork" not in rest:
-        warm_up()
+    warm_up()
     try:
         launch = Launch(devices=2, start=rest[0], log_dir=Path(folder, "logs"))
         print(start_ranks(work, (folder, mode), launch))
@@ -509,7 +516,7 @@ def _started(folder: Path) -> bool:
     return all((folder / f"started{rank}").exists() for rank in (0, 1))
 
 
-@pytest.mark.parametrize("start", ["forkserver", "fork"])
+@pytest.mark.parametrize("start", ["forkserver", "spawn"])
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path, launcher: Any, start: str) -> None:
     process = launcher("work", str(tmp_path), start)
     assert _wait_for(lambda: _started(tmp_path) or process.poll() is not None, 200)
@@ -521,7 +528,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path, launcher: Any,
     assert _wait_for(lambda: not any(_runs(pid) for pid in ranks), 5)
 
 
-@pytest.mark.parametrize(("signum", "start"), [(signal.SIGINT, "forkserver"), (signal.SIGTERM, "fork")])
+@pytest.mark.parametrize(("signum", "start"), [(signal.SIGINT, "forkserver"), (signal.SIGTERM, "spawn")])
 def test_a_first_signal_lets_ranks_finish(tmp_path: Path, launcher: Any, signum: int, start: str) -> None:
     process = launcher("work", str(tmp_path), start)
     assert _wait_for(lambda: _started(tmp_path) or process.poll() is not None, 200)

@@ -11,8 +11,8 @@ import torch
 
 import evenly
 from evenly.errors import RunError
-from evenly.launch.agent import FailedRank, Launch, start_ranks
-from evenly.launch.environment import find_here
+from evenly.launcher.agent import FailedRank, Launch, start_ranks
+from evenly.launcher.environment import find_here
 from evenly.train.loop import run_job_file, run_script
 from evenly.train.options import RunOptions
 

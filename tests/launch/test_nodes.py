@@ -11,13 +11,13 @@ import pytest
 from kept_ranks import free_port
 
 from evenly.errors import RunError, UserError
-from evenly.launch import nodes
-from evenly.launch.agent import FailedRank
-from evenly.launch.nodes import NodeRun
-from evenly.launch.rendezvous import NodeStore
-from evenly.launch.rounds import Limits, Member, NodeRange, Report, Round
-from evenly.launch.signals import StopRequest
-from evenly.launch.watch import Orders
+from evenly.launcher import nodes
+from evenly.launcher.agent import FailedRank
+from evenly.launcher.nodes import NodeRun
+from evenly.launcher.rendezvous import NodeStore
+from evenly.launcher.rounds import Limits, Member, NodeRange, Report, Round
+from evenly.launcher.signals import StopRequest
+from evenly.launcher.watch import Orders
 
 LIMIT_S = 60.0
 Ranks = Callable[["Launchers", int, Round, StopRequest, Orders], bool]

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from evenly.errors import CheckpointError, RunError, SampleError, UserError
-from evenly.launch.agent import _first_failure
-from evenly.launch.out_of_memory import is_out_of_memory, kills_for_memory
-from evenly.launch.rank import LaunchFolder, describe, describe_exit
-from evenly.launch.signals import StopRequest
+from evenly.launcher.agent import _first_failure
+from evenly.launcher.out_of_memory import is_out_of_memory, kills_for_memory
+from evenly.launcher.rank import LaunchFolder, describe, describe_exit
+from evenly.launcher.signals import StopRequest
 
 CPU = (
     "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from evenly.launch.preload import import_libraries
+from evenly.launcher.preload import import_libraries
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_libraries_are_imported_whatever_one_of_them_raises(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("evenly.launch.preload.may_have_gpus", lambda: False)
+    monkeypatch.setattr("evenly.launcher.preload.may_have_gpus", lambda: False)
     import_libraries(["no_such_library", "library_that_raises", "lazy_library:Model"])
     assert "Model" in sys.modules.pop("lazy_library").asked
     assert capsys.readouterr() == ("", "imported\n")  # stdout is for a JSON document
@@ -33,7 +33,7 @@ def test_libraries_are_imported_whatever_one_of_them_raises(
 
 @pytest.mark.usefixtures("libraries")
 def test_nothing_is_imported_where_there_may_be_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("evenly.launch.preload.may_have_gpus", lambda: True)
+    monkeypatch.setattr("evenly.launcher.preload.may_have_gpus", lambda: True)
     import_libraries(["lazy_library"])
     assert "lazy_library" not in sys.modules
 

@@ -17,13 +17,13 @@ from kept_ranks import free_port
 from torch.distributed import DistError
 
 from evenly.errors import UserError
-from evenly.launch import interfaces, rendezvous
-from evenly.launch.agent import launch
-from evenly.launch.environment import LOOPBACK_INTERFACE, run_secret
-from evenly.launch.interfaces import is_loopback, local_address, socket_interface
-from evenly.launch.nodes import NodeRun, read_rendezvous
-from evenly.launch.rendezvous import NAME, NONCE, NodeStore, Relay, listen
-from evenly.launch.rounds import Limits, Member, NodeRange
+from evenly.launcher import interfaces, rendezvous
+from evenly.launcher.agent import launch
+from evenly.launcher.environment import LOOPBACK_INTERFACE, run_secret
+from evenly.launcher.interfaces import is_loopback, local_address, socket_interface
+from evenly.launcher.nodes import NodeRun, read_rendezvous
+from evenly.launcher.rendezvous import NAME, NONCE, NodeStore, Relay, listen
+from evenly.launcher.rounds import Limits, Member, NodeRange
 
 LOOPBACKS = {"127.0.0.1", "::1"}
 NAMED = b"n" * NAME

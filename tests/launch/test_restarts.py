@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evenly.launch.restarts import Failure, error_raised, pause_before_restart
+from evenly.launcher.restarts import Failure, error_raised, pause_before_restart
 
 
 def test_a_pause_doubles_until_there_is_a_new_checkpoint() -> None:

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from evenly.errors import UserError
-from evenly.launch.restarts import Failure
-from evenly.launch.rounds import (
+from evenly.launcher.restarts import Failure
+from evenly.launcher.rounds import (
     Limits,
     Member,
     NodeRange,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from evenly.launch.signals import StopRequest
+from evenly.launcher.signals import StopRequest
 
 LIMIT_S = 120
 
@@ -17,8 +17,8 @@ STUCK = """
 import sys, threading
 from multiprocessing import forkserver
 from pathlib import Path
-from evenly.launch.rank import LaunchFolder
-from evenly.launch.signals import StopRequest, forwarded_signals
+from evenly.launcher.rank import LaunchFolder
+from evenly.launcher.signals import StopRequest, forwarded_signals
 
 folder = Path(sys.argv[1])
 (folder / "0.pid").write_text(sys.argv[2])
@@ -39,7 +39,7 @@ time.sleep(600)
 
 STARTING = """
 import time
-from evenly.launch.signals import named_signals
+from evenly.launcher.signals import named_signals
 
 with named_signals():
     try:
@@ -51,7 +51,7 @@ with named_signals():
 
 ENDING = """
 import atexit, sys
-from evenly.launch.signals import end_with_code
+from evenly.launcher.signals import end_with_code
 
 atexit.register(lambda: (print("ready", flush=True), sys.stdin.read()))
 end_with_code(lambda: sys.exit(130))

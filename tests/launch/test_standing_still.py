@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from test_left import JOB
 
-from evenly.launch.agent import FailedRank, Launch, start_ranks
+from evenly.launcher.agent import FailedRank, Launch, start_ranks
 from evenly.train import run
 from evenly.train.loop import run_job_file
 from evenly.train.options import RunOptions

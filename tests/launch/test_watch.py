@@ -13,9 +13,9 @@ import pytest
 from disagreements import KINDS, disagree
 from test_launch import _children_that_are_ranks
 
-from evenly.launch.agent import FailedRank, Launch, start_ranks
-from evenly.launch.rank import LaunchFolder
-from evenly.launch.watch import Watch, users_places
+from evenly.launcher.agent import FailedRank, Launch, start_ranks
+from evenly.launcher.rank import LaunchFolder
+from evenly.launcher.watch import Watch, users_places
 from evenly.observe.recorder import Recorder
 
 STALL_LIMIT_S = 3.0

@@ -12,7 +12,7 @@ from torch import nn
 
 import evenly
 from evenly.errors import PlanError, RunError
-from evenly.launch.environment import cpp_compiler
+from evenly.launcher.environment import cpp_compiler
 from evenly.parallel.core import compiled
 from evenly.verify.compare import RankComparison, judge
 from evenly.verify.ranks import compare_job, keep_reference

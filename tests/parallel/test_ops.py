@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import evenly
 from evenly.comm.connect import connect, disconnect
 from evenly.errors import UserError
-from evenly.launch.environment import find_here
+from evenly.launcher.environment import find_here
 from evenly.parallel.tensor.axis import Axis, is_split
 from evenly.parallel.tensor.layout import Layout
 from evenly.parallel.tensor.ops import IN_PLACE, OPS, POINTWISE, POSITIONS, UNARY, functions_of

@@ -19,7 +19,7 @@ from evenly.comm.connect import connect, disconnect
 from evenly.comm.groups import Group
 from evenly.engine.build import check_same_start
 from evenly.errors import RunError
-from evenly.launch.environment import find_here
+from evenly.launcher.environment import find_here
 from evenly.parallel.core import sharded_init as parking
 from evenly.parallel.core.mutation_guard import fingerprint
 from evenly.parallel.core.sharded_init import ShardedInit

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import evenly.parallel.tensor.ops  # noqa: F401  # registers them
 from evenly.comm.connect import connect, disconnect
 from evenly.errors import RunError
-from evenly.launch.environment import find_here
+from evenly.launcher.environment import find_here
 from evenly.parallel.tensor import axis as tensors
 from evenly.parallel.tensor.axis import Axis, SplitTensor, is_split
 from evenly.parallel.tensor.layout import Layout

@@ -9,7 +9,7 @@ from kept_ranks import KeptRanks
 
 from evenly.comm.connect import connect, disconnect
 from evenly.errors import RunError
-from evenly.launch.environment import find_here
+from evenly.launcher.environment import find_here
 from evenly.parallel.tensor.layout import Layout
 from evenly.parallel.tensor.model import SplitModel
 

@@ -15,7 +15,7 @@ from predicted import predict_plan
 import evenly
 from evenly.errors import PlanError, UserError
 from evenly.hardware.cluster import Cluster
-from evenly.launch.environment import find_here
+from evenly.launcher.environment import find_here
 from evenly.plan import PlanSpec, parse_plan
 from evenly.planner.auto import as_recorded, choose_plan
 from evenly.planner.job_memory import memory_of_ranks

@@ -17,7 +17,7 @@ from evenly.comm.connect import connect, disconnect
 from evenly.comm.operations import gather_values
 from evenly.comm.world import World
 from evenly.errors import PlanError, ResumeError
-from evenly.launch.environment import find_here
+from evenly.launcher.environment import find_here
 from evenly.plan import PlanSpec, asked_plan, parse_plan
 from evenly.train.options import RunOptions
 from evenly.train.resolve_run import PreviousRun, ResolvedRun, connect_and_resolve, recorded_in

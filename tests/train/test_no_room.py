@@ -16,8 +16,8 @@ import evenly
 from evenly.checkpoint.folder import CheckpointFolder
 from evenly.checkpoint.store import CheckpointStore
 from evenly.cli.no_room import options_with_less, starts_of, steps_recorded
-from evenly.launch.agent import FailedRank
-from evenly.launch.rank import Kind
+from evenly.launcher.agent import FailedRank
+from evenly.launcher.rank import Kind
 from evenly.observe.attempts import ended_attempts, note_start, plans_started
 from evenly.observe.run_folder import RunFolder
 from evenly.plan import parse_plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from evenly.launch.agent import Launch, start_ranks
+from evenly.launcher.agent import Launch, start_ranks
 from evenly.report.run import course_rows, read_run
 from evenly.train.loop import run_job_file
 from evenly.train.options import RunOptions

@@ -17,7 +17,7 @@ from evenly.checkpoint.shared_memory import keep_newest, keep_snapshot, memory_f
 from evenly.checkpoint.state import parameter_of, read_state
 from evenly.checkpoint.store import CheckpointStore, Snapshot
 from evenly.errors import CheckpointError
-from evenly.launch.agent import FailedRank, Launch, start_ranks
+from evenly.launcher.agent import FailedRank, Launch, start_ranks
 from evenly.plan import parse_plan
 from evenly.train.options import RunOptions
 from evenly.train.run import start_with_options

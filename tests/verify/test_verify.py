@@ -14,7 +14,7 @@ from torch import nn
 
 from evenly.errors import UserError
 from evenly.job import Loss
-from evenly.launch.agent import FailedRank
+from evenly.launcher.agent import FailedRank
 from evenly.train.run import Run
 from evenly.verify import verify as module
 from evenly.verify.compare import RankComparison

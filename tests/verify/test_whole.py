@@ -14,8 +14,8 @@ from test_data_rules import FAULTS
 
 import evenly.verify.ranks as ranks_module
 from evenly.errors import UserError
-from evenly.launch.agent import Launch
-from evenly.launch.environment import find_here
+from evenly.launcher.agent import Launch
+from evenly.launcher.environment import find_here
 from evenly.verify import verify as module
 from evenly.verify.ranks import write_references
 from evenly.verify.tasks import FoundInJob

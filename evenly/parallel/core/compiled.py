@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from evenly.errors import PlanError
-from evenly.launch.environment import cpp_compiler
+from evenly.launcher.environment import cpp_compiler
 from evenly.model.blocks import find_blocks
 from evenly.parallel.core.calls import Forward
 from evenly.parallel.core.statistics import rules_of

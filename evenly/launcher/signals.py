@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import NoReturn
 
-from evenly.launch.rank import STOP_SIGNALS, LaunchFolder, end_rank
+from evenly.launcher.notebook import in_notebook
+from evenly.launcher.rank import STOP_SIGNALS, LaunchFolder, end_rank
 
 # How long ranks may take to finish their step, and a launcher to start any rank, after a stop signal.
 STOP_TIMEOUT_S = 30.0
@@ -26,12 +27,16 @@ END_TIMEOUT_S = 3.0
 
 @dataclass
 class StopRequest:
-    """The stop signals that this launch has received so far."""
+    """The stop signals that this launch has received so far.
+
+    kernel: whether this process is a notebook's kernel, which outlives the launch.
+    """
 
     signum: int = 0
     since_s: float = 0.0
     hard: bool = False
     hard_since_s: float = field(default=0.0, init=False)
+    kernel: bool = field(default_factory=in_notebook)
 
     def ask(self, signum: int) -> None:
         if self.signum:
@@ -155,7 +160,9 @@ def _forward(reader: int, folder: LaunchFolder, stop: StopRequest) -> None:
             if stop.waited_s > STOP_TIMEOUT_S:
                 stop.end()
             signal_ranks(folder, stop, asked)
-            if stop.waited_hard_s > END_TIMEOUT_S:  # a rank that was killed while it sent its result leaves half of it
+            if (
+                stop.waited_hard_s > END_TIMEOUT_S and not stop.kernel
+            ):  # a rank that was killed while it sent its result leaves half of it
                 leave(folder, stop, "and its ranks were killed")
 
 
@@ -167,7 +174,7 @@ def signal_ranks(folder: LaunchFolder, stop: StopRequest, asked: set[int]) -> No
         elif rank not in asked:
             signal_rank(pid, signal.SIGINT)
         asked.add(rank)
-    if not asked and (stop.hard or stop.waited_s > START_TIMEOUT_S):
+    if not asked and not stop.kernel and (stop.hard or stop.waited_s > START_TIMEOUT_S):
         # The nodes have not connected, and only the end of this process ends that wait.
         leave(folder, stop, "before any rank had started")
 

@@ -18,16 +18,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
 from evenly.errors import CheckpointError, EvenlyError, ResumeError, RunError, UserError, place_of, rank_of, step_of
-from evenly.launch.environment import PAUSE, become_environment, process_environment
-from evenly.launch.out_of_memory import KILLED_CHILD, is_out_of_memory
-from evenly.launch.part import NodePart
+from evenly.launcher.environment import PAUSE, become_environment, process_environment
+from evenly.launcher.out_of_memory import KILLED_CHILD, is_out_of_memory
+from evenly.launcher.part import NodePart
 from evenly.observe.recorder import RankRecord, glance, read
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -191,29 +191,37 @@ def _write(path: Path, text: str) -> None:
 
 @dataclass(frozen=True)
 class Task:
-    """The function and its arguments: pickled, or as they are for ranks forked from this process."""
+    """The function and its arguments, pickled.
 
-    direct: tuple[Callable[..., Any], tuple[Any, ...]] | None
+    by_value: whether what the ranks cannot import (a notebook's cells, nested functions) is in it itself, and so in its
+    result.
+    """
+
     pickled: bytes
+    by_value: bool = False
 
     @property
     def needs_main(self) -> bool:
-        """Whether something in it is defined in the launcher's main module."""
-        return b"__main__" in self.pickled
+        """Whether the ranks have to import the launcher's main module."""
+        return not self.by_value and b"__main__" in self.pickled
 
     def __call__(self) -> Any:
-        fn, args = self.direct or pickle.loads(self.pickled)
+        fn, args = pickle.loads(self.pickled)
         return fn(*args)
 
 
 @dataclass(frozen=True)
 class RankTask:
-    """Everything that the launcher passes to a rank; part: of its node, where there are several."""
+    """Everything that the launcher passes to a rank.
+
+    part: of its node, where there are several. followed: whether the launcher reads rank 0's output from its log.
+    """
 
     task: Task
     folder: LaunchFolder
     environment: Mapping[str, str]
     part: NodePart | None = None
+    followed: bool = False
 
 
 def rank_main(assignment: RankTask) -> bytes:
@@ -223,8 +231,8 @@ def rank_main(assignment: RankTask) -> bytes:
     become_environment(assignment.environment, {} if part is None else part.variables(local_rank))
     rank = int(process_environment()["RANK"])
     try:
-        _become_rank(assignment.folder, rank)
-        result = _dumped(_call_task(assignment.task))
+        _become_rank(assignment.folder, rank, redirected=rank > 0 or assignment.followed)
+        result = _dumped(_call_task(assignment.task), by_value=assignment.task.by_value)
     except BaseException as error:
         _fail(assignment.folder, rank, error)
     # The run is over for this rank; a late Ctrl-C has nothing to stop.
@@ -233,7 +241,7 @@ def rank_main(assignment: RankTask) -> bytes:
     return result
 
 
-def _become_rank(folder: LaunchFolder, rank: int) -> None:
+def _become_rank(folder: LaunchFolder, rank: int, *, redirected: bool) -> None:
     """Sets up this process as a rank: process group, log, signal handlers, and a watch on its launcher."""
     os.setpgid(0, 0)
     # Data workers are started as in a plain script, not as this process was.
@@ -241,7 +249,7 @@ def _become_rank(folder: LaunchFolder, rank: int) -> None:
     # Its group is not the terminal's, which must not stop it for writing there.
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     threading.Thread(target=_end_with_launcher, name="launcher watch", daemon=True).start()
-    if rank:
+    if redirected:
         _redirect(folder.log(rank))
     _use_threads()
     signal.set_wakeup_fd(-1)
@@ -278,7 +286,6 @@ def _redirect(log: Path) -> None:
     with log.open("ab") as target:
         os.dup2(target.fileno(), 1)
         os.dup2(target.fileno(), 2)
-    # In a forked rank these may be a notebook's, which do not end in a file descriptor.
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
@@ -301,15 +308,22 @@ def _call_task(task: Task) -> Any:
         raise
 
 
-def _dumped(result: Any) -> bytes:
+def _dumped(result: Any, *, by_value: bool) -> bytes:
     try:
-        return pickle.dumps(result)
+        return dump_by_value(result) if by_value else pickle.dumps(result)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UserError(
             f"return a {type(result).__name__} from a rank",
             f"it cannot be sent to the launcher: {error}",
             "return numbers, text, tensors or containers of them",
         ) from None
+
+
+def dump_by_value(value: Any) -> bytes:
+    """Pickles `value` together with the functions and classes in it that no other process can import."""
+    import cloudpickle
+
+    return cloudpickle.dumps(value)
 
 
 def _fail(folder: LaunchFolder, rank: int, error: BaseException) -> NoReturn:

@@ -8,7 +8,7 @@
     refused TOKEN        why a launcher cannot take part, by node 0
     outcome              the `Report` of the run, by node 0; then `read TOKEN` by those who have read it
 
-Node 0 decides in a thread (`Coordinator`), by the functions of `launch/rounds`; its launcher takes part as all others
+Node 0 decides in a thread (`Coordinator`), by the functions of `launcher/rounds`; its launcher takes part as all others
 do. The store lives as long as that launcher: where it is gone, the run has ended.
 """
 
@@ -25,11 +25,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from evenly.errors import EvenlyError, RunError, UserError, describe
-from evenly.launch.agent import FailedRank
-from evenly.launch.interfaces import is_loopback
-from evenly.launch.rank import EXIT_STOPPED
-from evenly.launch.restarts import Failure
-from evenly.launch.rounds import (
+from evenly.launcher.agent import FailedRank
+from evenly.launcher.interfaces import is_loopback
+from evenly.launcher.rank import EXIT_STOPPED
+from evenly.launcher.restarts import Failure
+from evenly.launcher.rounds import (
     Limits,
     Member,
     NodeRange,
@@ -42,11 +42,11 @@ from evenly.launch.rounds import (
     next_action,
     pause_after,
 )
-from evenly.launch.signals import StopRequest
-from evenly.launch.watch import Orders
+from evenly.launcher.signals import StopRequest
+from evenly.launcher.watch import Orders
 
 if TYPE_CHECKING:
-    from evenly.launch.rendezvous import NodeStore
+    from evenly.launcher.rendezvous import NodeStore
 
 BETWEEN_LOOKS_S = 0.2
 READ_LIMIT_S = 5.0  # for launchers to read how the run has ended

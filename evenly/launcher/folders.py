@@ -19,7 +19,7 @@ from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
 from evenly.errors import UserError
-from evenly.launch.rank import LaunchFolder
+from evenly.launcher.rank import LaunchFolder
 
 # A folder is made a moment before it is locked.
 STARTING_S = 60.0

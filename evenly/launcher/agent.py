@@ -21,19 +21,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from evenly.errors import RankError, RunError, UserError
-from evenly.launch.environment import (
+from evenly.launcher.environment import (
     CONTROL_VARIABLE,
     LOOPBACK,
     LOOPBACK_INTERFACE,
+    NOTEBOOK_VARIABLE,
     PRELOAD_VARIABLE,
     changed_environment,
     process_environment,
     rank_environment,
 )
-from evenly.launch.folders import open_folder, own_temporary_folder
-from evenly.launch.out_of_memory import kills_for_memory
-from evenly.launch.part import NodePart
-from evenly.launch.rank import (
+from evenly.launcher.folders import open_folder, own_temporary_folder
+from evenly.launcher.notebook import followed, in_notebook
+from evenly.launcher.out_of_memory import kills_for_memory
+from evenly.launcher.part import NodePart
+from evenly.launcher.rank import (
     EXIT_STOPPED,
     Kind,
     LaunchFolder,
@@ -41,20 +43,21 @@ from evenly.launch.rank import (
     RankTask,
     Task,
     describe_exit,
+    dump_by_value,
     end_rank,
     rank_main,
 )
-from evenly.launch.signals import StopRequest, forwarded_signals, hold_signals, stop_forkserver
-from evenly.launch.watch import Orders, Watch
+from evenly.launcher.signals import StopRequest, forwarded_signals, hold_signals, stop_forkserver
+from evenly.launcher.watch import Orders, Watch
 from evenly.observe.diagnosis import Diagnosis, explain, is_waiting
 from evenly.observe.recorder import RankRecord
 
-Start = Literal["forkserver", "spawn", "fork"]
+Start = Literal["forkserver", "spawn"]
 
 # What every rank needs before its function can run.
 PRELOAD = (
-    *("evenly.launch.no_collection", "torch", "torch.distributed", "torch.distributed.elastic.multiprocessing"),
-    "evenly.launch.rank",
+    *("evenly.launcher.no_collection", "torch", "torch.distributed", "torch.distributed.elastic.multiprocessing"),
+    "evenly.launcher.rank",
 )
 
 # Each look of the agent takes milliseconds from the ranks' cores: at torch's 0.1 s, 10 % of a slow one.
@@ -90,6 +93,10 @@ class FailedRank(RankError):
         self.rank, self.exit_code, self.traceback = rank, exit_code, traceback
         self.step, self.kind = step, kind
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook prints of it: the rank's own traceback, not that of the launcher, and the message."""
+        return [*self.traceback.splitlines(), "", *str(self).splitlines()]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
@@ -98,8 +105,7 @@ class Launch:
     devices:     ranks on this node.
     node:        number of this node.
     part:        what its ranks are of a world on several nodes; None where they are all.
-    start:       how processes are made. 'forkserver' is the fastest after `warm_up`; 'fork' runs functions
-                 that cannot be imported, such as a notebook's.
+    start:       how processes are made; 'forkserver' is the fastest after `warm_up`.
     log_dir:     folder of rank{N}.log; by default a temporary one that only a failed run leaves.
     preload:     modules that the forkserver imports for the ranks.
     environment: variables to set in the ranks.
@@ -108,6 +114,7 @@ class Launch:
     look_every_s: how often the agent looks whether ranks have ended.
     stop:        the stop signals that this launch has received.
     orders:      what the run asks of the ranks while they run.
+    notebook:    whether this process is a notebook's kernel: rank 0's output is then written to the cell.
     """
 
     devices: int
@@ -121,6 +128,7 @@ class Launch:
     look_every_s: float = LOOK_EVERY_S
     stop: StopRequest = field(default_factory=StopRequest, compare=False)
     orders: Orders = field(default_factory=Orders, compare=False)
+    notebook: bool = field(default_factory=in_notebook)
 
     @property
     def first_rank(self) -> int:
@@ -131,8 +139,9 @@ class Launch:
 def launch(fn: Callable[..., Any], *args: Any, devices: int, start: Start = "forkserver") -> list[Any]:
     """Run `fn(*args)` in `devices` ranks on this machine; their results in the order of ranks.
 
-    Each rank has torchrun's variables in its environment. Raises `UserError` where the function cannot be
-    started that way, `FailedRank` with the error of the first rank that failed.
+    What the ranks cannot import (a notebook's cells, nested functions) is sent to them. Each rank has torchrun's
+    variables in its environment. Raises `UserError` where the function cannot be sent, `FailedRank` with the error of
+    the first rank that failed.
     """
     results = start_ranks(fn, args, Launch(devices=devices, start=start))
     return [results[rank] for rank in sorted(results)]
@@ -158,8 +167,11 @@ def start_ranks(fn: Callable[..., Any], args: Sequence[Any], launch: Launch) -> 
         stack.callback(folder.remove)
         stack.enter_context(forwarded_signals(folder, launch.stop))
         environment = {**process_environment(), CONTROL_VARIABLE: str(folder.control), **launch.environment}
+        if launch.notebook:
+            environment[NOTEBOOK_VARIABLE] = "1"
+            stack.enter_context(followed(folder.log(0)))
         try:
-            results = _run(RankTask(task, folder, environment, launch.part), launch)
+            results = _run(RankTask(task, folder, environment, launch.part, launch.notebook), launch)
         except FailedRank as failed:
             if failed.exit_code == UserError.exit_code:  # a refusal says all in its message
                 folder.remove_logs()
@@ -181,7 +193,7 @@ def warm_up(preload: Sequence[str] = (), libraries: Sequence[str] = ()) -> None:
     # Stop signals are the launcher's to handle, also while the server imports.
     variables = {**rank_environment(process_environment()), PRELOAD_VARIABLE: ",".join(libraries)}
     with changed_environment(variables), hold_signals():
-        forkserver.set_forkserver_preload([*PRELOAD, *preload, "evenly.launch.preload"])
+        forkserver.set_forkserver_preload([*PRELOAD, *preload, "evenly.launcher.preload"])
         try:
             forkserver.ensure_running()
         except OSError as problem:  # a socket's path has 107 bytes at most
@@ -212,45 +224,31 @@ def _check(launch: Launch) -> None:
     asked = f"start {launch.devices} ranks"
     if launch.devices < 1:
         raise UserError(asked, "it must be at least 1", "ask for at least one rank")
-    if launch.start not in ("forkserver", "spawn", "fork"):
-        raise UserError(asked, f"start={launch.start!r}", "use forkserver, spawn or fork")
-    if launch.start == "fork" and _cuda_is_initialised():
-        raise UserError(
-            "start ranks by fork",
-            "this process has used CUDA already, and a forked process cannot use it again",
-            "use start='forkserver', or call launch before anything touches a GPU",
-        )
-
-
-def _cuda_is_initialised() -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and bool(torch.cuda.is_initialized())
+    if launch.start not in ("forkserver", "spawn"):
+        raise UserError(asked, f"start={launch.start!r}", "use forkserver or spawn")
 
 
 def _task(fn: Callable[..., Any], args: tuple[Any, ...], start: Start) -> Task:
-    if start == "fork":
-        return Task((fn, args), b"")
-    name = getattr(fn, "__qualname__", repr(fn))
     try:
-        task = Task(None, pickle.dumps((fn, args)))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise _unsendable(name, start, str(error)) from None
-    if task.needs_main and not _main_is_a_file():
-        raise _unsendable(name, start, "it is defined in a notebook or an interactive session")
-    return task
+        task = Task(pickle.dumps((fn, args)))
+        if not task.needs_main or _main_is_a_file():
+            return task
+    except (pickle.PicklingError, AttributeError, TypeError):
+        pass  # a nested function, say
+    try:
+        return Task(dump_by_value((fn, args)), by_value=True)
+    except Exception as error:  # whatever the objects in it raise
+        name = getattr(fn, "__qualname__", repr(fn))
+        raise UserError(
+            f"run {name} in ranks started by {start}",
+            f"it cannot be sent to another process: {error}",
+            "make in the ranks what cannot be sent (open files, locks, tensors on GPUs)",
+        ) from None
 
 
 def _main_is_a_file() -> bool:
     path = getattr(sys.modules["__main__"], "__file__", None)
     return path is not None and Path(path).is_file()
-
-
-def _unsendable(name: str, start: Start, why: str) -> UserError:
-    return UserError(
-        f"run {name} in ranks started by {start}",
-        f"it cannot be sent to another process: {why}",
-        "use start='fork', or put the function at the top of a module that the ranks can import",
-    )
 
 
 # --- the agent ------------------------------------------------------------------------------------------
@@ -315,7 +313,7 @@ def _agent_config(launch: Launch) -> Any:
 
 def _rendezvous(parameters: Any) -> Any:
     """The rendezvous of a launch, for torch's agent."""
-    from evenly.launch.rendezvous import OneNode
+    from evenly.launcher.rendezvous import OneNode
 
     launch: Launch = parameters.get("launch")
     return OneNode() if launch.part is None else OneNode(launch.part.port)

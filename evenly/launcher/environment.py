@@ -435,6 +435,12 @@ PAUSE = "pause"  # a file in the control folder
 
 
 PRELOAD_VARIABLE = "EVENLY_PRELOAD"
+NOTEBOOK_VARIABLE = "EVENLY_NOTEBOOK"
+
+
+def is_in_notebook() -> bool:
+    """Whether what this rank prints is shown in a notebook's cell."""
+    return NOTEBOOK_VARIABLE in os.environ
 
 
 def libraries_to_preload() -> list[str]:

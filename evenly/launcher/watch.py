@@ -28,7 +28,7 @@ from typing import Self
 import psutil
 
 from evenly.errors import is_users
-from evenly.launch.rank import LaunchFolder, RankExit, describe_exit, end_rank
+from evenly.launcher.rank import LaunchFolder, RankExit, describe_exit, end_rank
 from evenly.observe.diagnosis import Diagnosis
 from evenly.observe.recorder import RankRecord
 from evenly.observe.stalls import Standstills, explain_stall

@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from evenly.errors import UserError
-from evenly.launch.part import NodePart
-from evenly.launch.rank import CAUSES, EXIT_STOPPED, Kind
-from evenly.launch.restarts import Failure, error_raised, pause_before_restart
+from evenly.launcher.part import NodePart
+from evenly.launcher.rank import CAUSES, EXIT_STOPPED, Kind
+from evenly.launcher.restarts import Failure, error_raised, pause_before_restart
 
 
 @dataclass(frozen=True)

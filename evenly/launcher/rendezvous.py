@@ -29,8 +29,8 @@ from torch.distributed import HashStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from evenly.errors import UserError
-from evenly.launch.environment import LOOPBACK
-from evenly.launch.interfaces import local_address, words
+from evenly.launcher.environment import LOOPBACK
+from evenly.launcher.interfaces import local_address, words
 
 JOIN_LIMIT_S = 300.0  # for node 0 to open its door
 GREETING_LIMIT_S = 10.0  # for one that knocks to prove that it knows the secret
@@ -44,7 +44,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 class OneNode(RendezvousHandler):
     """What torch's agent is given as its rendezvous: this node alone; its ranks use the store at `port`, on loopback.
 
-    How ranks of several nodes are numbered is decided by `launch/rounds`: agents do not wait for each other.
+    How ranks of several nodes are numbered is decided by `launcher/rounds`: agents do not wait for each other.
     """
 
     port: int | None = None

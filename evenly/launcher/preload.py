@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from contextlib import redirect_stdout, suppress
 from importlib import import_module
 
-from evenly.launch.environment import libraries_to_preload
-from evenly.launch.frozen import freeze_imports
-from evenly.launch.gpus import may_have_gpus
+from evenly.launcher.environment import libraries_to_preload
+from evenly.launcher.frozen import freeze_imports
+from evenly.launcher.gpus import may_have_gpus
 
 
 def import_libraries(names: Iterable[str]) -> None:
