@@ -46,6 +46,7 @@ def notebook(tmp_path: Path) -> Iterator[Any]:
     made = nbformat.v4.new_notebook()
     client = NotebookClient(made, timeout=240, resources={"metadata": {"path": str(tmp_path)}})
     client.create_kernel_manager()
+    client.km.transport, client.km.ip = "ipc", str(tmp_path / "kernel")  # type: ignore[union-attr]
     client.km.kernel_cmd = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]  # type: ignore[union-attr]
 
     def run(source: str) -> str:
