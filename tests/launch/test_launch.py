@@ -404,8 +404,7 @@ def test_words_of_errors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
-    [({"devices": 0}, "at least 1"), ({"devices": 1, "start": "thread"}, "forkserver, spawn or fork")],
+    ("wrong", "words"), [({"devices": 0}, "at least 1"), ({"devices": 1, "start": "thread"}, "forkserver or spawn")]
 )
 def test_what_cannot_be_started(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
