@@ -28,23 +28,6 @@ def test_a_cell_of_a_notebook_has_one_line_that_is_written_over(capsys: pytest.C
         watcher.on_step(report(step))
     watcher.on_text("short")
     watcher.close()
-    output = capsys.readouterr().out
-    line = "step {}/9  loss 1.0000  40 samples/s  1 MiB/rank"
-    assert output.split("\r") == [
-        "",
-        line.format(1),
-        line.format(9),
-        "short".ljust(len(line) - 1) + "\n",
-        line.format(9) + "\n",
-    ]
-
-
-def test_a_cell_of_a_notebook_has_one_line_that_is_written_over(capsys: pytest.CaptureFixture[str]) -> None:
-    watcher = make_watcher(main=True, steps=9, done=0, unit="samples", notebook=True)
-    for step in (1, 2, 3, 9):  # the second and third come at once
-        watcher.on_step(report(step))
-    watcher.on_text("short")
-    watcher.close()
     written = capsys.readouterr().out.split("\r")
     assert [line.split("  ")[0].rstrip() for line in written] == ["", "step 1/9", "step 9/9", "short", "step 9/9"]
     assert written[3] == "short".ljust(len(written[2])) + "\n"
