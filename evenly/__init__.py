@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from evenly.bridges.trainer import from_trainer as from_trainer
     from evenly.comm.world import World as World
     from evenly.errors import EvenlyError as EvenlyError
     from evenly.errors import RunError as RunError
@@ -45,6 +46,7 @@ _HOMES = {
     "UserError": "evenly.errors",
     "WandbLogger": "evenly.observe.loggers.wandb",
     "World": "evenly.comm.world",
+    "from_trainer": "evenly.bridges.trainer",
     "launch": "evenly.train.launch_job",
     "start": "evenly.train.run",
 }

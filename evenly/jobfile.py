@@ -1,4 +1,4 @@
-"""Job files: a Python file that defines `job(**settings) -> evenly.Job`."""
+"""Job files: a Python file that defines `job(**settings) -> evenly.Job`, or whose `job` is one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -192,6 +193,14 @@ def _parse(path: Path) -> ast.Module:
         raise UserError(f"job file {path}", f"it is not Python: {problem}", "fix the file") from problem
 
 
+def _made_job(path: Path, job: Job, **settings: Any) -> Job:
+    """The job that a file has made itself, which takes no settings."""
+    if settings:
+        asked, found = f"--set {next(iter(settings))}=... for {path}", "its `job` is a Job, and no function"
+        raise UserError(asked, found, "define `def job(...) -> evenly.Job:`")
+    return job
+
+
 def _find_function(path: Path) -> Callable[..., Any]:
     path = path.resolve()
     name = f"evenly_job_{path.stem}"  # never the name of a library, however the file is called
@@ -208,6 +217,8 @@ def _find_function(path: Path) -> Callable[..., Any]:
     except Exception as problem:
         raise UserError(f"job file {path}", f"it raised {describe(problem)}", "fix the file") from problem
     function = getattr(module, "job", None)
+    if isinstance(function, Job):
+        return partial(_made_job, path, function)
     if not callable(function):
         found = "no `job`" if function is None else f"`job` is a {type(function).__name__}"
         raise UserError(f"job file {path} must define job()", found, "define `def job() -> evenly.Job:`")

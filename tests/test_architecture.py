@@ -42,6 +42,7 @@ ORDER = (
     "checkpoint",
     "planner",
     "train",
+    "bridges",
     "verify",
     "report",
     "cli",

@@ -388,6 +388,17 @@ def become_environment(variables: Mapping[str, str], place: Mapping[str, str]) -
     os.environ.update({**variables, **of_agent, **place})
 
 
+@contextmanager
+def without_ranks() -> Generator[None]:
+    """Within, the environment names no rank: of it libraries of a job (accelerate) would make a world of their own."""
+    names = (*AGENT_VARIABLES, *OPEN_MPI, *PMI)
+    hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
 def talk_over(interface: str) -> None:
     """Has gloo and NCCL use `interface` in this process, unless the user has named one."""
     for name in SOCKET_VARIABLES:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from evenly.job import Job
 from evenly.jobfile import load_job, with_defaults
-from evenly.launcher.environment import is_in_notebook
+from evenly.launcher.environment import is_in_notebook, without_ranks
 from evenly.observe.progress import Watcher, describe_evaluation, make_watcher
 from evenly.train.interrupt import Interrupt
 from evenly.train.options import RunOptions
@@ -62,9 +62,15 @@ def run_job_file(path: Path, settings: dict[str, Any], options: RunOptions, json
     if json_only:
         _send_stdout_to_stderr()
     try:
-        return run_job(load_job(path, settings), replace(options, settings=with_defaults(path, settings)))
+        return run_job(load_job_on_rank(path, settings), replace(options, settings=with_defaults(path, settings)))
     except SystemExit as ended:
         raise left_early(ended) from ended
+
+
+def load_job_on_rank(path: Path, settings: dict[str, Any]) -> Job:
+    """The job of file `path`, in which no library finds a rank or a world of its own."""
+    with without_ranks():
+        return load_job(path, settings)
 
 
 def run_job(job: Job, options: RunOptions) -> Summary:

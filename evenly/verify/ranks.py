@@ -13,10 +13,10 @@ from evenly.checkpoint.manifest import AVERAGE, OPTIMIZER
 from evenly.comm.connect import find_device
 from evenly.errors import PlanError
 from evenly.job import Job, Precision
-from evenly.jobfile import load_job
 from evenly.launcher.environment import find_here
 from evenly.plan import PlanSpec, with_microbatch
 from evenly.torch_private import plain_name, without_subclasses
+from evenly.train.loop import load_job_on_rank
 from evenly.train.run import Run, start
 from evenly.verify.compare import RankComparison
 from evenly.verify.data_rules import broken_data_rule
@@ -55,7 +55,7 @@ def write_references(
     kind, draw = runs[place.rank]
     device = find_device(replace(place, local_rank=0, local_size=1))  # a GPU draws other numbers than the CPU
     try:
-        job = with_microbatch(replace(load_job(path, settings), precision=dtype), plan)
+        job = with_microbatch(replace(load_job_on_rank(path, settings), precision=dtype), plan)
     except PlanError as problem:
         return problem
     keep_reference(shortened(job, steps), steps, trajectory_folder(folder, kind, draw), kind, draw, device=device)
@@ -109,7 +109,7 @@ def compare_file(
     path: Path, settings: dict[str, Any], dtype: Precision, part: PlanSteps, steps: int, folder: Path, kind: Disturbance
 ) -> RankComparison:
     """Runs a part of the job of file `path` on this rank and compares it with the trajectory in `folder`."""
-    job = shortened(replace(load_job(path, settings), precision=dtype), steps)
+    job = shortened(replace(load_job_on_rank(path, settings), precision=dtype), steps)
     return compare_steps(job, part, steps, folder, kind)
 
 

@@ -1,0 +1,1 @@
+"""Jobs of what other libraries train: transformers' Trainer, Lightning's modules."""

@@ -1,0 +1,127 @@
+"""Callbacks of a Trainer as hooks of a job, where they have a meaning there."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from evenly.train.hooks import EarlyStopping
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
+
+    from evenly.train.reports import Evaluation, StepReport
+    from evenly.train.run import Run
+
+# What a callback may do: it is called after a step, an evaluation and a save, and with what is logged there.
+CALLED = ("on_step_end", "on_log", "on_evaluate", "on_save")
+# The Trainer's own, in whose place `evenly run` has its screen, its steps and its loggers.
+OWN = ("DefaultFlowCallback", "PrinterCallback", "ProgressCallback", "NotebookProgressCallback")
+LOGGERS = "transformers.integrations"
+
+
+def callback_problems(trainer: Trainer) -> Iterator[str]:
+    """Which callbacks cannot be carried over, and why."""
+    for callback in _others(trainer):
+        name = type(callback).__name__
+        if _is_early_stopping(callback):
+            if trainer.args.metric_for_best_model not in (None, "loss", "eval_loss") or trainer.args.greater_is_better:
+                yield f"its callback {name} follows {trainer.args.metric_for_best_model}, and not the evaluation loss"
+            continue
+        if _steps_optimizer(callback):
+            yield f"its callback {name} steps the optimizer itself"
+        if others := [event for event in _events(callback) if event not in CALLED]:
+            yield f"its callback {name} is called {', '.join(others)}, for which there is no hook"
+
+
+def hooks_of_callbacks(trainer: Trainer, *, steps: int, per_epoch: int) -> dict[str, Sequence[Any]]:
+    """The hooks of a `Job`, by the names of its fields."""
+    others = [callback for callback in _others(trainer) if not _is_early_stopping(callback)]
+    stopping = [
+        EarlyStopping(patience=callback.early_stopping_patience, min_delta=callback.early_stopping_threshold)
+        for callback in _others(trainer)
+        if _is_early_stopping(callback)
+    ]
+    if not others:
+        return {"on_evaluation": stopping}
+    hooks = CallbackHooks(trainer, others, steps=steps, per_epoch=per_epoch)
+    return {"on_step": [hooks.on_step], "on_evaluation": [*stopping, hooks.on_evaluation], "on_save": [hooks.on_save]}
+
+
+class CallbackHooks:
+    """Calls callbacks with the state that a Trainer would have; heeds `control.should_training_stop`."""
+
+    def __init__(self, trainer: Trainer, callbacks: Sequence[TrainerCallback], *, steps: int, per_epoch: int) -> None:
+        from transformers import TrainerControl, TrainerState
+
+        self._args, self._callbacks, self._per_epoch = trainer.args, callbacks, per_epoch
+        self._state: TrainerState = TrainerState(max_steps=steps, num_train_epochs=math.ceil(steps / per_epoch))
+        self._control: TrainerControl = TrainerControl()
+
+    def on_step(self, run: Run, report: StepReport) -> None:
+        """After a step, and with its numbers where the Trainer would log them."""
+        self._call("on_step_end", run)
+        if report.step % max(1, int(self._args.logging_steps)) == 0:
+            found = {"loss": report.loss, "grad_norm": report.grad_norm, "learning_rate": report.lr, **report.metrics}
+            self._log(run, found)
+
+    def on_evaluation(self, run: Run, evaluation: Evaluation) -> None:
+        """After an evaluation, with its metrics named as the Trainer names them."""
+        found: dict[str, float] = {}
+        for name, one in evaluation.by_name.items():
+            prefix = f"eval_{name}_" if name else "eval_"
+            found |= {f"{prefix}{key}": value for key, value in {"loss": one.loss, **one.metrics}.items()}
+        self._log(run, found)
+        self._call("on_evaluate", run, metrics=found)
+
+    def on_save(self, run: Run, step: int) -> None:
+        """After a save."""
+        self._call("on_save", run)
+
+    def _log(self, run: Run, found: dict[str, float]) -> None:
+        self._follow(run)
+        self._state.log_history.append({**found, "epoch": self._state.epoch, "step": run.steps_done})
+        self._call("on_log", run, logs=found)
+
+    def _follow(self, run: Run) -> None:
+        self._state.global_step = run.steps_done
+        self._state.epoch = run.steps_done / self._per_epoch
+        self._state.is_world_process_zero = self._state.is_local_process_zero = run.is_main
+
+    def _call(self, event: str, run: Run, **more: Any) -> None:
+        self._follow(run)
+        for callback in self._callbacks:
+            control = getattr(callback, event)(self._args, self._state, self._control, **more)
+            self._control = control or self._control
+        if self._control.should_training_stop:
+            run.stop()
+
+
+def _others(trainer: Trainer) -> list[TrainerCallback]:
+    """Callbacks but the Trainer's own and those of loggers."""
+    return [
+        callback
+        for callback in trainer.callback_handler.callbacks
+        if type(callback).__name__ not in OWN and not type(callback).__module__.startswith(LOGGERS)
+    ]
+
+
+def _is_early_stopping(callback: TrainerCallback) -> bool:
+    return type(callback).__name__ == "EarlyStoppingCallback"
+
+
+def _events(callback: TrainerCallback) -> list[str]:
+    """The events for which a callback has code of its own."""
+    from transformers import TrainerCallback
+
+    names = [name for name in vars(TrainerCallback) if name.startswith("on_")]
+    return [name for name in names if getattr(type(callback), name) is not getattr(TrainerCallback, name)]
+
+
+def _steps_optimizer(callback: TrainerCallback) -> bool:
+    """Whether its code names an optimizer and something that it has to do with a step."""
+    codes = [function.__code__ for _, function in inspect.getmembers(type(callback), inspect.isfunction)]
+    names = {name for code in codes for name in (*code.co_names, *code.co_varnames, *map(str, code.co_consts))}
+    return "optimizer" in names and "step" in names

@@ -1,0 +1,249 @@
+"""The job of a LightningModule with automatic optimization, and of its data.
+
+`training_step` is the loss, `configure_optimizers` the optimizer and the schedule, `validation_step` the evaluation,
+and what they log are metrics, weighted by samples. Lightning's Trainer does not run: of the one that is given only its
+settings count. What has no counterpart is refused by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import dis
+import inspect
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+
+from evenly.bridges.epochs import EveryEpoch
+from evenly.data.nest import tensors_in
+from evenly.errors import UserError
+from evenly.job import Job, Loss, Precision
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+
+PRECISIONS: dict[str, Precision] = {
+    "32": "float32", "32-true": "float32", "64": "float64", "64-true": "float64", "16": "float16",
+    "16-mixed": "float16", "bf16": "bfloat16", "bf16-mixed": "bfloat16", "bf16-true": "pure-bfloat16",
+    "16-true": "pure-float16",
+}  # fmt: skip
+# What a module may define: all other hooks of Lightning's would be called by its Trainer alone.
+CARRIED = (
+    *("training_step", "validation_step", "configure_optimizers", "forward", "setup", "prepare_data"),
+    *("train_dataloader", "val_dataloader", "test_step", "test_dataloader", "predict_step", "predict_dataloader"),
+)
+# What its steps may not ask for: there is no Trainer that knows it.
+OF_A_TRAINER = ("trainer", "global_step", "current_epoch", "optimizers", "lr_schedulers", "manual_backward")
+
+
+def from_lightning(
+    module: LightningModule,
+    data: LightningDataModule | DataLoader[Any] | None = None,
+    trainer: Trainer | None = None,
+    *,
+    steps: int | None = None,
+) -> Job:
+    """The job that `trainer.fit(module, data)` would train on one device.
+
+    data:    a LightningDataModule, or a DataLoader for training; None: the module's own.
+    trainer: its max_steps or max_epochs, accumulate_grad_batches, gradient_clip_val and precision count.
+    steps:   of the run, where no trainer tells that.
+
+    Raises `UserError` that names everything which cannot be carried over.
+    """
+    train, validation = _loaders(module, data)
+    problems = [*_problems(module, trainer), *_loader_problems(train)]
+    if problems:
+        asked = f"a job of the module {type(module).__name__}"
+        raise UserError(asked, "; ".join(problems), "leave these out, or write the job by hand")
+    accumulated = 1 if trainer is None else trainer.accumulate_grad_batches
+    microbatch = int(train.batch_size or 1)
+    per_epoch = math.ceil(len(train.dataset) / (microbatch * accumulated))  # type: ignore[arg-type]
+    count = steps or _steps(trainer, per_epoch)
+    optimizers = ModuleOptimizers(module, per_epoch)
+    return Job(
+        name=type(module).__name__,
+        model=optimizers.build_model,
+        loss=lightning_loss,
+        data=train.dataset,
+        collate=train.collate_fn,
+        global_batch=microbatch * accumulated,
+        microbatch=microbatch,
+        steps=count,
+        shuffle=not isinstance(train.sampler, SequentialSampler),
+        optimizer=optimizers.build,
+        schedule=optimizers.schedule if optimizers.has_schedule else None,
+        clip_norm=None if trainer is None else trainer.gradient_clip_val,
+        eval_data=None if validation is None else validation.dataset,
+        eval_every=None if validation is None else per_epoch,
+        save_every=per_epoch,
+        precision="float32" if trainer is None else PRECISIONS[str(trainer.precision)],
+    )
+
+
+class LightningSteps(nn.Module):
+    """A LightningModule whose forward is its step: that of training, or in evaluation that of validation."""
+
+    def __init__(self, module: LightningModule) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, batch: Any) -> tuple[torch.Tensor | None, dict[str, tuple[torch.Tensor, float]]]:
+        """The loss that the step returns, if any, and what it logs: by name a value, and the samples that it is of."""
+        samples, logged = _samples(batch), dict[str, tuple[torch.Tensor, float]]()
+
+        def log(name: str, value: Any, *_: Any, batch_size: int | None = None, **__: Any) -> None:
+            logged[name] = (torch.as_tensor(value).detach(), float(batch_size or samples))
+
+        step = self.module.training_step if self.training else self.module.validation_step
+        vars(self.module)["log"] = log
+        try:
+            found = step(batch, 0)
+        finally:
+            del vars(self.module)["log"]
+        loss = found["loss"] if isinstance(found, Mapping) else found
+        return loss, logged
+
+
+def lightning_loss(model: nn.Module, batch: Any) -> Loss:
+    """The `Loss` of `LightningSteps`: a mean over the microbatch's samples.
+
+    Of a validation that returns none it is what that logs as a loss.
+    """
+    loss, logged = model(batch)
+    samples = _samples(batch)
+    if loss is None:
+        names = [name for name in logged if "loss" in name]
+        if not names:
+            found = f"it logs {', '.join(logged) or 'nothing'}"
+            raise UserError("evaluating by validation_step", f"it returns no loss, and {found}", "return the loss")
+        loss = logged[names[0]][0]
+    metrics = {name: (value * count, count) for name, (value, count) in logged.items()}
+    return Loss(loss * samples, samples, metrics=metrics)
+
+
+class ModuleOptimizers:
+    """Optimizer and schedule of `configure_optimizers`, which is asked on the copy of the module that is trained."""
+
+    def __init__(self, module: LightningModule, per_epoch: int) -> None:
+        self._module, self._per_epoch = module, per_epoch
+        self._built: list[weakref.ref[LightningSteps]] = []
+        self._schedules: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
+        self.has_schedule = _parts(module.configure_optimizers())[1] is not None
+
+    def build_model(self) -> LightningSteps:
+        """A copy of the module that may be trained."""
+        built = LightningSteps(copy.deepcopy(self._module))
+        self._built.append(weakref.ref(built))
+        return built
+
+    def build(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer of the copy that has these parameters."""
+        own = {*map(id, parameters)}
+        alive = [built for reference in self._built if (built := reference()) is not None]
+        for built in reversed(alive):
+            if own & {*map(id, built.parameters())}:
+                optimizer, schedule = _parts(built.module.configure_optimizers())
+                self._schedules[optimizer] = schedule
+                return optimizer
+        raise UserError("the module's optimizer", "its parameters are of no module that was built", "report this")
+
+    def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        """The schedule that was made with `optimizer`; one that counts epochs steps at their ends."""
+        found = self._schedules[optimizer]
+        config = found if isinstance(found, Mapping) else {"scheduler": found}
+        if config.get("interval", "epoch") == "step":
+            return config["scheduler"]
+        return EveryEpoch(config["scheduler"], self._per_epoch)
+
+
+def _parts(configured: Any) -> tuple[torch.optim.Optimizer, Any]:
+    """The one optimizer, and its schedule or the configuration of it, of what `configure_optimizers` returns.
+
+    Raises `UserError` for several of either.
+    """
+    schedules: Any = []
+    if isinstance(configured, Mapping):
+        configured, schedules = configured["optimizer"], configured.get("lr_scheduler", [])
+    elif isinstance(configured, tuple) and len(configured) == 2 and isinstance(configured[0], list):
+        configured, schedules = configured
+    optimizers = [*configured] if isinstance(configured, list | tuple) else [configured]
+    schedules = schedules if isinstance(schedules, list) else [schedules]
+    if len(optimizers) != 1 or len(schedules) > 1:
+        found = f"it returns {len(optimizers)} optimizers and {len(schedules)} schedules"
+        raise UserError("the module's configure_optimizers", found, "a job of a module has one of each at most")
+    return optimizers[0], schedules[0] if schedules else None
+
+
+def _loaders(
+    module: LightningModule, data: LightningDataModule | DataLoader[Any] | None
+) -> tuple[DataLoader[Any], DataLoader[Any] | None]:
+    """Of training and validation."""
+    if isinstance(data, DataLoader):
+        return data, None
+    source: Any = module if data is None else data
+    source.prepare_data()
+    source.setup("fit")
+    try:
+        validation = source.val_dataloader()
+    except Exception:  # Lightning's own, of a class that does not define it
+        validation = None
+    if isinstance(validation, list | tuple):
+        found = f"val_dataloader returns {len(validation)} loaders"
+        raise UserError("evaluating by validation_step", found, "return one")
+    return source.train_dataloader(), validation
+
+
+def _steps(trainer: Trainer | None, per_epoch: int) -> int:
+    if trainer is not None and trainer.max_steps > 0:
+        return trainer.max_steps
+    if trainer is not None and trainer.max_epochs and trainer.max_epochs > 0:
+        return trainer.max_epochs * per_epoch
+    raise UserError("a job of a module", "nothing says how many steps it has", "give `steps`, or a Trainer with limits")
+
+
+def _problems(module: LightningModule, trainer: Trainer | None) -> Iterator[str]:
+    from lightning.pytorch import LightningModule
+
+    if not module.automatic_optimization:
+        yield "automatic_optimization is False: its step updates by itself"
+    hooks = [name for name, _ in inspect.getmembers(LightningModule, inspect.isfunction) if not name.startswith("_")]
+    for name in hooks:
+        own = getattr(type(module), name)
+        if own is not getattr(LightningModule, name) and name not in CARRIED:
+            yield f"it has a hook {name}, which only a Trainer calls"
+    for name in ("training_step", "validation_step"):
+        step = getattr(type(module), name)
+        if step is not getattr(LightningModule, name):
+            yield from _step_problems(name, step)
+    if trainer is not None and str(trainer.precision) not in PRECISIONS:
+        yield f"the trainer's precision {trainer.precision}"
+    if trainer is not None and trainer.gradient_clip_algorithm not in (None, "norm"):
+        yield f"the trainer's gradient_clip_algorithm {trainer.gradient_clip_algorithm}"
+
+
+def _step_problems(name: str, step: Callable[..., Any]) -> Iterator[str]:
+    code = step.__code__
+    if asked := [one for one in OF_A_TRAINER if one in code.co_names]:
+        yield f"its {name} asks for {', '.join(asked)}"
+    arguments = code.co_varnames[: code.co_argcount]
+    if len(arguments) > 2 and any(one.argval == arguments[2] for one in dis.get_instructions(code)):
+        yield f"its {name} makes use of {arguments[2]}, and microbatches have no number that every plan shares"
+
+
+def _loader_problems(loader: DataLoader[Any]) -> Iterator[str]:
+    if not isinstance(loader.sampler, SequentialSampler | RandomSampler):
+        yield f"its DataLoader has a {type(loader.sampler).__name__}"
+    if loader.batch_size is None:
+        yield "its DataLoader has batches of its own (batch_sampler)"
+    if loader.drop_last and len(loader.dataset) % (loader.batch_size or 1):  # type: ignore[arg-type]
+        yield "its DataLoader drops the last batch: every sample is trained on"
+
+
+def _samples(batch: Any) -> int:
+    return len(next(iter(tensors_in(batch))))

@@ -1,0 +1,261 @@
+"""The job of a transformers `Trainer` (or trl's `SFTTrainer`): its model, arguments, data, loss, metrics and callbacks.
+
+The Trainer is asked for what it would use itself (`get_train_dataloader`, `compute_loss`, `create_scheduler`), as if it
+were to train in one process; its own loop does not run. What has no counterpart is refused by name; what does not
+change the numbers of training (where it logs, how it saves) is left to `evenly run`, with a warning where it was asked.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from evenly.bridges.callbacks import CallbackHooks, callback_problems, hooks_of_callbacks
+from evenly.bridges.parameters import rebuilt_optimizer, rebuilt_schedule
+from evenly.bridges.predictions import padded_arrays, samples_of
+from evenly.errors import UserError
+from evenly.job import Job, Loss, Precision
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+# Methods of a Trainer that stand for the loop which does not run, or for what is asked of it otherwise.
+LOOP = ("train", "training_step", "_inner_training_loop", "prediction_step", "evaluation_loop", "create_optimizer")
+LIBRARIES = ("transformers", "trl")
+
+
+def from_trainer(trainer: Trainer) -> Job:
+    """The job that `trainer.train()` would train in one process.
+
+    A step's batch is `per_device_train_batch_size` x `gradient_accumulation_steps` samples, in microbatches of the
+    former; the loss of a step is that of all its tokens or samples, as the Trainer's own is. A model that the Trainer
+    was given is copied; one of `model_init` is built on every rank under evenly's own random stream.
+
+    Raises `UserError` that names everything which cannot be carried over.
+    """
+    problems = [*_problems(trainer), *callback_problems(trainer)]
+    if problems:
+        raise UserError(
+            f"a job of this {type(trainer).__name__}", "; ".join(problems), "leave these out, or write the job by hand"
+        )
+    for note in _notes(trainer):
+        warnings.warn(f"evenly.from_trainer: {note}", stacklevel=2)
+    args, loader = trainer.args, trainer.get_train_dataloader()
+    batch = args.train_batch_size // max(1, args.n_gpu) * args.gradient_accumulation_steps
+    per_epoch = math.ceil(len(loader.dataset) / batch)
+    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
+    hooks = hooks_of_callbacks(trainer, steps=steps, per_epoch=per_epoch)
+    return Job(
+        name=type(_bare(trainer)).__name__,
+        model=_model(trainer),
+        loss=TrainerLoss(trainer),
+        data=loader.dataset,
+        collate=loader.collate_fn,
+        global_batch=batch,
+        microbatch=args.train_batch_size // max(1, args.n_gpu),
+        steps=steps,
+        shuffle=args.train_sampling_strategy != "sequential",
+        optimizer=_optimizer(trainer),
+        schedule=_schedule(trainer, steps),
+        clip_norm=args.max_grad_norm or None,
+        eval_data=_eval_data(trainer),
+        eval_every=_every(args.eval_strategy, args.eval_steps, steps, per_epoch),
+        evaluate=_evaluate(trainer),
+        save_every=_every(args.save_strategy, args.save_steps, steps, per_epoch),
+        precision=_precision(trainer),
+        seed=args.seed,
+        **hooks,
+    )
+
+
+class TrainerLoss:
+    """The loss of a Trainer: a sum over what counts (tokens) where its model can sum, else a mean over samples."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Loss:
+        """The `Loss` of a microbatch; in an evaluation with what `compute_metrics` needs."""
+        from transformers.trainer_pt_utils import find_batch_size
+
+        trainer, inputs = self._trainer, dict(batch)
+        samples = find_batch_size(inputs)
+        labels = [inputs.get(name) for name in trainer.label_names]
+        device = next(value.device for value in inputs.values() if isinstance(value, torch.Tensor))
+        count = trainer._get_num_items_in_batch([inputs], device)
+        # A model that is given the number of items sums over the tokens and divides by it.
+        one = {} if count is None else {"num_items_in_batch": torch.ones((), device=device)}
+        predicts = trainer.compute_metrics is not None and not model.training
+        found = trainer.compute_loss(model, inputs, return_outputs=predicts, **one)
+        loss, outputs = found if predicts else (found, None)
+        total, weight = (loss * samples, samples) if count is None else (loss, count)
+        if not predicts or any(label is None for label in labels):
+            return Loss(total, weight)
+        predicted = self._predictions(model, outputs, labels)
+        return Loss(total, weight, outputs={"predictions": predicted, "labels": samples_of(_alone(labels))})
+
+    def _predictions(self, model: nn.Module, outputs: Any, labels: list[Any]) -> Any:
+        trainer = self._trainer
+        ignored = getattr(_bare(trainer).config, "keys_to_ignore_at_inference", ["past_key_values"])
+        named = outputs.items() if isinstance(outputs, Mapping) else enumerate(outputs[1:])
+        logits = _alone([value for key, value in named if key != "loss" and key not in ignored])
+        if trainer.preprocess_logits_for_metrics is not None:
+            logits = trainer.preprocess_logits_for_metrics(logits, _alone(labels))
+        return samples_of(logits)
+
+
+def _bare(trainer: Trainer) -> nn.Module:
+    return trainer.accelerator.unwrap_model(trainer.model)
+
+
+def _alone(values: Iterable[Any]) -> Any:
+    """As a Trainer has it: one value by itself, several as a tuple."""
+    found = tuple(values)
+    return found[0] if len(found) == 1 else found
+
+
+def _model(trainer: Trainer) -> Callable[[], nn.Module]:
+    if trainer.model_init is not None:
+        return lambda: trainer.call_model_init()
+    return lambda: copy.deepcopy(_bare(trainer)).cpu()
+
+
+def _optimizer(trainer: Trainer) -> Callable[..., torch.optim.Optimizer]:
+    """Groups with and without weight decay as `Trainer.create_optimizer` makes them, by names."""
+    model, args = _bare(trainer), trainer.args
+    if trainer.optimizer is not None:
+        return rebuilt_optimizer(_plain_optimizer(trainer.optimizer), model)
+    decayed = {*trainer.get_decay_parameter_names(model)}
+    kind, options = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(args, model)
+
+    def build(named_parameters: Iterator[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        groups: list[list[nn.Parameter]] = [[], []]
+        for name, parameter in named_parameters:
+            if parameter.requires_grad:
+                groups[name not in decayed].append(parameter)
+        decays = (args.weight_decay, 0.0)
+        return kind(
+            [{"params": group, "weight_decay": decay} for group, decay in zip(groups, decays, strict=True)],
+            **copy.deepcopy(options),
+        )
+
+    return build
+
+
+def _plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """Without accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _schedule(trainer: Trainer, steps: int) -> Callable[[torch.optim.Optimizer], Any]:
+    if trainer.lr_scheduler is not None:
+        return rebuilt_schedule(trainer.lr_scheduler)
+
+    def build(optimizer: torch.optim.Optimizer) -> Any:
+        trainer.lr_scheduler = None
+        try:
+            return trainer.create_scheduler(steps, optimizer)
+        finally:
+            trainer.lr_scheduler = None
+
+    return build
+
+
+def _eval_data(trainer: Trainer) -> Any:
+    data = trainer.eval_dataset
+    if data is None or trainer.args.eval_strategy == "no":
+        return None
+    if isinstance(data, Mapping):
+        return {name: trainer.get_eval_dataloader(name).dataset for name in data}
+    return trainer.get_eval_dataloader().dataset
+
+
+def _evaluate(trainer: Trainer) -> Callable[[Any], Mapping[str, float]] | None:
+    compute = trainer.compute_metrics
+    if compute is None or _eval_data(trainer) is None:
+        return None
+
+    def evaluate(outputs: Any) -> Mapping[str, float]:
+        from transformers import EvalPrediction
+
+        predicted, labels = (padded_arrays(outputs[key]) for key in ("predictions", "labels"))
+        found = compute(EvalPrediction(predictions=predicted, label_ids=labels))
+        return {name: float(value) for name, value in found.items()}
+
+    return evaluate
+
+
+def _every(strategy: str, every: float | None, steps: int, per_epoch: int) -> int | None:
+    """Steps between two; a Trainer takes a number below 1 as a share of all steps."""
+    if strategy == "epoch":
+        return per_epoch
+    if strategy != "steps" or not every:
+        return None
+    return math.ceil(steps * every) if every < 1 else int(every)
+
+
+def _precision(trainer: Trainer) -> Precision:
+    if trainer.args.bf16 or trainer.args.fp16:
+        return "bfloat16" if trainer.args.bf16 else "float16"
+    types = {p.dtype for p in _bare(trainer).parameters() if p.is_floating_point()}
+    pure: dict[torch.dtype, Precision] = {torch.bfloat16: "pure-bfloat16", torch.float16: "pure-float16"}
+    pure[torch.float64] = "float64"
+    return pure.get(types.pop(), "float32") if len(types) == 1 else "float32"
+
+
+def _problems(trainer: Trainer) -> Iterator[str]:
+    """What cannot be carried over."""
+    args = trainer.args
+    for method in LOOP:
+        owner = next(kind for kind in type(trainer).__mro__ if method in vars(kind))
+        if owner.__module__.partition(".")[0] not in LIBRARIES:
+            yield f"its class {owner.__name__} has a {method} of its own, and that loop does not run"
+    if trainer.train_dataset is None:
+        yield "it has no train_dataset"
+    elif not hasattr(trainer.train_dataset, "__len__"):
+        yield "its train_dataset is a stream, whose steps per epoch are not known"
+    wanted = {
+        "deepspeed": bool(args.deepspeed),
+        "fsdp": bool(args.fsdp),
+        "neftune_noise_alpha": args.neftune_noise_alpha is not None,
+        "batch_eval_metrics": args.batch_eval_metrics,
+        "include_for_metrics": bool(args.include_for_metrics),
+        "train_sampling_strategy": args.train_sampling_strategy not in ("random", "sequential"),
+    }
+    yield from (f"its argument {name}={getattr(args, name)!r}" for name, given in wanted.items() if given)
+    batch = args.train_batch_size * args.gradient_accumulation_steps
+    if args.dataloader_drop_last and trainer.train_dataset is not None and len(trainer.train_dataset) % batch:
+        yield "its argument dataloader_drop_last: every sample is trained on"
+    if trainer.optimizer is not None and not _is_rebuildable(trainer):
+        yield "its optimizer holds parameters that are not the model's"
+    schedule = trainer.lr_scheduler
+    if schedule is not None and not isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):
+        yield f"its lr_scheduler, a {type(schedule).__name__} that was made for another optimizer"
+
+
+def _is_rebuildable(trainer: Trainer) -> bool:
+    known = {*map(id, _bare(trainer).parameters())}
+    groups = _plain_optimizer(trainer.optimizer).param_groups
+    return all(id(parameter) in known for group in groups for parameter in group["params"])
+
+
+def _notes(trainer: Trainer) -> Iterator[str]:
+    """What `evenly run` does in its own way."""
+    args = trainer.args
+    if args.gradient_checkpointing:
+        yield "gradient_checkpointing is part of the plan here: add recompute=full to it"
+    if args.torch_compile:
+        yield "torch_compile is part of the plan here: add compile=blocks to it"
+    if args.load_best_model_at_end:
+        yield "load_best_model_at_end: the best checkpoint is kept, and `evenly export --step best` writes it"
+    if args.push_to_hub:
+        yield "push_to_hub: nothing is uploaded; `evenly export` writes a folder that can be"
+
+
+__all__ = ["CallbackHooks", "TrainerLoss", "from_trainer"]
