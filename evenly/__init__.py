@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from evenly.bridges.lightning import from_lightning as from_lightning
     from evenly.bridges.trainer import from_trainer as from_trainer
     from evenly.comm.world import World as World
     from evenly.errors import EvenlyError as EvenlyError
@@ -46,6 +47,7 @@ _HOMES = {
     "UserError": "evenly.errors",
     "WandbLogger": "evenly.observe.loggers.wandb",
     "World": "evenly.comm.world",
+    "from_lightning": "evenly.bridges.lightning",
     "from_trainer": "evenly.bridges.trainer",
     "launch": "evenly.train.launch_job",
     "start": "evenly.train.run",

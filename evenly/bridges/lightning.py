@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import dis
-import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,10 +31,10 @@ PRECISIONS: dict[str, Precision] = {
     "16-mixed": "float16", "bf16": "bfloat16", "bf16-mixed": "bfloat16", "bf16-true": "pure-bfloat16",
     "16-true": "pure-float16",
 }  # fmt: skip
-# What a module may define: all other hooks of Lightning's would be called by its Trainer alone.
-CARRIED = (
-    *("training_step", "validation_step", "configure_optimizers", "forward", "setup", "prepare_data"),
-    *("train_dataloader", "val_dataloader", "test_step", "test_dataloader", "predict_step", "predict_dataloader"),
+# What a module may not define, besides all that begins with on_: its Trainer alone would call it.
+HOOKS = (
+    *("backward", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "configure_gradient_clipping"),
+    *("configure_callbacks", "configure_model", "transfer_batch_to_device"),
 )
 # What its steps may not ask for: there is no Trainer that knows it.
 OF_A_TRAINER = ("trainer", "global_step", "current_epoch", "optimizers", "lr_schedulers", "manual_backward")
@@ -149,13 +148,16 @@ class ModuleOptimizers:
         for built in reversed(alive):
             if own & {*map(id, built.parameters())}:
                 optimizer, schedule = _parts(built.module.configure_optimizers())
-                self._schedules[optimizer] = schedule
+                # A schedule counts the steps of its optimizer by a wrapper, which it gets when it is asked for.
+                self._schedules[optimizer] = schedule, vars(optimizer).pop("step", None)
                 return optimizer
         raise UserError("the module's optimizer", "its parameters are of no module that was built", "report this")
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         """The schedule that was made with `optimizer`; one that counts epochs steps at their ends."""
-        found = self._schedules[optimizer]
+        found, counted_step = self._schedules[optimizer]
+        if counted_step is not None:
+            vars(optimizer)["step"] = counted_step
         config = found if isinstance(found, Mapping) else {"scheduler": found}
         if config.get("interval", "epoch") == "step":
             return config["scheduler"]
@@ -212,10 +214,8 @@ def _problems(module: LightningModule, trainer: Trainer | None) -> Iterator[str]
 
     if not module.automatic_optimization:
         yield "automatic_optimization is False: its step updates by itself"
-    hooks = [name for name, _ in inspect.getmembers(LightningModule, inspect.isfunction) if not name.startswith("_")]
-    for name in hooks:
-        own = getattr(type(module), name)
-        if own is not getattr(LightningModule, name) and name not in CARRIED:
+    for name in (*HOOKS, *(name for name in dir(LightningModule) if name.startswith("on_"))):
+        if getattr(type(module), name) is not getattr(LightningModule, name):
             yield f"it has a hook {name}, which only a Trainer calls"
     for name in ("training_step", "validation_step"):
         step = getattr(type(module), name)

@@ -1,4 +1,4 @@
-"""Predictions and labels of an evaluation: by sample on the ranks, in the end as the padded arrays of `EvalPrediction`."""
+"""Predictions and labels of an evaluation: by sample on the ranks, in the end the padded arrays of `EvalPrediction`."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def padded_arrays(nest: Any) -> Any:
 
 
 def _padded(samples: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    shape = np.max([sample.shape for sample in samples], axis=0)
+    shape = (max(sizes) for sizes in zip(*(sample.shape for sample in samples), strict=True))
     whole = np.full((len(samples), *shape), PADDING, dtype=samples[0].dtype)
-    for row, sample in zip(whole, samples, strict=True):
-        row[tuple(map(slice, sample.shape))] = sample
+    for number, sample in enumerate(samples):
+        whole[(number, *map(slice, sample.shape))] = sample
     return whole

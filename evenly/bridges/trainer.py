@@ -7,8 +7,11 @@ change the numbers of training (where it logs, how it saves) is left to `evenly 
 
 from __future__ import annotations
 
+import ast
 import copy
+import inspect
 import math
+import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -78,7 +81,15 @@ class TrainerLoss:
     """The loss of a Trainer: a sum over what counts (tokens) where its model can sum, else a mean over samples."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+        self._trainer, self._sums = trainer, divides_by_items(trainer)
+        # Where a model takes the number of items and makes no use of it, the Trainer adds up the means of microbatches.
+        added_up = trainer.model_accepts_loss_kwargs and not self._sums and not trainer.loss_is_scaled_for_ga
+        self._times = trainer.args.gradient_accumulation_steps if added_up else 1
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether a step's loss is the sum of the means of its microbatches, as the Trainer's own."""
+        return self._times > 1
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Loss:
         """The `Loss` of a microbatch; in an evaluation with what `compute_metrics` needs."""
@@ -88,13 +99,14 @@ class TrainerLoss:
         samples = find_batch_size(inputs)
         labels = [inputs.get(name) for name in trainer.label_names]
         device = next(value.device for value in inputs.values() if isinstance(value, torch.Tensor))
-        count = trainer._get_num_items_in_batch([inputs], device)
+        count = trainer._get_num_items_in_batch([inputs], device) if self._sums else None
         # A model that is given the number of items sums over the tokens and divides by it.
         one = {} if count is None else {"num_items_in_batch": torch.ones((), device=device)}
         predicts = trainer.compute_metrics is not None and not model.training
         found = trainer.compute_loss(model, inputs, return_outputs=predicts, **one)
         loss, outputs = found if predicts else (found, None)
-        total, weight = (loss * samples, samples) if count is None else (loss, count)
+        times = self._times if model.training and "labels" in batch else 1
+        total, weight = (loss * samples * times, samples) if count is None else (loss, count)
         if not predicts or any(label is None for label in labels):
             return Loss(total, weight)
         predicted = self._predictions(model, outputs, labels)
@@ -108,6 +120,21 @@ class TrainerLoss:
         if trainer.preprocess_logits_for_metrics is not None:
             logits = trainer.preprocess_logits_for_metrics(logits, _alone(labels))
         return samples_of(logits)
+
+
+def divides_by_items(trainer: Trainer) -> bool:
+    """Whether the loss is a sum that is divided by the number of items (tokens) that it is given."""
+    if trainer.compute_loss_func is not None:
+        return True
+    if not trainer.model_accepts_loss_kwargs:
+        return False
+    if trainer.label_smoother is not None:
+        return True
+    base = _bare(trainer)
+    base = base.get_base_model() if hasattr(base, "get_base_model") else base
+    tree = ast.parse(textwrap.dedent(inspect.getsource(type(base).forward)))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and "loss" in ast.unparse(node.func)]
+    return any(keyword.arg in (None, "num_items_in_batch") for call in calls for keyword in call.keywords)
 
 
 def _bare(trainer: Trainer) -> nn.Module:
@@ -250,6 +277,11 @@ def _notes(trainer: Trainer) -> Iterator[str]:
     args = trainer.args
     if args.gradient_checkpointing:
         yield "gradient_checkpointing is part of the plan here: add recompute=full to it"
+    if TrainerLoss(trainer).adds_up:
+        yield (
+            f"the loss of a {type(_bare(trainer)).__name__} is a mean, of which the Trainer adds up "
+            f"{args.gradient_accumulation_steps} in a step: it is that many times the mean, here too"
+        )
     if args.torch_compile:
         yield "torch_compile is part of the plan here: add compile=blocks to it"
     if args.load_best_model_at_end:

@@ -4,7 +4,6 @@ import re
 import sysconfig
 from pathlib import Path
 
-import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, set_seed
 
 KEYWORDS = ["def", "return", "if", "for", "import"]

@@ -52,7 +52,7 @@ def sample(model, n):
 def job(microbatch=32):
     made = {"model": Denoiser, "loss": diffusion_loss, "optimizer": lambda p: torch.optim.AdamW(p, lr=2e-3), "clip_norm": 1.0}
     sizes = {"global_batch": batch_size, "microbatch": microbatch, "steps": epochs * 15}
-    return evenly.Job(**made, **sizes, data=dataset, average=evenly.EMA(0.995))
+    return evenly.Job(**made, **sizes, data=dataset, average=evenly.EMA(0.9))
 
 
 if __name__ == "__main__":

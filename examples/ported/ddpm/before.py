@@ -50,7 +50,7 @@ def sample(model, n):
 
 torch.manual_seed(0)
 model = Denoiser()
-ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.995))
+ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 loader = DataLoader(dataset, batch_size=batch_size, shuffle=True)
 for epoch in range(epochs):

@@ -49,8 +49,7 @@ def ppo_loss(model, batch):
 
 
 def job():
-    return evenly.Job(
-        model=ActorCritic, loss=ppo_loss, data=rollout(ActorCritic())[0], clip_norm=0.5,
+    return evenly.Job(model=ActorCritic, loss=ppo_loss, data=rollout(ActorCritic())[0], clip_norm=0.5,
         optimizer=lambda p: torch.optim.Adam(p, lr=3e-3), global_batch=384, microbatch=128, steps=iterations * ppo_epochs)
 
 

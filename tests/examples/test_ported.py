@@ -1,0 +1,160 @@
+"""Scripts for one device, and the same with `evenly`: few lines changed, the same losses, equal under every plan.
+
+A script is given what the job has drawn: its weights start from the job's random stream, and its batches are the job's.
+"""
+
+from __future__ import annotations
+
+import difflib
+import runpy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, RandomSampler
+
+import evenly
+from evenly.data.generators import reseed
+from evenly.data.order import batch_indices
+from evenly.data.stream import stream_key
+from evenly.job import Job
+from evenly.jobfile import load_job
+from evenly.verify.verify import VerifyRequest, verify
+
+PORTED = Path(__file__).parents[2] / "examples" / "ported"
+NAMES = sorted(path.name for path in PORTED.iterdir())
+MOST_LINES, STEPS = 12, 20
+PLANS = {name: ["ddp", "zero3", "tensor=2"] for name in NAMES} | {"ppo": ["ddp", "zero3", "pipeline=2"]}
+
+
+class Enough(Exception):
+    """A script has done all the steps that are compared."""
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "PYTORCH_NVML_BASED_CUDA_CHECK"):  # which lightning leaves behind
+        monkeypatch.setenv(name, "0")
+
+
+def changed_lines(name: str) -> int:
+    """The lines of `after.py`, but empty ones, that are not in `before.py`."""
+    before, after = ((PORTED / name / file).read_text().splitlines() for file in ("before.py", "after.py"))
+    return sum(line.startswith("+ ") and line[2:].strip() != "" for line in difflib.ndiff(before, after))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_few_lines_are_changed(name: str) -> None:
+    assert 1 <= changed_lines(name) <= MOST_LINES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_script_is_equal_under_three_plans(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = VerifyRequest(PORTED / name / "after.py", {}, 2, "float64")
+    rows = verify(request, PLANS[name], devices=2, report=lambda _: None).plans
+    assert [(row.plan.split()[0], row.status, row.reason) for row in rows] == [(p, "equal", "") for p in PLANS[name]]
+
+
+def losses_after(job: Job, record: Callable[[Any], None]) -> list[float]:
+    """The losses of the first steps under `evenly`; `record` gets the batch of each."""
+
+    def loss(model: torch.nn.Module, batch: Any) -> Any:
+        record(batch)
+        return job.loss(model, batch)
+
+    whole = replace(
+        job, loss=loss, microbatch=job.global_batch, steps=STEPS, eval_data=None, eval_every=None, evaluate=None
+    )
+    with evenly.start(replace(whole, save_every=None)) as run:
+        return [run.step(batch).loss for batch in run.batches()]
+
+
+def losses_before(name: str, job: Job, batches: Sequence[Any], monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The losses on which the script calls backward, with the job's weights and batches."""
+    found: list[float] = []
+    backward, manual_seed = torch.Tensor.backward, torch.manual_seed
+
+    def recorded(loss: torch.Tensor, *arguments: Any, **more: Any) -> None:
+        found.append(float(loss.detach()))
+        backward(loss, *arguments, **more)
+        if len(found) >= STEPS * per_step:
+            raise Enough
+
+    def given(_: DataLoader[Any]) -> Iterator[Any]:
+        for step, batch in enumerate(batches):
+            reseed(stream_key(job.seed, "microbatch", step, 0))  # what the loss draws
+            yield batch
+
+    microbatch = job.microbatch or job.global_batch
+    per_step = job.global_batch // microbatch if name == "bert" else 1
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "backward", recorded)
+        if name in ("bert", "lightning"):
+            patch.setattr(RandomSampler, "__iter__", lambda _: iter(_order(job)))
+        else:
+            patch.setattr(torch, "manual_seed", lambda _: manual_seed(stream_key(job.seed, "model")))
+            patch.setattr(DataLoader, "__iter__", given)
+        if name == "nanogpt":
+            starts = iter(_order(job)[step * job.global_batch :][: job.global_batch] for step in range(STEPS))
+            patch.setattr(torch, "randint", lambda *_: torch.tensor(next(starts)))
+        with suppress(Enough):
+            runpy.run_path(str(PORTED / name / "before.py"), run_name="__main__")
+    return [sum(found[step * per_step :][:per_step]) for step in range(STEPS)]
+
+
+def _order(job: Job) -> list[int]:
+    order = (
+        batch_indices(seed=job.seed, step=step, length=job.length, global_batch=job.global_batch, shuffle=job.shuffle)
+        for step in range(STEPS)
+    )
+    return [index for indices in order for index in indices]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("ppo", "llama_sft")])
+@pytest.mark.filterwarnings("ignore")
+def test_the_first_losses_are_those_of_the_script(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = load_job(PORTED / name / "after.py", {})
+    batches: list[Any] = []
+    after = losses_after(job, batches.append)
+    assert losses_before(name, job, batches, monkeypatch) == pytest.approx(after, rel=2e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_loop_that_draws_actions_learns_as_the_script_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The actions that the job's policy has drawn are given to the script's, as long as both have the same weights."""
+    actions: list[torch.Tensor] = []
+    sample = torch.distributions.Categorical.sample
+    losses: dict[str, list[float]] = {"before": [], "after": []}
+    backward, train = torch.Tensor.backward, evenly.Run.step
+
+    def recorded(policy: Any) -> torch.Tensor:
+        actions.append(sample(policy))
+        return actions[-1]
+
+    def noted(run: evenly.Run, *arguments: Any, **more: Any) -> Any:
+        report = train(run, *arguments, **more)
+        losses["after"].append(report.loss)
+        return report
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.distributions.Categorical, "sample", recorded)
+        patch.setattr(evenly.Run, "step", noted)
+        runpy.run_path(str(PORTED / "ppo" / "after.py"), run_name="__main__")
+    replayed = iter(actions[18:])  # those before were drawn for the data that a job has to have
+
+    def given(loss: torch.Tensor, *arguments: Any, **more: Any) -> None:
+        losses["before"].append(float(loss.detach()))
+        backward(loss, *arguments, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.distributions.Categorical, "sample", lambda _: next(replayed))
+        patch.setattr(torch.Tensor, "backward", given)
+        manual_seed = torch.manual_seed
+        patch.setattr(torch, "manual_seed", lambda _: manual_seed(stream_key(0, "model")))
+        runpy.run_path(str(PORTED / "ppo" / "before.py"), run_name="__main__")
+    assert losses["before"][:STEPS] == pytest.approx(losses["after"][:STEPS], rel=1e-4)
