@@ -51,8 +51,7 @@ def from_trainer(trainer: Trainer) -> Job:
         warnings.warn(f"evenly.from_trainer: {note}", stacklevel=2)
     args, loader = trainer.args, trainer.get_train_dataloader()
     batch = args.train_batch_size // max(1, args.n_gpu) * args.gradient_accumulation_steps
-    per_epoch = math.ceil(len(loader.dataset) / batch)
-    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
+    steps, per_epoch = _lengths(trainer, loader.dataset, batch)
     hooks = hooks_of_callbacks(trainer, steps=steps, per_epoch=per_epoch)
     return Job(
         name=type(_bare(trainer)).__name__,
@@ -75,6 +74,15 @@ def from_trainer(trainer: Trainer) -> Job:
         seed=args.seed,
         **hooks,
     )
+
+
+def _lengths(trainer: Trainer, data: Any, batch: int) -> tuple[int, int]:
+    """Steps of the run and of an epoch; a stream's epoch is taken for the run, where nothing depends on its length."""
+    args = trainer.args
+    if not hasattr(data, "__len__"):
+        return args.max_steps, args.max_steps
+    per_epoch = math.ceil(len(data) / batch)
+    return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch), per_epoch
 
 
 class TrainerLoss:
@@ -246,7 +254,10 @@ def _problems(trainer: Trainer) -> Iterator[str]:
     if trainer.train_dataset is None:
         yield "it has no train_dataset"
     elif not hasattr(trainer.train_dataset, "__len__"):
-        yield "its train_dataset is a stream, whose steps per epoch are not known"
+        if args.max_steps <= 0:
+            yield "its train_dataset is a stream, and max_steps does not say how many steps there are"
+        if epochs := [name for name in ("eval_strategy", "save_strategy") if getattr(args, name) == "epoch"]:
+            yield f"its {', '.join(epochs)} is epoch, and its train_dataset a stream, whose length is not known"
     wanted = {
         "deepspeed": bool(args.deepspeed),
         "fsdp": bool(args.fsdp),
@@ -257,7 +268,8 @@ def _problems(trainer: Trainer) -> Iterator[str]:
     }
     yield from (f"its argument {name}={getattr(args, name)!r}" for name, given in wanted.items() if given)
     batch = args.train_batch_size * args.gradient_accumulation_steps
-    if args.dataloader_drop_last and trainer.train_dataset is not None and len(trainer.train_dataset) % batch:
+    length = len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else batch
+    if args.dataloader_drop_last and length % batch:
         yield "its argument dataloader_drop_last: every sample is trained on"
     if trainer.optimizer is not None and not _is_rebuildable(trainer):
         yield "its optimizer holds parameters that are not the model's"
@@ -275,8 +287,8 @@ def _is_rebuildable(trainer: Trainer) -> bool:
 def _notes(trainer: Trainer) -> Iterator[str]:
     """What `evenly run` does in its own way."""
     args = trainer.args
-    if args.gradient_checkpointing:
-        yield "gradient_checkpointing is part of the plan here: add recompute=full to it"
+    if args.gradient_checkpointing or getattr(args, "activation_checkpointing", False):
+        yield "activation checkpointing is part of the plan here: add recompute=full to it"
     if TrainerLoss(trainer).adds_up:
         yield (
             f"the loss of a {type(_bare(trainer)).__name__} is a mean, of which the Trainer adds up "

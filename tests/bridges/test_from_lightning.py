@@ -1,0 +1,107 @@
+"""A LightningModule as a job: Lightning's own weights, rates and evaluations; equal under other plans; refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning_job import BATCH, SAMPLES, Classifier, Rows, make_trainer
+from torch.utils.data import DataLoader, WeightedRandomSampler
+
+import evenly
+from evenly.bridges.epochs import EveryEpoch
+from evenly.errors import UserError
+from evenly.verify.verify import VerifyRequest, verify
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")  # which lightning sets
+
+
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+def test_weights_and_evaluations_are_lightning_s_own(interval: str) -> None:
+    module, trainer = Classifier(interval), make_trainer()
+    trainer.fit(module, Rows())
+    job = evenly.from_lightning(Classifier(interval), Rows(), make_trainer())
+    assert (job.steps, job.eval_every) == (3 * -(-SAMPLES // BATCH), -(-SAMPLES // BATCH))
+    with evenly.start(job) as run:
+        for batch in run.batches():
+            run.step(batch)
+        evaluation = run.evaluate()
+        found = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+        rates = [group["lr"] for group in run.optimizer.param_groups]
+    for name, tensor in module.state_dict().items():
+        torch.testing.assert_close(found[f"module.{name}"], tensor, rtol=2e-6, atol=2e-7)
+    assert rates == pytest.approx([group["lr"] for group in trainer.optimizers[0].param_groups])
+    wanted = trainer.callback_metrics
+    assert evaluation.metrics == pytest.approx(
+        {name: float(wanted[name]) for name in ("val_loss", "accuracy")}, rel=1e-6
+    )
+    assert evaluation.loss == pytest.approx(float(wanted["val_loss"]), rel=1e-6)
+
+
+def test_the_job_of_a_module_is_equal_under_other_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    request = VerifyRequest(Path(__file__).with_name("lightning_job.py"), {}, 3, "float64")
+    plans = ["ddp>zero3", "pipeline=2"]
+    rows = verify(request, plans, devices=2, report=lambda _: None).plans
+    assert [(row.plan.split()[0], row.status, row.reason) for row in rows] == [(p, "equal", "") for p in plans]
+
+
+def test_a_schedule_of_epochs_goes_on_from_its_state() -> None:
+    def make() -> EveryEpoch:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        return EveryEpoch(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), 3)
+
+    one, other = make(), make()
+    for _ in range(7):
+        one.step()
+    other.load_state_dict(one.state_dict())
+    other.optimizer.param_groups[0]["lr"] = one.optimizer.param_groups[0]["lr"]  # which is the optimizer's state
+    for _ in range(2):
+        one.step()
+        other.step()
+    assert one.get_last_lr() == other.get_last_lr() == [0.125]
+
+
+class Numbered(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, 0) * (batch_idx + self.global_step + 1)
+
+    def on_train_epoch_end(self) -> None: ...
+
+
+class ByHand(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (Numbered, ("asks for global_step", "makes use of batch_idx", "a hook on_train_epoch_end")),
+        (ByHand, ("automatic_optimization is False",)),
+    ],
+)
+def test_what_only_a_trainer_could_do_is_named(module: type[Classifier], words: tuple[str, ...]) -> None:
+    with pytest.raises(UserError) as refused:
+        evenly.from_lightning(module(), Rows(), make_trainer())
+    assert all(word in refused.value.found for word in words)
+
+
+def test_loaders_and_lengths_that_are_not_known_are_refused() -> None:
+    rows = Rows()
+    rows.setup("fit")
+    weighted = DataLoader(rows.rows, batch_size=3, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES))
+    with pytest.raises(UserError, match="WeightedRandomSampler"):
+        evenly.from_lightning(Classifier(), weighted, steps=3)
+    with pytest.raises(UserError, match="how many steps"):
+        evenly.from_lightning(Classifier(), rows)
+    assert evenly.from_lightning(Classifier(), DataLoader(rows.rows, batch_size=4), steps=9).steps == 9
+    assert evenly.from_lightning(Classifier(), rows, make_trainer(accumulate_grad_batches=2)).global_batch == 2 * BATCH
