@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from evenly.train.hooks import EarlyStopping
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
+    from transformers import TrainerCallback, TrainerControl, TrainerState
 
     from evenly.train.reports import Evaluation, StepReport
     from evenly.train.run import Run
@@ -22,7 +22,7 @@ OWN = ("DefaultFlowCallback", "PrinterCallback", "ProgressCallback", "NotebookPr
 LOGGERS = "transformers.integrations"
 
 
-def callback_problems(trainer: Trainer) -> Iterator[str]:
+def callback_problems(trainer: Any) -> Iterator[str]:
     """Which callbacks cannot be carried over, and why."""
     for callback in _others(trainer):
         name = type(callback).__name__
@@ -36,7 +36,7 @@ def callback_problems(trainer: Trainer) -> Iterator[str]:
             yield f"its callback {name} is called {', '.join(others)}, for which there is no hook"
 
 
-def hooks_of_callbacks(trainer: Trainer, *, steps: int, per_epoch: int) -> dict[str, Sequence[Any]]:
+def hooks_of_callbacks(trainer: Any, *, steps: int, per_epoch: int) -> dict[str, Sequence[Any]]:
     """The hooks of a `Job`, by the names of its fields."""
     others = [callback for callback in _others(trainer) if not _is_early_stopping(callback)]
     stopping = [
@@ -53,7 +53,7 @@ def hooks_of_callbacks(trainer: Trainer, *, steps: int, per_epoch: int) -> dict[
 class CallbackHooks:
     """Calls callbacks with the state that a Trainer would have; heeds `control.should_training_stop`."""
 
-    def __init__(self, trainer: Trainer, callbacks: Sequence[TrainerCallback], *, steps: int, per_epoch: int) -> None:
+    def __init__(self, trainer: Any, callbacks: Sequence[TrainerCallback], *, steps: int, per_epoch: int) -> None:
         from transformers import TrainerControl, TrainerState
 
         self._args, self._callbacks, self._per_epoch = trainer.args, callbacks, per_epoch
@@ -99,7 +99,7 @@ class CallbackHooks:
             run.stop()
 
 
-def _others(trainer: Trainer) -> list[TrainerCallback]:
+def _others(trainer: Any) -> list[Any]:
     """Callbacks but the Trainer's own and those of loggers."""
     return [
         callback

@@ -19,7 +19,8 @@ def rebuilt_optimizer(
 
     def build(named_parameters: Iterator[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         found = dict(named_parameters)
-        return type(made)(
+        kind: Any = type(made)
+        return kind(
             [{**group, "params": [found[name] for name in own]} for group, own in zip(groups, members, strict=True)]
         )
 

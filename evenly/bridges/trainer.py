@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 # Methods of a Trainer that stand for the loop which does not run, or for what is asked of it otherwise.
-LOOP = ("train", "training_step", "_inner_training_loop", "prediction_step", "evaluation_loop", "create_optimizer")
+LOOP = ("train", "training_step", "prediction_step", "evaluation_loop", "create_optimizer")
 LIBRARIES = ("transformers", "trl")
 
 
@@ -52,7 +52,7 @@ def from_trainer(trainer: Trainer) -> Job:
     args, loader = trainer.args, trainer.get_train_dataloader()
     batch = args.train_batch_size // max(1, args.n_gpu) * args.gradient_accumulation_steps
     steps, per_epoch = _lengths(trainer, loader.dataset, batch)
-    hooks = hooks_of_callbacks(trainer, steps=steps, per_epoch=per_epoch)
+    hooks: Any = hooks_of_callbacks(trainer, steps=steps, per_epoch=per_epoch)
     return Job(
         name=type(_bare(trainer)).__name__,
         model=_model(trainer),
@@ -76,7 +76,7 @@ def from_trainer(trainer: Trainer) -> Job:
     )
 
 
-def _lengths(trainer: Trainer, data: Any, batch: int) -> tuple[int, int]:
+def _lengths(trainer: Any, data: Any, batch: int) -> tuple[int, int]:
     """Steps of the run and of an epoch; a stream's epoch is taken for the run, where nothing depends on its length."""
     args = trainer.args
     if not hasattr(data, "__len__"):
@@ -88,7 +88,7 @@ def _lengths(trainer: Trainer, data: Any, batch: int) -> tuple[int, int]:
 class TrainerLoss:
     """The loss of a Trainer: a sum over what counts (tokens) where its model can sum, else a mean over samples."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Any) -> None:
         self._trainer, self._sums = trainer, divides_by_items(trainer)
         # Where a model takes the number of items and makes no use of it, the Trainer adds up the means of microbatches.
         added_up = trainer.model_accepts_loss_kwargs and not self._sums and not trainer.loss_is_scaled_for_ga
@@ -104,14 +104,14 @@ class TrainerLoss:
         from transformers.trainer_pt_utils import find_batch_size
 
         trainer, inputs = self._trainer, dict(batch)
-        samples = find_batch_size(inputs)
+        samples: int = find_batch_size(inputs) or 0
         labels = [inputs.get(name) for name in trainer.label_names]
         device = next(value.device for value in inputs.values() if isinstance(value, torch.Tensor))
-        count = trainer._get_num_items_in_batch([inputs], device) if self._sums else None
+        count = _items(trainer, inputs) if self._sums else None
         # A model that is given the number of items sums over the tokens and divides by it.
-        one = {} if count is None else {"num_items_in_batch": torch.ones((), device=device)}
+        one: dict[str, Any] = {} if count is None else {"num_items_in_batch": torch.ones((), device=device)}
         predicts = trainer.compute_metrics is not None and not model.training
-        found = trainer.compute_loss(model, inputs, return_outputs=predicts, **one)
+        found: Any = trainer.compute_loss(model, inputs, return_outputs=predicts, **one)
         loss, outputs = found if predicts else (found, None)
         times = self._times if model.training and "labels" in batch else 1
         total, weight = (loss * samples * times, samples) if count is None else (loss, count)
@@ -130,7 +130,7 @@ class TrainerLoss:
         return samples_of(logits)
 
 
-def divides_by_items(trainer: Trainer) -> bool:
+def divides_by_items(trainer: Any) -> bool:
     """Whether the loss is a sum that is divided by the number of items (tokens) that it is given."""
     if trainer.compute_loss_func is not None:
         return True
@@ -138,14 +138,33 @@ def divides_by_items(trainer: Trainer) -> bool:
         return False
     if trainer.label_smoother is not None:
         return True
-    base = _bare(trainer)
-    base = base.get_base_model() if hasattr(base, "get_base_model") else base
-    tree = ast.parse(textwrap.dedent(inspect.getsource(type(base).forward)))
+    tree = ast.parse(textwrap.dedent(inspect.getsource(type(_base(trainer)).forward)))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and "loss" in ast.unparse(node.func)]
     return any(keyword.arg in (None, "num_items_in_batch") for call in calls for keyword in call.keywords)
 
 
-def _bare(trainer: Trainer) -> nn.Module:
+def _items(trainer: Any, inputs: Mapping[str, Any]) -> torch.Tensor | None:
+    """How many labels count in a microbatch, as the Trainer counts them: a causal loss leaves out the first of each."""
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    if "labels" not in inputs:
+        return None
+    base = _base(trainer)
+    causal = LOSS_MAPPING.get(str(getattr(base, "loss_type", ""))) is ForCausalLMLoss
+    if "shift_labels" in inputs:
+        labels = inputs["shift_labels"]
+    else:
+        labels = inputs["labels"][..., 1:] if causal and not base.config.is_encoder_decoder else inputs["labels"]
+    return labels.ne(-100).sum()
+
+
+def _base(trainer: Any) -> Any:
+    """The model, without peft's adapters around it."""
+    model: Any = _bare(trainer)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _bare(trainer: Any) -> Any:
     return trainer.accelerator.unwrap_model(trainer.model)
 
 
@@ -155,13 +174,13 @@ def _alone(values: Iterable[Any]) -> Any:
     return found[0] if len(found) == 1 else found
 
 
-def _model(trainer: Trainer) -> Callable[[], nn.Module]:
+def _model(trainer: Any) -> Callable[[], nn.Module]:
     if trainer.model_init is not None:
         return lambda: trainer.call_model_init()
     return lambda: copy.deepcopy(_bare(trainer)).cpu()
 
 
-def _optimizer(trainer: Trainer) -> Callable[..., torch.optim.Optimizer]:
+def _optimizer(trainer: Any) -> Callable[..., torch.optim.Optimizer]:
     """Groups with and without weight decay as `Trainer.create_optimizer` makes them, by names."""
     model, args = _bare(trainer), trainer.args
     if trainer.optimizer is not None:
@@ -188,7 +207,7 @@ def _plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def _schedule(trainer: Trainer, steps: int) -> Callable[[torch.optim.Optimizer], Any]:
+def _schedule(trainer: Any, steps: int) -> Callable[[torch.optim.Optimizer], Any]:
     if trainer.lr_scheduler is not None:
         return rebuilt_schedule(trainer.lr_scheduler)
 
@@ -202,7 +221,7 @@ def _schedule(trainer: Trainer, steps: int) -> Callable[[torch.optim.Optimizer],
     return build
 
 
-def _eval_data(trainer: Trainer) -> Any:
+def _eval_data(trainer: Any) -> Any:
     data = trainer.eval_dataset
     if data is None or trainer.args.eval_strategy == "no":
         return None
@@ -211,7 +230,7 @@ def _eval_data(trainer: Trainer) -> Any:
     return trainer.get_eval_dataloader().dataset
 
 
-def _evaluate(trainer: Trainer) -> Callable[[Any], Mapping[str, float]] | None:
+def _evaluate(trainer: Any) -> Callable[[Any], Mapping[str, float]] | None:
     compute = trainer.compute_metrics
     if compute is None or _eval_data(trainer) is None:
         return None
@@ -235,7 +254,7 @@ def _every(strategy: str, every: float | None, steps: int, per_epoch: int) -> in
     return math.ceil(steps * every) if every < 1 else int(every)
 
 
-def _precision(trainer: Trainer) -> Precision:
+def _precision(trainer: Any) -> Precision:
     if trainer.args.bf16 or trainer.args.fp16:
         return "bfloat16" if trainer.args.bf16 else "float16"
     types = {p.dtype for p in _bare(trainer).parameters() if p.is_floating_point()}
@@ -244,7 +263,7 @@ def _precision(trainer: Trainer) -> Precision:
     return pure.get(types.pop(), "float32") if len(types) == 1 else "float32"
 
 
-def _problems(trainer: Trainer) -> Iterator[str]:
+def _problems(trainer: Any) -> Iterator[str]:
     """What cannot be carried over."""
     args = trainer.args
     for method in LOOP:
@@ -268,7 +287,8 @@ def _problems(trainer: Trainer) -> Iterator[str]:
     }
     yield from (f"its argument {name}={getattr(args, name)!r}" for name, given in wanted.items() if given)
     batch = args.train_batch_size * args.gradient_accumulation_steps
-    length = len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else batch
+    data: Any = trainer.train_dataset
+    length: int = len(data) if hasattr(data, "__len__") else batch
     if args.dataloader_drop_last and length % batch:
         yield "its argument dataloader_drop_last: every sample is trained on"
     if trainer.optimizer is not None and not _is_rebuildable(trainer):
@@ -278,13 +298,13 @@ def _problems(trainer: Trainer) -> Iterator[str]:
         yield f"its lr_scheduler, a {type(schedule).__name__} that was made for another optimizer"
 
 
-def _is_rebuildable(trainer: Trainer) -> bool:
+def _is_rebuildable(trainer: Any) -> bool:
     known = {*map(id, _bare(trainer).parameters())}
     groups = _plain_optimizer(trainer.optimizer).param_groups
     return all(id(parameter) in known for group in groups for parameter in group["params"])
 
 
-def _notes(trainer: Trainer) -> Iterator[str]:
+def _notes(trainer: Any) -> Iterator[str]:
     """What `evenly run` does in its own way."""
     args = trainer.args
     if args.gradient_checkpointing or getattr(args, "activation_checkpointing", False):

@@ -16,12 +16,11 @@ from evenly.launcher.environment import (
     become_environment,
     changed_environment,
     find_process,
-    first_host,
     process_environment,
     rank_environment,
-    tasks_per_node,
 )
 from evenly.launcher.gpus import may_have_gpus
+from evenly.launcher.slurm import first_host, tasks_per_node
 
 TORCHRUN = {
     "RANK": "3",
