@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -16,11 +18,11 @@ from torch.nn import functional as F
 
 import evenly
 from evenly.data.generators import seeded
-from evenly.data.loader import microbatches_of_step
 from evenly.data.microbatch import cut
 from evenly.data.stream import stream_key
 from evenly.errors import RunError, SampleError, UserError
-from evenly.verify.reference import build_model, named_tensors, read_microbatch, run_forward
+from evenly.verify.reference import build_model, named_tensors, run_forward
+from evenly.verify.reference_data import batches, read_microbatch
 
 WIDTH, STEPS = 7, 4
 TWO = ["ddp", "zero1", "zero2", "zero3", "tensor=2", "pipeline=2"]
@@ -97,20 +99,20 @@ class PlainLoop:
         self.job, self.model, self.steps_done = mine, build_model(mine), 0
         self.optimizer: Any = mine.optimizer(self.model.parameters())
         self.schedule: Any = mine.schedule and mine.schedule(self.optimizer)
+        self._stream = batches(mine) if mine.streams else None
 
     def of_data(self) -> Pass:
+        """The batch of the step; of a stream, the next."""
         step = self.steps_done
-        found = enumerate(microbatches_of_step(self.job, step))
-        keys = stream_key
-        return [
-            (len(one), read_microbatch(self.job, one, keys(self.job.seed, "data", step, number)))
-            for number, one in found
-        ], self.job.loss
+        found = next(self._stream or islice(batches(self.job), step, None))
+        keys = [stream_key(self.job.seed, "data", step, number) for number in range(len(found))]
+        return [read_microbatch(self.job, one, key) for one, key in zip(found, keys, strict=True)], self.job.loss
 
     def of_samples(self, samples: list[Any], loss: Any = None) -> Pass:
         groups = cut(list(range(len(samples))), size=self.job.samples_per_microbatch)
         mine = replace(self.job, data=samples, global_batch=len(samples))
-        return [(len(one), read_microbatch(mine, one, 0)) for one in groups], loss or self.job.loss
+        made = [partial(list, [samples[number] for number in one]) for one in groups]
+        return [read_microbatch(mine, one, 0) for one in made], loss or self.job.loss
 
     def step(self, passes: list[Pass]) -> tuple[list[tuple[float, float]], float, float]:
         """(total, weight) of each pass, the loss and the norm of the gradient."""
