@@ -28,7 +28,7 @@ from evenly.engine.executor import Batch, Executor, LossFunction, MicrobatchExec
 from evenly.engine.precision import LossScale
 from evenly.engine.updater import Updater
 from evenly.errors import RunError, UserError, place_of
-from evenly.job import Job, is_stream
+from evenly.job import Job
 from evenly.launch.allocator import FreedMemory, hand_back_freed_memory
 from evenly.launch.environment import available_cores, chosen_threads, find_here, keep_primitives
 from evenly.observe.loggers.choose import make_loggers
@@ -51,7 +51,7 @@ from evenly.train.reports import Evaluation, PassReport, StepReport
 from evenly.train.resolve_run import ResolvedRun, connect_and_resolve
 from evenly.train.same_samples import check_same_samples
 from evenly.train.step import OpenStep, check_no_open_step, prepare_for, run_pass, step_under_way, train_step
-from evenly.train.streaming import StreamFeed, StreamHands
+from evenly.train.streaming import open_streams
 from evenly.train.whole_model import whole_model
 
 if TYPE_CHECKING:
@@ -89,10 +89,7 @@ class Run:
         self.job, self.world, self.out = job, world, options.out
         self.steps, self.steps_done = options.steps or job.steps, 0
         self.left_out, self.may_leave_out = 0, options.skip_nonfinite  # batches that are not finite
-        self._data: Group = world.group("data")
-        streams = any(map(is_stream, [job.data, *job.eval_sets.values()]))
-        self.hands = StreamHands(world) if streams else None
-        self.feed = StreamFeed(job, self.hands, self.steps) if self.hands is not None and job.streams else None
+        self.hands, self.feed = open_streams(job, world, self.steps)
         with world.during("first step"):
             seen = check_job(job, decision.plan, world, self.feed)
             vary = shapes_vary(job, decision.plan, seen)
@@ -358,7 +355,8 @@ class Run:
 
     def share(self, step: int, made: int | None = None) -> Share:
         """Of the batch of `step`, or of so many samples that were made for it."""
-        place: Any = {"rank": self._data.position, "ranks": self._data.size, "speeds": self.speeds}
+        data: Group = self.world.group("data")
+        place: Any = {"rank": data.position, "ranks": data.size, "speeds": self.speeds}
         if made is not None:
             return self.fitted(share_of_samples(self.job, made, step, **place))
         return self.fitted(share_of_step(self.job, step, **place))

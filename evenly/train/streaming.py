@@ -32,7 +32,7 @@ from evenly.engine.executor import Batch
 from evenly.engine.metrics import unlike_metrics
 from evenly.engine.step_totals import StepTotals, joined_totals
 from evenly.errors import EvenlyError, ResumeError, RunError, SampleError, UserError, describe
-from evenly.job import Job
+from evenly.job import Job, is_stream
 
 if TYPE_CHECKING:
     from evenly.train.run import Run
@@ -259,6 +259,17 @@ class StreamFeed:
             first, self._reader = self._job.data.take(self._job)
             return first
         return self._reader.read()
+
+
+def open_streams(job: Job, world: World, steps: int) -> tuple[StreamHands | None, StreamFeed | None]:
+    """What hands out the streams of `job` in a run of so many `steps`, and feeds it its data; each where it has such.
+
+    A collective, where it has streams.
+    """
+    if not job.streams and not any(map(is_stream, job.eval_sets.values())):
+        return None, None
+    hands = StreamHands(world)
+    return hands, StreamFeed(job, hands, steps) if job.streams else None
 
 
 def _read_at(job: Job, place: StreamPlace) -> tuple[StreamReader, StreamBatch]:
