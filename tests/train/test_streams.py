@@ -197,6 +197,21 @@ def not_finite(plan: str) -> str:
     return str(error.value)
 
 
-def test_a_sample_that_is_not_finite_is_traced_in_the_stream(ranks: KeptRanks) -> None:
-    for text in ranks.run(not_finite, "ddp", size=2):
+def not_finite_in_a_pass(plan: str) -> str:
+    """The batch is run again after another pass of its step, when the next one was read already."""
+    with (
+        evenly.start(points_job(data=Infinite(23), eval_data=None), plan=plan) as run,
+        pytest.raises(RunError) as error,
+    ):
+        for batch in run.batches():
+            samples = batch.samples()
+            run.forward_backward(batch)
+            run.forward_backward(run.batch([(x.nan_to_num(), y) for x, y in samples[:3]]))
+            run.update()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("job", [not_finite, not_finite_in_a_pass])
+def test_a_sample_that_is_not_finite_is_traced_in_the_stream(job: Any, ranks: KeptRanks) -> None:
+    for text in ranks.run(job, "ddp", size=2):
         assert "step 2: the loss must be finite" in text and "samples 12, 13, 14" in text
