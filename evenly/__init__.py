@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from evenly import data as data
     from evenly.bridges.lightning import from_lightning as from_lightning
     from evenly.bridges.trainer import from_trainer as from_trainer
     from evenly.comm.world import World as World
@@ -57,6 +58,8 @@ __all__ = [*_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "data":  # a package of its own: evenly.data.packed
+        return import_module("evenly.data")
     if name not in _HOMES:
         raise AttributeError(f"module 'evenly' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -17,7 +17,9 @@ from evenly.errors import UserError
 
 if TYPE_CHECKING:
     import torch
-    from torch.utils.data import Dataset
+    from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+    EvaluationData = Dataset[Any] | IterableDataset[Any] | Callable[[], Iterable[Any]]
 
 Precision = Literal["float32", "float64", "bfloat16", "float16", "pure-bfloat16", "pure-float16"]
 Hook = Callable[[Any, Any], object]  # of the run and what it has come to
@@ -84,26 +86,31 @@ class Job:
     weights:         what the model starts from: a file of safetensors, or a folder with one or several and an index;
                      names as in its `state_dict`, all of them and no others. A run that is resumed does not read it.
     loss:            (model, batch) -> `Loss`, or a scalar tensor that is the mean over the microbatch's samples.
-    data:            map-style dataset, `len(data)` samples.
+    data:            map-style dataset, `len(data)` samples; or a stream: what can be iterated from the start for every
+                     epoch (torch's or Hugging Face's IterableDataset), or a function that returns a fresh iterator. Of
+                     a DataLoader, its dataset, order, collate_fn and batch_size are taken.
     optimizer:       parameters -> torch Optimizer; where its first parameter is called `named_parameters` it gets pairs
                      of a name and a parameter, as the model's own `named_parameters()` gives them.
-    global_batch:    samples per step, however many devices share them.
+    global_batch:    samples per step, however many devices share them; that of a DataLoader need not be given.
     steps:           optimizer steps of the whole run.
     microbatch:      samples that one forward runs; where neither this nor `microbatch_cost` is given, what the plan
                      names, else an eighth of the global batch, rounded up.
     collate:         list of samples -> batch (any nest of tensors); default: torch's default_collate.
-    cost:            index of a sample in `data` -> its length. The samples of a batch are then put together
-                     by like length.
+    cost:            index of a sample in `data` -> its length; of a stream, the sample itself -> its length. The
+                     samples of a batch are then put together by like length.
     microbatch_cost: budget of padded length (longest sample x number of samples) of one microbatch.
-    shuffle:         whether every epoch has an order of its own; otherwise the dataset's.
+    shuffle:         whether every epoch has an order of its own; otherwise the dataset's. A stream has its own order.
+    sampler:         the order of every epoch in place of `shuffle`: torch's Sampler, which yields indices of samples
+                     (again and again, if it likes), or batches of them.
+    shuffle_buffer:  samples of a stream that are held back, to deliver one of them at random in the place of the next.
     frozen:          pattern of names of parameters (as `fnmatch`) -> how many steps they are frozen from the first on,
                      None: for ever. Of several patterns that match a name, the last one decides.
     schedule:        optimizer -> torch LRScheduler; counts steps, but ReduceLROnPlateau, which follows the loss of the
                      evaluations that `eval_every` asks for.
     clip_norm:       largest global gradient norm.
     average:         which average of the weights is kept besides them, `EMA` or `SWA`; evaluations are of the average.
-    eval_data:       map-style dataset, evaluated whole every `eval_every` steps and after the last; or several by name
-                     ({"valid": a, "test": b}), of which the first decides which checkpoint is best.
+    eval_data:       map-style dataset or stream, evaluated whole every `eval_every` steps and after the last; or
+                     several by name ({"valid": a, "test": b}), of which the first decides which checkpoint is best.
     evaluate:        figures that need all predictions: `Loss.outputs` of a whole evaluation, in the order of its
                      samples -> numbers by name; called on the main rank, on the CPU. Or a torchmetrics Metric or
                      MetricCollection, whose `update` takes the outputs.
@@ -122,20 +129,22 @@ class Job:
 
     model: Callable[[], torch.nn.Module]
     loss: Callable[[torch.nn.Module, Any], Loss | torch.Tensor]
-    data: Dataset[Any]
+    data: Dataset[Any] | IterableDataset[Any] | DataLoader[Any] | Callable[[], Iterable[Any]]
     optimizer: Callable[[Any], torch.optim.Optimizer]
-    global_batch: int
+    global_batch: int = 0
     steps: int
     microbatch: int | None = None
     collate: Callable[[list[Any]], Any] | None = None
-    cost: Callable[[int], float] | None = None
+    cost: Callable[[Any], float] | None = None
     microbatch_cost: float | None = None
     shuffle: bool = True
     frozen: Mapping[str, int | None] | None = None
+    sampler: Iterable[Any] | None = None
+    shuffle_buffer: int | None = None
     schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
     clip_norm: float | None = None
     average: EMA | SWA | None = None
-    eval_data: Dataset[Any] | Mapping[str, Dataset[Any]] | None = None
+    eval_data: EvaluationData | Mapping[str, EvaluationData] | None = None
     evaluate: Callable[[Any], Mapping[str, float]] | None = None
     eval_every: int | None = None
     save_every: int | None = None
@@ -148,14 +157,22 @@ class Job:
     weights: str | Path | None = None
 
     def __post_init__(self) -> None:
-        problems = list(_problems(self))
+        taken, problems = _taken_over(self) if _is_loader(self.data) else ({}, [])
+        for field, value in taken.items():
+            object.__setattr__(self, field, value)
+        problems += _problems(self)
         if problems:
             raise UserError(f"job {self.name!r} cannot be run", "; ".join(problems), "correct these fields of the Job")
 
     @property
     def length(self) -> int:
-        """The number of training samples."""
+        """The number of training samples; a stream has none."""
         return _length(self.data)
+
+    @property
+    def streams(self) -> bool:
+        """Whether `data` is a stream."""
+        return is_stream(self.data)
 
     @property
     def samples_per_microbatch(self) -> int:
@@ -163,11 +180,11 @@ class Job:
         return self.microbatch or -(-self.global_batch // 8)
 
     @property
-    def eval_sets(self) -> dict[str, Dataset[Any]]:
-        """The datasets of an evaluation by name; one that has none has the name ''."""
+    def eval_sets(self) -> dict[str, EvaluationData]:
+        """The datasets and streams of an evaluation by name; one that has none has the name ''."""
         return _eval_sets(self.eval_data)
 
-    def with_eval_data(self, data: Dataset[Any]) -> Job:
+    def with_eval_data(self, data: EvaluationData) -> Job:
         """The job with one evaluation set: one of `eval_sets`."""
         return dataclasses.replace(self, eval_data=data)
 
@@ -200,6 +217,42 @@ def _eval_sets(data: Any) -> dict[str, Any]:
     return dict(data) if isinstance(data, Mapping) and all(isinstance(name, str) for name in data) else {"": data}
 
 
+def _is_loader(data: object) -> bool:
+    return any(one.__name__ == "DataLoader" for one in type(data).__mro__)
+
+
+def _taken_over(job: Job) -> tuple[dict[str, Any], list[str]]:
+    """The fields that the DataLoader of `job` stands for, and what of it cannot be kept."""
+    loader: Any = job.data
+    streams = is_stream(loader.dataset)
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or job.global_batch
+    fields = {"data": loader.dataset, "global_batch": job.global_batch or size}
+    if not streams:
+        fields["sampler"] = loader.batch_sampler
+    problems: list[str] = []
+    if getattr(loader.collate_fn, "__name__", "") != "default_collate":
+        fields["collate"] = loader.collate_fn
+    if loader.batch_size is None and (streams or loader.batch_sampler is None):
+        problems.append("the DataLoader has batch_size=None: its samples are batches already; give its dataset")
+    if not 0 < size == fields["global_batch"]:
+        problems.append(f"the DataLoader has batches of {size} samples, and global_batch is {fields['global_batch']}")
+    if loader.worker_init_fn is not None:
+        problems.append("the DataLoader has a worker_init_fn, which no rank would call; let the dataset do it")
+    if streams and loader.drop_last:
+        problems.append("the DataLoader has drop_last, and every sample of a stream is trained on")
+    for field in ("sampler", "collate"):
+        if field in fields and getattr(job, field) is not None:
+            problems.append(f"{field} is given, and the DataLoader has one")
+    return fields, problems
+
+
+def is_stream(data: object) -> bool:
+    """Whether `data` is read in its own order, from the start for every epoch, and has no samples by index."""
+    if any(one.__name__ == "IterableDataset" for one in type(data).__mro__):  # it has torch's __getitem__, which raises
+        return True
+    return not hasattr(data, "__getitem__") and (hasattr(data, "__iter__") or callable(data))
+
+
 def _length(data: object) -> int:
     return len(data)  # pyright: ignore[reportArgumentType]
 
@@ -219,7 +272,7 @@ def _problems(job: Job) -> Iterable[str]:
         for hook in hooks_of(job, field):
             if not callable(hook):
                 yield f"{field} has a {type(hook).__name__}, not a callable"
-    yield from _positive(job, ("global_batch", "steps"), ("microbatch", "eval_every", "save_every"))
+    yield from _positive(job, ("global_batch", "steps"), ("microbatch", "shuffle_buffer", "eval_every", "save_every"))
     for field in ("microbatch_cost", "clip_norm"):
         value = getattr(job, field)
         if value is not None and not 0 < value < float("inf"):
@@ -286,11 +339,39 @@ def _frozen_problems(frozen: Any) -> Iterator[str]:
 def _data_problems(job: Job) -> Iterable[str]:
     sets = {f"eval_data {name!r}" if name else "eval_data": data for name, data in job.eval_sets.items()}
     for field, data in {"data": job.data, **sets}.items():
-        if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-            yield f"{field} is a {type(data).__name__}, not a map-style dataset (it needs __len__ and __getitem__)"
+        if _is_loader(data):
+            yield f"{field} is a DataLoader; give its dataset"
+        elif is_stream(data):
+            yield from _stream_problems(field, data)
+        elif not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+            kind = f"{field} is a {type(data).__name__}"
+            yield f"{kind}, neither a map-style dataset (with __len__ and __getitem__) nor a stream (with __iter__)"
         elif _length(data) == 0:
             yield f"{field} is empty"
     if job.eval_data is not None and not sets:
         yield "eval_data has no dataset in it"
-    if hasattr(job.data, "__len__") and isinstance(job.global_batch, int) and 0 < job.length < job.global_batch:  # pyright: ignore[reportUnnecessaryIsInstance]
+    yield from _order_problems(job)
+    if job.streams or job.sampler is not None or not hasattr(job.data, "__len__"):
+        return
+    if isinstance(job.global_batch, int) and 0 < job.length < job.global_batch:  # pyright: ignore[reportUnnecessaryIsInstance]
         yield f"global_batch is {job.global_batch} but data has only {job.length} samples"
+
+
+def _order_problems(job: Job) -> Iterable[str]:
+    if job.shuffle_buffer is not None and not (job.streams and job.shuffle):
+        yield "shuffle_buffer is set but " + ("shuffle is False" if job.streams else "data is not a stream")
+    for sampler in (job.sampler, getattr(job.sampler, "sampler", None)):
+        if hasattr(sampler, "num_replicas"):
+            yield f"the sampler is a {type(sampler).__name__}, which deals samples to ranks; give the order of all"
+    if job.sampler is not None and not (hasattr(job.sampler, "__iter__") and getattr(job.sampler, "__hash__", None)):
+        yield f"sampler is a {type(job.sampler).__name__}, not a torch.utils.data.Sampler"
+    if job.streams and job.sampler is not None:
+        yield "sampler is set but data is a stream, which has its own order"
+
+
+def _stream_problems(field: str, data: object) -> Iterable[str]:
+    if hasattr(data, "__next__"):
+        yield (
+            f"{field} is a {type(data).__name__}, which can be read once: give the function that makes it, without "
+            "calling it"
+        )

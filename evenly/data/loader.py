@@ -1,5 +1,8 @@
 """Which microbatches a rank runs at each step, and loading their samples.
 
+Samples of a dataset are known by their index, those of a stream by their number in it (`stream_reader`). Of a stream
+only the first batch is known here, whatever the step; `train/streaming` reads it in order.
+
 The decision (`share_of_step`) is pure. The loader uses torch's DataLoader with one work item per microbatch, so that a
 rank reads only its own share and workers can read ahead; without workers it reads in the rank itself.
 """
@@ -17,10 +20,12 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from evenly.data.generators import seed, undisturbed
 from evenly.data.microbatch import cut, padded_cost
 from evenly.data.order import batch_indices
+from evenly.data.sampler_order import sampler_order
 from evenly.data.share import deal, deal_by_speed
 from evenly.data.stream import stream_key
-from evenly.errors import SampleError, describe
-from evenly.job import Job
+from evenly.data.stream_reader import StreamBatch, StreamReader
+from evenly.errors import SampleError, UserError, describe
+from evenly.job import Job, is_stream
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,8 @@ class Share:
     own:          the numbers of the microbatches that this rank runs, ascending.
     rounds:       the most microbatches that any rank runs.
     fillers:      microbatches that this rank runs after its own without counting them, see `filled`.
+    costs:        the padded cost of every microbatch, where the job has costs.
+    first:        number of the first of `microbatches`, where they are not all of an evaluation.
     """
 
     step: int
@@ -39,6 +46,8 @@ class Share:
     own: list[int]
     rounds: int
     fillers: tuple[int, ...] = ()
+    costs: tuple[float, ...] = ()
+    first: int = 0
 
     @property
     def samples(self) -> int:
@@ -59,40 +68,164 @@ class Share:
         return replace(self, fillers=(filler,) * (self.rounds - len(self.own)))
 
 
+class CutBatch:
+    """The batch of a step, cut into microbatches: the job's own, whatever the plan.
+
+    microbatches: their samples. lengths: those of their samples, where the job has costs.
+    """
+
+    def __init__(self, job: Job, step: int, indices: Sequence[int], costed: Sequence[Any]) -> None:
+        """costed: what the job's cost takes for each of `indices`."""
+        self.step, self.lengths = step, None
+        if job.cost is None:
+            self.microbatches = cut(indices, size=job.samples_per_microbatch)
+            return
+        size = job.samples_per_microbatch if job.microbatch or job.microbatch_cost is None else None
+        costs = [job.cost(one) for one in costed]
+        self.microbatches = cut(indices, size=size, costs=costs, budget=job.microbatch_cost)
+        length_of = dict(zip(indices, costs, strict=True))
+        self.lengths = [[length_of[index] for index in group] for group in self.microbatches]
+
+    def shares(self, ranks: int, speeds: Sequence[float] = ()) -> list[Share]:
+        """What each of `ranks` runs: balanced by padded cost if the job has costs, else by samples.
+
+        Padded cost x length is balanced second, so that work that is quadratic in the length is even too. speeds: of
+        the ranks, where they differ.
+        """
+        costs = () if self.lengths is None else tuple(map(padded_cost, self.lengths))
+        if speeds:
+            dealt = deal_by_speed(costs or [float(len(one)) for one in self.microbatches], speeds)
+        elif self.lengths is None:
+            dealt = _dealt_by_samples(tuple(map(len, self.microbatches)), ranks)
+        else:
+            squares = [cost * max(group) for cost, group in zip(costs, self.lengths, strict=True)]
+            dealt = deal(costs, ranks, squares)
+        return [_share(self.step, self.microbatches, dealt, rank, costs) for rank in range(len(dealt))]
+
+
+class CutStreamBatch(CutBatch):
+    """A batch of a stream, cut into microbatches."""
+
+    def __init__(self, job: Job, step: int, batch: StreamBatch) -> None:
+        super().__init__(job, step, batch.numbers, batch.samples)
+        self.batch, self._seed = batch, job.seed
+        self._reader = _SampleReader(dict(zip(batch.numbers, batch.samples, strict=True)), job.collate)
+
+    def microbatch(self, number: int) -> Microbatch:
+        """Microbatch `number`, collated. Raises `SampleError`."""
+        key = stream_key(self._seed, "data", self.step, number)
+        return self._reader.read(_Item(number, self.microbatches[number], key, counts=True))
+
+
+class HeldStream:
+    """A stream whose first batch is read once and held, for all that look at it before training does.
+
+    data: the stream itself.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+        self._reader: StreamReader | None = None
+        self._first: StreamBatch | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.data if hasattr(self.data, "__iter__") else self.data())
+
+    def first(self, job: Job) -> StreamBatch:
+        """The first batch of `job`, of which this is the data."""
+        if self._first is None:
+            self._reader = StreamReader.of(replace(job, data=self.data))
+            self._first = self._reader.read()
+        return self._first
+
+    def take(self, job: Job) -> tuple[StreamBatch, StreamReader]:
+        """The first batch, which is held no longer, and what reads the next."""
+        first, reader = self.first(job), self._reader
+        assert reader is not None
+        self._first = self._reader = None
+        return first, reader
+
+
+def holding_first(job: Job) -> Job:
+    """`job`, whose stream, if it has one, is read for its first batch once only."""
+    return replace(job, data=HeldStream(job.data)) if job.streams and not isinstance(job.data, HeldStream) else job
+
+
+def cut_batch(job: Job, step: int) -> CutBatch:
+    """The batch of step `step` (from 0), cut; of a stream, its first batch."""
+    if job.streams:
+        return first_batch(job)
+    indices = indices_of_step(job, step)
+    return CutBatch(job, step, indices, indices)
+
+
+def indices_of_step(job: Job, step: int) -> list[int]:
+    """The indices of the batch of `step`, in order: as the job's sampler has them, else by the rule of `order`."""
+    size, length = job.global_batch, job.length
+    if job.sampler is not None:
+        return sampler_order(job.sampler, seed=job.seed, size=size, length=length).batch(step)
+    return batch_indices(seed=job.seed, step=step, length=length, global_batch=size, shuffle=job.shuffle)
+
+
+def first_batch(job: Job) -> CutStreamBatch:
+    """The first batch of the job's stream, cut; drawing as in the first step."""
+    held = job.data if isinstance(job.data, HeldStream) else HeldStream(job.data)
+    with undisturbed():
+        return CutStreamBatch(job, 0, held.first(job))
+
+
 def microbatches_of_step(job: Job, step: int) -> list[list[int]]:
     """The microbatches of step `step` (from 0), as lists of sample indices: the job's own, whatever the plan."""
-    indices = batch_indices(
-        seed=job.seed, step=step, length=job.length, global_batch=job.global_batch, shuffle=job.shuffle
-    )
-    if job.cost is None:
-        return cut(indices, size=job.samples_per_microbatch)
-    size = job.samples_per_microbatch if job.microbatch or job.microbatch_cost is None else None
-    return cut(indices, size=size, costs=[job.cost(i) for i in indices], budget=job.microbatch_cost)
+    return cut_batch(job, step).microbatches
 
 
 def microbatches_of_evaluation(job: Job) -> list[list[int]]:
-    """The evaluation samples in their own order, counted into microbatches; each exactly once."""
+    """The evaluation samples in their own order, counted into microbatches; each exactly once. Of a stream, the first
+    microbatch.
+    """
     assert job.eval_data is not None
+    if is_stream(job.eval_data):
+        return [first_evaluated(job).numbers]
     return cut(list(range(len(job.eval_data))), size=job.samples_per_microbatch)  # pyright: ignore[reportArgumentType]
 
 
-def share_of_step(job: Job, step: int, *, rank: int, ranks: int, speeds: Sequence[float] = ()) -> Share:
-    """What `rank` of `ranks` runs at `step`: balanced by padded cost if the job has costs, else by samples.
+def first_evaluated(job: Job) -> StreamBatch:
+    """The first microbatch of the stream that `job` evaluates. Raises `UserError` where it has no samples."""
+    with undisturbed():
+        found = StreamReader.of_evaluation(job).read_in_epoch()
+    if found is None:
+        raise no_evaluation_samples()
+    return found
 
-    Padded cost x length is balanced second, so that work that is quadratic in the length is even too. speeds: of the
-    ranks, where they differ.
-    """
-    microbatches = microbatches_of_step(job, step)
-    if speeds:
-        cost = job.cost
-        costs = [float(len(one)) if cost is None else padded_cost([cost(i) for i in one]) for one in microbatches]
-        return _share(step, microbatches, deal_by_speed(costs, speeds), rank)
-    if job.cost is None:
-        return _share(step, microbatches, _dealt_by_samples(tuple(map(len, microbatches)), ranks), rank)
-    lengths = [[job.cost(i) for i in indices] for indices in microbatches]
-    costs = [padded_cost(group) for group in lengths]
-    squares = [cost * max(group) for cost, group in zip(costs, lengths, strict=True)]
-    return _share(step, microbatches, deal(costs, ranks, squares), rank)
+
+class EvaluatedBatch(CutBatch):
+    """Consecutive microbatches of an evaluation stream; `first` is the number of the first of them."""
+
+    def __init__(self, job: Job, first: int, batches: Sequence[StreamBatch]) -> None:
+        self.step, self.lengths, self.first = 0, None, first
+        self.microbatches = [batch.numbers for batch in batches]
+        samples = {number: one for batch in batches for number, one in zip(batch.numbers, batch.samples, strict=True)}
+        self._seed, self._reader = job.seed, _SampleReader(samples, job.collate)
+
+    def shares(self, ranks: int, speeds: Sequence[float] = ()) -> list[Share]:
+        """What each of `ranks` runs."""
+        return [replace(share, first=self.first) for share in super().shares(ranks, speeds)]
+
+    def microbatch(self, number: int) -> Microbatch:
+        """Microbatch `number` of these, collated. Raises `SampleError`."""
+        place = self.first + number
+        item = _Item(place, self.microbatches[number], stream_key(self._seed, "evaluation data", 0, place), counts=True)
+        return self._reader.read(item)
+
+
+def no_evaluation_samples() -> UserError:
+    """The error of an evaluation stream that ends before its first sample."""
+    return UserError("the stream eval_data", "it has no samples", "look for what leaves out all of them")
+
+
+def share_of_step(job: Job, step: int, *, rank: int, ranks: int, speeds: Sequence[float] = ()) -> Share:
+    """What `rank` of `ranks` runs at `step`, see `CutBatch.shares`."""
+    return cut_batch(job, step).shares(ranks, speeds)[rank]
 
 
 def share_of_samples(job: Job, count: int, step: int, *, rank: int, ranks: int, speeds: Sequence[float] = ()) -> Share:
@@ -116,8 +249,10 @@ def _dealt_by_samples(counts: tuple[int, ...], ranks: int) -> list[list[int]]:
     return deal([float(count) for count in counts], ranks)
 
 
-def _share(step: int, microbatches: list[list[int]], shares: list[list[int]], rank: int) -> Share:
-    return Share(step, microbatches, shares[rank], rounds=max(map(len, shares)))
+def _share(
+    step: int, microbatches: list[list[int]], shares: list[list[int]], rank: int, costs: tuple[float, ...] = ()
+) -> Share:
+    return Share(step, microbatches, shares[rank], rounds=max(map(len, shares)), costs=costs)
 
 
 def worker_count(*, cores: int, local_ranks: int, device: str) -> int:
@@ -163,10 +298,14 @@ class _SampleReader(Dataset["Microbatch | SampleError"]):
     def __getitem__(self, item: Any) -> Microbatch | SampleError:
         """Reads the microbatch that `item`, an `_Item`, states."""
         try:
-            samples = self.samples(item)
-            return Microbatch(item.number, len(samples), self._put_together(item, samples), item.counts)
+            return self.read(item)
         except SampleError as problem:
             return problem
+
+    def read(self, item: _Item) -> Microbatch:
+        """The same; raises `SampleError`."""
+        samples = self.samples(item)
+        return Microbatch(item.number, len(samples), self._put_together(item, samples), item.counts)
 
     def samples(self, item: _Item) -> list[Any]:
         """The samples of a microbatch, before they are put together."""
@@ -201,6 +340,15 @@ class _SampleReader(Dataset["Microbatch | SampleError"]):
         return None
 
 
+def _samples_by_index(job: Job, *, evaluation: bool) -> Any:
+    """What has the samples by index: the dataset, or the first batch of a stream."""
+    data = job.eval_data if evaluation else job.data
+    if not is_stream(data):
+        return data
+    first = first_evaluated(job) if evaluation else first_batch(job).batch
+    return dict(zip(first.numbers, first.samples, strict=True))
+
+
 def _as_read(item: Any) -> Any:
     return item
 
@@ -219,8 +367,8 @@ class Loader:
     ) -> None:
         """samples: to read in place of the job's data."""
         self._seed, self._word = job.seed, "evaluation data" if evaluation else "data"
-        data = job.eval_data if evaluation else job.data
-        self._reader = _SampleReader(data if samples is None else samples, job.collate)
+        data = _samples_by_index(job, evaluation=evaluation) if samples is None else samples
+        self._reader = _SampleReader(data, job.collate)
         self._workers, self._pin = workers, pin
 
     def read(self, shares: Iterator[Share]) -> MicrobatchStream:

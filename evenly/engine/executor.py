@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
 from time import perf_counter
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -22,8 +22,7 @@ from evenly.comm.collectives import all_reduce
 from evenly.comm.groups import Group
 from evenly.comm.world import World
 from evenly.data.generators import undisturbed
-from evenly.data.loader import Loader, Microbatch, MicrobatchStream, Share
-from evenly.data.microbatch import padded_cost
+from evenly.data.loader import Microbatch, MicrobatchStream, Share
 from evenly.data.stream import stream_key
 from evenly.engine.compose import Composed
 from evenly.engine.metrics import MetricNames
@@ -121,15 +120,15 @@ class Executor(ABC):
         On a GPU a rank's thread waits where it reads a number, for its own work and for that of others. Samples that
         the loop has made have no known cost.
         """
-        own = [batch.share.microbatches[number] for number in batch.share.own]
-        if self.world.recorder is None or self.world.device != "cpu" or not own or batch.made:
+        share = batch.share
+        if self.world.recorder is None or self.world.device != "cpu" or not share.own or batch.made:
             return inf
-        cost = self.job.cost
-        return sum(len(indices) if cost is None else padded_cost([cost(i) for i in indices]) for indices in own) or inf
+        return sum(share.costs[one] if share.costs else len(share.microbatches[one]) for one in share.own) or inf
 
     def evaluate(self, batch: Batch) -> StepTotals:
         """Runs the forward of the batch in evaluation mode; random states and training mode are restored."""
-        builder = StepTotalsBuilder(self.world, microbatches=len(batch.share.microbatches))
+        share = batch.share
+        builder = StepTotalsBuilder(self.world, microbatches=len(share.microbatches), first=share.first)
         self.composed.train(False)
         try:
             with torch.no_grad(), undisturbed(*self.devices):
@@ -317,6 +316,18 @@ class MicrobatchExecutor(Executor):
                 self.evaluation_loss(replica, microbatch, builder)
 
 
+class SampleSource(Protocol):
+    """What reads the samples of batches, as `Loader` does."""
+
+    def read(self, shares: Iterator[Share]) -> MicrobatchStream:
+        """The rank's own microbatches of all `shares`, in order."""
+        ...
+
+    def samples(self, share: Share) -> list[Any]:
+        """The samples of all ranks' microbatches of `share`, in order."""
+        ...
+
+
 class Batch:
     """This rank's share of one batch, or of an evaluation; a training batch is trained on once.
 
@@ -326,14 +337,19 @@ class Batch:
     used:   whether it was trained on.
     """
 
-    def __init__(self, share: Share, microbatches: MicrobatchStream, loader: Loader, *, made: bool = False) -> None:
+    def __init__(
+        self, share: Share, microbatches: MicrobatchStream, loader: SampleSource, *, made: bool = False
+    ) -> None:
         self.share, self.microbatches, self.loader, self.made = share, microbatches, loader, made
         self.first, self.used = 0, False
         self.loss: LossFunction | None = None
         self._remaining = share.runs
 
     def samples(self) -> list[Any]:
-        """The samples of the whole batch, all ranks', in the order of its microbatches, read by this rank."""
+        """The samples of the whole batch, all ranks', in the order of its microbatches, read by this rank.
+
+        Of a stream they come from rank 0: all ranks ask for them.
+        """
         return self.loader.samples(self.share)
 
     def again(self) -> Batch:

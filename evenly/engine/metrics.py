@@ -175,11 +175,12 @@ class MetricNames:
         first = min(by_microbatch)
         for number, names in sorted(by_microbatch.items()):
             if mark_of(names) != mark_of(by_microbatch[first]):
-                raise _unlike(first, by_microbatch[first], number, names)
+                raise unlike_metrics(first, by_microbatch[first], number, names)
         return self._known.setdefault(mark_of(by_microbatch[first]), by_microbatch[first])
 
 
-def _unlike(first: int, names: Sequence[str], number: int, others: Sequence[str]) -> RunError:
+def unlike_metrics(first: int, names: Sequence[str], number: int, others: Sequence[str]) -> RunError:
+    """The error of two microbatches, by number, that have metrics of different names."""
     return RunError(
         "the metrics of a loss must have the same names in every microbatch of a batch",
         f"microbatch {first} has {', '.join(names) or 'none'}, microbatch {number} {', '.join(others) or 'none'}",

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from evenly.comm.fake import fake_group
-from evenly.data.loader import Loader, Microbatch, Share, share_of_step
+from evenly.data.loader import Loader, Microbatch, Share, holding_first, share_of_step
 from evenly.data.nest import tensors_in
 from evenly.engine.build import build_model, call_job, choose_kernels
 from evenly.engine.find_splits import choose_splits, derivation_of
@@ -63,6 +63,9 @@ class JobProfiler:
     _profiles: dict[tuple[Any, ...], Profile] = field(default_factory=dict[tuple[Any, ...], Profile])
     _between: dict[tuple[Any, ...], Profile] = field(default_factory=dict[tuple[Any, ...], Profile])
     _optimizers: dict[tuple[Any, ...], OptimizerCosts] = field(default_factory=dict[tuple[Any, ...], OptimizerCosts])
+
+    def __post_init__(self) -> None:
+        self.job = holding_first(self.job)
 
     def model(self, precision: str) -> nn.Module:
         """The job's model; without memory where its code can be built so."""

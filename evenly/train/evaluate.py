@@ -12,17 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from evenly.comm.collectives import decided_by_first, gather_to_first
 from evenly.data.generators import seed, undisturbed
-from evenly.data.loader import share_of_evaluation
+from evenly.data.loader import Share, share_of_evaluation
 from evenly.data.stream import stream_key
 from evenly.engine.executor import Batch
 from evenly.engine.outputs import joined_outputs
+from evenly.engine.step_totals import StepTotals
 from evenly.errors import RunError, UserError
-from evenly.job import Job
+from evenly.job import Job, is_stream
 from evenly.train.average import in_model
 from evenly.train.figures import figures
 from evenly.train.keep_state import keeping_state
 from evenly.train.nonfinite import check_evaluation
 from evenly.train.reports import Evaluation
+from evenly.train.streaming import evaluate_stream
 
 if TYPE_CHECKING:
     from evenly.train.run import Run
@@ -51,12 +53,9 @@ def evaluate(run: Run, *, average: bool = True) -> Evaluation:
 
 def _evaluate_set(run: Run, job: Job, name: str) -> Evaluation:
     """The evaluation of the one set of `job`, the run's."""
-    data = run.world.group("data")
-    share = run.fitted(share_of_evaluation(job, rank=data.position, ranks=data.size))
     outputs = run.executor.outputs = None if job.evaluate is None else {}
     try:
-        loader = run.loader(job)
-        totals = run.executor.evaluate(Batch(share, loader.read(iter([share])), loader))
+        totals, share = _totals(run, job)
     finally:
         run.executor.outputs = None
     check_evaluation(totals, share, run.steps_done, name)
@@ -64,6 +63,16 @@ def _evaluate_set(run: Run, job: Job, name: str) -> Evaluation:
     if outputs is not None:
         metrics = _with_figures(metrics, _figures_of_all(run, job, outputs))
     return Evaluation(totals.loss, totals.weight, share.samples, metrics)
+
+
+def _totals(run: Run, job: Job) -> tuple[StepTotals, Share]:
+    if is_stream(job.eval_data):
+        assert run.hands is not None
+        return evaluate_stream(run, job, run.hands)
+    data = run.world.group("data")
+    share = run.fitted(share_of_evaluation(job, rank=data.position, ranks=data.size))
+    loader = run.loader(job)
+    return run.executor.evaluate(Batch(share, loader.read(iter([share])), loader)), share
 
 
 def _with_figures(metrics: Mapping[str, float], figures: Mapping[str, float]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from evenly.data.nest import tensors_by_path
 from evenly.engine.executor import Executor
 from evenly.engine.updater import Updater
 from evenly.errors import EvenlyError, RunError, SampleError, UserError, describe, note_rank
-from evenly.job import Job
+from evenly.job import Job, is_stream
 from evenly.parallel.core.attributes import own_attributes
 from evenly.parallel.core.calls import ForwardEnded
 from evenly.parallel.core.mutation_guard import fingerprint
@@ -34,26 +34,30 @@ from evenly.plan import Plan
 from evenly.train.look_buffers import check_averages, find_averages, refuse_rounded
 from evenly.train.same_numbers import same
 
+if TYPE_CHECKING:
+    from evenly.train.streaming import StreamFeed
+
 SETTINGS = (
-    *("global_batch", "steps", "microbatch", "microbatch_cost", "shuffle", "clip_norm", "seed", "precision"),
-    *("eval_every", "save_every", "frozen"),
+    *("global_batch", "steps", "microbatch", "microbatch_cost", "shuffle", "shuffle_buffer", "clip_norm", "seed"),
+    *("precision", "eval_every", "save_every", "frozen"),
 )
 STEPS_COMPARED = 3
 NAMED = 3  # of the attributes that change, in a message
 FEW_PRIMITIVES = 16  # those of the layers of a block, and not those of every length that a dataset has
 
 
-def check_job(job: Job, plan: Plan, world: World) -> list[Microbatch]:
+def check_job(job: Job, plan: Plan, world: World, feed: StreamFeed | None = None) -> list[Microbatch]:
     """Raises `UserError`, on all ranks alike, where ranks have different jobs or its data are not the same twice.
 
     Returns the microbatches to look at the model with: the first of the first step and its last; none where no rank can
-    read them, which the step will report. Raises `SampleError`, on all ranks alike, where some can.
+    read them, which the step will report. Raises `SampleError`, on all ranks alike, where some can. Of a stream, which
+    `feed` reads once, they come from rank 0.
     """
     if plan.devices == 1:
         return []
     with undisturbed():
         found = facts(job)
-        read, problem = _read(job, [0, -1, 0])
+        read, problem = _read(job, [0, -1, 0]) if feed is None else (feed.look(), None)
     found |= {f"microbatch {m.number} of the first step": digest(m.batch) for m in read[:2]}
     found["again"] = [m.number for m in read[2:] if digest(m.batch) != digest(read[0].batch)]
     all_found, problems = zip(*gather_values((found, problem), world.group("files")), strict=True)
@@ -74,15 +78,16 @@ def first_problem(problems: Sequence[tuple[str, str, str] | None]) -> SampleErro
     return None
 
 
-def shapes_vary(job: Job, plan: Plan) -> bool:
-    """Whether samples of `job` differ in their shapes, as its `cost` says or the first steps show.
+def shapes_vary(job: Job, plan: Plan, seen: Sequence[Microbatch] = ()) -> bool:
+    """Whether samples of `job` differ in their shapes, as its `cost` says or the first steps show; of a stream, as
+    those that were `seen` do.
 
     On one device data are not read for that: reading a sample may change the next, as nowhere else (`check_job`).
     """
     if job.cost is not None or plan.devices == 1:
         return job.cost is not None
     with undisturbed():
-        read = [microbatch for step in range(STEPS_COMPARED) for microbatch in _read(job, [0], step)[0]]
+        read = seen if job.streams else [one for step in range(STEPS_COMPARED) for one in _read(job, [0], step)[0]]
     sizes = [[(path, t.numel() / m.samples) for path, t in tensors_by_path(m.batch)] for m in read]
     return any(found != sizes[0] for found in sizes)
 
@@ -105,10 +110,13 @@ def worthwhile_primitives(model: nn.Module, plan: Plan) -> int:
 def facts(job: Job) -> dict[str, Any]:
     """What of `job` must be the same on all ranks, as small values by name."""
     found: dict[str, Any] = {name: getattr(job, name) for name in SETTINGS}
-    found["len(data)"] = job.length
-    found["len(eval_data)"] = [(name, len(data)) for name, data in job.eval_sets.items()]  # pyright: ignore
+    found["len(data)"] = None if job.streams else job.length
+    found["len(eval_data)"] = [(name, None if is_stream(data) else len(data)) for name, data in job.eval_sets.items()]  # pyright: ignore
     found["evaluate"] = job.evaluate is not None
     found["schedule"] = job.schedule is not None
+    found["sampler"] = type(job.sampler).__name__
+    if job.streams:  # rank 0 alone reads it
+        return found
     first = microbatches_of_step(job, 0)
     found["cost"] = [] if job.cost is None or first == microbatches_of_step(job, 0) else ["again"]
     found["order of samples"] = first

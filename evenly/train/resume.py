@@ -49,6 +49,8 @@ def snapshot(run: Run) -> Snapshot:
         if (parts := _parts(run, tensors)) is not None:
             tensors = parts.gather(tensors)
     values["rules"] = _rules(run)
+    if run.feed is not None and (place := run.feed.place(run.steps_done)) is not None:
+        values["stream"] = place
     values["plan"] = str(run.plan)
     values["schedule"] = None if run.schedule is None else run.schedule.state_dict()
     values["averaged"] = 0 if run.weight_average is None else run.weight_average.count
@@ -88,6 +90,8 @@ def restore(run: Run, store: CheckpointStore, step: int | None = None) -> None:
     run.steps_done = checkpoint.step
     run.hooks.load_state(checkpoint.values.get("hooks", {}))
     run.ended_early = checkpoint.values.get("ended_early", False)
+    if run.feed is not None:
+        run.feed.go_to(checkpoint.values["stream"])
     run.evaluation_due = checkpoint.values.get("evaluation_due", False)
 
 
@@ -116,11 +120,13 @@ def _rules(run: Run) -> dict[str, Any]:
     job = run.job
     return {
         "seed": job.seed,
-        "samples": job.length,
+        "samples": None if job.streams else job.length,
         "global_batch": job.global_batch,
         "microbatch": job.samples_per_microbatch,
         "microbatch_cost": job.microbatch_cost,
         "shuffle": job.shuffle,
+        "shuffle_buffer": job.shuffle_buffer,
+        "sampler": None if job.sampler is None else type(job.sampler).__name__,
         "precision": run.plan.precision,
         "schedule": run.schedule is not None,
         "average": None if job.average is None else str(job.average),

@@ -21,7 +21,7 @@ from evenly.comm.collectives import gather_values
 from evenly.comm.connect import disconnect
 from evenly.comm.groups import Group
 from evenly.comm.world import World
-from evenly.data.loader import Loader, Share, share_of_samples, share_of_step, worker_count
+from evenly.data.loader import Loader, Share, holding_first, share_of_samples, share_of_step, worker_count
 from evenly.engine.assemble import build_and_compose
 from evenly.engine.compose import Composed
 from evenly.engine.executor import Batch, Executor, LossFunction, MicrobatchExecutor
@@ -51,6 +51,7 @@ from evenly.train.reports import Evaluation, PassReport, StepReport
 from evenly.train.resolve_run import ResolvedRun, connect_and_resolve
 from evenly.train.same_samples import check_same_samples
 from evenly.train.step import OpenStep, check_no_open_step, prepare_for, run_pass, step_under_way, train_step
+from evenly.train.streaming import open_streams
 from evenly.train.whole_model import whole_model
 
 if TYPE_CHECKING:
@@ -84,14 +85,14 @@ class Run:
     def __init__(
         self, job: Job, decision: ResolvedRun, world: World, options: RunOptions, sinks: Sequence[Sink] = ()
     ) -> None:
-        job = decision.apply_to(job)
+        job = holding_first(decision.apply_to(job))
         self.job, self.world, self.out = job, world, options.out
         self.steps, self.steps_done = options.steps or job.steps, 0
         self.left_out, self.may_leave_out = 0, options.skip_nonfinite  # batches that are not finite
-        self._data: Group = world.group("data")
+        self.hands, self.feed = open_streams(job, world, self.steps)
         with world.during("first step"):
-            seen = check_job(job, decision.plan, world)
-            vary = shapes_vary(job, decision.plan)
+            seen = check_job(job, decision.plan, world, self.feed)
+            vary = shapes_vary(job, decision.plan, seen)
         self.model_start = ModelStart(job, world, options)
         self.composed: Composed = build_and_compose(job, decision.plan, world, self.model_start)
         if vary:
@@ -162,6 +163,7 @@ class Run:
         """The batches of the steps to come, until a stop is requested.
 
         Each is of the step that comes next: where a loop has trained on others as well, those between are passed over.
+        A stream goes on with the batch after the last one that it gave.
         """
         return batches_to_come(self)
 
@@ -346,10 +348,15 @@ class Run:
         pin = world.device.startswith("cuda")
         return Loader(evaluating or self.job, evaluation=evaluating is not None, workers=workers, pin=pin)
 
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """Of the ranks of the data axis, where they differ."""
+        return tuple(float(speed) for speed in self.plan.data.speeds)
+
     def share(self, step: int, made: int | None = None) -> Share:
         """Of the batch of `step`, or of so many samples that were made for it."""
-        place: Any = {"rank": self._data.position, "ranks": self._data.size}
-        place["speeds"] = tuple(float(speed) for speed in self.plan.data.speeds)
+        data: Group = self.world.group("data")
+        place: Any = {"rank": data.position, "ranks": data.size, "speeds": self.speeds}
         if made is not None:
             return self.fitted(share_of_samples(self.job, made, step, **place))
         return self.fitted(share_of_step(self.job, step, **place))

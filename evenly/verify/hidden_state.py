@@ -18,7 +18,8 @@ from evenly.data.loader import microbatches_of_step
 from evenly.data.nest import tensors_by_path
 from evenly.data.stream import stream_key
 from evenly.job import Job
-from evenly.verify.reference import build_model, read_microbatch, run_forward
+from evenly.verify.reference import build_model, run_forward
+from evenly.verify.reference_data import batches, read_microbatch
 
 
 def find_hidden_state(job: Job) -> str:
@@ -29,8 +30,8 @@ def find_hidden_state(job: Job) -> str:
     numbers = [*range(min(2, len(microbatches_of_step(job, 0))))]
     if len(numbers) < 2:
         return ""
-    one = [_digest(_read(job, number)) for number in numbers]
-    other = [_digest(_read(job, number)) for number in reversed(numbers)][::-1]
+    one = [_digest(_read(job, number)[1]) for number in numbers]
+    other = [_digest(_read(job, number)[1]) for number in reversed(numbers)][::-1]
     if one != other:
         changed = next(number for number in numbers if one[number] != other[number])
         return f"the data have a memory: read again in another order, microbatch {changed} of step 1 has other numbers"
@@ -61,9 +62,9 @@ def _run(job: Job, numbers: Sequence[int]) -> dict[int, _Forward]:
             module.register_forward_hook(_recording(forward, name or type(module).__name__), with_kwargs=True)
             for name, module in model.named_modules()
         ]
-        batch = _read(job, number)
+        samples, batch = _read(job, number)
         with torch.no_grad():
-            key, samples = stream_key(job.seed, "microbatch", 0, number), len(microbatches_of_step(job, 0)[number])
+            key = stream_key(job.seed, "microbatch", 0, number)
             loss = run_forward(job, model, batch, key, samples)
             forward.loss = _digest((loss.total, torch.as_tensor(loss.weight)))
             for name, tensor in model.state_dict().items():
@@ -95,8 +96,9 @@ def _first_difference(one: _Forward, other: _Forward) -> str | None:
     return "the job's loss" if one.loss != other.loss else None
 
 
-def _read(job: Job, number: int) -> Any:
-    return read_microbatch(job, microbatches_of_step(job, 0)[number], stream_key(job.seed, "data", 0, number))
+def _read(job: Job, number: int) -> tuple[int, Any]:
+    """How many samples microbatch `number` of the first step has, and what is collated of them."""
+    return read_microbatch(job, next(batches(job))[number], stream_key(job.seed, "data", 0, number))
 
 
 def _digest(nest: Any) -> bytes:

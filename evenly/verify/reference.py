@@ -20,10 +20,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
-from torch.utils.data import default_collate
 
 from evenly.data.generators import reseed, seeded
-from evenly.data.loader import microbatches_of_evaluation, microbatches_of_step
 from evenly.data.nest import map_tensors
 from evenly.data.stream import block_key, stream_key
 from evenly.errors import UserError
@@ -32,9 +30,7 @@ from evenly.model.blocks import find_blocks
 from evenly.model.modes import evaluating, in_training
 from evenly.model.overlap import find_overlapping
 from evenly.torch_private import in_backward
-
-# Weights, gradients and optimizer state of these precisions; of the others they are float32.
-WEIGHTS = {"float64": torch.float64, "pure-bfloat16": torch.bfloat16, "pure-float16": torch.float16}
+from evenly.verify.reference_data import WEIGHTS, batches, collated, evaluation_microbatches, read_microbatch
 
 
 @dataclass(frozen=True)
@@ -109,18 +105,18 @@ def reference_steps(
     model, optimizer, schedule, scaler = _build(job, device)
     averaged = _averaged_model(job, model)
     unfrozen = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    for step in range(steps):
+    for step, microbatches in zip(range(steps), batches(job), strict=False):
         model.zero_grad()
         for name, parameter in unfrozen:
             parameter.requires_grad_(not _is_frozen(job, name, step + 1))
         sums = _Sums()
-        for number, indices in enumerate(microbatches_of_step(job, step)):
-            batch = _read(job, job.data, indices, stream_key(job.seed, "data", step, number), device)
+        for number, microbatch in enumerate(microbatches):
+            samples, batch = read_microbatch(job, microbatch, stream_key(job.seed, "data", step, number), device)
             with (
                 nullcontext() if around is None else around(model),
                 _drawing(model, stream_key(job.seed, "microbatch", step, number), device),
             ):
-                loss = _loss(job, model, batch, len(indices))
+                loss = _loss(job, model, batch, samples)
                 if loss.total.requires_grad:
                     scaler.scale(loss.total).backward()
             sums.add(loss)
@@ -233,10 +229,11 @@ def reference_evaluation(job: Job, model: torch.nn.Module, device: str = "cpu") 
 def _evaluate(job: Job, model: torch.nn.Module, device: str) -> dict[str, float]:
     sums, outputs = _Sums(), list[Any]()
     with torch.no_grad(), evaluating(model):
-        for number, indices in enumerate(microbatches_of_evaluation(job)):
-            batch = _read(job, job.eval_data, indices, stream_key(job.seed, "evaluation data", 0, number), device)
+        for number, microbatch in enumerate(evaluation_microbatches(job)):
+            key = stream_key(job.seed, "evaluation data", 0, number)
+            samples, batch = read_microbatch(job, microbatch, key, device)
             with _drawing(model, stream_key(job.seed, "evaluation", number), device):
-                loss = _loss(job, model, batch, len(indices))
+                loss = _loss(job, model, batch, samples)
             sums.add(loss)
             outputs.append(loss.outputs)
     if math.fsum(sums.weights) == 0:
@@ -314,16 +311,16 @@ def loss_not_additive(job: Job) -> str:
     Without dropout, total and weight of the first microbatch must be the sums of those of its two halves. Raises what
     the job raises.
     """
-    indices = next(iter(microbatches_of_step(job, 0)))
-    if len(indices) < 2:
+    microbatch = next(batches(job))[0]
+    with seeded(key := stream_key(job.seed, "data", 0, 0)):
+        samples = microbatch()
+    if len(samples) < 2:
         return ""
     model = build_model(job).eval()
     found: list[tuple[float, float]] = []
-    with seeded(key := stream_key(job.seed, "data", 0, 0)):
-        samples = [job.data[i] for i in indices]
     for part in (samples, samples[: len(samples) // 2], samples[len(samples) // 2 :]):
         with seeded(key):
-            batch = _collated(job, part)
+            batch = collated(job, part)
         with torch.no_grad(), _drawing(model, stream_key(job.seed, "microbatch", 0, 0)):
             loss = _loss(job, model, batch, len(part))
         found.append((float(loss.total.double()), float(loss.weight)))
@@ -331,7 +328,7 @@ def loss_not_additive(job: Job) -> str:
         if abs(whole - sum(halves)) > 1e-3 * max(abs(whole), *map(abs, halves)):
             both = " + ".join(f"{half:.4g}" for half in halves)
             return (
-                f"the loss of {len(indices)} samples has the {what} {whole:.4g}, that of its halves {both}: is it a "
+                f"the loss of {len(samples)} samples has the {what} {whole:.4g}, that of its halves {both}: is it a "
                 "mean where a sum is wanted, or does a sample's loss depend on the others, or on chance?"
             )
     return ""
@@ -415,28 +412,10 @@ def _build(job: Job, device: str = "cpu") -> tuple[torch.nn.Module, torch.optim.
     return model, optimizer, schedule, scaler
 
 
-def read_microbatch(job: Job, indices: list[int], key: int) -> Any:
-    """The training samples of these indices, collated, with random numbers from the stream `key`."""
-    return _read(job, job.data, indices, key)
-
-
 def run_forward(job: Job, model: torch.nn.Module, batch: Any, key: int, samples: int) -> Loss:
     """The job's loss of one microbatch of so many samples, with random numbers from the stream `key`."""
     with _drawing(model, key):
         return _loss(job, model, batch, samples)
-
-
-def _read(job: Job, data: Any, indices: list[int], key: int, device: str = "cpu") -> Any:
-    with seeded(key):
-        batch = _collated(job, [data[i] for i in indices])
-    return map_tensors(lambda t: t.to(device), batch)
-
-
-def _collated(job: Job, samples: list[Any]) -> Any:
-    batch = (job.collate or default_collate)(samples)
-    if (dtype := WEIGHTS.get(job.precision)) is not None:
-        batch = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
-    return batch
 
 
 @contextmanager

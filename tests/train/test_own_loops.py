@@ -6,6 +6,9 @@ import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +19,11 @@ from torch.nn import functional as F
 
 import evenly
 from evenly.data.generators import seeded
-from evenly.data.loader import microbatches_of_step
 from evenly.data.microbatch import cut
 from evenly.data.stream import stream_key
 from evenly.errors import RunError, SampleError, UserError
-from evenly.verify.reference import build_model, named_tensors, read_microbatch, run_forward
+from evenly.verify.reference import build_model, named_tensors, run_forward
+from evenly.verify.reference_data import batches, read_microbatch
 
 WIDTH, STEPS = 7, 4
 TWO = ["ddp", "zero1", "zero2", "zero3", "tensor=2", "pipeline=2"]
@@ -97,20 +100,21 @@ class PlainLoop:
         self.job, self.model, self.steps_done = mine, build_model(mine), 0
         self.optimizer: Any = mine.optimizer(self.model.parameters())
         self.schedule: Any = mine.schedule and mine.schedule(self.optimizer)
+        self._stream = batches(mine) if mine.streams else None
 
     def of_data(self) -> Pass:
+        """The batch of the step; of a stream, the next."""
         step = self.steps_done
-        found = enumerate(microbatches_of_step(self.job, step))
-        keys = stream_key
-        return [
-            (len(one), read_microbatch(self.job, one, keys(self.job.seed, "data", step, number)))
-            for number, one in found
-        ], self.job.loss
+        found = next(self._stream or islice(batches(self.job), step, None))
+        keys = [stream_key(self.job.seed, "data", step, number) for number in range(len(found))]
+        return [read_microbatch(self.job, one, key) for one, key in zip(found, keys, strict=True)], self.job.loss
 
     def of_samples(self, samples: list[Any], loss: Any = None) -> Pass:
         groups = cut(list(range(len(samples))), size=self.job.samples_per_microbatch)
-        mine = replace(self.job, data=samples, global_batch=len(samples))
-        return [(len(one), read_microbatch(mine, one, 0)) for one in groups], loss or self.job.loss
+        mine = replace(self.job, data=samples, global_batch=len(samples), shuffle_buffer=None)
+        made = [partial(list, [samples[number] for number in one]) for one in groups]
+        keys = [stream_key(self.job.seed, "data", self.steps_done, number) for number in range(len(made))]
+        return [read_microbatch(mine, one, key) for one, key in zip(made, keys, strict=True)], loss or self.job.loss
 
     def step(self, passes: list[Pass]) -> tuple[list[tuple[float, float]], float, float]:
         """(total, weight) of each pass, the loss and the norm of the gradient."""
@@ -248,6 +252,72 @@ def batches_between(plan: str) -> None:
 
 def test_a_batch_is_that_of_its_step_whatever_came_between(ranks: KeptRanks) -> None:
     ranks.run(batches_between, "ddp", size=2)
+
+
+def noisy(samples: list[Any]) -> Any:
+    """Draws, by the step and the microbatch."""
+    x, y = torch.utils.data.default_collate(samples)
+    return x + torch.rand(()), y
+
+
+def streamed() -> evenly.Job:
+    rows = job().data
+    return job(steps=8, data=lambda: iter(rows), shuffle_buffer=5, collate=noisy)  # type: ignore[call-overload]
+
+
+def turns_on_a_stream(plan: str, folder: Path, first: int, last: int) -> None:
+    """The same turns of a loop that gets batches of a stream, from `first` to `last` steps; the rest on one device."""
+    plain = PlainLoop(streamed())
+    with evenly.start(streamed(), plan=plan, out=folder, resume=first > 0) as run:
+        given = run.batches()
+        for steps in TURNS:
+            batch = next(given) if first <= plain.steps_done < last else None
+            data = plain.of_data()
+            for kind in steps:
+                plain.step([data if kind == "data" else plain.of_samples(made(1))])
+                if first < plain.steps_done <= last:
+                    trained = batch if kind == "data" else run.batch(made(1))
+                    assert trained is not None
+                    run.step(trained)
+            if plain.steps_done >= run.steps_done == last:
+                break
+        if plain.steps_done == last:
+            assert_close(whole_state(run), named_tensors(plain.model))
+        assert run.steps_done == last
+
+
+@pytest.mark.parametrize(("plan", "size"), [("single", 1), ("ddp", 2), ("zero3", 3), ("data=2 tensor=2 pipeline=2", 8)])
+def test_a_stream_loses_no_sample_to_steps_on_others(plan: str, size: int, ranks: KeptRanks, tmp_path: Path) -> None:
+    ranks.run(turns_on_a_stream, plan, tmp_path, 0, 8, size=size)
+
+
+@pytest.mark.parametrize("done", [2, 4, 5, 6])  # of which 4 and 6 are amid a turn, 5 is two steps after the batch
+def test_a_loop_goes_on_at_the_very_next_sample_of_a_stream(done: int, ranks: KeptRanks, tmp_path: Path) -> None:
+    ranks.run(turns_on_a_stream, "ddp", tmp_path, 0, done, size=2)
+    ranks.run(turns_on_a_stream, "zero3", tmp_path, done, 8, size=3)
+
+
+def samples_of_a_stream() -> str:
+    """The samples of a batch on this rank, as often as they are asked for, until the loop gets the next."""
+    expected, given = batches(streamed()), list[Any]()
+    with evenly.start(streamed(), plan="ddp") as run:
+        for batch in run.batches():
+            read = [sample for microbatch in next(expected) for sample in microbatch()]
+            for samples in (batch.samples(), batch.samples()):
+                assert len(samples) == len(read)
+                assert all(torch.equal(one[0], other[0]) for one, other in zip(samples, read, strict=True))
+            run.step(run.batch(samples))
+            given.append(batch)
+            if run.steps_done == 3:
+                with pytest.raises(RunError) as error:
+                    given[1].samples()
+                return str(error.value)
+    return ""
+
+
+def test_all_ranks_have_the_samples_of_a_stream_s_batch(ranks: KeptRanks) -> None:
+    for text in ranks.run(samples_of_a_stream, size=2):
+        assert "the batch of step 2" in text and "another batch since" in text
 
 
 def bits(plan: str) -> list[Any]:

@@ -15,6 +15,7 @@ from torch import nn
 import evenly
 import evenly.data.loader as loader
 import evenly.verify.data_rules as data_rules
+from evenly.data.stream_reader import StreamBatch, StreamPlace, StreamReader
 from evenly.verify.data_rules import broken_data_rule
 from evenly.verify.hidden_state import find_hidden_state
 from evenly.verify.shorten import shortened
@@ -37,12 +38,11 @@ def test_the_rules_are_kept(name: str) -> None:
 
 
 def in_order(change: Callable[[list[int], dict[str, Any]], list[int]]) -> Callable[[pytest.MonkeyPatch], None]:
-    """A fault in `data/order`, of which loader and rules have a name each."""
+    """A fault in `data/order`."""
     plain = loader.batch_indices
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        for module in (loader, data_rules):
-            patch.setattr(module, "batch_indices", lambda **rest: change(plain(**rest), rest))
+        patch.setattr(loader, "batch_indices", lambda **rest: change(plain(**rest), rest))
 
     return plant
 
@@ -266,3 +266,27 @@ def test_plans_in_turns_need_a_step_each(tmp_path: Path) -> None:
 def test_what_two_processes_have_found_is_one_note() -> None:
     found = FoundInJob(broken_rule="a rule") | FoundInJob(hidden_state="a module")
     assert found == FoundInJob("a rule", "a module") and found.notes == "a rule; a module"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "problem"),
+    [
+        ([*range(9), 8], "step 1 has samples of the stream that were trained on before"),
+        ([*range(9), 10], "step 1 has samples that come later in the stream"),
+        ([*range(11)], "the batch of step 1 has 11 samples of 10, or follows a short one"),
+    ],
+)
+def test_a_stream_out_of_order_is_found(numbers: list[int], problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = classifier_job(data=lambda: iter(Points(37)))
+    assert broken_data_rule(job) == ""
+    samples = [job.data()] * len(numbers)
+    batch = StreamBatch(numbers, samples, StreamPlace(0, len(numbers)))
+    monkeypatch.setattr(StreamReader, "read", lambda _: batch)
+    assert broken_data_rule(job) == problem
+
+
+def test_a_cut_of_a_stream_that_loses_samples_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = loader.cut
+    monkeypatch.setattr(loader, "cut", lambda *args, **kwargs: plain(*args, **kwargs)[:-1])
+    found = broken_data_rule(classifier_job(data=lambda: iter(Points(37))))
+    assert found == "the microbatches of step 1 do not have the samples of its batch once each"

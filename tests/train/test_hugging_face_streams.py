@@ -1,0 +1,61 @@
+"""Hugging Face `datasets` in streaming mode: lines of JSON in several files, gone on from under another plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import Sentences, pad, tower_job
+from kept_ranks import KeptRanks
+
+import evenly
+from evenly.verify.compare import RankComparison, judge
+from evenly.verify.ranks import compare_steps, keep_reference
+from evenly.verify.tasks import PlanSteps
+
+pytest.importorskip("datasets")
+STEPS = 5
+FILES = 3
+
+
+def write(folder: Path) -> None:
+    rows = Sentences(29).rows
+    for number in range(FILES):
+        lines = [json.dumps({"ids": row.tolist()}) for row in rows[number::FILES]]
+        (folder / f"{number}.jsonl").write_text("\n".join(lines))
+
+
+def stream_job(folder: Path, *, shuffles: bool) -> evenly.Job:
+    """29 rows in batches of 12, 12 and 5."""
+    from datasets import load_dataset  # takes a second to import
+
+    files = [str(folder / f"{number}.jsonl") for number in range(FILES)]
+    rows: Any = load_dataset("json", data_files=files, split="train", streaming=True, cache_dir=str(folder))
+    return tower_job(
+        data=rows.shuffle(seed=3, buffer_size=9) if shuffles else rows,
+        eval_data=rows.take(9),
+        collate=lambda rows: pad([torch.tensor(row["ids"]) for row in rows]),
+        cost=lambda row: len(row["ids"]),
+        precision="float64",
+    )
+
+
+def reference(folder: Path, shuffles: bool) -> None:
+    keep_reference(stream_job(folder, shuffles=shuffles), STEPS, folder / "reference")
+
+
+def compare(folder: Path, shuffles: bool, part: PlanSteps) -> RankComparison:
+    return compare_steps(stream_job(folder, shuffles=shuffles), part, STEPS, folder)
+
+
+@pytest.mark.parametrize("shuffles", [False, True])  # its own state has no shuffle buffer
+def test_it_goes_on_under_another_plan(shuffles: bool, ranks: KeptRanks, tmp_path: Path) -> None:
+    write(tmp_path)
+    ranks.run(reference, tmp_path, shuffles, size=1)
+    parts = [PlanSteps("ddp", 0, 2, tmp_path / "run"), PlanSteps("zero3", 2, STEPS, tmp_path / "run")]  # type: ignore[arg-type]
+    found = [one for part in parts for one in ranks.run(compare, tmp_path, shuffles, part, size=2)]
+    row = judge("ddp>zero3", found)
+    assert (row.status, row.reason) == ("equal", "")
