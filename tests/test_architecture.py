@@ -367,26 +367,27 @@ def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, ARGUMENTS = 500, 60, 300, 9
 # Lines of each package: it may shrink, and grows only by a larger number here, with a reason beside it.
 PACKAGE_LINES = {
-    "__init__": 940,  # torch_private: hooks, transformations, memory of parts; what a job imports; nodes of graphs
-    "checkpoint": 2149,  # what each rank writes; numbers that are not finite; overlaps; a second place; snapshots
-    "cli": 1755,  # garbage; where there is no room; lists of checkpoints; restarts; one launcher of several nodes
-    "comm": 2453,  # what the first rank decides; exact sums; a store on one interface; what listens; ranks alone
-    "data": 851,  # shares by speed; streams of updates and schedules; errors that hold no worker
-    "engine": 2347,  # averaged weights; small models are not watched; where bad numbers come from; optimizers
+    "__init__": 1157,  # fields of a job: streams, metrics, hooks, averages, frozen parameters; torch_private
+    "bridges": 815,  # jobs of a Trainer and of Lightning's modules
+    "checkpoint": 2588,  # weights from files; adapters, shards and tokenizers in exports; averages; pieces that overlap
+    "cli": 1910,  # loggers, the screen, exports; garbage; where there is no room; restarts
+    "comm": 2570,  # streams are handed out; outputs to the first rank; exact sums; a store on one interface
+    "data": 1490,  # streams, samplers and their places; samples of loops; shares by speed; errors that hold no worker
+    "engine": 2882,  # metrics, outputs and averages; schedules on a plateau; passes of a step
     "hardware": 986,  # where there can be no GPU; kinds of devices can be registered; numbers beyond all machines
-    "launcher": 3310,  # memory that grows; garbage; ranks that leave; want of memory; doors; nodes; restarts; signals
-    "model": 554,  # parameters in one memory; modes that the job has set; made-up numbers; blocks of several classes
-    "observe": 1109,  # writing that hangs; the plans that a run was started under; ranks that stand still; slow ranks
+    "launcher": 3391,  # notebooks; memory that grows; garbage; ranks that leave; want of memory; doors; nodes; restarts
+    "model": 611,  # frozen parameters; parameters in one memory; modes that the job has set; blocks of several classes
+    "observe": 1812,  # loggers and the line of a terminal; notebooks; writing that hangs; ranks that stand still
     "parallel": 1,
-    "parallel.core": 2147,  # stale tensors, frozen too; rules of buffers (averages, spectral norm); code between steps
-    "parallel.data": 3202,  # layouts; exact buckets; optimizers of whole parameters; what units are given
+    "parallel.core": 2310,  # groups by name, which optimizers are dealt; sliced weights; stale tensors
+    "parallel.data": 3462,  # optimizers of whole parameters; passes of a step; layouts; exact buckets
     "parallel.tensor": 4133,  # experts, indices and convolutions on parts; split parameters between steps
     "parallel.pipeline": 3381,  # numbers inside blocks, draws between them; hooks; what blocks leave behind; layouts
     "plan": 1225,  # speeds of ranks; schedules are a table that others add to
-    "planner": 5865,  # the plan that follows those that had no room
-    "report": 1330,  # plans that had no room; tables of splits and pages of plans, which came from planner/ and cli/
-    "train": 1957,  # steps; primitives; state kept where there is no room; speeds; the look at the job
-    "verify": 1683,  # full tensors; data rules, measured rounding (again where a plan came out different), resumes
+    "planner": 5903,  # optimizers that are dealt, averages; the plan that follows those that had no room
+    "report": 1421,  # metrics and averages; plans that had no room; tables of splits and pages of plans
+    "train": 3298,  # streams, hooks, whole models, own loops, metrics; launching; averages; steps; state kept
+    "verify": 2088,  # streams, metrics, averages, groups and frozen parameters in the reference
 }
 # Parameters of a command are the options that it has on the command line.
 COMMANDS = PACKAGE / "cli" / "main.py"
