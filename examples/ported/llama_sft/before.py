@@ -2,6 +2,7 @@
 
 import json
 import sysconfig
+import tempfile
 from pathlib import Path
 
 from datasets import load_dataset
@@ -10,8 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 from trl import SFTConfig, SFTTrainer
 
-folder = Path("runs/sft")
-folder.mkdir(parents=True, exist_ok=True)
+folder = Path(tempfile.mkdtemp())
 with open(folder / "train.jsonl", "w") as file:
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("[a-c]*.py")):
         for paragraph in path.read_text(errors="ignore").split("\n\n"):
