@@ -367,8 +367,8 @@ def become_environment(variables: Mapping[str, str], place: Mapping[str, str]) -
 
 @contextmanager
 def without_ranks() -> Generator[None]:
-    """Within, the environment names no rank: of it libraries of a job (accelerate) would make a world of their own."""
-    names = (*AGENT_VARIABLES, *OPEN_MPI, *PMI)
+    """Within, the environment tells of no other rank: libraries of a job (accelerate) would connect to them."""
+    names = (*RANK_VARIABLES[1:], *OPEN_MPI, *PMI)
     hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
         yield

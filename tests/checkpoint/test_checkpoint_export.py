@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from evenly.checkpoint.manifest import Manifest, TensorForm
 from evenly.checkpoint.pieces import TYPES, find_pieces, read_tensor
 from evenly.checkpoint.state import read_state
 from evenly.checkpoint.store import CheckpointStore, Snapshot
-from evenly.cli.export import run_export
+from evenly.cli.export import ExportOptions, run_export
 from evenly.errors import CheckpointError, UserError
 from evenly.observe.run_folder import RunFolder
 
@@ -406,9 +407,10 @@ def test_averages_are_exported_where_that_is_asked_for(tmp_path: Path, capsys: p
     weights, averages = run_with_average(tmp_path / "run")
     assert not torch.equal(weights["last.weight"], averages["last.weight"])
     assert torch.equal(weights["frozen"], averages["frozen"])
-    assert run_export(tmp_path / "run", tmp_path / "averages", "newest", average=True, json_only=False) == 0
+    asked = ExportOptions(step="newest", average=True, shard_size="5GB", tokenizer=None, adapter=False)
+    assert run_export(tmp_path / "run", tmp_path / "averages", asked, json_only=False) == 0
     assert "the averaged weights\n" in capsys.readouterr().out
-    assert run_export(tmp_path / "run", tmp_path / "weights", "newest", json_only=False) == 0
+    assert run_export(tmp_path / "run", tmp_path / "weights", replace(asked, average=False), json_only=False) == 0
     assert "the weights themselves; --average writes their average" in capsys.readouterr().out
     for name, expected in (("averages", averages), ("weights", weights)):
         assert_same(load_file(tmp_path / name / "model.safetensors"), expected)

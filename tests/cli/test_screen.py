@@ -26,7 +26,7 @@ watcher = make_watcher(main=True, steps=30, done=0, unit="tokens")
 for step in range(1, 31):
     watcher.on_step(SimpleNamespace(
         step=step, loss=1 / step, weight=123456.0, samples=4, step_s=0.01, skipped="not finite" if step == 20 else None,
-        left_out=1, memory_bytes=[61 << 30, 62 << 30],
+        left_out=1, memory_bytes=[61 << 30, 62 << 30], metrics={},
     ))
     time.sleep(0.02)
     if step == 10:
@@ -138,7 +138,7 @@ def test_the_line_has_what_there_is_room_for() -> None:
 
 def test_time_left_counts_what_lies_between_steps() -> None:
     pace = Pace(10, "samples")
-    report = SimpleNamespace(step=1, loss=1.0, samples=4, weight=9.0, step_s=0.5, memory_bytes=[1 << 20], skipped=None)
+    report = SimpleNamespace(step=1, loss=1.0, samples=4, weight=9.0, step_s=0.5, memory_bytes=[1 << 20], metrics={})
     pace.add(report, 100.0)
     assert step_parts(report, pace) == ["loss 1.0000", "8 samples/s", "1 MiB/rank"]
     report.step, report.step_s = 3, 1.5

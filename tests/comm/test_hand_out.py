@@ -40,7 +40,9 @@ TENSORS = [
 ]
 
 
-@pytest.mark.parametrize("tensor", TENSORS, ids=["float64", "scalar", "transposed", "empty", "conjugated", "bfloat16", "sparse"])
+@pytest.mark.parametrize(
+    "tensor", TENSORS, ids=["float64", "scalar", "transposed", "empty", "conjugated", "bfloat16", "sparse"]
+)
 def test_a_tensor_is_packed_as_it_is(tensor: torch.Tensor) -> None:
     value: Any = {"x": [tensor, "text"], "y": (1.5, None)}
     found = unpacked(packed(value))

@@ -174,7 +174,7 @@ def lost_evaluation_samples(patch: Patch) -> None:
         found = plain(job, rank=rank, ranks=ranks)
         return loader.replace(found, own=found.own[: len(found.own) - (rank == ranks - 1)])
 
-    patch.setattr("evenly.train.run.share_of_evaluation", share)
+    patch.setattr("evenly.train.evaluate.share_of_evaluation", share)
 
 
 def evaluation_in_training_mode(patch: Patch) -> None:
