@@ -373,10 +373,10 @@ PACKAGE_LINES = {
     "cli": 1910,  # loggers, the screen, exports; garbage; where there is no room; restarts
     "comm": 2570,  # streams are handed out; outputs to the first rank; exact sums; a store on one interface
     "data": 1490,  # streams, samplers and their places; samples of loops; shares by speed; errors that hold no worker
-    "engine": 2882,  # metrics, outputs and averages; schedules on a plateau; passes of a step
+    "engine": 2884,  # metrics, outputs and averages; schedules on a plateau; passes of a step
     "hardware": 986,  # where there can be no GPU; kinds of devices can be registered; numbers beyond all machines
     "launcher": 3391,  # notebooks; memory that grows; garbage; ranks that leave; want of memory; doors; nodes; restarts
-    "model": 611,  # frozen parameters; parameters in one memory; modes that the job has set; blocks of several classes
+    "model": 634,  # frozen parameters; parameters in one memory; modes that the job has set; blocks of several classes
     "observe": 1812,  # loggers and the line of a terminal; notebooks; writing that hangs; ranks that stand still
     "parallel": 1,
     "parallel.core": 2310,  # groups by name, which optimizers are dealt; sliced weights; stale tensors

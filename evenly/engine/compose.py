@@ -18,7 +18,7 @@ from torch import nn
 from evenly.comm.groups import Group
 from evenly.comm.world import World
 from evenly.errors import PlanError
-from evenly.model.blocks import Block, find_blocks, find_recomputed
+from evenly.model.blocks import Block, find_blocks, find_recomputed, recomputable
 from evenly.parallel.core.between_steps import Outside, show_placeholders
 from evenly.parallel.core.calls import BlockCalls, Forward, WrappedForwards
 from evenly.parallel.core.memory import on
@@ -390,6 +390,8 @@ def _change_blocks(
         changes[f"recompute={plan.recompute}"] = recomputing(selective=plan.recompute == "selective")
         if plan.compile != "blocks" and not plan.pipeline.active:
             blocks = [find_recomputed(r.module, mine) for r, mine in zip(replicas, blocks, strict=True)]
+        else:
+            blocks = [recomputable(mine) for mine in blocks]
     if plan.compile == "blocks":
         from evenly.parallel.core.compiled import check_compilable, compiling
 

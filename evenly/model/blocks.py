@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from evenly.model.norms import keeps_statistics
+
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 LEAST_SHARE = 0.1  # of the largest list's parameters
 
@@ -45,7 +47,15 @@ def find_blocks(model: nn.Module) -> list[Block]:
 def find_recomputed(model: nn.Module, blocks: Sequence[Block]) -> Sequence[Block]:
     """What is recomputed one by one: `blocks`, or where nothing repeats the model's children that hold parameters."""
     children = (Block(name, child) for name, child in model.named_children())
-    return blocks or [child for child in children if any(True for _ in child.module.parameters())]
+    return recomputable(blocks or [child for child in children if any(True for _ in child.module.parameters())])
+
+
+def recomputable(blocks: Iterable[Block]) -> list[Block]:
+    """Those that may be computed a second time by themselves.
+
+    Of a layer with running statistics, what keeps its second forward out of them lies around its forward.
+    """
+    return [block for block in blocks if not keeps_statistics(block.module)]
 
 
 def _lists(name: str, module: nn.Module, may_repeat: Callable[[nn.Module, nn.Module], bool]) -> Iterable[list[Block]]:

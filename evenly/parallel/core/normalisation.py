@@ -18,12 +18,11 @@ from torch import nn
 
 from evenly.data.generators import reseed, undisturbed
 from evenly.errors import UserError
+from evenly.model.norms import BATCH_NORMS, INSTANCE_NORMS, keeps_statistics
 from evenly.parallel.core.buffer_rules import BufferRule
 from evenly.parallel.core.parameter_views import is_placeholder
 from evenly.torch_private import set_tensor_dict
 
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 FORWARDS = {nn.BatchNorm1d.forward, nn.InstanceNorm1d.forward}  # the others have the same
 
 
@@ -114,11 +113,6 @@ class Normalisation(BufferRule):
         s = torch.cat(own)  # after all is as it was: there may be no room for it
         if self.microbatch is not None and self.microbatch >= 0:
             self._records.append((self.microbatch, self.calls(self.microbatch), s))
-
-
-def keeps_statistics(module: nn.Module) -> bool:
-    """Whether `module` is a layer whose running statistics follow what it sees."""
-    return isinstance(module, BATCH_NORMS + INSTANCE_NORMS) and module.running_mean is not None
 
 
 def check_normalisation(name: str, module: nn.Module) -> None:
