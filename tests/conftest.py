@@ -31,10 +31,10 @@ LONG = (
     "cli/test_nodes_command",
     "checkpoint/test_across_plans",
     "parallel/test_tensor",
-    "launch/test_torchrun",
+    "launcher/test_torchrun",
     "parallel/test_compiled",
     "parallel/test_stages",
-    "launch/test_launch",
+    "launcher/test_launch",
     "verify/test_faults",
     "parallel/test_exact_sums",
 )

@@ -368,7 +368,7 @@ FILE_LINES, FUNCTION_LINES, CLASS_LINES, ARGUMENTS = 500, 60, 300, 9
 # Lines of each package: it may shrink, and grows only by a larger number here, with a reason beside it.
 PACKAGE_LINES = {
     "__init__": 1157,  # fields of a job: streams, metrics, hooks, averages, frozen parameters; torch_private
-    "bridges": 815,  # jobs of a Trainer and of Lightning's modules
+    "bridges": 919,  # jobs of a Trainer and of Lightning's modules
     "checkpoint": 2588,  # weights from files; adapters, shards and tokenizers in exports; averages; pieces that overlap
     "cli": 1910,  # loggers, the screen, exports; garbage; where there is no room; restarts
     "comm": 2570,  # streams are handed out; outputs to the first rank; exact sums; a store on one interface

@@ -3,7 +3,7 @@
     python benchmarks/comm/by_hand.py [KIND ...]        3 ranks of gloo on this machine; about five minutes
 
 Rank 1 is the odd one; the limit of the process group is 10 s. `evenly`'s words for the same ten are asserted by
-tests/launch/test_watch.py, and docs/talking.md shows both. A rank that still runs LIMIT_S after the first has ended
+tests/launcher/test_watch.py, and docs/talking.md shows both. A rank that still runs LIMIT_S after the first has ended
 is reported as such and ended. Kept in benchmarks/results/by_hand.json.
 """
 

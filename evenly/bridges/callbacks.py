@@ -20,6 +20,7 @@ CALLED = ("on_step_end", "on_log", "on_evaluate", "on_save")
 # The Trainer's own, in whose place `evenly run` has its screen, its steps and its loggers.
 OWN = ("DefaultFlowCallback", "PrinterCallback", "ProgressCallback", "NotebookProgressCallback")
 LOGGERS = "transformers.integrations"
+CONTROLS = ("should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 
 def callback_problems(trainer: Any) -> Iterator[str]:
@@ -27,11 +28,13 @@ def callback_problems(trainer: Any) -> Iterator[str]:
     for callback in _others(trainer):
         name = type(callback).__name__
         if _is_early_stopping(callback):
-            if trainer.args.metric_for_best_model not in (None, "loss", "eval_loss") or trainer.args.greater_is_better:
+            if not follows_loss(trainer.args):
                 yield f"its callback {name} follows {trainer.args.metric_for_best_model}, and not the evaluation loss"
             continue
         if _steps_optimizer(callback):
             yield f"its callback {name} steps the optimizer itself"
+        if asked := [one for one in CONTROLS if one in _names_in(callback)]:
+            yield f"its callback {name} sets {', '.join(asked)}: it may ask to stop the training, and for nothing else"
         if others := [event for event in _events(callback) if event not in CALLED]:
             yield f"its callback {name} is called {', '.join(others)}, for which there is no hook"
 
@@ -122,6 +125,15 @@ def _events(callback: TrainerCallback) -> list[str]:
 
 def _steps_optimizer(callback: TrainerCallback) -> bool:
     """Whether its code names an optimizer and something that it has to do with a step."""
+    return {"optimizer", "step"} <= _names_in(callback)
+
+
+def _names_in(callback: TrainerCallback) -> set[str]:
+    """The names and constants in the code of its class."""
     codes = [function.__code__ for _, function in inspect.getmembers(type(callback), inspect.isfunction)]
-    names = {name for code in codes for name in (*code.co_names, *code.co_varnames, *map(str, code.co_consts))}
-    return "optimizer" in names and "step" in names
+    return {name for code in codes for name in (*code.co_names, *code.co_varnames, *map(str, code.co_consts))}
+
+
+def follows_loss(args: Any) -> bool:
+    """Whether what a Trainer calls the best is of the least evaluation loss."""
+    return args.metric_for_best_model in (None, "loss", "eval_loss") and not args.greater_is_better

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from evenly.bridges.epochs import EveryEpoch
@@ -56,7 +57,7 @@ def from_lightning(
     Raises `UserError` that names everything which cannot be carried over.
     """
     train, validation = _loaders(module, data)
-    problems = [*_problems(module, trainer), *_loader_problems(train)]
+    problems = [*_problems(module), *_trainer_problems(trainer), *_loader_problems(train, validation)]
     if problems:
         asked = f"a job of the module {type(module).__name__}"
         raise UserError(asked, "; ".join(problems), "leave these out, or write the job by hand")
@@ -79,7 +80,7 @@ def from_lightning(
         schedule=optimizers.schedule if optimizers.has_schedule else None,
         clip_norm=None if trainer is None else trainer.gradient_clip_val,
         eval_data=None if validation is None else validation.dataset,
-        eval_every=None if validation is None else per_epoch,
+        eval_every=None if validation is None else per_epoch * _epochs_between_evaluations(trainer),
         save_every=per_epoch,
         precision="float32" if trainer is None else PRECISIONS[str(trainer.precision)],
     )
@@ -96,7 +97,12 @@ class LightningSteps(nn.Module):
         """The loss that the step returns, if any, and what it logs: by name a value, and the samples that it is of."""
         samples, logged = _samples(batch), dict[str, tuple[torch.Tensor, float]]()
 
-        def log(name: str, value: Any, *_: Any, batch_size: int | None = None, **__: Any) -> None:
+        def log(
+            name: str, value: Any, *_: Any, batch_size: int | None = None, reduce_fx: Any = "mean", **__: Any
+        ) -> None:
+            if reduce_fx not in ("mean", torch.mean):
+                found = f"{name} is to be reduced by {reduce_fx}"
+                raise UserError("the metrics that a step logs are means over samples", found, "log a mean")
             logged[name] = (torch.as_tensor(value).detach(), float(batch_size or samples))
 
         step = self.module.training_step if self.training else self.module.validation_step
@@ -133,7 +139,8 @@ class ModuleOptimizers:
         self._module, self._per_epoch = module, per_epoch
         self._built: list[weakref.ref[LightningSteps]] = []
         self._schedules: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
-        self.has_schedule = _parts(module.configure_optimizers())[1] is not None
+        self.has_schedule = (schedule := _parts(module.configure_optimizers())[1]) is not None
+        _check_schedule(schedule)
 
     def build_model(self) -> LightningSteps:
         """A copy of the module that may be trained."""
@@ -182,6 +189,15 @@ def _parts(configured: Any) -> tuple[torch.optim.Optimizer, Any]:
     return optimizers[0], schedules[0] if schedules else None
 
 
+def _check_schedule(schedule: Any) -> None:
+    """Raises `UserError` for a schedule that does not count steps or epochs one by one."""
+    config = schedule if isinstance(schedule, Mapping) else {"scheduler": schedule}
+    follows, every = isinstance(config["scheduler"], ReduceLROnPlateau), config.get("frequency", 1)
+    if follows or every != 1:
+        found = f"its {type(config['scheduler']).__name__} {'follows a metric' if follows else f'steps every {every}'}"
+        raise UserError("the module's configure_optimizers", found, "use a schedule that counts steps or epochs")
+
+
 def _loaders(
     module: LightningModule, data: LightningDataModule | DataLoader[Any] | None
 ) -> tuple[DataLoader[Any], DataLoader[Any] | None]:
@@ -209,7 +225,7 @@ def _steps(trainer: Trainer | None, per_epoch: int) -> int:
     raise UserError("a job of a module", "nothing says how many steps it has", "give `steps`, or a Trainer with limits")
 
 
-def _problems(module: LightningModule, trainer: Trainer | None) -> Iterator[str]:
+def _problems(module: LightningModule) -> Iterator[str]:
     from lightning.pytorch import LightningModule
 
     if not module.automatic_optimization:
@@ -221,10 +237,30 @@ def _problems(module: LightningModule, trainer: Trainer | None) -> Iterator[str]
         step = getattr(type(module), name)
         if step is not getattr(LightningModule, name):
             yield from _step_problems(name, step)
-    if trainer is not None and str(trainer.precision) not in PRECISIONS:
+
+
+# What a Lightning trainer has by itself, in whose place `evenly run` has its screen and its checkpoints.
+OWN_CALLBACKS = ("TQDMProgressBar", "RichProgressBar", "ModelSummary", "RichModelSummary", "ModelCheckpoint")
+WHOLE_EPOCHS = {"limit_train_batches": 1.0, "overfit_batches": 0.0, "val_check_interval": 1.0}
+
+
+def _trainer_problems(trainer: Any) -> Iterator[str]:
+    if trainer is None:
+        return
+    if str(trainer.precision) not in PRECISIONS:
         yield f"the trainer's precision {trainer.precision}"
-    if trainer is not None and trainer.gradient_clip_algorithm not in (None, "norm"):
+    if trainer.gradient_clip_algorithm not in (None, "norm"):
         yield f"the trainer's gradient_clip_algorithm {trainer.gradient_clip_algorithm}"
+    for name, whole in WHOLE_EPOCHS.items():
+        if getattr(trainer, name) != whole:
+            yield f"the trainer's {name}={getattr(trainer, name)}: epochs are whole"
+    others = [type(callback).__name__ for callback in trainer.callbacks]
+    if others := [name for name in others if name not in OWN_CALLBACKS]:
+        yield f"the trainer's callbacks {', '.join(others)}"
+
+
+def _epochs_between_evaluations(trainer: Any) -> int:
+    return 1 if trainer is None else trainer.check_val_every_n_epoch or 1
 
 
 def _step_problems(name: str, step: Callable[..., Any]) -> Iterator[str]:
@@ -236,13 +272,20 @@ def _step_problems(name: str, step: Callable[..., Any]) -> Iterator[str]:
         yield f"its {name} makes use of {arguments[2]}, and microbatches have no number that every plan shares"
 
 
-def _loader_problems(loader: DataLoader[Any]) -> Iterator[str]:
-    if not isinstance(loader.sampler, SequentialSampler | RandomSampler):
-        yield f"its DataLoader has a {type(loader.sampler).__name__}"
-    if loader.batch_size is None:
+def _loader_problems(train: DataLoader[Any], validation: DataLoader[Any] | None) -> Iterator[str]:
+    for loader in (train, *([] if validation is None else [validation])):
+        batch: int = loader.batch_size or 1
+        if loader.drop_last and len(loader.dataset) % batch:  # type: ignore[arg-type]
+            yield "a DataLoader drops its last batch: every sample counts"
+    sampler: Any = train.sampler
+    if not isinstance(sampler, SequentialSampler | RandomSampler):
+        yield f"its DataLoader has a {type(sampler).__name__}"
+    elif isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(train.dataset)):  # type: ignore[arg-type]
+        yield "its DataLoader draws samples with replacement, or not all of an epoch"
+    if train.batch_size is None:
         yield "its DataLoader has batches of its own (batch_sampler)"
-    if loader.drop_last and len(loader.dataset) % (loader.batch_size or 1):  # type: ignore[arg-type]
-        yield "its DataLoader drops the last batch: every sample is trained on"
+    if validation is not None and validation.collate_fn is not train.collate_fn:
+        yield "the DataLoaders of training and validation have different collate_fns"
 
 
 def _samples(batch: Any) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import dis
 import inspect
 import math
 import textwrap
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from evenly.bridges.callbacks import CallbackHooks, callback_problems, hooks_of_callbacks
+from evenly.bridges.callbacks import callback_problems, follows_loss, hooks_of_callbacks
 from evenly.bridges.parameters import rebuilt_optimizer, rebuilt_schedule
 from evenly.bridges.predictions import padded_arrays, samples_of
 from evenly.errors import UserError
@@ -50,8 +51,7 @@ def from_trainer(trainer: Trainer) -> Job:
     for note in _notes(trainer):
         warnings.warn(f"evenly.from_trainer: {note}", stacklevel=2)
     args, loader = trainer.args, trainer.get_train_dataloader()
-    batch = args.train_batch_size // max(1, args.n_gpu) * args.gradient_accumulation_steps
-    steps, per_epoch = _lengths(trainer, loader.dataset, batch)
+    steps, per_epoch = _lengths(trainer, loader.dataset, _batch(args))
     hooks: Any = hooks_of_callbacks(trainer, steps=steps, per_epoch=per_epoch)
     return Job(
         name=type(_bare(trainer)).__name__,
@@ -59,8 +59,8 @@ def from_trainer(trainer: Trainer) -> Job:
         loss=TrainerLoss(trainer),
         data=loader.dataset,
         collate=loader.collate_fn,
-        global_batch=batch,
-        microbatch=args.train_batch_size // max(1, args.n_gpu),
+        global_batch=_batch(args),
+        microbatch=args.per_device_train_batch_size,
         steps=steps,
         shuffle=args.train_sampling_strategy != "sequential",
         optimizer=_optimizer(trainer),
@@ -76,6 +76,11 @@ def from_trainer(trainer: Trainer) -> Job:
     )
 
 
+def _batch(args: Any) -> int:
+    """Samples of a step in one process with one device."""
+    return args.per_device_train_batch_size * args.gradient_accumulation_steps
+
+
 def _lengths(trainer: Any, data: Any, batch: int) -> tuple[int, int]:
     """Steps of the run and of an epoch; a stream's epoch is taken for the run, where nothing depends on its length."""
     args = trainer.args
@@ -89,10 +94,13 @@ class TrainerLoss:
     """The loss of a Trainer: a sum over what counts (tokens) where its model can sum, else a mean over samples."""
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer, self._sums = trainer, divides_by_items(trainer)
-        # Where a model takes the number of items and makes no use of it, the Trainer adds up the means of microbatches.
-        added_up = trainer.model_accepts_loss_kwargs and not self._sums and not trainer.loss_is_scaled_for_ga
-        self._times = trainer.args.gradient_accumulation_steps if added_up else 1
+        self._trainer, self._sums = trainer, bool(divides_by_items(trainer))
+        scaled = trainer.loss_is_scaled_for_ga
+        if scaled is None:
+            scaled = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+        # The Trainer adds up what its microbatches give, and divides by their number where that is not scaled already.
+        accumulated = trainer.args.gradient_accumulation_steps
+        self._times = (1 if scaled else 1 / accumulated) if self._sums else (accumulated if scaled else 1)
 
     @property
     def adds_up(self) -> bool:
@@ -114,11 +122,11 @@ class TrainerLoss:
         found: Any = trainer.compute_loss(model, inputs, return_outputs=predicts, **one)
         loss, outputs = found if predicts else (found, None)
         times = self._times if model.training and "labels" in batch else 1
-        total, weight = (loss * samples * times, samples) if count is None else (loss, count)
+        total, weight = (loss * samples, samples) if count is None else (loss, count)
         if not predicts or any(label is None for label in labels):
-            return Loss(total, weight)
+            return Loss(total * times, weight)
         predicted = self._predictions(model, outputs, labels)
-        return Loss(total, weight, outputs={"predictions": predicted, "labels": samples_of(_alone(labels))})
+        return Loss(total * times, weight, outputs={"predictions": predicted, "labels": samples_of(_alone(labels))})
 
     def _predictions(self, model: nn.Module, outputs: Any, labels: list[Any]) -> Any:
         trainer = self._trainer
@@ -130,17 +138,36 @@ class TrainerLoss:
         return samples_of(logits)
 
 
-def divides_by_items(trainer: Any) -> bool:
-    """Whether the loss is a sum that is divided by the number of items (tokens) that it is given."""
+def divides_by_items(trainer: Any) -> bool | None:
+    """Whether the loss is a sum that is divided by the number of items (tokens) that it is given; None: unknown.
+
+    It is read from the code: the Trainer asks the signature alone, and what takes the number may make no use of it.
+    """
     if trainer.compute_loss_func is not None:
-        return True
+        return _uses_items(trainer.compute_loss_func)
+    own = type(trainer).compute_loss
+    if own.__module__.partition(".")[0] not in LIBRARIES and not (
+        _uses_items(own) and "super" in own.__code__.co_names
+    ):
+        return _uses_items(own)
     if not trainer.model_accepts_loss_kwargs:
         return False
     if trainer.label_smoother is not None:
         return True
     tree = ast.parse(textwrap.dedent(inspect.getsource(type(_base(trainer)).forward)))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and "loss" in ast.unparse(node.func)]
-    return any(keyword.arg in (None, "num_items_in_batch") for call in calls for keyword in call.keywords)
+    given = any(keyword.arg in (None, "num_items_in_batch") for call in calls for keyword in call.keywords)
+    return given if calls else None
+
+
+def _uses_items(function: Any) -> bool | None:
+    """Whether the code of a function reads `num_items_in_batch`, or all keywords that it is given; None: unknown."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return None
+    keywords = code.co_varnames[code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS) :]
+    named = {"num_items_in_batch", *(keywords[:1] if code.co_flags & inspect.CO_VARKEYWORDS else ())}
+    return any(one.argval in named for one in dis.get_instructions(code) if isinstance(one.argval, str))
 
 
 def _items(trainer: Any, inputs: Mapping[str, Any]) -> torch.Tensor | None:
@@ -277,6 +304,16 @@ def _problems(trainer: Any) -> Iterator[str]:
             yield "its train_dataset is a stream, and max_steps does not say how many steps there are"
         if epochs := [name for name in ("eval_strategy", "save_strategy") if getattr(args, name) == "epoch"]:
             yield f"its {', '.join(epochs)} is epoch, and its train_dataset a stream, whose length is not known"
+    if trainer.accelerator.num_processes > 1:
+        yield (
+            f"accelerate has connected {trainer.accelerator.num_processes} processes by itself: make the Trainer in a "
+            "job file, where it finds none, and not in a script that runs its own loop"
+        )
+    if trainer.state.global_step:
+        yield f"it has trained {trainer.state.global_step} steps already, and its optimizer's state would be lost"
+    if divides_by_items(trainer) is None:
+        yield "whether its loss divides by num_items_in_batch cannot be read from its code"
+    yield from _optimizer_problems(trainer)
     wanted = {
         "deepspeed": bool(args.deepspeed),
         "fsdp": bool(args.fsdp),
@@ -284,18 +321,29 @@ def _problems(trainer: Any) -> Iterator[str]:
         "batch_eval_metrics": args.batch_eval_metrics,
         "include_for_metrics": bool(args.include_for_metrics),
         "train_sampling_strategy": args.train_sampling_strategy not in ("random", "sequential"),
+        "parallelism_config": getattr(args, "parallelism_config", None) is not None,
     }
     yield from (f"its argument {name}={getattr(args, name)!r}" for name, given in wanted.items() if given)
-    batch = args.train_batch_size * args.gradient_accumulation_steps
     data: Any = trainer.train_dataset
-    length: int = len(data) if hasattr(data, "__len__") else batch
-    if args.dataloader_drop_last and length % batch:
+    if args.dataloader_drop_last and hasattr(data, "__len__") and len(data) % _batch(args):
         yield "its argument dataloader_drop_last: every sample is trained on"
+
+
+def _optimizer_problems(trainer: Any) -> Iterator[str]:
+    from transformers.trainer_optimizer import is_optimizer_factory
+
+    args = trainer.args
     if trainer.optimizer is not None and not _is_rebuildable(trainer):
         yield "its optimizer holds parameters that are not the model's"
     schedule = trainer.lr_scheduler
     if schedule is not None and not isinstance(schedule, torch.optim.lr_scheduler.LambdaLR):
         yield f"its lr_scheduler, a {type(schedule).__name__} that was made for another optimizer"
+    if args.lr_scheduler_type == "reduce_lr_on_plateau" and not follows_loss(args):
+        yield f"its lr_scheduler_type follows {args.metric_for_best_model}, and not the evaluation loss"
+    if trainer.optimizer is None:
+        kind, options = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(args, _bare(trainer))
+        if is_optimizer_factory(kind) or {"params", "model", "optimizer_dict"} & {*options}:
+            yield f"its optim={str(args.optim)!r}, which is made of the model itself"
 
 
 def _is_rebuildable(trainer: Any) -> bool:
@@ -314,12 +362,13 @@ def _notes(trainer: Any) -> Iterator[str]:
             f"the loss of a {type(_bare(trainer)).__name__} is a mean, of which the Trainer adds up "
             f"{args.gradient_accumulation_steps} in a step: it is that many times the mean, here too"
         )
+    averaged = args.gradient_accumulation_steps > 1 and not divides_by_items(trainer)
+    data: Any = trainer.train_dataset
+    if averaged and hasattr(data, "__len__") and len(data) % _batch(args):
+        yield "the last step of an epoch is short: its mean is over samples here, there over microbatches"
     if args.torch_compile:
         yield "torch_compile is part of the plan here: add compile=blocks to it"
     if args.load_best_model_at_end:
         yield "load_best_model_at_end: the best checkpoint is kept, and `evenly export --step best` writes it"
     if args.push_to_hub:
         yield "push_to_hub: nothing is uploaded; `evenly export` writes a folder that can be"
-
-
-__all__ = ["CallbackHooks", "TrainerLoss", "from_trainer"]

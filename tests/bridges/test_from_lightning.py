@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning_job import BATCH, SAMPLES, Classifier, Rows, make_trainer
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 import evenly
 from evenly.bridges.epochs import EveryEpoch
@@ -93,6 +94,49 @@ def test_what_only_a_trainer_could_do_is_named(module: type[Classifier], words: 
     with pytest.raises(UserError) as refused:
         evenly.from_lightning(module(), Rows(), make_trainer())
     assert all(word in refused.value.found for word in words)
+
+
+def collated(samples: Any) -> Any:
+    return torch.utils.data.default_collate(samples)
+
+
+class OtherCollate(Rows):
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.others, batch_size=BATCH, collate_fn=collated)
+
+
+class Plateau(Classifier):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
+
+
+class Summed(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log("right", torch.ones(()), reduce_fx="sum")
+        return super().training_step(batch, 0)
+
+
+def test_settings_that_would_change_the_numbers_are_refused() -> None:
+    stopping = EarlyStopping("val_loss")
+    trainer = make_trainer(limit_train_batches=2, val_check_interval=2, callbacks=[stopping])
+    with pytest.raises(UserError) as refused:
+        evenly.from_lightning(Classifier(), OtherCollate(), trainer)
+    for words in ("limit_train_batches=2", "val_check_interval=2", "callbacks EarlyStopping", "different collate_fns"):
+        assert words in refused.value.found
+    rows = Rows()
+    rows.setup("fit")
+    drawn = DataLoader(rows.rows, batch_size=3, sampler=RandomSampler(rows.rows, replacement=True))
+    with pytest.raises(UserError, match="with replacement"):
+        evenly.from_lightning(Classifier(), drawn, steps=3)
+    with pytest.raises(UserError, match="ReduceLROnPlateau follows a metric"):
+        evenly.from_lightning(Plateau(), Rows(), make_trainer())
+    every_second = evenly.from_lightning(Classifier(), Rows(), make_trainer(check_val_every_n_epoch=2))
+    assert every_second.eval_every == 2 * -(-SAMPLES // BATCH)
+    job = evenly.from_lightning(Summed(), Rows(), make_trainer())
+    with evenly.start(job) as run, pytest.raises(UserError, match="right is to be reduced by sum"):
+        run.step(next(run.batches()))
 
 
 def test_loaders_and_lengths_that_are_not_known_are_refused() -> None:

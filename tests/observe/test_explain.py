@@ -1,4 +1,4 @@
-"""Causes are found from records alone; the same with processes in tests/launch/test_watch.py."""
+"""Causes are found from records alone; the same with processes in tests/launcher/test_watch.py."""
 
 from __future__ import annotations
 

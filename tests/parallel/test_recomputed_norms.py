@@ -8,7 +8,7 @@ from jobs import classifier_job
 from torch import nn
 
 import evenly
-from evenly.model.blocks import find_blocks, recomputable
+from evenly.model.blocks import Block, recomputable
 
 
 def trained(plan: str) -> dict[str, torch.Tensor]:
@@ -26,8 +26,6 @@ def test_statistics_of_a_layer_of_the_root_are_those_without_recomputation(recom
 
 
 def test_layers_with_statistics_among_blocks_are_left_out() -> None:
-    layers = nn.ModuleList([nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4)])
-    model = nn.Module()
-    model.layers = layers
-    blocks = find_blocks(model)
-    assert all(isinstance(block.module, nn.Linear) for block in recomputable(blocks))
+    kinds = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.InstanceNorm1d(4), nn.InstanceNorm1d(4, track_running_stats=True)]
+    blocks = [Block(str(number), module) for number, module in enumerate([*kinds, nn.Sequential(nn.BatchNorm1d(4))])]
+    assert [block.name for block in recomputable(blocks)] == ["0", "2", "4"]
