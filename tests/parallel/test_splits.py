@@ -233,6 +233,49 @@ def test_a_backward_that_is_not_seen_bars() -> None:
     assert found.forbidden["0.weight"] == ("exp", "") and found.forbidden["1.weight"] == ("", "exp")
 
 
+class DoubledUnseen(Doubled):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():  # in a forward that records none anyway
+            return x.exp() * 2
+
+
+def test_a_backward_that_is_not_seen_bars_whatever_its_forward_says_of_gradients() -> None:
+    model = nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 4))
+    found = derive(trace(model, lambda m, b: F.cross_entropy(m[1](DoubledUnseen.apply(m[0](b[0]))), b[1]), points()))
+    assert found.forbidden["0.weight"] == ("exp", "") and found.forbidden["1.weight"] == ("", "exp")
+
+
+def on_noise(model: Any, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(torch.randn(3, 5)), batch[1])
+
+
+def under_no_grad(model: Any, batch: Any) -> torch.Tensor:
+    with torch.no_grad():
+        target = model(batch[0])
+    return (model(batch[0]) - target).square().sum()
+
+
+@torch.no_grad()
+def of_one_alone(model: Any, batch: Any) -> torch.Tensor:
+    return model(batch[0]).sum()
+
+
+@pytest.mark.parametrize("loss", [on_noise, under_no_grad, of_one_alone])
+def test_a_weight_is_split_that_is_used_on_noise_or_without_gradients(loss: Callable[..., Any]) -> None:
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4))
+    assert linear("0", units=8) + row("2", units=8) in groups((model, loss, points()))
+
+
+def test_noise_of_the_shape_of_a_weight_belongs_to_it() -> None:
+    class Noisy(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.linear(x, self.weight + torch.randn(self.weight.shape), self.bias)
+
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), Noisy(8, 4))
+    assert "linear" not in " ".join(derive(trace(model, class_loss, points())).forbidden["0.weight"])
+
+
 def test_what_no_call_takes_stays_whole() -> None:
     model = ResidualMLP()
     model.never = nn.Parameter(torch.ones(4, 4))

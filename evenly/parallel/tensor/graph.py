@@ -17,6 +17,13 @@ from evenly.parallel.tensor.trace import CallTrace, Ref, TracedCall
 
 Dims = list[Dim]
 Rule = Callable[["Graph", TracedCall], None]
+# Functions whose results are random numbers, also those that write them into a tensor (`normal_`).
+DRAWS = frozenset(
+    [
+        *("rand", "randn", "randint", "normal", "rand_like", "randn_like", "randint_like", "uniform", "exponential"),
+        *("log_normal", "cauchy", "geometric", "random", "bernoulli", "poisson", "multinomial"),
+    ]
+)
 
 
 class NoRule(Exception):
@@ -111,6 +118,8 @@ class Graph:
     def _apply(self, call: TracedCall) -> None:
         # Rows of a weight are weights, whoever chose them.
         inputs = {*(call.inputs[:1] if call.function in ("__getitem__", "index_select") else call.inputs)}
+        if call.function.rstrip("_") in DRAWS and not inputs & self._from_parameters:
+            self._from_batch.update(one for one in call.outputs if not self._is_shaped_as_weight(one))
         for source in (self._from_batch, self._from_parameters):
             if inputs & source:
                 source.update(call.outputs)
@@ -122,9 +131,17 @@ class Graph:
         except NoRule:
             self._forbid_all(call)
 
+    def _is_shaped_as_weight(self, index: int) -> bool:
+        """Whether random numbers are of the shape of a parameter, to be added to it, and not in the place of a batch.
+
+        A wrong guess costs communication, no number.
+        """
+        shapes = {self.trace.values[one].shape for one in self.trace.parameters.values()}
+        return self.trace.values[index].shape in shapes
+
     def _is_hidden(self, call: TracedCall) -> bool:
         """Whether it takes part in gradients that are computed by other means: in a `torch.autograd.Function`."""
-        cut_off = call.gradients or call.function in ("detach", "data")
+        cut_off = not call.hidden or call.function in ("detach", "data")
         return not cut_off and any(self.trace.values[index].requires_grad for index in call.inputs)
 
     def _forbid_all(self, call: TracedCall) -> None:

@@ -82,7 +82,7 @@ class TracedCall:
     arguments: as given, every tensor a `Ref`; lists and tuples are tuples.
     outputs:   indices of the values it returned or changed.
     module:    name of the innermost module running, empty for the loss.
-    gradients: whether they were recorded: not under `torch.no_grad()`, nor in a `torch.autograd.Function`.
+    hidden:    whether gradients, if there are any, are computed by other means: in a `torch.autograd.Function`.
     """
 
     function: str
@@ -90,7 +90,7 @@ class TracedCall:
     keywords: dict[str, Any]
     outputs: tuple[int, ...]
     module: str
-    gradients: bool
+    hidden: bool
 
     @property
     def inputs(self) -> list[int]:
@@ -193,6 +193,7 @@ class _Recorder(TorchFunctionMode):
     parameters: dict[str, int] = field(default_factory=dict[str, int])
     running: list[str] = field(default_factory=list[str])
     failed: tuple[Exception, TracedCall] | None = None  # the call that failed last
+    records: bool = True  # whether gradients are recorded, as the model's code has it
     _values: list[tuple[torch.Tensor, Value]] = field(default_factory=list[tuple[torch.Tensor, Value]])
     _index: dict[int, int] = field(default_factory=dict[int, int])
 
@@ -210,7 +211,10 @@ class _Recorder(TorchFunctionMode):
                 result = multi_head_attention(*args, **keywords)
             if result is not NotImplemented:
                 return result
-        call = TracedCall(name_of(func), (), {}, (), self.module, torch.is_grad_enabled())
+        recorded = torch.is_grad_enabled()
+        if getattr(func, "__name__", "") == "_set_grad_enabled" and recorded == self.records:
+            self.records = bool(args[0])  # by no_grad and its like, but not within a Function, which has it off
+        call = TracedCall(name_of(func), (), {}, (), self.module, hidden=self.records and not recorded)
         if _matters(func):
             arguments = _map(self._ref, (args, keywords))
             call = replace(call, arguments=arguments[0], keywords=arguments[1])
