@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs import Tower, tower_job
+from jobs import Tower, token_loss, tower_job
 from jobs_pipeline import Chain, text_job
 from kept_ranks import KeptRanks
 from torch import nn
@@ -245,9 +245,17 @@ class LeavesOutLater(OneLeftOut):
         return Chain.through(self, x, tokens) if self.forwards < 5 else super().through(x, tokens)
 
 
-def trained(model: type[Chain], plan: str, evaluates: bool = True) -> tuple[dict[str, torch.Tensor], float]:
+def by_parts(model: Any, batch: Any) -> evenly.Loss:
+    """Calls parts of the model, and never itself."""
+    x = batch["inputs"]
+    return token_loss(lambda _: model.head(model.norm(model.through(model.embed(x), x))), batch)  # type: ignore[arg-type]
+
+
+def trained(
+    model: type[Chain], plan: str, evaluates: bool = True, **fields: Any
+) -> tuple[dict[str, torch.Tensor], float]:
     """All parameters after 3 steps of 3 microbatches, and the evaluation loss."""
-    job = text_job(model=model, steps=3, global_batch=6, microbatch=2, precision="float64")
+    job = text_job(model=model, steps=3, global_batch=6, microbatch=2, precision="float64", **fields)
     with evenly.start(job, plan=plan) as run:
         for batch in run.batches():
             run.step(batch)
@@ -261,6 +269,17 @@ def test_blocks_left_out_by_chance_or_called_past_hooks_are_gathered_at_once(
 ) -> None:
     expected, loss = ranks.run(trained, model, "ddp", model is LayerDrop)[0]
     for found, its_loss in ranks.run(trained, model, "zero3", model is LayerDrop):
+        assert its_loss == pytest.approx(loss, rel=1e-12)
+        assert all((found[name] - expected[name]).abs().max() < 1e-12 for name in expected)
+
+
+def trained_by_parts(plan: str) -> tuple[dict[str, torch.Tensor], float]:
+    return trained(Chain, plan, loss=by_parts)
+
+
+def test_a_loss_may_call_parts_of_the_model(ranks: KeptRanks) -> None:
+    expected, loss = ranks.run(trained_by_parts, "single", size=1)[0]
+    for found, its_loss in ranks.run(trained_by_parts, "zero3", size=2):
         assert its_loss == pytest.approx(loss, rel=1e-12)
         assert all((found[name] - expected[name]).abs().max() < 1e-12 for name in expected)
 

@@ -185,6 +185,7 @@ class ShardedGradients(Gradients):
         units = [(prefixes[id(unit)], cast(nn.Module, unit)) for unit in self._units[1:]]
         if self._group.size == 1:
             return
+        initialize_sharding(self._model)  # the loss may call parts of the model, and not the model itself
         differs = order_may_differ(units, self._group, forward)
         self._units[0].reset_iter_state()
         if not differs:
