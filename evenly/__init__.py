@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from evenly.job import SWA as SWA
     from evenly.job import Job as Job
     from evenly.job import Loss as Loss
+    from evenly.job import Phase as Phase
     from evenly.observe.loggers.csv import CSVLogger as CSVLogger
     from evenly.observe.loggers.mlflow import MLFlowLogger as MLFlowLogger
     from evenly.observe.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
@@ -38,6 +39,7 @@ _HOMES = {
     "EvenlyError": "evenly.errors",
     "Job": "evenly.job",
     "Loss": "evenly.job",
+    "Phase": "evenly.job",
     "MLFlowLogger": "evenly.observe.loggers.mlflow",
     "Plan": "evenly.plan",
     "PlanSpec": "evenly.plan",

@@ -79,6 +79,49 @@ class SWA:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Phase:
+    """One of several updates of a step: of some of the parameters, by a loss and an optimizer of their own.
+
+    parameters: pattern of their names (as `fnmatch`), or several: "generator.*". A parameter belongs to one phase.
+    loss:       as that of a `Job`; only the gradients of these parameters count.
+    optimizer, schedule, clip_norm: as those of a `Job`, of these parameters. The schedule counts the phase's updates.
+    every:      the phase is run in the steps, counted from 1, that are multiples of it.
+    """
+
+    parameters: str | Sequence[str]
+    loss: Callable[[torch.nn.Module, Any], Loss | torch.Tensor]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
+    clip_norm: float | None = None
+    every: int = 1
+
+    @property
+    def patterns(self) -> list[str]:
+        """Those of `parameters`."""
+        return [self.parameters] if isinstance(self.parameters, str) else [*self.parameters]
+
+    def runs_in(self, step: int) -> bool:
+        """Whether it is run in `step`, of which the first is 1."""
+        return step % self.every == 0
+
+
+@dataclass(frozen=True)
+class JointLoss:
+    """The losses of several phases, added: what is traced of a step that has them all."""
+
+    losses: Sequence[Callable[[Any, Any], Any]]
+
+    def __call__(self, model: Any, batch: Any) -> Loss:
+        found = [loss(model, batch) for loss in self.losses]
+        return Loss(sum(one.total if isinstance(one, Loss) else one for one in found), 1.0)  # pyright: ignore
+
+
+def _not_given(*_: Any) -> Any:
+    """Stands for a loss and an optimizer that a job with phases does not have."""
+    raise UserError("the job's loss", "it has phases, each with its own, and none besides", "give the Job a loss")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Job:
     """One training job.
 
@@ -107,6 +150,8 @@ class Job:
                      None: for ever. Of several patterns that match a name, the last one decides.
     schedule:        optimizer -> torch LRScheduler; counts steps, but ReduceLROnPlateau, which follows the loss of the
                      evaluations that `eval_every` asks for.
+    phases:          several updates in each step, by name and in their order, all on the same batch; in place of
+                     `loss`, `optimizer`, `schedule` and `clip_norm`. A `loss` is then that of evaluations.
     clip_norm:       largest global gradient norm.
     average:         which average of the weights is kept besides them, `EMA` or `SWA`; evaluations are of the average.
     eval_data:       map-style dataset or stream, evaluated whole every `eval_every` steps and after the last; or
@@ -128,9 +173,9 @@ class Job:
     """
 
     model: Callable[[], torch.nn.Module]
-    loss: Callable[[torch.nn.Module, Any], Loss | torch.Tensor]
+    loss: Callable[[torch.nn.Module, Any], Loss | torch.Tensor] = _not_given
     data: Dataset[Any] | IterableDataset[Any] | DataLoader[Any] | Callable[[], Iterable[Any]]
-    optimizer: Callable[[Any], torch.optim.Optimizer]
+    optimizer: Callable[[Any], torch.optim.Optimizer] = _not_given
     global_batch: int = 0
     steps: int
     microbatch: int | None = None
@@ -143,6 +188,7 @@ class Job:
     shuffle_buffer: int | None = None
     schedule: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
     clip_norm: float | None = None
+    phases: Mapping[str, Phase] | None = None
     average: EMA | SWA | None = None
     eval_data: EvaluationData | Mapping[str, EvaluationData] | None = None
     evaluate: Callable[[Any], Mapping[str, float]] | None = None
@@ -163,6 +209,8 @@ class Job:
         problems += _problems(self)
         if problems:
             raise UserError(f"job {self.name!r} cannot be run", "; ".join(problems), "correct these fields of the Job")
+        if self.phases:
+            _ = self.by_phase  # whose fields are checked too
 
     @property
     def length(self) -> int:
@@ -187,6 +235,24 @@ class Job:
     def with_eval_data(self, data: EvaluationData) -> Job:
         """The job with one evaluation set: one of `eval_sets`."""
         return dataclasses.replace(self, eval_data=data)
+
+    @property
+    def by_phase(self) -> dict[str, Job]:
+        """The job as each of its phases sees it, by name: with the loss and the optimizer of that; a job without
+        phases under ''.
+        """
+        if not self.phases:
+            return {"": self}
+        fields = ("loss", "optimizer", "schedule", "clip_norm")
+        return {
+            name: dataclasses.replace(self, phases=None, **{field: getattr(phase, field) for field in fields})
+            for name, phase in self.phases.items()
+        }
+
+    @property
+    def traced_loss(self) -> Callable[[torch.nn.Module, Any], Any]:
+        """The loss whose forward runs all that a step does."""
+        return JointLoss([phase.loss for phase in self.phases.values()]) if self.phases else self.loss
 
     def build_optimizer(self, named: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
         """The optimizer over the parameters of a model, given with their names or alone, as it asks for."""
@@ -261,6 +327,7 @@ def _problems(job: Job) -> Iterable[str]:
     for field in ("model", "loss", "optimizer"):
         if not callable(getattr(job, field)):
             yield f"{field} is a {type(getattr(job, field)).__name__}, not a callable"
+    yield from _phase_problems(job) if job.phases is not None else _missing(job)
     if hasattr(job.model, "state_dict") and not isinstance(job.model, type):
         kind = type(job.model).__name__
         yield f"model is a {kind}, not what builds one (model=lambda: {kind}(...))"
@@ -289,6 +356,39 @@ def _problems(job: Job) -> Iterable[str]:
             yield f"{field} is set but eval_data is not"
     yield from _average_problems(job)
     yield from _data_problems(job)
+
+
+def _missing(job: Job) -> Iterator[str]:
+    for field in ("loss", "optimizer"):
+        if getattr(job, field) is _not_given:
+            yield f"{field} is missing (or phases, each with its own)"
+
+
+def _phase_problems(job: Job) -> Iterator[str]:
+    if not isinstance(job.phases, Mapping) or not job.phases:
+        yield f"phases is {job.phases!r:.80}, must be a mapping of names to evenly.Phase(...)"
+        return
+    for field, missing in {"optimizer": _not_given, "schedule": None, "clip_norm": None}.items():
+        if getattr(job, field) is not missing:
+            yield f"{field} is set, and so are phases; give it to each of them"
+    if job.eval_data is not None and job.loss is _not_given:
+        yield "eval_data is set, and the job has phases but no loss to evaluate; give it a loss"
+    given: Mapping[Any, Any] = job.phases
+    for name, phase in given.items():
+        if not isinstance(name, str) or not name or "/" in name:
+            yield f"phases has the name {name!r}, must be a text without /"
+        if not isinstance(phase, Phase):
+            yield f"phases[{name!r}] is a {type(phase).__name__}, must be an evenly.Phase(...)"
+            return
+        for field in ("loss", "optimizer"):
+            if not callable(getattr(phase, field)):
+                yield f"the {field} of phase {name!r} is a {type(getattr(phase, field)).__name__}, not a callable"
+        if not isinstance(phase.every, int) or isinstance(phase.every, bool) or phase.every < 1:  # pyright: ignore
+            yield f"every of phase {name!r} is {phase.every!r}, must be a whole number of at least 1"
+        if not phase.patterns or not all(isinstance(one, str) for one in phase.patterns):  # pyright: ignore
+            yield f"parameters of phase {name!r} is {phase.parameters!r}, must be a pattern of names, or several"
+    if all(getattr(phase, "every", 1) != 1 for phase in given.values()):
+        yield "no phase is run in every step; give one of them every=1"
 
 
 def _weights_problems(weights: object) -> Iterable[str]:

@@ -9,6 +9,7 @@ rank reads only its own share and workers can read ahead; without workers it rea
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -285,6 +286,10 @@ class Microbatch:
     batch: Any
     counts: bool = True
 
+    def copied(self) -> Microbatch:
+        """The same with a batch of its own: code that runs it may change that in place."""
+        return replace(self, batch=copy.deepcopy(self.batch))
+
 
 class _SampleReader(Dataset["Microbatch | SampleError"]):
     """Reads whole microbatches; runs in the loader's workers.
@@ -428,6 +433,36 @@ class MicrobatchStream(Iterator[Microbatch]):
             finally:
                 del result  # this frame and the error would hold each other, and the loader: workers end with it
         return result
+
+
+class KeptMicrobatches:
+    """Microbatches that are read once and run several times. Code may change a batch in place: each run has a copy."""
+
+    def __init__(self, microbatches: MicrobatchStream) -> None:
+        self._source, self._kept = microbatches, list[Microbatch]()
+
+    def read(self) -> MicrobatchStream:
+        """The microbatches as they are read."""
+        return _FirstRead(self._source, self._kept)
+
+    def again(self) -> MicrobatchStream:
+        """Those that were read."""
+        return MicrobatchStream(one.copied() for one in self._kept)
+
+
+class _FirstRead(MicrobatchStream):
+    """Those of `source`, of each of which a copy goes to `kept`."""
+
+    def __init__(self, source: MicrobatchStream, kept: list[Microbatch]) -> None:
+        self._source, self._kept = source, kept
+
+    def ahead(self) -> None:
+        self._source.ahead()
+
+    def __next__(self) -> Microbatch:
+        microbatch = next(self._source)
+        self._kept.append(microbatch.copied())
+        return microbatch
 
 
 class _Once(torch.utils.data.Sampler[Any]):

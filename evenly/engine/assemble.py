@@ -63,7 +63,9 @@ def build_and_compose(job: Job, plan: Plan, world: World, load: Load | None = No
     return composed
 
 
-def _find_stages(job: Job, model: nn.Module, plan: Plan, world: World) -> tuple[StagedModel, StagePlan] | None:
+def _find_stages(
+    job: Job, model: nn.Module, plan: Plan, world: World
+) -> tuple[StagedModel, dict[str, StagePlan]] | None:
     if not plan.pipeline.active:
         return None
     from evenly.engine.find_stages import find_stages  # torch's parts behind it take a while to import

@@ -19,6 +19,7 @@ from evenly.job import Job
 from evenly.model.frozen import freeze
 from evenly.model.modes import in_training
 from evenly.model.overlap import find_overlapping
+from evenly.model.phases import check_phases
 from evenly.parallel.core.mutation_guard import fingerprint
 from evenly.parallel.core.optimizer_kinds import is_changed
 from evenly.parallel.core.sharded_init import ShardedInit
@@ -41,6 +42,7 @@ def build_model(job: Job, *, precision: str, device: str | None) -> nn.Module:
     expect_kind("model", model, nn.Module)
     _check_parameters(model)
     freeze(model, job.frozen)
+    check_phases(model, job.phases)
     return place_model(in_training(model), precision, device)
 
 

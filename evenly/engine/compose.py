@@ -204,12 +204,12 @@ def compose(
     plan: Plan,
     world: World,
     splits: Mapping[str, ParameterSplit] | None = None,
-    stages: tuple[StagedModel, StagePlan] | None = None,
+    stages: tuple[StagedModel, Mapping[str, StagePlan]] | None = None,
 ) -> Composed:
     """Applies `plan` to `modules`, one on each of `devices_of` this rank.
 
     They are changed in place; the first is the model. splits: of its parameters, if the plan has a tensor axis.
-    stages: of the model, if it has a pipeline.
+    stages: of the model in each phase of the job, if it has a pipeline.
 
     Order: first the pipeline axis removes the other stages, then the tensor axis splits, then the data axis shards.
     """
@@ -355,12 +355,12 @@ def _split(model: nn.Module, splits: Mapping[str, ParameterSplit], group: Group,
     return SplitModel(model, layouts, group, sequence=plan.tensor.sequence_parallel, recomputed=selective)
 
 
-def _pipeline(model: StagedModel, stage_plan: StagePlan, plan: Plan, world: World) -> Pipeline:
+def _pipeline(model: StagedModel, stage_plans: Mapping[str, StagePlan], plan: Plan, world: World) -> Pipeline:
     """Reduces `model` to the stages of this rank."""
     from evenly.parallel.pipeline.pipeline import Pipeline
 
     model.move(world.device)
-    return Pipeline.of(model, stage_plan, plan, world.group("pipeline"))
+    return Pipeline.of(model, stage_plans, plan, world.group("pipeline"))
 
 
 def _ownership(pipeline: Pipeline | None, tensor: SplitModel | None, world: World) -> Ownership | None:

@@ -22,7 +22,7 @@ from evenly.comm.collectives import all_reduce
 from evenly.comm.groups import Group
 from evenly.comm.world import World
 from evenly.data.generators import undisturbed
-from evenly.data.loader import Microbatch, MicrobatchStream, Share
+from evenly.data.loader import KeptMicrobatches, Microbatch, MicrobatchStream, Share
 from evenly.data.stream import stream_key
 from evenly.engine.compose import Composed
 from evenly.engine.metrics import MetricNames
@@ -42,7 +42,8 @@ LossFunction = Callable[[torch.nn.Module, Any], Any]
 class Executor(ABC):
     """Runs the batches of `job` through the model of `composed`.
 
-    loss_function: of the pass that runs; the job's, unless the batch has another.
+    loss_function: of the pass that runs; the job's, unless its phase or the batch has another.
+    phase: of the job, whose pass it is; '' for the job itself.
     counter: counts the memory of tensors in the steps in which that is asked for, else None.
     watch: sees all operations while a step is repeated because of numbers that are not finite, else None.
     outputs: takes this rank's outputs by microbatch while an evaluation gathers them, else None.
@@ -54,6 +55,8 @@ class Executor(ABC):
         self.counter: MemoryCounter | None = None
         self.watch: NonFiniteWatch | None = None
         self.loss_function: LossFunction = job.loss
+        self.phase = ""
+        self._losses = {"": job.loss} | {name: phase.loss for name, phase in (job.phases or {}).items()}
         self.outputs: dict[int, Any] | None = None
         self._metrics = MetricNames(world)
         self._tensor_group: Group | None = world.groups.get("tensor")
@@ -77,7 +80,7 @@ class Executor(ABC):
             devices=len(self.devices),
             first=batch.first,
         )
-        with undisturbed(*self.devices), self._computing(batch):
+        with undisturbed(*self.devices), self.computing(batch.phase, batch.loss):
             self.allocating("sums")
             gradients.begin(numbers=builder.size, rounds=self.rounds(batch.share))
             began_s = perf_counter() - self.world.waited_s
@@ -105,14 +108,18 @@ class Executor(ABC):
             self.watch = None
 
     @contextmanager
-    def _computing(self, batch: Batch) -> Generator[None]:
-        """Within, the loss is that of `batch`."""
-        if batch.loss is not None:
-            self.loss_function = batch.loss
+    def computing(self, phase: str, loss: LossFunction | None = None) -> Generator[None]:
+        """Within, passes are of `phase` of the job, '' for the job itself, and compute its loss, or `loss`."""
+        before = self.phase, self.loss_function
+        self.phase, self.loss_function = phase, self._losses[phase] if loss is None else loss
         try:
             yield
         finally:
-            self.loss_function = self.job.loss
+            self.phase, self.loss_function = before
+
+    def stream_of(self, step: int, microbatch: int) -> int:
+        """The random stream of a microbatch in training; each phase of the job has its own."""
+        return stream_key(self.job.seed, "microbatch", *filter(None, [self.phase]), step, microbatch)
 
     def _work_of(self, batch: Batch) -> float:
         """What this rank computes of a pass, in samples or by their costs; infinite where its time is not known.
@@ -155,9 +162,9 @@ class Executor(ABC):
 
     def loss_of(self, microbatch: Microbatch) -> Loss:
         """The loss of a microbatch of the first step in training, on the first replica; it is not recorded."""
-        key = stream_key(self.job.seed, "microbatch", 0, microbatch.number)
+        key = self.stream_of(0, microbatch.number)
         with self.composed.statistics[0].recording(-1):  # leaves no trace, and notices what changes
-            return self._loss(self.composed.replicas[0], microbatch, key)
+            return self._loss(self.composed.replicas[0], microbatch.copied(), key)
 
     @abstractmethod
     def rounds(self, share: Share) -> int:
@@ -181,7 +188,7 @@ class Executor(ABC):
     # ------------------------------------------------------------------------------------------ a microbatch
     def training_loss(self, replica: Replica, microbatch: Microbatch, step: int, builder: StepTotalsBuilder) -> Loss:
         """The loss of `microbatch`, recorded in `builder`; of a filler zero, and not recorded."""
-        key = stream_key(self.job.seed, "microbatch", step, microbatch.number)
+        key = self.stream_of(step, microbatch.number)
         statistics = self.composed.statistics[replica.number]
         if self.watch is not None:
             self.watch.begin(microbatch)
@@ -294,7 +301,9 @@ class MicrobatchExecutor(Executor):
         gradients = self.composed.gradients
         losses: list[float] = []
         before: list[float] = []
-        gradients.survey(lambda: before.append(float(self.loss_of(microbatches[0]).total.detach())))
+        gradients.survey(lambda: before.extend(self._losses_of_phases(microbatches[0])))
+        if self.job.phases:
+            before = []  # of the other phases too
         orders: list[int] = []
         for microbatch in microbatches:
             gradients.reshard()
@@ -304,6 +313,16 @@ class MicrobatchExecutor(Executor):
             orders.append(gradients.unit_order)
         gradients.forget_order()
         return losses + before, orders
+
+    def _losses_of_phases(self, microbatch: Microbatch) -> list[float]:
+        """The loss of each phase of the job; of a job without phases the one that is computed."""
+        if not self.job.phases:
+            return [float(self.loss_of(microbatch).total.detach())]
+        losses: list[float] = []
+        for name in self.job.phases:
+            with self.computing(name):
+                losses.append(float(self.loss_of(microbatch).total.detach()))
+        return losses
 
     def _backward(self, loss: Loss, scale: float) -> None:
         if (total := self.backward_root(loss, scale)) is not None:
@@ -333,7 +352,7 @@ class Batch:
 
     loader: of its samples. made: whether the loop has made these, which are not of the job's data.
     first:  the number of its first microbatch in its step, where other passes of the step come before.
-    loss:   the loss function to compute in place of the job's, or None.
+    loss:   the loss function to compute in place of the job's, or None. phase: of the job, whose loss it is.
     used:   whether it was trained on.
     """
 
@@ -343,6 +362,7 @@ class Batch:
         self.share, self.microbatches, self.loader, self.made = share, microbatches, loader, made
         self.first, self.used = 0, False
         self.loss: LossFunction | None = None
+        self.phase = ""
         self._remaining = share.runs
 
     def samples(self) -> list[Any]:
@@ -355,8 +375,18 @@ class Batch:
     def again(self) -> Batch:
         """The same batch, read again."""
         batch = Batch(self.share, self.loader.read(iter([self.share])), self.loader, made=self.made)
-        batch.first, batch.loss = self.first, self.loss
+        batch.first, batch.loss, batch.phase = self.first, self.loss, self.phase
         return batch
+
+    def for_phases(self, phases: Sequence[str]) -> Iterator[Batch]:
+        """The same batch for each of `phases`, which is to be run before the next is asked for; it is read once."""
+        kept = KeptMicrobatches(self.microbatches)
+        for number, phase in enumerate(phases):
+            source = kept.read() if number == 0 < len(phases) - 1 else kept.again() if number else self.microbatches
+            batch = Batch(self.share, source, self.loader, made=self.made)
+            batch.phase = phase
+            yield batch
+        self.used, self._remaining = True, 0
 
     def rounds(self, size: int) -> Iterator[list[Microbatch]]:
         """The microbatches in order, `size` at a time."""

@@ -42,8 +42,8 @@ def derivation_of(job: Job, model: nn.Module, precision: Precision) -> Derivatio
     """What can be split in `model`, found by tracing the job's loss on its first microbatch."""
     share = replace(share_of_step(job, 0, rank=0, ranks=1), own=[0])
     batch = place_batch(next(Loader(job).read(iter([share]))).batch, precision, "cpu")
-    key = key_of(model, job.loss, batch)
-    return cached(cache_folder() / "splits", key, lambda: derive(trace(model, job.loss, batch)))
+    key = key_of(model, job.traced_loss, batch)
+    return cached(cache_folder() / "splits", key, lambda: derive(trace(model, job.traced_loss, batch)))
 
 
 def choose_splits(plan: Plan, derivation: Derivation) -> Selection:

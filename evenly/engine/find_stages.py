@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -22,7 +23,7 @@ from evenly.model.modes import evaluating
 from evenly.parallel.core.recompute import CachesOff
 from evenly.parallel.pipeline.model import StagedModel
 from evenly.parallel.pipeline.stage_discovery import find_call_costs, find_calls, find_stage_plan
-from evenly.parallel.pipeline.stages import CallCost, FoundCalls, StagePlan
+from evenly.parallel.pipeline.stages import CallCost, FoundCalls, StagePlan, joined_owners
 from evenly.plan import Plan, PlanSpec, with_microbatch
 from evenly.plan.cut import Memory, cut
 from evenly.plan.orders import in_flight_of
@@ -32,43 +33,88 @@ from evenly.plan.schedule import rank_of_stage, runnable
 FLOPS_PER_BYTE = {"cpu": 5.0, "cuda": 100.0}
 
 
-def find_stages(job: Job, model: nn.Module, plan: Plan, world: World) -> tuple[StagedModel, StagePlan]:
-    """The staged model and its stages. A collective: rank 0 finds them.
+def find_stages(job: Job, model: nn.Module, plan: Plan, world: World) -> tuple[StagedModel, dict[str, StagePlan]]:
+    """The staged model and its stages, of each phase of the job, as `stage_plans_of`. A collective: rank 0 finds them.
 
     Raises `PlanError`, on all ranks, where a stage cannot run by itself.
     """
     staged = StagedModel(model, "cpu")
     device = torch.device(world.device).type
     with undisturbed(world.device):  # what rank 0 draws, the others do not
-        found = decided_by_first(lambda: stage_plan_of(job, staged, plan, device=device)[0], world.group("world"))
-    staged.needs.written |= found.written
-    staged.needs.early |= found.early
+        found = decided_by_first(lambda: stage_plans_of(job, staged, plan, device=device)[0], world.group("world"))
+    for stage_plan in found.values():
+        staged.needs.written |= stage_plan.written
+        staged.needs.early |= stage_plan.early
     return staged, found
 
 
 def stage_plan_of(job: Job, model: StagedModel, plan: Plan, *, device: str) -> tuple[StagePlan, list[CallCost]]:
-    """The stages of `model` under `plan` on devices of type `device`, found on the job's first microbatches."""
+    """The first of `stage_plans_of`, with the cost of each of its calls."""
+    stage_plans, call_costs = stage_plans_of(job, model, plan, device=device)
+    return next(iter(stage_plans.values())), call_costs
+
+
+def stage_plans_of(
+    job: Job, model: StagedModel, plan: Plan, *, device: str
+) -> tuple[dict[str, StagePlan], list[CallCost]]:
+    """The stages of `model` under `plan` on devices of type `device`, found on the job's first microbatches.
+
+    By phase of the job; of a job without phases under '', which is also where a job with phases has its evaluation. A
+    stage holds what it uses in any of them. The costs are of the calls of the first.
+    """
+    if job.phases and plan.pipeline.split_points:
+        raise PlanError(
+            f"plan {plan}",
+            "each phase of the job calls blocks in an order of its own, and split_points= counts those of one",
+            "leave split_points out",
+        )
+    jobs = job.by_phase | ({"": job} if job.eval_data is not None else {})
     caches = CachesOff(model.model)
     try:
-        compute = _compute(job, model.model, plan.precision, evaluation=False)
-        found = find_calls(model, compute)
-        call_costs = found.costs
-        _check_chance(found, plan)
-        microbatches = len(share_of_step(job, 0, rank=0, ranks=plan.axes["data"]).own)
-        # No limit on the CPU, whose memory all ranks share.
-        limit = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None
-        counts = counts_of(call_costs, plan, device=device, microbatches=microbatches, limit_bytes=limit)
-        if job.eval_data is None:
-            return find_stage_plan(model, found, counts, compute, None), call_costs
-        evaluate = _compute(job, model.model, plan.precision, evaluation=True)
-
-        def evaluated() -> Any:
-            with evaluating(model.model):
-                return evaluate()
-
-        return find_stage_plan(model, found, counts, compute, evaluated), call_costs
+        phases = {phase: _cut_phase(one, model, plan, device) for phase, one in jobs.items()}
+        owners = joined_owners([*model.stage_tensors], [(one.calls, one.counts) for one in phases.values()])
+        found: dict[str, StagePlan] = {}
+        for phase, one in phases.items():
+            evaluate = _evaluated(job, model.model, plan.precision) if phase == "" else None
+            found[phase] = find_stage_plan(
+                model, one.calls, one.counts, one.compute, evaluate, owners=owners, phase=phase
+            )
+        return found, next(iter(phases.values())).calls.costs
     finally:
         caches.close()
+
+
+@dataclass(frozen=True)
+class _CutPhase:
+    """A phase of a job: what runs its loss, the calls that this makes, and how many of them each stage has."""
+
+    compute: Callable[[], Any]
+    calls: FoundCalls
+    counts: tuple[int, ...]
+
+
+def _cut_phase(job: Job, model: StagedModel, plan: Plan, device: str) -> _CutPhase:
+    compute = _compute(job, model.model, plan.precision, evaluation=False)
+    found = find_calls(model, compute)
+    _check_chance(found, plan)
+    microbatches = len(share_of_step(job, 0, rank=0, ranks=plan.axes["data"]).own)
+    # No limit on the CPU, whose memory all ranks share.
+    limit = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None
+    counts = counts_of(found.costs, plan, device=device, microbatches=microbatches, limit_bytes=limit)
+    return _CutPhase(compute, found, counts)
+
+
+def _evaluated(job: Job, model: nn.Module, precision: str) -> Callable[[], Any] | None:
+    """What runs the job's loss in an evaluation, if it has one."""
+    if job.eval_data is None:
+        return None
+    evaluate = _compute(job, model, precision, evaluation=True)
+
+    def evaluated() -> Any:
+        with evaluating(model):
+            return evaluate()
+
+    return evaluated
 
 
 def _check_chance(found: FoundCalls, plan: Plan) -> None:
@@ -101,7 +147,7 @@ def _compute(job: Job, model: nn.Module, precision: str, *, evaluation: bool) ->
 
     def compute() -> Any:
         with autocast(precision, "cpu"):
-            return job.loss(model, batch)
+            return job.loss(model, copy.deepcopy(batch))  # it may change its batch in place, and runs again
 
     return compute
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -15,12 +16,12 @@ from evenly.comm.world import World
 from evenly.data.generators import drawn_past_torch
 from evenly.data.loader import Microbatch, Share
 from evenly.data.nest import tensors_by_path
-from evenly.data.stream import stream_key
 from evenly.engine.compose import Composed
 from evenly.engine.executor import Batch, Executor, LossFunction
 from evenly.engine.step_totals import StepTotalsBuilder
 from evenly.errors import RunError
 from evenly.job import Job
+from evenly.parallel.data.replicas import Replica
 from evenly.parallel.pipeline.pipeline import Pipeline
 from evenly.parallel.pipeline.schedule_runner import ScheduleRunner
 from evenly.parallel.pipeline.stage_discovery import calls_of
@@ -49,6 +50,16 @@ class PipelineExecutor(Executor):
     def by_chance(self) -> bool:
         """Whether what the code draws between blocks may decide which it calls; all stages draw the same then."""
         return self._pipeline.model.stage_plan.by_chance
+
+    @contextmanager
+    def computing(self, phase: str, loss: LossFunction | None = None) -> Generator[None]:
+        before = self.phase
+        self._pipeline.begin(phase)
+        try:
+            with super().computing(phase, loss):
+                yield
+        finally:
+            self._pipeline.begin(before)
 
     def _runnable(self, microbatches: int) -> int:
         axis = self.plan.pipeline
@@ -95,10 +106,15 @@ class PipelineExecutor(Executor):
         self._runner.look(len(filled), _Looking(self, filled, builder, losses))
         return [losses[number] for number in sorted(losses)][: len(microbatches)], []
 
+    def run_code(
+        self, replica: Replica, microbatch: Microbatch, key: int, *, finish: Callable[[Any], Any] = lambda loss: loss
+    ) -> Any:
+        """As in `Executor`; each stage of this rank runs the code from its beginning, on a batch of its own."""
+        return super().run_code(replica, microbatch.copied(), key, finish=finish)
+
     def code_of(self, microbatch: Microbatch, step: int) -> Any:
         """Runs the job's loss with the random numbers that the microbatch has in `step`; records nothing."""
-        key = stream_key(self.job.seed, "microbatch", step, microbatch.number)
-        return self.run_code(self.composed.replicas[0], microbatch, key)
+        return self.run_code(self.composed.replicas[0], microbatch, self.stream_of(step, microbatch.number))
 
     def _filled(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """As many microbatches as the schedule needs: repeats the last one as a filler that does not count."""

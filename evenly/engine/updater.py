@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Container, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -35,16 +35,25 @@ if TYPE_CHECKING:
 
 
 class Updater:
-    """The job's optimizer and learning-rate schedule, as the plan runs them, and the scale of the loss."""
+    """The job's optimizer and learning-rate schedule, as the plan runs them, and the scale of the loss.
 
-    def __init__(self, job: Job, plan: Plan, composed: Composed, world: World) -> None:
+    only: names of the parameters that it updates; None for all.
+    """
+
+    def __init__(
+        self, job: Job, plan: Plan, composed: Composed, world: World, *, only: Container[str] | None = None
+    ) -> None:
         self._job, self._plan, self._composed, self._world = job, plan, composed, world
-        self.optimizer = build_optimizer(job, composed.named_parameters(), plan, composed.showing(True))
+        named = composed.named_parameters()
+        own = named if only is None else [(name, p) for name, p in named if plain_name(name) in only]
+        self._own = {name for name, _ in own}
+        self._others = frozenset(name for name, _ in named) - self._own
+        self.optimizer = build_optimizer(job, own, plan, composed.showing(True))
         composed.as_parts(self.optimizer)
-        self._frozen = frozen_steps([name for name, _ in composed.named_parameters()], job.frozen or {})
+        self._frozen = frozen_steps([name for name, _ in named], job.frozen or {})
         self._asked = members(self.optimizer)
         stepped = {id(parameter) for group in self._asked for parameter in group["params"]}
-        self.trained = [plain_name(name) for name, p in composed.named_parameters() if id(p) in stepped]
+        self.trained = [plain_name(name) for name, p in own if id(p) in stepped]
         self._stepped: list[Members] | None = None  # while the groups are as the job has built them
         remove_parameters(self.optimizer, [p for p in composed.parameters() if p.is_meta])
         self._plain = steps_elements(self.optimizer)
@@ -87,14 +96,15 @@ class Updater:
     def _over_parts(self) -> OwnedOptimizer | ShardedOptimizer | WholeOptimizer | None:
         """What steps the optimizer where this rank has parts of parameters."""
         composed, optimizer, offload = self._composed, self.optimizer, self._plan.offload
+        cuts = [cut for cut in composed.cuts if cut.name in self._own]
         zero = self._plan.data.zero_stage > 0
-        if not self._plain and zero and composed.tensor is None and composed.cuts and steps_alone(optimizer):
+        if not self._plain and zero and composed.tensor is None and cuts and steps_alone(optimizer):
             check_offload(optimizer, offload)
             from evenly.parallel.data.mesh import groups_of
             from evenly.parallel.data.owned_optimizer import OwnedOptimizer
 
-            group, _ = groups_of(composed.cuts[0].piece.device_mesh, self._world.group("data"))
-            return OwnedOptimizer(composed.model, optimizer, composed.cuts, group, outside=composed.outside)
+            group, _ = groups_of(cuts[0].piece.device_mesh, self._world.group("data"))
+            return OwnedOptimizer(composed.model, optimizer, cuts, group, outside=composed.outside)
         # A hook may hold the parameters themselves, which pieces of them would not be.
         whole = needs_whole(optimizer) or (self._plan.data.zero_stage < 3 and is_changed(optimizer))
         if not self._plain and (composed.tensor is not None or (zero and whole)):
@@ -103,19 +113,20 @@ class Updater:
 
             return WholeOptimizer(
                 composed.model,
+                [(name, p) for name, p in composed.model.named_parameters() if name in self._own],
                 optimizer,
-                composed.cuts,
+                cuts,
                 gather=composed.full_view,
                 part=composed.local_part,
                 outside=composed.outside,
             )
-        if not composed.cuts:
+        if not cuts:
             return None
         if zero and not self._plain:
             check_offload(optimizer, offload)
         from evenly.parallel.data.optimizer import ShardedOptimizer  # takes seconds to import
 
-        return ShardedOptimizer(composed.model, optimizer, composed.cuts, offload=offload)
+        return ShardedOptimizer(composed.model, optimizer, cuts, offload=offload)
 
     def mean_gradient(self, totals: StepTotals, counter: MemoryCounter | None) -> float:
         """Divides the summed gradient by the weight; returns its norm."""
@@ -176,9 +187,9 @@ class Updater:
         return float((exact / divisor).float())
 
     def begin_step(self, step: int) -> None:
-        """Has the gradients of parameters that are frozen in `step` dropped."""
-        if self._frozen:
-            self._composed.gradients.drop(frozen_at(self._frozen, step))
+        """Has the gradients dropped of parameters that are frozen in `step`, and of those of other phases."""
+        if self._frozen or self._others:
+            self._composed.gradients.drop(frozen_at(self._frozen, step) | self._others)
 
     def end_step(self, step: int) -> None:
         """Advances a learning-rate schedule that counts steps."""
@@ -189,6 +200,21 @@ class Updater:
         """Advances a learning-rate schedule that follows the evaluation after `step`."""
         with self._composed.showing(True):
             self.advance.evaluated(step, loss)
+
+    def state(self) -> dict[str, Any]:
+        """What is saved of it besides the state of its optimizer."""
+        return {
+            "schedule": None if self.schedule is None else self.schedule.state_dict(),
+            "followed": self.advance.followed,
+            "loss_scale": [self.loss_scale.factor, self.loss_scale.clean_steps],
+        }
+
+    def load_state(self, values: dict[str, Any]) -> None:
+        """The inverse of `state`."""
+        if self.schedule is not None:
+            self.schedule.load_state_dict(values["schedule"])
+        self.advance.followed = values.get("followed", 0)
+        self.loss_scale = LossScale(*values["loss_scale"])
 
     def as_dtensors(self) -> AbstractContextManager[None]:
         """Within, sharded parameters and optimizer state are DTensors."""

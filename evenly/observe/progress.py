@@ -196,7 +196,9 @@ def describe_evaluation(evaluation: Any) -> list[str]:
 
 
 def _figures(report: Any) -> str:
-    return "  ".join(f"{name} {value:.4f}" for name, value in [("loss", report.loss), *report.metrics.items()])
+    """Loss and metrics; of the phases of a job their losses and metrics."""
+    found = [("loss", report.loss), *report.metrics.items()]
+    return "  ".join(f"{name} {value:.4f}" for name, value in found if not name.endswith(("/grad_norm", "/lr")))
 
 
 def fitted_line(step: int, steps: int, parts: list[str], width: int) -> tuple[str, str, str]:

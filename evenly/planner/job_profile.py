@@ -15,10 +15,11 @@ from torch import nn
 from evenly.comm.fake import fake_group
 from evenly.data.loader import Loader, Microbatch, Share, holding_first, share_of_step
 from evenly.data.nest import tensors_in
-from evenly.engine.build import build_model, call_job, choose_kernels
+from evenly.engine.build import build_model
 from evenly.engine.find_splits import choose_splits, derivation_of
 from evenly.engine.precision import autocast, place_batch
 from evenly.engine.step_totals import as_loss
+from evenly.engine.updaters import built_optimizers
 from evenly.errors import UserError
 from evenly.hardware.devices import Device
 from evenly.job import Job
@@ -125,7 +126,7 @@ class JobProfiler:
 
         def loss(model: nn.Module, batch: Any) -> torch.Tensor:
             with autocast(precision, "cpu"):
-                return as_loss(self.job.loss(model, batch), microbatch.samples).total
+                return as_loss(self.job.traced_loss(model, batch), microbatch.samples).total
 
         batch = place_batch(microbatch.batch, precision, "cpu")
         changes = _Changes(self, plan)
@@ -155,7 +156,8 @@ class JobProfiler:
 
         if plan.precision not in self._call_costs:
             model = StagedModel(build_model(self.job, precision=plan.precision, device=None), "cpu")
-            self._call_costs[plan.precision] = call_costs_of(self.job, model, plan), [*model.stage_tensors]
+            first = next(iter(self.job.by_phase.values()))
+            self._call_costs[plan.precision] = call_costs_of(first, model, plan), [*model.stage_tensors]
         call_costs, names = self._call_costs[plan.precision]
         microbatches = len(self.share(0, plan.axes["data"]).own)
         on_gpu = device is not None and device.name != "cpu"
@@ -170,10 +172,11 @@ class JobProfiler:
         key = (plan.precision, plan.exact)
         if key not in self._optimizers:
             model = self.model(plan.precision)
-            optimizer = call_job("optimizer", lambda: self.job.build_optimizer(model.named_parameters()))
-            choose_kernels(optimizer, plan)
+            optimizers = built_optimizers(self.job, dict(model.named_parameters()), plan)
             names = {id(parameter): name for name, parameter in model.named_parameters()}
-            self._optimizers[key] = optimizer_costs(optimizer, names)
+            found = [optimizer_costs(optimizer, names) for optimizer in optimizers]
+            states = {name: state for one in found for name, state in one.states.items()}
+            self._optimizers[key] = OptimizerCosts(states, dealt=any(one.dealt for one in found))
         return self._optimizers[key]
 
     def blocks(self, plan: Plan) -> list[Block]:

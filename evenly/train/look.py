@@ -24,7 +24,7 @@ from evenly.data.generators import undisturbed
 from evenly.data.loader import Loader, Microbatch, microbatches_of_step, share_of_step
 from evenly.data.nest import tensors_by_path
 from evenly.engine.executor import Executor
-from evenly.engine.updater import Updater
+from evenly.engine.updaters import Updaters
 from evenly.errors import EvenlyError, RunError, SampleError, UserError, describe, note_rank
 from evenly.job import Job, is_stream
 from evenly.parallel.core.attributes import own_attributes
@@ -113,7 +113,8 @@ def facts(job: Job) -> dict[str, Any]:
     found["len(data)"] = None if job.streams else job.length
     found["len(eval_data)"] = [(name, None if is_stream(data) else len(data)) for name, data in job.eval_sets.items()]  # pyright: ignore
     found["evaluate"] = job.evaluate is not None
-    found["schedule"] = job.schedule is not None
+    found["schedule"] = [one.schedule is not None for one in job.by_phase.values()]
+    found["phases"] = {name: (one.patterns, one.clip_norm, one.every) for name, one in (job.phases or {}).items()}
     found["sampler"] = type(job.sampler).__name__
     if job.streams:  # rank 0 alone reads it
         return found
@@ -123,11 +124,20 @@ def facts(job: Job) -> dict[str, Any]:
     return found
 
 
-def check_update(updater: Updater, world: World) -> None:
+def check_update(updaters: Updaters, world: World) -> None:
     """Raises `UserError`, on all ranks alike, where ranks have different optimizers or schedules."""
     if world.size == 1:
         return
-    optimizer, schedule = updater.optimizer, updater.schedule
+    found: dict[str, Any] = {}
+    for phase, one in updaters.by_phase.items():
+        of_phase = f" of phase {phase}" * bool(phase)
+        found |= {name + of_phase: value for name, value in _facts_of(one.optimizer, one.schedule).items()}
+    if problem := differing_field(gather_values(found, world.group("files"))):
+        raise problem
+
+
+def _facts_of(optimizer: torch.optim.Optimizer, schedule: Any) -> dict[str, Any]:
+    """What of them must be the same on all ranks, as small values by name."""
     found: dict[str, Any] = {
         "optimizer": type(optimizer).__qualname__,
         "number of groups of the optimizer": len(optimizer.param_groups),
@@ -136,8 +146,7 @@ def check_update(updater: Updater, world: World) -> None:
     for number, group in enumerate(optimizer.param_groups):
         plain = {key: value for key, value in group.items() if isinstance(value, (int, float, str, tuple))}
         found |= {f"{key} of group {number}": value for key, value in plain.items() if key not in EXECUTION}
-    if problem := differing_field(gather_values(found, world.group("files"))):
-        raise problem
+    return found
 
 
 def differing_field(ranks: Sequence[Mapping[str, Any]]) -> UserError | None:
@@ -183,6 +192,21 @@ def check_model(
     """
     if not microbatches:
         return {}
+    averages: dict[str, float] = {}
+    for phase in job.by_phase:
+        with executor.computing(phase):
+            averages |= _check_phase(plan, executor, microbatches, world)
+    if averages and job.phases:  # where another phase leaves them as they are, they would follow another rule
+        raise UserError(
+            f"plan {plan} of a job with phases",
+            f"buffer {min(averages)} is a moving average of the model's own, which each phase may change otherwise",
+            "keep the average outside of the model, or run on one device",
+        )
+    return averages
+
+
+def _check_phase(plan: Plan, executor: Executor, microbatches: Sequence[Microbatch], world: World) -> dict[str, float]:
+    """As `check_model`, of the loss that is computed."""
     first, other = microbatches[0], microbatches[-1]
     cut = plan.data.zero_stage == 3 or plan.tensor.active or plan.pipeline.active
     models = [replica.module for replica in executor.composed.replicas]

@@ -16,7 +16,6 @@ from evenly.checkpoint.shared_memory import keep_snapshot
 from evenly.checkpoint.state import group_options, parameter_of, read_state, set_empty_groups
 from evenly.checkpoint.store import CheckpointStore, Snapshot
 from evenly.comm.collectives import gather_values
-from evenly.engine.precision import LossScale
 from evenly.errors import ResumeError
 from evenly.train.average import named_averages
 
@@ -40,7 +39,7 @@ def snapshot(run: Run) -> Snapshot:
         run.weight_average.require_weights("saving")
     with run.state_as_saved():
         tensors, values = read_state(run.model, run.optimizer)
-        trained = (f"{MODEL}{name}" for name in run.updater.trained)
+        trained = (f"{MODEL}{name}" for name in run.updaters.trained)
         tensors |= named_averages(run)
         finite = frozenset(name for name in trained if name in tensors and tensors[name].requires_grad)
         if run.composed.pipeline is not None:  # an earlier stage saves what several hold
@@ -52,12 +51,10 @@ def snapshot(run: Run) -> Snapshot:
     if run.feed is not None and (place := run.feed.place(run.steps_done)) is not None:
         values["stream"] = place
     values["plan"] = str(run.plan)
-    values["schedule"] = None if run.schedule is None else run.schedule.state_dict()
+    values |= run.updaters.state()
     values["averaged"] = 0 if run.weight_average is None else run.weight_average.count
-    values["followed"] = run.updater.advance.followed
     values["left_out"] = run.left_out
     values["hooks"], values["ended_early"] = run.hooks.state(), run.ended_early
-    values["loss_scale"] = [run.loss_scale.factor, run.loss_scale.clean_steps]
     return Snapshot(run.steps_done, tensors, values, finite)
 
 
@@ -82,10 +79,7 @@ def restore(run: Run, store: CheckpointStore, step: int | None = None) -> None:
         state.restore(checkpoint, run.model, run.optimizer, _parts(run, checkpoint.forms), averages)
     _agree_on_groups(run)
     run.composed.gradients.all_gather_parameters()  # a rank has read its own pieces
-    if run.schedule is not None:
-        run.schedule.load_state_dict(checkpoint.values["schedule"])
-    run.updater.advance.followed = checkpoint.values.get("followed", 0)
-    run.updater.loss_scale = LossScale(*checkpoint.values["loss_scale"])
+    run.updaters.load_state(checkpoint.values)
     run.left_out = checkpoint.values.get("left_out", 0)
     run.steps_done = checkpoint.step
     run.hooks.load_state(checkpoint.values.get("hooks", {}))
@@ -117,7 +111,7 @@ def _parts(run: Run, names: Iterable[str]) -> SplitCheckpoint | None:
 
 def _rules(run: Run) -> dict[str, Any]:
     """What the order of samples and the random streams follow from, besides the step number."""
-    job = run.job
+    job, updaters = run.job, run.updaters.by_phase
     return {
         "seed": job.seed,
         "samples": None if job.streams else job.length,
@@ -128,7 +122,8 @@ def _rules(run: Run) -> dict[str, Any]:
         "shuffle_buffer": job.shuffle_buffer,
         "sampler": None if job.sampler is None else type(job.sampler).__name__,
         "precision": run.plan.precision,
-        "schedule": run.schedule is not None,
+        "schedule": any(one.schedule is not None for one in updaters.values()),
+        "phases": {phase: type(one.optimizer).__name__ for phase, one in updaters.items() if phase} or None,
         "average": None if job.average is None else str(job.average),
     }
 

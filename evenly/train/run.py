@@ -25,8 +25,7 @@ from evenly.data.loader import Loader, Share, holding_first, share_of_samples, s
 from evenly.engine.assemble import build_and_compose
 from evenly.engine.compose import Composed
 from evenly.engine.executor import Batch, Executor, LossFunction, MicrobatchExecutor
-from evenly.engine.precision import LossScale
-from evenly.engine.updater import Updater
+from evenly.engine.updaters import Updaters
 from evenly.errors import RunError, UserError, place_of
 from evenly.job import Job
 from evenly.launcher.allocator import FreedMemory, hand_back_freed_memory
@@ -50,7 +49,15 @@ from evenly.train.recorder import RunRecorder, record_decisions
 from evenly.train.reports import Evaluation, PassReport, StepReport
 from evenly.train.resolve_run import ResolvedRun, connect_and_resolve
 from evenly.train.same_samples import check_same_samples
-from evenly.train.step import OpenStep, check_no_open_step, prepare_for, run_pass, step_under_way, train_step
+from evenly.train.step import (
+    OpenStep,
+    check_no_open_step,
+    check_without_phases,
+    prepare_for,
+    run_pass,
+    step_under_way,
+    train_step,
+)
 from evenly.train.streaming import open_streams
 from evenly.train.whole_model import whole_model
 
@@ -79,7 +86,7 @@ class Run:
     """A job in progress on this rank. Made by `start`; a context manager.
 
     Public attributes: `job` (with its microbatch decided), `plan` (complete), `world`, `devices` (of this
-    rank), `model`, `optimizer`, `steps_done`, `out` (folder).
+    rank), `model`, `optimizer` (of a job with phases what stands for all of theirs), `steps_done`, `out` (folder).
     """
 
     def __init__(
@@ -106,11 +113,11 @@ class Run:
             self.plan = self.plan.with_speeds(measured_speeds(world))
         self.executor = make_executor(job, self.plan, self.composed, world)
         self.devices = self.executor.devices
-        self.updater = Updater(job, self.plan, self.composed, world)
-        self.optimizer, self.schedule = self.updater.optimizer, self.updater.schedule
+        self.updaters = Updaters(job, self.plan, self.composed, world)
+        self.optimizer, self.schedule = self.updaters.optimizer, self.updaters.first.schedule
         self.weight_average = averaged_weights(job, self.plan, self.composed)
         with world.during("first step"):
-            check_update(self.updater, world)
+            check_update(self.updaters, world)
             self.averages = check_model(job, self.plan, self.executor, seen, world)
         position = self.composed.pipeline.group.position if self.composed.pipeline is not None else 0
         self.slow = SlowRanks(gather_values(position, world.group("world")))
@@ -141,12 +148,7 @@ class Run:
         record_decisions(self, decision.predicted, options.settings)
         # From now on to the job's code, but within the methods of this class.
         self.composed.show_parameters()
-        self.updater.show_groups()
-
-    @property
-    def loss_scale(self) -> LossScale:
-        """The factor of the loss in float16."""
-        return self.updater.loss_scale
+        self.updaters.show_groups()
 
     @property
     def is_main(self) -> bool:
@@ -178,10 +180,13 @@ class Run:
         return Batch(share, loader.read(iter([share])), loader, made=True)
 
     def step(self, batch: Batch, loss: LossFunction | None = None) -> StepReport:
-        """Trains one step on `batch`: `forward_backward` and `update`; then calls the hooks of `on_step`.
+        """Trains one step on `batch`: `forward_backward` and `update`, or all phases of the job in turn; then calls the
+        hooks of `on_step`.
 
         Raises `RunError` if the loss or the gradient is not finite, and no more such batches may be left out.
         """
+        if loss is not None:
+            check_without_phases(self, "run.step(batch, loss)")
         prepare_for(self, batch)
         report = self._in_step(lambda: train_step(self, batch, loss))
         self.hooks.call(self, "on_step", report)
@@ -193,6 +198,7 @@ class Run:
         Called several times before one `update`, the step's loss is the sum of all totals over the sum of all weights:
         its microbatches are those of all batches, in this order. loss: of the same form, in place of the job's.
         """
+        check_without_phases(self, "run.forward_backward(batch)")
         prepare_for(self, batch)
         return self._in_step(lambda: run_pass(self, batch, loss))
 
@@ -262,13 +268,13 @@ class Run:
     @contextmanager
     def state_as_saved(self) -> Generator[None]:
         """Within, parameters are this rank's parts, sharded ones and optimizer state DTensors."""
-        with self.inside(), self.updater.as_dtensors():
+        with self.inside(), self.updaters.as_dtensors():
             yield
 
     @contextmanager
     def inside(self) -> Generator[None]:
         """Within, model and optimizer have what this rank has of parameters; outside, the job's code finds wholes."""
-        with self.composed.showing(False), self.updater.inside():
+        with self.composed.showing(False), self.updaters.inside():
             yield
 
     def save(self, *, score: float | None = None) -> None:

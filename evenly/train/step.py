@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -24,6 +24,7 @@ from evenly.data.generators import seed_past_torch
 from evenly.data.stream import stream_key
 from evenly.engine.executor import Batch, LossFunction
 from evenly.engine.step_totals import StepTotals, joined_totals
+from evenly.engine.updater import Updater
 from evenly.errors import RunError, note_step
 from evenly.hardware.health import processor_in_words
 from evenly.launcher.allocator import free_memory_bytes
@@ -37,16 +38,18 @@ if TYPE_CHECKING:
 
 
 class OpenStep:
-    """A step of `run` from before its first forward to its update.
+    """A step of `run` from before its first forward to its update, or that of one of its phases.
 
+    updater: of the phase; by default of the job.
     passes:  the batches that it was given, each with its totals. number: of the step, from 1.
     buffers: as it began, where one device may have to put them back.
     spans:   of the actions of a pipeline, where they are recorded.
     """
 
-    def __init__(self, run: Run) -> None:
-        run.updater.begin_step(run.steps_done + 1)
-        if run.looked_at and run.steps_done and (run.steps_done + 1) & run.steps_done == 0:
+    def __init__(self, run: Run, updater: Updater | None = None) -> None:
+        self.updater = updater or run.updaters.first
+        self.updater.begin_step(run.steps_done + 1)
+        if updater is None and run.looked_at and run.steps_done and (run.steps_done + 1) & run.steps_done == 0:
             check_again(run.executor, run.looked_at, run.averages, run.world)
         self.number = run.steps_done + 1
         self.passes: list[tuple[Batch, StepTotals]] = []
@@ -64,7 +67,7 @@ class OpenStep:
         batch.first = sum(len(before.share.microbatches) for before, _ in self.passes)
         stop = partial(run.interrupt.asked_at, saving=self.number % (run.job.save_every or 1) == 0)
         totals = run.executor.step(
-            batch, scale=run.loss_scale.factor, stop=stop, spans=self.spans, ended=run.asked_to_end
+            batch, scale=self.updater.loss_scale.factor, stop=stop, spans=self.spans, ended=run.asked_to_end
         )
         totals.check(self.number)
         self.passes.append((batch, totals))
@@ -77,22 +80,23 @@ class OpenStep:
         if not totals.not_finite:
             if self._earlier:
                 run.composed.gradients.add(self._earlier)
-            grad_norm = run.updater.mean_gradient(totals, run.executor.counter)
-        return UpdatedStep(totals, grad_norm, self._apply(run, totals, grad_norm))
+            grad_norm = self.updater.mean_gradient(totals, run.executor.counter)
+        lr = float(self.updater.learning_rate)
+        return UpdatedStep(totals, grad_norm, lr, self._apply(run, totals, grad_norm))
 
     def _apply(self, run: Run, totals: StepTotals, grad_norm: float) -> Literal["overflow", "not finite"] | None:
         """Updates parameters and buffers; returns why not, if not."""
-        if is_bad(totals, grad_norm) and (totals.not_finite or not run.updater.overflows(grad_norm)):
+        if is_bad(totals, grad_norm) and (totals.not_finite or not self.updater.overflows(grad_norm)):
             run.composed.drop_statistics()
             if self.buffers is not None:
                 self.buffers.put_back()
             if run.left_out == run.may_leave_out:
-                raise traced_error(run.executor, self.passes, grad_norm, run.loss_scale.factor, run.world)
+                raise traced_error(run.executor, self.passes, grad_norm, self.updater.loss_scale.factor, run.world)
             run.left_out += 1
             return "not finite"
         run.state_is_whole = False
         run.composed.sync_statistics(totals.calls)  # raises where a buffer did not follow its rule
-        return None if run.updater.apply(grad_norm, self.number, run.executor.counter) else "overflow"
+        return None if self.updater.apply(grad_norm, self.number, run.executor.counter) else "overflow"
 
     @torch.no_grad()
     def _keep_gradients(self, run: Run) -> None:
@@ -105,11 +109,18 @@ class OpenStep:
 
 
 class UpdatedStep(NamedTuple):
-    """What a step has come to; skipped: why there was no update, if there was none."""
+    """What a step, or a phase of it, has come to; skipped: why there was no update, if there was none."""
 
     totals: StepTotals
     grad_norm: float
+    lr: float
     skipped: Literal["overflow", "not finite"] | None
+
+
+def check_without_phases(run: Run, asked: str) -> None:
+    """Raises `RunError` for what a step of several phases cannot be made of."""
+    if run.job.phases:
+        raise RunError(asked, "the job has phases, each with its own loss and update", "call run.step(batch)")
 
 
 def prepare_for(run: Run, batch: Batch) -> None:
@@ -118,7 +129,7 @@ def prepare_for(run: Run, batch: Batch) -> None:
         found = f"a batch of step {batch.share.step + 1}" + " that was trained on before" * batch.used
         do = "use each batch once, and make it after the step before it (run.batches(), or run.batch(samples))"
         raise RunError(f"training after {run.steps_done} steps", found, do)
-    if run.open_step is None and run.updater.advance.waits(run.steps_done):
+    if run.open_step is None and run.updaters.waits(run.steps_done):
         run.evaluate()  # no one has asked for it, or it was saved before
 
 
@@ -161,11 +172,13 @@ def train_step(run: Run, batch: Batch | None, loss: LossFunction | None) -> Step
     alone = batch is not None and not step.passes
     counted = alone and run.steps_done == run.recorder.counted and run.executor.counter is None
     with noting_step(step.number), counting_memory(run) if counted else nullcontext() as counter:
-        if batch is not None:
-            step.run_pass(run, batch, loss)
-        updated = step.update(run)
-    totals = updated.totals
-    lr = float(run.updater.learning_rate)
+        if batch is not None and run.job.phases:
+            phases = run_phases(run, batch)
+        else:
+            if batch is not None:
+                step.run_pass(run, batch, loss)
+            phases = {"": step.update(run)}
+    totals = joined_totals([one.totals for one in phases.values()])
     _end_step(run, totals)
     if run.composed.pipeline is not None:
         run.recorder.spans(step.number, run.composed.pipeline.group.position, step.spans or ())
@@ -174,21 +187,48 @@ def train_step(run: Run, batch: Batch | None, loss: LossFunction | None) -> Step
     step_s, run.clock = now - run.clock, now
     report = StepReport(
         step=step.number,
-        loss=totals.loss,
-        weight=totals.weight,
-        grad_norm=updated.grad_norm,
-        lr=lr,
-        samples=sum(one.share.samples for one, _ in step.passes),
+        samples=batch.share.samples if run.job.phases and batch else sum(b.share.samples for b, _ in step.passes),
         step_s=step_s,
         memory_bytes=totals.memory_bytes,
         memory=memory,
-        skipped=updated.skipped,
         left_out=run.left_out,
-        metrics=totals.values,
+        **figures_of(phases),
     )
     run.recorder.step(report)
     run.slow_ranks = _find_slow(run, totals, step.number)
     return report
+
+
+def run_phases(run: Run, batch: Batch) -> dict[str, UpdatedStep]:
+    """Runs the phases of this step on `batch`, one after the other; what each has come to, by name."""
+    updaters, found = run.updaters.of_step(run.steps_done + 1), dict[str, UpdatedStep]()
+    first = run.open_step
+    for phase, one in zip(updaters, batch.for_phases([*updaters]), strict=True):
+        step = run.open_step = OpenStep(run, updaters[phase])  # has the buffers as this phase begins
+        step.spans = first.spans if first is not None else None
+        step.run_pass(run, one, None)
+        found[phase] = step.update(run)
+    return found
+
+
+def figures_of(phases: Mapping[str, UpdatedStep]) -> dict[str, Any]:
+    """The figures of a `StepReport` that follow from its phases; of a job without phases from the one under ''."""
+    first = next(iter(phases.values()))
+    norm, skipped = first.grad_norm, [one.skipped for one in phases.values() if one.skipped is not None]
+    if "" not in phases:
+        norm = math.hypot(*(one.grad_norm for one in phases.values()))
+    metrics: dict[str, float] = {}
+    for phase, one in phases.items():
+        own = {"loss": one.totals.loss, "grad_norm": one.grad_norm, "lr": one.lr} if phase else {}
+        metrics |= {f"{phase}/{name}" if phase else name: x for name, x in {**own, **one.totals.values}.items()}
+    return {
+        "loss": sum(one.totals.loss for one in phases.values()),
+        "weight": first.totals.weight,
+        "grad_norm": norm,
+        "lr": first.lr,
+        "skipped": skipped[0] if skipped else None,
+        "metrics": metrics,
+    }
 
 
 @contextmanager
@@ -206,7 +246,8 @@ def _end_step(run: Run, totals: StepTotals) -> None:
     run.steps_done += 1
     if run.weight_average is not None:  # of a step that was skipped too, as GradScaler's users do it
         run.weight_average.update(run.steps_done)
-    run.updater.end_step(run.steps_done)
+    for updater in run.updaters.of_step(run.steps_done).values():
+        updater.end_step(run.steps_done)
     # What was read has left them elsewhere on each rank: an own loop draws the same on all.
     seed_past_torch(stream_key(run.job.seed, "after step", run.steps_done))
     run.stopped, run.ended_early = totals.stop, totals.ended
@@ -236,7 +277,7 @@ def counting_memory(run: Run) -> Generator[MemoryCounter]:
             counter.track(map(local, tensors), "parameters", number)
         run.composed.gradients.track(counter)
         averages = () if run.weight_average is None else run.weight_average.tensors
-        counter.track(chain(state_tensors(run.optimizer), averages), "optimizer", run.updater.device_number)
+        counter.track(chain(state_tensors(run.optimizer), averages), "optimizer", run.updaters.first.device_number)
         run.executor.counter = counter
         try:
             yield counter

@@ -35,11 +35,12 @@ def find_hidden_state(job: Job) -> str:
     if one != other:
         changed = next(number for number in numbers if one[number] != other[number])
         return f"the data have a memory: read again in another order, microbatch {changed} of step 1 has other numbers"
-    forwards = _run(job, numbers), _run(job, numbers[::-1])
-    for number in numbers:
-        if (found := _first_difference(*(run[number] for run in forwards))) is not None:
-            swapped = f"microbatch {number} of step 1 where microbatch {1 - number} ran before"
-            return f"{found} computes other numbers for {swapped}"
+    for one in job.by_phase.values():
+        forwards = _run(one, numbers), _run(one, numbers[::-1])
+        for number in numbers:
+            if (found := _first_difference(*(run[number] for run in forwards))) is not None:
+                swapped = f"microbatch {number} of step 1 where microbatch {1 - number} ran before"
+                return f"{found} computes other numbers for {swapped}"
     return ""
 
 

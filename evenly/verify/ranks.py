@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,13 @@ from evenly.plan import PlanSpec, with_microbatch
 from evenly.torch_private import plain_name, without_subclasses
 from evenly.train.loop import load_job_on_rank
 from evenly.train.run import Run, start
+from evenly.verify.additive import loss_not_additive
 from evenly.verify.compare import RankComparison
 from evenly.verify.data_rules import broken_data_rule
 from evenly.verify.disturb import Disturbance, Disturber
 from evenly.verify.full import full_tensors
 from evenly.verify.hidden_state import find_hidden_state
-from evenly.verify.reference import evaluates, loss_not_additive, named_groups, named_tensors, reference_steps
+from evenly.verify.reference import ReferenceStep, evaluates, named_groups, named_tensors, reference_steps
 from evenly.verify.shorten import shortened
 from evenly.verify.tasks import FURTHER_DRAWS, FoundInJob, PlanSteps
 from evenly.verify.trajectory import (
@@ -59,13 +61,25 @@ def write_references(
     except PlanError as problem:
         return problem
     keep_reference(shortened(job, steps), steps, trajectory_folder(folder, kind, draw), kind, draw, device=device)
-    if kind != "none":
-        return FoundInJob(hidden_state=find_hidden_state(job) if draw == 1 else "")
+    with default_type(dtype):
+        if kind != "none":
+            return FoundInJob(hidden_state=find_hidden_state(job) if draw == 1 else "")
+        try:
+            note = loss_not_additive(job)
+        except Exception:  # for example a loss that needs full microbatches
+            note = ""
+        return FoundInJob(broken_rule=broken_data_rule(job), note=note)
+
+
+@contextmanager
+def default_type(precision: Precision) -> Generator[None]:
+    """Within, what the job's code makes without stating a type (noise, a mask) is of that of a float64 model."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if precision == "float64" else before)
     try:
-        note = loss_not_additive(job)
-    except Exception:  # for example a loss that needs full microbatches
-        note = ""
-    return FoundInJob(broken_rule=broken_data_rule(job), note=note)
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def keep_reference(
@@ -73,7 +87,7 @@ def keep_reference(
 ) -> None:
     """Trains `job` in the plain loop, with a `draw` of `kind` of rounding added; saves its trajectory in `folder`."""
     trajectory, scalars, disturber = Trajectory(folder), Scalars(), Disturber(kind, draw)
-    for record in reference_steps(job, steps, device=device, around=disturber.around_microbatch):
+    for record in _reference_steps(job, steps, device, disturber):
         trajectory.add_tensors(record.step, record.tensors, record.state)
         scalars.add(
             record.step,
@@ -85,6 +99,11 @@ def keep_reference(
             figures=named_figures(record.metrics, record.evaluation),
         )
     trajectory.finish(replace(scalars, cast_eps=disturber.cast_eps))
+
+
+def _reference_steps(job: Job, steps: int, device: str, disturber: Disturber) -> Iterator[ReferenceStep]:
+    with default_type(job.precision):
+        yield from reference_steps(job, steps, device=device, around=disturber.around_microbatch)
 
 
 def measure_again(job: Job, steps: int, folder: Path, kind: Disturbance) -> None:
@@ -127,7 +146,7 @@ def compare_steps(job: Job, part: PlanSteps, steps: int, folder: Path, kind: Dis
     expected, single = Trajectory(folder / "reference"), Trajectory(folder / "single")
     scalars, rounding = expected.scalars(), read_rounding(folder / f"rounding-{kind}.json")
     job = replace(job, steps=max(job.steps, steps), on_step=(), on_evaluation=(), on_save=())
-    with start(job, plan=part.plan, out=part.out, resume=part.first > 0) as run:
+    with default_type(job.precision), start(job, plan=part.plan, out=part.out, resume=part.first > 0) as run:
         run.interrupt.close()  # a stop need not wait for the end of a step
         comparison = RankComparison(job.precision, run.world.rank, rounding, sharded=run.composed.sharded)
         if part.first:

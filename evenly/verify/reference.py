@@ -30,7 +30,8 @@ from evenly.model.blocks import find_blocks
 from evenly.model.modes import evaluating, in_training
 from evenly.model.overlap import find_overlapping
 from evenly.torch_private import in_backward
-from evenly.verify.reference_data import WEIGHTS, batches, collated, evaluation_microbatches, read_microbatch
+from evenly.verify.reference_data import WEIGHTS, batches, evaluation_microbatches, read_microbatch
+from evenly.verify.reference_sums import Sums
 
 
 @dataclass(frozen=True)
@@ -57,39 +58,6 @@ class ReferenceStep:
     evaluation: dict[str, dict[str, float]]
 
 
-class _Sums:
-    """What the losses of all microbatches of a step, or of an evaluation, come to."""
-
-    def __init__(self) -> None:
-        self.totals: list[float] = []
-        self.weights: list[float] = []
-        self._pairs: list[dict[str, tuple[float, float]]] = []
-
-    def add(self, loss: Loss) -> None:
-        """Adds the loss of a microbatch."""
-        self.totals.append(_number(loss.total))
-        self.weights.append(_number(loss.weight))
-        self._pairs.append({name: (_number(total), _number(count)) for name, (total, count) in loss.metrics.items()})
-
-    @property
-    def loss(self) -> float:
-        return math.fsum(self.totals) / math.fsum(self.weights)
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """By name the sum over all microbatches, divided by that of the counts; without those whose count is 0."""
-        found: dict[str, float] = {}
-        for name in self._pairs[0]:
-            sums, counts = ([pairs[name][place] for pairs in self._pairs] for place in (0, 1))
-            if math.fsum(counts) != 0:
-                found[name] = (math.fsum(sums) if all(map(math.isfinite, sums)) else sum(sums)) / math.fsum(counts)
-        return found
-
-
-def _number(value: Any) -> float:
-    return float(value.detach().double() if isinstance(value, torch.Tensor) else value)
-
-
 def reference_steps(
     job: Job,
     steps: int,
@@ -102,50 +70,97 @@ def reference_steps(
     around: given the model, a context for the forward and backward of each microbatch.
     Raises `UserError` for a loss that cannot be trained on.
     """
-    model, optimizer, schedule, scaler = _build(job, device)
+    model, phases = _build(job, device)
+    optimizers = [phase.optimizer for phase in phases]
     averaged = _averaged_model(job, model)
-    unfrozen = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     for step, microbatches in zip(range(steps), batches(job), strict=False):
-        model.zero_grad()
-        for name, parameter in unfrozen:
-            parameter.requires_grad_(not _is_frozen(job, name, step + 1))
-        sums = _Sums()
-        for number, microbatch in enumerate(microbatches):
-            samples, batch = read_microbatch(job, microbatch, stream_key(job.seed, "data", step, number), device)
-            with (
-                nullcontext() if around is None else around(model),
-                _drawing(model, stream_key(job.seed, "microbatch", step, number), device),
-            ):
-                loss = _loss(job, model, batch, samples)
-                if loss.total.requires_grad:
-                    scaler.scale(loss.total).backward()
-            sums.add(loss)
-        _check_finite(step + 1, sums.totals, sums.weights)
-        _check_dense(model)
-        scaler.unscale_(optimizer)
-        grad_norm = _clip_mean(job, model, math.fsum(sums.weights))
-        _check_norm(job, step + 1, grad_norm)
-        with seeded(stream_key(job.seed, "optimizer", step + 1)):
-            scaler.step(optimizer)
-        scaler.update()
+        running = [phase for phase in phases if (step + 1) % phase.every == 0]
+        figures: dict[str, float] = {}
+        losses, norms = list[float](), list[float]()
+        for phase in running:
+            rate = float(phase.optimizer.param_groups[0]["lr"])
+            sums = _sums(phase, model, step, microbatches, device, around)
+            grad_norm = _update(phase, model, step + 1, sums)
+            own = {"loss": sums.loss, "grad_norm": grad_norm, "lr": rate} if phase.name else {}
+            prefix = f"{phase.name}/" if phase.name else ""
+            figures |= {prefix + name: value for name, value in {**own, **sums.metrics}.items()}
+            losses.append(sums.loss)
+            norms.append(grad_norm)
         if averaged is not None and _is_averaged(job, step + 1):
             averaged.update_parameters(model)
         evaluated = _evaluated(model, averaged)
         evaluation = reference_evaluation(job, evaluated, device) if evaluates(job, step + 1, steps) else {}
         eval_loss = next((found["loss"] for found in evaluation.values()), None)
-        _advance(schedule, job, step + 1, eval_loss)
+        for phase in phases:
+            _advance(phase.schedule, job, step + 1, eval_loss, counts=phase in running)
         yield ReferenceStep(
             step + 1,
-            sums.loss,
-            grad_norm,
+            sum(losses),
+            norms[0] if len(norms) == 1 else math.hypot(*norms),
             named_tensors(model) | _named_averages(averaged),
-            named_state(model, optimizer),
-            [float(group["lr"]) for group in optimizer.param_groups],
+            {name: value for one in optimizers for name, value in named_state(model, one).items()},
+            [float(group["lr"]) for one in optimizers for group in one.param_groups],
             eval_loss,
-            named_groups(model.named_parameters(), optimizer),
-            sums.metrics,
+            [group for one in optimizers for group in named_groups(model.named_parameters(), one)],
+            figures,
             evaluation,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class _Phase:
+    """What updates some parameters of the model; of a job without phases all, under the name ''.
+
+    job: with its loss, optimizer and schedule. own: the names of the parameters that it may update.
+    """
+
+    name: str
+    job: Job
+    own: set[str]
+    every: int
+    optimizer: torch.optim.Optimizer
+    schedule: Any
+    scaler: torch.amp.GradScaler
+
+
+def _sums(
+    phase: _Phase,
+    model: torch.nn.Module,
+    step: int,
+    microbatches: list[Callable[[], list[Any]]],
+    device: str,
+    around: Callable[[torch.nn.Module], AbstractContextManager[None]] | None,
+) -> Sums:
+    """Adds up losses and gradients of a phase of `step`, from 0; around: as of `reference_steps`."""
+    job, sums = phase.job, Sums()
+    stream = ("microbatch", phase.name) if phase.name else ("microbatch",)
+    model.zero_grad()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in phase.own and not _is_frozen(job, name, step + 1))
+    for number, microbatch in enumerate(microbatches):
+        samples, batch = read_microbatch(job, microbatch, stream_key(job.seed, "data", step, number), device)
+        with (
+            nullcontext() if around is None else around(model),
+            _drawing(model, stream_key(job.seed, *stream, step, number), device),
+        ):
+            loss = _loss(job, model, batch, samples)
+            if loss.total.requires_grad:
+                phase.scaler.scale(loss.total).backward()
+        sums.add(loss)
+    _check_finite(step + 1, sums.totals, sums.weights)
+    _check_dense(model)
+    return sums
+
+
+def _update(phase: _Phase, model: torch.nn.Module, step: int, sums: Sums) -> float:
+    """The update by the gradients of a phase of `step`, from 1; returns their norm."""
+    phase.scaler.unscale_(phase.optimizer)
+    grad_norm = _clip_mean(phase.job, model, math.fsum(sums.weights))
+    _check_norm(phase.job, step, grad_norm)
+    with seeded(stream_key(phase.job.seed, "optimizer", step)):
+        phase.scaler.step(phase.optimizer)
+    phase.scaler.update()
+    return grad_norm
 
 
 def _clip_mean(job: Job, model: torch.nn.Module, weight: float) -> float:
@@ -171,15 +186,15 @@ def _is_frozen(job: Job, name: str, step: float) -> bool:
     return counts != [] and (counts[-1] is None or step <= counts[-1])
 
 
-def _advance(schedule: Any, job: Job, step: int, eval_loss: float | None) -> None:
-    """Steps the schedule, if there is one and what it counts or follows is due."""
+def _advance(schedule: Any, job: Job, step: int, eval_loss: float | None, *, counts: bool) -> None:
+    """Steps the schedule, if there is one and what it counts or follows is due; counts: whether `step` does."""
     with seeded(stream_key(job.seed, "schedule", step)), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a step that float16 skips counts for the schedule
         if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
             if job.eval_every is not None and step % job.eval_every == 0:
                 assert eval_loss is not None
                 schedule.step(eval_loss)
-        elif schedule is not None:
+        elif schedule is not None and counts:
             schedule.step()
 
 
@@ -227,7 +242,7 @@ def reference_evaluation(job: Job, model: torch.nn.Module, device: str = "cpu") 
 
 
 def _evaluate(job: Job, model: torch.nn.Module, device: str) -> dict[str, float]:
-    sums, outputs = _Sums(), list[Any]()
+    sums, outputs = Sums(), list[Any]()
     with torch.no_grad(), evaluating(model):
         for number, microbatch in enumerate(evaluation_microbatches(job)):
             key = stream_key(job.seed, "evaluation data", 0, number)
@@ -305,35 +320,6 @@ def _check_norm(job: Job, step: int, grad_norm: float) -> None:
         )
 
 
-def loss_not_additive(job: Job) -> str:
-    """A warning if the job's loss is not a sum over samples, else ''.
-
-    Without dropout, total and weight of the first microbatch must be the sums of those of its two halves. Raises what
-    the job raises.
-    """
-    microbatch = next(batches(job))[0]
-    with seeded(key := stream_key(job.seed, "data", 0, 0)):
-        samples = microbatch()
-    if len(samples) < 2:
-        return ""
-    model = build_model(job).eval()
-    found: list[tuple[float, float]] = []
-    for part in (samples, samples[: len(samples) // 2], samples[len(samples) // 2 :]):
-        with seeded(key):
-            batch = collated(job, part)
-        with torch.no_grad(), _drawing(model, stream_key(job.seed, "microbatch", 0, 0)):
-            loss = _loss(job, model, batch, len(part))
-        found.append((float(loss.total.double()), float(loss.weight)))
-    for what, whole, *halves in zip(("total", "weight"), *found, strict=True):
-        if abs(whole - sum(halves)) > 1e-3 * max(abs(whole), *map(abs, halves)):
-            both = " + ".join(f"{half:.4g}" for half in halves)
-            return (
-                f"the loss of {len(samples)} samples has the {what} {whole:.4g}, that of its halves {both}: is it a "
-                "mean where a sum is wanted, or does a sample's loss depend on the others, or on chance?"
-            )
-    return ""
-
-
 def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Copies of all parameters and buffers, tied ones once, by name."""
     named = [*model.named_parameters(), *model.named_buffers()]
@@ -399,17 +385,25 @@ def _load(model: torch.nn.Module, weights: Path) -> None:
         raise UserError(f"weights={str(weights)!r}", found, "give the weights of this model")
 
 
-def _build(job: Job, device: str = "cpu") -> tuple[torch.nn.Module, torch.optim.Optimizer, Any, torch.amp.GradScaler]:
+def _build(job: Job, device: str = "cpu") -> tuple[torch.nn.Module, list[_Phase]]:
     model = build_model(job, device)
-    with seeded(stream_key(job.seed, "optimizer", 0)):
-        optimizer = job.build_optimizer(model.named_parameters())
-    with seeded(stream_key(job.seed, "schedule", 0)):
-        schedule = job.schedule(optimizer) if job.schedule is not None else None
-    power = (job.global_batch - 1).bit_length()
-    scale = max(1.0, 2.0 ** (16 - power))
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    scale = max(1.0, 2.0 ** (16 - (job.global_batch - 1).bit_length()))
     kind = torch.device(device).type
-    scaler = torch.amp.GradScaler(kind, init_scale=scale, enabled=job.precision == "float16")
-    return model, optimizer, schedule, scaler
+    found: list[_Phase] = []
+    for name, one in job.by_phase.items():
+        phase = job.phases[name] if job.phases else None
+        named = [*model.named_parameters()]
+        if phase is not None:
+            named = [(n, p) for n, p in named if any(fnmatchcase(n, pattern) for pattern in phase.patterns)]
+        with seeded(stream_key(job.seed, "optimizer", 0)):
+            optimizer = one.build_optimizer(named)
+        with seeded(stream_key(job.seed, "schedule", 0)):
+            schedule = one.schedule(optimizer) if one.schedule is not None else None
+        scaler = torch.amp.GradScaler(kind, init_scale=scale, enabled=job.precision == "float16")
+        own = {n for n, _ in named} & {n for n, _ in trained}
+        found.append(_Phase(name, one, own, phase.every if phase else 1, optimizer, schedule, scaler))
+    return model, found
 
 
 def run_forward(job: Job, model: torch.nn.Module, batch: Any, key: int, samples: int) -> Loss:

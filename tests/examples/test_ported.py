@@ -68,9 +68,15 @@ def losses_after(job: Job, record: Callable[[Any], None]) -> list[float]:
         return job.loss(model, batch)
 
     whole = replace(
-        job, loss=loss, microbatch=job.global_batch, steps=STEPS, eval_data=None, eval_every=None, evaluate=None
+        job, microbatch=job.global_batch, steps=STEPS, eval_data=None, eval_every=None, evaluate=None, save_every=None
     )
-    with evenly.start(replace(whole, save_every=None)) as run:
+    if job.phases:
+        name, phase = next(iter(job.phases.items()))
+        job = job.by_phase[name]
+        whole = replace(whole, phases={**whole.phases, name: replace(phase, loss=loss)})
+    else:
+        whole = replace(whole, loss=loss)
+    with evenly.start(whole) as run:
         return [run.step(batch).loss for batch in run.batches()]
 
 
@@ -84,14 +90,16 @@ def losses_before(name: str, job: Job, batches: Sequence[Any], monkeypatch: pyte
         backward(loss, *arguments, **more)
         if len(found) >= STEPS * per_step:
             raise Enough
+        if phases:  # what the next one draws
+            reseed(stream_key(job.seed, "microbatch", phases[len(found) % per_step], len(found) // per_step, 0))
 
     def given(_: DataLoader[Any]) -> Iterator[Any]:
         for step, batch in enumerate(batches):
-            reseed(stream_key(job.seed, "microbatch", step, 0))  # what the loss draws
+            reseed(stream_key(job.seed, "microbatch", *phases[:1], step, 0))  # what the loss draws
             yield batch
 
-    microbatch = job.microbatch or job.global_batch
-    per_step = job.global_batch // microbatch if name in ("bert", "llama_sft") else 1
+    microbatch, phases = job.microbatch or job.global_batch, [*(job.phases or ())]
+    per_step = job.global_batch // microbatch if name in ("bert", "llama_sft") else len(phases) or 1
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "backward", recorded)
         if name in ("bert", "lightning", "llama_sft"):

@@ -20,7 +20,7 @@ from evenly.comm.groups import Group
 from evenly.data.generators import undisturbed
 from evenly.data.loader import microbatches_of_step
 from evenly.engine.build import build_model
-from evenly.engine.find_stages import stage_plan_of
+from evenly.engine.find_stages import stage_plan_of, stage_plans_of
 from evenly.engine.precision import autocast, place_batch
 from evenly.engine.step_totals import as_loss
 from evenly.errors import EvenlyError, PlanError, RunError
@@ -459,7 +459,7 @@ def test_the_list_of_parameters_keeps_its_order_on_every_rank(position: int) -> 
     group = Group("pipeline", [0, 1, 2], own=position, handle=None, device=torch.device("cpu"))
     plan = fitted("pipeline=3 schedule=interleaved split_points=1|2|3|4|6")
     model = StagedModel(built(job), "cpu")
-    pipeline = Pipeline.of(model, stage_plan_of(job, model, plan, device="cpu")[0], plan, group)
+    pipeline = Pipeline.of(model, stage_plans_of(job, model, plan, device="cpu")[0], plan, group)
     expected = [(tuple(p.shape), p.dtype, p.requires_grad) for p in built(job).parameters()]
     assert [(tuple(p.shape), p.dtype, p.requires_grad) for p in pipeline.parameters()] == expected
     assert [p.is_meta for p in pipeline.parameters()] == [name in pipeline.placeholders for name in pipeline.names]

@@ -17,9 +17,10 @@ from evenly.job import Loss
 from evenly.launcher.agent import FailedRank
 from evenly.train.run import Run
 from evenly.verify import verify as module
+from evenly.verify.additive import loss_not_additive
 from evenly.verify.compare import RankComparison
 from evenly.verify.ranks import compare_job, keep_reference
-from evenly.verify.reference import loss_not_additive, reference_steps
+from evenly.verify.reference import reference_steps
 from evenly.verify.tasks import FoundInJob
 from evenly.verify.verify import VerifyRequest, verify
 

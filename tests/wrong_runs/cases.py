@@ -716,6 +716,13 @@ class Pictures(nn.Module):
         return self.net(self.look(torch.cat([x, x], 1).view(-1, 2, 2, 3)).flatten(1))
 
 
+def writing_into_its_batch(model: nn.Module, batch: Any) -> evenly.Loss:
+    x, y = batch
+    x.mul_(2.0).add_(1.0)
+    y.add_(1).remainder_(4)
+    return class_loss(model, batch)
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "none": lambda: Case(job()),
     "list": lambda: Case(job(ByList)),
@@ -760,6 +767,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "spectral norm": lambda: Case(job(with_spectral_norm)),
     "spectral norm in evaluation": lambda: Case(job(with_spectral_norm_of_frozen)),
     "spectral norm called twice": lambda: Case(job(with_spectral_norm, loss=compared)),
+    "batch in place": lambda: Case(job(loss=writing_into_its_batch)),
+    "batch in place float32": lambda: Case(job(loss=writing_into_its_batch, precision="float32")),
     "channels last": lambda: Case(job(Pictures)),
 }
 

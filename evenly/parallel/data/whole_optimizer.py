@@ -24,13 +24,15 @@ from evenly.parallel.data.optimizer import OwnedRows, State, as_piece, each_tens
 class WholeOptimizer:
     """Lets `optimizer`, built over the local parameters of `model` and not yet used, step full ones.
 
-    cuts: what the data axis has cut. gather: by name, the full tensor of a local one; a collective. part: by name, what
-    the tensor axis leaves of a full one. outside: knows when it steps.
+    named: those of its parameters that it may step. cuts: what the data axis has cut. gather: by name, the full tensor
+    of a local one; a collective. part: by name, what the tensor axis leaves of a full one. outside: knows when it
+    steps.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        named: Iterable[tuple[str, nn.Parameter]],
         optimizer: optim.Optimizer,
         cuts: Sequence[OwnedRows],
         *,
@@ -41,7 +43,7 @@ class WholeOptimizer:
         self._outside = outside
         self._model, self._optimizer, self._gather, self._part = model, optimizer, gather, part
         self._cuts = {cut.name: cut for cut in cuts}
-        self._local = {name: p for name, p in model.named_parameters() if p.requires_grad and not p.is_meta}
+        self._local = {name: p for name, p in named if p.requires_grad and not p.is_meta}
         self._full = {name: nn.Parameter(torch.empty(0, dtype=p.dtype)) for name, p in self._local.items()}
         self._shapes: dict[str, torch.Size] = {}  # by name, of the full parameters, as far as they were seen
         self._saved: dict[str, tuple[State, State]] = {}  # by name, state in parts and whole

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -22,6 +22,7 @@ from evenly.plan.schedule import rank_of_stage
 class Pipeline:
     """This rank's part of the pipeline.
 
+    stage_plans:  of the model, by phase of the job; all with the same owners.
     names:        of all parameters of the model, in its order.
     tensors:      names of all its parameters and buffers; of tied ones every name.
     placeholders: name -> a meta tensor, for each parameter and buffer that only other ranks hold.
@@ -29,6 +30,7 @@ class Pipeline:
     """
 
     model: StagedModel
+    stage_plans: Mapping[str, StagePlan]
     ties: Ties
     group: Group
     names: Sequence[str]
@@ -37,8 +39,9 @@ class Pipeline:
     blocks: list[Block]
 
     @classmethod
-    def of(cls, model: StagedModel, stage_plan: StagePlan, plan: Plan, group: Group) -> Pipeline:
+    def of(cls, model: StagedModel, stage_plans: Mapping[str, StagePlan], plan: Plan, group: Group) -> Pipeline:
         """Reduces `model`, in place, to the stages of this rank of `group`."""
+        stage_plan = next(iter(stage_plans.values()))
         ranks = rank_of_stage(plan.pipeline.schedule, group.size, plan.pipeline.stages_per_rank)
         own = [stage for stage, rank in enumerate(ranks) if rank == group.position]
         names = [name for name, _ in model.model.named_parameters()]
@@ -46,9 +49,11 @@ class Pipeline:
         tensors = [name for name, _ in chain(*named)]
         placeholders = model.keep_stages(stage_plan, own)
         holders = {name: sorted({ranks[stage] for stage in stages}) for name, stages in stage_plan.owners.items()}
-        called = {call[0] for call, stage in stage_plan.stage_of.items() if stage in own}
+        stages_of = [item for one in stage_plans.values() for item in one.stage_of.items()]
+        called = {call[0] for call, stage in stages_of if stage in own}
         return cls(
             model=model,
+            stage_plans=stage_plans,
             ties=Ties({name: holders[name] for name in names}, group),
             group=group,
             names=names,
@@ -56,6 +61,10 @@ class Pipeline:
             placeholders=placeholders,
             blocks=[block for block in model.blocks if block.name in called],
         )
+
+    def begin(self, phase: str) -> None:
+        """From here on stages run the loss of `phase` of the job; without such a loss those of the first."""
+        self.model.set_stage_plan(self.stage_plans.get(phase) or next(iter(self.stage_plans.values())))
 
     def parameters(self) -> list[nn.Parameter]:
         """All parameters of the model, in its order; placeholders for those of other ranks."""

@@ -107,7 +107,7 @@ class ScheduleRunner:
         self._work: Any = None
         self._shape_keys: list[Hashable] = []  # of each microbatch
         self._stage_plans: list[StagePlan] = []  # of each microbatch
-        self._by_calls: dict[tuple[CallId, ...], StagePlan] = {}
+        self._by_calls: dict[tuple[str, tuple[CallId, ...]], StagePlan] = {}
         self._training, self._is_last_backward = True, False
         self._reset()
 
@@ -169,8 +169,9 @@ class ScheduleRunner:
         self._work = work
         self._stage_plans = [self._stage_plan_of(number) for number in range(microbatches)]
         by_chance, vary = self._model.stage_plan.by_chance, self._model.stage_plan.shapes_vary
+        kind = self._training, self._model.stage_plan.phase
         self._shape_keys = [
-            None if vary else (self._training, work.shape_key(number), plan.calls[True] if by_chance else None)
+            None if vary else (kind, work.shape_key(number), plan.calls[True] if by_chance else None)
             for number, plan in enumerate(self._stage_plans)
         ]
         if self._before_pass is not None:
@@ -202,9 +203,10 @@ class ScheduleRunner:
             return self._model.stage_plan
         compute = partial(self._work.run_code, microbatch)
         calls = calls_of(self._model, compute)
-        if calls not in self._by_calls:
-            self._by_calls[calls] = stage_plan_for(self._model, calls, compute)
-        return self._by_calls[calls]
+        key = self._model.stage_plan.phase, calls
+        if key not in self._by_calls:
+            self._by_calls[key] = stage_plan_for(self._model, calls, compute)
+        return self._by_calls[key]
 
     def _post_receives(self, coming: Sequence[Action]) -> None:
         """Begins the next receives, as far as their shapes are known."""

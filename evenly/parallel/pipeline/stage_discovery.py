@@ -9,7 +9,7 @@ from the last to the first: which tensors it has to receive.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -100,13 +100,15 @@ def find_stage_plan(
     counts: Sequence[int],
     compute: Callable[[], Any],
     evaluate: Callable[[], Any] | None,
+    *,
+    owners: Mapping[str, tuple[int, ...]],
+    phase: str = "",
 ) -> StagePlan:
     """The stage plan with `counts` block calls per stage; compute, evaluate: run the loss in training, evaluation.
 
-    Raises `PlanError` where a stage cannot run by itself.
+    owners, phase: as in `StagePlan`. Raises `PlanError` where a stage cannot run by itself.
     """
     stage_of = stage_of_calls([call_cost.call for call_cost in found.costs], counts)
-    owners = found.owners([*model.stage_tensors], stage_of)
     check_rules_of_buffers(model.model, owners)
     nothing = tuple(() for _ in counts)
     stage_plan = StagePlan(
@@ -118,6 +120,7 @@ def find_stage_plan(
         mixed_draws=frozenset({True} if found.by_chance else ()),
         by_chance=found.by_chance,
         runs_through=frozenset((True, False) if has_hooks(block.module for block in model.blocks) else ()),
+        phase=phase,
     )
     stage_plan = _with_stage_inputs(model, stage_plan, compute, training=True)
     if evaluate is None:

@@ -74,6 +74,7 @@ class StagePlan:
     shapes_vary:  whether shapes in the model follow from numbers of the batch, and not from its shapes alone.
     written:      what the code makes on every stage, and writes tensors of other stages into.
     early:        what a stage needs the numbers of before its first block.
+    phase:        of the job, whose loss these stages run; '' for the job itself.
     """
 
     counts: tuple[int, ...]
@@ -87,6 +88,7 @@ class StagePlan:
     shapes_vary: bool = False
     written: frozenset[TensorSite] = frozenset()
     early: frozenset[TensorSite] = frozenset()
+    phase: str = ""
 
     @property
     def stages(self) -> int:
@@ -154,3 +156,18 @@ class FoundCalls:
             stages = [ends.get(call) or range(stage_of[call] + 1) for call in calls]
             owners[name] = tuple(sorted({*owners[name], *chain.from_iterable(stages)}))
         return owners
+
+
+def joined_owners(
+    names: Sequence[str], phases: Sequence[tuple[FoundCalls, Sequence[int]]]
+) -> dict[str, tuple[int, ...]]:
+    """The stages that may use each of `names` in any of `phases`; stage 0 where none does.
+
+    phases: the calls of each, and how many of them each stage has.
+    """
+    found: dict[str, set[int]] = {name: set() for name in names}
+    for calls, counts in phases:
+        owners = calls.owners(names, stage_of_calls([one.call for one in calls.costs], counts))
+        for name in {*calls.between}.union(*(one.tensors for one in calls.costs)):
+            found[name] |= {*owners[name]}
+    return {name: tuple(sorted(stages or {0})) for name, stages in found.items()}

@@ -1,0 +1,44 @@
+"""What the losses of the reference come to: sums of totals, weights and metrics, added exactly."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from evenly.job import Loss
+
+
+class Sums:
+    """What the losses of all microbatches of a phase of a step, or of an evaluation, come to."""
+
+    def __init__(self) -> None:
+        self.totals: list[float] = []
+        self.weights: list[float] = []
+        self._pairs: list[dict[str, tuple[float, float]]] = []
+
+    def add(self, loss: Loss) -> None:
+        """Adds the loss of a microbatch."""
+        self.totals.append(_number(loss.total))
+        self.weights.append(_number(loss.weight))
+        self._pairs.append({name: (_number(total), _number(count)) for name, (total, count) in loss.metrics.items()})
+
+    @property
+    def loss(self) -> float:
+        """The mean over all that counts."""
+        return math.fsum(self.totals) / math.fsum(self.weights)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """By name the sum over all microbatches, divided by that of the counts; without those whose count is 0."""
+        found: dict[str, float] = {}
+        for name in self._pairs[0]:
+            sums, counts = ([pairs[name][place] for pairs in self._pairs] for place in (0, 1))
+            if math.fsum(counts) != 0:
+                found[name] = (math.fsum(sums) if all(map(math.isfinite, sums)) else sum(sums)) / math.fsum(counts)
+        return found
+
+
+def _number(value: Any) -> float:
+    return float(value.detach().double() if isinstance(value, torch.Tensor) else value)
