@@ -80,8 +80,8 @@ def shortened(job: Job, steps: int) -> Job:
     """`job` with epochs that end within `steps`, in a short batch, and with fewer samples to evaluate.
 
     Of three steps the second has a short batch, and the third begins an epoch. An average of the weights is over all.
-    What is frozen for some steps is not in the last one any more, and evaluations that the schedule may follow come at
-    least three times.
+    What is frozen for some steps is not in the last one any more, evaluations that the schedule may follow come three
+    times at least, and each phase is run in every other step at least.
     """
     job = _in_time(job, steps)
     if job.average is not None:
@@ -107,4 +107,7 @@ def _first_of(data: Any, count: int) -> Any:
 def _in_time(job: Job, steps: int) -> Job:
     frozen = {name: count and min(count, max(1, steps - 1)) for name, count in (job.frozen or {}).items()}
     every = job.eval_every and min(job.eval_every, max(1, steps // 3))
-    return replace(job, frozen=frozen or None, eval_every=every)
+    phases = {
+        name: replace(one, every=min(one.every, max(1, min(2, steps)))) for name, one in (job.phases or {}).items()
+    }
+    return replace(job, frozen=frozen or None, eval_every=every, phases=phases or None)

@@ -26,6 +26,7 @@ from evenly.verify.additive import loss_not_additive
 from evenly.verify.compare import RankComparison, judge
 from evenly.verify.ranks import compare_job, compare_steps
 from evenly.verify.reference import reference_steps
+from evenly.verify.shorten import shortened
 from evenly.verify.tasks import PlanSteps
 
 STEPS, SAVED_AT = 5, 3
@@ -405,6 +406,15 @@ def test_phases_that_cannot_be_run_are_refused(fields: Any, found: str) -> None:
     with pytest.raises(UserError) as problem:
         gan(phases={"one": phase})
     assert found in str(problem.value)
+
+
+def test_a_verification_runs_phases_that_come_seldom() -> None:
+    job = gan()
+    assert job.phases is not None
+    seldom = dataclasses.replace(job.phases["generator"], every=100)
+    found = shortened(gan(phases={**job.phases, "generator": seldom}), 3).phases
+    assert found is not None and [one.every for one in found.values()] == [1, 2]
+    assert shortened(gan(phases={**job.phases, "generator": seldom}), 1).phases["generator"].every == 1  # type: ignore[index]
 
 
 def test_several_optimizers_stand_as_one() -> None:
