@@ -348,6 +348,11 @@ def hide_sharding(model: nn.Module) -> None:
         vars(module).pop("_is_fsdp_managed_module", None)  # which torch reads where it compiles, and need not
 
 
+def sets_gradients(function: Any) -> bool:
+    """Whether a function that a mode sees switches the recording of gradients: what `torch.no_grad` and its like call."""
+    return function is torch._C._set_grad_enabled
+
+
 def initialize_sharding(model: nn.Module) -> None:
     """What the first forward of a model under `fully_shard` would do, before it."""
     _fsdp_state(model)._lazy_init()

@@ -169,7 +169,7 @@ def classifier_job(**changes: Any) -> evenly.Job:
     """37 samples, batches of 10 in microbatches of 3 or less, a short last batch of 7."""
     fields: dict[str, Any] = dict(
         model=Classifier, loss=class_loss, data=Points(37), eval_data=Points(11, seed=1), optimizer=adam,
-        global_batch=10, microbatch=3, steps=6, clip_norm=0.7, schedule=warm_up, name="classifier",
+        global_batch=10, microbatch=3, steps=6, clip_norm=0.3, schedule=warm_up, name="classifier",
     )  # fmt: skip
     return evenly.Job(**{**fields, **changes})
 

@@ -75,6 +75,7 @@ from evenly.torch_private import (
     replace_gradient_hooks,
     run_as_written,
     set_tensor_dict,
+    sets_gradients,
     tensor_dict,
     unwrap_call,
     unwrapped,
@@ -670,3 +671,25 @@ def test_a_node_of_the_backward_has_the_number_that_the_forward_was_about_to_giv
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: (seen.append(autograd_node()), t)[1]):
         torch.exp(y).sum().backward()
     assert seen[0] == ("ExpBackward0", number + 1)
+
+
+def test_a_mode_sees_what_switches_the_recording_of_gradients() -> None:
+    seen: list[bool] = []
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if sets_gradients(func):
+                seen.append(args[0])
+            return func(*args, **(kwargs or {}))
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            assert not torch.is_grad_enabled()
+            return x * 2
+
+    with Watch():
+        Function.apply(torch.ones(2, requires_grad=True))
+        with torch.no_grad():
+            torch.ones(2).add(1)
+    assert seen == [False, True]

@@ -31,7 +31,7 @@ from evenly.model.modes import evaluating, in_training
 from evenly.model.overlap import find_overlapping
 from evenly.torch_private import in_backward
 from evenly.verify.reference_data import WEIGHTS, batches, evaluation_microbatches, read_microbatch
-from evenly.verify.reference_sums import Sums
+from evenly.verify.reference_sums import LossSums
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,9 @@ def _sums(
     microbatches: list[Callable[[], list[Any]]],
     device: str,
     around: Callable[[torch.nn.Module], AbstractContextManager[None]] | None,
-) -> Sums:
+) -> LossSums:
     """Adds up losses and gradients of a phase of `step`, from 0; around: as of `reference_steps`."""
-    job, sums = phase.job, Sums()
+    job, sums = phase.job, LossSums()
     stream = ("microbatch", phase.name) if phase.name else ("microbatch",)
     model.zero_grad()
     for name, parameter in model.named_parameters():
@@ -152,7 +152,7 @@ def _sums(
     return sums
 
 
-def _update(phase: _Phase, model: torch.nn.Module, step: int, sums: Sums) -> float:
+def _update(phase: _Phase, model: torch.nn.Module, step: int, sums: LossSums) -> float:
     """The update by the gradients of a phase of `step`, from 1; returns their norm."""
     phase.scaler.unscale_(phase.optimizer)
     grad_norm = _clip_mean(phase.job, model, math.fsum(sums.weights))
@@ -242,7 +242,7 @@ def reference_evaluation(job: Job, model: torch.nn.Module, device: str = "cpu") 
 
 
 def _evaluate(job: Job, model: torch.nn.Module, device: str) -> dict[str, float]:
-    sums, outputs = Sums(), list[Any]()
+    sums, outputs = LossSums(), list[Any]()
     with torch.no_grad(), evaluating(model):
         for number, microbatch in enumerate(evaluation_microbatches(job)):
             key = stream_key(job.seed, "evaluation data", 0, number)

@@ -10,7 +10,7 @@ import torch
 from evenly.job import Loss
 
 
-class Sums:
+class LossSums:
     """What the losses of all microbatches of a phase of a step, or of an evaluation, come to."""
 
     def __init__(self) -> None:

@@ -229,7 +229,7 @@ def state_of(plan: str) -> tuple[set[str], int]:
     """The names of what this rank keeps state of, and how many bytes."""
     with evenly.start(job("Shampoo"), plan=plan) as run:
         run.step(next(iter(run.batches())))
-        assert isinstance(run.updater._sharded, OwnedOptimizer)
+        assert isinstance(run.updaters.first._sharded, OwnedOptimizer)
         with run.inside():
             kept: dict[Any, Any] = {p: state for p, state in run.optimizer.state.items() if state}
         tensors = [value for state in kept.values() for value in state.values()]

@@ -178,13 +178,11 @@ class ShardedGradients(Gradients):
     # ------------------------------------------------------------------------------------------- a step
     def survey(self, forward: Callable[[], object]) -> None:
         """Runs the forward of the first microbatch once more, before it, and gathers at once if units may differ."""
-        if self._surveyed:
+        if self._surveyed or self._group.size == 1:
             return
         self._surveyed = True
         prefixes = {id(module): name for name, module in self._model.named_modules()}
         units = [(prefixes[id(unit)], cast(nn.Module, unit)) for unit in self._units[1:]]
-        if self._group.size == 1:
-            return
         initialize_sharding(self._model)  # the loss may call parts of the model, and not the model itself
         differs = order_may_differ(units, self._group, forward)
         self._units[0].reset_iter_state()

@@ -30,7 +30,7 @@ from evenly.model.fake import Source, fake_model, fake_tensor, running_fake
 from evenly.model.modes import in_training
 from evenly.parallel.tensor.attention import multi_head_attention
 from evenly.parallel.tensor.example_numbers import ExampleNumbers
-from evenly.torch_private import fake_mode, operation_of, unwrapped
+from evenly.torch_private import fake_mode, operation_of, sets_gradients, unwrapped
 
 INSIDE = (torch.__path__[0], EVENLY)  # code whose lines no message names
 ASKED = "to find what of the model can be split (tensor=N)"
@@ -212,7 +212,7 @@ class _Recorder(TorchFunctionMode):
             if result is not NotImplemented:
                 return result
         recorded = torch.is_grad_enabled()
-        if getattr(func, "__name__", "") == "_set_grad_enabled" and recorded == self.records:
+        if sets_gradients(func) and recorded == self.records:
             self.records = bool(args[0])  # by no_grad and its like, but not within a Function, which has it off
         call = TracedCall(name_of(func), (), {}, (), self.module, hidden=self.records and not recorded)
         if _matters(func):
