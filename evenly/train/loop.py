@@ -107,8 +107,8 @@ def train(run: Run, *, quiet: bool = False) -> Summary:
 
 
 def unit_of(weight: float, samples: int) -> str:
-    """What a batch of `weight` is counted in: a whole number other than that of its samples counts tokens."""
-    return "tokens" if weight != samples and float(weight).is_integer() else "samples"
+    """What a batch of `weight` is counted in: a whole number above that of its samples counts tokens."""
+    return "tokens" if weight > samples and float(weight).is_integer() else "samples"
 
 
 class _Progress:

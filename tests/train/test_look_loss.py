@@ -163,6 +163,6 @@ def test_a_batch_norm_whose_microbatch_nobody_has_stated_is_named() -> None:
         warn_of_batch_norm(job, model.train(), 64)
 
 
-@pytest.mark.parametrize(("weight", "unit"), [(8.0, "samples"), (8.25, "samples"), (3.0, "tokens"), (100, "tokens")])
+@pytest.mark.parametrize(("weight", "unit"), [(8.0, "samples"), (8.25, "samples"), (1.0, "samples"), (100, "tokens")])
 def test_weights_that_are_no_whole_numbers_count_no_tokens(weight: float, unit: str) -> None:
     assert unit_of(weight, 8) == unit
