@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS ?= .work/peers
 WORKLOADS ?= W1 W2 W4
+# In a folder of their own, $(VENV)/timm: transformers uses any torchvision that it finds, and this one is built for CUDA.
+TIMM := timm==1.0.31 torchvision==0.28.0
 EXAMPLE := examples/stdlib_lm.py
 # All GPUs where there are any, else two CPU processes.
 DEVICES := $(if $(shell nvidia-smi -L 2>/dev/null),,--devices 2)
@@ -23,6 +25,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --upgrade --target $(VENV)/timm $(TIMM)
 	touch $@
 
 demo: $(READY)

@@ -43,6 +43,10 @@ class PlanError(UserError):
     """A plan that is malformed or cannot keep the contract; names every problem found."""
 
 
+class JobWarning(UserWarning):
+    """Something in a job that runs, the same under every plan, but perhaps not as its author thinks."""
+
+
 class RunError(EvenlyError):
     """A run that began and could not go on."""
 

@@ -106,6 +106,11 @@ def train(run: Run, *, quiet: bool = False) -> Summary:
     return progress.summary()
 
 
+def unit_of(weight: float, samples: int) -> str:
+    """What a batch of `weight` is counted in: a whole number above that of its samples counts tokens."""
+    return "tokens" if weight > samples and float(weight).is_integer() else "samples"
+
+
 class _Progress:
     """The state of the loop between steps."""
 
@@ -169,8 +174,7 @@ class _Progress:
         )
 
     def _begin_watching(self, report: StepReport) -> None:
-        # A weight other than the number of samples counts tokens, or whatever the job counts.
-        self.unit = "samples" if report.weight == report.samples else "tokens"
+        self.unit = unit_of(report.weight, report.samples)
         run = self.run
         self.watcher = make_watcher(
             main=self.shows, steps=run.steps, done=run.steps_done, unit=self.unit, notebook=is_in_notebook()

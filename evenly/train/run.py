@@ -42,6 +42,7 @@ from evenly.train.hooks import Hooks
 from evenly.train.interrupt import Interrupt
 from evenly.train.keep_state import keeping_state
 from evenly.train.look import check_job, check_model, check_update, shapes_vary, worthwhile_primitives
+from evenly.train.look_loss import warn_of_batch_norm
 from evenly.train.options import RunOptions, merge_options
 from evenly.train.pretrained import ModelStart
 from evenly.train.rank_speeds import measured_speeds
@@ -432,7 +433,10 @@ def start_with_options(job: Job, options: RunOptions, sinks: Sequence[Sink] = ()
     if world.device == "cpu" and decision.plan.exact == "bitwise" and chosen_threads() is None:
         torch.set_num_threads(1)  # the bits of a sum depend on the number of threads
     try:
-        return Run(job, decision, world, options, sinks)
+        run = Run(job, decision, world, options, sinks)
     except UserError:  # raised on all ranks, which may go on
         disconnect(world)
         raise
+    if run.is_main:
+        warn_of_batch_norm(job, run.model, run.job.samples_per_microbatch)
+    return run

@@ -30,6 +30,7 @@ from evenly.hardware.health import processor_in_words
 from evenly.launcher.allocator import free_memory_bytes
 from evenly.parallel.core.memory import HOST, Category, MemoryCounter, local, state_tensors
 from evenly.train.look import check_again
+from evenly.train.look_loss import first_loss, warn_of_loss
 from evenly.train.nonfinite import BuffersBefore, is_bad, traced_error
 from evenly.train.reports import PassReport, StepReport
 
@@ -63,7 +64,8 @@ class OpenStep:
         """Forward and backward of `batch`; `loss` in place of the job's."""
         if self.passes:
             self._keep_gradients(run)
-        batch.used, batch.loss = True, loss
+        looked = None if self.passes or loss is not None else first_loss(run, batch)
+        batch.used, batch.loss = True, looked or loss
         batch.first = sum(len(before.share.microbatches) for before, _ in self.passes)
         stop = partial(run.interrupt.asked_at, saving=self.number % (run.job.save_every or 1) == 0)
         totals = run.executor.step(
@@ -71,6 +73,7 @@ class OpenStep:
         )
         totals.check(self.number)
         self.passes.append((batch, totals))
+        warn_of_loss(run.job, looked, batch.share.samples)
         return totals
 
     def update(self, run: Run) -> UpdatedStep:

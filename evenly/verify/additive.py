@@ -38,8 +38,9 @@ def _not_additive(job: Job, of_phase: str) -> str:
         found.append((float(loss.total.double()), float(loss.weight)))
     if found[0] != found.pop():  # other random numbers, another loss
         return ""
+    tolerance = 1e-6 if job.precision == "float64" else 1e-3
     for what, whole, *halves in zip(("total", "weight"), *found, strict=True):
-        if abs(whole - sum(halves)) > 1e-3 * max(abs(whole), *map(abs, halves)):
+        if abs(whole - sum(halves)) > tolerance * max(abs(whole), *map(abs, halves)):
             both = " + ".join(f"{half:.4g}" for half in halves)
             return (
                 f"the loss{of_phase} of {len(samples)} samples has the {what} {whole:.4g}, that of its halves {both}: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 
 from evenly.checkpoint.manifest import AVERAGE, OPTIMIZER
 from evenly.comm.connect import find_device
-from evenly.errors import PlanError
+from evenly.errors import JobWarning, PlanError
 from evenly.job import Job, Precision
 from evenly.launcher.environment import find_here
 from evenly.plan import PlanSpec, with_microbatch
@@ -146,7 +147,8 @@ def compare_steps(job: Job, part: PlanSteps, steps: int, folder: Path, kind: Dis
     expected, single = Trajectory(folder / "reference"), Trajectory(folder / "single")
     scalars, rounding = expected.scalars(), read_rounding(folder / f"rounding-{kind}.json")
     job = replace(job, steps=max(job.steps, steps), on_step=(), on_evaluation=(), on_save=())
-    with default_type(job.precision), start(job, plan=part.plan, out=part.out, resume=part.first > 0) as run:
+    quiet = warnings.catch_warnings(action="ignore", category=JobWarning)  # the report has notes
+    with quiet, default_type(job.precision), start(job, plan=part.plan, out=part.out, resume=part.first > 0) as run:
         run.interrupt.close()  # a stop need not wait for the end of a step
         comparison = RankComparison(job.precision, run.world.rank, rounding, sharded=run.composed.sharded)
         if part.first:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from evenly.errors import EvenlyError, PlanError, UserError
+from evenly.errors import EvenlyError, PlanError, RankError, UserError
 from evenly.job import Precision
 from evenly.jobfile import read_with
 from evenly.launcher.agent import Launch, start_ranks
@@ -119,15 +120,30 @@ class _ReferenceRuns:
     def _run(self, plan: PlanSpec, folder: Path, runs: list[tuple[Disturbance, int]]) -> None:
         request = self._request
         arguments = (request.path, request.settings, request.dtype, plan, request.steps, folder, runs)
-        for found in start_ranks(
-            run_references, arguments, Launch(devices=len(runs), look_every_s=LOOK_EVERY_S)
-        ).values():
+        try:
+            results = start_ranks(run_references, arguments, Launch(devices=len(runs), look_every_s=LOOK_EVERY_S))
+        except RankError as problem:
+            problem.do = remedy(problem, request.dtype)
+            raise
+        for found in results.values():
             if isinstance(found, PlanError):
                 raise found
             self.found |= found
         for kind, draw in runs:
             if kind != "none":
                 measure_rounding(folder, kind, draw)
+
+
+def remedy(problem: RankError, dtype: Precision) -> str:
+    """What to do about a failure of the plain loop, whose model and batch are of `dtype`; what the
+    job holds itself may be of another type.
+    """
+    if re.search(r"\b(Double|BFloat16|Half|float64|bfloat16|float16|dtype)\b", problem.found) is None:
+        return problem.do
+    return (
+        f"verify has the model and the batch in {dtype}: let other tensors that the job uses follow "
+        f"(weight.to(logits)), or verify with --dtype of the job's own precision; {problem.do}"
+    )
 
 
 def _of_microbatch(plan: PlanSpec) -> str:

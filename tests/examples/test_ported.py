@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import runpy
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -25,7 +26,9 @@ from evenly.job import Job
 from evenly.jobfile import load_job
 from evenly.verify.verify import VerifyRequest, verify
 
-PORTED = Path(__file__).parents[2] / "examples" / "ported"
+ROOT = Path(__file__).parents[2]
+PORTED = ROOT / "examples" / "ported"
+TIMM = Path(sys.prefix) / "timm"  # where `make venv` installs it, with torchvision
 NAMES = sorted(path.name for path in PORTED.iterdir())
 MOST_LINES, STEPS = 12, 20
 PLANS = {name: ["ddp", "zero3", "tensor=2"] for name in NAMES} | {"ppo": ["ddp", "zero3", "pipeline=2"]}
@@ -42,6 +45,19 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv(name, "0")
 
 
+@pytest.fixture
+def begin(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The lines that a script needs before its own: timm imports torchvision, here a build for CUDA."""
+    if name != "vit":
+        return ""
+    assert TIMM.is_dir(), f"`make venv` installs timm and torchvision into {TIMM}"
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "zoo"))
+    monkeypatch.syspath_prepend(str(TIMM))
+    lines = "import torchvision_names\n\ntorchvision_names.declare()\n"
+    exec(lines)
+    return lines
+
+
 def changed_lines(name: str) -> int:
     """The lines of `after.py`, but empty ones, that are not in `before.py`."""
     before, after = ((PORTED / name / file).read_text().splitlines() for file in ("before.py", "after.py"))
@@ -54,8 +70,10 @@ def test_few_lines_are_changed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_script_is_equal_under_three_plans(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    request = VerifyRequest(PORTED / name / "after.py", {}, 2, "float64")
+def test_a_script_is_equal_under_three_plans(name: str, begin: str, tmp_path: Path) -> None:
+    job_file = tmp_path / "after.py"
+    job_file.write_text(begin + (PORTED / name / "after.py").read_text())
+    request = VerifyRequest(job_file, {}, 2, "float64")
     rows = verify(request, PLANS[name], devices=2, report=lambda _: None).plans
     assert [(row.plan.split()[0], row.status, row.reason) for row in rows] == [(p, "equal", "") for p in PLANS[name]]
 
@@ -124,6 +142,7 @@ def _order(job: Job) -> list[int]:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "ppo"])
+@pytest.mark.usefixtures("begin")
 @pytest.mark.filterwarnings("ignore")
 def test_the_first_losses_are_those_of_the_script(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = load_job(PORTED / name / "after.py", {})

@@ -12,7 +12,7 @@ import torch
 from jobs import class_loss, classifier_job, language_job
 from torch import nn
 
-from evenly.errors import UserError
+from evenly.errors import RankError, UserError
 from evenly.job import Loss
 from evenly.launcher.agent import FailedRank
 from evenly.train.run import Run
@@ -22,7 +22,7 @@ from evenly.verify.compare import RankComparison
 from evenly.verify.ranks import compare_job, keep_reference
 from evenly.verify.reference import reference_steps
 from evenly.verify.tasks import FoundInJob
-from evenly.verify.verify import VerifyRequest, verify
+from evenly.verify.verify import VerifyRequest, remedy, verify
 
 
 @pytest.fixture(autouse=True)
@@ -134,6 +134,12 @@ def of_scalar_mean(model: Any, batch: Any) -> torch.Tensor:
     return loss.total / loss.weight
 
 
+def of_class_weights(model: Any, batch: Any) -> torch.Tensor:
+    """Where weights are almost alike, so are the means of halves."""
+    weights = torch.tensor([1.0, 1.0, 1.001], dtype=torch.float64)
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], weight=weights)
+
+
 @pytest.mark.parametrize(
     ("loss", "wrong"),
     [
@@ -141,12 +147,20 @@ def of_scalar_mean(model: Any, batch: Any) -> torch.Tensor:
         (of_scalar_mean, ""),
         (of_mean, "has the total"),
         (of_scalar_sum, "has the total"),
+        (of_class_weights, "has the total"),
         (of_weight_one, "has the weight 1, that of its halves 1 + 1"),
     ],
 )
 def test_a_loss_that_is_no_sum_is_noted(loss: Any, wrong: str) -> None:
     found = loss_not_additive(classifier_job(loss=loss, precision="float64"))
     assert wrong in found and bool(wrong) == bool(found)
+
+
+@pytest.mark.parametrize("found", ["expected scalar type Double but found Float", "same dtype, got Double and Float"])
+def test_a_tensor_of_another_type_in_the_plain_loop_is_explained(found: str) -> None:
+    words = remedy(RankError("rank 1 failed", f"RuntimeError: {found} (job.py:6)", "see its log: a"), "float64")
+    assert words.startswith("verify has the model and the batch in float64:") and words.endswith("see its log: a")
+    assert remedy(RankError("rank 1 failed", "ValueError: a", "see its log: a"), "float64") == "see its log: a"
 
 
 def test_ragged_samples_add_up() -> None:

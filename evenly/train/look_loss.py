@@ -1,0 +1,252 @@
+"""A look at the loss of the first microbatch: whether it adds up over samples, as the numbers of one forward need it.
+
+The outputs of the model are kept; the loss is then called with those of either half of the samples, by a stand-in for
+the model that returns them. So no forward is run again, and neither dropout nor BatchNorm makes a difference. What
+cannot be cut by samples is not judged: a model that computes the loss itself, outputs of other dims.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import chain
+from math import isfinite
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from evenly.data.generators import undisturbed
+from evenly.data.nest import map_tensors, tensors_by_path
+from evenly.engine.executor import LossFunction
+from evenly.engine.step_totals import as_loss
+from evenly.errors import JobWarning
+from evenly.job import Job, Loss
+from evenly.model.norms import BATCH_NORMS
+
+if TYPE_CHECKING:
+    from evenly.engine.executor import Batch
+    from evenly.train.run import Run
+
+TOLERANCE = 1e-3  # relative; of outputs in 16 bits
+TOLERANCE_16_BITS = 3e-2
+MOST_ELEMENTS = 2**24  # of the outputs that are kept
+IGNORED = -100  # the target that cross_entropy and the models of transformers leave out
+
+
+class NotBySamples(Exception):
+    """Something has no samples in its first dim."""
+
+
+class FirstLoss:
+    """The loss function of a job, whose first call is looked at.
+
+    note: what is wrong with it in words, or ''.
+    """
+
+    def __init__(self, loss: LossFunction, samples: int) -> None:
+        """samples: of the first microbatch."""
+        self.loss, self.samples, self.note = loss, samples, ""
+        self._called = False
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        if self._called:
+            return self.loss(model, batch)
+        self._called = True
+        kept = map_tensors(lambda tensor: tensor, batch)  # a loss may take entries out of its containers
+        with _outputs_of(model) as outputs:
+            found = self.loss(model, batch)
+        with suppress(Exception), _nothing_drawn(outputs):
+            self.note = _loss_note(self.loss, found, kept, outputs, self.samples)
+        return found
+
+
+def first_loss(run: Run, batch: Batch) -> FirstLoss | None:
+    """The job's loss, to be looked at in the first step of `run`; None where it is not, or a batch is one forward.
+    Losses of phases are not looked at.
+
+    Ranks that share a microbatch have outputs that are not all theirs.
+    """
+    plan, microbatches = run.plan, batch.share.microbatches
+    if run.job.phases or run.steps_done or not run.world.is_main or len(microbatches) < 2 or not batch.share.own:
+        return None
+    if plan.tensor.active or plan.pipeline.active or plan.compile != "off":
+        return None
+    return FirstLoss(run.job.loss, len(microbatches[batch.share.own[0]]))
+
+
+def warn_of_loss(job: Job, looked: FirstLoss | None, samples: int) -> None:
+    """Warns of what was found. samples: of the batch."""
+    if looked is None or not looked.note:
+        return
+    text = (
+        f"{looked.note}; so microbatches of {looked.samples} samples do not have the numbers of one forward of all "
+        f"{samples}: return evenly.Loss(total, weight) with sums over what counts, or state microbatch={samples}"
+    )
+    _warn(text, job.loss)
+
+
+def warn_of_batch_norm(job: Job, model: nn.Module, microbatch: int) -> None:
+    """Warns of a BatchNorm in training whose microbatch, of `microbatch` samples, `job` has not stated."""
+    if job.microbatch or job.microbatch_cost or microbatch >= job.global_batch:
+        return
+    names = [name for name, one in model.named_modules() if isinstance(one, BATCH_NORMS) and one.training]
+    if names:
+        text = (
+            f"BatchNorm ({names[0]}) sees microbatches, of {microbatch} of the {job.global_batch} samples of a batch "
+            f"where the job states none: state microbatch={job.global_batch} for one forward of all, or {microbatch}"
+        )
+        _warn(text, job.model)
+
+
+def _warn(text: str, place: Callable[..., Any]) -> None:
+    """A warning at the place of the job's function `place`."""
+    code = getattr(getattr(place, "__init__", None) if isinstance(place, type) else place, "__code__", None)
+    where = (code.co_filename, code.co_firstlineno) if code is not None else ("job", 0)
+    warnings.warn_explicit(text, JobWarning, *where)
+
+
+# ---------------------------------------------------------------------------------------------- the outputs
+@contextmanager
+def _outputs_of(model: Any) -> Generator[list[Any]]:
+    """Within, copies of what each call of `model` returns are added to the list; none once there are too many."""
+    outputs: list[Any] = []
+    if not isinstance(model, nn.Module):
+        yield outputs
+        return
+
+    def keep(_: nn.Module, __: Any, output: Any) -> None:
+        elements = sum(tensor.numel() for _, tensor in tensors_by_path([*outputs, output]))
+        outputs.append(map_tensors(lambda t: t.detach().clone(), output) if elements <= MOST_ELEMENTS else None)
+
+    handle = model.register_forward_hook(keep)
+    try:
+        yield outputs
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _nothing_drawn(outputs: Sequence[Any]) -> Generator[None]:
+    """Restores all generators on exit: of torch, where `outputs` are too, of Python and numpy."""
+    numpy: Any = sys.modules.get("numpy")
+    before = random.getstate(), None if numpy is None else numpy.random.get_state()
+    with undisturbed(*{str(tensor.device) for _, tensor in tensors_by_path(outputs)}):
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            if numpy is not None:
+                numpy.random.set_state(before[1])
+
+
+class _StandIn:
+    """Returns `outputs`, one a call, in the place of a model in training."""
+
+    training = True
+
+    def __init__(self, outputs: Sequence[Any]) -> None:
+        self._outputs = iter(outputs)
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return next(self._outputs)
+
+
+# ------------------------------------------------------------------------------------------------- the loss
+def _loss_note(loss: LossFunction, found: Any, batch: Any, outputs: Sequence[Any], samples: int) -> str:
+    """What is wrong with `loss`, which has `found` something of `batch`. Raises anything where it cannot be judged."""
+    plain = not isinstance(found, Loss)
+    if plain and _ignores_unevenly(batch):
+        return "the loss is a plain scalar, a mean over samples, and samples have different numbers of ignored targets"
+    if samples < 2 or _adds_up(loss, batch, outputs, samples):
+        return ""
+    return (
+        "the loss is a plain scalar but no mean over samples (class weights? a sum? pairs within the batch?)"
+        if plain
+        else "the loss does not add up over samples (a mean for a sum? pairs within the batch?)"
+    )
+
+
+def _ignores_unevenly(batch: Any) -> bool:
+    """Whether targets of `batch` that are ignored are more in one sample than in another."""
+    targets = [t for _, t in tensors_by_path(batch) if t.dtype == torch.int64 and t.dim() == 2]
+    counts = [(target == IGNORED).sum(1) for target in targets]
+    return any(int(count.max()) > int(count.min()) for count in counts)
+
+
+class _Result(NamedTuple):
+    """Total and weight of a loss, and the gradients of the outputs that it was called with."""
+
+    total: float
+    weight: float
+    gradients: list[torch.Tensor]
+
+
+def _adds_up(loss: LossFunction, batch: Any, outputs: Sequence[Any], samples: int) -> bool:
+    """Whether total, weight and gradients are those of the two halves; also where that is chance, or not finite."""
+    if _has_plain_lists(batch) or _has_plain_lists(outputs):
+        raise NotBySamples
+    whole, again = (_result(loss, batch, outputs, samples) for _ in range(2))
+    if not isfinite(whole.total) or _differ(whole, [again], [whole.gradients]):
+        return True
+    return any(_halves_add_up(loss, batch, outputs, samples, whole, adjacent=one) for one in (True, False))
+
+
+def _halves_add_up(
+    loss: LossFunction, batch: Any, outputs: Sequence[Any], samples: int, whole: _Result, *, adjacent: bool
+) -> bool:
+    halves = [slice(0, samples // 2), slice(samples // 2, samples)]
+    cut = [_rows((batch, outputs, whole.gradients), samples, half, adjacent=adjacent) for half in halves]
+    sizes = [half.stop - half.start for half in halves]
+    parts = [_result(loss, one[0], one[1], size) for one, size in zip(cut, sizes, strict=True)]
+    return not _differ(whole, parts, [one[2] for one in cut])
+
+
+def _result(loss: LossFunction, batch: Any, outputs: Sequence[Any], samples: int) -> _Result:
+    with torch.enable_grad():
+        leaves = map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point()), outputs)
+        model = _StandIn(map_tensors(torch.clone, leaves))  # a loss may write into them
+        found = as_loss(loss(cast("nn.Module", model), map_tensors(lambda t: t, batch)), samples)
+        inputs = [t for _, t in tensors_by_path(leaves) if t.requires_grad]
+        gradients = torch.autograd.grad(found.total, inputs, allow_unused=True, materialize_grads=True)
+    return _Result(float(found.total.detach()), float(found.weight), [*gradients])
+
+
+def _differ(whole: _Result, parts: Sequence[_Result], expected: Sequence[list[torch.Tensor]]) -> bool:
+    """Whether `parts` do not add up to `whole`, of whose gradients they have the `expected` rows."""
+    tolerance = TOLERANCE_16_BITS if any(one.itemsize < 4 for one in whole.gradients) else TOLERANCE
+    for number in ("total", "weight"):
+        values = [getattr(part, number) for part in parts]
+        if abs(getattr(whole, number) - sum(values)) > tolerance * sum(map(abs, values)):
+            return True
+    pairs = [*zip(chain(*expected), chain.from_iterable(part.gradients for part in parts), strict=True)]
+    norm = sum(float(rows.double().square().sum()) for rows, _ in pairs) ** 0.5
+    return sum(float((rows - own).double().square().sum()) for rows, own in pairs) ** 0.5 > tolerance * norm
+
+
+def _rows(nest: Any, samples: int, part: slice, *, adjacent: bool) -> Any:
+    """The rows of the samples `part` in every tensor; adjacent: whether those of one sample are, where it has several.
+
+    Raises `NotBySamples`.
+    """
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() == 0 or len(tensor) == 0 or len(tensor) % samples:
+            raise NotBySamples
+        if adjacent:
+            return tensor.unflatten(0, (samples, -1))[part].flatten(0, 1)
+        return tensor.unflatten(0, (-1, samples))[:, part].flatten(0, 1)
+
+    return map_tensors(cut, nest)
+
+
+def _has_plain_lists(nest: Any) -> bool:
+    """Whether a list in `nest` has something other than tensors: of samples, it may be, which nothing cuts."""
+    if isinstance(nest, Mapping):
+        return any(map(_has_plain_lists, nest.values()))
+    if isinstance(nest, list | tuple):
+        return any(not isinstance(one, torch.Tensor | Mapping | list | tuple) or _has_plain_lists(one) for one in nest)
+    return False

@@ -1,0 +1,168 @@
+"""Which losses are found not to add up over samples, in the first step."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from jobs import Points, classifier_job
+from torch import nn
+from torch.nn import functional as F
+
+import evenly
+from evenly.errors import JobWarning
+from evenly.train.look_loss import FirstLoss, warn_of_batch_norm
+from evenly.train.loop import unit_of
+
+SAMPLES, CLASSES = 9, 3
+WEIGHTS = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
+
+
+def a_model() -> nn.Module:
+    """Logits of classes, all alike: only gradients tell how a loss weighs samples."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, CLASSES)).double()
+    nn.init.zeros_(model[-1].weight)
+    nn.init.zeros_(model[-1].bias)
+    return model
+
+
+def a_batch() -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(SAMPLES, 4, generator=draw, dtype=torch.float64)
+    return {"x": x, "y": torch.randint(CLASSES, (SAMPLES,), generator=draw)}
+
+
+def note_of(loss: Callable[[Any, Any], Any], model: nn.Module | None = None, batch: Any = None) -> str:
+    looked = FirstLoss(loss, SAMPLES)
+    looked(model or a_model(), batch or a_batch())
+    return looked.note
+
+
+def mixed(model: Any, batch: Any) -> torch.Tensor:
+    share, order, logits = torch.rand(()), torch.randperm(len(batch["y"])), model(batch["x"])
+    return share * F.cross_entropy(logits, batch["y"]) + (1 - share) * F.cross_entropy(logits, batch["y"][order])
+
+
+def cut_twice(model: Any, batch: Any) -> torch.Tensor:
+    return F.mse_loss(model(batch["x"]), model(-batch["x"]))
+
+
+def by_tokens(model: Any, batch: Any) -> torch.Tensor:
+    """Two rows of outputs for each sample, next to each other."""
+    logits = model(batch["x"].repeat_interleave(2, 0))
+    return F.cross_entropy(logits, batch["y"].repeat_interleave(2, 0))
+
+
+def by_views(model: Any, batch: Any) -> torch.Tensor:
+    """Two rows of outputs for each sample, those of all samples after each other."""
+    return F.cross_entropy(model(torch.cat([batch["x"], -batch["x"]])), torch.cat([batch["y"]] * 2))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"]),
+        lambda model, batch: evenly.Loss(
+            F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum"), len(batch["y"])
+        ),
+        lambda model, batch: evenly.Loss(
+            F.cross_entropy(model(batch["x"]), batch["y"], weight=WEIGHTS, reduction="sum"), WEIGHTS[batch["y"]].sum()
+        ),
+        mixed,
+        cut_twice,
+        by_tokens,
+        by_views,
+        lambda model, batch: (
+            F.cross_entropy(model(batch["x"]), batch["y"], weight=WEIGHTS, reduction="mean")
+            + sum(p.square().sum() for p in model.parameters())
+        ),  # it asks the model for more than outputs
+    ],
+)
+def test_nothing_is_said_of_losses_that_add_up_or_cannot_be_judged(loss: Callable[[Any, Any], Any]) -> None:
+    assert note_of(loss) == ""
+
+
+def pairs(model: Any, batch: Any) -> torch.Tensor:
+    one, other = (F.normalize(model(x) + batch["x"][:, :CLASSES]) for x in (batch["x"], -batch["x"]))
+    return F.cross_entropy(one @ other.T, torch.arange(len(one)))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"], weight=WEIGHTS),
+        lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"], ignore_index=2),
+        lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum"),
+        lambda model, batch: evenly.Loss(F.cross_entropy(model(batch["x"]), batch["y"]), SAMPLES),
+        lambda model, batch: evenly.Loss(F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum"), 1),
+        pairs,
+    ],
+)
+def test_a_loss_that_does_not_add_up_is_found(loss: Callable[[Any, Any], Any]) -> None:
+    assert "pairs within the batch?" in note_of(loss)
+
+
+def test_targets_that_are_ignored_are_found_where_the_model_computes_the_loss() -> None:
+    class Tagger(nn.Linear):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(super().forward(x).flatten(0, 1), labels.flatten())
+
+    x, labels = torch.randn(SAMPLES, 5, 4), torch.ones(SAMPLES, 5, dtype=torch.int64)
+    labels[:, 0] = -100
+    batch = {"x": x, "labels": labels}
+    assert note_of(lambda model, batch: model(**batch), Tagger(4, CLASSES), batch) == ""
+    labels[0, 1] = -100
+    assert "ignored targets" in note_of(lambda model, batch: model(**batch), Tagger(4, CLASSES), batch)
+
+
+def test_the_look_changes_neither_the_batch_nor_what_is_drawn() -> None:
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        y, drawn = batch.pop("y"), 0 * (random.random() + numpy.random.rand())
+        return F.cross_entropy(model(batch["x"]).mul_(2), y, weight=WEIGHTS) + drawn
+
+    model, looked, drawn = a_model(), FirstLoss(loss, SAMPLES), list[Any]()
+    for function in (looked, loss):
+        random.seed(0)
+        numpy.random.seed(0)
+        torch.manual_seed(0)
+        found = function(model, a_batch())
+        drawn.append((float(found.detach()), random.random(), numpy.random.rand(), float(torch.rand(()))))
+    assert looked.note and drawn[0] == drawn[1]
+
+
+def weighted(model: Any, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], weight=torch.tensor([0.1, 2.0, 1.0]))
+
+
+def test_a_run_warns_at_the_place_of_the_loss() -> None:
+    def steps(**changed: Any) -> None:
+        with evenly.start(classifier_job(loss=weighted, eval_data=None, steps=2, **changed), plan="single") as run:
+            for batch in run.batches():
+                run.step(batch)
+
+    with pytest.warns(
+        JobWarning, match=r"no mean over samples .*microbatches of \d samples .* one forward of all"
+    ) as found:
+        steps()
+    assert [(one.filename, one.lineno) for one in found] == [(__file__, weighted.__code__.co_firstlineno)]
+    steps(microbatch=64)  # warnings are errors
+
+
+def test_a_batch_norm_whose_microbatch_nobody_has_stated_is_named() -> None:
+    model, job = a_model(), classifier_job(data=Points(64), microbatch=None, global_batch=64)
+    with pytest.warns(JobWarning, match=r"BatchNorm \(1\) sees microbatches, of 8 of the 64 samples"):
+        warn_of_batch_norm(job, model, 8)
+    with warnings.catch_warnings(action="error"):
+        warn_of_batch_norm(classifier_job(microbatch=8), model, 8)
+        warn_of_batch_norm(job, model.eval(), 8)
+        warn_of_batch_norm(job, model.train(), 64)
+
+
+@pytest.mark.parametrize(("weight", "unit"), [(8.0, "samples"), (8.25, "samples"), (1.0, "samples"), (100, "tokens")])
+def test_weights_that_are_no_whole_numbers_count_no_tokens(weight: float, unit: str) -> None:
+    assert unit_of(weight, 8) == unit
