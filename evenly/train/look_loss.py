@@ -7,13 +7,17 @@ cannot be cut by samples is not judged: a model that computes the loss itself, o
 
 from __future__ import annotations
 
+import copy
+import dis
+import inspect
 import random
 import sys
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from math import isfinite
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -34,6 +38,9 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-3  # relative; of outputs in 16 bits
 TOLERANCE_16_BITS = 3e-2
 MOST_ELEMENTS = 2**24  # of the outputs that are kept
+STORES = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR", "STORE_DEREF")
+PLAIN = (type, ModuleType, FunctionType, BuiltinFunctionType, int, float, str, NoneType, torch.dtype, torch.Tensor)
+LIBRARIES = ("torch", "transformers", "evenly", "numpy")
 IGNORED = -100  # the target that cross_entropy and the models of transformers leave out
 
 
@@ -56,7 +63,7 @@ class FirstLoss:
         if self._called:
             return self.loss(model, batch)
         self._called = True
-        kept = map_tensors(lambda tensor: tensor, batch)  # a loss may take entries out of its containers
+        kept = copy.deepcopy(batch)  # a loss may take entries out of it, or write into it
         with _outputs_of(model) as outputs:
             found = self.loss(model, batch)
         with suppress(Exception), _nothing_drawn(outputs):
@@ -68,14 +75,51 @@ def first_loss(run: Run, batch: Batch) -> FirstLoss | None:
     """The job's loss, to be looked at in the first step of `run`; None where it is not, or a batch is one forward.
     Losses of phases are not looked at.
 
-    Ranks that share a microbatch have outputs that are not all theirs.
+    Ranks that share a microbatch have outputs that are not all theirs. A loss that may count its calls is not called
+    more often than it would be without the look: on one device it may.
     """
     plan, microbatches = run.plan, batch.share.microbatches
     if run.job.phases or run.steps_done or not run.world.is_main or len(microbatches) < 2 or not batch.share.own:
         return None
-    if plan.tensor.active or plan.pipeline.active or plan.compile != "off":
+    if plan.tensor.active or plan.pipeline.active or plan.compile != "off" or may_remember(run.job.loss):
         return None
     return FirstLoss(run.job.loss, len(microbatches[batch.share.own[0]]))
+
+
+def may_remember(function: Any, known: frozenset[Any] = frozenset()) -> bool:
+    """Whether a call of `function` may leave something behind for the next.
+
+    It leaves nothing where its code, and that of the functions of other files than libraries' that it calls, stores
+    into local names alone and uses nothing from outside but modules, functions, classes and values without parts.
+    """
+    code = getattr(function, "__code__", None)
+    if not isinstance(code, CodeType) or function in known:
+        return code is None
+    if any(one.opname in STORES for inner in _codes_of(code) for one in dis.get_instructions(inner)):
+        return True
+    given = inspect.getclosurevars(function)
+    values = [*given.nonlocals.values(), *given.globals.values(), *(function.__defaults__ or ())]
+    if any(isinstance(value, torch.Tensor) for value in values) and any(name.endswith("_") for name in code.co_names):
+        return True  # an operation in place
+    return any(_remembers(value, known | {function}) for value in values)
+
+
+def _remembers(value: Any, known: frozenset[Any]) -> bool:
+    """Whether something that a function uses from outside may be changed by it."""
+    library = getattr(value, "__module__", None) or ""
+    if isinstance(value, FunctionType) and library.partition(".")[0] not in LIBRARIES:
+        return may_remember(value, known)
+    if isinstance(value, nn.Module):
+        return type(value).__module__.partition(".")[0] != "torch"
+    return not isinstance(value, PLAIN)
+
+
+def _codes_of(code: CodeType) -> Iterator[CodeType]:
+    """That of a function and of all functions that are defined in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes_of(constant)
 
 
 def warn_of_loss(job: Job, looked: FirstLoss | None, samples: int) -> None:
@@ -209,7 +253,7 @@ def _result(loss: LossFunction, batch: Any, outputs: Sequence[Any], samples: int
     with torch.enable_grad():
         leaves = map_tensors(lambda t: t.detach().requires_grad_(t.is_floating_point()), outputs)
         model = _StandIn(map_tensors(torch.clone, leaves))  # a loss may write into them
-        found = as_loss(loss(cast("nn.Module", model), map_tensors(lambda t: t, batch)), samples)
+        found = as_loss(loss(cast("nn.Module", model), copy.deepcopy(batch)), samples)
         inputs = [t for _, t in tensors_by_path(leaves) if t.requires_grad]
         gradients = torch.autograd.grad(found.total, inputs, allow_unused=True, materialize_grads=True)
     return _Result(float(found.total.detach()), float(found.weight), [*gradients])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import warnings
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 import evenly
 from evenly.errors import JobWarning
-from evenly.train.look_loss import FirstLoss, warn_of_batch_norm
+from evenly.train.look_loss import FirstLoss, may_remember, warn_of_batch_norm
 from evenly.train.loop import unit_of
 
 SAMPLES, CLASSES = 9, 3
@@ -166,3 +167,76 @@ def test_a_batch_norm_whose_microbatch_nobody_has_stated_is_named() -> None:
 @pytest.mark.parametrize(("weight", "unit"), [(8.0, "samples"), (8.25, "samples"), (1.0, "samples"), (100, "tokens")])
 def test_weights_that_are_no_whole_numbers_count_no_tokens(weight: float, unit: str) -> None:
     assert unit_of(weight, 8) == unit
+
+
+CRITERION, COUNTED, COUNTER = nn.CrossEntropyLoss(weight=WEIGHTS), list[int](), itertools.count()
+CALLS = 0
+
+
+def by_criterion(model: Any, batch: Any) -> torch.Tensor:
+    return CRITERION(model(batch["x"]), batch["y"])
+
+
+def of_another(model: Any, batch: Any) -> evenly.Loss:
+    return evenly.Loss(by_criterion(model, batch) + F.cross_entropy(model(batch["x"]), batch["y"], weight=WEIGHTS), 2)
+
+
+def counts_in_a_list(model: Any, batch: Any) -> torch.Tensor:
+    COUNTED.append(1)
+    return by_criterion(model, batch)
+
+
+def counts_by_an_iterator(model: Any, batch: Any) -> torch.Tensor:
+    return by_criterion(model, batch) * next(COUNTER)
+
+
+def counts_in_a_global(model: Any, batch: Any) -> torch.Tensor:
+    global CALLS
+    CALLS += 1
+    return by_criterion(model, batch)
+
+
+def counts_by_another(model: Any, batch: Any) -> torch.Tensor:
+    return counts_in_a_list(model, batch)
+
+
+def counts_in_place(model: Any, batch: Any) -> torch.Tensor:
+    return by_criterion(model, batch) * WEIGHTS.add_(1.0)[0]
+
+
+class CountsItself:
+    calls = 0
+
+    def __call__(self, model: Any, batch: Any) -> torch.Tensor:
+        self.calls += 1
+        return by_criterion(model, batch)
+
+
+def of_a_closure() -> Callable[[Any, Any], torch.Tensor]:
+    calls = 0
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return by_criterion(model, batch) * calls
+
+    return loss
+
+
+def test_a_loss_that_may_count_its_calls_is_not_called_more_often() -> None:
+    counting = (counts_in_a_list, counts_by_an_iterator, counts_in_a_global, counts_by_another, counts_in_place)
+    assert [may_remember(one) for one in (*counting, CountsItself(), of_a_closure())] == [True] * 7
+    assert [may_remember(one) for one in (by_criterion, of_another, lambda model, batch: model(batch).sum())] == [
+        False
+    ] * 3
+
+
+def test_a_loss_may_write_into_its_batch() -> None:
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        batch["y"].add_(1).remainder_(CLASSES)
+        return F.cross_entropy(model(batch["x"]), batch["y"], weight=WEIGHTS)
+
+    batch = a_batch()
+    before = batch["y"].clone()
+    assert "no mean over samples" in note_of(loss, batch=batch)
+    assert torch.equal(batch["y"], (before + 1) % CLASSES)
