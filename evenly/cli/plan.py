@@ -39,7 +39,7 @@ class PlanOptions:
     """What is asked, as the command line has it; None for what is left open.
 
     target: a job file or a model. batch: samples. sequence: tokens of a sample. memory: of a device, as text.
-    step_s:  seconds that a step may take. html: where pictures go.
+    reserve: percent of it that plans are to leave free. step_s: seconds that a step may take. html: where pictures go.
     """
 
     target: str
@@ -48,6 +48,7 @@ class PlanOptions:
     batch: int | None = None
     sequence: int | None = None
     memory: str | None = None
+    reserve: float | None = None
     max_devices: int | None = None
     step_s: float | None = None
     top: int | None = None
@@ -75,7 +76,7 @@ def plan(options: PlanOptions) -> int:
 def _explain(options: PlanOptions) -> int:
     from evenly.cli.explain import explain
 
-    ignored = ("cluster", "batch", "sequence", "memory", "max_devices", "step_s", "top", "html")
+    ignored = ("cluster", "batch", "sequence", "memory", "reserve", "max_devices", "step_s", "top", "html")
     if stated := [
         field.name for field in fields(PlanOptions) if field.name in ignored and getattr(options, field.name)
     ]:
@@ -97,7 +98,7 @@ def _option(name: str) -> str:
 
 def _plan_request(options: PlanOptions) -> tuple[PlanRequest, bool]:
     """What is asked of the search, and whether its batch is an assumption."""
-    from evenly.planner.request import PlanRequest
+    from evenly.planner.request import RESERVE, PlanRequest
 
     if options.step_s is not None and not 0 < options.step_s < math.inf:
         raise UserError(f"--step-time {options.step_s:g}", "no step takes so long", "give seconds: --step-time 2.5")
@@ -118,6 +119,7 @@ def _plan_request(options: PlanOptions) -> tuple[PlanRequest, bool]:
         batch=batch or assumed_batch(source.sequence, devices),
         only=only,
         memory_bytes=memory,
+        reserve=RESERVE if options.reserve is None else options.reserve / 100,
         max_devices=options.max_devices,
         step_s=options.step_s,
         top=options.top or 5,
@@ -216,10 +218,12 @@ def parse_memory(text: str) -> float:
 def _show(request: PlanRequest, result: PlanResult, options: PlanOptions, *, assumed: bool) -> None:
     from evenly.report.plans import document
 
-    plans = result.plans or [one for one in (result.nearest,) if one is not None]
+    plans = [*result.plans, *result.fuller] or [one for one in (result.nearest,) if one is not None]
     if options.json_only:
         model, cluster = request.source.name, str(request.cluster)
-        print(json.dumps(document(model, cluster, plans, assumed=assumed, change=result.change)))
+        plans = plans[: len(plans) - len(result.fuller)]
+        found = document(model, cluster, plans, fuller=result.fuller, assumed=assumed, change=result.change)
+        print(json.dumps(found))
     elif plans:
         _print(request, plans, assumed=assumed)
     if options.html is not None and plans:

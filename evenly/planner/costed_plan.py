@@ -114,6 +114,7 @@ def predicted(
         comm_bytes=sent_bytes(one),
         bubble=bubble,
         why=binding(time),
+        reserve_bytes=request.reserve_bytes,
     )
 
 
