@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import benchmarks.published.zerobubble  # noqa: F401  (registers zb-2p)
+from benchmarks.published.device_names import device_text
 from benchmarks.published.libraries import (
     LibraryKernels,
     PublishedConfig,
@@ -20,7 +21,6 @@ from benchmarks.published.libraries import (
     published_split,
 )
 from benchmarks.published.rows import Incomplete, Predicted
-from evenly.errors import UserError
 from evenly.hardware.cluster import Cluster
 from evenly.hardware.devices import find_device
 from evenly.model.parts import ModelCosts, Recompute
@@ -159,11 +159,11 @@ def _library_by_facts(row: Cells) -> str:
 
 
 def _cluster(row: Cells) -> Cluster:
-    gpu = re.sub(r"\(.*\)", "", text(row, "gpu")).strip()
-    try:
-        device = find_device(gpu)
-    except UserError:
-        raise Incomplete(f"the device {gpu!r} is not known") from None
+    gpu = text(row, "gpu")
+    named = device_text(gpu)
+    if named is None:
+        raise Incomplete(f"the device {gpu!r} is not known")
+    device = find_device(named)
     gpus, node = _needed(row, "gpus"), count(row, "gpus_per_node") or device.node
     network = text(row, "interconnect")
     return Cluster(

@@ -13,7 +13,6 @@ differ by little. No library can be left out, since every row of most of them is
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,7 @@ from benchmarks.published import cases
 from benchmarks.published.accuracy import Pair, accuracy
 from benchmarks.published.libraries import FILE as LIBRARIES
 from benchmarks.published.libraries import library_named
-from benchmarks.published.rows import Incomplete
+from benchmarks.published.rows import COUNTED, TRAINING, Incomplete, read
 from evenly.planner.speeds import FILE as SPEEDS
 from evenly.planner.speeds import speeds_of
 from evenly.planner.time import Machine, step_time
@@ -122,7 +121,8 @@ class Fit:
         return [
             number
             for number, case in enumerate(self.cases)
-            if (group != "libraries" or case.library == name) and (group != "devices" or case.cluster.kind in kinds)
+            if (group != "libraries" or case.library == name)
+            and (group != "devices" or case.cluster.device.kind in kinds)
         ]
 
     def _slopes(self, point: np.ndarray, predicted: np.ndarray, touched: Sequence[Sequence[int]]) -> np.ndarray:
@@ -207,11 +207,10 @@ def _set(table: Any, path: Path_, value: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--csv", type=Path, default=HERE / "training.csv")
+    parser.add_argument("--csv", type=Path, default=TRAINING)
     parser.add_argument("--folds", type=int, help="predict rows that were not fitted, and write nothing")
     arguments = parser.parse_args()
-    with arguments.csv.open(newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["grade_speed"] in ("A", "B")]
+    rows = [row.cells for row in read(arguments.csv) if row.cells["grade_speed"] in COUNTED]
     if arguments.folds:
         predicted, measured = held_out(rows, arguments.folds)
         found = accuracy([Pair(*pair) for pair in zip(predicted, measured, strict=True)])

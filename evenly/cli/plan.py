@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass, fields, replace
@@ -27,11 +26,6 @@ if TYPE_CHECKING:
 WIDTH_OF_FILES = 100  # columns, where the output is read by no terminal
 TOKENS_ASSUMED = 2**20  # of a step, where no batch is stated
 LEAST_MEMORY = 2**20
-UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12} | {
-    f"{letter}{ending}": 2**power
-    for letter, power in zip("kmgt", (10, 20, 30, 40), strict=True)
-    for ending in ("", "ib")
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,14 +196,14 @@ def assumed_batch(sequence: int | None, devices: int) -> int:
 
 def parse_memory(text: str) -> float:
     """'80GB', '40GiB', '40G' or a number of bytes -> bytes; GB is 10^9, GiB and G are 2^30. Raises `UserError`."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
-    unit = UNITS.get(match[2].lower()) if match else None
-    if match is None or unit is None:
+    from evenly.hardware.variants import size_bytes
+
+    size = size_bytes(text)
+    if size is None:
         raise UserError(f"--memory {text!r}", "it is no size", "give bytes, or a number with a unit: 80GB, 40GiB")
-    size_bytes = float(match[1]) * unit
-    if size_bytes < LEAST_MEMORY:
-        raise UserError(f"--memory {text!r}", f"{size_bytes:.0f} bytes hold no model", f"add a unit: {match[1]}GiB")
-    return size_bytes
+    if size < LEAST_MEMORY:
+        raise UserError(f"--memory {text!r}", f"{size:.0f} bytes hold no model", f"add a unit: {text.strip()}GiB")
+    return size
 
 
 # --- the result ----------------------------------------------------------------------------------------

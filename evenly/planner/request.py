@@ -132,7 +132,7 @@ class PlanRequest:
 
     def library(self, plan: Plan) -> Library:
         """The library that runs a complete plan."""
-        on_cpu = self.cluster.device.name == "cpu"
+        on_cpu = self.cluster.device.kind == "cpu"
         return own_library(plan.precision, bitwise=plan.exact == "bitwise", on_cpu=on_cpu)
 
 

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks is no installed
 from benchmarks.published.cases import LIBRARIES, case_of, library_of, parts_of, predict_row
 from benchmarks.published.libraries import library_named, library_names
 from benchmarks.published.rows import COLUMNS, TRAINING, Incomplete
+from evenly.hardware.devices import find_device
 
 RUN = {
     "source": "somebody",
@@ -258,3 +259,26 @@ def test_columns_may_be_missing() -> None:
         predict_row({})
     few = {name: RUN[name] for name in RUN if name not in ("vocab", "kv_heads", "cp", "attention", "gpus_per_node")}
     assert (predict_row(few).step_s or 0) > 0
+
+
+@pytest.mark.parametrize(
+    ("stated", "kind", "gib", "share"),
+    [
+        ("H100-96GB-HBM2e-500W", "H100-80", 95.04, 0.894),
+        ("A100-64GB", "A100-80", 63.04, 1.0),
+        ("A100-40 (DGX A100)", "A100-40", 39.4, 1.0),
+        ("MI300X-192GB", "MI300X", 191.98, 1.0),
+        ("L40S 48GB", "L40S", 44.4, 1.0),
+        ("H100 SXM5 80GB 350W", "H100-80", 79.11, 0.794),
+        ("Blackwell SM100 ~184 GiB (B200/GB200 class)", "GB200", 184.31, 1.0),
+        ("RTX PRO 6000 Blackwell Workstation Edition", "RTX-PRO-6000", 94.97, 1.0),
+    ],
+)
+def test_the_device_is_what_the_source_calls_it(stated: str, kind: str, gib: float, share: float) -> None:
+    device = case_of(run(gpu=stated)).cluster.device
+    assert device.kind == kind and device.memory_bytes / 2**30 == pytest.approx(gib, abs=0.01)
+    assert device.flops["bfloat16"] / find_device(kind).flops["bfloat16"] == pytest.approx(share, abs=0.001)
+
+
+def test_a_device_that_nobody_knows() -> None:
+    assert refused(gpu="Abacus 9000 80GB") == "the device 'Abacus 9000 80GB' is not known"
