@@ -8,6 +8,8 @@ evenly/planner/speeds.toml, what libraries do to libraries.toml here.
 `--folds 5` writes nothing: it fits to four fifths of the rows and predicts the last fifth, five times over, so that
 each row is predicted once by numbers that have not seen it. Rows of a model on a kind of device stay together: they
 differ by little. No library can be left out, since every row of most of them is from one source.
+
+`--only LIBRARY ...` holds devices and all other libraries as they are: a library that is added moves no others.
 """
 
 from __future__ import annotations
@@ -25,10 +27,8 @@ from benchmarks.published import cases
 from benchmarks.published.accuracy import Pair, accuracy
 from benchmarks.published.libraries import FILE as LIBRARIES
 from benchmarks.published.libraries import library_named
-from benchmarks.published.rows import COUNTED, TRAINING, Incomplete, read
+from benchmarks.published.rows import TRAINING, Incomplete, measured, read
 from evenly.planner.speeds import FILE as SPEEDS
-from evenly.planner.speeds import speeds_of
-from evenly.planner.time import Machine, step_time
 
 HERE = Path(__file__).parent
 PRIORS = HERE / "priors.toml"
@@ -38,7 +38,15 @@ ROUNDS = 12
 FIXED = {"weight_bytes", "gradient_bytes"}
 # How far a number may be from its prior: standard deviation of its logarithm, by its name or its table's.
 LOOSE = {"matmul": 0.1, "attention": 0.15, "bandwidth_share": 0.1, "traffic": 0.4, "start_s": 0.5, "narrow": 0.7}
-LOOSE |= {"passes": 0.3, "host_s": 0.5, "tensor_host_s": 0.5, "tensor_s": 0.7, "message_s": 0.7, "uneven": 0.7}
+LOOSE |= {
+    "passes": 0.3,
+    "host_s": 0.5,
+    "tensor_host_s": 0.5,
+    "tensor_s": 0.7,
+    "message_s": 0.7,
+    "turn_s": 0.5,
+    "uneven": 0.7,
+}
 LOOSE |= {
     "idle": 0.4,
     "unaligned": 0.5,
@@ -55,8 +63,15 @@ Path_ = tuple[str, ...]
 class Fit:
     """Rows with what does not depend on the numbers, and the numbers."""
 
-    def __init__(self, rows: Sequence[cases.Cells]) -> None:
+    def __init__(self, rows: Sequence[cases.Cells], only: Sequence[str] = ()) -> None:
+        """only: libraries whose numbers are fitted, to their rows, while all others are those that were fitted."""
         self.tables = tomllib.loads(PRIORS.read_text(encoding="utf-8"))
+        self.paths = [path for path in _numbers(self.tables) if not only or path[1] in only]
+        if only:
+            rows = [row for row in rows if cases.library_of(row) in only]
+            fitted = tomllib.loads(SPEEDS.read_text(encoding="utf-8")) | tomllib.loads(LIBRARIES.read_text("utf-8"))
+            fitted["libraries"] |= {name: self.tables["libraries"][name] for name in only}
+            self.tables = fitted
         self.cases: list[cases.Case] = []
         measured: list[float] = []
         for row in rows:
@@ -70,7 +85,6 @@ class Fit:
                 measured.append(seconds)
         self.parts = [cases.parts_of(case, library_named(case.library)) for case in self.cases]
         self.measured = np.array(measured)
-        self.paths = [*_numbers(self.tables)]
         self.priors = np.array([_coordinate(path, _at(self.tables, path)) for path in self.paths])
         self.loose = np.array(
             [LOOSE.get(path[-1], LOOSE.get(path[-2], LOOSE.get(path[0], 0.3))) for path in self.paths]
@@ -85,8 +99,8 @@ class Fit:
 
     def _step_s(self, number: int) -> float:
         case = self.cases[number]
-        machine = Machine(case.cluster, speeds_of(case.cluster, self.tables), library_named(case.library, self.tables))
-        return step_time(self.parts[number], case.config, machine)[0].step_s
+        machine = cases.machine_of(case, library_named(case.library, self.tables), self.tables)
+        return cases.seconds_of(case, self.parts[number], machine)
 
     def run(self) -> np.ndarray:
         """Damped Gauss-Newton on the smoothed errors; the point found."""
@@ -209,14 +223,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--csv", type=Path, default=TRAINING)
     parser.add_argument("--folds", type=int, help="predict rows that were not fitted, and write nothing")
+    parser.add_argument("--only", nargs="+", default=(), metavar="LIBRARY", help="fit these, and hold all else")
     arguments = parser.parse_args()
-    rows = [row.cells for row in read(arguments.csv) if row.cells["grade_speed"] in COUNTED]
+    rows = [row.cells for row in read(arguments.csv) if measured(row).step_s is not None]
     if arguments.folds:
-        predicted, measured = held_out(rows, arguments.folds)
-        found = accuracy([Pair(*pair) for pair in zip(predicted, measured, strict=True)])
+        pairs = zip(*held_out(rows, arguments.folds), strict=True)
+        found = accuracy([Pair(*pair) for pair in pairs])
         print(f"{found.rows} rows held out: median {found.median:.1%}, p90 {found.p90:.1%}, bias {found.bias:+.1%}")
         return
-    fit = Fit(rows)
+    fit = Fit(rows, arguments.only)
     fit.predict(fit.run())
     libraries = {"libraries": fit.tables.pop("libraries")}
     for path, tables in ((SPEEDS, fit.tables), (LIBRARIES, libraries)):

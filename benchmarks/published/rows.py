@@ -17,6 +17,7 @@ TRAINING = HERE / "training.csv"
 COLUMNS = tuple(next(csv.reader([TRAINING.read_text().splitlines()[0]])))
 MEASURED = ("measured_iter_s", "measured_tokens_per_s_per_gpu", "measured_peak_mem_gib")
 COUNTED = ("A", "B")
+FAULTY = "known to be low"  # in the notes of throughputs that a fault of the library held down
 WHOLE = 0.02  # by which a batch may miss a whole number of microbatches, for rounding of what is printed
 GIB = 2**30
 
@@ -31,11 +32,15 @@ class Incomplete(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """What is predicted of a row: seconds of a step, bytes of the worst rank, bytes that a device has."""
+    """What is predicted of a row: seconds of a step, bytes of the worst rank, bytes that a device has.
+
+    unclear: why bytes are not predicted though seconds are.
+    """
 
     step_s: float | None
     peak_bytes: float | None
     limit_bytes: float | None
+    unclear: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +178,8 @@ def _counted(row: Row, quantity: _Quantity) -> tuple[float | None, str]:
         return None, f"{quantity.name}: {f'grade {grade}' if grade else 'no grade'}{f' ({why})' if why else ''}"
     if grade in COUNTED and not stated:
         return None, f"{quantity.name}: none of {', '.join(quantity.columns)} is stated"
+    if stated and quantity is STEP and FAULTY in row.cells["notes"]:
+        return None, f"{quantity.name}: {FAULTY}, by the source's own word"
     try:
         return (quantity.value(row) if stated else None), ""
     except Incomplete as problem:

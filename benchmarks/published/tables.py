@@ -33,8 +33,9 @@ def skipped_table(document: Mapping[str, Any]) -> str:
     for each in document["skipped"]:
         rows.setdefault(each["reason"], []).append(each["id"])
     ordered = sorted(rows.items(), key=lambda reason: -len(reason[1]))
-    lines = [(why, str(len(ids)), ", ".join(ranges(ids))) for why, ids in ordered]
-    return markdown([("not counted, because", "rows", "which"), *lines])
+    table = markdown([("not counted, because", "rows"), *((why, str(len(ids))) for why, ids in ordered)])
+    which = ["which", "-----", *(", ".join(ranges(ids)) for _, ids in ordered)]
+    return "\n".join(f"{line} {names} |" for line, names in zip(table.splitlines(), which, strict=True))
 
 
 def ranges(ids: Sequence[str]) -> list[str]:
