@@ -7,9 +7,11 @@ evenly/planner/speeds.toml, what libraries do to libraries.toml here.
 
 `--folds 5` writes nothing: it fits to four fifths of the rows and predicts the last fifth, five times over, so that
 each row is predicted once by numbers that have not seen it. Rows of a model on a kind of device stay together: they
-differ by little. No library can be left out, since every row of most of them is from one source.
+differ by little; of a library with one model on one kind of device, those of a plan do. No library can be left out,
+since every row of most of them is from one source.
 
-`--only LIBRARY ...` holds devices and all other libraries as they are: a library that is added moves no others.
+`--only NAME ...` fits some libraries, and devices that no other has rows of, and holds all else as it is: what is
+added, or changed of one library, moves no others.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ HERE = Path(__file__).parent
 PRIORS = HERE / "priors.toml"
 TOLERANCE = 0.05
 ROUNDS = 12
+PLAN = ("tp", "pp", "microbatch", "activation_ckpt")
 # Facts rather than fits.
 FIXED = {"weight_bytes", "gradient_bytes"}
 # How far a number may be from its prior: standard deviation of its logarithm, by its name or its table's.
@@ -64,13 +67,14 @@ class Fit:
     """Rows with what does not depend on the numbers, and the numbers."""
 
     def __init__(self, rows: Sequence[cases.Cells], only: Sequence[str] = ()) -> None:
-        """only: libraries whose numbers are fitted, to their rows, while all others are those that were fitted."""
+        """only: libraries and devices whose numbers are fitted, to rows of these libraries, while all others stay."""
         self.tables = tomllib.loads(PRIORS.read_text(encoding="utf-8"))
         self.paths = [path for path in _numbers(self.tables) if not only or path[1] in only]
         if only:
             rows = [row for row in rows if cases.library_of(row) in only]
             fitted = tomllib.loads(SPEEDS.read_text(encoding="utf-8")) | tomllib.loads(LIBRARIES.read_text("utf-8"))
-            fitted["libraries"] |= {name: self.tables["libraries"][name] for name in only}
+            for group in ("libraries", "devices"):
+                fitted[group] |= {name: facts for name, facts in self.tables[group].items() if name in only}
             self.tables = fitted
         self.cases: list[cases.Case] = []
         measured: list[float] = []
@@ -164,10 +168,19 @@ def held_out(rows: Sequence[cases.Cells], folds: int) -> tuple[np.ndarray, np.nd
 
 
 def folds_of(rows: Sequence[cases.Cells], folds: int) -> list[list[int]]:
-    """Numbers of the rows of each fold, of about as many rows: the largest groups first, each to the smallest fold."""
-    groups: dict[tuple[str, str], list[int]] = {}
+    """Numbers of the rows of each fold, of about as many rows: the largest groups first, each to the smallest fold.
+
+    A group is a model on a kind of device; of a library that has rows of one group alone it is a plan of these, since
+    nothing would be left to say how fast the library is.
+    """
+    found_of: dict[str, set[tuple[str, ...]]] = {}
+    for row in rows:
+        found_of.setdefault(cases.library_of(row), set()).add((row["model"], row["gpu"]))
+    groups: dict[tuple[str, ...], list[int]] = {}
     for number, row in enumerate(rows):
-        groups.setdefault((row["model"], row["gpu"]), []).append(number)
+        alone = len(found_of[cases.library_of(row)]) == 1
+        plan = tuple(row.get(name, "") for name in PLAN) if alone else ()
+        groups.setdefault((row["model"], row["gpu"], *plan), []).append(number)
     found: list[list[int]] = [[] for _ in range(folds)]
     for _, numbers in sorted(groups.items(), key=lambda group: (-len(group[1]), group[0])):
         min(found, key=len).extend(numbers)
@@ -223,7 +236,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--csv", type=Path, default=TRAINING)
     parser.add_argument("--folds", type=int, help="predict rows that were not fitted, and write nothing")
-    parser.add_argument("--only", nargs="+", default=(), metavar="LIBRARY", help="fit these, and hold all else")
+    parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="fit these libraries and devices alone")
     arguments = parser.parse_args()
     rows = [row.cells for row in read(arguments.csv) if measured(row).step_s is not None]
     if arguments.folds:

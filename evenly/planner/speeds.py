@@ -102,6 +102,7 @@ class Library:
     tensor_s:       of each collective of the tensor axis besides its bytes. tensor_hidden: share hidden by products.
     data_hidden:    share of the data axis' collectives that the last backward pass hides.
     message_s:      of each message of a pipeline.
+    messages_overlap: whether a rank with several stages computes for one while messages of another are under way.
     messages_split: whether each rank of the tensor axis sends its part of an activation only.
     message_bytes_per_s: of all devices of a node together, where messages go through the host; 0 where they do not.
     gather:         "overlapped" or "serial": whether zero=3 communicates while it computes. gather_share: of the
@@ -126,6 +127,7 @@ class Library:
     tensor_hidden: float = 0.0
     data_hidden: float = 0.7
     message_s: float = 1e-4
+    messages_overlap: bool = False
     messages_split: bool = False
     message_bytes_per_s: float = 0.0
     gather: Literal["overlapped", "serial"] = "overlapped"
