@@ -132,6 +132,7 @@ class _Best:
     request: PlanRequest
     least: Prediction | None = None
     worst_s: float = float("inf")  # of those that would be shown, once they are so many
+    _fastest_s: float = float("inf")  # of those that leave the reserve
     _roomy: dict[tuple[int, ...], Prediction] = field(default_factory=dict[tuple[int, ...], Prediction])
     _fuller: dict[tuple[int, ...], Prediction] = field(default_factory=dict[tuple[int, ...], Prediction])
 
@@ -153,13 +154,17 @@ class _Best:
         return [one for one in self._ordered(self._fuller) if one.step_s < self.plans[0].step_s]
 
     def beats(self, family: tuple[int, ...], bound_s: float, peak: float = 0.0) -> bool:
-        """Whether the family has a plan as good as any that takes at least `bound_s` and `peak` bytes."""
+        """Whether no plan of the family that takes at least `bound_s` and `peak` bytes would be shown.
+
+        A fuller one is, only if it is faster than all that leave the reserve.
+        """
         roomy = self._roomy.get(family)
         if roomy is not None and bound_s > roomy.step_s:
             return True
+        if peak <= self.request.limit_bytes - self.request.reserve_bytes:
+            return False
         fuller = self._fuller.get(family)
-        leaves = peak <= self.request.limit_bytes - self.request.reserve_bytes
-        return fuller is not None and not leaves and bound_s > fuller.step_s
+        return bound_s > min(self._fastest_s, fuller.step_s if fuller else float("inf"))
 
     def add(self, family: tuple[int, ...], found: Prediction) -> None:
         """Takes up a plan, if it is better than what is known."""
@@ -172,6 +177,8 @@ class _Best:
         if known is not None and _rank(known) <= _rank(found):
             return
         of_its_kind[family] = found
+        if found.leaves_reserve:
+            self._fastest_s = min(self._fastest_s, found.step_s)
         if found.leaves_reserve and len(self._roomy) >= self.request.top:
             self.worst_s = sorted(one.step_s for one in self._roomy.values())[self.request.top - 1]
 
