@@ -10,21 +10,25 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import benchmarks.published.zerobubble  # noqa: F401  (registers zb-2p)
+from benchmarks.published.device_names import device_text
 from benchmarks.published.libraries import (
+    WIDE,
     LibraryKernels,
     PublishedConfig,
     PublishedLibrary,
     library_named,
+    offloaded,
     published_split,
 )
+from benchmarks.published.recipes import Recipe, recipe_of
 from benchmarks.published.rows import Incomplete, Predicted
-from evenly.errors import UserError
 from evenly.hardware.cluster import Cluster
 from evenly.hardware.devices import find_device
 from evenly.model.parts import ModelCosts, Recompute
-from evenly.planner.footprint import footprints
+from evenly.planner.footprint import Holdings, footprints
 from evenly.planner.shape import Activation, Shape
 from evenly.planner.speeds import speeds_of
 from evenly.planner.time import Machine, stage_layers, step_time
@@ -36,13 +40,14 @@ Cells = Mapping[str, str]  # of a row, by column; empty where the file says noth
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """All that a prediction takes."""
+    """All that a prediction takes; recipe: of the library, for this model, device and plan."""
 
     row: Cells
     shape: Shape
     cluster: Cluster
     config: PublishedConfig
     library: str
+    recipe: Recipe | None = None
 
 
 def predict_row(row: Cells) -> Predicted:
@@ -50,13 +55,65 @@ def predict_row(row: Cells) -> Predicted:
     case = case_of(row)
     library = library_named(case.library)
     parts = parts_of(case, library)
-    machine = Machine(case.cluster, speeds_of(case.cluster), library)
+    machine = machine_of(case, library)
     layers = stage_layers(parts, case.config)
+    step_s = seconds_of(case, parts, machine)
+    if unclear := unclear_memory(case):
+        return Predicted(step_s=step_s, peak_bytes=None, limit_bytes=None, unclear=unclear)
+    held = footprints(offloaded(parts, case.config), layers, memory_config(case), holdings_of(case, library))
     return Predicted(
-        step_s=step_time(parts, case.config, machine)[0].step_s,
-        peak_bytes=max(one.peak for one in footprints(parts, layers, case.config, library.holdings)),
-        limit_bytes=case.cluster.device.memory_bytes,
+        step_s=step_s, peak_bytes=max(one.peak for one in held), limit_bytes=case.cluster.device.memory_bytes
     )
+
+
+def machine_of(case: Case, library: PublishedLibrary, tables: Mapping[str, Any] | None = None) -> Machine:
+    """What a case runs on, with the types in which it gathers. tables: in the place of speeds.toml's."""
+    if re.search(r"(fp|float)8 all-gather", text(case.row, "precision")):
+        library = replace(library, weight_bytes=1.0)
+    return Machine(case.cluster, speeds_of(case.cluster, tables), library)
+
+
+def seconds_of(case: Case, parts: ModelCosts, machine: Machine) -> float:
+    """Seconds of a step. What the update sends rank by rank comes on top."""
+    library = machine.library
+    assert isinstance(library, PublishedLibrary)
+    turns = case.config.shards if case.config.zero else 0
+    return step_time(parts, case.config, machine)[0].step_s + library.turn_s * turns
+
+
+def memory_config(case: Case) -> PublishedConfig:
+    """The config whose memory counts: in a pipeline torchtitan's shards are whole from the first pass to the last."""
+    if case.library.startswith("torchtitan") and case.config.pipeline > 1 and case.config.zero:
+        return replace(case.config, zero=3)
+    return case.config
+
+
+def unclear_memory(case: Case) -> str:
+    """Why nothing can be said of a row's memory, or "": it says nothing of recomputation, and no recipe does.
+
+    The rule knows what a row states, and nothing of what was measured.
+    """
+    if text(case.row, "activation_ckpt") or case.recipe is not None:
+        return ""
+    return "memory: recomputation is not stated, nor is the plan that of a recipe"
+
+
+def holdings_of(case: Case, library: PublishedLibrary) -> Holdings:
+    """What the library of a case holds in memory, in the version and for the types that the row has."""
+    found = library.holdings
+    if memory_config(case) != case.config:  # all blocks in 16 bits, and their gradients' sums in float32
+        return replace(found, units=case.shape.layers, gathered=found.gathered + 4.0, reduced=0.0)
+    if case.library == "torchtitan-compiled" and not _of_2024(case.row):
+        # Since 2025 the loss is compiled as well: float32 logits, their gradient, and 16 bits of each
+        # (torchtitan/components/loss.py).
+        return replace(found, logit=8.0, logit_split=0.0)
+    if "fp32 grad accumulation" in text(case.row, "notes"):  # a whole sum in float32 of the gradients in 16 bits
+        return replace(found, gradients=found.gradients + 4.0)
+    return found
+
+
+def _of_2024(row: Cells) -> bool:
+    return any(words in text(row, "source_ref") for words in ("202412", "PR #165", "Dec 2024"))
 
 
 def case_of(row: Cells) -> Case:
@@ -64,7 +121,18 @@ def case_of(row: Cells) -> Case:
     library = library_of(row)
     cluster = _cluster(row)
     shape = _shape(row, library)
-    return Case(row=row, shape=shape, cluster=cluster, config=_config(row, shape, library), library=library)
+    config = _config(row, shape, library)
+    recipe = _recipe(row, cluster, config) if library == "megatron-bridge" else None
+    if recipe is not None:
+        config = replace(config, offloaded=recipe.offloaded)
+    return Case(row=row, shape=shape, cluster=cluster, config=config, library=library, recipe=recipe)
+
+
+def _recipe(row: Cells, cluster: Cluster, config: PublishedConfig) -> Recipe | None:
+    plan = Recipe(config.tensor, config.pipeline, config.context, config.microbatch, config.zero == 3)
+    wide = config.dtype in WIDE
+    size = re.match(r"\d+", text(row, "params_b"))
+    return recipe_of(int(size[0]), cluster.device.kind, plan, wide=wide) if size else None
 
 
 def parts_of(case: Case, library: PublishedLibrary) -> ModelCosts:
@@ -72,8 +140,8 @@ def parts_of(case: Case, library: PublishedLibrary) -> ModelCosts:
     config = case.config
     # GPT-3 is the only model of these sources that NeMo trains with dropout.
     kernels = library.kernels
+    assert isinstance(kernels, LibraryKernels)
     if case.library == "nemo" and "GPT3" in case.row["model"]:
-        assert isinstance(kernels, LibraryKernels)
         kernels = replace(kernels, dropout=True)
     return transformer_parts(case.shape, published_split(config), kernels)
 
@@ -124,6 +192,7 @@ LIBRARIES = {
     "megatron-bridge": "megatron-bridge",
     "nanotron-ultrascale": "nanotron-2025",
     "nanotron-oldbench": "nanotron-2024",
+    "internevo": "internevo",
 }
 PADDING = ("megatron-2020", "megatron-2021", "megatron-2023", "megatron-deepspeed", "nemo", "megatron-bridge")
 
@@ -141,6 +210,8 @@ def library_of(row: Cells) -> str:
         return "deepspeed-zero3-2021" if text(row, "zero_stage") == "3" else "megatron-2021"
     if source.startswith("nvidia-dgxc"):
         return "nemo"
+    if source == "torchtitan":
+        return "torchtitan-compiled" if text(row, "compile").lower() == "true" else "torchtitan"
     return LIBRARIES.get(source) or _library_by_facts(row)
 
 
@@ -159,11 +230,11 @@ def _library_by_facts(row: Cells) -> str:
 
 
 def _cluster(row: Cells) -> Cluster:
-    gpu = re.sub(r"\(.*\)", "", text(row, "gpu")).strip()
-    try:
-        device = find_device(gpu)
-    except UserError:
-        raise Incomplete(f"the device {gpu!r} is not known") from None
+    gpu = text(row, "gpu")
+    named = device_text(gpu)
+    if named is None:
+        raise Incomplete(f"the device {gpu!r} is not known")
+    device = find_device(named)
     gpus, node = _needed(row, "gpus"), count(row, "gpus_per_node") or device.node
     network = text(row, "interconnect")
     return Cluster(
@@ -261,7 +332,7 @@ def _config(row: Cells, shape: Shape, library: str) -> PublishedConfig:
         # torch's FSDP gathers for every forward pass with either kind of sharding.
         zero=3 if zero == 2 and library.startswith("llm-foundry") else zero,
         shard=_shard(row, data * context),
-        microbatch=_needed(row, "microbatch"),
+        microbatch=_microbatch(row, library, pipeline * chunks),
         batch=_needed(row, "global_batch_sequences"),
         sequence=shape.sequence,
         recompute=_recompute(row),
@@ -273,10 +344,18 @@ def _config(row: Cells, shape: Shape, library: str) -> PublishedConfig:
     return config
 
 
+def _microbatch(row: Cells, library: str, stages: int) -> int:
+    """As stated; torchtitan by default cuts a rank's batch into as many microbatches as there are stages."""
+    local = re.search(r"Local batch (\d+)", text(row, "notes"))
+    if library.startswith("torchtitan") and stages > 1 and local and not count(row, "microbatch"):
+        return max(1, int(local[1]) // stages)
+    return _needed(row, "microbatch")
+
+
 def _shard(row: Cells, replicas: int) -> int | None:
     """Ranks that shards are cut over, where notes say that these are not all."""
     notes = text(row, "notes")
-    stated = re.search(r"shard size (\d+)", notes)
+    stated = re.search(r"(?:shard size|shard group =|zero1 group) (\d+)", notes)
     hybrid = re.search(r"^HSDP\.|used HSDP", notes)
     size = int(stated[1]) if stated else (count(row, "gpus_per_node") or 0) if hybrid else 0
     return size if 0 < size < replicas and replicas % size == 0 else None
@@ -328,6 +407,6 @@ def _dtype(row: Cells) -> str:
         return "nvfp4"
     if "mx" in stated:
         return "mxfp8"
-    if "fp8" in stated:
+    if "fp8" in stated or "float8" in stated:
         return "float8"
     return "float16" if "fp16" in stated and "bf16" not in stated else "bfloat16"

@@ -82,7 +82,9 @@ def _compared(row: Row, predict: Predict) -> Compared:
     reasons = [*counted.reasons, *filter(None, [problem])]
     if predicted and counted.step_s is not None and predicted.step_s is None:
         reasons.append("step time: none predicted")
-    if predicted and (counted.peak_bytes is not None or counted.ran_out) and predicted.peak_bytes is None:
+    if predicted and predicted.unclear:
+        reasons.append(predicted.unclear)
+    elif predicted and (counted.peak_bytes is not None or counted.ran_out) and predicted.peak_bytes is None:
         reasons.append("memory: none predicted")
     return Compared(row=row, measured=counted, predicted=predicted, reasons=tuple(reasons), fault=fault)
 
@@ -91,7 +93,8 @@ def _predicted(row: Row, predict: Predict) -> tuple[Predicted | None, str, bool]
     """A prediction, or why there is none and whether that is a fault: one bad row must not hide the others."""
     try:
         predicted = predict(row.cells)
-        wrong = [name for name, value in asdict(predicted).items() if value is not None and not 0 < value < math.inf]
+        values = {name: value for name, value in asdict(predicted).items() if name != "unclear"}
+        wrong = [name for name, value in values.items() if value is not None and not 0 < value < math.inf]
         return (None, f"fault: predicted {wrong[0]} is no positive number", True) if wrong else (predicted, "", False)
     except Incomplete as problem:
         return None, problem.reason, False

@@ -7,13 +7,16 @@ evenly/planner/speeds.toml, what libraries do to libraries.toml here.
 
 `--folds 5` writes nothing: it fits to four fifths of the rows and predicts the last fifth, five times over, so that
 each row is predicted once by numbers that have not seen it. Rows of a model on a kind of device stay together: they
-differ by little. No library can be left out, since every row of most of them is from one source.
+differ by little; of a library with one model on one kind of device, those of a plan do. No library can be left out,
+since every row of most of them is from one source.
+
+`--only NAME ...` fits some libraries, and devices that no other has rows of, and holds all else as it is: what is
+added, or changed of one library, moves no others.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -26,20 +29,27 @@ from benchmarks.published import cases
 from benchmarks.published.accuracy import Pair, accuracy
 from benchmarks.published.libraries import FILE as LIBRARIES
 from benchmarks.published.libraries import library_named
-from benchmarks.published.rows import Incomplete
+from benchmarks.published.rows import TRAINING, Incomplete, measured, read
 from evenly.planner.speeds import FILE as SPEEDS
-from evenly.planner.speeds import speeds_of
-from evenly.planner.time import Machine, step_time
 
 HERE = Path(__file__).parent
 PRIORS = HERE / "priors.toml"
 TOLERANCE = 0.05
 ROUNDS = 12
+PLAN = ("tp", "pp", "microbatch", "activation_ckpt")
 # Facts rather than fits.
 FIXED = {"weight_bytes", "gradient_bytes"}
 # How far a number may be from its prior: standard deviation of its logarithm, by its name or its table's.
 LOOSE = {"matmul": 0.1, "attention": 0.15, "bandwidth_share": 0.1, "traffic": 0.4, "start_s": 0.5, "narrow": 0.7}
-LOOSE |= {"passes": 0.3, "host_s": 0.5, "tensor_host_s": 0.5, "tensor_s": 0.7, "message_s": 0.7, "uneven": 0.7}
+LOOSE |= {
+    "passes": 0.3,
+    "host_s": 0.5,
+    "tensor_host_s": 0.5,
+    "tensor_s": 0.7,
+    "message_s": 0.7,
+    "turn_s": 0.5,
+    "uneven": 0.7,
+}
 LOOSE |= {
     "idle": 0.4,
     "unaligned": 0.5,
@@ -56,8 +66,16 @@ Path_ = tuple[str, ...]
 class Fit:
     """Rows with what does not depend on the numbers, and the numbers."""
 
-    def __init__(self, rows: Sequence[cases.Cells]) -> None:
+    def __init__(self, rows: Sequence[cases.Cells], only: Sequence[str] = ()) -> None:
+        """only: libraries and devices whose numbers are fitted, to rows of these libraries, while all others stay."""
         self.tables = tomllib.loads(PRIORS.read_text(encoding="utf-8"))
+        self.paths = [path for path in _numbers(self.tables) if not only or path[1] in only]
+        if only:
+            rows = [row for row in rows if cases.library_of(row) in only]
+            fitted = tomllib.loads(SPEEDS.read_text(encoding="utf-8")) | tomllib.loads(LIBRARIES.read_text("utf-8"))
+            for group in ("libraries", "devices"):
+                fitted[group] |= {name: facts for name, facts in self.tables[group].items() if name in only}
+            self.tables = fitted
         self.cases: list[cases.Case] = []
         measured: list[float] = []
         for row in rows:
@@ -71,7 +89,6 @@ class Fit:
                 measured.append(seconds)
         self.parts = [cases.parts_of(case, library_named(case.library)) for case in self.cases]
         self.measured = np.array(measured)
-        self.paths = [*_numbers(self.tables)]
         self.priors = np.array([_coordinate(path, _at(self.tables, path)) for path in self.paths])
         self.loose = np.array(
             [LOOSE.get(path[-1], LOOSE.get(path[-2], LOOSE.get(path[0], 0.3))) for path in self.paths]
@@ -86,8 +103,8 @@ class Fit:
 
     def _step_s(self, number: int) -> float:
         case = self.cases[number]
-        machine = Machine(case.cluster, speeds_of(case.cluster, self.tables), library_named(case.library, self.tables))
-        return step_time(self.parts[number], case.config, machine)[0].step_s
+        machine = cases.machine_of(case, library_named(case.library, self.tables), self.tables)
+        return cases.seconds_of(case, self.parts[number], machine)
 
     def run(self) -> np.ndarray:
         """Damped Gauss-Newton on the smoothed errors; the point found."""
@@ -122,7 +139,8 @@ class Fit:
         return [
             number
             for number, case in enumerate(self.cases)
-            if (group != "libraries" or case.library == name) and (group != "devices" or case.cluster.kind in kinds)
+            if (group != "libraries" or case.library == name)
+            and (group != "devices" or case.cluster.device.kind in kinds)
         ]
 
     def _slopes(self, point: np.ndarray, predicted: np.ndarray, touched: Sequence[Sequence[int]]) -> np.ndarray:
@@ -150,10 +168,19 @@ def held_out(rows: Sequence[cases.Cells], folds: int) -> tuple[np.ndarray, np.nd
 
 
 def folds_of(rows: Sequence[cases.Cells], folds: int) -> list[list[int]]:
-    """Numbers of the rows of each fold, of about as many rows: the largest groups first, each to the smallest fold."""
-    groups: dict[tuple[str, str], list[int]] = {}
+    """Numbers of the rows of each fold, of about as many rows: the largest groups first, each to the smallest fold.
+
+    A group is a model on a kind of device; of a library that has rows of one group alone it is a plan of these, since
+    nothing would be left to say how fast the library is.
+    """
+    found_of: dict[str, set[tuple[str, ...]]] = {}
+    for row in rows:
+        found_of.setdefault(cases.library_of(row), set()).add((row["model"], row["gpu"]))
+    groups: dict[tuple[str, ...], list[int]] = {}
     for number, row in enumerate(rows):
-        groups.setdefault((row["model"], row["gpu"]), []).append(number)
+        alone = len(found_of[cases.library_of(row)]) == 1
+        plan = tuple(row.get(name, "") for name in PLAN) if alone else ()
+        groups.setdefault((row["model"], row["gpu"], *plan), []).append(number)
     found: list[list[int]] = [[] for _ in range(folds)]
     for _, numbers in sorted(groups.items(), key=lambda group: (-len(group[1]), group[0])):
         min(found, key=len).extend(numbers)
@@ -207,17 +234,17 @@ def _set(table: Any, path: Path_, value: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--csv", type=Path, default=HERE / "training.csv")
+    parser.add_argument("--csv", type=Path, default=TRAINING)
     parser.add_argument("--folds", type=int, help="predict rows that were not fitted, and write nothing")
+    parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="fit these libraries and devices alone")
     arguments = parser.parse_args()
-    with arguments.csv.open(newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["grade_speed"] in ("A", "B")]
+    rows = [row.cells for row in read(arguments.csv) if measured(row).step_s is not None]
     if arguments.folds:
-        predicted, measured = held_out(rows, arguments.folds)
-        found = accuracy([Pair(*pair) for pair in zip(predicted, measured, strict=True)])
+        pairs = zip(*held_out(rows, arguments.folds), strict=True)
+        found = accuracy([Pair(*pair) for pair in pairs])
         print(f"{found.rows} rows held out: median {found.median:.1%}, p90 {found.p90:.1%}, bias {found.bias:+.1%}")
         return
-    fit = Fit(rows)
+    fit = Fit(rows, arguments.only)
     fit.predict(fit.run())
     libraries = {"libraries": fit.tables.pop("libraries")}
     for path, tables in ((SPEEDS, fit.tables), (LIBRARIES, libraries)):

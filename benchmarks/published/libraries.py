@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from evenly.model.parts import OpCost, Recompute
+from evenly.model.parts import ModelCosts, OpCost, Recompute
 from evenly.planner.footprint import Holdings
 from evenly.planner.shape import Shape
 from evenly.planner.shapes import ShapeSource, split_of
@@ -38,7 +38,9 @@ WIDE = ("float64", "float32", "bfloat16", "float16")
 #   attention  scores, softmax and what they weigh, as in Megatron-LM (Korthikanti et al. 2022, section 4)
 #   rest       all but queries, keys and values, as MaxText's save_qkv_proj
 #   blocks     every second block all of it, the others nothing, as IBM's fms-fsdp
-Selective = Literal["attention", "rest", "blocks", "all", "nothing"]
+#   operations every second matrix product, and all that is neither product nor attention, as torchtitan (its policy, in
+#              models/llama3/parallelize.py, saves the products 1, 3, 5 and 7 of q, k, v, output, gate, up, down)
+Selective = Literal["attention", "rest", "blocks", "operations", "all", "nothing"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,8 @@ class LibraryKernels(Kernels):
     kept_hidden, kept_ffn: elements per token, in widths of the residual stream and of the MLP, that a block saves
                   besides those that fused kernels need.
     gathers_kept: whether what the tensor axis gathers from split tokens is saved whole.
+    narrow:       whether products of types of 8 bits and fewer save their inputs in that type (Transformer Engine).
+    compiled:     whether what nothing needs again is not saved, though the policy of operations says so.
     """
 
     attention: Literal["fused", "naive"] = "fused"
@@ -59,6 +63,8 @@ class LibraryKernels(Kernels):
     kept_hidden: float = 0.0
     kept_ffn: float = 0.0
     gathers_kept: bool = False
+    narrow: bool = False
+    compiled: bool = False
 
     def of_block(self, number: int) -> Kernels:
         if self.selective != "blocks":
@@ -95,6 +101,8 @@ class LibraryKernels(Kernels):
             return attention
         if self.selective == "rest":  # all products but the first, of queries, keys and values
             return [*products[1:], *attention, *passes]
+        if self.selective == "operations":  # output, and as much as gate or up; keys are few
+            return [products[1], products[-1], *passes]
         return [*products, *attention, *passes] if self.selective == "all" else []
 
     def sums_again(self, sums: Sequence[int]) -> Sequence[int]:
@@ -109,6 +117,7 @@ class LibraryKernels(Kernels):
         selective = {
             "attention": most,
             "rest": least + split.tokens * sum(widths(shape, split.tensor)) / split.tensor * e,
+            "operations": least + _operations_saved(shape, split, last=not self.compiled),
             "all": least,
             "nothing": most + softmax,
         }
@@ -121,7 +130,33 @@ class LibraryKernels(Kernels):
         gathered = (whole - own) * ((1 if shape.norms == 1 else 2) + kind.cross) * self.gathers_kept
         besides = split.tokens * (mlp_width(shape, kind) * self.kept_ffn + shape.hidden * self.kept_hidden)
         saved = stream_saved(shape, kind, split) + inner_saved(shape, kind, split)
+        if self.narrow and split.dtype not in WIDE:
+            saved = _narrow_saved(shape, kind, split)
         return saved + masks + (gathered + besides / split.tensor) * split.element_bytes
+
+
+# Bytes of an element as products save it: scales of blocks of 32 and 16 elements are besides.
+NARROW = {"float8": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
+
+
+def _narrow_saved(shape: Shape, kind: Kind, split: Split) -> float:
+    """Inputs of norms and activations and what attention needs in 16 bits; inputs of products in their type besides."""
+    wide, narrow = split.element_bytes, NARROW[split.dtype]
+    own, entered = split.own_tokens * shape.hidden, (1 if shape.norms == 1 else 2) + kind.cross
+    width, keys = widths(shape, split.tensor)
+    inner = (1 + kind.cross) * (width * (2 * wide + narrow) + keys * wide)
+    inner += mlp_width(shape, kind) * ((shape.mlp_matrices - 1) * wide + narrow)
+    return own * ((shape.norms + kind.cross) * wide + entered * narrow) + split.tokens * inner / split.tensor
+
+
+def _operations_saved(shape: Shape, split: Split, *, last: bool) -> float:
+    """Queries, values, attention's result with a float32 number per token and head, gate; the `last` product's."""
+    width, keys = widths(shape, split.tensor)
+    parted = 2 * width + keys / 2 + shape.ffn
+    own = split.own_tokens * shape.hidden * last
+    return (split.tokens * parted / split.tensor + own) * split.element_bytes + (
+        split.tokens * shape.heads / split.tensor * 4
+    )
 
 
 def _pairs(shape: Shape, split: Split) -> float:
@@ -131,19 +166,25 @@ def _pairs(shape: Shape, split: Split) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedLibrary(Library):
-    """splits_sequence: whether its tensor axis shares the tokens too, in every plan that it chooses itself."""
+    """splits_sequence: whether its tensor axis shares the tokens too, in every plan that it chooses itself.
+
+    turn_s: of each rank that zero cuts over, one after another, when it sends what it has updated.
+    """
 
     splits_sequence: bool = False
+    turn_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedConfig(TrainingConfig):
     """context: ranks that share the tokens of a sample, as they share the gradients of the data axis.
 
-    They lie between those of the tensor axis and those of the data axis.
+    They lie between those of the tensor axis and those of the data axis. offloaded: blocks, from the first, whose
+    activations wait for the backward pass in the host's memory; how they get there is taken to be hidden.
     """
 
     context: int = 1
+    offloaded: int = 0
 
     @property
     def replicas(self) -> int:
@@ -170,6 +211,19 @@ def published_split(config: TrainingConfig) -> PublishedSplit:
     """What one rank has of a microbatch."""
     context = config.context if isinstance(config, PublishedConfig) else 1
     return PublishedSplit(**vars(split_of(config)), context=context)
+
+
+def offloaded(parts: ModelCosts, config: PublishedConfig) -> ModelCosts:
+    """The parts, with what is offloaded no longer saved on the device.
+
+    It is back there once what later blocks have saved is free: the peak lies before.
+    """
+    gone = config.offloaded
+    if not gone:
+        return parts
+    empty = dict.fromkeys(("none", "selective", "full"), 0)
+    blocks = [replace(one, saved_bytes=empty) if number < gone else one for number, one in enumerate(parts.blocks)]
+    return replace(parts, blocks=blocks)
 
 
 class PublishedSource(ShapeSource):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from evenly.errors import UserError
@@ -15,6 +17,8 @@ TRAINING = HERE / "training.csv"
 COLUMNS = tuple(next(csv.reader([TRAINING.read_text().splitlines()[0]])))
 MEASURED = ("measured_iter_s", "measured_tokens_per_s_per_gpu", "measured_peak_mem_gib")
 COUNTED = ("A", "B")
+FAULTY = "known to be low"  # in the notes of throughputs that a fault of the library held down
+WHOLE = 0.02  # by which a batch may miss a whole number of microbatches, for rounding of what is printed
 GIB = 2**30
 
 
@@ -28,11 +32,15 @@ class Incomplete(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """What is predicted of a row: seconds of a step, bytes of the worst rank, bytes that a device has."""
+    """What is predicted of a row: seconds of a step, bytes of the worst rank, bytes that a device has.
+
+    unclear: why bytes are not predicted though seconds are.
+    """
 
     step_s: float | None
     peak_bytes: float | None
     limit_bytes: float | None
+    unclear: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +135,39 @@ def _row(number: int, heads: Sequence[str], cells: Sequence[str]) -> Row:
     for quantity in (STEP, PEAK):
         if quantity.grade not in heads and any(values[column] for column in quantity.columns):
             values[quantity.grade] = "A"
+    values["global_batch_sequences"] = values["global_batch_sequences"] or batch_that_follows(values)
     return Row(id=values["id"] or f"row {number}", source=values["source"] or "unnamed", cells=values)
+
+
+ACCUMULATED = re.compile(
+    r"micro_num (\d+)|(?:gradient accumulation|GAS|accumulation steps) (?:of )?(\d+)", re.IGNORECASE
+)
+
+
+def batch_that_follows(cells: Mapping[str, str]) -> str:
+    """The global batch, where a row does not state it but it follows from other cells; else "".
+
+    From the microbatch, the data axis and how many microbatches the notes say a step has; else from step time and
+    throughput, where both are measured and give a whole number of microbatches for every rank.
+    """
+    numbers = [_whole(cells[name]) for name in ("dp", "microbatch")]
+    each = prod(number for number in numbers if number)
+    if not all(numbers):
+        return ""
+    if accumulated := ACCUMULATED.search(cells["notes"]):
+        return str(each * int(accumulated[1] or accumulated[2]))
+    try:
+        measured = [float(cells[name]) for name in (*MEASURED[:2], "gpus", "seq_len")]
+    except ValueError:
+        return ""
+    batch = measured[0] * measured[1] * measured[2] / measured[3]
+    rounds = round(batch / each)
+    return str(rounds * each) if rounds and abs(batch / (rounds * each) - 1) < WHOLE else ""
+
+
+def _whole(cell: str) -> int:
+    """The cell as a whole number; 0 where it is none."""
+    return int(float(cell)) if re.fullmatch(r"\d+(\.0*)?", cell) else 0
 
 
 def _counted(row: Row, quantity: _Quantity) -> tuple[float | None, str]:
@@ -138,6 +178,8 @@ def _counted(row: Row, quantity: _Quantity) -> tuple[float | None, str]:
         return None, f"{quantity.name}: {f'grade {grade}' if grade else 'no grade'}{f' ({why})' if why else ''}"
     if grade in COUNTED and not stated:
         return None, f"{quantity.name}: none of {', '.join(quantity.columns)} is stated"
+    if stated and quantity is STEP and FAULTY in row.cells["notes"]:
+        return None, f"{quantity.name}: {FAULTY}, by the source's own word"
     try:
         return (quantity.value(row) if stated else None), ""
     except Incomplete as problem:

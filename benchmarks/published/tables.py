@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,9 +28,28 @@ def sources_table(document: Mapping[str, Any]) -> str:
 
 
 def skipped_table(document: Mapping[str, Any]) -> str:
-    """How many rows do not count, in whole or in part, per reason."""
-    reasons = Counter(each["reason"] for each in document["skipped"])
-    return markdown([("not counted, because", "rows"), *((why, str(count)) for why, count in reasons.most_common())])
+    """How many rows do not count, in whole or in part, per reason, and which."""
+    rows: dict[str, list[str]] = {}
+    for each in document["skipped"]:
+        rows.setdefault(each["reason"], []).append(each["id"])
+    ordered = sorted(rows.items(), key=lambda reason: -len(reason[1]))
+    table = markdown([("not counted, because", "rows"), *((why, str(len(ids))) for why, ids in ordered)])
+    which = ["which", "-----", *(", ".join(ranges(ids)) for _, ids in ordered)]
+    return "\n".join(f"{line} {names} |" for line, names in zip(table.splitlines(), which, strict=True))
+
+
+def ranges(ids: Sequence[str]) -> list[str]:
+    """Ids in their order, those with consecutive numbers at their end as one: `a-001 to 003`."""
+    found: list[list[str]] = []
+    for each in ids:
+        name, _, number = each.rpartition("-")
+        last = found[-1][-1] if found else ""
+        follows = number.isdecimal() and last == f"{name}-{int(number) - 1:0{len(number)}d}"
+        if follows:
+            found[-1].append(each)
+        else:
+            found.append([each])
+    return [run[0] + (f" to {run[-1].rpartition('-')[2]}" if len(run) > 1 else "") for run in found]
 
 
 def rows_table(document: Mapping[str, Any]) -> str:

@@ -182,6 +182,10 @@ def plan_command(
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Of a device: 80GB, 40GiB (default: its kind's).")
     ] = None,
+    reserve: Annotated[
+        float | None,
+        typer.Option(min=0, max=90, metavar="PERCENT", help="Of the memory, that plans leave free (default: 8)."),
+    ] = None,
     max_devices: Annotated[int | None, typer.Option(min=1, metavar="N", help="Devices that may be used.")] = None,
     step_time: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Find the fewest devices whose step takes no longer.")
@@ -204,6 +208,7 @@ def plan_command(
         batch=global_batch,
         sequence=sequence,
         memory=memory,
+        reserve=reserve,
         max_devices=max_devices,
         step_s=step_time,
         top=top,

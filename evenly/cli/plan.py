@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass, fields, replace
@@ -27,11 +26,6 @@ if TYPE_CHECKING:
 WIDTH_OF_FILES = 100  # columns, where the output is read by no terminal
 TOKENS_ASSUMED = 2**20  # of a step, where no batch is stated
 LEAST_MEMORY = 2**20
-UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12} | {
-    f"{letter}{ending}": 2**power
-    for letter, power in zip("kmgt", (10, 20, 30, 40), strict=True)
-    for ending in ("", "ib")
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +33,7 @@ class PlanOptions:
     """What is asked, as the command line has it; None for what is left open.
 
     target: a job file or a model. batch: samples. sequence: tokens of a sample. memory: of a device, as text.
-    step_s:  seconds that a step may take. html: where pictures go.
+    reserve: percent of it that plans are to leave free. step_s: seconds that a step may take. html: where pictures go.
     """
 
     target: str
@@ -48,6 +42,7 @@ class PlanOptions:
     batch: int | None = None
     sequence: int | None = None
     memory: str | None = None
+    reserve: float | None = None
     max_devices: int | None = None
     step_s: float | None = None
     top: int | None = None
@@ -75,7 +70,7 @@ def plan(options: PlanOptions) -> int:
 def _explain(options: PlanOptions) -> int:
     from evenly.cli.explain import explain
 
-    ignored = ("cluster", "batch", "sequence", "memory", "max_devices", "step_s", "top", "html")
+    ignored = ("cluster", "batch", "sequence", "memory", "reserve", "max_devices", "step_s", "top", "html")
     if stated := [
         field.name for field in fields(PlanOptions) if field.name in ignored and getattr(options, field.name)
     ]:
@@ -97,7 +92,7 @@ def _option(name: str) -> str:
 
 def _plan_request(options: PlanOptions) -> tuple[PlanRequest, bool]:
     """What is asked of the search, and whether its batch is an assumption."""
-    from evenly.planner.request import PlanRequest
+    from evenly.planner.request import RESERVE, PlanRequest
 
     if options.step_s is not None and not 0 < options.step_s < math.inf:
         raise UserError(f"--step-time {options.step_s:g}", "no step takes so long", "give seconds: --step-time 2.5")
@@ -118,6 +113,7 @@ def _plan_request(options: PlanOptions) -> tuple[PlanRequest, bool]:
         batch=batch or assumed_batch(source.sequence, devices),
         only=only,
         memory_bytes=memory,
+        reserve=RESERVE if options.reserve is None else options.reserve / 100,
         max_devices=options.max_devices,
         step_s=options.step_s,
         top=options.top or 5,
@@ -200,14 +196,14 @@ def assumed_batch(sequence: int | None, devices: int) -> int:
 
 def parse_memory(text: str) -> float:
     """'80GB', '40GiB', '40G' or a number of bytes -> bytes; GB is 10^9, GiB and G are 2^30. Raises `UserError`."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
-    unit = UNITS.get(match[2].lower()) if match else None
-    if match is None or unit is None:
+    from evenly.hardware.variants import size_bytes
+
+    size = size_bytes(text)
+    if size is None:
         raise UserError(f"--memory {text!r}", "it is no size", "give bytes, or a number with a unit: 80GB, 40GiB")
-    size_bytes = float(match[1]) * unit
-    if size_bytes < LEAST_MEMORY:
-        raise UserError(f"--memory {text!r}", f"{size_bytes:.0f} bytes hold no model", f"add a unit: {match[1]}GiB")
-    return size_bytes
+    if size < LEAST_MEMORY:
+        raise UserError(f"--memory {text!r}", f"{size:.0f} bytes hold no model", f"add a unit: {text.strip()}GiB")
+    return size
 
 
 # --- the result ----------------------------------------------------------------------------------------
@@ -216,10 +212,12 @@ def parse_memory(text: str) -> float:
 def _show(request: PlanRequest, result: PlanResult, options: PlanOptions, *, assumed: bool) -> None:
     from evenly.report.plans import document
 
-    plans = result.plans or [one for one in (result.nearest,) if one is not None]
+    plans = [*result.plans, *result.fuller] or [one for one in (result.nearest,) if one is not None]
     if options.json_only:
         model, cluster = request.source.name, str(request.cluster)
-        print(json.dumps(document(model, cluster, plans, assumed=assumed, change=result.change)))
+        plans = plans[: len(plans) - len(result.fuller)]
+        found = document(model, cluster, plans, fuller=result.fuller, assumed=assumed, change=result.change)
+        print(json.dumps(found))
     elif plans:
         _print(request, plans, assumed=assumed)
     if options.html is not None and plans:

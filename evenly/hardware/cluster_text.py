@@ -2,6 +2,7 @@
 
 [NODESx][DEVICESx]KIND[@GBITS[NETWORK]]    devices of a node; without NODES as many nodes as the kind needs
 local                                      the devices of this machine
+KIND may be a variant: H100:memory=96GB,bandwidth=2.4TB/s,power=500W
 FILE.toml                                  see cluster_file.py
 """
 

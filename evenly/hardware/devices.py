@@ -12,21 +12,24 @@ from pathlib import Path
 from typing import Any, cast
 
 from evenly.errors import UserError
+from evenly.hardware.variants import variant_facts
 
 FILE = Path(__file__).with_name("devices.toml")
-MAKERS = ("nvidia", "tesla", "geforce", "amd", "instinct", "quadro")
+MAKERS = ("nvidia", "tesla", "geforce", "amd", "instinct", "quadro", "google", "intel", "aws")
 NEAREST = 3
 NEEDED = ("memory_gib", "memory_gb_per_s", "tflops", "node", "link", "link_gb_per_s", "network_gbit_per_s")
 COUNTS, MOST_IN_A_DOMAIN = ("node", "domain"), 1_000_000
 LEAST, MOST = 1e-6, 1e30  # of any fact
 TEXTS = ("link", "network", "source")
+OPTIONAL = ("domain", "power_w", "clock_mhz")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """A kind of device.
 
-    name:         of the kind. memory_bytes: that a program can allocate from.
+    name:         of the kind, or of a variant of it. kind: whose speeds it has, as far as nothing of it differs.
+    memory_bytes: that a program can allocate from.
     bandwidth:    of its memory, bytes per second.
     flops:        dense peak by precision (float64, float32, tf32, float16, bfloat16, float8, float4), per second.
     node:         devices of a node as sold. domain: devices joined by the fast link, where these are several nodes.
@@ -36,6 +39,7 @@ class Device:
     """
 
     name: str
+    kind: str
     memory_bytes: int
     bandwidth: float
     flops: Mapping[str, float] = field(hash=False)
@@ -53,7 +57,10 @@ class Device:
 
 
 def find_device(text: str) -> Device:
-    """The kind called `text`, in any case, with or without its maker. Raises `UserError` with the nearest names."""
+    """The kind called `text`, in any case, with or without its maker, or a variant of it (`variants`).
+
+    Raises `UserError` with the nearest names, and for a variant that there is not.
+    """
     found = known_device(text)
     if found is None:
         raise UserError(f"the device {text!r}", "no such kind is known", _advice(text))
@@ -61,8 +68,13 @@ def find_device(text: str) -> Device:
 
 
 def known_device(text: str) -> Device | None:
-    """The kind called `text`, None where there is none."""
-    return _by_key().get(_key(text))
+    """The kind called `text`, or its variant; None where there is none. Raises `UserError` for no such variant."""
+    kind, colon, variant = text.partition(":")
+    known = _by_key().get(_key(kind))
+    if known is None or not colon:
+        return known
+    name, facts = f"{known.name}:{''.join(variant.split())}", _facts()[known.name]
+    return _device(name, {**facts, **variant_facts(known.name, facts, name.partition(":")[2])}, known.kind)
 
 
 def device_with(kind: str, own: Mapping[str, Any]) -> Device:
@@ -73,14 +85,14 @@ def device_with(kind: str, own: Mapping[str, Any]) -> Device:
     known = known_device(kind)
     if known is None and not own:
         return find_device(kind)
-    facts: dict[str, Any] = {**(_facts()[known.name] if known else {}), **own}
+    facts: dict[str, Any] = {**(_facts_of(known) if known else {}), **own}
     asked = f"the device {kind!r} with facts of its own"
     if missing := [name for name in NEEDED if name not in facts]:
         found = f"no such kind is known, and {', '.join(missing)} missing"
         raise UserError(asked, found, f"give them as evenly/hardware/devices.toml does; or {_advice(kind)}")
     if problems := list(_problems(own)):
         raise UserError(asked, "; ".join(problems), "see the head of evenly/hardware/devices.toml")
-    return _device(known.name if known else kind, {"source": "its own", **facts})
+    return _device(known.name if known else kind, {"source": "its own", **facts}, known.kind if known else kind)
 
 
 def device_names() -> list[str]:
@@ -107,12 +119,22 @@ _registered: dict[str, dict[str, Any]] = {}
 
 @cache
 def _facts() -> dict[str, dict[str, Any]]:
-    return {**tomllib.loads(FILE.read_text(encoding="utf-8")), **_registered}
+    found = tomllib.loads(FILE.read_text(encoding="utf-8"))
+    # What is a variant `of` another kind has its facts, but for those that are its own.
+    whole = {name: {**found.get(facts.get("of", ""), {}), **facts} for name, facts in found.items()}
+    return {**whole, **_registered}
+
+
+def _facts_of(device: Device) -> dict[str, Any]:
+    """The facts of a kind, or of a variant."""
+    kind, _, variant = device.name.partition(":")
+    facts = _facts()[kind]
+    return {**facts, **(variant_facts(kind, facts, variant) if variant else {})}
 
 
 @cache
 def _kinds() -> dict[str, Device]:
-    return {name: _device(name, facts) for name, facts in _facts().items()}
+    return {name: _device(name, facts, facts.get("of", name)) for name, facts in _facts().items()}
 
 
 @cache
@@ -145,7 +167,7 @@ def _problems(own: Mapping[str, Any]) -> Iterator[str]:
             rates = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
             if "float32" not in rates or not all(_positive(rate) for rate in rates.values()):
                 yield f"tflops is {value!r}, not positive numbers by precision, float32 among them"
-        elif name not in (*NEEDED, "domain", *TEXTS):
+        elif name not in (*NEEDED, *OPTIONAL, *TEXTS):
             yield f"{name} is no fact of a device"
         elif not (isinstance(value, str) if name in TEXTS else _positive(value, whole=name in COUNTS)):
             yield f"{name} is {value!r}"
@@ -157,9 +179,10 @@ def _positive(value: object, *, whole: bool = False) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and LEAST <= value < MOST
 
 
-def _device(name: str, facts: Mapping[str, Any]) -> Device:
+def _device(name: str, facts: Mapping[str, Any], kind: str) -> Device:
     return Device(
         name=name,
+        kind=kind,
         memory_bytes=round(facts["memory_gib"] * 2**30),
         bandwidth=facts["memory_gb_per_s"] * 1e9,
         flops={precision: rate * 1e12 for precision, rate in facts["tflops"].items()},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from math import floor
 
@@ -68,6 +69,7 @@ def seconds_of_parts(one: CostedPlan) -> list[float]:
     return [found[id(part)] for part in order]
 
 
+@lru_cache(maxsize=4096)  # choices that differ in zero alone have the same parts
 def equal_blocks(blocks: int, stages: int, each: float, before: float, after: float) -> tuple[int, ...]:
     """The best cut of blocks that cost `each`, by bisection over what the slowest stage may take.
 
@@ -114,6 +116,7 @@ def predicted(
         comm_bytes=sent_bytes(one),
         bubble=bubble,
         why=binding(time),
+        reserve_bytes=request.reserve_bytes,
     )
 
 

@@ -27,7 +27,11 @@ class Holdings:
               optimizer's.
     gathered: per parameter, of a unit that is whole for a while under zero=3. units: how many are so at once; the part
               outside of blocks is besides. reduced: per parameter, of the gradients of one unit before they are cut.
-    logit:    per logit, when the loss is computed.
+    live:     parameters that are gathered at once at most; 0 where units are gathered whole.
+    logit:    per logit, when the loss is computed. logit_split: the same where the tensor axis splits them, 0 if alike.
+    update:   per parameter, as far as the optimizer's state is cut, while it is updated and no activations are held.
+    cached:   whether the allocator's cache counts, in which what the update has taken stays besides.
+    buffers:  inputs of a stage that a pipeline keeps of every microbatch in flight, besides what its blocks save.
     casts:    per parameter of a block, of a copy in a narrower type that is saved from its forward pass to its backward
               pass, unless it is computed again.
     rest:     of a rank, besides: context of the driver, communicators, what the allocator cannot use.
@@ -39,7 +43,12 @@ class Holdings:
     gathered: float = 2.0
     units: int = 2
     reduced: float = 2.0
+    live: float = 0.0
     logit: float = 16.0
+    logit_split: float = 0.0
+    update: float = 0.0
+    cached: bool = False
+    buffers: float = 0.0
     casts: float = 0.0
     rest: float = 0.0
 
@@ -51,7 +60,7 @@ def footprints(
     places: Sequence[int] = (0,)
     if config.pipeline > 1:
         places = rank_of_stage(config.schedule, config.pipeline, config.stages_per_rank)
-    saved = saved_by_stages(parts, layers, config)
+    saved = saved_by_stages(parts, layers, config, holdings.buffers)
     found: list[MemoryByCause] = []
     for rank in ranks or range(config.pipeline):
         stages = [stage for stage, holder in enumerate(places) if holder == rank]
@@ -59,10 +68,13 @@ def footprints(
     return found
 
 
-def saved_by_stages(parts: ModelCosts, layers: Sequence[int], config: TrainingConfig) -> list[int]:
-    """Bytes that one microbatch leaves in every stage for its backward pass."""
+def saved_by_stages(
+    parts: ModelCosts, layers: Sequence[int], config: TrainingConfig, buffers: float = 0.0
+) -> list[int]:
+    """Bytes that one microbatch leaves in every stage for its backward pass, `buffers` of its inputs besides."""
     each = iter(block.saved_bytes[config.recompute] for block in parts.blocks)
-    return [sum(islice(each, count)) for count in layers]
+    besides = int(buffers * parts.after.input_bytes) if config.pipeline > 1 else 0
+    return [sum(islice(each, count)) + besides for count in layers]
 
 
 def _most_saved(rank: int, stages: Sequence[int], saved: Sequence[int], config: TrainingConfig) -> int:
@@ -122,15 +134,19 @@ def _of_rank(
     again = max((block.saved_bytes["none"] - block.saved_bytes[config.recompute] for block in every), default=0)
     working = max((block.backward_peak_bytes for block in every), default=0)
     # The logits of one microbatch with what the loss makes of them, and what the head keeps.
-    loss = parts.after.logits * holdings.logit + parts.after.saved_bytes["none"] if last in stages else 0.0
+    per_logit = holdings.logit_split if config.tensor > 1 and holdings.logit_split else holdings.logit
+    loss = parts.after.logits * per_logit + parts.after.saved_bytes["none"] if last in stages else 0.0
+    activations = saved + holdings.casts * (0 if config.recompute == "full" else sum(one.parameters for one in every))
+    gathered = _gathered(every, outside, config, holdings)
+    update = elements * holdings.update / config.shards
+    passes = max(again + working, loss)
     return MemoryByCause(
         parameters=elements * holdings.weights / (config.shards if config.zero >= 3 else 1),
         gradients=elements * holdings.gradients / (config.shards if config.zero >= 2 else 1),
         optimizer=elements * holdings.optimizer / config.shards,
-        activations=saved
-        + holdings.casts * (0 if config.recompute == "full" else sum(one.parameters for one in every)),
-        gathered=_gathered(every, outside, config, holdings),
-        temporaries=max(again + working, loss),
+        activations=activations,
+        gathered=gathered,
+        temporaries=passes + update if holdings.cached else max(passes, update - activations - gathered),
         context=holdings.rest,
     )
 
@@ -142,4 +158,5 @@ def _gathered(
         return 0.0
     largest = max((block.parameters for block in blocks), default=0)
     whole = min(len(blocks), holdings.units) * largest + sum(part.parameters for part in outside)
-    return whole * holdings.gathered + largest * holdings.reduced
+    most = holdings.live or whole
+    return min(whole, most) * holdings.gathered + min(largest, most) * holdings.reduced

@@ -160,7 +160,7 @@ class JobProfiler:
             self._call_costs[plan.precision] = call_costs_of(first, model, plan), [*model.stage_tensors]
         call_costs, names = self._call_costs[plan.precision]
         microbatches = len(self.share(0, plan.axes["data"]).own)
-        on_gpu = device is not None and device.name != "cpu"
+        on_gpu = device is not None and device.kind != "cpu"
         limit_bytes = round(device.memory_bytes) if device is not None and on_gpu else None
         kind = "cuda" if on_gpu else "cpu"
         counts = counts_of(call_costs, plan, device=kind, microbatches=microbatches, limit_bytes=limit_bytes)

@@ -45,7 +45,7 @@ def leaner_plan(
     source = JobSource(job, step)
     request = PlanRequest(source=source, cluster=cluster, batch=job.global_batch)
     tried = {text_of(spec) for spec in (*failed, *refused)}
-    specs = [spec for spec in leaner_specs(base, on_gpu=cluster.kind != "cpu") if text_of(spec) not in tried]
+    specs = [spec for spec in leaner_specs(base, on_gpu=cluster.device.kind != "cpu") if text_of(spec) not in tried]
     try:
         known = [predict(request, spec) for spec in failed]
     except Exception:  # the model cannot be read without running it; whatever it is, it is not to end the run

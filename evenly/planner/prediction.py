@@ -72,6 +72,7 @@ class Prediction:
 
     plan:        complete: all axes, microbatch, precision and recomputation set.
     memory:      of every rank of the pipeline axis, from the first. limit_bytes: what a device has.
+    reserve_bytes: what a plan is to leave free of it.
     time:        of a step. tokens: of a step, None where samples are no sequences. samples: the global batch.
     flops:       of a step, of the model alone (without recomputation), on all devices.
     peak_flops:  of all devices together, per second.
@@ -91,6 +92,7 @@ class Prediction:
     comm_bytes: float
     bubble: float
     why: str = ""
+    reserve_bytes: float = 0.0
 
     @property
     def worst(self) -> int:
@@ -106,6 +108,11 @@ class Prediction:
     def fits(self) -> bool:
         """Whether every rank has room."""
         return self.peak_bytes <= self.limit_bytes
+
+    @property
+    def leaves_reserve(self) -> bool:
+        """Whether every rank has room, and leaves the reserve."""
+        return self.peak_bytes <= self.limit_bytes - self.reserve_bytes
 
     @property
     def step_s(self) -> float:

@@ -17,6 +17,7 @@ from evenly.planner.speeds import Library, Speeds, own_library, speeds_of
 from evenly.planner.training_config import TrainingConfig
 
 IN_PIECES = 0.04  # of a device's memory
+RESERVE = 0.08  # of what a rank may take
 
 
 class CostSource(Protocol):
@@ -76,6 +77,9 @@ class PlanRequest:
 
     batch:        global batch, samples. only: what every plan has to state; what it leaves open is searched.
     memory_bytes: of a device; None for what its kind has. max_devices: how many may be used; None for all.
+    reserve:      share of `limit_bytes` that plans are to leave free, as predictions are off by some percent and data
+                  differ. It is of the memory of the device that a rank computes on, which is main memory on a CPU.
+                  Fuller plans come after all that leave it.
     step_s:       a step may take so long: the fewest devices that manage are sought. None: the fastest plan of all.
     top:          how many plans the result has.
     """
@@ -88,11 +92,17 @@ class PlanRequest:
     max_devices: int | None = None
     step_s: float | None = None
     top: int = 5
+    reserve: float = RESERVE
 
     @property
     def limit_bytes(self) -> float:
         """What a rank may take: what was stated, or what a device has, less what its allocator cannot use in pieces."""
         return self.memory_bytes or (1 - IN_PIECES) * self.cluster.device.memory_bytes
+
+    @property
+    def reserve_bytes(self) -> float:
+        """What plans are to leave free of `limit_bytes`."""
+        return self.reserve * self.limit_bytes
 
     @cached_property
     def speeds(self) -> Speeds:
@@ -122,7 +132,7 @@ class PlanRequest:
 
     def library(self, plan: Plan) -> Library:
         """The library that runs a complete plan."""
-        on_cpu = self.cluster.device.name == "cpu"
+        on_cpu = self.cluster.device.kind == "cpu"
         return own_library(plan.precision, bitwise=plan.exact == "bitwise", on_cpu=on_cpu)
 
 
@@ -130,13 +140,15 @@ class PlanRequest:
 class PlanResult:
     """What was found.
 
-    plans:  that fit, best first.
+    plans:  that leave the reserve, fastest first; where none does, those that fit.
+    fuller: that fit and are faster than all of `plans`, but do not leave the reserve; fastest first.
     nearest: where none fits, the one that is least over; None where one fits.
     change: the smallest change with which it would, in words.
     tried:  how many plans were looked at. judged: of how many time was predicted in full.
     """
 
     plans: Sequence[Prediction]
+    fuller: Sequence[Prediction] = ()
     nearest: Prediction | None = None
     change: str = ""
     tried: int = 0

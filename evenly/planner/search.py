@@ -3,13 +3,14 @@
 Every *choice* has a time that it cannot beat: what its operations take, dealt evenly over the ranks of its pipeline,
 with the least that filling the pipeline, the last reduction and the update add. Choices are taken in the order of these
 bounds; those that do not fit are dropped, the others predicted in full. Once the next bound is longer than what the
-best ones take, no further choice can be among them: pruning discards nothing that would be a result.
+best ones take, no further choice can be among them: pruning discards nothing that would be a result. The best ones are
+those that leave the reserve of memory; fuller ones are only looked for as far as they are faster.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -87,10 +88,10 @@ def _on(request: PlanRequest, devices: int) -> PlanResult:
             "give a batch of at least as many samples as there are devices, or leave more of the plan open with --only",
         )
     judge = _Judge(request)
-    best, judged, least = _best(request, judge, choices)
-    if best:
-        return PlanResult(plans=best, tried=len(choices), judged=judged)
-    if least is None:
+    best, judged = _best(judge, choices)
+    if best.fits:
+        return PlanResult(plans=best.plans, fuller=best.faster_but_fuller, tried=len(choices), judged=judged)
+    if (least := best.least) is None:
         raise UserError(
             f"plan {request.source.name} on {devices} devices",
             judge.refused or "no plan can run so",
@@ -99,36 +100,94 @@ def _on(request: PlanRequest, devices: int) -> PlanResult:
     return PlanResult(plans=(), nearest=least, change=_change(request, least), tried=len(choices), judged=judged)
 
 
-def _best(
-    request: PlanRequest, judge: _Judge, choices: Sequence[PlanChoice]
-) -> tuple[list[Prediction], int, Prediction | None]:
-    """The fastest of the `top` best families; how many choices were predicted in full; if none fits, the least."""
+def _best(judge: _Judge, choices: Sequence[PlanChoice]) -> tuple[_Best, int]:
+    """The fastest of the best families; how many choices were predicted in full."""
     waiting = [(judge.bound(choice), number) for number, choice in enumerate(choices)]
     heapq.heapify(waiting)
-    best: dict[tuple[int, ...], Prediction] = {}
-    least: Prediction | None = None
-    judged, worst_s = 0, float("inf")
-    while waiting and waiting[0][0] <= worst_s:
+    best, judged = _Best(judge.request), 0
+    while waiting and waiting[0][0] <= best.worst_s:
         bound_s, number = heapq.heappop(waiting)
         choice = choices[number]
-        if choice.family in best and bound_s > best[choice.family].step_s:
+        if best.beats(choice.family, bound_s):
             continue
-        if not judge.has_room(choice) and (best or choice.recompute != "full"):
+        peak = judge.peak_bytes(choice)
+        if peak > judge.request.limit_bytes and (best.fits or choice.recompute != "full"):
+            continue
+        if best.beats(choice.family, bound_s, peak):
             continue
         judged += 1
-        found = judge.predicted(choice, worst_s)
-        if found is None:
-            continue
-        if found.fits:
-            known = best.get(choice.family)
-            if known is None or (found.step_s, found.peak_bytes) < (known.step_s, known.peak_bytes):
-                best[choice.family] = found
-                ranked = sorted(one.step_s for one in best.values())
-                worst_s = ranked[request.top - 1] if len(ranked) >= request.top else worst_s
-        elif least is None or found.peak_bytes < least.peak_bytes:
-            least = found
-    ordered = sorted(best.values(), key=lambda one: (one.step_s, one.peak_bytes))
-    return ordered[: request.top], judged, least
+        found = judge.predicted(choice, best.worst_s)
+        if found is not None:
+            best.add(choice.family, found)
+    return best, judged
+
+
+@dataclass
+class _Best:
+    """Of every family the fastest plan that leaves the reserve, and the fastest that is fuller.
+
+    least: the plan with the lowest peak of those that do not fit.
+    """
+
+    request: PlanRequest
+    least: Prediction | None = None
+    worst_s: float = float("inf")  # of those that would be shown, once they are so many
+    _fastest_s: float = float("inf")  # of those that leave the reserve
+    _roomy: dict[tuple[int, ...], Prediction] = field(default_factory=dict[tuple[int, ...], Prediction])
+    _fuller: dict[tuple[int, ...], Prediction] = field(default_factory=dict[tuple[int, ...], Prediction])
+
+    @property
+    def fits(self) -> bool:
+        """Whether any plan fits."""
+        return bool(self._roomy or self._fuller)
+
+    @property
+    def plans(self) -> list[Prediction]:
+        """Those that leave the reserve, fastest first; where none does, those that fit."""
+        return self._ordered(self._roomy or self._fuller)
+
+    @property
+    def faster_but_fuller(self) -> list[Prediction]:
+        """Those that fit and are faster than all that leave the reserve."""
+        if not self._roomy:
+            return []
+        return [one for one in self._ordered(self._fuller) if one.step_s < self.plans[0].step_s]
+
+    def beats(self, family: tuple[int, ...], bound_s: float, peak: float = 0.0) -> bool:
+        """Whether no plan of the family that takes at least `bound_s` and `peak` bytes would be shown.
+
+        A fuller one is, only if it is faster than all that leave the reserve.
+        """
+        roomy = self._roomy.get(family)
+        if roomy is not None and bound_s > roomy.step_s:
+            return True
+        if peak <= self.request.limit_bytes - self.request.reserve_bytes:
+            return False
+        fuller = self._fuller.get(family)
+        return bound_s > min(self._fastest_s, fuller.step_s if fuller else float("inf"))
+
+    def add(self, family: tuple[int, ...], found: Prediction) -> None:
+        """Takes up a plan, if it is better than what is known."""
+        if not found.fits:
+            if self.least is None or found.peak_bytes < self.least.peak_bytes:
+                self.least = found
+            return
+        of_its_kind = self._roomy if found.leaves_reserve else self._fuller
+        known = of_its_kind.get(family)
+        if known is not None and _rank(known) <= _rank(found):
+            return
+        of_its_kind[family] = found
+        if found.leaves_reserve:
+            self._fastest_s = min(self._fastest_s, found.step_s)
+        if found.leaves_reserve and len(self._roomy) >= self.request.top:
+            self.worst_s = sorted(one.step_s for one in self._roomy.values())[self.request.top - 1]
+
+    def _ordered(self, plans: Mapping[tuple[int, ...], Prediction]) -> list[Prediction]:
+        return sorted(plans.values(), key=_rank)[: self.request.top]
+
+
+def _rank(one: Prediction) -> tuple[float, float]:
+    return one.step_s, one.peak_bytes
 
 
 @dataclass
@@ -204,15 +263,19 @@ class _Judge:
             return 0.0
         return (choice.pipeline - 1) * (blocks // stages - 1) * block
 
-    def has_room(self, choice: PlanChoice) -> bool:
-        """Whether it may fit: the ranks that mostly need most do."""
+    def peak_bytes(self, choice: PlanChoice) -> float:
+        """What the ranks take that mostly need most: no plan of it takes less. Infinity if it cannot run or fit."""
         one = self.candidate(choice)
         if one is None or _least_bytes(one) > self.request.limit_bytes:
-            return False
+            return float("inf")
         layers = layers_of(one, self.seconds(choice, one))
         ranks = sorted({0, min(1, choice.pipeline - 1), choice.pipeline - 1})
         found = self.request.source.memory(one.plan, one.config, layers, one.machine.library, ranks)
-        return all(memory.peak <= self.request.limit_bytes for memory in found)
+        return max(memory.peak for memory in found)
+
+    def has_room(self, choice: PlanChoice) -> bool:
+        """Whether it may fit."""
+        return self.peak_bytes(choice) <= self.request.limit_bytes
 
     def predicted(self, choice: PlanChoice, most_s: float) -> Prediction | None:
         """All that is predicted of it; None where it cannot run or its step takes longer than `most_s`."""
@@ -258,8 +321,8 @@ def _fewest(request: PlanRequest, step_s: float) -> PlanResult:
             results[count] = _on(request, count)
         except UserError:
             results[count] = None
-        found = results[count]
-        return found is not None and bool(found.plans) and found.plans[0].step_s <= step_s
+        best = next(iter(found.plans), None) if (found := results[count]) else None
+        return best is not None and best.leaves_reserve and best.step_s <= step_s
 
     low, high = 0, len(counts) - 1
     while low < high and quick(counts[high]):  # more devices are hardly ever slower

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from evenly.hardware.cluster import Cluster
-from evenly.hardware.devices import Device
+from evenly.hardware.devices import Device, known_device
 from evenly.job import Precision
 from evenly.model.parts import OpCost
 from evenly.planner.footprint import Holdings
@@ -102,6 +102,7 @@ class Library:
     tensor_s:       of each collective of the tensor axis besides its bytes. tensor_hidden: share hidden by products.
     data_hidden:    share of the data axis' collectives that the last backward pass hides.
     message_s:      of each message of a pipeline.
+    messages_overlap: whether a rank with several stages computes for one while messages of another are under way.
     messages_split: whether each rank of the tensor axis sends its part of an activation only.
     message_bytes_per_s: of all devices of a node together, where messages go through the host; 0 where they do not.
     gather:         "overlapped" or "serial": whether zero=3 communicates while it computes. gather_share: of the
@@ -126,6 +127,7 @@ class Library:
     tensor_hidden: float = 0.0
     data_hidden: float = 0.7
     message_s: float = 1e-4
+    messages_overlap: bool = False
     messages_split: bool = False
     message_bytes_per_s: float = 0.0
     gather: Literal["overlapped", "serial"] = "overlapped"
@@ -182,17 +184,22 @@ def speeds_of(cluster: Cluster, tables: Mapping[str, Any] | None = None) -> Spee
 
 
 def speeds_of_device(device: Device, tables: Mapping[str, Any] | None = None) -> Speeds:
-    """The speeds of a kind of device: as fitted, or by the shares that similar kinds reach."""
+    """The speeds of a kind of device: as fitted, or by the shares that similar kinds reach.
+
+    What differs from its kind is as much slower or faster as its peak says.
+    """
     tables = tables or shipped()
-    fitted = next((facts for facts in tables["devices"].values() if device.name in facts["kinds"]), {})
+    fitted = next((facts for facts in tables["devices"].values() if device.kind in facts["kinds"]), {})
     operations = {name: fitted.get(name, value) for name, value in tables["operations"].items()}
     bandwidth = device.bandwidth * operations.pop("bandwidth_share")
     half = device.flops.get("bfloat16") or device.flops.get("float16") or device.flops["float32"]
     attention = {kernel: half * share for kernel, share in tables["shares"]["attention"].items()}
-    attention |= {kernel: tera * 1e12 for kernel, tera in fitted.get("attention", {}).items()}
+    kind = known_device(device.kind) or device
+    against = half / max(kind.peak("bfloat16"), kind.peak("float16"))
+    attention |= {kernel: against * tera * 1e12 for kernel, tera in fitted.get("attention", {}).items()}
     rates, shares = fitted.get("matmul", {}), tables["shares"]["matmul"]
     return Speeds(
-        matmul={dtype: _product_rate(device, dtype, rates, shares) for dtype in UNITS},
+        matmul={dtype: _product_rate(device, kind, dtype, rates, shares) for dtype in UNITS},
         attention=attention,
         bandwidth=bandwidth,
         processors=fitted.get("processors", 0),
@@ -214,13 +221,15 @@ AS_FAST = {"float16": ("bfloat16",)}
 SLOW_FLOAT64 = 1 / 32  # of float32, where the data sheet says nothing
 
 
-def _product_rate(device: Device, dtype: str, fitted: Mapping[str, float], shares: Mapping[str, float]) -> float:
-    """As fitted of this type, or of the one that it is done in; else the share of the peak that others reach."""
+def _product_rate(
+    device: Device, kind: Device, dtype: str, fitted: Mapping[str, float], shares: Mapping[str, float]
+) -> float:
+    """As fitted to its kind of this type, or of the one that it is done in; else the share of the peak of others."""
     unit = next((unit for unit in UNITS[dtype] if unit in device.flops), UNITS[dtype][-1])
     done_in = dtype if unit == UNITS[dtype][0] else unit
     for name in (done_in, *AS_FAST.get(done_in, ())):
         if name in fitted:
-            return fitted[name] * 1e12
+            return fitted[name] * 1e12 * device.peak(unit) / kind.peak(unit)
     return device.flops.get(unit, device.flops["float32"] * SLOW_FLOAT64) * shares[done_in]
 
 

@@ -235,9 +235,9 @@ def _stages_of(rank: int, config: TrainingConfig) -> Sequence[int]:
 
 def message_seconds(parts: ModelCosts, config: TrainingConfig, machine: Machine) -> float:
     """Sends one activation from a stage to the next, as far as it holds up either."""
-    if config.pipeline == 1:
-        return 0.0
     library, size = machine.library, parts.after.input_bytes
+    if config.pipeline == 1 or (library.messages_overlap and config.stages_per_rank > 1):
+        return 0.0
     if library.messages_split and not config.split_sequence:
         size /= config.tensor
     stride, domain = config.tensor * config.replicas, machine.cluster.domain

@@ -84,7 +84,7 @@ def plan_rows(plans: Sequence[Prediction]) -> list[tuple[str, ...]]:
             str(number),
             short(one.plan, common_words),
             size_in_words(one.peak_bytes),
-            f"{one.peak_bytes / one.limit_bytes:.0%}",
+            _full(one),
             _worst(one),
             time_in_words(one.step_s),
             f"{rate:,.0f}" if (rate := rate_per_device(one)) >= 100 else f"{rate:.3g}",
@@ -94,6 +94,16 @@ def plan_rows(plans: Sequence[Prediction]) -> list[tuple[str, ...]]:
         )
         for number, one in enumerate(plans, 1)
     ]
+
+
+def _full(one: Prediction) -> str:
+    """The share of the memory that it takes, with a word where that leaves less than the reserve."""
+    return f"{one.peak_bytes / one.limit_bytes:.0%}" + ("\nfuller" if is_fuller(one) else "")
+
+
+def is_fuller(one: Prediction) -> bool:
+    """Whether it fits, but leaves less than the reserve."""
+    return one.fits and not one.leaves_reserve
 
 
 def _worst(one: Prediction) -> str:
@@ -112,7 +122,21 @@ def _largest(time: TimeByCause) -> str:
 
 def reasons(plans: Sequence[Prediction]) -> list[str]:
     """Where the first plan's time and memory go, and of every other one which terms it loses by."""
-    return [*_of_the_best(plans[0]), *(_against(plans[0], one, number) for number, one in enumerate(plans[1:], 2))]
+    found = [*_of_the_best(plans[0]), *(_against(plans[0], one, number) for number, one in enumerate(plans[1:], 2))]
+    fuller = [str(number) for number, one in enumerate(plans, 1) if is_fuller(one)]
+    if not fuller:
+        return found
+    return [*found, _of_the_fuller(plans[0], fuller)]
+
+
+def _of_the_fuller(one: Prediction, numbers: Sequence[str]) -> str:
+    """Which plans leave less than the reserve; `one`: the first of all."""
+    share = f"{one.reserve_bytes / one.limit_bytes:.0%}"
+    if is_fuller(one):
+        return f"fuller: no plan was found that leaves {share} of the memory (--reserve)"
+    which = f"plan {numbers[0]} would be faster, but leaves" if len(numbers) == 1 else ""
+    which = which or f"plans {', '.join(numbers)} would be faster, but leave"
+    return f"fuller: {which} less than {share} of the memory (--reserve)"
 
 
 def _of_the_best(best: Prediction) -> list[str]:
@@ -182,10 +206,17 @@ def shortage(nearest: Prediction) -> str:
 
 
 def document(
-    model: str, cluster: str, plans: Sequence[Prediction], *, assumed: bool = False, change: str = ""
+    model: str,
+    cluster: str,
+    plans: Sequence[Prediction],
+    *,
+    fuller: Sequence[Prediction] = (),
+    assumed: bool = False,
+    change: str = "",
 ) -> dict[str, Any]:
     """The answer as `evenly plan --json` prints it: sizes in bytes, times in seconds, shares 0 to 1, best first.
 
+    fuller: faster plans that do not leave the reserve.
     change: the smallest one with which a plan would fit, where none does.
     """
     return {
@@ -193,6 +224,7 @@ def document(
         "cluster": cluster,
         "assumed": ["global_batch"] if assumed else [],
         "plans": [_as_json(one) for one in plans],
+        **({"fuller": [_as_json(one) for one in fuller]} if fuller else {}),
         **({"change": change} if change else {}),
     }
 
@@ -203,8 +235,10 @@ def _as_json(one: Prediction) -> dict[str, Any]:
         "plan": str(one.plan),
         "devices": one.plan.devices,
         "fits": one.fits,
+        "leaves_reserve": one.leaves_reserve,
         "memory_bytes": _memory_as_json(worst),
         "limit_bytes": one.limit_bytes,
+        "reserve_bytes": one.reserve_bytes,
         "worst_rank": one.worst,
         "ranks": [_memory_as_json(rank) for rank in one.memory],
         "global_batch": one.samples,

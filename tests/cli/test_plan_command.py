@@ -260,6 +260,17 @@ def test_the_options_of_the_question_arrive(tmp_path: Path) -> None:
     assert one["global_batch"] == 2048 and one["limit_bytes"] == 40e9
 
 
+def test_plans_leave_the_reserve_and_faster_ones_are_shown_as_fuller(tmp_path: Path) -> None:
+    arguments = ("gpt2", "--cluster", "1xA100-80", "--only", "recompute=none", "--global-batch", "64", "--top", "1")
+    first = planned(*arguments, "--reserve", "0", folder=tmp_path)
+    used = first["plans"][0]["memory_bytes"]["peak"] / first["plans"][0]["limit_bytes"]
+    assert "fuller" not in first and first["plans"][0]["reserve_bytes"] == 0
+    found = planned(*arguments, "--reserve", str(100 * (1 - used) + 1), folder=tmp_path)
+    (best,), (fuller,) = found["plans"], found["fuller"]
+    assert fuller["plan"] == first["plans"][0]["plan"] and fuller["step_s"] < best["step_s"]
+    assert best["leaves_reserve"] and not fuller["leaves_reserve"]
+
+
 def test_the_fewest_devices_for_a_step_time(tmp_path: Path) -> None:
     arguments = ("gpt2", "--cluster", "4x8xA100-80", "--global-batch", "1024", "--top", "1")
     whole = planned(*arguments, "--max-devices", "8", folder=tmp_path)["plans"][0]

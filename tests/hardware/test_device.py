@@ -105,3 +105,40 @@ def test_own_facts_that_are_none_are_refused(own: dict[str, object], words: str)
     with pytest.raises(UserError) as caught:
         device_with("H100", own)
     assert words in caught.value.found
+
+
+def test_a_variant_differs_in_what_it_states_alone() -> None:
+    kind, variant = find_device("H100"), find_device("h100: memory=96GB, bandwidth=2.4TB/s, power=350W")
+    assert variant.name == "H100-80:memory=96GB,bandwidth=2.4TB/s,power=350W" and variant.kind == kind.name
+    assert variant.memory_bytes == 96e9 and variant.bandwidth == 2.4e12
+    assert all(variant.flops[of] == pytest.approx(rate * 0.5 ** (1 / 3)) for of, rate in kind.flops.items())
+    assert variant.link == kind.link and variant.node == kind.node
+    assert find_device("A100:clock=705MHz").flops["bfloat16"] == pytest.approx(156e12)
+    # the lower of both
+    assert find_device("A100:clock=705MHz,power=399W").flops == find_device("A100:clock=705MHz").flops
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("H100:colour=red", "'colour=red' is nothing that a variant states"),
+        ("H100:", "'' is nothing that a variant states"),
+        ("H100:memory=", "memory is ''"),
+        ("H100:memory=0GB", "memory is '0gb'"),
+        ("H100:memory=96", "memory is '96'"),
+        ("H100:power=500MHz", "power is '500mhz'"),
+        ("B200:clock=1GHz", "the clock of other B200 is not known"),
+        ("H10O:memory=96GB", "no such kind is known"),
+    ],
+)
+def test_no_such_variant(text: str, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        find_device(text)
+    assert words in caught.value.found
+
+
+def test_a_variant_may_be_a_kind_of_its_own_and_have_facts_of_its_own() -> None:
+    known = find_device("H100-96-HBM2e")
+    assert known.kind == "H100-80" and known.link == "nvlink4" and known.memory_bytes > 95 * 2**30
+    one = device_with("A100:memory=60GiB", {"memory_gb_per_s": 1000})
+    assert (one.memory_bytes, one.bandwidth, one.kind) == (60 * 2**30, 1e12, "A100-80")

@@ -28,6 +28,8 @@ from evenly.hardware.cluster_text import parse_cluster
         ("2xMI300X", 1, 2, "MI300X"),
         ("4xcpu", 1, 4, "cpu"),
         ("2xRTX 3090", 1, 2, "RTX-3090"),
+        ("2x8xH100:memory=96GB, power=500W", 2, 8, "H100-80:memory=96GB,power=500W"),
+        ("16xTPU-v5e", 2, 8, "TPU-v5e"),
     ],
 )
 def test_what_is_read(text: str, nodes: int, devices: int, kind: str) -> None:

@@ -148,3 +148,37 @@ def test_causes_add_up_to_the_peak() -> None:
     )
     causes = (found.parameters, found.gradients, found.optimizer, found.activations)
     assert found.peak == pytest.approx(sum(causes) + found.gathered + found.buffers + found.temporaries + 1e9)
+
+
+def test_the_update_takes_memory_when_activations_are_gone() -> None:
+    config = TrainingConfig(data=4, zero=1, microbatch=1, batch=4, sequence=1024)
+    (plain,) = held(config)
+    elements, passing = plain.parameters / ADAM.weights, plain.activations + plain.temporaries
+    for update, more in ((4.0, 0.0), (1000.0, elements * 250 - passing)):
+        (found,) = held(config, holdings=replace(ADAM, update=update))
+        assert found.peak - plain.peak == pytest.approx(more, abs=8)
+    (found,) = held(config, holdings=replace(ADAM, update=4.0, cached=True))
+    assert found.peak - plain.peak == pytest.approx(elements)  # 4 bytes over 4 shards, on top of what passes took
+
+
+def test_no_more_is_gathered_than_may_live() -> None:
+    config = TrainingConfig(data=4, zero=3, batch=4)
+    holdings = replace(ADAM, gathered=2.0, reduced=2.0)
+    (whole,) = held(config, of(10**9), holdings)
+    (less,) = held(config, of(10**9), replace(holdings, live=1e8))
+    assert (whole.gathered, less.gathered) == (4e9, 4e8)
+
+
+def test_logits_that_the_tensor_axis_splits_may_take_more_each() -> None:
+    holdings = replace(ADAM, logit=100.0, logit_split=300.0)
+    (alone,) = held(TrainingConfig(microbatch=1), holdings=holdings)
+    (split,) = held(TrainingConfig(tensor=2, microbatch=1), holdings=holdings)
+    assert split.temporaries - alone.temporaries == 200 * PARTS.after.logits
+
+
+def test_buffers_of_a_pipeline_are_of_every_microbatch_in_flight() -> None:
+    config = TrainingConfig(pipeline=4, batch=16, recompute="full")
+    plain, more = (held(config, holdings=replace(ADAM, buffers=buffers)) for buffers in (0.0, 2.0))
+    grown = [b.activations - a.activations for a, b in zip(plain, more, strict=True)]
+    assert grown == [2 * flying * PARTS.after.input_bytes for flying in (4, 3, 2, 1)]
+    assert held(TrainingConfig(batch=4), holdings=replace(ADAM, buffers=2.0)) == held(TrainingConfig(batch=4))

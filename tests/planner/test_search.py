@@ -28,24 +28,33 @@ def request(model: str, cluster: str, batch: int, **others: object) -> PlanReque
 
 
 @pytest.mark.parametrize(
-    ("model", "cluster", "batch", "memory"),
+    ("model", "cluster", "batch", "memory", "reserve"),
     [
-        (SMALL, "4xV100", 8, 32e9),
-        (SMALL, "2x4xA100-40@100", 16, 1.1e10),
-        (SMALL.replace("vocab=8000", "vocab=250000"), "8xH100", 16, 2.4e10),
-        ("gpt2-medium", "2x2xRTX-4090", 12, 2.2e10),
+        (SMALL, "4xV100", 8, 32e9, 0.08),
+        (SMALL, "2x4xA100-40@100", 16, 1.1e10, 0.25),
+        (SMALL.replace("vocab=8000", "vocab=250000"), "8xH100", 16, 2.4e10, 0.25),
+        ("gpt2-medium", "2x2xRTX-4090", 12, 1.1e10, 0.4),
+        ("gpt2-medium", "2x2xRTX-4090", 12, 1.1e10, 0.9),  # which no plan leaves
     ],
 )
-def test_pruning_discards_nothing_that_would_be_answered(model: str, cluster: str, batch: int, memory: float) -> None:
-    asked = request(model, cluster, batch, memory_bytes=memory, top=3)
+def test_pruning_discards_nothing_that_would_be_answered(
+    model: str, cluster: str, batch: int, memory: float, reserve: float
+) -> None:
+    asked = request(model, cluster, batch, memory_bytes=memory, top=3, reserve=reserve)
     judge = _Judge(asked)
-    best: dict[tuple[int, ...], float] = {}
+    best: dict[bool, dict[tuple[int, ...], float]] = {True: {}, False: {}}
     for choice in choices_of(asked, asked.cluster.size):
         found = judge.predicted(choice, inf)
         if found is not None and found.fits:
-            best[choice.family] = min(best.get(choice.family, inf), found.step_s)
+            alike = best[found.peak_bytes <= (1 - reserve) * memory]
+            alike[choice.family] = min(alike.get(choice.family, inf), found.step_s)
     result = search(asked)
-    assert [plan.step_s for plan in result.plans] == pytest.approx(sorted(best.values())[:3], rel=1e-12)
+    first, second = (sorted(times.values())[:3] for times in (best[True], best[False]))
+    faster = [step_s for step_s in second if first and step_s < first[0]]
+    assert [plan.step_s for plan in result.plans] == pytest.approx(first or second, rel=1e-12)
+    assert [plan.step_s for plan in result.fuller] == pytest.approx(faster, rel=1e-12)
+    assert bool(first) == (reserve < 0.9) == all(plan.leaves_reserve for plan in result.plans)
+    assert bool(faster) == (reserve == 0.4)
     assert 0 < result.judged < result.tried
 
 
@@ -60,6 +69,15 @@ def test_no_step_beats_its_bound(model: str) -> None:
             seen += 1
             assert bound <= found.step_s, choice
     assert seen > 100
+
+
+def test_more_devices_are_taken_for_a_step_time_where_few_leave_no_reserve() -> None:
+    asked = request("gpt2-xl", "2x8xA100-40", 64)
+    quick = search(replace(asked, max_devices=1, reserve=0.0)).plans[0]
+    free = 1 - quick.peak_bytes / quick.limit_bytes
+    for reserve, alone in ((0.9 * free, True), (free + 0.01, False)):
+        result = search(replace(asked, step_s=quick.step_s * 1.001, reserve=reserve))
+        assert (result.plans[0].plan.ranks == 1) == alone and result.plans[0].leaves_reserve
 
 
 def test_what_is_stated_is_in_every_answer() -> None:

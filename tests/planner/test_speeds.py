@@ -115,3 +115,10 @@ def test_tiles_that_leave_multiprocessors_idle_cost_time() -> None:
     assert 1 <= speeds.waves(product(64 * 256, 64 * 128)) < 1.02
     assert speeds.waves(replace(over, flops=8 * over.flops)) == 1.0  # eight heads at once fill each other's gaps
     assert replace(speeds, processors=0).waves(over) == 1.0
+
+
+def test_a_variant_is_as_much_slower_as_its_peak() -> None:
+    kind, variant = (speeds_of_device(find_device(text)) for text in ("A100", "A100:clock=705MHz,bandwidth=1TB/s"))
+    assert variant.matmul["bfloat16"] == pytest.approx(kind.matmul["bfloat16"] / 2)
+    assert variant.attention["fa2"] == pytest.approx(kind.attention["fa2"] / 2)
+    assert variant.bandwidth / 1e12 == pytest.approx(kind.bandwidth / find_device("A100").bandwidth)

@@ -176,6 +176,16 @@ def test_messages_of_a_pipeline_take_time_between_nodes() -> None:
     assert message_seconds(parts, replace(config, pipeline=1), near) == 0
 
 
+def test_messages_may_be_under_way_while_another_stage_computes() -> None:
+    config = TrainingConfig(pipeline=2, batch=16)
+    parts = transformer_parts(LLAMA, Split(samples=1, sequence=2048), machine().library.kernels)
+    plain, overlaps = machine(), machine(messages_overlap=True)
+    several = replace(config, schedule="interleaved", stages_per_rank=2)
+    assert message_seconds(parts, several, plain) == message_seconds(parts, config, plain) > 0
+    assert message_seconds(parts, several, overlaps) == 0
+    assert message_seconds(parts, config, overlaps) == message_seconds(parts, config, plain)
+
+
 def test_a_host_that_is_slower_than_the_device_is_waited_for() -> None:
     slow, fast = (step(TrainingConfig(batch=1), machine(host_s=host, jitter=0.0), "gpt2") for host in (10e-3, 0.0))
     assert fast.host == 0

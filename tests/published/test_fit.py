@@ -12,10 +12,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks is no installed package
 
-from benchmarks.published.cases import Cells
-from benchmarks.published.fit import PRIORS, Fit, _coordinate, _value, folds_of, measured_seconds, written
+from benchmarks.published.cases import Cells, library_of
+from benchmarks.published.fit import PLAN, PRIORS, Fit, _coordinate, _value, folds_of, measured_seconds, written
 from benchmarks.published.libraries import FILE as LIBRARIES
-from benchmarks.published.rows import TRAINING, read
+from benchmarks.published.rows import TRAINING, measured, read
 from evenly.planner.speeds import FILE
 
 PRODUCTS, PASSES = ("devices", "A100", "matmul", "bfloat16"), ("libraries", "llm-foundry", "passes")
@@ -97,14 +97,23 @@ def test_shares_stay_between_0_and_1() -> None:
 
 
 def test_folds_have_every_row_once_and_keep_a_model_on_a_device_together() -> None:
-    all_rows = [row.cells for row in read(TRAINING)]
+    all_rows = [row.cells for row in read(TRAINING) if measured(row).step_s is not None]
     folds = folds_of(all_rows, 5)
     assert sorted(number for fold in folds for number in fold) == [*range(len(all_rows))]
-    of_group: dict[tuple[str, str], set[int]] = {}
+    of_group: dict[tuple[str, str, str], set[int]] = {}
+    of_plan: dict[tuple[str, ...], set[int]] = {}
     for place, fold in enumerate(folds):
         for number in fold:
-            of_group.setdefault((all_rows[number]["model"], all_rows[number]["gpu"]), set()).add(place)
-    assert {len(places) for places in of_group.values()} == {1}
+            row = all_rows[number]
+            group = (library_of(row), row["model"], row["gpu"])
+            of_group.setdefault(group, set()).add(place)
+            of_plan.setdefault((*group, *(row[name] for name in PLAN)), set()).add(place)
+    libraries = [library for library, *_ in of_group]
+    assert {len(places) for group, places in of_group.items() if libraries.count(group[0]) > 1} == {1}
+    # Of a library with one such group some rows are left to say how fast it is.
+    spread = {group[0] for group, places in of_group.items() if len(places) > 1}
+    assert {"internevo", "nanotron-2024"} <= spread
+    assert {len(places) for places in of_plan.values()} == {1}
     assert max(map(len, folds)) - min(map(len, folds)) < 10
 
 
@@ -114,3 +123,15 @@ def test_the_seconds_of_a_row_are_printed_or_follow_from_its_tokens() -> None:
     cells = {"global_batch_sequences": "16", "seq_len": "1000", "gpus": "8", "measured_tokens_per_s_per_gpu": "500"}
     assert measured_seconds(cells) == 4.0
     assert measured_seconds({**cells, "seq_len": ""}) is None
+
+
+def test_what_is_added_moves_nothing_else() -> None:
+    few = [row.cells for row in read(TRAINING) if row.source in ("internevo", "mpt-llmfoundry")][::7]
+    fit = Fit(few, ["internevo"])
+    assert {path[:2] for path in fit.paths} == {("libraries", "internevo")}
+    assert fit.cases and {case.library for case in fit.cases} == {"internevo"}
+    fit.predict(fit.priors + 0.1)
+    shipped = tomllib.loads(FILE.read_text()) | tomllib.loads(LIBRARIES.read_text())
+    shipped["libraries"].pop("internevo")
+    moved = fit.tables["libraries"].pop("internevo")
+    assert fit.tables == shipped and moved["passes"] == pytest.approx(1.7 * np.exp(0.1))

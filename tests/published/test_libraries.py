@@ -18,6 +18,7 @@ from benchmarks.published.libraries import (
     Selective,
     library_named,
     library_names,
+    offloaded,
     published_split,
 )
 from evenly.hardware.cluster import Cluster
@@ -175,7 +176,7 @@ def test_every_library_loads() -> None:
 
 def test_libraries_recompute_selectively_as_they_do() -> None:
     found = {name: library_named(name).kernels for name in ("nemo", "maxtext")}
-    assert found == {"nemo": LibraryKernels(loss_bytes=24.0), "maxtext": LibraryKernels(selective="rest")}
+    assert found == {"nemo": LibraryKernels(loss_bytes=24.0, narrow=True), "maxtext": LibraryKernels(selective="rest")}
 
 
 @pytest.mark.parametrize("name", library_names())
@@ -193,3 +194,39 @@ def test_times_are_finite_and_add_up(name: str) -> None:
             time, _ = step_time(parts, config, machine)
             assert time.step_s == pytest.approx(sum(astuple(time)))
             assert min(astuple(time)) >= 0 and 0 < time.step_s < inf
+
+
+LLAMA = replace(GPT, ffn=11008, activation="swiglu", norm="rmsnorm", bias=False, kv_heads=8)
+
+
+@pytest.mark.parametrize(("dtype", "narrow"), [("float8", 1.0), ("mxfp8", 1.03125), ("nvfp4", 0.5625)])
+def test_inputs_of_products_are_saved_as_narrow_as_they_are_multiplied(dtype: str, narrow: float) -> None:
+    def of_token(**changes: object) -> float:
+        return kept(LLAMA, LibraryKernels(narrow=True), **changes) / (S * B) - 4 * A
+
+    keys = 2 * 8 * 128
+    # inputs of two norms; queries, keys and values; attention's result; gate and up: 16 bits
+    wide = 2 * (2 * H + H + keys + H + 2 * 11008)
+    assert of_token(dtype=dtype) == pytest.approx(wide + narrow * (2 * H + H + 11008))
+    assert of_token(dtype="bfloat16") == kept(LLAMA, LibraryKernels()) / (S * B) - 4 * A
+    assert kept(LLAMA, LibraryKernels(), dtype=dtype) == kept(LLAMA, LibraryKernels())
+
+
+def test_torchtitan_saves_every_second_product_and_attention() -> None:
+    keys = 8 * 128  # values alone
+    for compiled, last in ((True, 0), (False, H)):
+        kernels = LibraryKernels(selective="operations", compiled=compiled)
+        saved = kept(LLAMA, kernels, "selective") / (S * B)
+        assert saved == 2 * (H + H + keys + H + 11008 + last) + 4 * A
+    again = [one for one in parts(LLAMA, kernels).blocks[0].forward if one.recomputed]
+    # the output's product, keys' left out, and as much as one of gate and up
+    assert sum(one.flops for one in again if one.kind == "matmul") == 2 * S * B * (H * H + H * 11008)
+    assert not any(one.kind == "attention" for one in again)
+
+
+def test_what_is_offloaded_is_not_saved_on_the_device() -> None:
+    whole = parts()
+    config = PublishedConfig(offloaded=10)
+    saved = [one.saved_bytes["none"] for one in offloaded(whole, config).blocks]
+    assert saved == [0] * 10 + [whole.blocks[0].saved_bytes["none"]] * 14
+    assert offloaded(whole, PublishedConfig()) is whole

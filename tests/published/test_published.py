@@ -18,8 +18,18 @@ from benchmarks.published.__main__ import BEGIN, END, docs_page, main
 from benchmarks.published.accuracy import Accuracy, Pair, accuracy, quantile, ranks, spearman, within_sweeps
 from benchmarks.published.compare import Predict, compare, document
 from benchmarks.published.picture import draw
-from benchmarks.published.rows import COLUMNS, GIB, TRAINING, Incomplete, Predicted, Row, measured, read
-from benchmarks.published.tables import markdown
+from benchmarks.published.rows import (
+    COLUMNS,
+    GIB,
+    TRAINING,
+    Incomplete,
+    Predicted,
+    Row,
+    batch_that_follows,
+    measured,
+    read,
+)
+from benchmarks.published.tables import markdown, ranges, skipped_table
 from evenly.errors import UserError
 
 RUN = {
@@ -228,7 +238,7 @@ class TestCompared:
 class TestFiles:
     def test_the_published_file(self) -> None:
         rows = read(TRAINING)
-        assert len({each.id for each in rows}) == len(rows) == 768
+        assert len({each.id for each in rows}) == len(rows) == 834
         counted = [measured(each) for each in rows]
         assert sum(each.ran_out for each in counted) == 8
         assert all(each.counts or each.reasons for each in counted)
@@ -302,3 +312,35 @@ class TestShown:
 
     def test_bars_in_cells_do_not_end_them(self) -> None:
         assert markdown([("a", "b"), ("x|y", "1")]).splitlines()[2] == "| x\\|y | 1 |"
+
+
+@pytest.mark.parametrize(
+    ("cells", "batch"),
+    [
+        ({"notes": "micro_num 4 (so dp*2*4)"}, "64"),
+        ({"notes": "GAS 3."}, "48"),
+        ({"notes": "gradient accumulation of 2"}, "32"),
+        ({"measured_iter_s": "2.0", "measured_tokens_per_s_per_gpu": "1030", "seq_len": "1024", "gpus": "8"}, "16"),
+        ({"measured_iter_s": "2.0", "measured_tokens_per_s_per_gpu": "1230", "seq_len": "1024", "gpus": "8"}, ""),
+        ({"notes": "micro_num 4", "microbatch": ""}, ""),
+        ({"notes": "micro_num 4", "dp": "many"}, ""),
+        ({}, ""),
+    ],
+    ids=repr,
+)
+def test_a_batch_that_follows_from_other_cells(cells: dict[str, str], batch: str) -> None:
+    assert batch_that_follows({**dict.fromkeys(COLUMNS, ""), "dp": "8.0", "microbatch": "2", **cells}) == batch
+
+
+def test_a_stated_batch_stays_and_a_missing_one_follows(tmp_path: Path) -> None:
+    stated = {**RUN, "global_batch_sequences": "7", "notes": "micro_num 4", "dp": "2", "microbatch": "1"}
+    path = table([stated, {**stated, "global_batch_sequences": ""}], tmp_path / "runs.csv")
+    assert [each.cells["global_batch_sequences"] for each in read(path)] == ["7", "8"]
+
+
+def test_rows_that_do_not_count_are_named_by_reason() -> None:
+    ids = ["a-001", "a-002", "a-003", "b-009", "b-010", "b-012", "c"]
+    assert ranges(ids) == ["a-001 to 003", "b-009 to 010", "b-012", "c"]
+    table = skipped_table({"skipped": [{"id": each, "reason": "no use" if each != "c" else "worse"} for each in ids]})
+    lines = [[cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines()]
+    assert lines[2:] == [["no use", "6", "a-001 to 003, b-009 to 010, b-012"], ["worse", "1", "c"]]

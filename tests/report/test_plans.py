@@ -61,6 +61,19 @@ def test_a_row_tells_the_worst_rank_and_the_rates() -> None:
     }
 
 
+def test_plans_that_leave_no_reserve_are_named() -> None:
+    roomy, fuller = prediction(reserve_bytes=14 * GIB), prediction(reserve_bytes=15 * GIB)
+    assert plan_rows([roomy])[0][3] == "65%" and plan_rows([fuller])[0][3] == "65%\nfuller"
+    assert "reserve" not in " ".join(reasons([roomy, roomy]))
+    assert reasons([roomy, fuller])[-1] == (
+        "fuller: plan 2 would be faster, but leaves less than 35% of the memory (--reserve)"
+    )
+    assert "plans 2, 3 would be faster, but leave less" in reasons([roomy, fuller, fuller])[-1]
+    assert "no plan was found that leaves 38% of the memory" in reasons([fuller])[-1]
+    found = document("gpt2", "cpu", [roomy], fuller=[fuller])
+    assert [one["leaves_reserve"] for one in (*found["plans"], *found["fuller"])] == [True, False]
+
+
 def test_ranks_that_hold_the_same_are_not_told_apart() -> None:
     assert plan_rows([SLOWER])[0][4] == "all"
 
