@@ -10,7 +10,8 @@ rank reads only its own share and workers can read ahead; without workers it rea
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -104,18 +105,40 @@ class CutBatch:
         return [_share(self.step, self.microbatches, dealt, rank, costs) for rank in range(len(dealt))]
 
 
-class CutStreamBatch(CutBatch):
+class StreamedBatch(CutBatch):
+    """A cut batch whose samples are here.
+
+    collate: the job's own, or None. sample_of: by number.
+    """
+
+    collate: Any
+    sample_of: Mapping[int, Any]
+
+    @abstractmethod
+    def item(self, number: int) -> _Item:
+        """What microbatch `number` is made of."""
+
+    def uncollated(self, number: int) -> UncollatedMicrobatch:
+        """Microbatch `number`, with its samples apart."""
+        item = self.item(number)
+        return UncollatedMicrobatch(item, [self.sample_of[one] for one in item.indices])
+
+    def microbatch(self, number: int) -> Microbatch:
+        """Microbatch `number`, collated. Raises `SampleError`."""
+        return self.uncollated(number).collated(self.collate)
+
+
+class CutStreamBatch(StreamedBatch):
     """A batch of a stream, cut into microbatches."""
 
     def __init__(self, job: Job, step: int, batch: StreamBatch) -> None:
         super().__init__(job, step, batch.numbers, batch.samples)
-        self.batch, self._seed = batch, job.seed
-        self._reader = _SampleReader(dict(zip(batch.numbers, batch.samples, strict=True)), job.collate)
+        self.batch, self.collate, self._seed = batch, job.collate, job.seed
+        self.sample_of = dict(zip(batch.numbers, batch.samples, strict=True))
 
-    def microbatch(self, number: int) -> Microbatch:
-        """Microbatch `number`, collated. Raises `SampleError`."""
-        key = stream_key(self._seed, "data", self.step, number)
-        return self._reader.read(_Item(number, self.microbatches[number], key, counts=True))
+    def item(self, number: int) -> _Item:
+        """What microbatch `number` of the step is made of."""
+        return _Item(number, self.microbatches[number], stream_key(self._seed, "data", self.step, number), counts=True)
 
 
 class HeldStream:
@@ -199,24 +222,23 @@ def first_evaluated(job: Job) -> StreamBatch:
     return found
 
 
-class EvaluatedBatch(CutBatch):
+class EvaluatedBatch(StreamedBatch):
     """Consecutive microbatches of an evaluation stream; `first` is the number of the first of them."""
 
     def __init__(self, job: Job, first: int, batches: Sequence[StreamBatch]) -> None:
         self.step, self.lengths, self.first = 0, None, first
         self.microbatches = [batch.numbers for batch in batches]
-        samples = {number: one for batch in batches for number, one in zip(batch.numbers, batch.samples, strict=True)}
-        self._seed, self._reader = job.seed, _SampleReader(samples, job.collate)
+        self.collate, self._seed = job.collate, job.seed
+        self.sample_of = {n: one for batch in batches for n, one in zip(batch.numbers, batch.samples, strict=True)}
 
     def shares(self, ranks: int, speeds: Sequence[float] = ()) -> list[Share]:
         """What each of `ranks` runs."""
         return [replace(share, first=self.first) for share in super().shares(ranks, speeds)]
 
-    def microbatch(self, number: int) -> Microbatch:
-        """Microbatch `number` of these, collated. Raises `SampleError`."""
+    def item(self, number: int) -> _Item:
+        """What microbatch `number` of these is made of."""
         place = self.first + number
-        item = _Item(place, self.microbatches[number], stream_key(self._seed, "evaluation data", 0, place), counts=True)
-        return self._reader.read(item)
+        return _Item(place, self.microbatches[number], stream_key(self._seed, "evaluation data", 0, place), counts=True)
 
 
 def no_evaluation_samples() -> UserError:
@@ -289,6 +311,23 @@ class Microbatch:
     def copied(self) -> Microbatch:
         """The same with a batch of its own: code that runs it may change that in place."""
         return replace(self, batch=copy.deepcopy(self.batch))
+
+
+@dataclass(frozen=True)
+class UncollatedMicrobatch:
+    """A microbatch whose samples are not put together yet; `samples` are those of `item`, in order."""
+
+    item: _Item
+    samples: list[Any]
+
+    def collated(self, collate: Any) -> Microbatch:
+        """Put together by `collate`, or by torch's where that is None. Raises `SampleError`.
+
+        `collate` may take fields out of samples, which are put together more than once.
+        """
+        kept = [copy.copy(one) if isinstance(one, MutableMapping | MutableSequence) else one for one in self.samples]
+        by_number = dict(zip(self.item.indices, kept, strict=True))
+        return _SampleReader(by_number, collate).read(self.item)
 
 
 class _SampleReader(Dataset["Microbatch | SampleError"]):
