@@ -475,3 +475,12 @@ def _stream_problems(field: str, data: object) -> Iterable[str]:
             f"{field} is a {type(data).__name__}, which can be read once: give the function that makes it, without "
             "calling it"
         )
+    stages: Any = getattr(data, "pipeline", ())
+    for stage in stages if isinstance(stages, list) else ():
+        kept: dict[str, Any] = getattr(stage, "kw", {})
+        name = getattr(getattr(stage, "f", None), "__name__", "")
+        if name.strip("_") == "shuffle" and not kept.keys() & {"seed", "rng"}:
+            yield (
+                f"{field} is shuffled by webdataset without a seed, in another order in every run; give "
+                "shuffle_buffer= to the job in place of .shuffle, or .shuffle(size, seed=...)"
+            )
