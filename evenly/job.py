@@ -443,6 +443,8 @@ def _data_problems(job: Job) -> Iterable[str]:
             yield f"{field} is a DataLoader; give its dataset"
         elif is_stream(data):
             yield from _stream_problems(field, data)
+            if data is job.data and field != "data" and hasattr(data, "load_state_dict"):
+                yield f"{field} is the stream of data, which keeps its place in itself; give another object of the same"
         elif not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
             kind = f"{field} is a {type(data).__name__}"
             yield f"{kind}, neither a map-style dataset (with __len__ and __getitem__) nor a stream (with __iter__)"
