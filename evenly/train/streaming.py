@@ -30,9 +30,9 @@ from evenly.data.loader import (
     MicrobatchStream,
     Share,
     StreamedBatch,
-    UncollatedMicrobatch,
     no_evaluation_samples,
 )
+from evenly.data.sample_reader import UncollatedMicrobatch
 from evenly.data.stream_reader import StreamBatch, StreamPlace, StreamReader
 from evenly.engine.executor import Batch
 from evenly.engine.metrics import unlike_metrics
