@@ -11,7 +11,6 @@ import pytest
 import torch
 from jobs import Sentences, pad, tower_job
 from kept_ranks import KeptRanks, RankFailure
-from torch.utils.data import DataLoader
 
 import evenly
 from evenly.verify.compare import RankComparison, judge
@@ -64,31 +63,6 @@ def test_it_goes_on_under_another_plan(shuffles: bool, ranks: KeptRanks, tmp_pat
 
 
 # ------------------------------------------------------------------------------------------- shards
-def in_workers(folder: Path) -> evenly.Job:
-    """Two processes read the files in turns."""
-    job = stream_job(folder, shuffles=False)
-    rows: Any = job.data
-    return dataclasses.replace(job, data=lambda: iter(DataLoader(rows, batch_size=None, num_workers=2)))
-
-
-def reference_in_workers(folder: Path) -> None:
-    keep_reference(in_workers(folder), 2, folder / "reference")
-
-
-def compare_in_workers(folder: Path, part: PlanSteps) -> RankComparison:
-    return compare_steps(in_workers(folder), part, 2, folder)
-
-
-def test_workers_that_share_the_shards_go_on_under_another_plan(ranks: KeptRanks, tmp_path: Path) -> None:
-    write(tmp_path)
-    (tmp_path / "1.jsonl").write_text("")  # a shard without samples: its worker goes on with the next
-    ranks.run(reference_in_workers, tmp_path, size=1)
-    parts = [PlanSteps("ddp", 0, 1, tmp_path / "run"), PlanSteps("zero3", 1, 2, tmp_path / "run")]  # type: ignore[arg-type]
-    found = [one for part in parts for one in ranks.run(compare_in_workers, tmp_path, part, size=2)]
-    row = judge("ddp>zero3", found)
-    assert (row.status, row.reason) == ("equal", "")
-
-
 def run_to_end(folder: Path) -> None:
     job = stream_job(folder, shuffles=False)
     with evenly.start(dataclasses.replace(job, eval_data=None), plan="ddp") as run:
