@@ -443,6 +443,8 @@ def _data_problems(job: Job) -> Iterable[str]:
             yield f"{field} is a DataLoader; give its dataset"
         elif is_stream(data):
             yield from _stream_problems(field, data)
+            if data is job.data and field != "data" and hasattr(data, "load_state_dict"):
+                yield f"{field} is the stream of data, which keeps its place in itself; give another object of the same"
         elif not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
             kind = f"{field} is a {type(data).__name__}"
             yield f"{kind}, neither a map-style dataset (with __len__ and __getitem__) nor a stream (with __iter__)"
@@ -475,3 +477,12 @@ def _stream_problems(field: str, data: object) -> Iterable[str]:
             f"{field} is a {type(data).__name__}, which can be read once: give the function that makes it, without "
             "calling it"
         )
+    stages: Any = getattr(data, "pipeline", ())
+    for stage in stages if isinstance(stages, list) else ():
+        kept: dict[str, Any] = getattr(stage, "kw", {})
+        name = getattr(getattr(stage, "f", None), "__name__", "")
+        if name.strip("_") == "shuffle" and not kept.keys() & {"seed", "rng"}:
+            yield (
+                f"{field} is shuffled by webdataset without a seed, in another order in every run; give "
+                "shuffle_buffer= to the job in place of .shuffle, or .shuffle(size, seed=...)"
+            )

@@ -9,23 +9,24 @@ rank reads only its own share and workers can read ahead; without workers it rea
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader
 
-from evenly.data.generators import seed, undisturbed
+from evenly.data.generators import undisturbed
 from evenly.data.microbatch import cut, padded_cost
 from evenly.data.order import batch_indices
+from evenly.data.sample_reader import Microbatch, MicrobatchItem, SampleReader, UncollatedMicrobatch
 from evenly.data.sampler_order import sampler_order
 from evenly.data.share import deal, deal_by_speed
 from evenly.data.stream import stream_key
 from evenly.data.stream_reader import StreamBatch, StreamReader
-from evenly.errors import SampleError, UserError, describe
+from evenly.errors import SampleError, UserError
 from evenly.job import Job, is_stream
 
 
@@ -104,18 +105,42 @@ class CutBatch:
         return [_share(self.step, self.microbatches, dealt, rank, costs) for rank in range(len(dealt))]
 
 
-class CutStreamBatch(CutBatch):
+class StreamedBatch(CutBatch):
+    """A cut batch whose samples are here.
+
+    collate: the job's own, or None. sample_of: by number.
+    """
+
+    collate: Any
+    sample_of: Mapping[int, Any]
+
+    @abstractmethod
+    def item(self, number: int) -> MicrobatchItem:
+        """What microbatch `number` is made of."""
+
+    def uncollated(self, number: int) -> UncollatedMicrobatch:
+        """Microbatch `number`, with its samples apart."""
+        item = self.item(number)
+        return UncollatedMicrobatch(item, [self.sample_of[one] for one in item.indices])
+
+    def microbatch(self, number: int) -> Microbatch:
+        """Microbatch `number`, collated. Raises `SampleError`."""
+        return self.uncollated(number).collated(self.collate)
+
+
+class CutStreamBatch(StreamedBatch):
     """A batch of a stream, cut into microbatches."""
 
     def __init__(self, job: Job, step: int, batch: StreamBatch) -> None:
         super().__init__(job, step, batch.numbers, batch.samples)
-        self.batch, self._seed = batch, job.seed
-        self._reader = _SampleReader(dict(zip(batch.numbers, batch.samples, strict=True)), job.collate)
+        self.batch, self.collate, self._seed = batch, job.collate, job.seed
+        self.sample_of = dict(zip(batch.numbers, batch.samples, strict=True))
 
-    def microbatch(self, number: int) -> Microbatch:
-        """Microbatch `number`, collated. Raises `SampleError`."""
-        key = stream_key(self._seed, "data", self.step, number)
-        return self._reader.read(_Item(number, self.microbatches[number], key, counts=True))
+    def item(self, number: int) -> MicrobatchItem:
+        """What microbatch `number` of the step is made of."""
+        return MicrobatchItem(
+            number, self.microbatches[number], stream_key(self._seed, "data", self.step, number), counts=True
+        )
 
 
 class HeldStream:
@@ -199,24 +224,25 @@ def first_evaluated(job: Job) -> StreamBatch:
     return found
 
 
-class EvaluatedBatch(CutBatch):
+class EvaluatedBatch(StreamedBatch):
     """Consecutive microbatches of an evaluation stream; `first` is the number of the first of them."""
 
     def __init__(self, job: Job, first: int, batches: Sequence[StreamBatch]) -> None:
         self.step, self.lengths, self.first = 0, None, first
         self.microbatches = [batch.numbers for batch in batches]
-        samples = {number: one for batch in batches for number, one in zip(batch.numbers, batch.samples, strict=True)}
-        self._seed, self._reader = job.seed, _SampleReader(samples, job.collate)
+        self.collate, self._seed = job.collate, job.seed
+        self.sample_of = {n: one for batch in batches for n, one in zip(batch.numbers, batch.samples, strict=True)}
 
     def shares(self, ranks: int, speeds: Sequence[float] = ()) -> list[Share]:
         """What each of `ranks` runs."""
         return [replace(share, first=self.first) for share in super().shares(ranks, speeds)]
 
-    def microbatch(self, number: int) -> Microbatch:
-        """Microbatch `number` of these, collated. Raises `SampleError`."""
+    def item(self, number: int) -> MicrobatchItem:
+        """What microbatch `number` of these is made of."""
         place = self.first + number
-        item = _Item(place, self.microbatches[number], stream_key(self._seed, "evaluation data", 0, place), counts=True)
-        return self._reader.read(item)
+        return MicrobatchItem(
+            place, self.microbatches[number], stream_key(self._seed, "evaluation data", 0, place), counts=True
+        )
 
 
 def no_evaluation_samples() -> UserError:
@@ -264,87 +290,6 @@ def worker_count(*, cores: int, local_ranks: int, device: str) -> int:
     return min(4, cores // local_ranks) if device.startswith("cuda") else 0
 
 
-@dataclass(frozen=True)
-class _Item:
-    """One microbatch to be read."""
-
-    number: int
-    indices: list[int]
-    key: int  # of the random stream of reading it
-    counts: bool
-
-
-@dataclass(frozen=True)
-class Microbatch:
-    """One microbatch as read: its number within the step, its number of samples, and what `collate` made of them.
-
-    counts: False for a filler, which is run for the sake of other ranks and must change nothing.
-    """
-
-    number: int
-    samples: int
-    batch: Any
-    counts: bool = True
-
-    def copied(self) -> Microbatch:
-        """The same with a batch of its own: code that runs it may change that in place."""
-        return replace(self, batch=copy.deepcopy(self.batch))
-
-
-class _SampleReader(Dataset["Microbatch | SampleError"]):
-    """Reads whole microbatches; runs in the loader's workers.
-
-    An error is returned, not raised: torch would wrap one that is raised in a worker in text of its own.
-    """
-
-    def __init__(self, data: Any, collate: Any) -> None:
-        self._data, self._collate = data, collate or default_collate
-
-    def __getitem__(self, item: Any) -> Microbatch | SampleError:
-        """Reads the microbatch that `item`, an `_Item`, states."""
-        try:
-            return self.read(item)
-        except SampleError as problem:
-            return problem
-
-    def read(self, item: _Item) -> Microbatch:
-        """The same; raises `SampleError`."""
-        samples = self.samples(item)
-        return Microbatch(item.number, len(samples), self._put_together(item, samples), item.counts)
-
-    def samples(self, item: _Item) -> list[Any]:
-        """The samples of a microbatch, before they are put together."""
-        seed(item.key)
-        return [self._sample(index) for index in item.indices]
-
-    def _sample(self, index: int) -> Any:
-        try:
-            return self._data[index]
-        except Exception as problem:
-            raise SampleError(f"reading sample {index}", describe(problem), "fix or leave out this sample") from problem
-
-    def _put_together(self, item: _Item, samples: list[Any]) -> Any:
-        try:
-            return self._collate(samples)
-        except Exception as problem:
-            index = self._first_odd(item.indices, samples)
-            raise SampleError(
-                f"collating samples {item.indices}"
-                + ("" if index is None else f" (sample {index} does not fit the others)"),
-                describe(problem),
-                "fix the job's collate, or give it one that puts such samples together (padding, say)",
-            ) from problem
-
-    def _first_odd(self, indices: list[int], samples: list[Any]) -> int | None:
-        """The first sample that cannot be collated with those before it."""
-        for n in range(1, len(samples) + 1):
-            try:
-                self._collate(samples[:n])
-            except Exception:
-                return indices[n - 1]
-        return None
-
-
 def _samples_by_index(job: Job, *, evaluation: bool) -> Any:
     """What has the samples by index: the dataset, or the first batch of a stream."""
     data = job.eval_data if evaluation else job.data
@@ -373,7 +318,7 @@ class Loader:
         """samples: to read in place of the job's data."""
         self._seed, self._word = job.seed, "evaluation data" if evaluation else "data"
         data = _samples_by_index(job, evaluation=evaluation) if samples is None else samples
-        self._reader = _SampleReader(data, job.collate)
+        self._reader = SampleReader(data, job.collate)
         self._workers, self._pin = workers, pin
 
     def read(self, shares: Iterator[Share]) -> MicrobatchStream:
@@ -395,11 +340,11 @@ class Loader:
             items = [self._item(share, number) for number in range(len(share.microbatches))]
             return [sample for item in items for sample in self._reader.samples(item)]
 
-    def _item(self, share: Share, number: int, *, counts: bool = True) -> _Item:
+    def _item(self, share: Share, number: int, *, counts: bool = True) -> MicrobatchItem:
         key = stream_key(self._seed, self._word, share.step, number)
-        return _Item(number, share.microbatches[number], key, counts)
+        return MicrobatchItem(number, share.microbatches[number], key, counts)
 
-    def _with_workers(self, items: Iterator[_Item]) -> Iterator[Microbatch | SampleError]:
+    def _with_workers(self, items: Iterator[MicrobatchItem]) -> Iterator[Microbatch | SampleError]:
         loader: DataLoader[Microbatch | SampleError] = DataLoader(
             self._reader,
             batch_size=None,
@@ -468,8 +413,8 @@ class _FirstRead(MicrobatchStream):
 class _Once(torch.utils.data.Sampler[Any]):
     """A sampler over an iterator, for one pass."""
 
-    def __init__(self, items: Iterator[_Item]) -> None:
+    def __init__(self, items: Iterator[MicrobatchItem]) -> None:
         self._items = items
 
-    def __iter__(self) -> Iterator[_Item]:
+    def __iter__(self) -> Iterator[MicrobatchItem]:
         return self._items

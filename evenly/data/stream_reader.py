@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -21,11 +22,13 @@ from typing import Any
 
 import torch
 
+from evenly.data.alone import alone
 from evenly.data.generators import seed
 from evenly.data.shuffle_buffer import shuffled
 from evenly.data.stream import stream_key
 from evenly.errors import RunError, SampleError, UserError, describe
 from evenly.job import Job
+from evenly.launcher.environment import without_ranks
 
 DIGESTED = 4  # samples of a batch
 DIGESTED_BYTES = 4096  # of each of its tensors
@@ -109,7 +112,9 @@ class StreamReader:
     def read_in_epoch(self) -> StreamBatch | None:
         """The next batch of this epoch; None at its end."""
         seed(stream_key(self._seed, self._word, "stream", self._epoch, self._delivered))
-        found = [*islice(self._samples, self._size)]
+        with alone(), nullcontext() if self._begun else without_ranks():
+            self._begun = True
+            found = [*islice(self._samples, self._size)]
         if not found:
             return None
         self._delivered += len(found)
@@ -137,6 +142,7 @@ class StreamReader:
 
     def _begin(self, epoch: int, place: StreamPlace | None = None) -> None:
         self._epoch, self._delivered = epoch, place.samples if place is not None else 0
+        self._begun = False  # what a stream asks the environment, it asks at its first sample
         arrivals = self._arrivals(epoch, place)
         draw = partial(stream_key, self._seed, self._word, "shuffle", epoch)
         self._samples = arrivals if self._buffer is None else shuffled(arrivals, self._buffer, draw)

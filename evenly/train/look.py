@@ -21,8 +21,9 @@ from evenly.checkpoint.state import EXECUTION
 from evenly.comm.collectives import gather_values
 from evenly.comm.world import World
 from evenly.data.generators import undisturbed
-from evenly.data.loader import Loader, Microbatch, microbatches_of_step, share_of_step
+from evenly.data.loader import HeldStream, Loader, Microbatch, microbatches_of_step, share_of_step
 from evenly.data.nest import tensors_by_path
+from evenly.data.split_streams import held_by, split_path
 from evenly.engine.executor import Executor
 from evenly.engine.updaters import Updaters
 from evenly.errors import EvenlyError, RunError, SampleError, UserError, describe, note_rank
@@ -56,11 +57,13 @@ def check_job(job: Job, plan: Plan, world: World, feed: StreamFeed | None = None
     if plan.devices == 1:
         return []
     with undisturbed():
-        found = facts(job)
+        found, held = facts(job), [held_by(data) for data in _streams(job)]
         read, problem = _read(job, [0, -1, 0]) if feed is None else (feed.look(), None)
     found |= {f"microbatch {m.number} of the first step": digest(m.batch) for m in read[:2]}
     found["again"] = [m.number for m in read[2:] if digest(m.batch) != digest(read[0].batch)]
-    all_found, problems = zip(*gather_values((found, problem), world.group("files")), strict=True)
+    all_found, problems, all_held = zip(*gather_values((found, problem, held), world.group("files")), strict=True)
+    if split := next(filter(None, map(split_path, zip(*all_held, strict=False))), None):
+        raise _split_by_rank(split)
     if None in problems and (unread := first_problem(problems)):
         raise unread
     if different := differing_field(all_found):
@@ -76,6 +79,21 @@ def first_problem(problems: Sequence[tuple[str, str, str] | None]) -> SampleErro
             note_rank(error, rank)
             return error
     return None
+
+
+def _streams(job: Job) -> list[Any]:
+    """The streams of the job: its data, if that is one, and its sets."""
+    data: Any = job.data.data if isinstance(job.data, HeldStream) else job.data
+    return [one for one in (data, *job.eval_sets.values()) if is_stream(one)]
+
+
+def _split_by_rank(path: str) -> UserError:
+    return UserError(
+        "a stream of the job on several ranks",
+        f"it was split already: {path} follows from the rank",
+        "give the whole stream (without split_dataset_by_node), of which each rank gets its share; where a library "
+        "asks for the rank as it makes the stream, give a function that makes it (data=lambda: iter(...))",
+    )
 
 
 def shapes_vary(job: Job, plan: Plan, seen: Sequence[Microbatch] = ()) -> bool:

@@ -1,5 +1,8 @@
 """The batches of a stream in a run: rank 0 reads each once, and hands every rank the microbatches that it runs.
 
+A job's own `collate` runs on the rank that runs the microbatch: what takes long there (tokens, pictures) is shared by
+all. torch's, which stacks tensors, runs on rank 0, since one large tensor is sent faster than many small ones.
+
 Order: all ranks ask for the same batches in the same order, the next one while the sums of a step are on their way. The
 messages have a group of their own. What rank 0 cannot read is raised on all ranks, in the place of the batch.
 """
@@ -7,6 +10,7 @@ messages have a group of their own. What rank 0 cannot read is raised on all ran
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
@@ -25,8 +29,10 @@ from evenly.data.loader import (
     Microbatch,
     MicrobatchStream,
     Share,
+    StreamedBatch,
     no_evaluation_samples,
 )
+from evenly.data.sample_reader import UncollatedMicrobatch
 from evenly.data.stream_reader import StreamBatch, StreamPlace, StreamReader
 from evenly.engine.executor import Batch
 from evenly.engine.metrics import unlike_metrics
@@ -55,9 +61,13 @@ class _OwnShare:
 
 
 class StreamHands:
-    """Hands batches out from rank 0, which alone has them; every call of `deal` is a collective."""
+    """Hands batches out from rank 0, which alone has them; every call of `deal` is a collective.
 
-    def __init__(self, world: World) -> None:
+    collate: the job's own, or None.
+    """
+
+    def __init__(self, world: World, collate: Callable[..., Any] | None) -> None:
+        self._collate = collate
         every: Group = world.group("world")
         self._group = every.open("stream", range(every.size), backend="gloo")
         self._place: int = world.group("data").position
@@ -66,7 +76,7 @@ class StreamHands:
         self.reads = self._group.position == 0
 
     def deal(
-        self, read: Callable[[], CutStreamBatch | EvaluatedBatch | None], fitted: Fitted, speeds: Sequence[float] = ()
+        self, read: Callable[[], StreamedBatch | None], fitted: Fitted, speeds: Sequence[float] = ()
     ) -> _OwnShare | None:
         """This rank's share of what `read`, called on rank 0 alone, returns; None on all ranks where that is None.
 
@@ -78,7 +88,7 @@ class StreamHands:
             own, messages = self._prepared(read, fitted, speeds)
         message = hand_out(messages, self._group)
         if messages is None:
-            own = _unpacked(message)
+            own = self._unpacked(message)
         if isinstance(own, EvenlyError):
             raise own
         return own
@@ -96,8 +106,18 @@ class StreamHands:
             raise problem
         return found
 
+    def _unpacked(self, message: bytes) -> _OwnShare | EvenlyError | None:
+        found = unpacked(message)
+        if not isinstance(found, tuple):
+            return found
+        share, parts = found
+        return _OwnShare(share, lambda number: self._put_together(unpacked(parts[number])))
+
+    def _put_together(self, part: UncollatedMicrobatch | Microbatch) -> Microbatch:
+        return part.collated(self._collate) if isinstance(part, UncollatedMicrobatch) else part
+
     def _prepared(
-        self, read: Callable[[], CutStreamBatch | EvaluatedBatch | None], fitted: Fitted, speeds: Sequence[float]
+        self, read: Callable[[], StreamedBatch | None], fitted: Fitted, speeds: Sequence[float]
     ) -> tuple[_OwnShare | EvenlyError | None, list[bytes]]:
         """The share of this rank, and the messages to all."""
         try:
@@ -122,9 +142,17 @@ def _packed_result(make: Callable[[], Any]) -> bytes:
         return packed((None, problem))
 
 
-def _packed(share: Share, batch: CutStreamBatch | EvaluatedBatch) -> bytes:
-    microbatches = {number: batch.microbatch(number) for number in {*share.own, *share.fillers}}
-    return packed((share, {number: _packed_values(microbatch) for number, microbatch in microbatches.items()}))
+def _packed(share: Share, batch: StreamedBatch) -> bytes:
+    """The share, and each of its microbatches, packed by itself."""
+    return packed((share, {number: _packed_part(batch, number) for number in {*share.own, *share.fillers}}))
+
+
+def _packed_part(batch: StreamedBatch, number: int) -> bytes:
+    """The samples of a microbatch; put together, where the job leaves that to torch, or where they cannot be sent."""
+    if batch.collate is not None:
+        with suppress(SampleError):
+            return _packed_values(batch.uncollated(number))
+    return _packed_values(batch.microbatch(number))
 
 
 def _packed_values(value: Any) -> bytes:
@@ -136,14 +164,6 @@ def _packed_values(value: Any) -> bytes:
             describe(problem),
             "let the stream and collate return tensors and plain values",
         ) from problem
-
-
-def _unpacked(message: bytes) -> _OwnShare | EvenlyError | None:
-    found = unpacked(message)
-    if not isinstance(found, tuple):
-        return found
-    share, parts = found
-    return _OwnShare(share, lambda number: unpacked(parts[number]))
 
 
 class StreamFeed:
@@ -268,7 +288,7 @@ def open_streams(job: Job, world: World, steps: int) -> tuple[StreamHands | None
     """
     if not job.streams and not any(map(is_stream, job.eval_sets.values())):
         return None, None
-    hands = StreamHands(world)
+    hands = StreamHands(world, job.collate)
     return hands, StreamFeed(job, hands, steps) if job.streams else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from jobs import Sentences, pad, tower_job
-from kept_ranks import KeptRanks
+from kept_ranks import KeptRanks, RankFailure
 
 import evenly
 from evenly.verify.compare import RankComparison, judge
@@ -59,3 +60,41 @@ def test_it_goes_on_under_another_plan(shuffles: bool, ranks: KeptRanks, tmp_pat
     found = [one for part in parts for one in ranks.run(compare, tmp_path, shuffles, part, size=2)]
     row = judge("ddp>zero3", found)
     assert (row.status, row.reason) == ("equal", "")
+
+
+# ------------------------------------------------------------------------------------------- shards
+def run_to_end(folder: Path) -> None:
+    job = stream_job(folder, shuffles=False)
+    with evenly.start(dataclasses.replace(job, eval_data=None), plan="ddp") as run:
+        for batch in run.batches():
+            run.step(batch)
+
+
+def test_a_torn_shard_is_named_on_all_ranks(ranks: KeptRanks, tmp_path: Path) -> None:
+    write(tmp_path)
+    text = (tmp_path / "1.jsonl").read_text()
+    (tmp_path / "1.jsonl").write_text(text[: len(text) // 2] + "\n{}")
+    with pytest.raises(RankFailure) as failed:
+        ranks.run(run_to_end, tmp_path, size=2)
+    assert str(failed.value).count("Error: reading sample") == 2 and "of the stream, in epoch 1" in str(failed.value)
+
+
+def test_a_shard_that_is_gone_is_named_on_all_ranks(ranks: KeptRanks, tmp_path: Path) -> None:
+    write(tmp_path)
+    with pytest.raises(RankFailure) as failed:
+        ranks.run(without_a_shard, tmp_path, size=2)
+    assert str(failed.value).count("Error: reading sample") == 2 and "2.jsonl" in str(failed.value)
+
+
+def without_a_shard(folder: Path) -> None:
+    """The file goes when reading begins: all ranks have the dataset then."""
+    job = stream_job(folder, shuffles=False)
+    rows: Any = job.data
+
+    def read() -> Any:
+        (folder / "2.jsonl").unlink(missing_ok=True)
+        return iter(rows)
+
+    with evenly.start(dataclasses.replace(job, data=read, eval_data=None), plan="ddp") as run:
+        for batch in run.batches():
+            run.step(batch)

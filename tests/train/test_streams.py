@@ -13,7 +13,7 @@ from kept_ranks import KeptRanks, RankFailure
 from kept_references import References
 
 import evenly
-from evenly.errors import RunError
+from evenly.errors import RunError, UserError
 from evenly.verify.compare import RankComparison, judge
 from evenly.verify.ranks import compare_job, compare_steps
 from evenly.verify.tasks import PlanSteps
@@ -177,6 +177,14 @@ def run_to_end(change: str) -> None:
         for batch in run.batches():
             run.step(batch)
         run.evaluate()
+
+
+def test_a_stream_that_keeps_its_place_is_not_evaluated_while_it_is_trained_on() -> None:
+    stream, other = ResumableStream(23), PointStream(23)
+    points_job(data=stream, eval_data=ResumableStream(23))
+    points_job(data=other, eval_data=other)
+    with pytest.raises(UserError, match="eval_data 'train' is the stream of data, which keeps its place in itself"):
+        points_job(data=stream, eval_data={"train": stream})
 
 
 class Infinite(PointStream):

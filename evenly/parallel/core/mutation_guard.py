@@ -126,7 +126,12 @@ def fingerprint_of_bytes(content: torch.Tensor) -> int:
         content = content.clone()
     words = content.numel() // 8 * 8
     total = content.numel()
+    odd = torch.arange(1, 2 * min(max(words // 8, 8), WORDS_AT_ONCE), 2, device=content.device)
     for part in (*content[:words].view(torch.int64).split(WORDS_AT_ONCE), content[words:].long()):
-        odd = torch.full_like(part, 2).cumsum(0) - 1
-        total = (total * 31 + int((part * odd).sum())) % 2**63
+        total = (total * 31 + int(_dot(part, odd[: len(part)]))) % 2**63
     return total
+
+
+def _dot(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Their product modulo 2**64; on the CPU without memory for the terms, which would leave holes in the heap."""
+    return torch.dot(words, weights) if words.device.type == "cpu" else (words * weights).sum()
