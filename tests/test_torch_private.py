@@ -363,10 +363,10 @@ def test_a_plain_mode_is_asked_for_devices_of_fake_tensors_and_stays_out_of_the_
             return func(*args, **(kwargs or {}))
 
     with fake_mode():
-        fake = torch.ones(3)
+        fake = torch.ones(3, requires_grad=True)
         with Plain():
-            assert fake.device == torch.device("cpu")
-            assert is_fake(type(fake * 2))
+            (fake * 2).sum().backward()
+            assert fake.grad is not None and fake.grad.device == torch.device("cpu")
     assert DEVICE_OF in asked and torch.ops.aten.mul.Tensor in asked
     assert Plain.__torch_dispatch__.__code__.co_name == "__torch_dispatch__"  # and not that of what hides handlers
 
