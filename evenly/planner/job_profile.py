@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -54,11 +54,12 @@ class JobProfiler:
     """Profiles the model of `job`, each way at most once; nothing is computed.
 
     step: of which the microbatches are taken, from 0. Of several sizes the smallest and the largest are profiled; what
-    lies between follows from these two.
+    lies between follows from these two. watch: called with a plan before the model is run as that has it.
     """
 
     job: Job
     step: int = 0
+    watch: Callable[[Plan], object] | None = None
     _models: dict[str, nn.Module] = field(default_factory=dict[str, nn.Module])
     _derivations: dict[str, Derivation] = field(default_factory=dict[str, Derivation])
     _call_costs: dict[str, tuple[list[Any], list[str]]] = field(default_factory=dict[str, Any])
@@ -126,6 +127,8 @@ class JobProfiler:
 
     def _profile_now(self, plan: Plan, microbatch: Microbatch) -> Profile:
         precision = plan.precision
+        if self.watch is not None:
+            self.watch(plan)
 
         def loss(model: nn.Module, batch: Any) -> torch.Tensor:
             with autocast(precision, "cpu"):

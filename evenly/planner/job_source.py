@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -28,17 +28,18 @@ TENSOR_SIZES = (2, 4, 8, 16)
 class JobSource:
     """Implements `CostSource`. A job that states no microbatch leaves it to its plans.
 
-    step: of which the microbatches are taken, from 0.
+    step: of which the microbatches are taken, from 0. watch: called with a plan before the model is run as that has it.
     """
 
     job: Job
     step: int = 0
+    watch: Callable[[Plan], object] | None = None
     _profilers: dict[int, JobProfiler] = field(default_factory=dict[int, JobProfiler])
     _memory: dict[Plan, list[MemoryByCause]] = field(default_factory=dict[Plan, list[MemoryByCause]])
 
     @cached_property
     def profiler(self) -> JobProfiler:
-        return JobProfiler(self.job, self.step)
+        return JobProfiler(self.job, self.step, self.watch)
 
     @property
     def name(self) -> str:
