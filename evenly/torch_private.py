@@ -46,6 +46,17 @@ NUMBERS_OF_TENSORS = (_aten._local_scalar_dense.default, _aten.is_nonzero.defaul
 PACK_PADDED_SEQUENCE = _aten._pack_padded_sequence
 PACKED_SEQUENCES = ("_pack_padded_sequence", "_pad_packed_sequence")  # as interceptors of functions see them
 
+DEVICE_OF = torch.ops.prim.device.default  # of a fake tensor, asked by autograd in each of its operations
+
+
+class PlainDispatchMode(TorchDispatchMode):
+    """A mode whose handler torch does not hide from its compiler, which takes longer than the handler itself."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 # ------------------------------------------------------------------------------------------- subclasses of tensors
 # Within, tensors of subclasses are to Python what they are in memory; no subclass's `__torch_function__` is called.
 without_subclasses: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass  # pyright: ignore

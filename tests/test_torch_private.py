@@ -25,6 +25,7 @@ from evenly.torch_private import (
     ATTENTION_BACKWARD,
     ATTENTION_BACKWARD_ON_CPU,
     ATTENTION_ON_CPU,
+    DEVICE_OF,
     FAKE_TENSOR_LOGGER,
     FOREACH,
     GROUPED_PRODUCT,
@@ -38,6 +39,7 @@ from evenly.torch_private import (
     TO_COPY,
     UNSAFE_VIEW,
     WRAPPERS,
+    PlainDispatchMode,
     SpectralNormOfWeight,
     TorchDispatchMode,
     all_gather_single,
@@ -348,6 +350,25 @@ def test_fake_tensors_are_known_and_take_real_ones_along() -> None:
         assert is_fake(type(fake))
         assert is_fake(type(fake + torch.ones(3)))
         assert not is_fake(torch.Tensor)
+
+
+def test_a_plain_mode_is_asked_for_devices_of_fake_tensors_and_stays_out_of_the_compiler() -> None:
+    asked: list[Any] = []
+
+    class Plain(PlainDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.append(func)
+            if func is DEVICE_OF:
+                return args[0].__torch_dispatch__(func, types, args, kwargs or {})
+            return func(*args, **(kwargs or {}))
+
+    with fake_mode():
+        fake = torch.ones(3, requires_grad=True)
+        with Plain():
+            (fake * 2).sum().backward()
+            assert fake.grad is not None and fake.grad.device == torch.device("cpu")
+    assert DEVICE_OF in asked and torch.ops.aten.mul.Tensor in asked
+    assert Plain.__torch_dispatch__.__code__.co_name == "__torch_dispatch__"  # and not that of what hides handlers
 
 
 def test_a_fake_tensor_becomes_one_of_a_subclass_and_stays_fake() -> None:

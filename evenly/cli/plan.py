@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import sys
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, fields, replace
+from itertools import count
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
@@ -17,9 +18,10 @@ from evenly.jobfile import read_with
 from evenly.plan import parse_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
 
     from evenly.hardware.cluster import Cluster
+    from evenly.plan import Plan
     from evenly.planner.prediction import Prediction
     from evenly.planner.request import CostSource, PlanRequest, PlanResult
 
@@ -60,11 +62,34 @@ def plan(options: PlanOptions) -> int:
 
     with redirect_stdout(sys.stderr):  # what a job prints is no part of the result
         request, assumed = _plan_request(options)
-        result = search(request)
+        with _progress(request) as shown:
+            result = search(shown)
     _show(request, result, options, assumed=assumed)
     if (refusal := _refusal(request, result)) is not None:
         raise refusal
     return 0
+
+
+@contextmanager
+def _progress(request: PlanRequest) -> Generator[PlanRequest]:
+    """Within, the last line of a terminal says how a job's model is being run; the request to search for."""
+    from evenly.planner.shapes import ShapeSource
+
+    if isinstance(request.source, ShapeSource) or not sys.stderr.isatty():
+        yield request
+        return
+    from rich.console import Console
+
+    from evenly.planner.job_source import JobSource
+
+    assert isinstance(request.source, JobSource)
+    runs = count(1)
+    with Console(file=sys.stderr).status(f"reading {request.source.name}") as line:
+
+        def watch(plan: Plan) -> None:
+            line.update(f"reading {request.source.name} without numbers, run {next(runs)}: as {plan}")
+
+        yield replace(request, source=replace(request.source, watch=watch))
 
 
 def _explain(options: PlanOptions) -> int:

@@ -22,6 +22,7 @@ class CostedPlan:
     """A plan with what it takes to judge it.
 
     layers: blocks of every stage where a run of it decides them; None leaves them to `layers_of`.
+    is_least: whether the parts are those that the plan's own are no less than.
     """
 
     plan: Plan
@@ -29,12 +30,15 @@ class CostedPlan:
     parts: ModelCosts
     machine: Machine
     layers: Sequence[int] | None
+    is_least: bool = False
 
 
-def costed_plan_of(request: PlanRequest, plan: Plan) -> CostedPlan:
-    """Costs a complete and resolved plan."""
+def costed_plan_of(request: PlanRequest, plan: Plan, least: ModelCosts | None = None) -> CostedPlan:
+    """Costs a complete and resolved plan. least: parts to take in the place of the plan's own."""
     config = request.config(plan)
     machine = Machine(request.cluster, request.speeds, request.library(plan))
+    if least is not None:
+        return CostedPlan(plan, config, least, machine, None, is_least=True)
     layers = request.source.layers(plan, request.cluster.device)
     with_cut = plan.with_stages(layers) if layers is not None and plan.pipeline.active else plan
     return CostedPlan(with_cut, config, request.source.parts(plan, config), machine, layers)

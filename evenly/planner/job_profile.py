@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -33,6 +33,7 @@ from evenly.plan import Plan
 from evenly.planner.optimizer_costs import OptimizerCosts, optimizer_costs
 from evenly.planner.profile import Profile, between
 from evenly.planner.profile_recorder import profile_module
+from evenly.planner.sample_line import SampleLine
 
 
 @dataclass(frozen=True)
@@ -53,15 +54,16 @@ class JobProfiler:
     """Profiles the model of `job`, each way at most once; nothing is computed.
 
     step: of which the microbatches are taken, from 0. Of several sizes the smallest and the largest are profiled; what
-    lies between follows from these two.
+    lies between follows from these two. watch: called with a plan before the model is run as that has it.
     """
 
     job: Job
     step: int = 0
+    watch: Callable[[Plan], object] | None = None
     _models: dict[str, nn.Module] = field(default_factory=dict[str, nn.Module])
     _derivations: dict[str, Derivation] = field(default_factory=dict[str, Derivation])
     _call_costs: dict[str, tuple[list[Any], list[str]]] = field(default_factory=dict[str, Any])
-    _profiles: dict[tuple[Any, ...], Profile] = field(default_factory=dict[tuple[Any, ...], Profile])
+    _lines: dict[tuple[Any, ...], SampleLine] = field(default_factory=dict[tuple[Any, ...], SampleLine])
     _between: dict[tuple[Any, ...], Profile] = field(default_factory=dict[tuple[Any, ...], Profile])
     _optimizers: dict[tuple[Any, ...], OptimizerCosts] = field(default_factory=dict[tuple[Any, ...], OptimizerCosts])
 
@@ -116,13 +118,17 @@ class JobProfiler:
         return [*map(_elements_of, self.microbatches)]
 
     def _profile(self, plan: Plan, key: tuple[Any, ...], microbatch: Microbatch) -> Profile:
-        key = (*key, *(tuple(tensor.shape) for tensor in tensors_in(microbatch.batch)))
-        if key not in self._profiles:
-            self._profiles[key] = self._profile_now(plan, microbatch)
-        return self._profiles[key]
+        shapes = [tuple(tensor.shape) for tensor in tensors_in(microbatch.batch)]
+        samples = microbatch.samples
+        if all(shape and shape[0] == samples for shape in shapes):  # the same but for the number of samples
+            key, shapes = (*key, "by samples"), [shape[1:] for shape in shapes]
+        line = self._lines.setdefault((*key, *shapes), SampleLine())
+        return line.at(samples, _elements_of(microbatch), lambda: self._profile_now(plan, microbatch))
 
     def _profile_now(self, plan: Plan, microbatch: Microbatch) -> Profile:
         precision = plan.precision
+        if self.watch is not None:
+            self.watch(plan)
 
         def loss(model: nn.Module, batch: Any) -> torch.Tensor:
             with autocast(precision, "cpu"):

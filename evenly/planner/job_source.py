@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -12,10 +12,12 @@ from evenly.hardware.devices import Device
 from evenly.job import Job, Precision
 from evenly.model.parts import BlockCost, ModelCosts, OpCost
 from evenly.plan import Plan, PlanSpec, with_microbatch
+from evenly.plan.axes import TensorAxis
 from evenly.planner.job_memory import memory_of_ranks
 from evenly.planner.job_profile import JobProfiler
 from evenly.planner.prediction import MemoryByCause
 from evenly.planner.profile import Profile, parts_of
+from evenly.planner.search import MICROBATCHES
 from evenly.planner.speeds import Library
 from evenly.planner.training_config import TrainingConfig
 
@@ -26,17 +28,18 @@ TENSOR_SIZES = (2, 4, 8, 16)
 class JobSource:
     """Implements `CostSource`. A job that states no microbatch leaves it to its plans.
 
-    step: of which the microbatches are taken, from 0.
+    step: of which the microbatches are taken, from 0. watch: called with a plan before the model is run as that has it.
     """
 
     job: Job
     step: int = 0
+    watch: Callable[[Plan], object] | None = None
     _profilers: dict[int, JobProfiler] = field(default_factory=dict[int, JobProfiler])
     _memory: dict[Plan, list[MemoryByCause]] = field(default_factory=dict[Plan, list[MemoryByCause]])
 
     @cached_property
     def profiler(self) -> JobProfiler:
-        return JobProfiler(self.job, self.step)
+        return JobProfiler(self.job, self.step, self.watch)
 
     @property
     def name(self) -> str:
@@ -81,11 +84,11 @@ class JobSource:
     def refusal(self, plan: Plan) -> str | None:
         """What profiling the model so refuses."""
         try:
-            self._as_run(plan).profile(replace(plan, recompute="none"))
+            self._as_run(replace(plan, recompute="none")).profile(replace(plan, recompute="none"))
             if plan.recompute != "none":  # whatever the microbatch; this profile serves for all choices
                 self.profiler.profile(PlanSpec(data=1, recompute=plan.recompute).complete(self.job.precision))
             if plan.pipeline.active:
-                self._as_run(plan).stages(plan, None)
+                self._cut_as(plan).stages(plan, None)
         except PlanError as problem:
             return problem.found
         return None
@@ -94,11 +97,12 @@ class JobSource:
         """As the engine cuts the model on such devices."""
         if not plan.pipeline.active:
             return [self.blocks]
-        return self._as_run(plan).stages(plan, device).counts
+        return self._cut_as(plan).stages(plan, device).counts
 
     def parts(self, plan: Plan, config: TrainingConfig) -> ModelCosts:
         """As it was read; what a plan computes again is not in the parts. Parts that are alike are one."""
-        found = parts_of(self._as_run(plan).profile(replace(plan, recompute="none")))
+        plan = replace(plan, recompute="none")
+        found = parts_of(self._as_run(plan).profile(plan))
         made: dict[object, BlockCost] = {}
         return ModelCosts(
             before=_computed(found.before, config, made),
@@ -106,13 +110,42 @@ class JobSource:
             after=_computed(found.after, config, made),
         )
 
+    def least_parts(self, plan: Plan, config: TrainingConfig) -> ModelCosts | None:
+        """The parts of the whole model, dealt evenly over the tensor axis, whose messages are left out."""
+        if config.tensor == 1:
+            return None
+        whole = self.parts(replace(plan, tensor=TensorAxis(1, (), False)), replace(config, tensor=1))
+        made: dict[int, BlockCost] = {}
+
+        def least(part: BlockCost) -> BlockCost:
+            if id(part) not in made:
+                made[id(part)] = _dealt(part, config.tensor)
+            return made[id(part)]
+
+        return ModelCosts(before=least(whole.before), blocks=[*map(least, whole.blocks)], after=least(whole.after))
+
     def _as_run(self, plan: Plan) -> JobProfiler:
+        """A profiler of the job with the plan's microbatch, which has profiled the largest and the smallest so.
+
+        What lies between these may follow from them.
+        """
+        for size in self._ends if plan.microbatch is not None else ():
+            self._cut_as(replace(plan, microbatch=size)).profile(plan)
+        return self._cut_as(plan)
+
+    def _cut_as(self, plan: Plan) -> JobProfiler:
         """A profiler of the job with the plan's microbatch; all profile the same model."""
         if plan.microbatch is None:
             return self.profiler
         if plan.microbatch not in self._profilers:
             self._profilers[plan.microbatch] = replace(self.profiler, job=with_microbatch(self.job, plan))
         return self._profilers[plan.microbatch]
+
+    @cached_property
+    def _ends(self) -> Sequence[int]:
+        """The largest and the smallest microbatch that plans are sought with."""
+        sizes = [size for size in MICROBATCHES if self.job.global_batch % size == 0]
+        return sizes[-1], sizes[0]
 
     def memory(
         self, plan: Plan, config: TrainingConfig, layers: Sequence[int], library: Library, ranks: Sequence[int] = ()
@@ -136,6 +169,17 @@ def _computed(part: BlockCost, config: TrainingConfig, made: dict[object, BlockC
     forward, backward = _works(part.forward, config), _works(part.backward, config)
     key = (part.name, part.parameters, forward, backward, part.tensor_bytes, part.input_bytes)
     return made.setdefault(key, replace(part, forward=forward, backward=backward))
+
+
+def _dealt(part: BlockCost, ranks: int) -> BlockCost:
+    """What each of `ranks` has of it at least."""
+
+    def works(given: Sequence[OpCost]) -> tuple[OpCost, ...]:
+        return tuple(replace(one, flops=one.flops / ranks, moved_bytes=one.moved_bytes / ranks) for one in given)
+
+    return replace(
+        part, parameters=part.parameters // ranks, forward=works(part.forward), backward=works(part.backward)
+    )
 
 
 def _works(works: Sequence[OpCost], config: TrainingConfig) -> tuple[OpCost, ...]:

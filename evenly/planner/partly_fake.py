@@ -7,53 +7,84 @@ them. What meets a fake tensor is fake.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from evenly.data.nest import map_tensors, tensors_in
-from evenly.torch_private import PACK_PADDED_SEQUENCE, TorchDispatchMode, fake_mode, is_fake, without_subclasses
+from evenly.torch_private import (
+    DEVICE_OF,
+    PACK_PADDED_SEQUENCE,
+    PlainDispatchMode,
+    fake_mode,
+    is_fake,
+    without_fake_mode,
+    without_subclasses,
+)
 
 _aten = torch.ops.aten
 # The shape of what these return follows from the numbers of what comes after the first argument.
 SHAPED_BY_OTHERS = {_aten.index, _aten.masked_select, PACK_PADDED_SEQUENCE}
 
 
-class PartlyFake(TorchDispatchMode):
-    """Within, operations on fake tensors return fake ones, and all others compute."""
+class PartlyFake(PlainDispatchMode):
+    """Within, operations on fake tensors return fake ones, and all others compute.
+
+    note: called after every operation with it, its arguments and its results; what it returns is what the operation
+    returns.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.fakes = fake_mode()
+        self.note: Callable[[Any, Any, dict[str, Any], Any], Any] | None = None
         self._overwritten: set[int] = set()  # ids of storages that a fake tensor was written into
+        self._entered = ExitStack()
+
+    def __enter__(self) -> PartlyFake:
+        self._entered.enter_context(self.fakes)  # below this mode: what it calls with fake tensors goes there
+        super().__enter__()
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        super().__exit__(*problem)
+        self._entered.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE_OF:  # autograd asks more often than all operations together are called
+            return args[0].__torch_dispatch__(func, types, args, kwargs or {})
         with without_subclasses():
-            return self._run(func, args, kwargs or {})
+            results = self._run(func, args, kwargs or {})
+            return results if self.note is None else self.note(func, args, kwargs or {}, results)
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if func.is_view or not self._any_fake((args, kwargs)):
+        tensors = [*tensors_in((args, kwargs))]
+        if tensors and all(is_fake(type(one)) for one in tensors):
             return func(*args, **kwargs)
-        if func.overloadpacket in SHAPED_BY_OTHERS and not self._any_fake((args[1:], kwargs)):
-            results = func(_empty(args[0]), *args[1:], **kwargs)
+        if func.is_view or not any(map(self._is_fake, tensors)):
+            with without_fake_mode():
+                return func(*args, **kwargs)
+        if func.overloadpacket in SHAPED_BY_OTHERS and not any(map(self._is_fake, tensors_in((args[1:], kwargs)))):
+            with without_fake_mode():
+                results = func(_empty(args[0]), *args[1:], **kwargs)
             number = next(tensors_in(results))
             return map_tensors(lambda made: self._faked(made) if made is number else made, results)
-        fakes = {id(one): self._faked(one) for one in tensors_in((args, kwargs))}
-        given = {id(fakes[id(one)]): one for one in tensors_in((args, kwargs))}
+        fakes = {id(one): self._faked(one) for one in tensors}
+        given = {id(fakes[id(one)]): one for one in tensors}
 
         def faked(tensor: torch.Tensor) -> torch.Tensor:
             return fakes[id(tensor)]
 
-        with self.fakes:
-            results = func(*map_tensors(faked, args), **map_tensors(faked, kwargs))
+        results = func(*map_tensors(faked, args), **map_tensors(faked, kwargs))
         return map_tensors(lambda made: self._written(given[id(made)]) if id(made) in given else made, results)
 
     def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake tensor of its shape; the tensor itself if it is one."""
         if is_fake(type(tensor)):
             return tensor
-        with self.fakes:
-            return _empty(tensor)
+        return _empty(tensor)
 
     def _written(self, target: torch.Tensor) -> torch.Tensor:
         """Notes that an operation on a fake tensor has changed `target`: its numbers are gone."""
@@ -63,8 +94,9 @@ class PartlyFake(TorchDispatchMode):
             weakref.finalize(storage, self._overwritten.discard, id(storage))
         return target
 
-    def _any_fake(self, nest: Any) -> bool:
-        return any(is_fake(type(one)) or id(one.untyped_storage()) in self._overwritten for one in tensors_in(nest))
+    def _is_fake(self, tensor: torch.Tensor) -> bool:
+        """Whether it has no numbers."""
+        return is_fake(type(tensor)) or id(tensor.untyped_storage()) in self._overwritten
 
 
 def _empty(like: torch.Tensor) -> torch.Tensor:

@@ -24,14 +24,7 @@ from evenly.model.modes import in_training
 from evenly.model.parts import Kind, OpCost
 from evenly.planner.partly_fake import PartlyFake
 from evenly.planner.profile import AFTER, MODEL, Bytes, Event, Interval, Parameter, Pass, Profile, ProfiledCall
-from evenly.torch_private import (
-    ATTENTION,
-    ATTENTION_BACKWARD,
-    TO_COPY,
-    TorchDispatchMode,
-    operation_of,
-    without_subclasses,
-)
+from evenly.torch_private import ATTENTION, ATTENTION_BACKWARD, TO_COPY, operation_of, without_subclasses
 
 ASKED = "reading the model (it is run once on fake tensors)"
 REMEDY = (
@@ -66,7 +59,8 @@ def profile_module(
             blocks, nest = find_blocks(faked), map_tensors(torch.clone, batch)
             changed = nullcontext() if change is None else change(faked, blocks)
             with mode, changed, torch.enable_grad():
-                return _ProfileRecorder(faked, blocks, tensor_sums).profile(partial(loss, faked, nest), nest, around)
+                recorder = _ProfileRecorder(faked, blocks, mode, tensor_sums)
+                return recorder.profile(partial(loss, faked, nest), nest, around)
         except EvenlyError:
             raise
         except Exception as problem:
@@ -83,6 +77,7 @@ class _ProfileRecorder:
 
     model: nn.Module
     blocks: Sequence[Block]
+    mode: PartlyFake
     tensor_sums: Sequence[int] = ()
     calls: list[ProfiledCall] = field(default_factory=list[ProfiledCall])
     inside: list[int] = field(default_factory=list[int])
@@ -121,7 +116,8 @@ class _ProfileRecorder:
         buffers = {id(b.untyped_storage()): b.untyped_storage().nbytes() for b in self.model.buffers()}
         handles = self._hook()
         try:
-            with self.memory, _Calls(self.memory):
+            self.mode.note = self.memory.note
+            with _Calls(self.memory):
                 with around():
                     total = compute()
                 self.end_interval(Event("", "forward"))
@@ -135,6 +131,7 @@ class _ProfileRecorder:
                 del total
                 self.end_interval(Event("", "backward"))
         finally:
+            self.mode.note = None
             for handle in handles:
                 handle.remove()
         works, branches = self.memory.works(), self.memory.branch_bytes
@@ -263,11 +260,10 @@ class _Calls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Memory(TorchDispatchMode):
+class _Memory:
     """Follows every storage that is made within, and counts what operations cost."""
 
     def __init__(self, recorder: _ProfileRecorder) -> None:
-        super().__init__()
         self._recorder = recorder
         self.called = False  # from Python, and no operation since
         self._known: dict[int, Any] = {}
@@ -298,20 +294,19 @@ class _Memory(TorchDispatchMode):
             for key, found in self._works.items()
         }
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with without_subclasses():
-            results = func(*args, **(kwargs or {}))
-            if func.overloadpacket is lstm.FORWARD:
-                results = lstm.with_workspace(results, args)
-            for tensor in tensors_in(results):
-                self._follow(tensor)
-            if moves_bytes(func) and (works := _works_of(func, args, kwargs or {}, results)):
-                if self.called:
-                    works.append(OpCost(kind="host"))
-                    self.called = False
-                self._works.setdefault((self._recorder.stage, self._recorder.place), Counter()).update(works)
-                if self._recorder.stage == "forward":
-                    self._note_weights(func, (args, kwargs or {}), results)
+    def note(self, func: Any, args: Any, kwargs: dict[str, Any], results: Any) -> Any:
+        """Notes an operation; returns its results."""
+        if func.overloadpacket is lstm.FORWARD:
+            results = lstm.with_workspace(results, args)
+        for tensor in tensors_in(results):
+            self._follow(tensor)
+        if moves_bytes(func) and (works := _works_of(func, args, kwargs, results)):
+            if self.called:
+                works.append(OpCost(kind="host"))
+                self.called = False
+            self._works.setdefault((self._recorder.stage, self._recorder.place), Counter()).update(works)
+            if self._recorder.stage == "forward":
+                self._note_weights(func, (args, kwargs), results)
         return results
 
     def _note_weights(self, func: Any, given: Any, results: Any) -> None:

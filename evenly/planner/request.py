@@ -64,6 +64,10 @@ class CostSource(Protocol):
         """Its parts as one rank has them."""
         ...
 
+    def least_parts(self, plan: Plan, config: TrainingConfig) -> ModelCosts | None:
+        """Parts that those of `plan` are no less than, where it takes time to find these; None where it does not."""
+        ...
+
     def memory(
         self, plan: Plan, config: TrainingConfig, layers: Sequence[int], library: Library, ranks: Sequence[int] = ()
     ) -> list[MemoryByCause]:

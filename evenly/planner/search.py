@@ -102,13 +102,16 @@ def _on(request: PlanRequest, devices: int) -> PlanResult:
 
 def _best(judge: _Judge, choices: Sequence[PlanChoice]) -> tuple[_Best, int]:
     """The fastest of the best families; how many choices were predicted in full."""
-    waiting = [(judge.bound(choice), number) for number, choice in enumerate(choices)]
+    waiting = [(judge.bound(choice, least=True), number) for number, choice in enumerate(choices)]
     heapq.heapify(waiting)
     best, judged = _Best(judge.request), 0
     while waiting and waiting[0][0] <= best.worst_s:
         bound_s, number = heapq.heappop(waiting)
         choice = choices[number]
         if best.beats(choice.family, bound_s):
+            continue
+        if (longer_s := judge.bound(choice)) > bound_s:
+            heapq.heappush(waiting, (longer_s, number))
             continue
         peak = judge.peak_bytes(choice)
         if peak > judge.request.limit_bytes and (best.fits or choice.recompute != "full"):
@@ -197,8 +200,8 @@ class _Judge:
     request: PlanRequest
     refused: str = ""
     _candidates: dict[PlanChoice, CostedPlan | None] = field(default_factory=dict[PlanChoice, CostedPlan | None])
-    _bounds: dict[PlanChoice, tuple[float, float, float]] = field(
-        default_factory=dict[PlanChoice, tuple[float, float, float]]
+    _bounds: dict[tuple[PlanChoice, bool], tuple[float, float, float]] = field(
+        default_factory=dict[tuple[PlanChoice, bool], tuple[float, float, float]]
     )
     _seconds: dict[tuple[Any, ...], list[float]] = field(default_factory=dict[tuple[Any, ...], list[float]])
 
@@ -223,19 +226,28 @@ class _Judge:
         self.refused = why or self.refused
         return costed_plan_of(self.request, plan) if why is None else None
 
-    def bound(self, choice: PlanChoice) -> float:
-        """Seconds that no step of it beats; for a choice that cannot run, for ever."""
+    def _least(self, choice: PlanChoice) -> CostedPlan | None:
+        """With parts that are known without a look at how it runs, and that its own are no less than."""
+        try:
+            plan = plan_of(choice, self.request, self.precision)
+        except PlanError as problem:
+            self.refused = str(problem)
+            return None
+        parts = self.request.source.least_parts(plan, self.request.config(plan))
+        return self.candidate(choice) if parts is None else costed_plan_of(self.request, plan, parts)
+
+    def bound(self, choice: PlanChoice, *, least: bool = False) -> float:
+        """Seconds that no step of it beats; for a choice that cannot run, for ever. least: by `_least`, if shorter."""
         alike = choice._replace(schedule="1f1b" if choice.pipeline > 1 else None, stages_per_rank=None)
-        if alike not in self._bounds:
-            self._bounds[alike] = self._bound(alike)
-        step, tail, block = self._bounds[alike]
+        if (alike, least) not in self._bounds:
+            self._bounds[alike, least] = self._bound(alike, self._least(alike) if least else self.candidate(alike))
+        step, tail, block = self._bounds[alike, least]
         if choice.pipeline > 1:
             step += self._fill(choice, block)
         return (step + tail) * SLACK
 
-    def _bound(self, choice: PlanChoice) -> tuple[float, float, float]:
+    def _bound(self, choice: PlanChoice, one: CostedPlan | None) -> tuple[float, float, float]:
         """Seconds of the passes without filling the pipeline, of what follows them, and of the quickest block."""
-        one = self.candidate(choice)
         if one is None:
             return float("inf"), 0.0, 0.0
         seconds = self.seconds(choice, one)
@@ -249,6 +261,7 @@ class _Judge:
         """Every part on one microbatch; computed once for choices that differ in nothing that counts here."""
         key = (choice.tensor, choice.microbatch, choice.recompute, choice.sequence_parallel, choice.zero == 3)
         key = (*key, choice.data, choice.shard) if choice.zero == 3 else key
+        key = (*key, choice.pipeline > 1, one.is_least)
         if key not in self._seconds:
             self._seconds[key] = seconds_of_parts(one)
         return self._seconds[key]

@@ -71,6 +71,10 @@ class ShapeSource:
         """What one rank has of a microbatch."""
         return split_of(config)
 
+    def least_parts(self, plan: Plan, config: TrainingConfig) -> ModelCosts | None:
+        """None: its parts are there at once."""
+        return None
+
     def memory(
         self, plan: Plan, config: TrainingConfig, layers: Sequence[int], library: Library, ranks: Sequence[int] = ()
     ) -> list[MemoryByCause]:

@@ -16,13 +16,13 @@ import evenly
 from evenly.errors import PlanError, UserError
 from evenly.hardware.cluster import Cluster
 from evenly.launcher.environment import find_here
-from evenly.plan import PlanSpec, parse_plan
+from evenly.plan import Plan, PlanSpec, parse_plan
 from evenly.planner.auto import as_recorded, choose_plan
 from evenly.planner.job_memory import memory_of_ranks
 from evenly.planner.job_profile import JobProfiler
 from evenly.planner.job_source import JobSource
 from evenly.planner.request import PlanRequest
-from evenly.planner.search import choices_of, search
+from evenly.planner.search import _Judge, choices_of, search  # pyright: ignore[reportPrivateUsage]
 
 GPUS = Cluster(1, 4, "A100-40")
 
@@ -125,6 +125,28 @@ def test_a_job_without_a_microbatch_leaves_it_to_the_plans() -> None:
     assert all(found.plan.microbatch is not None for found in result.plans)
     sizes = {choice.microbatch for choice in choices_of(asked(job), 2)}
     assert len(sizes) > 1
+
+
+@pytest.mark.parametrize("microbatch", [3, None])
+def test_what_is_known_without_profiling_is_a_bound(microbatch: int | None) -> None:
+    request = asked(even_job(microbatch=microbatch))
+    judge = _Judge(request)
+    bounds = [(judge.bound(one, least=True), judge.bound(one)) for one in choices_of(request, 4)]
+    assert all(least <= exact for least, exact in bounds)
+    assert any(0 < least < exact < float("inf") for least, exact in bounds)
+
+
+def test_few_choices_are_profiled() -> None:
+    seen: list[Plan] = []
+    job = even_job()
+    request = asked(job)
+    result = search(replace(request, source=JobSource(job, watch=seen.append)))
+    every: list[Plan] = []
+    judge = _Judge(replace(request, source=JobSource(job, watch=every.append)))
+    for choice in choices_of(request, 4):
+        judge.bound(choice)
+    assert len(seen) < len(every)
+    assert [str(one.plan) for one in result.plans] == [str(one.plan) for one in search(request).plans]
 
 
 def test_auto_on_one_device_is_that_device() -> None:

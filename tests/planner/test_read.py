@@ -18,6 +18,7 @@ from evenly.parallel.core.memory import MemoryCounter
 from evenly.planner.optimizer_costs import optimizer_costs
 from evenly.planner.profile import Profile, between, parts_of
 from evenly.planner.profile_recorder import profile_module
+from evenly.planner.sample_line import SampleLine
 
 WIDTH, SAMPLES = 8, 4
 
@@ -176,6 +177,41 @@ def test_costs_are_linear_in_samples() -> None:
     found = between(read(Tower(), 2), read(Tower(), 6), 4 * 5)
     assert found.intervals == read(Tower(), 4).intervals
     assert [call.input_bytes for call in found.calls] == [4 * WIDTH * 4] * 3
+
+
+def test_profiles_between_measured_ones_follow_where_three_lie_on_a_line() -> None:
+    model, line, measured = Tower(), SampleLine(), list[int]()
+
+    def at(samples: int) -> Profile:
+        def measure() -> Profile:
+            measured.append(samples)
+            return read(model, samples)
+
+        return line.at(samples, samples * 5, measure)
+
+    for samples in (40, 10, 20, 15, 30, 15, 5):
+        found, exact = at(samples), read(model, samples)
+        assert (found.intervals, found.calls, found.output_bytes) == (exact.intervals, exact.calls, exact.output_bytes)
+    assert measured == [40, 10, 20, 5]  # nothing is known of what lies outside
+
+
+def test_profiles_on_no_line_are_measured() -> None:
+    class Bends(Tower):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * torch.ones(max(0, len(x) - 15) * 10 + 1).sum()
+
+    line, measured = SampleLine(), list[int]()
+
+    def at(samples: int) -> None:
+        def measure() -> Profile:
+            measured.append(samples)
+            return read(Bends(), samples)
+
+        line.at(samples, samples * 5, measure)
+
+    for samples in (40, 10, 20, 30):
+        at(samples)
+    assert measured == [40, 10, 20, 30]
 
 
 def test_code_that_looks_at_numbers_is_refused() -> None:
