@@ -131,7 +131,7 @@ def summed_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> to
     return token_mean(outputs.logits, labels, "sum") / num_items_in_batch
 
 
-@pytest.mark.filterwarnings("ignore:evenly.from_trainer")
+@pytest.mark.filterwarnings("ignore:evenly.from_trainer", "ignore:the loss does not add up over samples")
 @pytest.mark.parametrize(
     ("kind", "loss", "scaled"),
     [

@@ -49,7 +49,7 @@ def test_a_loss_of_tokens_is_that_of_all_and_the_trainer_s_is_named(tmp_path: Pa
 
 
 def evaluated_classifier(folder: Path, size: int) -> Any:
-    trainer = classifier_trainer(folder, per_device_eval_batch_size=size)
+    trainer: Any = classifier_trainer(folder, per_device_eval_batch_size=size)
     trainer.args.eval_strategy, trainer.args.eval_steps = "steps", 6
     trainer.eval_dataset = [{"input_ids": row["input_ids"], "labels": n % 3} for n, row in enumerate(ROWS)]
     return trainer
@@ -65,6 +65,7 @@ def test_a_mean_over_samples_is_the_trainer_s_own(size: int, tmp_path: Path) -> 
     assert evaluations[6].loss == pytest.approx(logged(trainer, "eval_loss")[0], rel=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:the loss does not add up over samples")
 @pytest.mark.parametrize(("size", "rows", "named"), [(3, 6, False), (3, 7, True), (2, 6, True)])
 def test_means_of_batches_depend_on_their_sizes_which_is_named(
     size: int, rows: int, named: bool, tmp_path: Path
