@@ -23,6 +23,7 @@ from torch import nn
 from evenly.bridges.callbacks import callback_problems, follows_loss, hooks_of_callbacks
 from evenly.bridges.parameters import rebuilt_optimizer, rebuilt_schedule
 from evenly.bridges.predictions import padded_arrays, samples_of
+from evenly.bridges.sampling import order_of, order_problems
 from evenly.errors import UserError
 from evenly.job import Job, Loss, Precision
 
@@ -43,15 +44,16 @@ def from_trainer(trainer: Trainer) -> Job:
 
     Raises `UserError` that names everything which cannot be carried over.
     """
-    problems = [*_problems(trainer), *callback_problems(trainer)]
-    if problems:
+    args, loader = trainer.args, None if trainer.train_dataset is None else trainer.get_train_dataloader()
+    problems = [*_problems(trainer), *callback_problems(trainer), *order_problems(loader)]
+    if problems or loader is None:
         raise UserError(
             f"a job of this {type(trainer).__name__}", "; ".join(problems), "leave these out, or write the job by hand"
         )
     for note in _notes(trainer):
         warnings.warn(f"evenly.from_trainer: {note}", stacklevel=2)
-    args, loader = trainer.args, trainer.get_train_dataloader()
-    steps, per_epoch = _lengths(trainer, loader.dataset, _batch(args))
+    steps, per_epoch = _lengths(args, loader)
+    order: Any = order_of(loader)
     hooks: Any = hooks_of_callbacks(trainer, steps=steps, per_epoch=per_epoch)
     return Job(
         name=type(_bare(trainer)).__name__,
@@ -62,7 +64,6 @@ def from_trainer(trainer: Trainer) -> Job:
         global_batch=_batch(args),
         microbatch=args.per_device_train_batch_size,
         steps=steps,
-        shuffle=args.train_sampling_strategy != "sequential",
         optimizer=_optimizer(trainer),
         schedule=_schedule(trainer, steps),
         clip_norm=args.max_grad_norm or None,
@@ -72,6 +73,7 @@ def from_trainer(trainer: Trainer) -> Job:
         save_every=_every(args.save_strategy, args.save_steps, steps, per_epoch),
         precision=_precision(trainer),
         seed=args.seed,
+        **order,
         **hooks,
     )
 
@@ -81,12 +83,11 @@ def _batch(args: Any) -> int:
     return args.per_device_train_batch_size * args.gradient_accumulation_steps
 
 
-def _lengths(trainer: Any, data: Any, batch: int) -> tuple[int, int]:
+def _lengths(args: Any, loader: Any) -> tuple[int, int]:
     """Steps of the run and of an epoch; a stream's epoch is taken for the run, where nothing depends on its length."""
-    args = trainer.args
-    if not hasattr(data, "__len__"):
+    if not hasattr(loader.dataset, "__len__"):
         return args.max_steps, args.max_steps
-    per_epoch = math.ceil(len(data) / batch)
+    per_epoch = math.ceil(len(loader) / args.gradient_accumulation_steps)
     return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch), per_epoch
 
 
@@ -320,7 +321,7 @@ def _problems(trainer: Any) -> Iterator[str]:
         "neftune_noise_alpha": args.neftune_noise_alpha is not None,
         "batch_eval_metrics": args.batch_eval_metrics,
         "include_for_metrics": bool(args.include_for_metrics),
-        "train_sampling_strategy": args.train_sampling_strategy not in ("random", "sequential"),
+        "train_sampling_strategy": args.train_sampling_strategy == "batch_rebalance",
         "parallelism_config": getattr(args, "parallelism_config", None) is not None,
     }
     yield from (f"its argument {name}={getattr(args, name)!r}" for name, given in wanted.items() if given)
@@ -366,9 +367,36 @@ def _notes(trainer: Any) -> Iterator[str]:
     data: Any = trainer.train_dataset
     if averaged and hasattr(data, "__len__") and len(data) % _batch(args):
         yield "the last step of an epoch is short: its mean is over samples here, there over microbatches"
+    if _eval_data(trainer) is not None:
+        yield from _evaluation_notes(trainer)
     if args.torch_compile:
         yield "torch_compile is part of the plan here: add compile=blocks to it"
     if args.load_best_model_at_end:
         yield "load_best_model_at_end: the best checkpoint is kept, and `evenly export --step best` writes it"
     if args.push_to_hub:
         yield "push_to_hub: nothing is uploaded; `evenly export` writes a folder that can be"
+
+
+def _evaluation_notes(trainer: Any) -> Iterator[str]:
+    """Where the loss of an evaluation is another figure than the Trainer's."""
+    args = trainer.args
+    if divides_by_items(trainer):
+        yield (
+            "the loss of an evaluation is that of all its tokens; the Trainer averages the means of its batches, in "
+            "which tokens of batches with few of them count for more"
+        )
+    elif not _batches_alike(trainer):
+        yield (
+            f"an evaluation runs up to {args.per_device_train_batch_size} samples at a time, in parts of like sizes, "
+            f"and the Trainer {args.per_device_eval_batch_size}: a loss that is no mean over samples (one over tokens, "
+            "say) is another"
+        )
+
+
+def _batches_alike(trainer: Any) -> bool:
+    """Whether an evaluation has the Trainer's batches: of the same size, and none smaller."""
+    size, data = trainer.args.per_device_eval_batch_size, trainer.eval_dataset
+    sets = data.values() if isinstance(data, Mapping) else [data]
+    return size == trainer.args.per_device_train_batch_size and not any(
+        len(one) % size if hasattr(one, "__len__") else True for one in sets
+    )

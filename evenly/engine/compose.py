@@ -22,7 +22,7 @@ from evenly.model.blocks import Block, find_blocks, find_recomputed, recomputabl
 from evenly.parallel.core.between_steps import Outside, show_placeholders
 from evenly.parallel.core.calls import BlockCalls, Forward, WrappedForwards
 from evenly.parallel.core.memory import on
-from evenly.parallel.core.recompute import CachesOff, recomputing
+from evenly.parallel.core.recompute import CachesOff, RecomputedBackward, recomputing
 from evenly.parallel.core.statistics import RunningStatistics
 from evenly.parallel.data.gradients import Gradients, GradientSum, Ownership, trainable
 from evenly.parallel.data.replicas import ReplicaGradients, Replicas
@@ -60,6 +60,7 @@ class Composed:
     in_step:    whether the model contains collectives of the data axis, so that all ranks must run equally many
                 microbatches.
     never_trains: the modules that the job has put into evaluation mode.
+    backward_context: entered around every backward.
     outside:    whether code outside of a loss is the job's or the engine's.
     """
 
@@ -76,6 +77,7 @@ class Composed:
     runner: ScheduleRunner | None = None
     in_step: bool = False
     never_trains: Sequence[nn.Module] = ()
+    backward_context: AbstractContextManager[Any] = field(default_factory=nullcontext[Any])
     outside: Outside = field(default_factory=Outside)
 
     @property
@@ -237,6 +239,7 @@ def compose(
         tensor=tensor,
         pipeline=pipeline,
         runner=None if pipeline is None else _runner(pipeline, plan, tensor, gradients),
+        backward_context=_backward_context(plan, tensor),
         in_step=plan.data.zero_stage == 3,
         never_trains=[one for module in modules for one in module.modules() if not one.training],
     )
@@ -324,7 +327,7 @@ def _runner(pipeline: Pipeline, plan: Plan, tensor: SplitModel | None, gradients
         pipeline.model,
         plan.pipeline,
         pipeline.group,
-        backward_context=nullcontext() if tensor is None else tensor.axis,  # recomputation runs the model
+        backward_context=_backward_context(plan, tensor),
         split_backward=_splits_backward(plan),
         before_pass=None if hooks is None else hooks.prepare,
         output_transforms=[
@@ -332,6 +335,12 @@ def _runner(pipeline: Pipeline, plan: Plan, tensor: SplitModel | None, gradients
             *([] if hooks is None else [hooks.end_stage_forward]),
         ],
     )
+
+
+def _backward_context(plan: Plan, tensor: SplitModel | None) -> AbstractContextManager[object]:
+    """What is entered around every backward: recomputation runs the model."""
+    context: AbstractContextManager[object] = nullcontext() if tensor is None else tensor.axis
+    return context if plan.recompute not in ("selective", "full") else RecomputedBackward(plan.recompute, context)
 
 
 def _split(model: nn.Module, splits: Mapping[str, ParameterSplit], group: Group, plan: Plan) -> SplitModel:

@@ -326,7 +326,7 @@ class MicrobatchExecutor(Executor):
 
     def _backward(self, loss: Loss, scale: float) -> None:
         if (total := self.backward_root(loss, scale)) is not None:
-            with self.composed.execution_context:  # recomputation runs the model
+            with self.composed.backward_context:
                 total.backward()
 
     def evaluate_batch(self, batch: Batch, builder: StepTotalsBuilder) -> None:

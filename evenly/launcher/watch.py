@@ -31,6 +31,7 @@ from evenly.errors import is_users
 from evenly.launcher.rank import LaunchFolder, RankExit, describe_exit, end_rank
 from evenly.observe.diagnosis import Diagnosis
 from evenly.observe.recorder import RankRecord
+from evenly.observe.stacks import stacks_in
 from evenly.observe.stalls import Standstills, explain_stall
 
 BETWEEN_LOOKS_S = 0.5
@@ -38,9 +39,6 @@ BETWEEN_KILLS_S = 0.2
 LEFT_S = 1.5  # for the agent to see the end of a rank that has failed
 STACKS_TIMEOUT_S = 1.0  # of one process
 AGENT_TIMEOUT_S = 60.0  # for the agent to see that a rank has died, which ends the launch
-
-_BLOCK = re.compile(r"^(?:Current thread|Thread) .*\n((?:  .*\n?)*)", re.MULTILINE)
-_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
 @dataclass
@@ -238,11 +236,9 @@ def _listens(pid: int) -> bool:
 def users_places(stacks: str, *, besides: str) -> list[str]:
     """The innermost place in the user's code of every thread in a dump by faulthandler, but for `besides`."""
     places: dict[str, None] = {}
-    for block in _BLOCK.findall(stacks):
-        frames = [(name, line, function) for name, line, function in _FRAME.findall(block) if is_users(name)]
-        if frames:
-            name, line, function = frames[0]
-            places[f"{function} ({Path(name).name}:{line})"] = None
+    for stack in stacks_in(stacks):
+        if (place := next((one for one in stack.places if is_users(one.file)), None)) is not None:
+            places[str(place)] = None
     return [place for place in places if _function(place) != _function(besides)]
 
 

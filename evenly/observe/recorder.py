@@ -2,7 +2,8 @@
 
 A rank *enters* an operation (a collective, a send) and *leaves* it. Each is one *entry* of a ring buffer of `ENTRIES`.
 It *ticks* whenever it gets on: with every microbatch, and where it enters or leaves an operation or a state.
-A background thread writes a *heartbeat*: where the main thread is, and since when. Both go into a memory-mapped file:
+A background thread writes a *heartbeat*: where the main thread is, and since when, as it last *looked*: with every beat
+at one that stands still, now and then at one that gets on. Both go into a memory-mapped file:
 writing costs microseconds and no system call, and the file stays readable after SIGKILL.
 
 File: a header slot, then `ENTRIES` slots of `SLOT_BYTES`, little endian. Header: MAGIC, rank, time of the beat, since
@@ -25,19 +26,21 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 from evenly.errors import EVENLY, is_users
+from evenly.observe.stacks import Place, StackReader, ThreadStack, place_text
 
 ENTRIES = 256
 SLOT_BYTES = 640
 BEAT_S = 0.5
+LOOK_S = 4.0  # between two looks at a thread that gets on: one takes up to milliseconds, in which no other runs
 
 MAGIC = b"evenly2\n"
 _HEADER = struct.Struct("<8siddQdH")
@@ -180,19 +183,27 @@ class Recorder:
             self._beat("", "ended")
 
     def _keep_beating(self) -> None:
-        main = threading.main_thread().ident
-        stack, ticks = _Stack((), ()), -1
+        main, reader = threading.main_thread().ident, StackReader()
+        standing, ticks, looked_s, where, own_code = UserStack(()), -1, -LOOK_S, "", False
         while not self._closed.wait(BEAT_S):
-            frame = sys._current_frames().get(main or 0)  # pyright: ignore[reportPrivateUsage]
-            now = _Stack.of(frame)
-            common = stack.common(now)
-            if ticks != self._ticks or not common.codes:
-                stack, ticks, self._since_s = now, self._ticks, time.time()
-            else:
-                stack = common
-            own_code = frame is not None and own_code_runs(frame)
-            self._beat(now.place(len(stack.codes)) or frame_place(frame), self._state, own_code)
-            del frame  # it keeps its locals alive
+            moved, ticks = ticks != self._ticks, self._ticks
+            if moved:
+                standing, own_code, self._since_s = UserStack(()), False, time.time()
+            if not moved or time.monotonic() - looked_s >= LOOK_S:
+                looked_s = time.monotonic()
+                stack = reader.read(main) or ThreadStack(0, ())
+                standing = self._still(standing, UserStack.of(stack))
+                where = next(map(str, (*standing.places[-1:], *stack.places[:1])), "")
+                own_code = own_code_runs(stack.places)
+            self._beat(where, self._state, own_code)
+        reader.close()
+
+    def _still(self, before: UserStack, now: UserStack) -> UserStack:
+        """What of `before` still runs, or `now` where that is nothing."""
+        common = before.common(now)
+        if before.places and not common.places:
+            self._since_s = time.time()
+        return common if common.places else now
 
     def _beat(self, where: str, state: State, own_code: bool = False) -> None:
         where = where if len(where) <= LONGEST_PLACE else f"...{where[3 - LONGEST_PLACE :]}"  # the line comes last
@@ -278,60 +289,45 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def own_code_runs(frame: FrameType) -> bool:
-    """Whether the user's code runs in `frame`: it or a library that it has called, and not this package."""
-    inner: FrameType | None = frame
-    while inner is not None and not inner.f_code.co_filename.startswith(EVENLY):
-        if is_users(inner.f_code.co_filename):
+def own_code_runs(places: Sequence[Place]) -> bool:
+    """Whether the user's code runs at `places`, innermost first: it or a library that it has called, and not this
+    package.
+    """
+    for place in places:
+        if place.file.startswith(EVENLY):
+            return False
+        if is_users(place.file):
             return True
-        inner = inner.f_back
     return False
 
 
-class _Stack(NamedTuple):
-    """The user's functions on the stack of a thread, from outside to inside, and the line that each is at."""
+class UserStack(NamedTuple):
+    """The user's functions on the stack of a thread, from outside to inside. cut: outer ones may not be seen."""
 
-    codes: tuple[CodeType, ...]
-    lines: tuple[int, ...]
+    places: tuple[Place, ...]
+    cut: bool = False
 
     @classmethod
-    def of(cls, frame: FrameType | None) -> _Stack:
-        found: list[tuple[CodeType, int]] = []
-        frame = users_frame(frame)
-        while frame is not None:
-            found.append((frame.f_code, frame.f_lineno))
-            frame = users_frame(frame.f_back)
-        return cls(tuple(code for code, _ in reversed(found)), tuple(line for _, line in reversed(found)))
+    def of(cls, stack: ThreadStack) -> UserStack:
+        return cls(tuple(place for place in reversed(stack.places) if is_users(place.file)), stack.cut)
 
-    def common(self, other: _Stack) -> _Stack:
-        """The outer functions that are the same, called on the same lines."""
+    def common(self, other: UserStack) -> UserStack:
+        """The outer functions that are the same, called on the same lines; all, as far as they cannot be seen."""
+        if other.cut:
+            return self
         depth = 0
-        for mine, its in zip(self.codes, other.codes, strict=False):
-            if mine is not its or (depth and self.lines[depth - 1] != other.lines[depth - 1]):
+        for mine, its in zip(self.places, other.places, strict=False):
+            if mine[:2] != its[:2] or (depth and self.places[depth - 1] != other.places[depth - 1]):
                 break
             depth += 1
-        return _Stack(other.codes[:depth], other.lines[:depth])
-
-    def place(self, depth: int) -> str:
-        """The function at `depth`, as of `frame_place`; '' at 0."""
-        if not depth:
-            return ""
-        code = self.codes[depth - 1]
-        return _place(code.co_filename, code.co_qualname, self.lines[depth - 1])
+        return UserStack(other.places[:depth])
 
 
 def frame_place(frame: FrameType | None) -> str:
     """`Lines.__getitem__ (data.py:31)`; '' without a frame."""
     if frame is None:
         return ""
-    code = frame.f_code
-    return _place(code.co_filename, code.co_qualname, frame.f_lineno)
-
-
-@lru_cache(maxsize=4096)
-def _place(filename: str, function: str, line: int) -> str:
-    place = f"{Path(filename).name}:{line}"
-    return place if function == "<module>" else f"{function.replace('<locals>.', '')} ({place})"
+    return place_text(frame.f_code.co_filename, frame.f_code.co_qualname, frame.f_lineno)
 
 
 def here() -> str:

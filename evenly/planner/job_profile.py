@@ -25,7 +25,7 @@ from evenly.hardware.devices import Device
 from evenly.job import Job
 from evenly.model.blocks import Block, find_blocks, find_recomputed
 from evenly.parallel.core.calls import WrappedForwards
-from evenly.parallel.core.recompute import CachesOff, recomputing
+from evenly.parallel.core.recompute import CachesOff, RecomputedBackward, recomputing
 from evenly.parallel.core.statistics import rules_of
 from evenly.parallel.tensor.layout import Layout
 from evenly.parallel.tensor.splits import Derivation
@@ -220,6 +220,8 @@ class _Changes:
                 stack.callback(WrappedForwards(recomputed, [change], asked=f"recompute={plan.recompute}").close)
             if plan.tensor.active:
                 self._axis = self._split(model, stack).axis
+            if plan.recompute in ("selective", "full"):
+                self._axis = RecomputedBackward(plan.recompute, self._axis)
             yield
 
     def _split(self, model: nn.Module, stack: ExitStack) -> Any:

@@ -14,7 +14,6 @@ from trainer_job import make_data, make_trainer
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
-    EarlyStoppingCallback,
     GPT2Config,
     GPT2LMHeadModel,
     Trainer,
@@ -28,6 +27,8 @@ import evenly
 from evenly.bridges.predictions import padded_arrays, samples_of
 from evenly.errors import UserError
 from evenly.verify.verify import VerifyRequest, verify
+
+pytestmark = pytest.mark.filterwarnings("ignore:evenly.from_trainer. the loss of an evaluation")
 
 
 def trained(job: evenly.Job) -> tuple[list[float], list[float], dict[int, evenly.Evaluation]]:
@@ -130,7 +131,7 @@ def summed_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> to
     return token_mean(outputs.logits, labels, "sum") / num_items_in_batch
 
 
-@pytest.mark.filterwarnings("ignore:evenly.from_trainer")
+@pytest.mark.filterwarnings("ignore:evenly.from_trainer", "ignore:the loss does not add up over samples")
 @pytest.mark.parametrize(
     ("kind", "loss", "scaled"),
     [
@@ -245,24 +246,13 @@ def test_what_cannot_be_carried_over_is_named(tmp_path: Path) -> None:
         assert words in refused.value.found
 
 
-def test_early_stopping_is_a_hook_of_ours(tmp_path: Path) -> None:
-    callback = EarlyStoppingCallback(early_stopping_patience=2, early_stopping_threshold=0.5)
-    more = {"load_best_model_at_end": False, "metric_for_best_model": "eval_loss"}
-    job = evenly.from_trainer(make_trainer(str(tmp_path), callbacks=[callback], **more))
-    (hook,) = job.on_evaluation  # type: ignore[misc]
-    assert (type(hook).__name__, hook.patience, hook.min_delta) == ("EarlyStopping", 2, 0.5)  # type: ignore[union-attr]
-    other = make_trainer(str(tmp_path), callbacks=[callback], metric_for_best_model="accuracy", greater_is_better=True)
-    with pytest.raises(UserError, match="follows accuracy"):
-        evenly.from_trainer(other)
-
-
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 def test_what_evenly_does_in_its_own_way_is_noted(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="add recompute=full"):
         evenly.from_trainer(make_trainer(str(tmp_path), gradient_checkpointing=True))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        evenly.from_trainer(make_trainer(str(tmp_path)))
+        evenly.from_trainer(make_trainer(str(tmp_path), eval_strategy="no"))
 
 
 def test_predictions_of_several_lengths_are_padded_as_transformers_pads_them() -> None:

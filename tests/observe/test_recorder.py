@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from evenly.observe import recorder
-from evenly.observe.recorder import CollectiveCall, Recorder, call_from, call_text, glance, read
+from evenly.observe.recorder import CollectiveCall, Recorder, UserStack, call_from, call_text, glance, read
+from evenly.observe.stacks import Place, StackReader
 
 CALL = CollectiveCall("all_reduce", "data [0-1]", "float32", (3, None), "sum", "gradient of a", "train (train.py:88)")
 
@@ -150,7 +151,47 @@ def another_moment(until: float) -> None:
 
 
 def test_code_of_the_package_below_the_users_is_not_its_own() -> None:
-    assert recorder.own_code_runs(sys._getframe())
-    inner: dict[str, object] = {"sys": sys}
-    exec(compile("frame = sys._getframe()", recorder.__file__, "exec"), inner)  # as if it stood there
-    assert not recorder.own_code_runs(inner["frame"])  # type: ignore[arg-type]
+    own, library, package = (Place(file, "f", 1) for file in (__file__, threading.__file__, recorder.__file__))
+    assert recorder.own_code_runs([library, own, package])
+    assert not recorder.own_code_runs([library, package, own])
+    assert not recorder.own_code_runs([library])
+
+
+def test_frames_of_the_main_thread_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> None:
+        raise AssertionError("a frame object of another thread's frame changes how that frame ends")
+
+    monkeypatch.setattr(sys, "_current_frames", refused)
+    writer = Recorder(tmp_path / "0.record", 0)
+    wait_for(tmp_path / "0.record", "wait_for (test_recorder.py:")
+    writer.close()
+
+
+def test_a_thread_that_gets_on_is_seldom_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int | None] = []
+
+    def read(_: StackReader, ident: int | None) -> None:
+        looks.append(ident)
+
+    monkeypatch.setattr(recorder, "BEAT_S", 0.02)
+    monkeypatch.setattr(StackReader, "read", read)
+    writer = Recorder(tmp_path / "0.record", 0)
+    ticking_until_s = time.monotonic() + 1.0
+    while time.monotonic() < ticking_until_s:
+        writer.tick()
+    assert len(looks) <= 5  # a thread may be kept from running for long
+    time.sleep(1.0)
+    writer.close()
+    assert len(looks) > 10
+
+
+A, B, C = (Place("/home/me/train.py", function, line) for line, function in enumerate("abc", 1))
+
+
+def test_what_is_common_to_two_stacks_of_the_users() -> None:
+    before = UserStack((A, B, C))
+    assert before.common(UserStack((A, B, C._replace(line=9)))).places == (A, B, C._replace(line=9))
+    assert before.common(UserStack((A, B._replace(line=9), C))).places == (A, B._replace(line=9))
+    assert before.common(UserStack((A, C))).places == (A,)
+    assert before.common(UserStack((B, C))).places == ()
+    assert before.common(UserStack((C,), cut=True)) == before  # what is further out cannot be seen

@@ -101,7 +101,8 @@ class Normalisation(BufferRule):
         self._saved = (module.running_mean, module.running_var, module.num_batches_tracked, module.momentum)
         module.running_mean = torch.zeros_like(module.running_mean)
         module.running_var = torch.zeros_like(module.running_var)
-        module.num_batches_tracked = None
+        if not is_placeholder(module.num_batches_tracked):  # which no stage has whose layers do not count
+            module.num_batches_tracked = None
         module.momentum = 1.0
 
     def _leave(self, module: Any, _: Any, __: Any) -> None:

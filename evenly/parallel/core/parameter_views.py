@@ -28,6 +28,7 @@ class ViewedParameters(dict[str, Any]):
         super().__init__(local)
         self._hidden: set[str] = set()
         self._views: list[View] = []
+        self.kept_as: Callable[[Any], Any] = lambda value: value  # of what is set, what is kept
 
     def add_view(self, view: View, *, first: bool = False) -> None:
         """From now on `view` is asked, last of all or before all others."""
@@ -49,7 +50,7 @@ class ViewedParameters(dict[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         """Sets the local tensor; what stands in for a tensor leaves it as it is."""
         if name not in self or not is_placeholder(value):
-            super().__setitem__(name, value)
+            super().__setitem__(name, self.kept_as(value))
 
     def __getitem__(self, name: str) -> Any:
         local = super().__getitem__(name)

@@ -11,12 +11,13 @@ Order: before parameters are cut over ranks, whose hooks must lie around the blo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointError, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from evenly.errors import PlanError, RunError
 from evenly.parallel.core.calls import Forward
@@ -74,6 +75,29 @@ def recomputing(*, selective: bool) -> Callable[[Forward], Forward]:
         return run
 
     return change
+
+
+class RecomputedBackward:
+    """Around each backward of a plan with `recompute`, and within `context`: explains where a block cannot be repeated.
+
+    Raises `PlanError` where the second forward of a block keeps other tensors for its backward than the first.
+    """
+
+    def __init__(self, recompute: str, context: AbstractContextManager[object]) -> None:
+        self._recompute, self._context = recompute, context
+
+    def __enter__(self) -> None:
+        self._context.__enter__()
+
+    def __exit__(self, kind: Any, problem: BaseException | None, trace: Any) -> None:
+        self._context.__exit__(kind, problem, trace)
+        if isinstance(problem, CheckpointError):
+            raise PlanError(
+                f"recompute={self._recompute}",
+                "a block that is computed a second time keeps other tensors for its backward than at first: its "
+                "forward follows from something that the first has changed (a counter, a cache, a flag)",
+                "let the forward of a block follow from its arguments and parameters alone, or use recompute=none",
+            ) from problem
 
 
 class CachesOff:

@@ -397,6 +397,14 @@ def is_split(value: object) -> TypeGuard[SplitTensor]:
     return isinstance(value, SplitTensor)
 
 
+def whole_of(value: Any) -> Any:
+    """`value` as a plain tensor that is whole, if it is one that the axis has computed: what a buffer is set to."""
+    if not isinstance(value, (SplitTensor, FullCopy)):
+        return value
+    with without_subclasses():
+        return value.axis.gather_full(value) if isinstance(value, SplitTensor) else value.view_as(value)
+
+
 def transform_full() -> None:
     """Has transformations of `torch.func` take the whole of split tensors and of parameters that are shown."""
     for kind in (SplitTensor, PartParameter):

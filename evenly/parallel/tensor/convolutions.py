@@ -151,7 +151,8 @@ def batch_norm(
 
 @torch.no_grad()
 def _fill(whole: T, part: T, layout: Layout, axis: Axis) -> None:
-    whole.copy_(axis.gather_full(axis.split(part, layout)))
+    # Of a recomputed block autograd holds `part` itself, which must stay the plain tensor that it was.
+    whole.copy_(axis.gather_full(axis.split(part.detach(), layout)))
 
 
 def group_norm(

@@ -19,7 +19,16 @@ from torch.distributed.tensor import DTensor
 import evenly.parallel.tensor.ops  # noqa: F401  # pyright: ignore  # what its tensors compute with
 from evenly.comm.groups import Group
 from evenly.parallel.core.parameter_views import View, viewed_tensors
-from evenly.parallel.tensor.axis import Axis, SplitTensor, in_order, is_split, memory_order, own_part, transform_full
+from evenly.parallel.tensor.axis import (
+    Axis,
+    SplitTensor,
+    in_order,
+    is_split,
+    memory_order,
+    own_part,
+    transform_full,
+    whole_of,
+)
 from evenly.parallel.tensor.layout import Layout
 from evenly.parallel.tensor.shown_parameters import show
 from evenly.torch_private import gradient_hooks, replace_gradient_hooks, run_as_written, without_subclasses
@@ -53,6 +62,8 @@ class SplitModel:
             own = module.named_parameters(recurse=False, remove_duplicate=False)
             if mine := {name: by_parameter[id(p)] for name, p in own if id(p) in by_parameter}:
                 viewed_tensors(module, "_parameters").add_view(self._view(module, mine))
+            if any(True for _ in module.buffers(recurse=False)):
+                viewed_tensors(module, "_buffers").kept_as = whole_of
         for name, layout in layouts.items():
             if hooks := gradient_hooks(named[name]):
                 replace_gradient_hooks(named[name], [partial(self._hooked, name, hook) for hook in hooks])
