@@ -72,6 +72,9 @@ Log = Annotated[
         help="Also log to tensorboard, wandb=PROJECT, mlflow=EXPERIMENT or csv (a table); repeatable.",
     ),
 ]
+NodeCount = Annotated[int, typer.Option("--nodes", min=1, metavar="N", help="Machines that take part.")]
+NodeRank = Annotated[int, typer.Option(min=0, help="Number of this machine, from 0.")]
+Rendezvous = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where machine 0 listens.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors and warnings.")]
 Restarts = Annotated[
     int, typer.Option(min=0, metavar="N", help="Start again from the newest checkpoint after up to N failures an hour.")
@@ -98,8 +101,8 @@ def run_command(
     settings: Settings = [],  # noqa: B006  (typer copies it)
     log: Log = [],  # noqa: B006
     nodes: Nodes = "1",
-    node_rank: Annotated[int, typer.Option(min=0, help="Number of this machine, from 0.")] = 0,
-    rendezvous: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where machine 0 listens.")] = "",
+    node_rank: NodeRank = 0,
+    rendezvous: Rendezvous = "",
     secret_file: SecretFile = None,
     quiet: Quiet = False,
     json_only: Json = False,
@@ -275,14 +278,22 @@ def bench_comm_command(
     most: Annotated[str, typer.Option(metavar="SIZE", help="Largest size, for example 256M.")] = "256M",
     out: Annotated[Path | None, typer.Option(help="Folder for comm.json and comm.html (pictures).")] = None,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the links as a cluster file.")] = None,
+    nodes: NodeCount = 1,
+    node_rank: NodeRank = 0,
+    rendezvous: Rendezvous = "",
+    secret_file: SecretFile = None,
     json_only: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Time and bandwidth of every operation between ranks, over sizes from 1 byte."""
+    """Time and bandwidth of every operation, over sizes from 1 byte: between ranks, of one node or several."""
     from evenly.cli.bench import bench_comm
+    from evenly.cli.on_nodes import NodePlace
 
+    place = NodePlace(nodes, node_rank, rendezvous, secret_file)
     raise typer.Exit(
-        bench_comm(devices=devices, operations=operations, most=most, out=out, save=save, json_only=json_only)
+        bench_comm(
+            devices=devices, operations=operations, most=most, out=out, save=save, json_only=json_only, place=place
+        )
     )
 
 
@@ -291,13 +302,22 @@ def bench_device_command(
     save: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save the rates in a cluster file, besides what it holds.")
     ] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Measure so many at the same time; the slowest counts (default: one).")
+    ] = None,
+    nodes: NodeCount = 1,
+    node_rank: NodeRank = 0,
+    rendezvous: Rendezvous = "",
+    secret_file: SecretFile = None,
     json_only: Json = False,
     debug: Debug = False,
 ) -> None:
     """What this machine's device reaches: matmuls by precision and size, and its memory. Takes some seconds."""
     from evenly.cli.bench import bench_device
+    from evenly.cli.on_nodes import NodePlace
 
-    raise typer.Exit(bench_device(save=save, json_only=json_only))
+    place = NodePlace(nodes, node_rank, rendezvous, secret_file)
+    raise typer.Exit(bench_device(save=save, json_only=json_only, devices=devices, place=place))
 
 
 @app.command("doctor")

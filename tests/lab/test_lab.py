@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks is no installed
 from benchmarks.lab import lab as lab_module
 from benchmarks.lab.commands import filled_in, run_on_all
 from benchmarks.lab.lab import GROUPS, SPACES, STATES, Lab, LabError, bits_per_s, down, found, guarded, lab_command
+from evenly.hardware.cluster_file import read_cluster
 
 ROOT = Path(__file__).parents[2]
 needs_root = pytest.mark.skipif(bool(lab_module.why_not()), reason=lab_module.why_not() or "it may")
@@ -106,6 +107,19 @@ def test_nodes_whose_names_are_loopback_run_a_job_without_settings(two: Lab, tmp
     words = [*EVENLY, "run", *job, "--steps", "2", "--devices", "1", *place, "--out", str(tmp_path / "run")]
     there = ["sh", "-c", f'cd {tmp_path} && PYTHONPATH={ROOT} exec "$@"', "sh"]
     assert "2 steps on 2 ranks (data=2" in said(two, [*there, *words])[0]
+
+
+@needs_root
+def test_links_between_nodes_are_measured_into_a_cluster_file(two: Lab, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("some random words")
+    place = ["--nodes", "2", "--node-rank", "{node}", "--rendezvous", "node0:29512", "--secret-file", "secret"]
+    words = [*EVENLY, "bench", "comm", "--operations", "send", "--most", "1M", "--devices", "1", *place]
+    there = ["sh", "-c", f'cd {tmp_path} && PYTHONPATH={ROOT} exec "$@"', "sh"]
+    assert "send 2x1" in said(two, [*there, *words, "--save", "c.toml"])[0]
+    cluster = read_cluster(tmp_path / "c.toml")
+    assert (cluster.nodes, cluster.devices, cluster.links) == (2, 1, {})
+    largest, took_s = cluster.between["send", 2, 1].points[-1]
+    assert largest == 2**20 and largest * 8 / took_s == pytest.approx(80e6, rel=0.25)
 
 
 @needs_root
