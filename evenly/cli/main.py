@@ -323,13 +323,25 @@ def bench_device_command(
 @app.command("doctor")
 def doctor_command(
     world: Annotated[int, typer.Option(min=1, metavar="N", help="Ranks to try every operation between.")] = 2,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder that nodes are to share (default: this one).")
+    ] = None,
+    nodes: NodeCount = 1,
+    node_rank: NodeRank = 0,
+    rendezvous: Rendezvous = "",
+    secret_file: SecretFile = None,
     json_only: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Look at this machine, and say what would keep a run from working; exit code 1 if anything does."""
-    from evenly.cli.doctor import doctor
+    """Look at this machine, or at all nodes of a run together, and say what would keep a run from working.
 
-    raise typer.Exit(doctor(world=world, json_only=json_only))
+    Exit code 1 if anything does. On several nodes it is started on each, as `evenly run` is, and node 0 says it.
+    """
+    from evenly.cli.doctor import doctor
+    from evenly.cli.on_nodes import NodePlace
+
+    place = NodePlace(nodes, node_rank, rendezvous, secret_file)
+    raise typer.Exit(doctor(world=world, json_only=json_only, place=place, out=out))
 
 
 def process() -> NoReturn:

@@ -49,16 +49,28 @@ def _address_for_others(host: str, port: int) -> str:
         return only_address(there, asked)
 
 
+def addresses() -> dict[str, str]:
+    """Interface -> its address, loopback included; IPv4 where it has both."""
+    found: dict[str, str] = {}
+    for name, entries in psutil.net_if_addrs().items():
+        texts = [entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
+        found.update({name: min(texts, key=lambda text: _ip(text).version)} if texts else {})
+    return found
+
+
+def resolved_address(host: str) -> str:
+    """The address that `host` has on this machine; '' where it has none."""
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)[0][4][0])
+    except OSError:
+        return ""
+
+
 def outward_addresses() -> dict[str, str]:
     """Interface -> its address, for all that are up and may lead to other machines; IPv4 where it has both."""
     up = psutil.net_if_stats()
-    found: dict[str, str] = {}
-    for name, entries in psutil.net_if_addrs().items():
-        addresses = [entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
-        global_ones = [text for text in addresses if not (_ip(text).is_loopback or _ip(text).is_link_local)]
-        if global_ones and name in up and up[name].isup:
-            found[name] = min(global_ones, key=lambda text: _ip(text).version)
-    return found
+    inner = {name for name, text in addresses().items() if _ip(text).is_loopback or _ip(text).is_link_local}
+    return {name: text for name, text in addresses().items() if name in up and up[name].isup and name not in inner}
 
 
 def only_address(there: dict[str, str], asked: str) -> str:
