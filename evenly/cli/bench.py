@@ -106,7 +106,7 @@ def _rates_of_all(kind: str, devices: int, place: NodePlace) -> Rates | None:
 
     launch = Launch(devices=devices, preload=["evenly.comm.bench"])
     rates: list[Rates] | None = run_everywhere(measure_devices, ("cpu" if kind == "cpu" else "cuda",), launch, place)
-    return rates and slowest(rates)
+    return None if rates is None else slowest(rates)
 
 
 def with_links(cluster: Cluster, bench: Bench) -> Cluster:
