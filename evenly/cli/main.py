@@ -61,6 +61,10 @@ StallLimit = Annotated[
         min=1, metavar="SECONDS", help="End the run when a rank stands still longer (default: 180, 540 at first)."
     ),
 ]
+MeasuredCluster = Annotated[
+    Path | None,
+    typer.Option("--cluster", metavar="FILE", help="What `evenly bench` measured here, for --plan auto to go by."),
+]
 KeepPlan = Annotated[
     bool, typer.Option("--keep-plan", help="Where there is no room, end, and do not go on under another plan.")
 ]
@@ -98,6 +102,7 @@ def run_command(
     snapshot: Snapshots = None,
     restarts: Restarts = 0,
     keep_plan: KeepPlan = False,
+    cluster: MeasuredCluster = None,
     settings: Settings = [],  # noqa: B006  (typer copies it)
     log: Log = [],  # noqa: B006
     nodes: Nodes = "1",
@@ -134,6 +139,7 @@ def run_command(
         snapshot=snapshot,
         restarts=restarts,
         keep_plan=keep_plan,
+        cluster=cluster,
         log=log,
         quiet=quiet,
     )
