@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 from benchmarks.lab.commands import start
 from benchmarks.lab.lab import ROOT, Lab, guarded
@@ -91,7 +92,7 @@ class Disturbed:
 
 def main() -> int:
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "EVENLY_SECRET": "of a lab"}
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the lab is taken away on the way out
+    signal.signal(signal.SIGTERM, _leave)  # the lab is taken away on the way out
     with tempfile.TemporaryDirectory(prefix="lost-node-") as name:
         folder = Path(name)
         (folder / "job.py").write_text(JOB)
@@ -101,6 +102,10 @@ def main() -> int:
         off = _difference(folder)
     print(f"worlds of its steps: {worlds}; tensors within {off:.1e} of one device's")
     return 0 if off < 1e-9 and worlds == [4, 3, 4] else 1
+
+
+def _leave(signum: int, _: FrameType | None) -> None:
+    sys.exit(128 + signum)
 
 
 def _disturbed(run: Disturbed) -> list[int]:

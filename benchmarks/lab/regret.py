@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -107,7 +107,7 @@ def _run_pair(pair: Pair, folder: Path, rows: Path, turns: int) -> bool:
 
 
 @contextmanager
-def _up(lab: Lab) -> Iterator[Lab]:
+def _up(lab: Lab) -> Generator[Lab]:
     down(lab.name)
     with guarded(lab):
         yield lab
