@@ -1,27 +1,39 @@
-"""`evenly bench`: measures how fast the ranks of this machine talk, and what its device reaches."""
+"""`evenly bench`: measures how fast the ranks of one machine or several talk, and what their devices reach."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from evenly.cli.on_nodes import NodePlace, run_everywhere
 from evenly.cli.tables import print_table
 from evenly.errors import UserError
 from evenly.hardware.cluster import Cluster, Link, Rates
 from evenly.hardware.cluster_file import read_cluster, write_cluster
 from evenly.hardware.cluster_text import kind_here, local_cluster, local_devices
-from evenly.launcher.agent import Launch, start_ranks, warm_up
+from evenly.hardware.links import far_link
+from evenly.launcher.agent import Launch, warm_up
+
+if TYPE_CHECKING:
+    from evenly.comm.bench import Bench
 
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
 def bench_comm(
-    *, devices: int | None, operations: str, most: str, out: Path | None, save: Path | None, json_only: bool
+    *,
+    devices: int | None,
+    operations: str,
+    most: str,
+    out: Path | None,
+    save: Path | None,
+    json_only: bool,
+    place: NodePlace = NodePlace(),  # noqa: B008  (frozen)
 ) -> int:
-    """Measures, shows, and writes what was asked for; returns the exit code."""
+    """Measures, shows, and writes what was asked for, on the first node; returns the exit code."""
     warm_up(["evenly.comm.bench"])
     from evenly.cli.run import devices_here
     from evenly.comm.bench import OPERATIONS, measure
@@ -29,10 +41,12 @@ def bench_comm(
     names = list(OPERATIONS) if operations == "all" else operations.split(",")
     if unknown := [name for name in names if name not in OPERATIONS]:
         raise UserError(f"measure {', '.join(unknown)}", "no such operation", f"choose from {', '.join(OPERATIONS)}")
-    count = devices or max(devices_here(None, 1), 2)
-    saved = None if save is None else _saved_before(save, count)
-    results = start_ranks(measure, (names, parse_size(most)), Launch(devices=count, preload=["evenly.comm.bench"]))
-    bench = results[0]
+    count = devices or (devices_here(None, place.nodes) if place.nodes > 1 else max(devices_here(None, 1), 2))
+    saved = None if save is None else _saved_before(save, count, place.nodes)
+    launch = Launch(devices=count, preload=["evenly.comm.bench"])
+    bench: Bench | None = run_everywhere(measure, (names, parse_size(most)), launch, place)
+    if bench is None:
+        return 0
     document = asdict(bench)
     if json_only:
         print(json.dumps(document))
@@ -41,19 +55,28 @@ def bench_comm(
     if out is not None:
         _write_report(out, document, quiet=json_only)
     if save is not None and saved is not None:
-        links = {(fit.operation, fit.ranks): Link(fit.alpha_s, fit.beta_s_per_byte) for fit in bench.fits}
-        write_cluster(save, with_links(saved, bench.link.partition(" on ")[0], links))
+        shaped = _saved_before(save, bench.ranks // bench.nodes, bench.nodes)
+        write_cluster(save, with_links(shaped, bench))
         print(f"links saved as {save}", file=sys.stderr)
     return 0
 
 
-def bench_device(*, save: Path | None, json_only: bool) -> int:
-    """Measures this machine's first device, shows, and saves its rates where asked for; returns the exit code."""
-    saved = None if save is None else _saved_before(save, local_devices())
-    from evenly.hardware.probe import probe
+def bench_device(
+    *,
+    save: Path | None,
+    json_only: bool,
+    devices: int | None = None,
+    place: NodePlace = NodePlace(),  # noqa: B008  (frozen)
+) -> int:
+    """Measures this machine's first device, shows, and saves its rates where asked for; returns the exit code.
 
-    kind = kind_here()
-    rates = probe("cpu" if kind == "cpu" else "cuda")
+    On several nodes, or with `devices`, all devices work at the same time, and the slowest counts.
+    """
+    kind, count = kind_here(), devices or local_devices()
+    saved = None if save is None else _saved_before(save, count, place.nodes)
+    rates = _rates_of_all(kind, count, place) if devices or _in_company(place) else _rates_of_one(kind)
+    if rates is None:
+        return 0
     if json_only:
         print(json.dumps({"kind": kind, **asdict(rates)}))
     else:
@@ -64,23 +87,73 @@ def bench_device(*, save: Path | None, json_only: bool) -> int:
     return 0
 
 
-def with_links(cluster: Cluster, backend: str, links: Mapping[tuple[str, int], Link]) -> Cluster:
-    """The cluster with these links added to those it has, unless another backend measured them."""
-    older = cluster.links if cluster.backend == backend else {}
-    return replace(cluster, backend=backend, links={**older, **links})
+def _in_company(place: NodePlace) -> bool:
+    found = place.under_launcher()
+    return found is None or found.nodes > 1
 
 
-def _saved_before(path: Path, devices: int) -> Cluster:
-    """The cluster of a file that is there, to be completed; else one node of this machine's devices.
+def _rates_of_one(kind: str) -> Rates:
+    from evenly.hardware.probe import probe
 
-    Raises `UserError` where the file is of other devices.
+    return probe("cpu" if kind == "cpu" else "cuda")
+
+
+def _rates_of_all(kind: str, devices: int, place: NodePlace) -> Rates | None:
+    """Of the slowest device, while all work; None on other nodes and ranks than the first."""
+    warm_up(["evenly.comm.bench"])
+    from evenly.comm.bench import measure_devices
+    from evenly.hardware.probe import slowest
+
+    launch = Launch(devices=devices, preload=["evenly.comm.bench"])
+    rates: list[Rates] | None = run_everywhere(measure_devices, ("cpu" if kind == "cpu" else "cuda",), launch, place)
+    return None if rates is None else slowest(rates)
+
+
+def with_links(cluster: Cluster, bench: Bench) -> Cluster:
+    """The cluster with the measured links added to those it has, unless another backend measured them.
+
+    The network's rate follows from messages between two nodes, all devices sending at once: groups of a shape that was
+    not measured are predicted from it.
+    """
+    backend = bench.link.partition(" on ")[0]
+    links, between = (cluster.links, cluster.between) if cluster.backend == backend else ({}, {})
+    measured = _links_of(bench)
+    near = {(name, ranks): link for (name, nodes, ranks), link in measured.items() if nodes == 1}
+    far = {key: link for key, link in measured.items() if key[1] > 1}
+    found = replace(cluster, backend=backend, links={**links, **near}, between={**between, **far})
+    sent = measured.get(("send", 2, 1))
+    if sent is None:
+        return found
+    share = far_link(cluster.network or cluster.device.network)["share"]
+    largest, took_s = sent.points[-1]
+    return replace(found, network_bytes_per_s=largest / took_s / share)
+
+
+def _links_of(bench: Bench) -> dict[tuple[str, int, int], Link]:
+    """(operation, nodes, ranks on each) -> the link, with the sizes that were measured."""
+    points: dict[tuple[str, int, int], list[tuple[float, float]]] = {}
+    for one in bench.measured:
+        points.setdefault((one.operation, one.nodes, one.ranks // one.nodes), []).append((one.size_bytes, one.seconds))
+    shaped = {(fit.operation, fit.nodes, fit.ranks // fit.nodes): fit for fit in bench.fits}
+    return {key: Link(fit.alpha_s, fit.beta_s_per_byte, tuple(points[key])) for key, fit in shaped.items()}
+
+
+def _saved_before(path: Path, devices: int, nodes: int) -> Cluster:
+    """The cluster of a file that is there, to be completed; else one of nodes of this machine's devices.
+
+    Raises `UserError` where the file is of other devices, or of other nodes.
     """
     here = kind_here()
     if not path.exists():
-        return local_cluster(devices)
+        return replace(local_cluster(devices), nodes=nodes)
     saved = read_cluster(path)
     if saved.kind not in (here, "cuda"):
         raise UserError(f"save into {path}", f"it is of {saved.kind}, this machine has {here}", "name another file")
+    if nodes > 1 and saved.nodes == 1 and saved.devices == devices:
+        saved = replace(saved, nodes=nodes)
+    if nodes > 1 and (saved.nodes, saved.devices) != (nodes, devices):
+        found = f"it is of {saved.nodes} x {saved.devices} devices, and these are {nodes} x {devices}"
+        raise UserError(f"save into {path}", found, "name another file")
     return replace(saved, kind=here)
 
 

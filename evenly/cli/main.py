@@ -61,6 +61,10 @@ StallLimit = Annotated[
         min=1, metavar="SECONDS", help="End the run when a rank stands still longer (default: 180, 540 at first)."
     ),
 ]
+MeasuredCluster = Annotated[
+    Path | None,
+    typer.Option("--cluster", metavar="FILE", help="What `evenly bench` measured here, for --plan auto to go by."),
+]
 KeepPlan = Annotated[
     bool, typer.Option("--keep-plan", help="Where there is no room, end, and do not go on under another plan.")
 ]
@@ -72,6 +76,9 @@ Log = Annotated[
         help="Also log to tensorboard, wandb=PROJECT, mlflow=EXPERIMENT or csv (a table); repeatable.",
     ),
 ]
+NodeCount = Annotated[int, typer.Option("--nodes", min=1, metavar="N", help="Machines that take part.")]
+NodeRank = Annotated[int, typer.Option(min=0, help="Number of this machine, from 0.")]
+Rendezvous = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where machine 0 listens.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors and warnings.")]
 Restarts = Annotated[
     int, typer.Option(min=0, metavar="N", help="Start again from the newest checkpoint after up to N failures an hour.")
@@ -95,11 +102,12 @@ def run_command(
     snapshot: Snapshots = None,
     restarts: Restarts = 0,
     keep_plan: KeepPlan = False,
+    cluster: MeasuredCluster = None,
     settings: Settings = [],  # noqa: B006  (typer copies it)
     log: Log = [],  # noqa: B006
     nodes: Nodes = "1",
-    node_rank: Annotated[int, typer.Option(min=0, help="Number of this machine, from 0.")] = 0,
-    rendezvous: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where machine 0 listens.")] = "",
+    node_rank: NodeRank = 0,
+    rendezvous: Rendezvous = "",
     secret_file: SecretFile = None,
     quiet: Quiet = False,
     json_only: Json = False,
@@ -131,6 +139,7 @@ def run_command(
         snapshot=snapshot,
         restarts=restarts,
         keep_plan=keep_plan,
+        cluster=cluster,
         log=log,
         quiet=quiet,
     )
@@ -280,14 +289,22 @@ def bench_comm_command(
     most: Annotated[str, typer.Option(metavar="SIZE", help="Largest size, for example 256M.")] = "256M",
     out: Annotated[Path | None, typer.Option(help="Folder for comm.json and comm.html (pictures).")] = None,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the links as a cluster file.")] = None,
+    nodes: NodeCount = 1,
+    node_rank: NodeRank = 0,
+    rendezvous: Rendezvous = "",
+    secret_file: SecretFile = None,
     json_only: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Time and bandwidth of every operation between ranks, over sizes from 1 byte."""
+    """Time and bandwidth of every operation, over sizes from 1 byte: between ranks, of one node or several."""
     from evenly.cli.bench import bench_comm
+    from evenly.cli.on_nodes import NodePlace
 
+    place = NodePlace(nodes, node_rank, rendezvous, secret_file)
     raise typer.Exit(
-        bench_comm(devices=devices, operations=operations, most=most, out=out, save=save, json_only=json_only)
+        bench_comm(
+            devices=devices, operations=operations, most=most, out=out, save=save, json_only=json_only, place=place
+        )
     )
 
 
@@ -296,25 +313,46 @@ def bench_device_command(
     save: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save the rates in a cluster file, besides what it holds.")
     ] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Measure so many at the same time; the slowest counts (default: one).")
+    ] = None,
+    nodes: NodeCount = 1,
+    node_rank: NodeRank = 0,
+    rendezvous: Rendezvous = "",
+    secret_file: SecretFile = None,
     json_only: Json = False,
     debug: Debug = False,
 ) -> None:
     """What this machine's device reaches: matmuls by precision and size, and its memory. Takes some seconds."""
     from evenly.cli.bench import bench_device
+    from evenly.cli.on_nodes import NodePlace
 
-    raise typer.Exit(bench_device(save=save, json_only=json_only))
+    place = NodePlace(nodes, node_rank, rendezvous, secret_file)
+    raise typer.Exit(bench_device(save=save, json_only=json_only, devices=devices, place=place))
 
 
 @app.command("doctor")
 def doctor_command(
     world: Annotated[int, typer.Option(min=1, metavar="N", help="Ranks to try every operation between.")] = 2,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder that nodes are to share (default: this one).")
+    ] = None,
+    nodes: NodeCount = 1,
+    node_rank: NodeRank = 0,
+    rendezvous: Rendezvous = "",
+    secret_file: SecretFile = None,
     json_only: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Look at this machine, and say what would keep a run from working; exit code 1 if anything does."""
-    from evenly.cli.doctor import doctor
+    """Look at this machine, or at all nodes of a run together, and say what would keep a run from working.
 
-    raise typer.Exit(doctor(world=world, json_only=json_only))
+    Exit code 1 if anything does. On several nodes it is started on each, as `evenly run` is, and node 0 says it.
+    """
+    from evenly.cli.doctor import doctor
+    from evenly.cli.on_nodes import NodePlace
+
+    place = NodePlace(nodes, node_rank, rendezvous, secret_file)
+    raise typer.Exit(doctor(world=world, json_only=json_only, place=place, out=out))
 
 
 def process() -> NoReturn:

@@ -63,6 +63,7 @@ class RunRequest:
     keep_plan: bool = False
     log: Sequence[str] = ()
     quiet: bool = False
+    cluster: Path | None = None
 
 
 def run(request: RunRequest, on_nodes: Callable[..., int]) -> int:
@@ -70,6 +71,9 @@ def run(request: RunRequest, on_nodes: Callable[..., int]) -> int:
     script = owns_loop(request.job)
     named, sought = read_with(request.job, lambda: asked_plan(request.plan))
     plan = named or PlanSpec()
+    if request.cluster is not None and not sought:
+        found = f"the plan is {plan if named else 'the default'}, and nothing is searched"
+        raise UserError(f"--cluster {request.cluster}", found, "add --plan auto")
     if request.arguments and not script:
         raise UserError(
             f"arguments {' '.join(request.arguments)}",
@@ -141,6 +145,7 @@ def _options(
         snapshot=request.snapshot,
         log=tuple(request.log),
         quiet=request.quiet,
+        cluster=request.cluster and request.cluster.resolve(),
     )
 
 

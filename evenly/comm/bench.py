@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from evenly.comm.collectives import gather_values
 from evenly.comm.connect import connect, disconnect
 from evenly.comm.groups import Group
 from evenly.comm.operations import (
@@ -35,19 +36,28 @@ from evenly.comm.operations import (
 )
 from evenly.comm.ring import ring_all_reduce
 from evenly.comm.transport import even_sizes
+from evenly.errors import UserError
+from evenly.hardware.cluster import Rates
+from evenly.hardware.probe import probe
 from evenly.launcher.environment import find_here
 
 TIME_PER_SIZE_S = 0.25
 ROUNDS_AT_ONCE, MOST_ROUNDS = 3, 200
 WARM_ROUNDS = 1
+LONGEST_ROUND_S = 1.5  # a size that would take longer is left out, and all beyond
+GROWTH = 4  # from a size to the next
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One operation at one size. seconds: median over rounds of the slowest rank. Bandwidths in bytes per second."""
+    """One operation at one size. seconds: median over rounds of the slowest rank. Bandwidths in bytes per second.
+
+    nodes: over which the ranks are spread, as many on each; all groups like it act at the same time.
+    """
 
     operation: str
     ranks: int
+    nodes: int
     size_bytes: int
     rounds: int
     seconds: float
@@ -61,6 +71,7 @@ class Fit:
 
     operation: str
     ranks: int
+    nodes: int
     alpha_s: float
     beta_s_per_byte: float
     worst: float
@@ -79,7 +90,20 @@ class Bench:
 
 def sizes_up_to(most_bytes: int) -> list[int]:
     """1 byte, then four times as much each, up to `most_bytes`."""
-    return [4**power for power in range(40) if 4**power <= most_bytes]
+    return [GROWTH**power for power in range(40) if GROWTH**power <= most_bytes]
+
+
+def group_shapes(nodes: int, devices: int) -> list[tuple[int, int]]:
+    """(ranks, stride) of the groups to measure on nodes of so many devices: rank 0, stride, 2 x stride, ...
+
+    On one node all ranks. On several, all and pairs of nodes with any number of ranks on each that divides `devices`,
+    and each such number within a node.
+    """
+    if nodes == 1:
+        return [(devices, 1)]
+    counts = [count for count in range(1, devices + 1) if devices % count == 0]
+    spans = [n for n in sorted({2, nodes}) if nodes % n == 0]
+    return [(count, 1) for count in counts if count > 1] + [(n * c, devices // c) for n in spans for c in counts]
 
 
 def bus_factor(operation: str, ranks: int) -> float:
@@ -90,7 +114,7 @@ def bus_factor(operation: str, ranks: int) -> float:
     return (ranks - 1) / ranks if operation in shared else 1.0
 
 
-def fit(operation: str, ranks: int, points: Iterable[tuple[int, float]]) -> Fit:
+def fit(operation: str, ranks: int, points: Iterable[tuple[int, float]], *, nodes: int = 1) -> Fit:
     """The fit of (size, seconds) pairs, of which there must be at least two; neither number is negative."""
     sizes, seconds = (np.array(values, dtype=np.float64) for values in zip(*points, strict=True))
     # Least squares of (alpha + beta x size) / seconds - 1.
@@ -103,38 +127,78 @@ def fit(operation: str, ranks: int, points: Iterable[tuple[int, float]]) -> Fit:
         column = matrix[:, 0]
         alpha, beta = column.sum() / (column @ column), 0.0
     errors = np.abs(alpha + beta * sizes - seconds) / seconds
-    return Fit(operation, ranks, float(alpha), float(beta), float(errors.max()))
+    return Fit(operation, ranks, nodes, float(alpha), float(beta), float(errors.max()))
 
 
 def measure(operations: Sequence[str], most_bytes: int) -> Bench:
     """Measures on the ranks of this run; every rank calls it and gets the same."""
     world = connect(find_here())
     try:
-        group: Group = world.group("data")
-        measured = [_measure(name, size, group) for name in operations for size in sizes_up_to(most_bytes)]
-        kind = world.device.partition(":")[0]
-        points = {name: [(m.size_bytes, m.seconds) for m in measured if m.operation == name] for name in operations}
-        fits = [fit(name, group.size, points[name]) for name in operations if len(points[name]) > 1]
-        return Bench(f"{world.backend} on {kind}", group.size, world.nodes, measured, fits)
+        every: Group = world.group("data")
+        devices = check_even(gather_values(world.local_size, every), world.nodes)
+        measured: list[Measured] = []
+        fits: list[Fit] = []
+        for ranks, stride in group_shapes(world.nodes, devices):
+            sizes = {"apart": every.size // (ranks * stride), "measured": ranks, "between": stride}
+            group = every if ranks == every.size else every.mesh(sizes)["measured"]
+            nodes = ranks // min(ranks, devices // stride)
+            for name in operations:
+                found = [*_measured(name, most_bytes, group, every, nodes)]
+                measured += found
+                if len(found) > 1:
+                    fits.append(fit(name, ranks, [(one.size_bytes, one.seconds) for one in found], nodes=nodes))
+        return Bench(f"{world.backend} on {world.device.partition(':')[0]}", every.size, world.nodes, measured, fits)
     finally:
         disconnect(world)
 
 
-def _measure(operation: str, size_bytes: int, group: Group) -> Measured:
+def check_even(local_sizes: Sequence[int], nodes: int) -> int:
+    """Ranks of each node. Raises `UserError` where nodes differ in them. local_sizes: of its node, for each rank."""
+    devices = local_sizes[0]
+    if set(local_sizes) != {devices} or devices * nodes != len(local_sizes):
+        found = f"nodes have {', '.join(map(str, sorted(set(local_sizes))))} ranks"
+        raise UserError(f"measure {nodes} nodes", found, "give each the same number: --devices N")
+    return devices
+
+
+def measure_devices(kind: str) -> list[Rates]:
+    """What the device of each rank reaches while those of all others work too; every rank gets the same.
+
+    kind: "cpu" or "cuda".
+    """
+    world = connect(find_here())
+    try:
+        every: Group = world.group("data")
+        barrier(every)
+        return gather_values(probe(kind, local=world.local_rank), every)
+    finally:
+        disconnect(world)
+
+
+def _measured(operation: str, most_bytes: int, group: Group, every: Group, nodes: int) -> Iterator[Measured]:
+    """From small sizes to large, as long as that takes no more than `LONGEST_ROUND_S`."""
+    for size in sizes_up_to(most_bytes):
+        found = _measure(operation, size, group, every, nodes)
+        yield found
+        if found.seconds * GROWTH > LONGEST_ROUND_S:
+            return
+
+
+def _measure(operation: str, size_bytes: int, group: Group, every: Group, nodes: int) -> Measured:
     act = OPERATIONS[operation](size_bytes, group)
     for _ in range(WARM_ROUNDS):
-        _timed(act, group)
+        _timed(act, every)
     times_s: list[float] = []
     until_s = time.perf_counter() + TIME_PER_SIZE_S
     more = True
     while more:
-        times_s += [_timed(act, group) for _ in range(ROUNDS_AT_ONCE)]
+        times_s += [_timed(act, every) for _ in range(ROUNDS_AT_ONCE)]
         decision = len(times_s) < MOST_ROUNDS and time.perf_counter() < until_s
-        more = bool(broadcast(torch.tensor([decision], device=group.device), 0, group).item())  # rank 0's
-    each_slowest = all_reduce(torch.tensor(times_s, dtype=torch.float64, device=group.device), group, "max")
+        more = bool(broadcast(torch.tensor([decision], device=every.device), 0, every).item())  # rank 0's
+    each_slowest = all_reduce(torch.tensor(times_s, dtype=torch.float64, device=every.device), every, "max")
     seconds = statistics.median(each_slowest.tolist())
     bandwidth, factor = size_bytes / seconds, bus_factor(operation, group.size)
-    return Measured(operation, group.size, size_bytes, len(times_s), seconds, bandwidth, bandwidth * factor)
+    return Measured(operation, group.size, nodes, size_bytes, len(times_s), seconds, bandwidth, bandwidth * factor)
 
 
 def _timed(act: Callable[[], object], group: Group) -> float:

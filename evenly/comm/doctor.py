@@ -48,7 +48,7 @@ class Finding:
     advice: str = ""
 
 
-def _found(name: str, value: str, *, note: str = "", problem: str = "") -> Finding:
+def finding(name: str, value: str, *, note: str = "", problem: str = "") -> Finding:
     """A finding with advice on what is wrong: a `problem` prevents runs from working, a `note` does not."""
     return Finding(name, value, "problem" if problem else "note" if note else "ok", problem or note)
 
@@ -75,7 +75,7 @@ def examine(environ: Mapping[str, str], *, probe: bool = True, world: int = 2) -
         lambda: _variables(environ),
         *((lambda: _ranks(world),) if probe and has_torch else ()),
     ]
-    return [finding for check in checks for finding in check()]
+    return [one for check in checks for one in check()]
 
 
 def as_version(text: str) -> tuple[int, int]:
@@ -87,15 +87,15 @@ def as_version(text: str) -> tuple[int, int]:
 def _python() -> Iterable[Finding]:
     value = f"{platform.python_version()} ({sys.executable}), {platform.system()} {platform.machine()}"
     old = sys.version_info < (3, 11)
-    yield _found("python", value, problem="evenly needs Python 3.11 or later" if old else "")
+    yield finding("python", value, problem="evenly needs Python 3.11 or later" if old else "")
     if platform.system() != "Linux":
         note = "runs are tested on Linux only; elsewhere gloo on the CPU is what can work"
-        yield _found("system", platform.system(), note=note)
+        yield finding("system", platform.system(), note=note)
 
 
 def _torch() -> Iterable[Finding]:
     if find_spec("torch") is None:
-        yield _found("torch", "missing", problem=WANTED_TORCH)
+        yield finding("torch", "missing", problem=WANTED_TORCH)
         return
     import torch
 
@@ -107,7 +107,7 @@ def _torch() -> Iterable[Finding]:
 def torch_version(version: str, value: str) -> Finding:
     """Whether `version` is among those that evenly supports."""
     supported = (2, 11) <= as_version(version) < (2, 16)
-    return _found("torch", value, problem="" if supported else WANTED_TORCH)
+    return finding("torch", value, problem="" if supported else WANTED_TORCH)
 
 
 def _devices() -> Iterable[Finding]:
@@ -115,14 +115,14 @@ def _devices() -> Iterable[Finding]:
 
     if not torch.cuda.is_available():
         note = "this torch is built for CUDA but finds no GPU: check the driver (nvidia-smi)"
-        yield _found("devices", "no GPU; ranks are CPU processes", note=note if torch.version.cuda else "")
+        yield finding("devices", "no GPU; ranks are CPU processes", note=note if torch.version.cuda else "")
         return
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         free_bytes, total_bytes = torch.cuda.mem_get_info(index)
         value = f"{about.name}, {_gib(free_bytes)} free of {_gib(total_bytes)}"
         busy = free_bytes < total_bytes / 2
-        yield _found(f"cuda:{index}", value, note="another process holds more than half of its memory" if busy else "")
+        yield finding(f"cuda:{index}", value, note="another process holds more than half of its memory" if busy else "")
 
 
 def _backends() -> Iterable[Finding]:
@@ -131,22 +131,22 @@ def _backends() -> Iterable[Finding]:
 
     if not dist.is_available():
         problem = "install a torch that has torch.distributed"
-        yield _found("backends", "torch.distributed is missing", problem=problem)
+        yield finding("backends", "torch.distributed is missing", problem=problem)
         return
     have = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
     value = ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in have.items())
     needed = "nccl" if torch.cuda.is_available() else "gloo"
     problem = "" if have[needed] else f"ranks here talk through {needed}; install a torch that has it"
-    yield _found("backends", value, problem=problem)
+    yield finding("backends", value, problem=problem)
 
 
 def _cores(environ: Mapping[str, str]) -> Iterable[Finding]:
     usable, all_cores = available_cores(), os.cpu_count() or 1
-    yield _found("cores", f"{usable} usable of {all_cores}")
+    yield finding("cores", f"{usable} usable of {all_cores}")
     threads = environ.get("OMP_NUM_THREADS", "")
     if threads.isdigit() and int(threads) > usable:
         problem = f"threads of one rank would wait for each other; unset it or set at most {usable}"
-        yield _found("OMP_NUM_THREADS", threads, problem=problem)
+        yield finding("OMP_NUM_THREADS", threads, problem=problem)
 
 
 def _memory() -> Iterable[Finding]:
@@ -160,7 +160,7 @@ def _memory() -> Iterable[Finding]:
         value += f"; this process's group may use {_gib(limit_bytes)}"
         free_bytes = min(free_bytes, limit_bytes)
     note = "each rank needs about 0.5 GiB before its model; the kernel kills what exceeds the rest"
-    yield _found("memory", value, note=note if free_bytes < SMALL_MEMORY_BYTES else "")
+    yield finding("memory", value, note=note if free_bytes < SMALL_MEMORY_BYTES else "")
 
 
 def _shared_memory() -> Iterable[Finding]:
@@ -169,17 +169,17 @@ def _shared_memory() -> Iterable[Finding]:
         return
     total_bytes = shutil.disk_usage(path).total
     problem = "data workers pass batches through it and die with a bus error: give the container --shm-size=8g"
-    yield _found("/dev/shm", _gib(total_bytes), problem=problem if total_bytes < SMALL_SHM_BYTES else "")
+    yield finding("/dev/shm", _gib(total_bytes), problem=problem if total_bytes < SMALL_SHM_BYTES else "")
 
 
 def _disk(folder: Path) -> Iterable[Finding]:
     free_bytes = shutil.disk_usage(folder).free
     if not os.access(folder, os.W_OK):
         problem = "a run keeps its folder here; name another with --out"
-        yield _found("disk", f"{folder} cannot be written", problem=problem)
+        yield finding("disk", f"{folder} cannot be written", problem=problem)
         return
     note = "a checkpoint holds about 12 bytes per parameter" if free_bytes < SMALL_DISK_BYTES else ""
-    yield _found("disk", f"{_gib(free_bytes)} free in {folder}", note=note)
+    yield finding("disk", f"{_gib(free_bytes)} free in {folder}", note=note)
 
 
 def _links() -> Iterable[Finding]:
@@ -188,12 +188,12 @@ def _links() -> Iterable[Finding]:
     up = [name for name, state in psutil.net_if_stats().items() if state.isup]
     others = [name for name in up if name != LOOPBACK_INTERFACE]
     if LOOPBACK_INTERFACE in up:
-        yield _found("loopback", LOOPBACK_INTERFACE)
+        yield finding("loopback", LOOPBACK_INTERFACE)
     else:
         problem = f"ranks of one machine talk over it: ip link set {LOOPBACK_INTERFACE} up"
-        yield _found("loopback", "down", problem=problem)
+        yield finding("loopback", "down", problem=problem)
     note = "" if others else "one machine is enough for a run; several need a network"
-    yield _found("network", ", ".join(others) or "none", note=note)
+    yield finding("network", ", ".join(others) or "none", note=note)
 
 
 def _gpu_links() -> Iterable[Finding]:
@@ -206,7 +206,7 @@ def _gpu_links() -> Iterable[Finding]:
     direct = [pair for pair in pairs if torch.cuda.can_device_access_peer(*pair)]
     value = f"{len(direct)} of {len(pairs)} pairs reach each other's memory (NVLink or PCI)"
     note = "the other pairs go through the host, which is slower" if len(direct) < len(pairs) else ""
-    yield _found("gpu links", value, note=note)
+    yield finding("gpu links", value, note=note)
 
 
 def _port() -> Iterable[Finding]:
@@ -216,9 +216,9 @@ def _port() -> Iterable[Finding]:
             server.listen()
         except OSError as error:
             problem = "ranks find each other through a TCP port: allow this user to listen on loopback"
-            yield _found("port", str(error), problem=problem)
+            yield finding("port", str(error), problem=problem)
         else:
-            yield _found("port", f"can listen on {LOOPBACK} (got {server.getsockname()[1]})")
+            yield finding("port", f"can listen on {LOOPBACK} (got {server.getsockname()[1]})")
 
 
 def _hostname(environ: Mapping[str, str]) -> Iterable[Finding]:
@@ -231,7 +231,7 @@ def _hostname(environ: Mapping[str, str]) -> Iterable[Finding]:
         note = f"gloo uses {interface} instead (GLOO_SOCKET_IFNAME)"
     else:
         note = "one node works over loopback; several need GLOO_SOCKET_IFNAME or a line in /etc/hosts"
-    yield _found("hostname", f"{host} is {address}" if address else f"{host} does not resolve", note=note)
+    yield finding("hostname", f"{host} is {address}" if address else f"{host} does not resolve", note=note)
 
 
 def _listening() -> Iterable[Finding]:
@@ -240,7 +240,7 @@ def _listening() -> Iterable[Finding]:
         between = f"at {local_address(ELSEWHERE, 1)} ({socket_interface(ELSEWHERE, 1)}) for nodes of the run"
     except UserError as error:
         between = f"nowhere: {error.found}"
-    yield _found("listens", f"on one machine at {LOOPBACK}; between nodes {between}")
+    yield finding("listens", f"on one machine at {LOOPBACK}; between nodes {between}")
 
 
 def _resolved(host: str) -> tuple[str, float]:
@@ -268,23 +268,23 @@ def _process(environ: Mapping[str, str]) -> Iterable[Finding]:
         yield Finding("rank", error.found, "problem", error.do)
         return
     value = f"rank {place.rank} of {place.size}, node {place.node} of {place.nodes} ({place.launcher})"
-    yield _found("rank", value)
+    yield finding("rank", value)
 
 
 def _variables(environ: Mapping[str, str]) -> Iterable[Finding]:
     if "CUDA_VISIBLE_DEVICES" in environ and environ["CUDA_VISIBLE_DEVICES"].strip() in ("", "-1"):
-        yield _found("CUDA_VISIBLE_DEVICES", "hides all", note="it hides every GPU: unset it to use them")
+        yield finding("CUDA_VISIBLE_DEVICES", "hides all", note="it hides every GPU: unset it to use them")
     # Their values may contain secrets, as a proxy's password: only names are printed.
     overrides = sorted(name for name in environ if name.startswith(("NCCL_", "GLOO_", "TORCH_NCCL_")))
     if overrides:
         note = "these override how ranks talk: the first thing to unset if a run hangs or is slow"
-        yield _found("overrides", ", ".join(overrides), note=note)
+        yield finding("overrides", ", ".join(overrides), note=note)
     proxies = sorted(name for name in environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy"))
     if proxies:
-        yield _found("proxies", ", ".join(proxies), note="ranks do not use them, downloads of data and models do")
+        yield finding("proxies", ", ".join(proxies), note="ranks do not use them, downloads of data and models do")
     if environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
         note = "every GPU kernel is waited for: unset it unless you are looking for a fault"
-        yield _found("CUDA_LAUNCH_BLOCKING", "on", note=note)
+        yield finding("CUDA_LAUNCH_BLOCKING", "on", note=note)
 
 
 def _ranks(world: int) -> Iterable[Finding]:
@@ -293,22 +293,28 @@ def _ranks(world: int) -> Iterable[Finding]:
         results = start_ranks(try_operations, (), Launch(devices=world))
     except EvenlyError as error:
         problem = error.do or "no run of several ranks can work before this does"
-        yield _found(name, f"{error.asked}: {error.found}", problem=problem)
+        yield finding(name, f"{error.asked}: {error.found}", problem=problem)
         return
-    took_s, outcomes = time.monotonic() - began_s, results[0]
+    took_s = time.monotonic() - began_s
     reduce_s = max(outcome["all_reduce"].seconds for outcome in results.values())
     rate = PROBE_BYTES / max(reduce_s, 1e-9) / 1e9
-    yield _found(name, f"done in {took_s:.1f} s; all_reduce of 4 MiB in {reduce_s * 1e3:.1f} ms ({rate:.2f} GB/s)")
+    yield finding(name, f"done in {took_s:.1f} s; all_reduce of 4 MiB in {reduce_s * 1e3:.1f} ms ({rate:.2f} GB/s)")
+    yield from operations_found(results)
+
+
+def operations_found(results: Mapping[int, Mapping[str, Outcome]]) -> Iterable[Finding]:
+    """What came of trying every operation: by rank, and by operation."""
+    outcomes = results[0]
     bad = {
         operation: f"rank {rank}: {outcome[operation].problem}"
         for operation in outcomes
         for rank, outcome in results.items()
         if outcome[operation].problem
     }
-    yield _found("operations", f"{len(outcomes) - len(bad)} of {len(outcomes)} work: {', '.join(outcomes)}")
+    yield finding("operations", f"{len(outcomes) - len(bad)} of {len(outcomes)} work: {', '.join(outcomes)}")
     for operation, value in bad.items():
         problem = "training that needs it cannot work; see torch's build and the variables above"
-        yield _found(operation, value, problem=problem)
+        yield finding(operation, value, problem=problem)
 
 
 @dataclass(frozen=True)
@@ -321,17 +327,21 @@ class Outcome:
 
 def try_operations() -> dict[str, Outcome]:
     """Runs every operation once between the ranks of this run, with results that are known; every rank calls it."""
-    import torch
-
     from evenly.comm.connect import connect, disconnect
 
     world = connect(find_process(process_environment()))
     try:
-        group = world.group("data")
-        torch.manual_seed(0)  # the same numbers on all ranks
-        return {name: _outcome(act) for name, act in _trials(group).items()}
+        return try_in(world.group("data"))
     finally:
         disconnect(world)
+
+
+def try_in(group: Group) -> dict[str, Outcome]:
+    """Runs every operation once between the ranks of `group`."""
+    import torch
+
+    torch.manual_seed(0)  # the same numbers on all ranks
+    return {name: _outcome(act) for name, act in _trials(group).items()}
 
 
 def _outcome(act: Callable[[], bool]) -> Outcome:

@@ -14,7 +14,8 @@ from evenly.comm.transport import Pending, even_sizes
 def fake_group(name: str, size: int, summed: Callable[[int], object]) -> Group:
     """The group of the first of so many ranks, of which there is only this one.
 
-    summed: gets the bytes of each tensor that would be added up over ranks.
+    summed: gets the bytes of each tensor that would be added up over ranks; half of those of one that would be gathered
+    or scattered, which is half of adding up.
     """
     fake = FakeCollectives(summed)
     return Group(name, range(size), own=0, handle=None, device=torch.device("cpu"), fake=fake)
@@ -38,6 +39,7 @@ class FakeCollectives:
         if own.shape[0] < longest:
             own = torch.cat([own, own.new_empty(longest - own.shape[0], *own.shape[1:])])
         whole = own.contiguous().new_empty(group.size * longest, *own.shape[1:])
+        self.summed(whole.nbytes // 2)
         starts = range(0, group.size * longest, longest)
         pieces = [whole[start : start + length] for start, length in zip(starts, lengths, strict=True)]
         return Pending(group, 0, (), lambda: (whole if min(lengths) == longest else torch.cat(pieces)).movedim(0, dim))
@@ -47,6 +49,7 @@ class FakeCollectives:
     ) -> Pending[torch.Tensor]:
         lengths = even_sizes(tensor.shape[dim], group.size) if sizes is None else sizes
         sent = tensor.movedim(dim, 0).contiguous()
+        self.summed(sent.nbytes // 2)
         received = [torch.empty_like(sent)]  # the ranks' pieces
 
         def finish() -> torch.Tensor:

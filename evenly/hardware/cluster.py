@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,14 +16,28 @@ MOST_DEVICES = 1_000_000  # a search goes through the divisors of their number
 
 @dataclass(frozen=True)
 class Link:
-    """What an operation costs at any size, s, and per byte of its largest buffer, s/byte."""
+    """What an operation costs at any size, s, and per byte of its largest buffer, s/byte.
+
+    points: (size, seconds) as measured, from small to large, which count where they are given: a switch that lets a
+    burst through, or a cache, leads to no such line.
+    """
 
     alpha_s: float
     beta_s_per_byte: float
+    points: tuple[tuple[float, float], ...] = ()
 
     def seconds(self, size_bytes: float) -> float:
         """Predicted time of the operation at `size_bytes`."""
-        return self.alpha_s + self.beta_s_per_byte * size_bytes
+        if not self.points:
+            return self.alpha_s + self.beta_s_per_byte * size_bytes
+        sizes = [size for size, _ in self.points]
+        place = bisect_left(sizes, size_bytes)
+        if place == 0:
+            return self.points[0][1]
+        (size, before_s), (larger, after_s) = self.points[place - 1], self.points[min(place, len(sizes) - 1)]
+        if place == len(sizes):
+            return before_s * size_bytes / size
+        return before_s + (after_s - before_s) * (size_bytes - size) / (larger - size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +58,9 @@ class Cluster:
 
     kind:       of device; see `find_device`. own: facts that replace those of the kind, in the words of devices.toml.
     backend:    that the links were measured with, "" where none were.
-    links:      measured: (operation, number of ranks) -> its link. rates: measured of one device.
+    links:      measured within a node: (operation, number of ranks) -> its link; or of all devices of the cluster.
+    between:    measured over nodes: (operation, nodes, ranks on each) -> its link, while all like it talked.
+    rates:      measured of one device; of the slowest, where there were several.
     network_bytes_per_s: one way, per device, to other nodes; None for what is typical of the kind.
     network:    its name in links.toml; None for what is typical of the kind.
     cards:      network cards of a node; None for one per device.
@@ -55,6 +72,7 @@ class Cluster:
     kind: str
     backend: str = ""
     links: Mapping[tuple[str, int], Link] = field(default_factory=dict[tuple[str, int], Link])
+    between: Mapping[tuple[str, int, int], Link] = field(default_factory=dict[tuple[str, int, int], Link])
     rates: Rates = field(default_factory=Rates)
     own: Mapping[str, Any] = field(default_factory=dict[str, Any])
     network_bytes_per_s: float | None = None

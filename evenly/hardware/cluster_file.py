@@ -13,9 +13,14 @@ in_network = false          # switches within a node do not reduce (NVLS), thoug
 [device]                    # may be missing: facts that replace those of the kind, or describe one that is not known
 memory_gib = 79.6
 
-[links.all_reduce.2]        # an operation over 2 ranks takes alpha_s + beta_s_per_byte x size
+[links.all_reduce.2]        # an operation over 2 ranks of a node takes alpha_s + beta_s_per_byte x size
 alpha_s = 8.1e-05
 beta_s_per_byte = 4.2e-10
+
+[links.all_reduce.4x1]      # over 4 nodes, 1 rank on each, while their other ranks do the same among each other
+alpha_s = 1.1e-03
+beta_s_per_byte = 6.1e-08
+points = [[1024, 1.2e-03], [4096, 1.4e-03]]     # may be missing: sizes and seconds, as measured, in place of the line
 
 [rates]                     # of one device
 memory = 1.1e10             # bytes/s of a copy, read and written
@@ -29,6 +34,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +53,7 @@ COUNT: _Field = (
     lambda value: type(value) is int and 1 <= value <= MOST_DEVICES,
     f"give a whole number from 1 to {MOST_DEVICES}",
 )
+POINTS: _Field = (lambda value: _are_points(value), "give [size, seconds] pairs, from small sizes to large")
 TRUTH: _Field = (lambda value: isinstance(value, bool), "give true or false")
 TEXT: _Field = (lambda value: isinstance(value, str) and '"' not in value, "give a word")
 FIELDS = {
@@ -85,8 +92,9 @@ def _lines(cluster: Cluster) -> Iterator[str]:
     tables = {"device": {k: v for k, v in cluster.own.items() if k != "tflops"}}
     tables["device.tflops"] = cluster.own.get("tflops", {})
     for (operation, ranks), link in sorted(cluster.links.items()):
-        numbers = {"alpha_s": float(link.alpha_s), "beta_s_per_byte": float(link.beta_s_per_byte)}
-        tables[f"links.{operation}.{ranks}"] = numbers
+        tables[f"links.{operation}.{ranks}"] = _numbers(link)
+    for (operation, nodes, ranks), link in sorted(cluster.between.items()):
+        tables[f"links.{operation}.{nodes}x{ranks}"] = _numbers(link)
     tables["rates"] = {} if cluster.rates.memory is None else {"memory": float(cluster.rates.memory)}
     for precision, by_size in cluster.rates.matmul.items():
         tables[f"rates.matmul.{precision}"] = {str(n): float(rate) for n, rate in sorted(by_size.items())}
@@ -95,8 +103,13 @@ def _lines(cluster: Cluster) -> Iterator[str]:
             yield from ("", f"[{name}]", *_entries(entries))
 
 
+def _numbers(link: Link) -> dict[str, Any]:
+    points = {"points": [[size, float(seconds)] for size, seconds in link.points]} if link.points else {}
+    return {"alpha_s": float(link.alpha_s), "beta_s_per_byte": float(link.beta_s_per_byte), **points}
+
+
 def _entries(values: Mapping[str, Any]) -> Iterator[str]:
-    """Numbers, words and truth values, which JSON writes as TOML does."""
+    """Numbers, words, truth values and lists of them, which JSON writes as TOML does."""
     return (f"{name} = {json.dumps(value)}" for name, value in values.items() if value is not None)
 
 
@@ -116,9 +129,11 @@ def read_cluster(path: Path) -> Cluster:
     if facts["nodes"] * facts["devices"] > MOST_DEVICES:
         found = f"nodes and devices make {facts['nodes'] * facts['devices']} devices"
         raise UserError(asked, found, f"give up to {MOST_DEVICES} in all")
+    links = _links(content, asked)
     cluster = Cluster(
         **facts,
-        links=_links(content, asked),
+        links={(name, size[0]): link for (name, size), link in links.items() if len(size) == 1},
+        between={(name, size[0], size[1]): link for (name, size), link in links.items() if len(size) == 2},
         rates=_rates(content, asked),
         own=_table(content, "device", asked),
         network_bytes_per_s=None if rate is None else rate * 1e9 / 8,
@@ -128,19 +143,31 @@ def read_cluster(path: Path) -> Cluster:
     return cluster
 
 
-def _links(content: Mapping[str, Any], asked: str) -> dict[tuple[str, int], Link]:
-    links: dict[tuple[str, int], Link] = {}
+def _links(content: Mapping[str, Any], asked: str) -> dict[tuple[str, tuple[int, ...]], Link]:
+    """Operation and ranks, or nodes and ranks on each, -> the link."""
+    links: dict[tuple[str, tuple[int, ...]], Link] = {}
     for operation, by_ranks in _table(content, "links", asked).items():
         for ranks, numbers in _table({operation: by_ranks}, operation, asked).items():
             where = f"links.{operation}.{ranks}"
-            if not _is_count(ranks):
-                raise UserError(asked, f"{where} does not end in a number of ranks", "write it as links.all_reduce.2")
+            size = ranks.split("x")
+            if len(size) > 2 or not all(map(_is_count, size)):
+                do = "write it as links.all_reduce.2, or links.all_reduce.4x1 over 4 nodes"
+                raise UserError(asked, f"{where} does not end in a number of ranks", do)
             table = _table({where: numbers}, where, asked)
             alpha_s, beta = (
                 _value(table.get(name), f"{where}.{name}", asked, NUMBER) for name in ("alpha_s", "beta_s_per_byte")
             )
-            links[operation, int(ranks)] = Link(float(alpha_s), float(beta))
+            points = _value(table.get("points", []), f"{where}.points", asked, POINTS)
+            links[operation, tuple(map(int, size))] = Link(float(alpha_s), float(beta), tuple(map(tuple, points)))
     return links
+
+
+def _are_points(value: Any) -> bool:
+    if not isinstance(value, list):
+        return False
+    pairs: list[Any] = value
+    numbers = all(isinstance(pair, list) and len(pair) == 2 and all(map(NUMBER[0], pair)) for pair in pairs)
+    return numbers and all(0 < a[0] < b[0] for a, b in pairwise([[1e-9, 0], *pairs]))
 
 
 def _is_count(text: str) -> bool:

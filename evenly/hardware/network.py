@@ -53,14 +53,18 @@ def seconds(operation: str, size_bytes: float, group: LinkedRanks, cluster: Clus
     """
     if group.ranks < 2 or size_bytes <= 0:
         return 0.0
-    link = measured_link(operation, group, cluster) if cluster.links else None
+    link = measured_link(operation, group, cluster) if cluster.links or cluster.between else None
     if link is not None:
         return link.seconds(size_bytes)
     return OPERATIONS[operation](size_bytes, group, cluster.fabric)
 
 
 def measured_link(operation: str, group: LinkedRanks, cluster: Cluster) -> Link | None:
-    """The link measured for such a group: within a node, or over all devices of the cluster; None where none was."""
+    """The link measured for such a group, within a node or over nodes; None where none was."""
+    if cluster.domain == cluster.devices and group.ranks == group.domains * group.per_node:
+        found = cluster.between.get((operation, group.domains, group.per_node))
+        if found is not None:
+            return found
     near = group.per_node == group.ranks
     whole = group.ranks == cluster.size and group.per_node == cluster.domain
     return cluster.links.get((operation, group.ranks)) if near or whole else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -24,8 +24,28 @@ LEAST_ROUNDS, MOST_ROUNDS = 3, 200
 LONGEST_ROUND_S = 1.0  # a size that would take longer is left out
 
 
-def probe(kind: str) -> Rates:
-    """The rates of this machine's first device; `kind` is "cpu" or "cuda". Takes some seconds."""
+def slowest(rates: Sequence[Rates]) -> Rates:
+    """What all of these reach, where they have been measured alike."""
+    first, memories = rates[0], [one.memory for one in rates if one.memory is not None]
+    matmul = {
+        precision: {
+            n: min(one.matmul[precision][n] for one in rates) for n in by_size if _all_have(rates, precision, n)
+        }
+        for precision, by_size in first.matmul.items()
+    }
+    return Rates(matmul=matmul, memory=min(memories, default=None))
+
+
+def _all_have(rates: Sequence[Rates], precision: str, n: int) -> bool:
+    return all(n in one.matmul.get(precision, {}) for one in rates)
+
+
+def probe(kind: str, local: int = 0) -> Rates:
+    """The rates of a device of this machine, by its number; `kind` is "cpu" or "cuda". Takes some seconds."""
+    if kind == "cuda":
+        import torch
+
+        torch.cuda.set_device(local)
     with _as_a_rank_runs():
         matmul = {precision: _matmul_rates(kind, precision) for precision in PRECISIONS[kind]}
         return Rates(matmul=matmul, memory=_copy_rate(kind))

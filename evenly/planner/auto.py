@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from evenly.errors import PlanError
+from evenly.errors import PlanError, UserError
 from evenly.hardware.cluster import Cluster
-from evenly.hardware.cluster_text import local_cluster
+from evenly.hardware.cluster_file import read_cluster
+from evenly.hardware.cluster_text import kind_here, local_cluster
 from evenly.job import Job
 from evenly.launcher.environment import ProcessInfo
 from evenly.plan import PlanSpec
@@ -16,19 +19,41 @@ from evenly.planner.request import PlanRequest
 from evenly.planner.search import search
 
 
-def cluster_of(place: ProcessInfo) -> Cluster:
-    """The devices of a run's ranks, all nodes like this one."""
+def cluster_of(place: ProcessInfo, file: Path | None = None) -> Cluster:
+    """The devices of a run's ranks, all nodes like this one; as measured where there is a `file`.
+
+    Raises `UserError` for a file of other devices, or of fewer nodes: a run may do with fewer than were measured.
+    """
+    if file is not None:
+        return _measured(file, place)
     here = local_cluster(place.local_size)
     return Cluster(place.nodes, here.devices, here.kind, own=here.own)
 
 
-def choose_plan(job: Job, only: PlanSpec, place: ProcessInfo) -> Prediction:
+def _measured(file: Path, place: ProcessInfo) -> Cluster:
+    found, here = read_cluster(file), kind_here()
+    if (found.kind, found.devices) != (here, place.local_size) or found.nodes < place.nodes:
+        raise UserError(
+            f"plan by {file}",
+            f"it is of {found.nodes} x {found.devices} x {found.kind}, and these are "
+            f"{place.nodes} x {place.local_size} x {here}",
+            "measure these, by `evenly bench device --save` and `evenly bench comm --save`",
+        )
+    return replace(found, nodes=place.nodes)
+
+
+def choose_plan(job: Job, only: PlanSpec, place: ProcessInfo, cluster: Path | None = None) -> Prediction:
     """The best plan for `job` on all ranks of `place` that states what `only` does; `job` has its microbatch.
 
-    Raises `PlanError` where none fits into the devices' memory, with the smallest change with which one would.
+    cluster: a file of what was measured. Raises `PlanError` where none fits into the devices' memory, with the smallest
+    change with which one would.
     """
     request = PlanRequest(
-        source=JobSource(job), cluster=cluster_of(place), batch=job.global_batch, only=only, max_devices=place.size
+        source=JobSource(job),
+        cluster=cluster_of(place, cluster),
+        batch=job.global_batch,
+        only=only,
+        max_devices=place.size,
     )
     result = search(request)
     if not result.plans:

@@ -200,7 +200,8 @@ def step_time(parts: ModelCosts, config: TrainingConfig, machine: Machine) -> tu
     messages = (
         2 * config.microbatches * sum(_waits(len(stages), message)[stage] for stage in _stages_of(slowest, config))
     )
-    tail = _reduction_tail(stages, config, machine)
+    last = _stages_of(max(range(len(busy)), key=lambda rank: _parameters_of(rank, stages, config)), config)
+    tail = _reduction_tail(stages, config, machine, sum(stages[stage].backward.seconds for stage in last))
     optimizer = (
         _most_parameters(stages, config) / config.shards * machine.library.optimizer_bytes / machine.speeds.bandwidth
     )
@@ -223,7 +224,11 @@ def step_time(parts: ModelCosts, config: TrainingConfig, machine: Machine) -> tu
 
 def _most_parameters(stages: Sequence[StageTime], config: TrainingConfig) -> int:
     """Elements on the rank of the pipeline that has most."""
-    return max(sum(stages[stage].parameters for stage in _stages_of(rank, config)) for rank in range(config.pipeline))
+    return max(_parameters_of(rank, stages, config) for rank in range(config.pipeline))
+
+
+def _parameters_of(rank: int, stages: Sequence[StageTime], config: TrainingConfig) -> int:
+    return sum(stages[stage].parameters for stage in _stages_of(rank, config))
 
 
 def _stages_of(rank: int, config: TrainingConfig) -> Sequence[int]:
@@ -249,21 +254,25 @@ def message_seconds(parts: ModelCosts, config: TrainingConfig, machine: Machine)
     return sent
 
 
-def _reduction_tail(stages: Sequence[StageTime], config: TrainingConfig, machine: Machine) -> float:
+def _reduction_tail(
+    stages: Sequence[StageTime], config: TrainingConfig, machine: Machine, last_pass_s: float = math.inf
+) -> float:
     """What shows of the gradients' reduction and, where zero cuts the update, of gathering the weights.
 
-    Ranks among which zero cuts reduce to a share each, and those with equal shares add these up.
+    Ranks among which zero cuts reduce to a share each, and those with equal shares add these up. last_pass_s: of the
+    last backward pass, which hides no more than it takes itself.
     """
     library, cluster = machine.library, machine.cluster
     elements = _most_parameters(stages, config)
     copies = place(config.replicas // config.shards, config.tensor * config.shards, cluster)
-    talk = seconds("all_reduce", elements / config.shards * library.gradient_bytes, copies, cluster)
+    talk, gather = seconds("all_reduce", elements / config.shards * library.gradient_bytes, copies, cluster), 0.0
     if config.zero in (1, 2):
         group = place(config.shards, config.tensor, cluster)
         reduce = "all_reduce" if library.reduces_whole else "reduce_scatter"
         talk += seconds(reduce, elements * library.gradient_bytes, group, cluster)
-        talk += seconds("all_gather", elements * library.weight_bytes, group, cluster)
-    return talk * (1 - library.data_hidden)
+        gather = seconds("all_gather", elements * library.weight_bytes, group, cluster)
+    shown = talk - min(talk * library.data_hidden, last_pass_s)
+    return shown + gather * (1 - library.data_hidden)
 
 
 def _jittered(found: TimeByCause, jitter: float, nodes: float) -> TimeByCause:

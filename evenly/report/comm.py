@@ -41,11 +41,11 @@ def fit_rows(bench: Row) -> list[tuple[str, str, str, str, str]]:
     """Operation, alpha, rate at large sizes, largest bus bandwidth, worst error of the fit."""
     rows: list[tuple[str, str, str, str, str]] = []
     for fit in bench["fits"]:
-        measured = _of(bench, fit["operation"])
+        measured = _of(bench, fit)
         beta, fastest = fit["beta_s_per_byte"], max(row["bus_bandwidth"] for row in measured)
         rate = rate_in_words(1 / beta) if beta > 0 else "-"
         worst = f"{fit['worst']:.0%}"
-        rows.append((fit["operation"], time_in_words(fit["alpha_s"]), rate, rate_in_words(fastest), worst))
+        rows.append((_named(bench, fit), time_in_words(fit["alpha_s"]), rate, rate_in_words(fastest), worst))
     return rows
 
 
@@ -72,7 +72,7 @@ def measured_rows(bench: Row) -> list[tuple[str, ...]]:
     """Every operation at every size, in words."""
     return [
         (
-            row["operation"],
+            _named(bench, row),
             size_in_words(row["size_bytes"]),
             time_in_words(row["seconds"]),
             rate_in_words(row["algorithm_bandwidth"]),
@@ -83,12 +83,17 @@ def measured_rows(bench: Row) -> list[tuple[str, ...]]:
     ]
 
 
-def _of(bench: Row, operation: str) -> list[Row]:
-    return [row for row in bench["measured"] if row["operation"] == operation]
+def _of(bench: Row, one: Row) -> list[Row]:
+    return [row for row in bench["measured"] if _named(bench, row) == _named(bench, one)]
+
+
+def _named(bench: Row, row: Row) -> str:
+    """The operation; between nodes also over how many, and how many ranks on each: all_reduce 4x1."""
+    nodes = row.get("nodes", 1)
+    return row["operation"] if bench["nodes"] == 1 else f"{row['operation']} {nodes}x{row['ranks'] // nodes}"
 
 
 def _picture(bench: Row, value: str, label: str) -> Any:
-    operations = dict.fromkeys(row["operation"] for row in bench["measured"])
-    rows = {operation: _of(bench, operation) for operation in operations}
+    rows = {_named(bench, row): _of(bench, row) for row in bench["measured"]}
     points = {name: ([row["size_bytes"] for row in of], [row[value] for row in of]) for name, of in rows.items()}
     return curves(points, x="size, bytes", y=label, log=True)

@@ -31,6 +31,7 @@ class RunOptions:
     long_step: in which the last of them had no room, from 0.
     log:      loggers, as `evenly run` names them.
     quiet:    whether nothing is shown of its progress.
+    cluster:  a file of what was measured of the devices and links, for the search; None for what is typical of them.
     settings: of the function that made the job; known on the ranks alone.
     """
 
@@ -49,6 +50,7 @@ class RunOptions:
     long_step: int = 0
     log: tuple[str, ...] = ()
     quiet: bool = False
+    cluster: Path | None = None
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def to_text(self) -> str:
@@ -57,7 +59,7 @@ class RunOptions:
         others = {"steps": self.steps, "resume": self.resume, "devices": self.devices, "search": self.search}
         others |= {"step": self.step, "skip_nonfinite": self.skip_nonfinite, "snapshot": self.snapshot}
         others |= {"no_room": self.no_room, "refused": self.refused, "long_step": self.long_step}
-        others |= {"log": self.log, "quiet": self.quiet}
+        others |= {"log": self.log, "quiet": self.quiet, "cluster": self.cluster and str(self.cluster)}
         return json.dumps({"plan": plan, "out": out, "save_to": self.save_to and str(self.save_to), **others})
 
     @classmethod
@@ -69,6 +71,7 @@ class RunOptions:
         rest = {name: tuple(values[name]) for name in ("no_room", "refused", "log")}
         rest |= {"save_to": values["save_to"] and Path(values["save_to"]), "snapshot": values["snapshot"]}
         rest |= {"long_step": values["long_step"], "quiet": values["quiet"]}
+        rest |= {"cluster": values["cluster"] and Path(values["cluster"])}
         return cls(plan and parse_plan(plan), out and Path(out), *others, **rest)
 
 

@@ -93,7 +93,7 @@ def decide(job: Job, options: RunOptions, place: ProcessInfo) -> ResolvedRun:
 
         # A microbatch that is neither stated nor recorded is the search's to choose.
         asked = job if recorded.microbatch is None else with_microbatch(job, PlanSpec(), recorded=recorded.microbatch)
-        found = choose_plan(asked, plan, place)
+        found = choose_plan(asked, plan, place, options.cluster)
         microbatch = with_microbatch(job, found.plan, recorded=recorded.microbatch).microbatch
         return ResolvedRun(found.plan, microbatch, as_recorded(found))
     plan = fit_here(plan, place, options.devices).complete(job.precision)
@@ -108,7 +108,7 @@ def _decide_on_less(job: Job, options: RunOptions, place: ProcessInfo, recorded:
     hand_back_freed_memory()  # what the planner needs is not to be kept in this rank
     failed, refused = ([parse_plan(text) for text in texts] for texts in (options.no_room, options.refused))
     asked = with_microbatch(job, failed[0], recorded=recorded.microbatch)
-    spec, found = leaner_plan(asked, failed, refused, cluster_of(place), step=options.long_step)
+    spec, found = leaner_plan(asked, failed, refused, cluster_of(place, options.cluster), step=options.long_step)
     plan = spec.complete(job.precision)
     predicted = "" if found is None else f", predicted to take {found.peak_bytes / 2**20:,.0f} MiB"
     print(f"evenly: going on under {plan}{predicted}", file=sys.stderr, flush=True)

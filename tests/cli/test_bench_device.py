@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from evenly.cli.bench import bench_device, with_links
+from evenly.cli.bench import _saved_before, bench_device, with_links
+from evenly.comm.bench import Bench, Fit, Measured
 from evenly.errors import UserError
 from evenly.hardware import probe
 from evenly.hardware.cluster import Cluster, Link, Rates
@@ -51,11 +53,20 @@ def test_rates_are_saved_beside_links(tmp_path: Path) -> None:
 
 
 def test_links_are_saved_beside_links_of_the_same_backend_and_rates() -> None:
-    new = {("send", 4): Link(2e-5, 1e-9)}
-    before = Cluster(1, 4, "cpu", "gloo", {("send", 2): Link(1e-5, 1e-9)}, Rates(memory=1e10))
-    assert with_links(before, "gloo", new).links == {**before.links, **new}
-    assert with_links(before, "nccl", new).links == new
-    assert with_links(before, "gloo", new).rates == before.rates
+    measured = [Measured("send", 4, 1, 16, 3, 2e-5, 1.0, 1.0)]
+    bench = Bench("gloo on cpu", 4, 1, measured, [Fit("send", 4, 1, 2e-5, 1e-9, 0.0)])
+    new = {("send", 4): Link(2e-5, 1e-9, ((16, 2e-5),))}
+    before = Cluster(1, 4, "cpu", "gloo", {("send", 2): Link(1e-5, 1e-9)}, rates=Rates(memory=1e10))
+    assert with_links(before, bench).links == {**before.links, **new}
+    assert with_links(before, replace(bench, link="nccl on cuda")).links == new
+    assert with_links(before, bench).rates == before.rates
+
+
+def test_a_file_of_one_node_is_completed_to_several_and_one_of_others_refused(tmp_path: Path) -> None:
+    write_cluster(tmp_path / "c.toml", Cluster(1, 2, "cpu", rates=Rates(memory=1e10)))
+    assert _saved_before(tmp_path / "c.toml", 2, 4) == Cluster(4, 2, "cpu", rates=Rates(memory=1e10))
+    with pytest.raises(UserError, match="it is of 1 x 2 devices, and these are 4 x 1"):
+        _saved_before(tmp_path / "c.toml", 1, 4)
 
 
 def test_a_file_of_other_devices_is_not_mixed_with_these(tmp_path: Path) -> None:

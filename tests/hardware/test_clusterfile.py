@@ -16,6 +16,9 @@ FULL = Cluster(
     4,
     8,
     "H20",
+    backend="nccl",
+    links={("send", 8): Link(1e-5, 1e-11, ((1, 2e-5), (4, 3e-5)))},
+    between={("send", 2, 1): Link(1e-4, 1e-9), ("all_reduce", 4, 8): Link(1e-3, 1e-8, ((16, 1e-3),))},
     rates=Rates(matmul={"bfloat16": {1024: 1e14, 8192: 1.4e14}, "float32": {64: 3.5e13}}, memory=3.1e12),
     own={"memory_gib": 95.1, "link": "nvlink4", "tflops": {"float32": 44, "bfloat16": 148}},
     network_bytes_per_s=50e9,
@@ -56,6 +59,10 @@ def test_files_of_older_versions_are_read(tmp_path: Path) -> None:
         ("[rates.matmul.float32]\nlarge = 1e9", "rates.matmul.float32 has large"),
         ("[rates.matmul.float32]\n64 = 'x'", "rates.matmul.float32.64 is 'x'"),
         ("device = 3", "device is 3"),
+        ("[links.send.2x1x1]\nalpha_s = 1\nbeta_s_per_byte = 0", "a number of ranks"),
+        ("[links.send.2]\nalpha_s = 1\nbeta_s_per_byte = 0\npoints = 3", "links.send.2.points is 3"),
+        ("[links.send.2]\nalpha_s = 1\nbeta_s_per_byte = 0\npoints = [[4, 1], [2, 1]]", "from small sizes to large"),
+        ("[links.send.2]\nalpha_s = 1\nbeta_s_per_byte = 0\npoints = [[4, -1]]", "points is [[4, -1]]"),
     ],
 )
 def test_what_a_file_may_hold_besides_is_refused_by_field(tmp_path: Path, line: str, words: str) -> None:

@@ -148,6 +148,27 @@ def test_a_measured_link_wins_where_it_fits() -> None:
     assert seconds("all_gather", 1e6, NODE, measured) == seconds("all_gather", 1e6, NODE, FOUR)
 
 
+def test_links_between_nodes_count_for_groups_of_their_shape() -> None:
+    between = {
+        ("all_reduce", 4, 8): Link(1.0, 0.0),
+        ("all_reduce", 4, 2): Link(2.0, 0.0),
+        ("send", 2, 1): Link(3.0, 0.0),
+    }
+    measured = replace(FOUR, between=between)
+    assert seconds("all_reduce", 1e6, ALL, measured) == 1.0
+    assert seconds("all_reduce", 1e6, place(8, 4, measured), measured) == 2.0
+    assert seconds("send", 1e6, LinkedRanks(2, 1, sharing=8), measured) == 3.0
+    for group in (NODE, LinkedRanks(2, 2), place(4, 8, measured)):
+        assert seconds("all_reduce", 1e6, group, measured) == seconds("all_reduce", 1e6, group, FOUR)
+
+
+def test_measured_sizes_count_more_than_the_line_through_them() -> None:
+    link = Link(1.0, 1.0, ((4, 1e-3), (16, 1e-3), (64, 4e-3)))
+    found = [link.seconds(size) for size in (1, 4, 10, 16, 40, 64, 128)]
+    assert found == pytest.approx([1e-3, 1e-3, 1e-3, 1e-3, 2.5e-3, 4e-3, 8e-3])
+    assert Link(1.0, 0.5).seconds(4) == 3.0
+
+
 @pytest.mark.parametrize("name", device_names())
 def test_every_kind_talks(name: str) -> None:
     cluster = Cluster(4, 4, name)

@@ -14,10 +14,11 @@ from predicted import predict_plan
 
 import evenly
 from evenly.errors import PlanError, UserError
-from evenly.hardware.cluster import Cluster
+from evenly.hardware.cluster import Cluster, Link
+from evenly.hardware.cluster_file import write_cluster
 from evenly.launcher.environment import find_here
 from evenly.plan import Plan, PlanSpec, parse_plan
-from evenly.planner.auto import as_recorded, choose_plan
+from evenly.planner.auto import as_recorded, choose_plan, cluster_of
 from evenly.planner.job_memory import memory_of_ranks
 from evenly.planner.job_profile import JobProfiler
 from evenly.planner.job_source import JobSource
@@ -159,9 +160,32 @@ def test_auto_keeps_what_is_said() -> None:
     assert found.plan.recompute == "full"
 
 
+def two_nodes(file: Path, network_s_per_byte: float) -> Path:
+    """A file of two CPUs in two nodes, between which each operation takes so long."""
+    operations = ("send", "broadcast", "all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+    between = {(operation, 2, 1): Link(1e-5, network_s_per_byte) for operation in operations}
+    write_cluster(file, Cluster(2, 1, "cpu", "gloo", between=between, own={"memory_gib": 4.0}))
+    return file
+
+
+def test_auto_goes_by_what_was_measured(tmp_path: Path) -> None:
+    place = replace(find_here(), size=2, nodes=2)
+    files = [two_nodes(tmp_path / f"{number}.toml", slow) for number, slow in enumerate((1e-12, 1e-3))]
+    fast, slow = (choose_plan(tower_job(), PlanSpec(data=2), place, file) for file in files)
+    assert slow.step_s > 10 * fast.step_s and fast.plan.ranks == slow.plan.ranks == 2
+    assert cluster_of(replace(place, size=1, nodes=1), files[0]).nodes == 1  # a node has left
+
+
+@pytest.mark.parametrize("other", [{"size": 3, "nodes": 3}, {"size": 4, "local_size": 2}])
+def test_a_file_of_other_devices_is_refused(tmp_path: Path, other: dict[str, int]) -> None:
+    place = replace(find_here(), **{"size": 2, "nodes": 2, **other})
+    with pytest.raises(UserError, match="it is of 2 x 1 x cpu, and these are"):
+        cluster_of(place, two_nodes(tmp_path / "c.toml", 1e-9))
+
+
 def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     small = Cluster(1, 1, "cpu", own={"memory_gib": 1e-6})
-    monkeypatch.setattr("evenly.planner.auto.cluster_of", lambda place: small)
+    monkeypatch.setattr("evenly.planner.auto.cluster_of", lambda place, file: small)
     with pytest.raises(PlanError, match="no plan fits") as problem:
         choose_plan(tower_job(), PlanSpec(), find_here())
     assert "GiB" in problem.value.do

@@ -116,7 +116,12 @@ def test_a_signal_asks_and_the_handler_is_given_back() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [RunOptions(), RunOptions(PlanSpec(data=2, zero=3, exact="rounding"), Path("a b"), 7, True)]
+    "options",
+    [
+        RunOptions(),
+        RunOptions(PlanSpec(data=2, zero=3, exact="rounding"), Path("a b"), 7, True),
+        RunOptions(search=True, cluster=Path("c.toml")),
+    ],
 )
 def test_options_survive_the_way_to_the_ranks(options: RunOptions) -> None:
     assert RunOptions.from_text(options.to_text()) == options

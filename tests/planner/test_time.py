@@ -72,6 +72,15 @@ def test_every_device_takes_a_finite_time(device: str) -> None:
         assert min(astuple(time)) >= 0 and 0 < time.step_s < inf
 
 
+def test_a_backward_pass_hides_no_more_of_the_reduction_than_it_takes() -> None:
+    config = TrainingConfig(data=16, batch=16)
+    fast, slow = Cluster(2, 8, "H100-80"), Cluster(2, 8, "H100-80", network_bytes_per_s=1e6)
+    near, far = (step(config, machine(cluster, **CALM)) for cluster in (fast, slow))
+    talks = [seconds("all_reduce", parameters(LLAMA) * 2.0 * 2, LinkedRanks(16, 8), c) for c in (fast, slow)]
+    assert near.data == pytest.approx(0.3 * talks[0], rel=0.2)
+    assert talks[1] - computing(far) < far.data < talks[1] and talks[1] > 100 * computing(far)
+
+
 def test_computing_grows_with_the_batch_and_large_microbatches_are_not_slower() -> None:
     small, more, large = (
         step(TrainingConfig(batch=b, microbatch=m), machine(**CALM)) for b, m in ((4, 1), (8, 1), (8, 4))
