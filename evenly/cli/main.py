@@ -43,6 +43,9 @@ PlanText = Annotated[
     str | None,
     typer.Option(help="How to split, for example zero3 or tensor=2; auto seeks the fastest that fits (default: ddp)."),
 ]
+Autoresume = Annotated[
+    bool, typer.Option("--autoresume", help="Go on if --out has a checkpoint, else begin: the same command each time.")
+]
 SaveTo = Annotated[
     Path | None, typer.Option(metavar="DIR2", help="A second folder, to which every checkpoint is copied.")
 ]
@@ -87,6 +90,10 @@ def run_command(
     out: Annotated[Path | None, typer.Option(help="Folder of the run (default: runs/NAME-N).")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of the whole run (default: the job's).")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest sound checkpoint.")] = False,
+    autoresume: Annotated[
+        bool,
+        typer.Option("--autoresume", help="Go on if --out has a checkpoint, else begin: the same command each time."),
+    ] = False,
     step: Annotated[int | None, typer.Option(min=0, help="Go on from the checkpoint of this step.")] = None,
     skip_nonfinite: Skipped = 0,
     check: Annotated[bool, typer.Option("--check", help="Compare what ranks ask for before each collective.")] = False,
@@ -108,6 +115,7 @@ def run_command(
     """Train a job. A file that calls evenly.start owns its loop and runs as a script; its arguments follow `--`."""
     from evenly.cli.run import RunRequest, run
     from evenly.cli.run_nodes import run_on_nodes
+    from evenly.cli.run_rank import run_as_rank
 
     request = RunRequest(
         job=job,
@@ -133,8 +141,9 @@ def run_command(
         keep_plan=keep_plan,
         log=log,
         quiet=quiet,
+        autoresume=autoresume,
     )
-    raise typer.Exit(run(request, run_on_nodes))
+    raise typer.Exit(run(request, run_on_nodes, run_as_rank))
 
 
 @app.command("verify")
