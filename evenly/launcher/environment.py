@@ -376,6 +376,11 @@ def without_ranks() -> Generator[None]:
         os.environ.update(hidden)
 
 
+def gloo_interface() -> str:
+    """The interface that the user has named for gloo; '' where none is."""
+    return os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+
+
 def talk_over(interface: str) -> None:
     """Has gloo and NCCL use `interface` in this process, unless the user has named one."""
     for name in SOCKET_VARIABLES:

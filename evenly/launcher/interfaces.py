@@ -9,7 +9,10 @@ import socket
 import psutil
 
 from evenly.errors import UserError
+from evenly.launcher.environment import gloo_interface
 
+# Bridges to what runs on this machine: no other machine reaches their addresses.
+INWARD = ("docker", "br-", "veth", "virbr", "cni", "flannel", "podman", "lxc", "lxd")
 ELSEWHERE = "192.0.2.1"  # an address for examples (RFC 5737): the way to it is the way out
 
 
@@ -24,12 +27,56 @@ def is_loopback(host: str) -> bool:
 def local_address(host: str, port: int) -> str:
     """The address of this machine from which `host` is reached; of `host` itself, the one that others reach.
 
-    Debian and Ubuntu have a machine's own name resolve to loopback: then the way out of the machine counts.
+    Debian and Ubuntu have a machine's own name resolve to loopback: then the interface counts that gloo is to use
+    (GLOO_SOCKET_IFNAME), else the way out of the machine, else its only interface. Raises `UserError`.
     """
     address = _route_from(host, port)
     if ipaddress.ip_address(address).is_loopback and not is_loopback(host):
-        return _route_from(ELSEWHERE, port)
+        return _address_for_others(host, port)
     return address
+
+
+def _address_for_others(host: str, port: int) -> str:
+    there = outward_addresses()
+    asked = f"find the address of this machine, {host}, that others reach"
+    if chosen := gloo_interface():
+        if chosen in there:
+            return there[chosen]
+        raise UserError(asked, f"GLOO_SOCKET_IFNAME is {chosen}, which has no address here", f"name one of {[*there]}")
+    try:
+        return _route_from(ELSEWHERE, port)
+    except UserError:
+        return only_address(there, asked)
+
+
+def outward_addresses() -> dict[str, str]:
+    """Interface -> its address, for all that are up and may lead to other machines; IPv4 where it has both."""
+    up = psutil.net_if_stats()
+    found: dict[str, str] = {}
+    for name, entries in psutil.net_if_addrs().items():
+        addresses = [entry.address for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
+        global_ones = [text for text in addresses if not (_ip(text).is_loopback or _ip(text).is_link_local)]
+        if global_ones and name in up and up[name].isup:
+            found[name] = min(global_ones, key=lambda text: _ip(text).version)
+    return found
+
+
+def only_address(there: dict[str, str], asked: str) -> str:
+    """The one address among those of `there` (interface -> address) at which others may reach this machine.
+
+    Raises `UserError` where there is none, or several.
+    """
+    outward = {name: address for name, address in there.items() if not name.startswith(INWARD)}
+    if len(outward) == 1:
+        return outward.popitem()[1]
+    several = ", ".join(f"{name} {address}" for name, address in outward.items())
+    found = f"it has no way out, and several interfaces: {several}" if outward else "it has no interface but loopback"
+    do = "set GLOO_SOCKET_IFNAME to the interface that leads to the other nodes" if outward else "connect it"
+    raise UserError(asked, f"its name is loopback's, {found}", do)
+
+
+def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    return ipaddress.ip_address(text.partition("%")[0])
 
 
 def socket_interface(host: str, port: int) -> str:

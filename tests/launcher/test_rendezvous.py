@@ -210,6 +210,29 @@ def test_a_name_that_resolves_to_loopback_stands_for_the_way_out(monkeypatch: py
     assert local_address("localhost", 29500) == "127.0.0.1"
 
 
+def test_without_a_way_out_the_only_interface_counts_or_the_one_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def route(host: str, port: int) -> str:
+        if host == interfaces.ELSEWHERE:
+            raise UserError("reach it", "no way")
+        return "127.0.1.1"
+
+    there = {"eth0": "10.77.0.1", "docker0": "172.17.0.1"}
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(interfaces, "_route_from", route)
+    monkeypatch.setattr(interfaces, "outward_addresses", lambda: there)
+    assert local_address("node0", 29500) == "10.77.0.1"
+    there["ib0"] = "10.78.0.1"
+    with pytest.raises(UserError, match=r"several interfaces: eth0 10\.77\.0\.1, ib0 10\.78\.0\.1"):
+        local_address("node0", 29500)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    assert local_address("node0", 29500) == "10.78.0.1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
+    with pytest.raises(UserError, match="ib7, which has no address here"):
+        local_address("node0", 29500)
+    with pytest.raises(UserError, match="no interface but loopback"):
+        interfaces.only_address({"veth5": "10.0.0.1"}, "find it")
+
+
 def test_interfaces_follow_from_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert socket_interface("127.0.0.1", 29500) == LOOPBACK_INTERFACE
     assert is_loopback("localhost") and is_loopback("127.0.0.2") and is_loopback("::1") and not is_loopback("node0")
