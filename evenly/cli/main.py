@@ -146,6 +146,45 @@ def run_command(
     raise typer.Exit(run(request, run_on_nodes, run_as_rank))
 
 
+@app.command("submit", context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
+def submit_command(
+    context: typer.Context,
+    job: JobFile,
+    slurm: Annotated[bool, typer.Option("--slurm", help="To Slurm, by sbatch.")] = False,
+    nodes: Annotated[int, typer.Option(min=1, metavar="N", help="Machines that take part.")] = 1,
+    devices: Annotated[int | None, typer.Option(min=1, metavar="N", help="GPUs to ask for on each.")] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="The devices are CPU cores.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run, seen by all machines.")] = None,
+    time: Annotated[str | None, typer.Option(metavar="LIMIT", help="Of one attempt, as Slurm has it: 8:00:00.")] = None,
+    stop_before: Annotated[
+        int, typer.Option(min=10, metavar="SECONDS", help="Save and queue again so long before the limit.")
+    ] = 120,
+    sbatch: Annotated[
+        list[str], typer.Option("--sbatch", metavar="OPTION", help="Also of sbatch, such as account=me; repeatable.")
+    ] = [],  # noqa: B006
+    print_only: Annotated[bool, typer.Option("--print", help="Print it, and submit nothing.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Hand a run to a scheduler; options of `evenly run` follow `--`. It goes on when its time is over, until done."""
+    from evenly.cli.submit import folder_to_submit, submit_to_slurm
+    from evenly.launcher.slurm_script import SlurmJob
+
+    if not slurm:
+        raise UserError("evenly submit", "no scheduler is named", "add --slurm")
+    asked = SlurmJob(
+        job=job,
+        out=folder_to_submit(job, out, make=not print_only),
+        nodes=nodes,
+        devices=devices,
+        cpu=cpu,
+        time=time,
+        stop_before_s=stop_before,
+        arguments=context.args,
+        options=sbatch,
+    )
+    raise typer.Exit(submit_to_slurm(asked, print_only=print_only))
+
+
 @app.command("verify")
 def verify_command(
     job: JobFile,

@@ -395,13 +395,18 @@ def choose_folder(request: RunRequest) -> Path:
             )
         return request.out
     stem = request.job.stem
-    numbers = _numbers(Path("runs"), stem)
     if not request.resume:
-        return Path("runs") / f"{stem}-{numbers[-1] + 1 if numbers else 1}"
-    for number in reversed(numbers):
+        return next_folder(request.job)
+    for number in reversed(_numbers(Path("runs"), stem)):
         if CheckpointFolder(Path("runs") / f"{stem}-{number}").steps():
             return Path("runs") / f"{stem}-{number}"
     raise UserError(f"resuming a run of {request.job}", f"no runs/{stem}-N here has a checkpoint", "give --out DIR")
+
+
+def next_folder(job: Path) -> Path:
+    """runs/NAME-N that is not there yet."""
+    numbers = _numbers(Path("runs"), job.stem)
+    return Path("runs") / f"{job.stem}-{numbers[-1] + 1 if numbers else 1}"
 
 
 def _numbers(folder: Path, stem: str) -> list[int]:

@@ -106,7 +106,7 @@ def _check(request: RunRequest, place: ProcessInfo) -> None:
 
 def _keep_traceback(found: RankExit, out: Path | None) -> str:
     """Writes the traceback of what is no mistake to the rank's log, or to stderr without a folder; where it is."""
-    if found.exit_code == UserError.exit_code:
+    if found.exit_code == UserError.exit_code or found.kind == "peer":
         return ""
     if out is None:
         print(found.traceback, file=sys.stderr)
@@ -120,6 +120,7 @@ def _keep_traceback(found: RankExit, out: Path | None) -> str:
 
 # ----------------------------------------------------------------------------------------------------- who speaks
 Said = tuple[str, str, str]  # what was asked, what was found, what to do
+LOST = "one of them"
 
 
 def _to_say(found: RankExit, place: ProcessInfo) -> Said | None:
@@ -136,7 +137,7 @@ def _to_say(found: RankExit, place: ProcessInfo) -> Said | None:
         return _own_failure(found)
     try:
         if found.kind == "peer":
-            return _lost_one(found, words)
+            return _lost_one(place, words)
         speaks = words.speaks(found.text)
         if place.rank == 0 and (found.is_mistake or found.cause is not None):  # which all ranks find
             words.wait_for_others(MEET_LIMIT_S)
@@ -153,15 +154,11 @@ def _own_failure(found: RankExit) -> Said:
     return f"rank {rank} failed{_at(found)}", found.text, found.do
 
 
-def _lost_one(found: RankExit, words: LastWords) -> Said | None:
-    words.note_loss()
-    if words.anything_said(LINGER_S):
+def _lost_one(place: ProcessInfo, words: LastWords) -> Said | None:
+    if words.anything_said(LINGER_S) or not words.speaks(LOST):
         return None
-    gone = words.gone()
-    if not gone:
-        return None if gone is None else _own_failure(found)
-    which = f"rank {gone[0]} is" if len(gone) == 1 else f"ranks {', '.join(map(str, gone))} are"
-    return f"{which} gone{_at(found)}", "no error was left: killed, perhaps for want of memory, or cut off", ""
+    found = "it has left no error: killed, perhaps for want of memory, or cut off"
+    return "the ranks lost one of them", found, f"see which one {place.launcher} reports first"
 
 
 def _at(found: RankExit) -> str:

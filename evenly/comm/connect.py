@@ -23,7 +23,7 @@ from evenly.comm.world import World
 from evenly.errors import EvenlyError, RunError, UserError
 from evenly.launcher.allocator import keep_freed_memory
 from evenly.launcher.environment import LOOPBACK, ProcessInfo, checking, record_file, restart_count, talk_over
-from evenly.launcher.interfaces import local_address, socket_interface, words
+from evenly.launcher.interfaces import local_address, reachable_host, socket_interface, words
 from evenly.launcher.rendezvous import serve_store
 from evenly.observe.recorder import Recorder
 
@@ -147,7 +147,7 @@ def _wait_for_store(place: ProcessInfo) -> None:
 
 
 def _host_of(place: ProcessInfo) -> str:
-    return LOOPBACK if place.nodes == 1 else place.address
+    return LOOPBACK if place.nodes == 1 else reachable_host(place.address, place.port)
 
 
 def _recorder(record: Path, rank: int) -> Recorder:

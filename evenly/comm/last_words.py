@@ -1,7 +1,7 @@
 """Which rank speaks where ranks fail that no launcher of evenly's watches: the first to fail, through their store.
 
-Those that only lost it keep quiet. Where none has said anything, as where a rank was killed, the first of the others
-to notice names those that are gone.
+Those that only lost it keep quiet. A rank that was killed says nothing; then the first of the others to notice speaks,
+and which one it was is known to what has started them.
 """
 
 from __future__ import annotations
@@ -42,16 +42,6 @@ class LastWords:
     def wait_for_others(self, limit_s: float) -> None:
         """Waits until all ranks have asked whether they speak, `limit_s` at most: of the one that has the store."""
         _within(limit_s, lambda: self._store.add("asked", 0) >= self.size)
-
-    def note_loss(self) -> None:
-        """Notes that this rank is there, and has lost another."""
-        self._store.set(f"lost one {self.rank}", "")
-
-    def gone(self) -> list[int] | None:
-        """The ranks that have noted nothing, for the first that asks; None for all others."""
-        if self._store.compare_set("gone", "", str(self.rank)).decode() != str(self.rank):
-            return None
-        return [rank for rank in range(self.size) if not self._store.check([f"lost one {rank}"])]
 
 
 def _within(limit_s: float, found: Callable[[], bool]) -> bool:

@@ -27,14 +27,6 @@ def test_ranks_that_have_lost_another_keep_quiet_where_it_has_spoken() -> None:
     assert zero.anything_said(0.0)
 
 
-def test_the_first_that_asks_names_those_that_are_gone() -> None:
-    zero, one, two, _, _ = words_of(5)
-    for rank in (zero, one, two):
-        rank.note_loss()
-    assert two.gone() == [3, 4]
-    assert (zero.gone(), one.gone()) == (None, None)
-
-
 def test_the_rank_that_has_the_store_waits_until_all_have_asked() -> None:
     zero, one = words_of(2)
     zero.speaks("a mistake")
