@@ -151,38 +151,47 @@ def submit_command(
     context: typer.Context,
     job: JobFile,
     slurm: Annotated[bool, typer.Option("--slurm", help="To Slurm, by sbatch.")] = False,
-    nodes: Annotated[int, typer.Option(min=1, metavar="N", help="Machines that take part.")] = 1,
-    devices: Annotated[int | None, typer.Option(min=1, metavar="N", help="GPUs to ask for on each.")] = None,
+    kubernetes: Annotated[bool, typer.Option("--kubernetes", help="To Kubernetes, as a JobSet, by kubectl.")] = False,
+    nodes: Nodes = "1",
+    devices: Annotated[int | None, typer.Option(min=1, metavar="N", help="GPUs to ask for on each machine.")] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="The devices are CPU cores.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder of the run, seen by all machines.")] = None,
     time: Annotated[str | None, typer.Option(metavar="LIMIT", help="Of one attempt, as Slurm has it: 8:00:00.")] = None,
     stop_before: Annotated[
-        int, typer.Option(min=10, metavar="SECONDS", help="Save and queue again so long before the limit.")
+        int, typer.Option(min=10, metavar="SECONDS", help="For the last step and its checkpoint, before the end.")
     ] = 120,
     sbatch: Annotated[
         list[str], typer.Option("--sbatch", metavar="OPTION", help="Also of sbatch, such as account=me; repeatable.")
     ] = [],  # noqa: B006
+    image: Annotated[str, typer.Option(help="With the job, its libraries and evenly (Kubernetes).")] = "",
+    volume: Annotated[str, typer.Option(metavar="CLAIM", help="For the run's folder, under /runs (Kubernetes).")] = "",
+    name: Annotated[str, typer.Option(help="Of the JobSet, and the run's folder (default: the job's).")] = "",
+    namespace: Annotated[str, typer.Option(help="Of Kubernetes.")] = "default",
     print_only: Annotated[bool, typer.Option("--print", help="Print it, and submit nothing.")] = False,
     debug: Debug = False,
 ) -> None:
     """Hand a run to a scheduler; options of `evenly run` follow `--`. It goes on when its time is over, until done."""
-    from evenly.cli.submit import folder_to_submit, submit_to_slurm
-    from evenly.launcher.slurm_script import SlurmJob
+    from evenly.cli.submit import SubmitOptions, submit
 
-    if not slurm:
-        raise UserError("evenly submit", "no scheduler is named", "add --slurm")
-    asked = SlurmJob(
+    options = SubmitOptions(
         job=job,
-        out=folder_to_submit(job, out, make=not print_only),
+        slurm=slurm,
+        kubernetes=kubernetes,
         nodes=nodes,
         devices=devices,
         cpu=cpu,
+        out=out,
         time=time,
         stop_before_s=stop_before,
+        sbatch=sbatch,
+        image=image,
+        volume=volume,
+        name=name,
+        namespace=namespace,
+        print_only=print_only,
         arguments=context.args,
-        options=sbatch,
     )
-    raise typer.Exit(submit_to_slurm(asked, print_only=print_only))
+    raise typer.Exit(submit(options))
 
 
 @app.command("verify")

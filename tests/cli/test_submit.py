@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,13 @@ def test_two_that_are_submitted_have_two_folders(tmp_path: Path, monkeypatch: py
 
 def test_what_cannot_be_submitted_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no scheduler is named" in evenly("submit", JOB, folder=tmp_path).stderr
+    both = evenly("submit", JOB, "--slurm", "--kubernetes", folder=tmp_path)
+    assert both.returncode == 2 and "two schedulers" in both.stderr
+    assert "another scheduler's" in evenly("submit", JOB, "--slurm", "--image", "me", folder=tmp_path).stderr
+    assert (
+        "--image and --volume and --devices not given" in evenly("submit", JOB, "--kubernetes", folder=tmp_path).stderr
+    )
+    assert "all its machines or none" in evenly("submit", JOB, "--slurm", "--nodes", "2:4", folder=tmp_path).stderr
     assert "no such file" in evenly("submit", "none.py", "--slurm", folder=tmp_path).stderr
     monkeypatch.setenv("PATH", str(tmp_path))
     refused = evenly("submit", JOB, "--slurm", "--out", "out", folder=tmp_path)
@@ -35,3 +43,17 @@ def test_what_cannot_be_submitted_is_said(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert "invalid partition" in evenly("submit", JOB, "--slurm", "--out", "out", folder=tmp_path).stderr
+
+
+def test_the_manifests_for_kubernetes_have_a_secret_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ("submit", "job.py", "--kubernetes", "--image", "me", "--volume", "runs", "--devices", 8, "--nodes", "2:4")
+    first, second = (json.loads(evenly(*asked, "--print", folder=tmp_path).stdout) for _ in range(2))
+    assert first["items"][0]["stringData"] != second["items"][0]["stringData"]
+    assert first["items"][1] == second["items"][1]
+    (tmp_path / "kubectl").write_text('#!/bin/sh\ncat > given\necho "$@"\n')
+    (tmp_path / "kubectl").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert evenly(*asked, folder=tmp_path).stdout == "apply -f -\n"
+    assert json.loads((tmp_path / "given").read_text())["items"][1] == first["items"][1]
