@@ -1,7 +1,8 @@
 """Runs under the schedulers that people have, in a lab of two nodes; prints what docs/clusters.md has. Needs root.
 
 python -m benchmarks.schedulers install            Debian's packages of all of them
-python -m benchmarks.schedulers mpi                Open MPI and MPICH
+python -m benchmarks.schedulers openmpi
+python -m benchmarks.schedulers mpich
 python -m benchmarks.schedulers slurm
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from benchmarks.lab.lab import Lab, guarded, why_not
@@ -19,7 +21,8 @@ from benchmarks.schedulers.packages import PACKAGES, install
 
 def main() -> int:
     asked = sys.argv[1] if len(sys.argv) == 2 else ""
-    kinds = {"mpi": (mpi.PROGRAMS, mpi.mpi), "slurm": (slurm.PROGRAMS, slurm.slurm)}
+    kinds = {kind: ([f"mpirun.{kind}"], partial(mpi.mpi, kind)) for kind in mpi.START}
+    kinds |= {"slurm": (slurm.PROGRAMS, slurm.slurm)}
     if asked not in (*kinds, "install"):
         print(__doc__, file=sys.stderr)
         return 2

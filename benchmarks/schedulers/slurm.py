@@ -84,10 +84,10 @@ def slurm(lab: Lab, folder: Path) -> None:
     runs.run("srun --nodes 2 --ntasks-per-node 2 evenly run job.py --plan zero3 --out ranks")
     runs.check_same("ranks", "one-device")
     runs.say("a rank that fails")
-    runs.run("srun --nodes 2 --ntasks-per-node 2 evenly run job.py --set fails=3 --out fails", code=1)
+    runs.run("srun --nodes 2 --ntasks-per-node 2 evenly run job.py --set fails=3 --out fails", code=(1,))
     runs.say("a rank that is killed")
     killed = "srun --nodes 2 --ntasks-per-node 2 evenly run job.py --set fails=3 --set how=killed --out killed"
-    runs.run(killed, code=137)
+    runs.run(killed, code=(137,))
     cancelled(runs)
     requeued(runs)
     runs.check_nothing_left()

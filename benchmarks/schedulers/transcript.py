@@ -37,9 +37,14 @@ class Transcript:
         print(f"\n# {text}", flush=True)
 
     def run(
-        self, command: str, *, code: int = 0, ask: signal.Signals | None = None, when: Callable[[str], bool] = bool
+        self,
+        command: str,
+        *,
+        code: tuple[int, ...] = (0,),
+        ask: signal.Signals | None = None,
+        when: Callable[[str], bool] = bool,
     ) -> str:
-        """What `command` prints on node 0; it is held to its exit code. ask: sent once `when` holds of its output."""
+        """What `command` prints on node 0; `code`: what it may exit with. ask: sent once `when` holds of its output."""
         print(f"$ {command}", flush=True)
         log = self.folder / ".output"
         with log.open("w") as output:
@@ -54,8 +59,8 @@ class Transcript:
                 process.kill()
         text = self.cleaned(log.read_text())
         print(text + (f"\n(exit code {found})" if found else ""), flush=True)
-        if found != code:
-            raise RuntimeError(f"{command}: exit code {found}, not {code}")
+        if found not in code:
+            raise RuntimeError(f"{command}: exit code {found}, not {' or '.join(map(str, code))}")
         return text
 
     def start(self, command: str, *, node: int = 0, output: object = None) -> subprocess.Popen[bytes]:
