@@ -361,7 +361,7 @@ def hide_sharding(model: nn.Module) -> None:
 
 def sets_gradients(function: Any) -> bool:
     """Whether a function that a mode sees is what `torch.no_grad` and its like call."""
-    return function is torch._C._set_grad_enabled
+    return function is torch._C._set_grad_enabled  # pyright: ignore[reportPrivateUsage]
 
 
 def initialize_sharding(model: nn.Module) -> None:

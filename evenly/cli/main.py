@@ -43,6 +43,9 @@ PlanText = Annotated[
     str | None,
     typer.Option(help="How to split, for example zero3 or tensor=2; auto seeks the fastest that fits (default: ddp)."),
 ]
+Autoresume = Annotated[
+    bool, typer.Option("--autoresume", help="Go on if --out has a checkpoint, else begin: the same command each time.")
+]
 SaveTo = Annotated[
     Path | None, typer.Option(metavar="DIR2", help="A second folder, to which every checkpoint is copied.")
 ]
@@ -94,6 +97,10 @@ def run_command(
     out: Annotated[Path | None, typer.Option(help="Folder of the run (default: runs/NAME-N).")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of the whole run (default: the job's).")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest sound checkpoint.")] = False,
+    autoresume: Annotated[
+        bool,
+        typer.Option("--autoresume", help="Go on if --out has a checkpoint, else begin: the same command each time."),
+    ] = False,
     step: Annotated[int | None, typer.Option(min=0, help="Go on from the checkpoint of this step.")] = None,
     skip_nonfinite: Skipped = 0,
     check: Annotated[bool, typer.Option("--check", help="Compare what ranks ask for before each collective.")] = False,
@@ -116,6 +123,7 @@ def run_command(
     """Train a job. A file that calls evenly.start owns its loop and runs as a script; its arguments follow `--`."""
     from evenly.cli.run import RunRequest, run
     from evenly.cli.run_nodes import run_on_nodes
+    from evenly.cli.run_rank import run_as_rank
 
     request = RunRequest(
         job=job,
@@ -142,8 +150,57 @@ def run_command(
         cluster=cluster,
         log=log,
         quiet=quiet,
+        autoresume=autoresume,
     )
-    raise typer.Exit(run(request, run_on_nodes))
+    raise typer.Exit(run(request, run_on_nodes, run_as_rank))
+
+
+@app.command("submit", context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
+def submit_command(
+    context: typer.Context,
+    job: JobFile,
+    slurm: Annotated[bool, typer.Option("--slurm", help="To Slurm, by sbatch.")] = False,
+    kubernetes: Annotated[bool, typer.Option("--kubernetes", help="To Kubernetes, as a JobSet, by kubectl.")] = False,
+    nodes: Nodes = "1",
+    devices: Annotated[int | None, typer.Option(min=1, metavar="N", help="GPUs to ask for on each machine.")] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="The devices are CPU cores.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run, seen by all machines.")] = None,
+    time: Annotated[str | None, typer.Option(metavar="LIMIT", help="Of one attempt, as Slurm has it: 8:00:00.")] = None,
+    stop_before: Annotated[
+        int, typer.Option(min=10, metavar="SECONDS", help="For the last step and its checkpoint, before the end.")
+    ] = 120,
+    sbatch: Annotated[
+        list[str], typer.Option("--sbatch", metavar="OPTION", help="Also of sbatch, such as account=me; repeatable.")
+    ] = [],  # noqa: B006
+    image: Annotated[str, typer.Option(help="With the job, its libraries and evenly (Kubernetes).")] = "",
+    volume: Annotated[str, typer.Option(metavar="CLAIM", help="For the run's folder, under /runs (Kubernetes).")] = "",
+    name: Annotated[str, typer.Option(help="Of the JobSet, and the run's folder (default: the job's).")] = "",
+    namespace: Annotated[str, typer.Option(help="Of Kubernetes.")] = "default",
+    print_only: Annotated[bool, typer.Option("--print", help="Print it, and submit nothing.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Hand a run to a scheduler; options of `evenly run` follow `--`. It goes on when its time is over, until done."""
+    from evenly.cli.submit import SubmitOptions, submit
+
+    options = SubmitOptions(
+        job=job,
+        slurm=slurm,
+        kubernetes=kubernetes,
+        nodes=nodes,
+        devices=devices,
+        cpu=cpu,
+        out=out,
+        time=time,
+        stop_before_s=stop_before,
+        sbatch=sbatch,
+        image=image,
+        volume=volume,
+        name=name,
+        namespace=namespace,
+        print_only=print_only,
+        arguments=context.args,
+    )
+    raise typer.Exit(submit(options))
 
 
 @app.command("verify")

@@ -18,7 +18,7 @@ from evenly.errors import PlanError, UserError
 from evenly.hardware.cluster_text import local_devices, local_gpus
 from evenly.jobfile import check_settings, owns_loop, parse_settings, read_with
 from evenly.launcher.agent import FailedRank, Launch, start_ranks, warm_up
-from evenly.launcher.environment import CHECK_VARIABLE, OPTIONS_VARIABLE, find_here, import_quiet_torch, restart_count
+from evenly.launcher.environment import CHECK_VARIABLE, OPTIONS_VARIABLE, find_here, import_quiet_torch
 from evenly.launcher.rank import EXIT_STOPPED
 from evenly.launcher.restarts import Failure, error_raised, pause_before_restart
 from evenly.launcher.rounds import NodeRange
@@ -64,15 +64,71 @@ class RunRequest:
     log: Sequence[str] = ()
     quiet: bool = False
     cluster: Path | None = None
+    autoresume: bool = False
 
 
-def run(request: RunRequest, on_nodes: Callable[..., int]) -> int:
-    """Trains; returns the exit code. on_nodes: does so together with the launchers of other nodes."""
+def run(request: RunRequest, on_nodes: Callable[..., int], as_rank: Callable[[RunRequest, ProcessInfo], int]) -> int:
+    """Trains; returns the exit code.
+
+    on_nodes: does so together with the launchers of other nodes. as_rank: as one of the ranks that another launcher has
+    started.
+    """
+    place = find_here()
+    under_launcher = place.size > 1 and (request.nodes.most == 1 or not request.rendezvous)
+    if under_launcher and place.size > place.nodes:
+        return as_rank(request, place)
+    asked = read_request(request)
+    warm_up(PRELOAD)  # imports torch in the fork server while this process imports it too
+    plan, script = asked.plan or PlanSpec(), asked.script
+    if under_launcher:
+        request = _with_place(request, place)
+    request = with_autoresume(request)
+    nodes = request.nodes
+    if nodes.most > 1:
+        import_quiet_torch()
+    _check_restarts(request, script=script)
+    devices = request.devices or devices_here(plan.devices, nodes.most)
+    fitted = fit_all(plan, devices, nodes)
+    _check_gpus(devices)
+    ranks = devices if fitted.replicas is None else _one_process(fitted, nodes.most)
+    chosen_elsewhere = request.node_rank > 0 or (script and request.out is None)
+    out = request.out if chosen_elsewhere else choose_folder(request)
+    options = run_options(request, asked, out, None if fitted.replicas is None else devices)
+    launch = Launch(
+        devices=ranks,
+        node=request.node_rank,
+        log_dir=out and RunFolder(out).logs,
+        preload=PRELOAD,
+        environment={
+            **({OPTIONS_VARIABLE: options.to_text()} if script else {}),
+            **({CHECK_VARIABLE: "1"} if request.check else {}),
+        },
+        stall_limit_s=request.stall_limit_s,
+    )
+    _announce(request, devices, out)
+    if nodes.most > 1:
+        return on_nodes(request, launch, asked.settings, options, script=script)
+    return _start_until_done(request, launch, asked.settings, options, script=script)
+
+
+@dataclass(frozen=True)
+class ReadRequest:
+    """What a command line asks for. plan: None for the default. search: whether to search for the best of those that
+    agree with it. script: whether the job's file owns its loop.
+    """
+
+    plan: PlanSpec | None
+    search: bool
+    script: bool
+    settings: dict[str, Any]
+
+
+def read_request(request: RunRequest) -> ReadRequest:
+    """Raises `UserError` for what can be seen before anything starts."""
     script = owns_loop(request.job)
-    named, sought = read_with(request.job, lambda: asked_plan(request.plan))
-    plan = named or PlanSpec()
-    if request.cluster is not None and not sought:
-        found = f"the plan is {plan if named else 'the default'}, and nothing is searched"
+    plan, search = read_with(request.job, lambda: asked_plan(request.plan))
+    if request.cluster is not None and not search:
+        found = f"the plan is {plan or 'the default'}, and nothing is searched"
         raise UserError(f"--cluster {request.cluster}", found, "add --plan auto")
     if request.arguments and not script:
         raise UserError(
@@ -90,51 +146,26 @@ def run(request: RunRequest, on_nodes: Callable[..., int]) -> int:
     if not script:
         check_settings(request.job, settings)
     make_loggers(request.log)
-    warm_up(PRELOAD)  # imports torch in the fork server while this process imports it too
-    place = find_here()
-    under_launcher = place.size > 1 and (request.nodes.most == 1 or not request.rendezvous)
-    if under_launcher and place.local_size > 1:
-        _check_as_rank(request)
-        return _run_as_rank(request)
-    if under_launcher:
-        request = _with_place(request, place)
-    nodes = request.nodes
-    if nodes.most > 1:
-        import_quiet_torch()
-    _check_restarts(request, script=script)
-    devices = request.devices or devices_here(plan.devices, nodes.most)
-    fitted = fit_all(plan, devices, nodes)
-    _check_gpus(devices)
-    ranks = devices if fitted.replicas is None else _one_process(fitted, nodes.most)
-    chosen_elsewhere = request.node_rank > 0 or (script and request.out is None)
-    out = request.out if chosen_elsewhere else choose_folder(request)
-    options = _options(request, named, sought, out, None if fitted.replicas is None else devices)
-    launch = Launch(
-        devices=ranks,
-        node=request.node_rank,
-        log_dir=out and RunFolder(out).logs,
-        preload=PRELOAD,
-        environment={
-            **({OPTIONS_VARIABLE: options.to_text()} if script else {}),
-            **({CHECK_VARIABLE: "1"} if request.check else {}),
-        },
-        stall_limit_s=request.stall_limit_s,
-    )
-    _announce(request, devices, out)
-    if nodes.most > 1:
-        return on_nodes(request, launch, settings, options, script=script)
-    return _start_until_done(request, launch, settings, options, script=script)
+    return ReadRequest(plan, search, script, settings)
 
 
-def _options(
-    request: RunRequest, plan: PlanSpec | None, search: bool, out: Path | None, devices: int | None = None
-) -> RunOptions:
+def with_autoresume(request: RunRequest) -> RunRequest:
+    """`request` with --resume where --autoresume was given and the folder has a checkpoint. Raises `UserError`."""
+    if not request.autoresume:
+        return request
+    if request.out is None:
+        raise UserError("--autoresume", "the run's folder has no name", "name it: --out DIR")
+    places = [CheckpointFolder(place) for place in (request.out, request.save_to) if place is not None]
+    return replace(request, resume=request.resume or any(place.steps() for place in places))
+
+
+def run_options(request: RunRequest, asked: ReadRequest, out: Path | None, devices: int | None = None) -> RunOptions:
     """The options that are passed to the ranks."""
     from evenly.train.options import RunOptions
 
     return RunOptions(
-        plan=plan,
-        search=search,
+        plan=asked.plan,
+        search=asked.search,
         out=out,
         steps=request.steps,
         resume=request.resume,
@@ -184,15 +215,6 @@ def fit_all(plan: PlanSpec, devices: int, nodes: NodeRange) -> PlanSpec:
             asked, "; ".join(problems), "leave a size open (data takes what remains), or give other --nodes"
         )
     return fitted
-
-
-def _check_as_rank(request: RunRequest) -> None:
-    if request.restarts or request.nodes.elastic:
-        raise UserError(
-            "--restarts and elastic --nodes under a launcher that starts every rank",
-            "it alone can start ranks again",
-            "leave restarts to it (torchrun --max-restarts), or have it start one task per node",
-        )
 
 
 def _check_restarts(request: RunRequest, *, script: bool) -> None:
@@ -308,23 +330,6 @@ def _way_on(request: RunRequest, out: Path | str) -> str:
     )
 
 
-def _run_as_rank(request: RunRequest) -> int:
-    """Under a launcher that starts every rank itself, this process is one of them."""
-    from evenly.train.interrupt import Interrupt
-    from evenly.train.loop import run_job_file, run_script
-
-    if restart_count() and request.out is not None and CheckpointFolder(request.out).steps():
-        request = replace(request, resume=True)  # torchrun has started the ranks again
-    options = _options(request, *read_with(request.job, lambda: asked_plan(request.plan)), request.out)
-    if owns_loop(request.job):
-        signum = run_script(request.job, request.arguments, request.json_only)
-        return exit_code(signum != 0, signum)
-    summary = run_job_file(request.job, parse_settings(request.settings), options, request.json_only)
-    if find_here().rank == 0:
-        print_summary(summary, request)
-    return exit_code(summary.stopped, Interrupt.was_asked)
-
-
 def print_summary(summary: Summary, request: RunRequest) -> None:
     if request.json_only:
         print(json.dumps(finite(asdict(summary))))
@@ -384,7 +389,7 @@ def choose_folder(request: RunRequest) -> Path:
     """
     if request.out is not None:
         exists = RunFolder(request.out).holds_run
-        if exists and not request.resume:
+        if exists and not (request.resume or request.autoresume):
             raise UserError(
                 f"a new run in {request.out}", "it already holds a run", "add --resume, or choose another --out"
             )
@@ -395,13 +400,18 @@ def choose_folder(request: RunRequest) -> Path:
             )
         return request.out
     stem = request.job.stem
-    numbers = _numbers(Path("runs"), stem)
     if not request.resume:
-        return Path("runs") / f"{stem}-{numbers[-1] + 1 if numbers else 1}"
-    for number in reversed(numbers):
+        return next_folder(request.job)
+    for number in reversed(_numbers(Path("runs"), stem)):
         if CheckpointFolder(Path("runs") / f"{stem}-{number}").steps():
             return Path("runs") / f"{stem}-{number}"
     raise UserError(f"resuming a run of {request.job}", f"no runs/{stem}-N here has a checkpoint", "give --out DIR")
+
+
+def next_folder(job: Path) -> Path:
+    """runs/NAME-N that is not there yet."""
+    numbers = _numbers(Path("runs"), job.stem)
+    return Path("runs") / f"{job.stem}-{numbers[-1] + 1 if numbers else 1}"
 
 
 def _numbers(folder: Path, stem: str) -> list[int]:

@@ -116,11 +116,12 @@ def _table(heads: Sequence[str], rows: Rows, *, narrow: bool, wrapping: Sequence
 
 
 def terminal_width(stream: TextIO) -> int | None:
-    """The columns of the terminal that `stream` writes to; None where it is no terminal."""
+    """The columns of the terminal that `stream` writes to; None where it is no terminal, or one without a size."""
     try:
-        return max(LEAST_WIDTH, os.get_terminal_size(stream.fileno()).columns) if stream.isatty() else None
+        columns = os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0
     except OSError:  # a stream without a file
         return None
+    return max(LEAST_WIDTH, columns) if columns else None
 
 
 def printable(text: str) -> str:

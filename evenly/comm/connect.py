@@ -7,6 +7,8 @@ torch's own sharding is to run in it.
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,27 +18,39 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from evenly.comm.groups import Group
+from evenly.comm.last_words import LastWords
 from evenly.comm.world import World
-from evenly.errors import RunError, UserError
+from evenly.errors import EvenlyError, RunError, UserError
 from evenly.launcher.allocator import keep_freed_memory
 from evenly.launcher.environment import LOOPBACK, ProcessInfo, checking, record_file, restart_count, talk_over
-from evenly.launcher.interfaces import local_address, socket_interface, words
+from evenly.launcher.interfaces import local_address, reachable_host, socket_interface, words
 from evenly.launcher.rendezvous import serve_store
 from evenly.observe.recorder import Recorder
+
+MEET_LIMIT_S = 10.0  # for ranks that have failed before they have met
 
 
 def find_device(place: ProcessInfo) -> str:
     """The device of this rank: its own GPU where there are any, else the CPU; raises `UserError` beyond them."""
     if not torch.cuda.is_available():
         return "cpu"
-    found = torch.cuda.device_count()
+    return f"cuda:{own_gpu(place, torch.cuda.device_count())}"
+
+
+def own_gpu(place: ProcessInfo, found: int) -> int:
+    """Which of the `found` GPUs that this process sees is its own; raises `UserError` where there are too few.
+
+    A scheduler may let each task see one alone (`srun --gpus-per-task=1`); NCCL refuses one GPU for two ranks.
+    """
+    if found == 1 and place.launcher in ("srun", "mpirun", "pmi"):
+        return 0
     if place.local_size > found:
         raise UserError(
             f"{place.local_size} devices on this machine",
             f"{found} GPU{'s' * (found != 1)}",
             f"give --devices {found} or fewer; for CPU processes set CUDA_VISIBLE_DEVICES to nothing",
         )
-    return f"cuda:{place.local_rank}"
+    return place.local_rank
 
 
 def connect(place: ProcessInfo, *, axes: Mapping[str, int] | None = None, even_alone: bool = False) -> World:
@@ -103,6 +117,39 @@ def disconnect(world: World) -> None:
         world.recorder.close()
 
 
+def last_words(place: ProcessInfo) -> LastWords | None:
+    """What the ranks of this process's world say of its end.
+
+    Where they have not met yet, they do so for it; None where they cannot.
+    """
+    store = _rendezvous.store
+    if store is None:
+        try:
+            if place.rank > 0 and not dist.is_torchelastic_launched():
+                _wait_for_store(place)
+            store = _open_store(place)
+        except (RuntimeError, OSError, EvenlyError):
+            return None
+    return LastWords(store, place.rank, place.size)
+
+
+def _wait_for_store(place: ProcessInfo) -> None:
+    """Until rank 0 serves it. Raises `OSError`, where torch's own wait would print its stacks."""
+    until_s = time.monotonic() + MEET_LIMIT_S
+    while True:
+        try:
+            socket.create_connection((_host_of(place), place.port), timeout=MEET_LIMIT_S).close()
+            return
+        except OSError:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(0.1)
+
+
+def _host_of(place: ProcessInfo) -> str:
+    return LOOPBACK if place.nodes == 1 else reachable_host(place.address, place.port)
+
+
 def _recorder(record: Path, rank: int) -> Recorder:
     try:
         return Recorder(record, rank)
@@ -141,6 +188,11 @@ class _Rendezvous:
         self._store: dist.Store | None = None
         self._count = 0
 
+    @property
+    def store(self) -> dist.Store | None:
+        """The one in use, without the prefix of a world; None before ranks have met."""
+        return self._store
+
     def next(self, place: ProcessInfo) -> dist.Store:
         key = (place.address, place.port, place.rank, place.size)
         if key != self._place or self._store is None:
@@ -156,7 +208,7 @@ def _open_store(place: ProcessInfo) -> dist.Store:
     if dist.is_torchelastic_launched():
         store, _, _ = next(rendezvous("env://", place.rank, place.size))
         return store
-    host = LOOPBACK if place.nodes == 1 else place.address
+    host = _host_of(place)
     talk_over(socket_interface(host, place.port))
     if place.rank > 0:
         return dist.TCPStore(host, place.port, is_master=False)

@@ -237,7 +237,7 @@ def _mpi_address(environ: Mapping[str, str], names: tuple[str, ...], *, alone: b
         environ,
         names[1::2],
         "the ranks are on several nodes and MASTER_ADDR is not set",
-        "set MASTER_ADDR to rank 0's host",
+        "set MASTER_ADDR to rank 0's host: mpirun -x MASTER_ADDR=HOST (Open MPI), -genv MASTER_ADDR HOST (MPICH)",
     )
 
 

@@ -36,6 +36,11 @@ def local_address(host: str, port: int) -> str:
     return address
 
 
+def reachable_host(host: str, port: int) -> str:
+    """What leads to `host` from here as from others: its name, or on that machine itself `local_address`."""
+    return host if not ipaddress.ip_address(_route_from(host, port)).is_loopback else local_address(host, port)
+
+
 def _address_for_others(host: str, port: int) -> str:
     there = outward_addresses()
     asked = f"find the address of this machine, {host}, that others reach"

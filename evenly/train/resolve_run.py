@@ -36,11 +36,13 @@ class ResolvedRun:
     plan:       fitted and resolved.
     microbatch: samples per forward; None for the job's own.
     predicted:  the planner's prediction, as in `plan.json` and `evenly report`; None unless the plan was searched.
+    out:        the run's folder; None without one.
     """
 
     plan: Plan
     microbatch: int | None = None
     predicted: Mapping[str, Any] | None = None
+    out: Path | None = None
 
     def apply_to(self, job: Job) -> Job:
         """`job` with its microbatch."""
@@ -78,7 +80,7 @@ def _decide_and_note(job: Job, options: RunOptions, place: ProcessInfo) -> Resol
     if options.out is not None:
         new = not options.resume and not options.no_room
         note_start(RunFolder(options.out), str(decision.plan), new=new)
-    return decision
+    return replace(decision, out=options.out)
 
 
 def decide(job: Job, options: RunOptions, place: ProcessInfo) -> ResolvedRun:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from types import TracebackType
@@ -430,6 +431,7 @@ def start_with_options(job: Job, options: RunOptions, sinks: Sequence[Sink] = ()
     options = merge_options(options)
     sinks = [*sinks, *make_loggers(options.log)]
     decision, world = connect_and_resolve(job, options, find_here())
+    options = replace(options, out=options.out or decision.out)
     if world.device == "cpu" and decision.plan.exact == "bitwise" and chosen_threads() is None:
         torch.set_num_threads(1)  # the bits of a sum depend on the number of threads
     try:

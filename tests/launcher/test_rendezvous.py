@@ -20,7 +20,7 @@ from evenly.errors import UserError
 from evenly.launcher import interfaces, rendezvous
 from evenly.launcher.agent import launch
 from evenly.launcher.environment import LOOPBACK_INTERFACE, run_secret
-from evenly.launcher.interfaces import is_loopback, local_address, socket_interface
+from evenly.launcher.interfaces import is_loopback, local_address, reachable_host, socket_interface
 from evenly.launcher.nodes import NodeRun, read_rendezvous
 from evenly.launcher.rendezvous import NAME, NONCE, NodeStore, Relay, listen
 from evenly.launcher.rounds import Limits, Member, NodeRange
@@ -208,6 +208,8 @@ def test_a_name_that_resolves_to_loopback_stands_for_the_way_out(monkeypatch: py
     assert local_address("node0", 29500) == "10.0.0.7"
     assert local_address("node1", 29500) == "10.1.0.7"
     assert local_address("localhost", 29500) == "127.0.0.1"
+    reached = [reachable_host(host, 29500) for host in ("node0", "node1", "localhost")]
+    assert reached == ["10.0.0.7", "node1", "127.0.0.1"]
 
 
 def test_without_a_way_out_the_only_interface_counts_or_the_one_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,8 +234,6 @@ def test_without_a_way_out_the_only_interface_counts_or_the_one_named(monkeypatc
     with pytest.raises(UserError, match="no interface but loopback"):
         interfaces.only_address({"veth5": "10.0.0.1"}, "find it")
 
-
-def test_interfaces_follow_from_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert socket_interface("127.0.0.1", 29500) == LOOPBACK_INTERFACE
     assert is_loopback("localhost") and is_loopback("127.0.0.2") and is_loopback("::1") and not is_loopback("node0")
     monkeypatch.setattr(interfaces, "_route_from", lambda host, port: "203.0.113.9")
