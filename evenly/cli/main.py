@@ -83,6 +83,9 @@ NodeCount = Annotated[int, typer.Option("--nodes", min=1, metavar="N", help="Mac
 NodeRank = Annotated[int, typer.Option(min=0, help="Number of this machine, from 0.")]
 Rendezvous = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where machine 0 listens.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors and warnings.")]
+AutoResume = Annotated[
+    bool, typer.Option("--autoresume", help="Go on if --out has a checkpoint, else begin: the same command each time.")
+]
 Restarts = Annotated[
     int, typer.Option(min=0, metavar="N", help="Start again from the newest checkpoint after up to N failures an hour.")
 ]
@@ -97,10 +100,7 @@ def run_command(
     out: Annotated[Path | None, typer.Option(help="Folder of the run (default: runs/NAME-N).")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of the whole run (default: the job's).")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest sound checkpoint.")] = False,
-    autoresume: Annotated[
-        bool,
-        typer.Option("--autoresume", help="Go on if --out has a checkpoint, else begin: the same command each time."),
-    ] = False,
+    autoresume: AutoResume = False,
     step: Annotated[int | None, typer.Option(min=0, help="Go on from the checkpoint of this step.")] = None,
     skip_nonfinite: Skipped = 0,
     check: Annotated[bool, typer.Option("--check", help="Compare what ranks ask for before each collective.")] = False,
@@ -127,7 +127,7 @@ def run_command(
 
     request = RunRequest(
         job=job,
-        arguments=list(context.args),
+        arguments=[*context.args],
         plan=plan,
         devices=devices,
         out=out,

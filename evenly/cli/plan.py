@@ -87,7 +87,7 @@ def _progress(request: PlanRequest) -> Generator[PlanRequest]:
     with Console(file=sys.stderr).status(f"reading {request.source.name}") as line:
 
         def watch(plan: Plan) -> None:
-            line.update(f"reading {request.source.name} without numbers, run {next(runs)}: as {plan}")
+            line.update(f"reading {request.source.name} on fake tensors, run {next(runs)}: as {plan}")
 
         yield replace(request, source=replace(request.source, watch=watch))
 
