@@ -9,7 +9,7 @@ import gc
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -17,6 +17,9 @@ from evenly.cli.tables import print_wrapped
 from evenly.errors import EvenlyError, UserError
 from evenly.launcher.rounds import NodeRange
 from evenly.launcher.signals import end_with_code, named_signals
+
+if TYPE_CHECKING:
+    from evenly.cli.run import RunRequest
 
 # Objects until garbage is collected: at Python's own 700 that takes a fifth of the time in which torch is imported.
 ALLOCATIONS = 20_000
@@ -121,9 +124,7 @@ def run_command(
     debug: Debug = False,
 ) -> None:
     """Train a job. A file that calls evenly.start owns its loop and runs as a script; its arguments follow `--`."""
-    from evenly.cli.run import RunRequest, run
-    from evenly.cli.run_nodes import run_on_nodes
-    from evenly.cli.run_rank import run_as_rank
+    from evenly.cli.run import RunRequest
 
     request = RunRequest(
         job=job,
@@ -152,6 +153,14 @@ def run_command(
         quiet=quiet,
         autoresume=autoresume,
     )
+    _run(request)
+
+
+def _run(request: RunRequest) -> None:
+    from evenly.cli.run import run
+    from evenly.cli.run_nodes import run_on_nodes
+    from evenly.cli.run_rank import run_as_rank
+
     raise typer.Exit(run(request, run_on_nodes, run_as_rank))
 
 

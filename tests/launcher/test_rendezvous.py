@@ -234,6 +234,7 @@ def test_without_a_way_out_the_only_interface_counts_or_the_one_named(monkeypatc
     with pytest.raises(UserError, match="no interface but loopback"):
         interfaces.only_address({"veth5": "10.0.0.1"}, "find it")
 
+
 def test_interfaces_follow_from_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert socket_interface("127.0.0.1", 29500) == LOOPBACK_INTERFACE
     assert is_loopback("localhost") and is_loopback("127.0.0.2") and is_loopback("::1") and not is_loopback("node0")
