@@ -90,10 +90,7 @@ def run_command(
     out: Annotated[Path | None, typer.Option(help="Folder of the run (default: runs/NAME-N).")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of the whole run (default: the job's).")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest sound checkpoint.")] = False,
-    autoresume: Annotated[
-        bool,
-        typer.Option("--autoresume", help="Go on if --out has a checkpoint, else begin: the same command each time."),
-    ] = False,
+    autoresume: Autoresume = False,
     step: Annotated[int | None, typer.Option(min=0, help="Go on from the checkpoint of this step.")] = None,
     skip_nonfinite: Skipped = 0,
     check: Annotated[bool, typer.Option("--check", help="Compare what ranks ask for before each collective.")] = False,
