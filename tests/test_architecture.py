@@ -370,7 +370,7 @@ PACKAGE_LINES = {
     "__init__": 1290,  # phases; losses that do not add up; fields of a job: streams, metrics, hooks, averages
     "bridges": 1073,  # states of a Trainer's callbacks, its samplers; jobs of a Trainer and of Lightning's modules
     "checkpoint": 2588,  # weights from files; adapters, shards and tokenizers in exports; averages; pieces that overlap
-    "cli": 2650,  # submit, doctor and bench on several nodes; loggers, the screen, exports; where there is no room
+    "cli": 2662,  # submit, doctor and bench on several nodes; loggers, the screen, exports; where there is no room
     "comm": 3066,  # doctor and bench on several nodes; last words of ranks; streams are handed out
     "data": 1721,  # streams that split by rank; collate on the rank that trains; streams, samplers and their places
     "engine": 3179,  # phases: an updater and stages for each; metrics, outputs and averages; passes of a step

@@ -46,9 +46,6 @@ PlanText = Annotated[
     str | None,
     typer.Option(help="How to split, for example zero3 or tensor=2; auto seeks the fastest that fits (default: ddp)."),
 ]
-Autoresume = Annotated[
-    bool, typer.Option("--autoresume", help="Go on if --out has a checkpoint, else begin: the same command each time.")
-]
 SaveTo = Annotated[
     Path | None, typer.Option(metavar="DIR2", help="A second folder, to which every checkpoint is copied.")
 ]
