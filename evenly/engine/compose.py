@@ -396,7 +396,8 @@ def _change_blocks(
     """Wraps the blocks' forwards: recomputation inside, compilation around it; switches key-value caches off."""
     changes: dict[str, Callable[[Forward], Forward]] = {}
     if plan.recompute in ("selective", "full"):
-        changes[f"recompute={plan.recompute}"] = recomputing(selective=plan.recompute == "selective")
+        selective, alone = plan.recompute == "selective", plan.devices == 1
+        changes[f"recompute={plan.recompute}"] = recomputing(selective=selective, alone=alone)
         if plan.compile != "blocks" and not plan.pipeline.active:
             blocks = [find_recomputed(r.module, mine) for r, mine in zip(replicas, blocks, strict=True)]
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -468,6 +469,24 @@ class Watched(Net):
         return super().forward(x)
 
 
+class OwnBuffers(Net):
+    """Blocks that use what they have seen, and keep it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_buffer("scale", torch.ones(()))
+            block.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+            block.forward = types.MethodType(scaled_by_what_was_seen, block)
+
+
+def scaled_by_what_was_seen(block: Any, x: torch.Tensor) -> torch.Tensor:
+    out = x + block.down(torch.tanh(block.up(x))) * block.scale
+    block.scale = 0.9 * block.scale + 0.1 * x.detach().abs().mean()
+    block.calls += 1
+    return out
+
+
 def keep_seen(block: Any, given: Any, _: torch.Tensor) -> None:
     block.seen.lerp_(block.up(given[0]).detach().mean(0), 0.25)
 
@@ -746,6 +765,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "saved queue": lambda: Case(job(lambda: Queue(persistent=True))),
     "loss counts": lambda: Case(job(loss=counting_loss())),
     "moving averages": lambda: Case(job(Watched)),
+    "own buffers": lambda: Case(job(OwnBuffers)),
     "codebook": lambda: Case(job(Codebook)),
     "momentum head": lambda: Case(job(lambda: MomentumHead(past_autograd=False))),
     "momentum head data": lambda: Case(job(lambda: MomentumHead(past_autograd=True))),

@@ -34,7 +34,7 @@ REFUSED: dict[str, set[str]] = {
     "checkpoint of two": {"pipeline=2"},
     **dict.fromkeys(("data generator", "data numpy", "data counts", "cost"), SEVERAL),
     **dict.fromkeys(("model generator", "hidden state", "first call", "queue", "saved queue", "loss counts"), SEVERAL),
-    **dict.fromkeys(("codebook", "momentum head", "momentum head data"), SEVERAL),
+    **dict.fromkeys(("codebook", "own buffers", "momentum head", "momentum head data"), SEVERAL),
     "retyped": SEVERAL,
     "max_norm": SEVERAL - {"tensor=2", "pipeline=2"},
     **{key: {"zero3", "pipeline=2"} for key in ("double backward", "double backward of norms")},
@@ -102,3 +102,10 @@ def test_blocks_that_are_chosen_by_the_microbatch_are_refused_where_they_are_gat
     for found in ranks.run(chosen_by_microbatch, "zero3", limit_s=120):
         assert "which blocks run depends on the microbatch" in found
     assert ranks.run(chosen_by_microbatch, "zero2", limit_s=120) == ["nothing"] * 2
+
+
+@pytest.mark.parametrize("how", ["full", "selective"])
+def test_what_one_device_recomputes_changes_buffers_once(how: str, ranks: KeptRanks) -> None:
+    names = ["moving averages", "own buffers", "codebook", "spectral norm", "frozen norm"]
+    (found,) = ranks.run(outcomes, names, f"single recompute={how}", size=1, limit_s=120)
+    assert {name: found[name] for name in names if found[name][0] != "equal"} == {}

@@ -10,8 +10,8 @@ Order: before parameters are cut over ranks, whose hooks must lie around the blo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointError, CheckpointPolicy, checkpoint
 
 from evenly.errors import PlanError, RunError
 from evenly.parallel.core.calls import Forward
-from evenly.torch_private import ATTENTION
+from evenly.torch_private import ATTENTION, in_backward
 
 _aten = torch.ops.aten
 KEPT = {
@@ -49,17 +49,22 @@ REFUSALS = (
 )
 
 
-def recomputing(*, selective: bool) -> Callable[[Forward], Forward]:
-    """What makes a forward recompute."""
+def recomputing(*, selective: bool, alone: bool = False) -> Callable[[Forward], Forward]:
+    """What makes a forward recompute.
+
+    alone: whether one device runs it, which lets it change buffers and use them as it likes.
+    """
 
     def change(forward: Forward) -> Forward:
         how: dict[str, Any] = {"use_reentrant": False}
-        if selective and not _is_recurrent(getattr(forward, "__self__", None)):
+        block = getattr(forward, "__self__", None)
+        if selective and not _is_recurrent(block):
             how["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
 
-        def computed(*args: Any, **kwargs: Any) -> Any:
+        def computed(before: BlockBuffers, *args: Any, **kwargs: Any) -> Any:
             try:
-                return forward(*args, **kwargs)
+                with before.put_back() if in_backward() else nullcontext():
+                    return forward(*args, **kwargs)
             except RuntimeError as problem:
                 for said, found, to_do in REFUSALS:
                     if said in str(problem):
@@ -70,11 +75,31 @@ def recomputing(*, selective: bool) -> Callable[[Forward], Forward]:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             _refuse_caches((*args, *kwargs.values()))
-            return checkpoint(computed, *args, **how, **kwargs)
+            return checkpoint(computed, BlockBuffers(block if alone else None), *args, **how, **kwargs)
 
         return run
 
     return change
+
+
+class BlockBuffers:
+    """The buffers of `block` as a forward of it begins; none for None."""
+
+    def __init__(self, block: Any) -> None:
+        modules = block.modules() if isinstance(block, nn.Module) else ()
+        self._found = [(one, name, b.clone()) for one in modules for name, b in one.named_buffers(recurse=False)]
+
+    @contextmanager
+    def put_back(self) -> Generator[None]:
+        """Within, the modules have these in place of their own, which the first forward has changed already."""
+        own = [(module, name, getattr(module, name)) for module, name, _ in self._found]
+        for module, name, value in self._found:
+            setattr(module, name, value)
+        try:
+            yield
+        finally:
+            for module, name, buffer in own:
+                setattr(module, name, buffer)
 
 
 class RecomputedBackward:
