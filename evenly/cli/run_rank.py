@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import signal
 import sys
 import time
@@ -51,6 +53,8 @@ def run_as_rank(request: RunRequest, place: ProcessInfo) -> int:
         found = describe(place.rank, error)
         said = _to_say(found, place)
         signal.signal(signal.SIGTERM, signal.SIG_IGN if said else signal.SIG_DFL)
+        # Threads of torch may still wait for ranks that are gone: the interpreter's way out would abort over them.
+        atexit.register(os._exit, found.exit_code)
         if said is None:
             time.sleep(LINGER_S)  # the launcher ends all ranks where the first has ended
             raise SystemExit(found.exit_code) from error
