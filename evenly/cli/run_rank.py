@@ -54,7 +54,7 @@ def run_as_rank(request: RunRequest, place: ProcessInfo) -> int:
         said = _to_say(found, place)
         signal.signal(signal.SIGTERM, signal.SIG_IGN if said else signal.SIG_DFL)
         # Threads of torch may still wait for ranks that are gone: the interpreter's way out would abort over them.
-        atexit.register(os._exit, found.exit_code)
+        atexit.register(_end_at_once, found.exit_code)
         if said is None:
             time.sleep(LINGER_S)  # the launcher ends all ranks where the first has ended
             raise SystemExit(found.exit_code) from error
@@ -62,6 +62,13 @@ def run_as_rank(request: RunRequest, place: ProcessInfo) -> int:
         failed.do = "; ".join(filter(None, (failed.do, _keep_traceback(found, request.out))))
         failed.do = with_way_on(failed, request, request.out)
         raise failed from error
+
+
+def _end_at_once(code: int) -> None:
+    """Ends this process with what it has printed so far."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _run(request: RunRequest, place: ProcessInfo) -> int:
