@@ -24,7 +24,7 @@ class Points(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         # A draw per sample: augmentation must follow the sample, not the rank or the loader's worker.
-        return self.x[index] + 0.1 * torch.randn(5), self.y[index]
+        return self.x[index] + 0.1 * torch.randn(5, dtype=torch.float32), self.y[index]
 
 
 class Sentences(torch.utils.data.Dataset):

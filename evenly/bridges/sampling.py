@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from evenly.data.generators import seeded
+from evenly.job import is_stream
 
 OURS = (SequentialSampler, RandomSampler)  # in whose place the job has an order of its own
 
@@ -70,6 +71,8 @@ def order_problems(loader: Any) -> Iterator[str]:
 
 def _sampler(loader: Any) -> Any:
     """None of a stream."""
+    if is_stream(loader.dataset):
+        return None
     return getattr(getattr(loader, "batch_sampler", None), "sampler", None)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +21,6 @@ from evenly.engine.executor import Batch, Executor, LossFunction
 from evenly.engine.step_totals import StepTotalsBuilder
 from evenly.errors import RunError
 from evenly.job import Job
-from evenly.parallel.data.replicas import Replica
 from evenly.parallel.pipeline.pipeline import Pipeline
 from evenly.parallel.pipeline.schedule_runner import ScheduleRunner
 from evenly.parallel.pipeline.stage_discovery import calls_of
@@ -106,15 +105,10 @@ class PipelineExecutor(Executor):
         self._runner.look(len(filled), _Looking(self, filled, builder, losses))
         return [losses[number] for number in sorted(losses)][: len(microbatches)], []
 
-    def run_code(
-        self, replica: Replica, microbatch: Microbatch, key: int, *, finish: Callable[[Any], Any] = lambda loss: loss
-    ) -> Any:
-        """As in `Executor`; each stage of this rank runs the code from its beginning, on a batch of its own."""
-        return super().run_code(replica, microbatch.copied(), key, finish=finish)
-
     def code_of(self, microbatch: Microbatch, step: int) -> Any:
         """Runs the job's loss with the random numbers that the microbatch has in `step`; records nothing."""
-        return self.run_code(self.composed.replicas[0], microbatch, self.stream_of(step, microbatch.number))
+        key = self.stream_of(step, microbatch.number)
+        return self.run_code(self.composed.replicas[0], microbatch.copied(), key)
 
     def _filled(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """As many microbatches as the schedule needs: repeats the last one as a filler that does not count."""
@@ -147,8 +141,11 @@ class _Evaluating:
         return (found.samples, *((path, tuple(tensor.shape), tensor.dtype) for path, tensor in tensors))
 
     def forward(self, microbatch: int) -> torch.Tensor | None:
-        """Runs the forward of a stage, which may end by `StageEnd`; returns the loss to differentiate, if any."""
-        found = self.microbatches[microbatch]
+        """Runs the forward of a stage, which may end by `StageEnd`; returns the loss to differentiate, if any.
+
+        Each stage of a rank runs the code from its beginning, on a batch of its own.
+        """
+        found = self.microbatches[microbatch].copied()
         try:
             return self._compute(found)
         finally:

@@ -81,7 +81,9 @@ def first_loss(run: Run, batch: Batch) -> FirstLoss | None:
     plan, microbatches = run.plan, batch.share.microbatches
     if run.job.phases or run.steps_done or not run.world.is_main or len(microbatches) < 2 or not batch.share.own:
         return None
-    if plan.tensor.active or plan.pipeline.active or plan.compile != "off" or may_remember(run.job.loss):
+    if plan.tensor.active or plan.pipeline.active or plan.replicas.count > 1 or plan.compile != "off":
+        return None
+    if may_remember(run.job.loss):
         return None
     return FirstLoss(run.job.loss, len(microbatches[batch.share.own[0]]))
 

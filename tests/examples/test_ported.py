@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 import evenly
 from evenly.data.generators import reseed
-from evenly.data.order import batch_indices
+from evenly.data.loader import indices_of_step
 from evenly.data.stream import stream_key
 from evenly.job import Job
 from evenly.jobfile import load_job
@@ -134,11 +134,7 @@ def losses_before(name: str, job: Job, batches: Sequence[Any], monkeypatch: pyte
 
 
 def _order(job: Job) -> list[int]:
-    order = (
-        batch_indices(seed=job.seed, step=step, length=job.length, global_batch=job.global_batch, shuffle=job.shuffle)
-        for step in range(STEPS)
-    )
-    return [index for indices in order for index in indices]
+    return [index for step in range(STEPS) for index in indices_of_step(job, step)]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "ppo"])

@@ -31,7 +31,7 @@ def job_that(does: str, rank: int, folder: Path) -> Path:
 @pytest.mark.parametrize("does", ["while True: len(range(9))", "import time; time.sleep(600)"])
 def test_a_loop_in_the_dataset_of_the_only_rank_is_named(does: str, tmp_path: Path) -> None:
     path = job_that(does, 0, tmp_path)
-    with pytest.raises(FailedRank, match=r"not got on for \d+ s: it is in Data\.__getitem__ \(standing.py:11"):
+    with pytest.raises(FailedRank, match=r"not got on for \d+ s: it is in __getitem__ \(standing.py:11"):
         start_ranks(run_job_file, (path, {}, RunOptions(), True), Launch(devices=1, stall_limit_s=LIMIT_S))
 
 
@@ -44,7 +44,7 @@ def test_a_loop_in_a_data_worker_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_stopped_rank_is_named(devices: int, tmp_path: Path) -> None:
     path = job_that(STOP, devices - 1, tmp_path)
-    words = rf"rank {devices - 1}'s process is stopped \(SIGSTOP or the like\).*Data\.__getitem__ \(standing.py:11"
+    words = rf"rank {devices - 1}'s process is stopped \(SIGSTOP or the like\).*__getitem__ \(standing.py:11"
     with pytest.raises(FailedRank, match=words) as caught:
         start_ranks(run_job_file, (path, {}, RunOptions(), True), Launch(devices=devices, stall_limit_s=LIMIT_S))
     assert caught.value.rank == devices - 1

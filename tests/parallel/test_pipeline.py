@@ -256,7 +256,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
         ("packed", "data=2 pipeline=2", 4, 0.98),
         ("selecting", "pipeline=2 schedule=zbv", 2, 0.98),
         ("masked", "pipeline=2", 2, 0.98),
-        ("layerdrop", "pipeline=2 split_points=6", 2, 0.98),
+        ("layerdrop", "pipeline=2 split_points=6", 2, 0.94),
         ("layerdrop", "data=2 pipeline=2 zero=1 schedule=zbv", 4, 0.98),
         ("experts", "data=2 pipeline=2 zero=1 schedule=zbv", 4, 0.98),
         ("whole_penalty", "pipeline=2 schedule=zbv", 2, 0.0),  # all of it is on all ranks

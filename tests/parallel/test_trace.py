@@ -263,14 +263,10 @@ def test_code_that_fails_before_its_first_layer_is_refused() -> None:
     assert "tensor=N" in caught.value.asked and "ddp, zero3" in caught.value.do
 
 
-def test_calls_without_gradients_are_marked() -> None:
+def test_calls_whose_backward_is_not_seen_are_marked() -> None:
     """What a function with a backward of its own computes is seen, but not its backward."""
     traced = trace(nn.Linear(5, 5), lambda m, x: Doubled.apply(m(x)).sum(), torch.randn(3, 5))
-    assert [(call.function, call.gradients) for call in traced.calls] == [
-        ("linear", True),
-        ("mul", False),
-        ("sum", True),
-    ]
+    assert [(call.function, call.hidden) for call in traced.calls] == [("linear", False), ("mul", True), ("sum", False)]
 
 
 def test_a_head_used_by_its_weight() -> None:

@@ -205,7 +205,7 @@ def test_what_does_not_come_again_is_said() -> None:
 
 
 def test_a_parameter_that_an_update_has_ruined_is_named() -> None:
-    with evenly.start(job("clean", loss=lambda m, b: m(*b[:2]).sum()), plan="single") as run:
+    with evenly.start(job("clean", loss=lambda m, b: evenly.Loss(m(*b[:2]).sum(), len(b[0]))), plan="single") as run:
         batches = run.batches()
         run.step(next(batches))
         with torch.no_grad():

@@ -17,6 +17,7 @@ from kept_ranks import KeptRanks
 
 import evenly
 import evenly.data.loader as loader
+import evenly.data.sample_reader as sample_reader
 import evenly.engine.executor as executor
 import evenly.engine.updater as updater
 import evenly.parallel.core.calls as calls
@@ -267,8 +268,10 @@ def averaged_shards(patch: Patch) -> None:
 
 def fillers_count(patch: Patch) -> None:
     """A microbatch that fills up a rank's rounds counts."""
-    plain = loader.Microbatch
-    patch.setattr(loader, "Microbatch", lambda number, samples, batch, counts: plain(number, samples, batch, True))
+    plain = sample_reader.Microbatch
+    patch.setattr(
+        sample_reader, "Microbatch", lambda number, samples, batch, counts: plain(number, samples, batch, True)
+    )
 
 
 def norm_of_own_shards(patch: Patch) -> None:

@@ -126,7 +126,8 @@ def fingerprint_of_bytes(content: torch.Tensor) -> int:
         content = content.clone()
     words = content.numel() // 8 * 8
     total = content.numel()
-    odd = torch.arange(1, 2 * min(max(words // 8, 8), WORDS_AT_ONCE), 2, device=content.device)
+    most = min(max(words // 8, 8), WORDS_AT_ONCE)
+    odd = content.new_full((most,), 2, dtype=torch.int64).cumsum_(0).sub_(1)
     for part in (*content[:words].view(torch.int64).split(WORDS_AT_ONCE), content[words:].long()):
         total = (total * 31 + int(_dot(part, odd[: len(part)]))) % 2**63
     return total
