@@ -19,6 +19,7 @@ OBJECTS = 2000  # of a stream that are looked at
 PARTS = 100  # of an object
 TEXTS = 1000  # of a list
 BY_NODE = "distributed.world_size"  # where a dataset of `datasets` has in how many parts it was split
+NO_DIGITS = str.maketrans("", "", "0123456789")
 Held = Mapping[str, "int | list[str]"]
 
 
@@ -53,9 +54,18 @@ def split_path(ranks: Sequence[Held]) -> str:
                 return path
         elif all(isinstance(one, list) and one for one in values):
             texts = [set(one) for one in values if isinstance(one, list)]
-            if len(set[str]().union(*texts)) == sum(map(len, texts)):
+            if len(set[str]().union(*texts)) == sum(map(len, texts)) and not _are_copies(texts):
                 return path
     return ""
+
+
+def _are_copies(ranks: Sequence[set[str]]) -> bool:
+    """Whether each rank has files of the same names in a folder of its own, which has no number of the rank but a name
+    by chance (`tempfile.mkdtemp`): every rank has made them all.
+    """
+    names = [{text.rpartition("/")[2] for text in texts} for texts in ranks]
+    without_digits = [{text.translate(NO_DIGITS) for text in texts} for texts in ranks]
+    return all(one == names[0] for one in names) and all(one != without_digits[0] for one in without_digits[1:])
 
 
 def _texts(one: Any) -> list[str]:

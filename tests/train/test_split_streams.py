@@ -257,3 +257,12 @@ def test_a_torn_shard_is_named_on_all_ranks(ranks: KeptRanks, tmp_path: Path) ->
     with pytest.raises(RankFailure) as failed:
         ranks.run(torn_web, urls, size=2)
     assert str(failed.value).count("of the stream, in epoch 1") == 2 and "2.tar" in str(failed.value)
+
+
+def test_files_in_a_folder_of_each_rank_are_copies_unless_it_has_the_rank_s_number() -> None:
+    def found(*folders: str) -> str:
+        return split_path([{"files": [f"{folder}/a.jsonl", f"{folder}/b.jsonl"]} for folder in folders])
+
+    assert found("/tmp/tmpx1kq", "/tmp/tmp7fzz", "/tmp/tmpqq3a") == ""
+    assert found("/data/rank0", "/data/rank1") == "files"
+    assert split_path([{"files": ["/tmp/tmpx1kq/a.jsonl"]}, {"files": ["/tmp/tmp7fzz/b.jsonl"]}]) == "files"
