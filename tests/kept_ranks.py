@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import random
 import socket
 import sys
 import traceback
@@ -113,10 +114,12 @@ class KeptRanks:
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port of the loopback interface that nobody listens on, below those that connections get by themselves."""
+    draw = random.SystemRandom()  # not what tests seed
+    while True:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port := draw.randrange(12_000, 32_000)))
+            return port
 
 
 def _environment(rank: int, size: int, port: int) -> dict[str, str]:

@@ -46,7 +46,10 @@ BETWEEN = {**{f"own loop {name}": {"pipeline=2"} for name in ELSEWHERE}, "own lo
 # Gradients outlive a step where a rank has them as the parameters are.
 NOT_TRIED = {("own loop by gradients", plan) for plan in ("zero1", "pipeline=2")}
 # Refused by some ranks in a forward of the look or the first step: the others are ended with them.
-STOPPED = (*("checkpoint of two", "saved queue", "codebook", "chosen blocks"), *("moving averages", "retyped"))
+STOPPED = (
+    *("checkpoint of two", "saved queue", "codebook", "chosen blocks"),
+    *("moving averages", "own buffers", "retyped"),
+)
 IN_THE_STEP = {(name, "pipeline=2") for name in STOPPED} | {("retyped", "single")}
 
 
