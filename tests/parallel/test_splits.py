@@ -246,6 +246,28 @@ def test_a_backward_that_is_not_seen_bars_whatever_its_forward_says_of_gradients
     assert found.forbidden["0.weight"] == ("exp", "") and found.forbidden["1.weight"] == ("", "exp")
 
 
+class DoubledAfterAll(Doubled):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            inner = x.detach() * 3
+        with torch.no_grad():
+            return (x.exp() + inner) * 2
+
+
+def test_a_function_whose_forward_records_gradients_bars_and_so_does_the_next() -> None:
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        x = Doubled.apply(model[1](DoubledAfterAll.apply(model[0](batch[0]))))
+        with torch.no_grad():
+            model[0](batch[0])
+        return F.cross_entropy(x, batch[1])
+
+    model = nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 4))
+    found = derive(trace(model, loss, points()))
+    assert found.forbidden["0.weight"][0] and found.forbidden["1.weight"] == ("exp", found.forbidden["1.weight"][1])
+    assert found.forbidden["1.bias"] == ("exp",)
+
+
 def on_noise(model: Any, batch: Any) -> torch.Tensor:
     return F.cross_entropy(model(torch.randn(3, 5)), batch[1])
 

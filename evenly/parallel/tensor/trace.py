@@ -194,6 +194,7 @@ class _Recorder(TorchFunctionMode):
     running: list[str] = field(default_factory=list[str])
     failed: tuple[Exception, TracedCall] | None = None  # the call that failed last
     records: bool = True  # whether gradients are recorded, as the model's code has it
+    inside: bool | None = None  # in a `torch.autograd.Function`, whether its code has gradients recorded; else None
     _values: list[tuple[torch.Tensor, Value]] = field(default_factory=list[tuple[torch.Tensor, Value]])
     _index: dict[int, int] = field(default_factory=dict[int, int])
 
@@ -211,10 +212,13 @@ class _Recorder(TorchFunctionMode):
                 result = multi_head_attention(*args, **keywords)
             if result is not NotImplemented:
                 return result
-        recorded = torch.is_grad_enabled()
-        if sets_gradients(func) and recorded == self.records:
-            self.records = bool(args[0])  # by no_grad and its like, but not within a Function, which has it off
-        call = TracedCall(name_of(func), (), {}, (), self.module, hidden=self.records and not recorded)
+        self._note_function()
+        if sets_gradients(func):
+            if self.inside is None:
+                self.records = bool(args[0])
+            else:
+                self.inside = bool(args[0])
+        call = TracedCall(name_of(func), (), {}, (), self.module, hidden=self.inside is not None)
         if _matters(func):
             arguments = _map(self._ref, (args, keywords))
             call = replace(call, arguments=arguments[0], keywords=arguments[1])
@@ -231,6 +235,14 @@ class _Recorder(TorchFunctionMode):
         if outputs:
             self.calls.append(replace(call, outputs=tuple(map(self._made, outputs))))
         return result
+
+    def _note_function(self) -> None:
+        """Notes where a Function has begun or ended, which switches the recording of gradients without a call."""
+        recorded = torch.is_grad_enabled()
+        if self.inside is None and self.records and not recorded:
+            self.inside = False
+        elif self.inside is not None and recorded != self.inside:
+            self.inside = None
 
     def _answer(self, problem: Exception, func: Any, args: Any, keywords: Any) -> Any:
         """What the call returns of numbers; raises `problem` where there are none."""
