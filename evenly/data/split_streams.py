@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -60,8 +61,8 @@ def split_path(ranks: Sequence[Held]) -> str:
 
 
 def _are_copies(ranks: Sequence[set[str]]) -> bool:
-    """Whether each rank has files of the same names in a folder of its own, which has no number of the rank but a name
-    by chance (`tempfile.mkdtemp`): every rank has made them all.
+    """Whether each rank has files of the same names and sizes in a folder of its own, which has no number of the rank
+    but a name by chance (`tempfile.mkdtemp`): every rank has made them all.
     """
     names = [{text.rpartition("/")[2] for text in texts} for texts in ranks]
     without_digits = [{text.translate(NO_DIGITS) for text in texts} for texts in ranks]
@@ -71,7 +72,15 @@ def _are_copies(ranks: Sequence[set[str]]) -> bool:
 def _texts(one: Any) -> list[str]:
     """The first items of a list, where they are texts; else none."""
     items: list[Any] = [*one[:TEXTS]] if isinstance(one, list | tuple) else []  # pyright: ignore
-    return items if all(isinstance(item, str) for item in items) else []
+    return [*map(_with_size, items)] if all(isinstance(item, str) for item in items) else []
+
+
+def _with_size(text: str) -> str:
+    """The path of a file with its size in bytes, any other text as it is."""
+    try:
+        return f"{text} {Path(text).stat().st_size}" if "/" in text else text
+    except (OSError, ValueError):
+        return text
 
 
 def _parts(one: Any) -> Iterator[tuple[str, Any]]:

@@ -145,7 +145,16 @@ def actor_critic(**fields: Any) -> evenly.Job:
     return evenly.Job(**settings | sizes | given)
 
 
+def factored(**fields: Any) -> evenly.Job:
+    """One phase's optimizer looks at whole parameters, the other's at elements."""
+    job = actor_critic(**fields)
+    assert job.phases is not None
+    whole = dataclasses.replace(job.phases["critic"], optimizer=lambda p: torch.optim.Adafactor(p, lr=1e-2))
+    return dataclasses.replace(job, phases={**job.phases, "critic": whole})
+
+
 JOBS: dict[str, Callable[..., evenly.Job]] = {
+    "factored": factored,
     "gan": gan,
     "normed": lambda **fields: gan(model=lambda: Adversaries(normed=True), **fields),
     "actor_critic": actor_critic,
@@ -183,6 +192,9 @@ PLANS = [
     ("actor_critic", "zero3", 2),
     ("actor_critic", "tp", 2),
     ("actor_critic", "pp", 3),
+    ("factored", "zero2", 2),
+    ("factored", "zero3", 3),
+    ("factored", "tp", 2),
     ("streamed", "ddp", 3),
     ("streamed", "3d", 8),
 ]

@@ -259,6 +259,19 @@ def test_a_torn_shard_is_named_on_all_ranks(ranks: KeptRanks, tmp_path: Path) ->
     assert str(failed.value).count("of the stream, in epoch 1") == 2 and "2.tar" in str(failed.value)
 
 
+def test_files_of_each_rank_s_own_content_are_no_copies(tmp_path: Path) -> None:
+    def found(*texts: str) -> str:
+        held = []
+        for folder, text in zip(("xa", "by", "qc"), texts, strict=False):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            (tmp_path / folder / "train.jsonl").write_text(text)
+            held.append(held_by({"files": [str(tmp_path / folder / "train.jsonl")]}))
+        return split_path(held)
+
+    assert found("same", "same", "same") == ""
+    assert found("mine", "other's") == "files"
+
+
 def test_files_in_a_folder_of_each_rank_are_copies_unless_it_has_the_rank_s_number() -> None:
     def found(*folders: str) -> str:
         return split_path([{"files": [f"{folder}/a.jsonl", f"{folder}/b.jsonl"]} for folder in folders])
