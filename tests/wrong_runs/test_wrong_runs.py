@@ -112,3 +112,9 @@ def test_what_one_device_recomputes_changes_buffers_once(how: str, ranks: KeptRa
     names = ["moving averages", "own buffers", "codebook", "spectral norm", "frozen norm"]
     (found,) = ranks.run(outcomes, names, f"single recompute={how}", size=1, limit_s=120)
     assert {name: found[name] for name in names if found[name][0] != "equal"} == {}
+
+
+def test_each_stage_of_a_rank_has_a_batch_of_its_own(ranks: KeptRanks) -> None:
+    names = ["batch in place", "batch in place float32"]
+    for found in ranks.run(outcomes, names, "pipeline=2 schedule=interleaved", size=2, limit_s=120):
+        assert [found[name][0] for name in names] == ["equal", "equal"], found
