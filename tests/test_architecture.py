@@ -370,21 +370,21 @@ PACKAGE_LINES = {
     "__init__": 1290,  # phases; losses that do not add up; fields of a job: streams, metrics, hooks, averages
     "bridges": 1076,  # states of a Trainer's callbacks, its samplers; jobs of a Trainer and of Lightning's modules
     "checkpoint": 2588,  # weights from files; adapters, shards and tokenizers in exports; averages; pieces that overlap
-    "cli": 2667,  # submit, doctor and bench on several nodes; loggers, the screen, exports; where there is no room
+    "cli": 2653,  # submit, doctor and bench on several nodes; loggers, the screen, exports; where there is no room
     "comm": 3066,  # doctor and bench on several nodes; last words of ranks; streams are handed out
-    "data": 1731,  # streams that split by rank; collate on the rank that trains; streams, samplers and their places
+    "data": 1740,  # streams that split by rank; collate on the rank that trains; streams, samplers and their places
     "engine": 3177,  # phases: an updater and stages for each; metrics, outputs and averages; passes of a step
     "hardware": 1152,  # variants of devices; links by nodes; kinds can be registered; numbers beyond all machines
-    "launcher": 3697,  # batch scripts and manifests; ranks that srun and mpirun have started; notebooks; garbage; nodes
+    "launcher": 3709,  # batch scripts and manifests; ranks that srun and mpirun have started; notebooks; garbage; nodes
     "model": 681,  # phases; frozen parameters; parameters in one memory; modes that the job has set
     "observe": 1894,  # stacks read without frames; loggers and the line of a terminal; ranks that stand still
     "parallel": 1,
     "parallel.core": 2361,  # buffers of what is recomputed; groups by name; optimizers that are dealt; stale ones
     "parallel.data": 3463,  # optimizers of whole parameters; passes of a step; layouts; exact buckets
-    "parallel.tensor": 4174,  # noise and no_grad; experts, indices and convolutions on parts; split parameters
+    "parallel.tensor": 4186,  # noise and no_grad; experts, indices and convolutions on parts; split parameters
     "parallel.pipeline": 3412,  # stages of each phase; numbers inside blocks, draws between them; hooks; layouts
     "plan": 1223,  # speeds of ranks; schedules are a table that others add to
-    "planner": 6223,  # a reserve; memory of published libraries; profiles only where needed; averages
+    "planner": 6225,  # a reserve; memory of published libraries; profiles only where needed; averages
     "report": 1460,  # fuller plans; metrics and averages; tables of splits and pages of plans
     "train": 3718,  # phases; the look at losses; streams, hooks, whole models, own loops, metrics; launching
     "verify": 2216,  # phases; streams, metrics, averages, groups and frozen parameters in the reference

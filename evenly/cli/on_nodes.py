@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from evenly.errors import RunError, UserError
-from evenly.launcher.agent import FailedRank, Launch, start_ranks
+from evenly.launcher.agent import Launch, start_ranks
 from evenly.launcher.environment import find_here, import_quiet_torch, run_secret
 from evenly.launcher.interfaces import socket_interface
-from evenly.launcher.nodes import NodeRun, read_rendezvous
+from evenly.launcher.nodes import NodeRun, failure_of, read_rendezvous
 from evenly.launcher.rounds import Member, NodeRange, Report, Round
 from evenly.launcher.signals import StopRequest
 from evenly.launcher.watch import Orders
@@ -81,13 +81,6 @@ def _on_nodes(fn: Callable[..., Any], args: Sequence[Any], launch: Launch, place
 
 def _check(outcome: Report) -> None:
     if outcome.how == "failed":
-        raise FailedRank(
-            outcome.asked,
-            outcome.found,
-            outcome.do,
-            rank=outcome.rank,
-            exit_code=outcome.exit_code,
-            traceback=outcome.traceback,
-        )
+        raise failure_of(outcome)
     if outcome.how != "done":
         raise RunError("measure on all nodes", "another node was stopped", "start it again on every node")

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from evenly.cli.no_room import newest_step
 from evenly.cli.run import RunRequest, exit_code, print_summary, train_on_ranks, with_way_on
 from evenly.errors import UserError
-from evenly.launcher.agent import FailedRank, Launch
+from evenly.launcher.agent import Launch
 from evenly.launcher.environment import OPTIONS_VARIABLE, run_secret
 from evenly.launcher.interfaces import socket_interface
-from evenly.launcher.nodes import NodeRun, read_rendezvous
+from evenly.launcher.nodes import NodeRun, failure_of, read_rendezvous
 from evenly.launcher.rounds import Member, Report, Round
 from evenly.observe.run_folder import RunFolder
 
@@ -71,14 +71,7 @@ def _mark(out: Path | None, token: str) -> Path | None:
 def _end(outcome: Report, ranks: _Ranks) -> int:
     """The exit code of a run that ended so; prints its summary on node 0. Raises `FailedRank`."""
     if outcome.how == "failed":
-        failed = FailedRank(
-            outcome.asked,
-            outcome.found,
-            outcome.do,
-            rank=outcome.rank,
-            exit_code=outcome.exit_code,
-            traceback=outcome.traceback,
-        )
+        failed = failure_of(outcome)
         failed.do = with_way_on(failed, ranks.request, ranks.options.out)
         raise failed
     if outcome.how == "left":

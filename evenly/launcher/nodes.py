@@ -88,6 +88,18 @@ class NodeRun:
             self.store.close()
 
 
+def failure_of(outcome: Report) -> FailedRank:
+    """The error of a run that has failed so."""
+    return FailedRank(
+        outcome.asked,
+        outcome.found,
+        outcome.do,
+        rank=outcome.rank,
+        exit_code=outcome.exit_code,
+        traceback=outcome.traceback,
+    )
+
+
 def read_rendezvous(text: str, secret: bytes) -> tuple[str, int]:
     """Host and port of `text`; raises `UserError` where it has none, or a secret is needed there."""
     host, _, port = text.rpartition(":")

@@ -217,10 +217,7 @@ class _Judge:
         return self._candidates[choice]
 
     def _made(self, choice: PlanChoice) -> CostedPlan | None:
-        try:
-            plan = plan_of(choice, self.request, self.precision)
-        except PlanError as problem:
-            self.refused = str(problem)
+        if (plan := self._plan(choice)) is None:
             return None
         why = self.request.source.refusal(plan)
         self.refused = why or self.refused
@@ -228,13 +225,18 @@ class _Judge:
 
     def _least(self, choice: PlanChoice) -> CostedPlan | None:
         """With parts that are known without a look at how it runs, and that its own are no less than."""
-        try:
-            plan = plan_of(choice, self.request, self.precision)
-        except PlanError as problem:
-            self.refused = str(problem)
+        if (plan := self._plan(choice)) is None:
             return None
         parts = self.request.source.least_parts(plan, self.request.config(plan))
         return self.candidate(choice) if parts is None else costed_plan_of(self.request, plan, parts)
+
+    def _plan(self, choice: PlanChoice) -> Plan | None:
+        """None, and why, where there is no such plan."""
+        try:
+            return plan_of(choice, self.request, self.precision)
+        except PlanError as problem:
+            self.refused = str(problem)
+            return None
 
     def bound(self, choice: PlanChoice, *, least: bool = False) -> float:
         """Seconds that no step of it beats; for a choice that cannot run, for ever. least: by `_least`, if shorter."""
