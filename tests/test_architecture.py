@@ -386,7 +386,7 @@ PACKAGE_LINES = {
     "plan": 1223,  # speeds of ranks; schedules are a table that others add to
     "planner": 6225,  # a reserve; memory of published libraries; profiles only where needed; averages
     "report": 1460,  # fuller plans; metrics and averages; tables of splits and pages of plans
-    "train": 3718,  # phases; the look at losses; streams, hooks, whole models, own loops, metrics; launching
+    "train": 3729,  # phases; the look at losses; streams, hooks, whole models, own loops, metrics; launching
     "verify": 2216,  # phases; streams, metrics, averages, groups and frozen parameters in the reference
 }
 # Parameters of a command are the options that it has on the command line.

@@ -126,8 +126,16 @@ def check_without_phases(run: Run, asked: str) -> None:
         raise RunError(asked, "the job has phases, each with its own loss and update", "call run.step(batch)")
 
 
+def check_whole(run: Run, asked: str) -> None:
+    """Raises `RunError` where a step has failed after an update: the state is that of no step."""
+    if not run.state_is_whole:
+        found = f"step {run.steps_done + 1} has failed after parameters were updated (by one of its phases, say)"
+        raise RunError(asked, found, "let the error end the run, and go on from its newest checkpoint")
+
+
 def prepare_for(run: Run, batch: Batch) -> None:
     """Evaluates where the next step depends on it. Raises `RunError` for a batch that it cannot be trained on."""
+    check_whole(run, "training on after an error")
     if batch.share.step != run.steps_done or batch.used:
         found = f"a batch of step {batch.share.step + 1}" + " that was trained on before" * batch.used
         do = "use each batch once, and make it after the step before it (run.batches(), or run.batch(samples))"
@@ -138,6 +146,7 @@ def prepare_for(run: Run, batch: Batch) -> None:
 
 def check_no_open_step(run: Run, asked: str) -> None:
     """Raises `RunError` between a forward and its update, where the state is that of no step."""
+    check_whole(run, asked)
     if run.open_step is not None:
         raise RunError(
             asked, f"step {run.open_step.number} has gradients that no update has used", "call run.update() before"
@@ -205,10 +214,12 @@ def train_step(run: Run, batch: Batch | None, loss: LossFunction | None) -> Step
 def run_phases(run: Run, batch: Batch) -> dict[str, UpdatedStep]:
     """Runs the phases of this step on `batch`, one after the other; what each has come to, by name."""
     updaters, found = run.updaters.of_step(run.steps_done + 1), dict[str, UpdatedStep]()
-    first = run.open_step
+    first = step = run.open_step
+    assert first is not None and step is not None
     for phase, one in zip(updaters, batch.for_phases([*updaters]), strict=True):
-        step = run.open_step = OpenStep(run, updaters[phase])  # has the buffers as this phase begins
-        step.spans = first.spans if first is not None else None
+        if step.passes or step.updater is not updaters[phase]:
+            step = run.open_step = OpenStep(run, updaters[phase])  # has the buffers as this phase begins
+            step.spans = first.spans
         step.run_pass(run, one, None)
         found[phase] = step.update(run)
     return found

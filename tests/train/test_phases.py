@@ -351,6 +351,36 @@ def refused_calls(folder: Path) -> list[str]:
     return [*found, str(problem.value)]
 
 
+def test_a_step_that_has_failed_half_way_is_not_gone_on_from(ranks: KeptRanks, tmp_path: Path) -> None:
+    for found in ranks.run(failing_half_way, tmp_path, size=2):
+        assert len(found) == 3 and all("step 2 has failed after parameters were updated" in one for one in found)
+
+
+def failing_half_way(folder: Path) -> list[str]:
+    def fails(model: Any, batch: Any) -> evenly.Loss:
+        if failing:
+            raise ValueError("no")
+        return deceive(model, batch)
+
+    failing, job = list[bool](), gan()
+    assert job.phases is not None
+    phases = {**job.phases, "generator": dataclasses.replace(job.phases["generator"], loss=fails, every=1)}
+    found: list[str] = []
+    with evenly.start(dataclasses.replace(job, phases=phases), plan="ddp", out=folder / "run") as run:
+        batches = run.batches()
+        run.step(next(batches))
+        failing.append(True)
+        with pytest.raises(ValueError, match="no"):
+            run.step(next(batches))
+        failing.clear()
+        for call in (lambda: run.step(run.batch([*job.data][:9])), run.save, lambda: run.whole_model()):
+            with pytest.raises(RunError) as problem:
+                call()
+            found.append(str(problem.value))
+        run.saved_at = run.steps_done  # the block ends without an error, which would save
+    return found
+
+
 # --- what is decided before
 
 
