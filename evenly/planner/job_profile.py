@@ -7,13 +7,14 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import nn
 
 from evenly.comm.fake import fake_group
-from evenly.data.loader import Loader, Microbatch, Share, holding_first, share_of_step
+from evenly.data.loader import CutBatch, Loader, Microbatch, Share, cut_batch, holding_first, share_of_step
 from evenly.data.nest import tensors_in
 from evenly.engine.build import build_model
 from evenly.engine.find_splits import choose_splits, derivation_of
@@ -31,9 +32,12 @@ from evenly.parallel.tensor.layout import Layout
 from evenly.parallel.tensor.splits import Derivation
 from evenly.plan import Plan
 from evenly.planner.optimizer_costs import OptimizerCosts, optimizer_costs
-from evenly.planner.profile import Profile, between
+from evenly.planner.profile import Profile, between, blended, scaled
 from evenly.planner.profile_recorder import profile_module
 from evenly.planner.sample_line import SampleLine
+from evenly.planner.training_config import TrainingConfig
+
+STEPS = 8  # that are dealt to see how much the rank with most has, where samples differ
 
 
 @dataclass(frozen=True)
@@ -54,11 +58,13 @@ class JobProfiler:
     """Profiles the model of `job`, each way at most once; nothing is computed.
 
     step: of which the microbatches are taken, from 0. Of several sizes the smallest and the largest are profiled; what
-    lies between follows from these two. watch: called with a plan before the model is run as that has it.
+    lies between follows from these two. steps: that are dealt from there on, see `loads`. watch: called with a plan
+    before the model is run as that has it.
     """
 
     job: Job
     step: int = 0
+    steps: int = STEPS
     watch: Callable[[Plan], object] | None = None
     _models: dict[str, nn.Module] = field(default_factory=dict[str, nn.Module])
     _derivations: dict[str, Derivation] = field(default_factory=dict[str, Derivation])
@@ -66,6 +72,8 @@ class JobProfiler:
     _lines: dict[tuple[Any, ...], SampleLine] = field(default_factory=dict[tuple[Any, ...], SampleLine])
     _between: dict[tuple[Any, ...], Profile] = field(default_factory=dict[tuple[Any, ...], Profile])
     _optimizers: dict[tuple[Any, ...], OptimizerCosts] = field(default_factory=dict[tuple[Any, ...], OptimizerCosts])
+    _typical: dict[tuple[Any, ...], Profile] = field(default_factory=dict[Any, Any], init=False)
+    _loads: dict[tuple[int, bool], tuple[tuple[float, ...], ...]] = field(default_factory=dict[Any, Any], init=False)
 
     def __post_init__(self) -> None:
         self.job = holding_first(self.job)
@@ -102,14 +110,65 @@ class JobProfiler:
         return [*Loader(self.job).read(iter([share]))]
 
     @cached_property
-    def _by_size(self) -> Sequence[Microbatch]:
-        return sorted(self.microbatches, key=_elements_of)
+    def _ends(self) -> tuple[int, int]:
+        """The numbers of the smallest and of the largest microbatch."""
+        numbers = sorted(range(len(self.microbatches)), key=self._elements.__getitem__)
+        return numbers[0], numbers[-1]
 
     def profile(self, plan: Plan, number: int = 0) -> Profile:
         """The profile of microbatch `number` under `plan` (fitted and resolved); equal ones are one object."""
-        key, elements = _profile_key(plan), self._elements[number]
+        return self._of_elements(plan, self._elements[number])
+
+    def typical(self, plan: Plan, config: TrainingConfig) -> Profile:
+        """The profile of a microbatch of which the replica that has most runs as many in a step as `config` says.
+
+        Where samples differ, between those of the smallest and the largest, by how long their samples are: per element
+        attention costs as much more as these are longer, all else the same.
+        """
+        elements = round(self.elements(config.data, filled=config.zero == 3) / config.microbatches)
+        if self.job.cost is None:
+            return self._of_elements(plan, elements)
+        key = (_profile_key(plan), elements)
+        if key not in self._typical:
+            few, many = (scaled(self.profile(plan, number), elements) for number in self._ends)
+            lengths = cut_batch(self.job, self.step).lengths or [[1]]
+            short, long = (max(lengths[number]) for number in self._ends)
+            at = 1.0 if short == long else min(1.0, max(0.0, (self.length - short) / (long - short)))
+            self._typical[key] = blended(few, many, at)
+        return self._typical[key]
+
+    @cached_property
+    def length(self) -> float:
+        """Of the longest sample of a microbatch, the mean over what microbatches cost in the first steps."""
+        batches = [cut_batch(self.job, step) for step in self._steps]
+        pairs = [pair for batch in batches for pair in zip(_costs(batch), batch.lengths or (), strict=True)]
+        return sum(cost * max(of) for cost, of in pairs) / sum(cost for cost, _ in pairs)
+
+    def elements(self, replicas: int, *, filled: bool) -> float:
+        """Of all that the replica that has most runs in a step, the mean."""
+        per_cost = sum(self._elements) / sum(_costs(cut_batch(self.job, self.step)))
+        return per_cost * fmean(map(sum, self.loads(replicas, filled=filled)))
+
+    def loads(self, replicas: int, *, filled: bool) -> tuple[tuple[float, ...], ...]:
+        """Of the first steps what each microbatch costs that the replica runs which has most.
+
+        Its rounds without one cost nothing; filled: as much as its last one, which is run in their place.
+        """
+        if (replicas, filled) not in self._loads:
+            batches = (cut_batch(self.job, step) for step in self._steps)
+            self._loads[replicas, filled] = tuple(_largest_load(batch, replicas, filled) for batch in batches)
+        return self._loads[replicas, filled]
+
+    @property
+    def _steps(self) -> range:
+        """That are looked at for what samples cost."""
+        alike = self.job.cost is None or self.job.streams
+        return range(self.step, self.step + (1 if alike else self.steps))
+
+    def _of_elements(self, plan: Plan, elements: int) -> Profile:
+        key = _profile_key(plan)
         if (key, elements) not in self._between:
-            few, many = (self._profile(plan, key, microbatch) for microbatch in (self._by_size[0], self._by_size[-1]))
+            few, many = (self._profile(plan, key, self.microbatches[number]) for number in self._ends)
             self._between[key, elements] = between(few, many, elements)
         return self._between[key, elements]
 
@@ -245,6 +304,21 @@ def _profile_key(plan: Plan) -> tuple[Any, ...]:
     tensor = plan.tensor
     of_axes = (tensor.size, tensor.exclude, tensor.sequence_parallel, plan.pipeline.active)
     return (plan.precision, plan.recompute, *of_axes)
+
+
+def _costs(batch: CutBatch) -> Sequence[float]:
+    """Of each microbatch what it is dealt by: padded costs, or samples."""
+    return batch.shares(1)[0].costs or [*map(len, batch.microbatches)]
+
+
+def _largest_load(batch: CutBatch, ranks: int, filled: bool) -> tuple[float, ...]:
+    """What the microbatches of each round cost on the rank that has most."""
+    costs = _costs(batch)
+    loads: list[tuple[float, ...]] = []
+    for share in batch.shares(ranks):
+        fillers = [costs[number] if filled else 0.0 for number in share.filled().fillers]
+        loads.append((*(costs[number] for number in share.own), *fillers))
+    return max(loads, key=sum)
 
 
 def _elements_of(microbatch: Microbatch) -> int:

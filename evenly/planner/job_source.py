@@ -14,7 +14,7 @@ from evenly.model.parts import BlockCost, ModelCosts, OpCost
 from evenly.plan import Plan, PlanSpec, with_microbatch
 from evenly.plan.axes import TensorAxis
 from evenly.planner.job_memory import memory_of_ranks
-from evenly.planner.job_profile import JobProfiler
+from evenly.planner.job_profile import STEPS, JobProfiler
 from evenly.planner.prediction import MemoryByCause
 from evenly.planner.profile import Profile, parts_of
 from evenly.planner.search import MICROBATCHES
@@ -28,18 +28,20 @@ TENSOR_SIZES = (2, 4, 8, 16)
 class JobSource:
     """Implements `CostSource`. A job that states no microbatch leaves it to its plans.
 
-    step: of which the microbatches are taken, from 0. watch: called with a plan before the model is run as that has it.
+    step: of which the microbatches are taken, from 0. steps: from there on, over which ranks with unlike microbatches
+    are looked at. watch: called with a plan before the model is run as that has it.
     """
 
     job: Job
     step: int = 0
+    steps: int = STEPS
     watch: Callable[[Plan], object] | None = None
     _profilers: dict[int, JobProfiler] = field(default_factory=dict[int, JobProfiler])
     _memory: dict[Plan, list[MemoryByCause]] = field(default_factory=dict[Plan, list[MemoryByCause]])
 
     @cached_property
     def profiler(self) -> JobProfiler:
-        return JobProfiler(self.job, self.step, self.watch)
+        return JobProfiler(self.job, self.step, self.steps, self.watch)
 
     @property
     def name(self) -> str:
@@ -70,6 +72,10 @@ class JobSource:
         if self.job.microbatch_cost is None:
             return self.job.microbatch
         return math.ceil(self.job.global_batch / max(1, len(self.profiler.microbatches)))
+
+    def loads(self, replicas: int, *, filled: bool) -> tuple[tuple[float, ...], ...]:
+        """Where the job cuts its batch by cost, what its microbatches cost."""
+        return () if self.job.microbatch_cost is None else self.profiler.loads(replicas, filled=filled)
 
     def tensor_sizes(self, most: int) -> Sequence[int]:
         """Those by which any of its parameters is split."""
@@ -102,7 +108,7 @@ class JobSource:
     def parts(self, plan: Plan, config: TrainingConfig) -> ModelCosts:
         """As it was read; what a plan computes again is not in the parts. Parts that are alike are one."""
         plan = replace(plan, recompute="none")
-        found = parts_of(self._as_run(plan).profile(plan))
+        found = parts_of(self._as_run(plan).typical(plan, config))
         made: dict[object, BlockCost] = {}
         return ModelCosts(
             before=_computed(found.before, config, made),

@@ -134,11 +134,29 @@ def between(few: Profile, many: Profile, elements: int) -> Profile:
 
     Where these two did not do the same, the larger one's, scaled.
     """
-    if few.elements == many.elements or elements == many.elements:
+    if elements == many.elements:
         return many
-    if [one.event for one in few.intervals] != [one.event for one in many.intervals]:
+    if few.elements == many.elements or [one.event for one in few.intervals] != [one.event for one in many.intervals]:
         few = many
     at = (elements - few.elements) / (many.elements - few.elements) if few is not many else elements / many.elements
+    return _blended(few, many, at, elements)
+
+
+def scaled(profile: Profile, elements: int) -> Profile:
+    """The profile of a batch of `elements` that costs as much by element."""
+    return _blended(profile, profile, elements / profile.elements, elements)
+
+
+def blended(one: Profile, other: Profile, at: float) -> Profile:
+    """The part `at` of the way from `one` to `other`, which have as many elements; `other` where these do not do the
+    same.
+    """
+    if [each.event for each in one.intervals] != [each.event for each in other.intervals]:
+        return other
+    return _blended(one, other, at, other.elements)
+
+
+def _blended(few: Profile, many: Profile, at: float, elements: int) -> Profile:
     pairs = zip(few.intervals, many.intervals, strict=True)
 
     def middle(a: int, b: int) -> int:

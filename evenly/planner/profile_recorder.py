@@ -349,9 +349,21 @@ def _works_of(func: Any, args: Any, kwargs: Any, results: Any) -> list[OpCost]:
     kind: Kind = "attention" if packet in (*ATTENTION, *ATTENTION_BACKWARD) else "matmul" if flops else "memory"
     rows, inner, columns = _sizes(packet, args) if kind == "matmul" else (0, 0, 0)
     work = OpCost(
-        kind=kind, flops=flops, moved_bytes=moved, rows=rows, inner=inner, columns=columns, recomputed=kind == "memory"
+        kind=kind,
+        flops=flops,
+        moved_bytes=moved,
+        rows=rows,
+        inner=inner,
+        columns=columns,
+        recomputed=kind == "memory",
+        of_weights=packet is _aten.mm and _transposed(args[0]),
     )
     return [work]
+
+
+def _transposed(left: torch.Tensor) -> bool:
+    """Whether it is, as where autograd multiplies for the gradient of a weight: gradients of tokens by their inputs."""
+    return left.stride(0) == 1 and left.stride(1) != 1
 
 
 def _sizes(packet: Any, args: Any) -> tuple[int, int, int]:

@@ -48,6 +48,13 @@ class CostSource(Protocol):
         """Samples that every plan has to run at a time, which plans then do not state; None where they are free."""
         ...
 
+    def loads(self, replicas: int, *, filled: bool) -> tuple[tuple[float, ...], ...]:
+        """Of several steps what each microbatch costs, on the replica that has most; none where all are alike.
+
+        filled: whether all replicas run equally many.
+        """
+        ...
+
     def tensor_sizes(self, most: int) -> Sequence[int]:
         """Sizes of the tensor axis that it can be split by, ascending from 1, up to `most`."""
         ...
@@ -130,6 +137,7 @@ class PlanRequest:
             microbatch=microbatch,
             batch=self.batch,
             sequence=self.source.sequence or 1,
+            loads=self.source.loads(axes["data"], filled=plan.data.zero_stage == 3),
             recompute=plan.recompute or "none",
             dtype=plan.precision.removeprefix("pure-"),
         )

@@ -46,6 +46,10 @@ class ShapeSource:
     def microbatch(self) -> int | None:
         return None
 
+    def loads(self, replicas: int, *, filled: bool) -> tuple[()]:
+        """None: all are alike."""
+        return ()
+
     def tensor_sizes(self, most: int) -> Sequence[int]:
         """Those that deal its heads, those of keys and values too, evenly."""
         shape = self.shape

@@ -18,6 +18,7 @@ from evenly.hardware.cluster import Cluster
 from evenly.hardware.devices import Device, known_device
 from evenly.job import Precision
 from evenly.model.parts import OpCost
+from evenly.parallel.data.grouping import WHOLE_BYTES
 from evenly.planner.footprint import Holdings
 from evenly.planner.transformer import Kernels
 
@@ -62,8 +63,7 @@ class Speeds:
             once += self.traffic * work.moved_bytes / self.bandwidth
         elif work.kind == "attention":
             # Without tensor cores, kernels of attention are slower as products are.
-            half = max(self.matmul["bfloat16"], self.matmul["float16"])
-            share = min(1.0, self.matmul[work.dtype] / half) if work.dtype else 1.0
+            share = min(1.0, self.matmul[work.dtype] / _half(self.matmul)) if work.dtype else 1.0
             once = work.flops / (share * self.attention[library.kernel])
         else:
             once = library.passes * work.moved_bytes / self.bandwidth
@@ -101,6 +101,8 @@ class Library:
     tensor_host_s:  more, where a tensor axis communicates within the block.
     tensor_s:       of each collective of the tensor axis besides its bytes. tensor_hidden: share hidden by products.
     data_hidden:    share of the data axis' collectives that the last backward pass hides.
+    weights_wait:   whether the weights that zero=1 and 2 gather after the update are waited for; else as much of it is
+                    hidden. reduces_each: whether zero=2 reduces the gradients of each microbatch, not their sum.
     message_s:      of each message of a pipeline.
     messages_overlap: whether a rank with several stages computes for one while messages of another are under way.
     messages_split: whether each rank of the tensor axis sends its part of an activation only.
@@ -108,6 +110,7 @@ class Library:
     gather:         "overlapped" or "serial": whether zero=3 communicates while it computes. gather_share: of the
                     network's rate that its collectives reach. gather_copy_bytes: moved per parameter, of flattening
                     and casting.
+    kept_bytes:     of the last blocks whose weights zero=3 gathers for both passes at once.
     contention:     share of a collective's time by which computing besides it gets slower.
     reduces_whole:  whether every rank gets all reduced gradients though zero=1 cuts the update.
     weight_bytes, gradient_bytes: of a weight as gathered, and of a gradient as reduced.
@@ -126,6 +129,8 @@ class Library:
     tensor_s: float = 2e-5
     tensor_hidden: float = 0.0
     data_hidden: float = 0.7
+    weights_wait: bool = False
+    reduces_each: bool = False
     message_s: float = 1e-4
     messages_overlap: bool = False
     messages_split: bool = False
@@ -133,6 +138,7 @@ class Library:
     gather: Literal["overlapped", "serial"] = "overlapped"
     gather_share: float = 1.0
     gather_copy_bytes: float = 7.0
+    kept_bytes: float = 0.0
     contention: float = 0.45
     reduces_whole: bool = False
     weight_bytes: float = 2.0
@@ -158,7 +164,8 @@ CASTING = ("bfloat16", "float16")  # from float32 weights
 def own_library(precision: Precision, *, bitwise: bool, on_cpu: bool) -> Library:
     """evenly, as it is under a precision, and where bits are to agree.
 
-    On a CPU no driver holds anything of a process's memory, and nothing is started ahead of what computes.
+    On a CPU no driver holds anything of a process's memory, and nothing is started ahead of what computes. What carries
+    messages takes the core that computes. Products may have any sizes.
     """
     weight, gradient, sum_bytes, state = BYTES[precision]
     reduced = sum_bytes if bitwise else gradient
@@ -171,16 +178,32 @@ def own_library(precision: Precision, *, bitwise: bool, on_cpu: bool) -> Library
         casts=2.0 if precision in CASTING else 0.0,
         rest=0.0 if on_cpu else REST,
     )
-    found = Library(holdings=holdings, passes=PASSES, weight_bytes=weight, gradient_bytes=reduced)
-    return replace(found, host_s=0.0) if on_cpu else found
+    found = Library(
+        holdings=holdings,
+        passes=PASSES,
+        weight_bytes=weight,
+        gradient_bytes=reduced,
+        weights_wait=True,
+        reduces_each=True,
+        kept_bytes=WHOLE_BYTES,
+    )
+    return replace(found, host_s=0.0, data_hidden=0.0, contention=1.0, unaligned=1.0) if on_cpu else found
 
 
 def speeds_of(cluster: Cluster, tables: Mapping[str, Any] | None = None) -> Speeds:
     """The speeds of the devices of `cluster`; measured ones come first. tables: in the place of speeds.toml's."""
     found = speeds_of_device(cluster.device, tables)
     measured = cluster.rates
-    matmul = {dtype: max(by_size.values()) for dtype, by_size in measured.matmul.items() if by_size}
-    return replace(found, matmul={**found.matmul, **matmul}, bandwidth=measured.memory or found.bandwidth)
+    # Of the largest products: smaller ones stay in caches.
+    matmul = {**found.matmul, **{dtype: of[max(of)] for dtype, of in measured.matmul.items() if of}}
+    faster = _half(matmul) / _half(found.matmul)
+    attention = {kernel: rate * faster for kernel, rate in found.attention.items()}
+    return replace(found, matmul=matmul, attention=attention, bandwidth=measured.memory or found.bandwidth)
+
+
+def _half(matmul: Mapping[str, float]) -> float:
+    """FLOP/s in the faster type of 16 bits."""
+    return max(matmul["bfloat16"], matmul["float16"])
 
 
 def speeds_of_device(device: Device, tables: Mapping[str, Any] | None = None) -> Speeds:

@@ -18,7 +18,7 @@ from evenly.model.parts import BlockCost, ModelCosts, OpCost
 from evenly.plan.schedule import SCHEDULES, runnable
 from evenly.planner.prediction import TimeByCause
 from evenly.planner.speeds import Library, Speeds
-from evenly.planner.timeline import Costs, step_seconds
+from evenly.planner.timeline import Costs, step_seconds, unevenness
 from evenly.planner.training_config import TrainingConfig
 
 SHARPNESS = 6  # of the change between two that overlap: the slower counts, and a little of the other
@@ -69,6 +69,14 @@ class StageTime:
     forward: Pass = field(default_factory=Pass)
     backward: Pass = field(default_factory=Pass)
     parameters: int = 0
+
+    @property
+    def both(self) -> Pass:
+        """One microbatch's."""
+        found = Pass()
+        found.add(self.forward)
+        found.add(self.backward)
+        return found
 
 
 def overlapped(one: float, other: float) -> float:
@@ -121,13 +129,16 @@ def _with_host(found: Pass, host: float, config: TrainingConfig, machine: Machin
     return found
 
 
-def _gathered(found: Pass, part: BlockCost, config: TrainingConfig, machine: Machine, *, backward: bool) -> Pass:
-    """Adds what zero=3 gathers for a pass and reduces after it, as far as it shows."""
+def _gathered(
+    found: Pass, part: BlockCost, config: TrainingConfig, machine: Machine, *, backward: bool, kept: bool = False
+) -> Pass:
+    """Adds what zero=3 gathers for a pass and reduces after it, as far as it shows; kept: from the forward pass."""
     library, ranks = machine.library, config.shards
     if config.zero < 3 or ranks == 1:
         return found
     group = place(ranks, config.tensor, machine.cluster)
-    talk = seconds("all_gather", part.parameters * library.weight_bytes, group, machine.cluster)
+    size = part.parameters * library.weight_bytes
+    talk = 0.0 if backward and kept else seconds("all_gather", size, group, machine.cluster)
     if backward:
         talk += seconds("reduce_scatter", part.parameters * library.gradient_bytes, group, machine.cluster)
     talk /= library.gather_share
@@ -136,19 +147,18 @@ def _gathered(found: Pass, part: BlockCost, config: TrainingConfig, machine: Mac
     if library.gather == "serial":
         found.data += talk + copy
     else:
-        slowed = computing + library.contention * min(talk, computing) + copy
-        found.data += overlapped(slowed, talk) - computing
+        found.data += overlapped(_slowed(computing, talk, machine) + copy, talk) - computing
     return found
 
 
 def stage_times(parts: ModelCosts, layers: Sequence[int], config: TrainingConfig, machine: Machine) -> list[StageTime]:
     """The passes of every stage, of which stage i has `layers[i]` blocks."""
-    cache: dict[int, tuple[Pass, Pass]] = {}
+    cache: dict[tuple[int, bool], tuple[Pass, Pass]] = {}
 
-    def passes(part: BlockCost) -> tuple[Pass, Pass]:
-        if id(part) not in cache:
-            cache[id(part)] = part_passes(part, config, machine, block_host(part))
-        return cache[id(part)]
+    def passes(part: BlockCost, kept: bool) -> tuple[Pass, Pass]:
+        if (id(part), kept) not in cache:
+            cache[id(part), kept] = part_passes(part, config, machine, block_host(part), kept=kept)
+        return cache[id(part), kept]
 
     stages: list[StageTime] = []
     first = 0
@@ -160,14 +170,26 @@ def stage_times(parts: ModelCosts, layers: Sequence[int], config: TrainingConfig
         if number == len(layers) - 1:
             own.append(parts.after)
             stage.parameters += parts.tied_parameters if number else 0
-        for part in own:
-            forward, back = passes(part)
+        for part, kept in zip(own, _kept(own, machine.library), strict=True):
+            forward, back = passes(part, kept)
             stage.forward.add(forward)
             stage.backward.add(back)
             stage.parameters += part.parameters
         first += count
         stages.append(stage)
     return stages
+
+
+def _kept(parts: Sequence[BlockCost], library: Library) -> Sequence[bool]:
+    """Of which parts of a stage zero=3 keeps the weights until the backward pass: of the last blocks, as far as there
+    is room, and of what is around blocks.
+    """
+    room, found = library.kept_bytes, [False] * len(parts)
+    for number in reversed(range(len(parts)) if room else ()):
+        around = not block_host(parts[number])
+        room -= 0 if around else parts[number].parameters * library.weight_bytes
+        found[number] = around or room >= 0
+    return found
 
 
 def even_counts(blocks: int, stages: int) -> tuple[int, ...]:
@@ -202,6 +224,7 @@ def step_time(parts: ModelCosts, config: TrainingConfig, machine: Machine) -> tu
     )
     last = _stages_of(max(range(len(busy)), key=lambda rank: _parameters_of(rank, stages, config)), config)
     tail = _reduction_tail(stages, config, machine, sum(stages[stage].backward.seconds for stage in last))
+    tail += _reductions_before(stages, config, machine, sum(stages[stage].both.seconds for stage in last))
     optimizer = (
         _most_parameters(stages, config) / config.shards * machine.library.optimizer_bytes / machine.speeds.bandwidth
     )
@@ -272,7 +295,22 @@ def _reduction_tail(
         talk += seconds(reduce, elements * library.gradient_bytes, group, cluster)
         gather = seconds("all_gather", elements * library.weight_bytes, group, cluster)
     shown = talk - min(talk * library.data_hidden, last_pass_s)
-    return shown + gather * (1 - library.data_hidden)
+    return shown + gather * (1.0 if library.weights_wait else 1 - library.data_hidden)
+
+
+def _reductions_before(stages: Sequence[StageTime], config: TrainingConfig, machine: Machine, passes_s: float) -> float:
+    """What shows of the gradients that zero=2 reduces of all microbatches but the last, under passes of the next."""
+    if config.zero != 2 or not machine.library.reduces_each:
+        return 0.0
+    group = place(config.shards, config.tensor, machine.cluster)
+    size = _most_parameters(stages, config) * machine.library.gradient_bytes
+    talk = seconds("reduce_scatter", size, group, machine.cluster)
+    return (config.microbatches - 1) * (overlapped(_slowed(passes_s, talk, machine), talk) - passes_s)
+
+
+def _slowed(computing_s: float, talk_s: float, machine: Machine) -> float:
+    """Computing while others talk."""
+    return computing_s + machine.library.contention * min(talk_s, computing_s)
 
 
 def _jittered(found: TimeByCause, jitter: float, nodes: float) -> TimeByCause:
@@ -298,7 +336,9 @@ def _simulated(stages: Sequence[StageTime], message: float, config: TrainingConf
         backward_weight=weights,
     )
     how = config.schedule, config.pipeline, config.stages_per_rank
-    return step_seconds(*how, runnable(*how, config.microbatches), costs)
+    makespan, busy = step_seconds(*how, runnable(*how, config.microbatches), costs)
+    longer = unevenness(*how, config.loads, config.microbatches) if config.loads else 1.0
+    return longer * makespan, busy
 
 
 def _waits(stages: int, message: float) -> list[float]:
@@ -311,16 +351,19 @@ def block_host(part: BlockCost) -> float:
     return 0.0 if part.name.startswith(("before", "after")) else 1.0
 
 
-def part_passes(part: BlockCost, config: TrainingConfig, machine: Machine, host: float) -> tuple[Pass, Pass]:
-    """Both passes of a part on one microbatch, with what zero=3 gathers for them."""
+def part_passes(
+    part: BlockCost, config: TrainingConfig, machine: Machine, host: float, *, kept: bool = False
+) -> tuple[Pass, Pass]:
+    """Both passes of a part on one microbatch, with what zero=3 gathers for them; kept: for both at once."""
     forward = _gathered(forward_pass(part, config, machine, host=host), part, config, machine, backward=False)
-    back = _gathered(backward_pass(part, config, machine, host=host), part, config, machine, backward=True)
+    back = _gathered(backward_pass(part, config, machine, host=host), part, config, machine, backward=True, kept=kept)
     return forward, back
 
 
 def part_seconds(part: BlockCost, config: TrainingConfig, machine: Machine) -> float:
-    """Both passes of a part on one microbatch."""
-    return sum(one.seconds for one in part_passes(part, config, machine, block_host(part)))
+    """Both passes of a part on one microbatch, at least: its weights may have to be gathered twice."""
+    kept = machine.library.kept_bytes > 0
+    return sum(one.seconds for one in part_passes(part, config, machine, block_host(part), kept=kept))
 
 
 def tail_seconds(parts: ModelCosts, config: TrainingConfig, machine: Machine) -> float:

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
 from operator import mul
 from statistics import fmean
 
 from evenly.errors import UserError
-from evenly.plan.orders import passes
-from evenly.plan.schedule import COMPUTE, Action, Kind, Schedule, rank_of_stage, splits_backward
+from evenly.plan.orders import compute_orders, passes
+from evenly.plan.schedule import COMPUTE, Action, Kind, Schedule, rank_of_stage, runnable, splits_backward
 from evenly.planner.recurrence import KINDS, duration, message_to
 
 Orders = Sequence[Sequence[Action]]
@@ -33,7 +33,8 @@ class Costs:
 
     A schedule that does not split the backward pass needs no `backward_input` and `backward_weight`. `transfer_s` is
     from the end of a pass until another rank has what it made, `send_s` how long sending keeps a rank from its next
-    action.
+    action. `sizes`: how many times as long each microbatch takes, where they differ; the last one's is that of what
+    fills up a schedule.
     """
 
     forward: Sequence[float]
@@ -42,6 +43,7 @@ class Costs:
     backward_weight: Sequence[float] = ()
     transfer_s: float = 0.0
     send_s: float = 0.0
+    sizes: Sequence[float] = ()
 
     def of(self, action: Action) -> float:
         """The seconds of one action; receives take no time of their own."""
@@ -53,7 +55,10 @@ class Costs:
             "backward_input": self.backward_input,
             "backward_weight": self.backward_weight,
         }
-        return seconds[action.kind][action.stage] if action.kind in COMPUTE else 0.0
+        if action.kind not in COMPUTE:
+            return 0.0
+        size = self.sizes[min(action.microbatch, len(self.sizes) - 1)] if self.sizes else 1.0
+        return size * seconds[action.kind][action.stage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +238,32 @@ def step_seconds(
     for stage, rank in enumerate(rank_of_stage(schedule, ranks, stages_per_rank)):
         busy[rank] += sum(map(mul, counts[stage], seconds[stage::stages]))
     return duration(schedule, ranks, stages_per_rank, microbatches, seconds, delays), busy
+
+
+@cache
+def unevenness(
+    schedule: Schedule, ranks: int, stages_per_rank: int, loads: tuple[tuple[float, ...], ...], microbatches: int
+) -> float:
+    """How many times as long steps with microbatches of `loads` take as ones with so many that all cost the same.
+
+    Ranks wait for each other where these differ, and their number may have to be filled up.
+    """
+    each = fmean(map(sum, loads)) / microbatches
+    stages = range(ranks * stages_per_rank)
+    costs = Costs(
+        forward=[1.0 for _ in stages],
+        backward=[2.0 for _ in stages],
+        backward_input=[1.0 for _ in stages],
+        backward_weight=[1.0 for _ in stages],
+    )
+    how = schedule, ranks, stages_per_rank
+
+    def makespan(sizes: Sequence[float]) -> float:
+        orders = compute_orders(*how, runnable(*how, len(sizes)))
+        return simulate(orders, replace(costs, sizes=sizes)).makespan_s
+
+    found = fmean(makespan([load / each for load in one]) for one in loads)
+    return max(1.0, found / makespan([1.0] * microbatches))
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import fmean
 
 from evenly.model.parts import Recompute
 
@@ -16,6 +17,8 @@ class TrainingConfig:
     schedule, stages_per_rank: of the pipeline.
     zero, shard:  what the data axis cuts over how many of its ranks (None: all).
     microbatch, batch: samples. sequence: tokens of a sample.
+    loads:        of several steps what each microbatch costs, on the replica that has most to do; none where all cost
+                  the same.
     recompute:    which activations are computed again. dtype: what is multiplied.
     layers:       blocks of each stage, in order; None cuts them evenly.
     """
@@ -31,6 +34,7 @@ class TrainingConfig:
     microbatch: int = 1
     batch: int = 1
     sequence: int = 1
+    loads: tuple[tuple[float, ...], ...] = ()
     recompute: Recompute = "none"
     dtype: str = "bfloat16"
     layers: tuple[int, ...] | None = None
@@ -42,7 +46,9 @@ class TrainingConfig:
 
     @property
     def microbatches(self) -> int:
-        """The microbatches of a step, on the rank that has most."""
+        """The microbatches of a step, on the rank that has most; of steps with unlike ones the mean."""
+        if self.loads:
+            return round(fmean(map(len, self.loads)))
         return -(-self.batch // (self.data * self.microbatch))
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from jobs import InPlace, Sentences, Unlike, classifier_job, tower_job
 from predicted import predict_plan
 
 import evenly
+from evenly.data.loader import Microbatch, Share, share_of_step
+from evenly.data.nest import tensors_in
 from evenly.errors import PlanError, UserError
 from evenly.hardware.cluster import Cluster, Link
 from evenly.hardware.cluster_file import write_cluster
@@ -70,6 +73,42 @@ def test_its_operations_are_those_of_the_model() -> None:
         total += counter.get_total_flops()
     assert found.flops == pytest.approx(3 * total, rel=0.02)
     assert source.blocks == len(source.parts(plan, asked(job).config(plan)).blocks) > 1
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_of_microbatches_that_differ_the_rank_with_most_to_do_counts(replicas: int, zero: int) -> None:
+    job = tower_job()
+    assert job.microbatch_cost is not None
+    profiler, request = JobProfiler(job), asked(job)
+    shares = [[share_of_step(job, step, rank=rank, ranks=replicas) for rank in range(replicas)] for step in range(8)]
+    loads = profiler.loads(replicas, filled=zero == 3)
+    for of_step, load in zip(shares, loads, strict=True):
+        assert len(load) == of_step[0].rounds
+        assert sum(load) == max(sum(costs_of(share, filled=zero == 3)) for share in of_step)
+    plan = PlanSpec(data=replicas, zero=zero, recompute="none").complete("float32")
+    config = request.config(plan)
+    assert config.loads == loads and config.microbatches == round(fmean(map(len, loads)))
+    per_cost = sum(map(elements_of, profiler.microbatches)) / sum(shares[0][0].costs)
+    elements = per_cost * fmean(map(sum, loads))
+    assert profiler.elements(replicas, filled=zero == 3) == pytest.approx(elements)
+    assert profiler.typical(plan, config).elements == round(elements / config.microbatches)
+
+
+def costs_of(share: Share, *, filled: bool) -> list[float]:
+    return [share.costs[number] for number in (*share.own, *(share.filled().fillers if filled else ()))]
+
+
+def elements_of(microbatch: Microbatch) -> int:
+    return sum(tensor.numel() for tensor in tensors_in(microbatch.batch))
+
+
+def test_of_microbatches_that_are_alike_all_count() -> None:
+    job = even_job()
+    request, plan = asked(job), PlanSpec(data=2, recompute="none").complete("float32")
+    assert request.source.loads(2, filled=True) == () and request.config(plan).microbatches == 2
+    profiler = JobProfiler(job)
+    assert profiler.typical(plan, request.config(plan)) is profiler.profile(plan)
 
 
 def test_memory_is_that_of_the_ranks() -> None:

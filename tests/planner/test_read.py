@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from evenly.data.nest import tensors_in
 from evenly.errors import UserError
+from evenly.model.parts import OpCost
 from evenly.parallel.core.memory import MemoryCounter
 from evenly.planner.optimizer_costs import optimizer_costs
-from evenly.planner.profile import Profile, between, parts_of
+from evenly.planner.profile import Profile, between, blended, parts_of, scaled
 from evenly.planner.profile_recorder import profile_module
 from evenly.planner.sample_line import SampleLine
 
@@ -146,6 +148,9 @@ def test_products_are_known_by_their_sizes() -> None:
     assert (product.rows, product.inner, product.columns) == (SAMPLES, WIDTH, WIDTH)
     assert product.flops == 2 * SAMPLES * WIDTH * WIDTH
     assert sum(work.flops * work.times for work in block.backward) == 2 * product.flops
+    (of_weight,) = [work for work in block.backward if work.of_weights]
+    assert (of_weight.rows, of_weight.inner, of_weight.columns) == (WIDTH, SAMPLES, WIDTH)
+    assert not any(work.of_weights for work in block.forward)
 
 
 def test_only_what_reads_or_writes_memory_counts_as_moving_bytes() -> None:
@@ -177,6 +182,28 @@ def test_costs_are_linear_in_samples() -> None:
     found = between(read(Tower(), 2), read(Tower(), 6), 4 * 5)
     assert found.intervals == read(Tower(), 4).intervals
     assert [call.input_bytes for call in found.calls] == [4 * WIDTH * 4] * 3
+
+
+def test_a_profile_is_scaled_to_more_than_it_has() -> None:
+    four, whole = read(Tower(), 4), read(Tower(), 6)
+    found = scaled(four, 6 * 5)
+    assert found.elements == whole.elements and between(four, read(Tower(), 4), 6 * 5) == found
+    assert flops_of(found) == pytest.approx(flops_of(whole))
+
+
+def test_profiles_of_as_many_elements_are_blended() -> None:
+    low, high = scaled(read(Tower(), 2), 20), read(Tower(2), 4)
+    assert blended(low, high, 0.25) is high  # another model
+    high = replace(low, works={key: tuple(map(thrice, works)) for key, works in low.works.items()})
+    assert flops_of(blended(low, high, 0.25)) == pytest.approx(1.5 * flops_of(low))
+
+
+def flops_of(profile: Profile) -> float:
+    return sum(one.flops for works in profile.works.values() for one in works)
+
+
+def thrice(work: OpCost) -> OpCost:
+    return replace(work, flops=3 * work.flops)
 
 
 def test_profiles_between_measured_ones_follow_where_three_lie_on_a_line() -> None:

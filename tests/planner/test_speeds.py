@@ -41,7 +41,14 @@ def test_what_was_measured_of_a_device_wins() -> None:
     plain, measured = speeds_of(H100), speeds_of(replace(H100, rates=rates))
     assert (measured.matmul["bfloat16"], measured.bandwidth) == (6e14, 2e12)
     assert measured.matmul["float32"] == plain.matmul["float32"]
-    assert measured.attention == plain.attention and plain.bandwidth != 2e12
+    assert measured.attention == plain.attention and plain.bandwidth != 2e12  # float16 is as fast as it was
+
+
+def test_of_what_was_measured_the_largest_products_count_and_attention_is_as_much_faster() -> None:
+    half = {dtype: {128: 9e15, 4096: 2 * speeds_of(H100).matmul[dtype]} for dtype in ("bfloat16", "float16")}
+    plain, measured = speeds_of(H100), speeds_of(replace(H100, rates=Rates(matmul=half)))
+    assert measured.matmul["bfloat16"] == 2 * plain.matmul["bfloat16"]
+    assert measured.attention == pytest.approx({name: 2 * rate for name, rate in plain.attention.items()})
 
 
 def test_a_device_that_nobody_fitted_reaches_the_share_of_others() -> None:
@@ -77,7 +84,9 @@ def test_a_cpu_starts_its_operations_itself_and_minds_narrow_products_less() -> 
     cpu, others = speeds_of_device(find_device("cpu")), speeds_of(H100)
     assert cpu.narrow < others.narrow and cpu.call_s > others.call_s == 0
     assert cpu.traffic == others.traffic
-    assert own_library("float32", bitwise=False, on_cpu=True).host_s == 0 < EVENLY.host_s
+    library = own_library("float32", bitwise=False, on_cpu=True)
+    assert library.host_s == 0 < EVENLY.host_s
+    assert cpu.misaligned(replace(PRODUCT, columns=4097), library) == 1  # nor odd ones
 
 
 def test_more_takes_longer_and_as_often_as_it_is_done() -> None:

@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 
-from evenly.hardware.cluster import Cluster
+from evenly.hardware.cluster import Cluster, Link
 from evenly.hardware.devices import device_names
 from evenly.hardware.network import LinkedRanks, seconds
 from evenly.model.parts import Recompute
@@ -131,11 +131,43 @@ def test_zero_3_gathers_beside_computing_or_before_it() -> None:
 
 
 def test_zero_3_gathers_for_every_microbatch_and_data_parallelism_reduces_once() -> None:
-    def data(zero: int, batch: int) -> float:
-        return step(TrainingConfig(data=8, zero=zero, batch=batch), machine(**CALM)).data
+    def data(zero: int, batch: int, **facts: object) -> float:
+        return step(TrainingConfig(data=8, zero=zero, batch=batch), machine(**CALM, **facts)).data
 
     assert data(3, 32) == pytest.approx(4 * data(3, 8))
-    assert data(0, 32) == pytest.approx(data(0, 8)) and data(2, 32) == pytest.approx(data(2, 8))
+    assert data(0, 32) == pytest.approx(data(0, 8)) and data(1, 32) == pytest.approx(data(1, 8))
+    assert data(2, 32, reduces_each=False) == pytest.approx(data(2, 8))
+    assert data(2, 8) < data(2, 16) < data(2, 32)
+    assert data(2, 8) == pytest.approx(data(1, 8))
+
+
+def test_what_zero_2_reduces_of_each_microbatch_hides_under_the_next_one() -> None:
+    on, slow = machine(**CALM), machine(replace(NODE, links={("reduce_scatter", 8): Link(0.0, 1e-7)}), **CALM)
+
+    def longer(on: Machine, zero: int) -> float:
+        few, many = (step(TrainingConfig(data=8, zero=zero, batch=batch), on).step_s for batch in (8, 32))
+        return many - few
+
+    talk = seconds("reduce_scatter", parameters(LLAMA) * slow.library.gradient_bytes, LinkedRanks(8, 8), slow.cluster)
+    assert longer(on, 1) < longer(on, 2) < 1.3 * longer(on, 1)
+    assert longer(slow, 2) == pytest.approx(3 * talk, rel=0.05)
+    assert talk > 2 * longer(slow, 1)
+
+
+def test_weights_that_are_waited_for_are_not_hidden() -> None:
+    config = TrainingConfig(data=8, zero=1, batch=8)
+    hidden, waited = (step(config, machine(**CALM, weights_wait=wait, data_hidden=1.0)).data for wait in (False, True))
+    gathered = parameters(LLAMA) * machine().library.weight_bytes
+    assert hidden == 0 and waited == pytest.approx(seconds("all_gather", gathered, LinkedRanks(8, 8), NODE))
+
+
+def test_microbatches_of_the_rank_with_most_count() -> None:
+    even = TrainingConfig(data=8, zero=3, batch=16)
+    more = step(replace(even, loads=((1.0, 2.0, 3.0), (2.0, 2.0, 2.0))), machine(**CALM))
+    assert even.microbatches == 2
+    assert (more.matmul, more.data) == pytest.approx(
+        (1.5 * step(even, machine(**CALM)).matmul, 1.5 * step(even, machine(**CALM)).data)
+    )
 
 
 def test_what_is_sharded_within_a_node_is_gathered_there_and_added_up_across() -> None:

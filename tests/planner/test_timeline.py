@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from evenly.errors import UserError
 from evenly.parallel.pipeline.orders import orders
 from evenly.plan.schedule import COMPUTE, SCHEDULES, Action, Schedule, in_flight, runnable, stages_per_rank
-from evenly.planner.timeline import Costs, Span, Timeline, costs_of, ideal_bubble, simulate
+from evenly.planner.timeline import Costs, Span, Timeline, costs_of, ideal_bubble, simulate, unevenness
 
 
 def equal(stages: int, transfer_s: float = 0.0) -> Costs:
@@ -54,6 +55,23 @@ def test_unequal_stages_and_messages_that_take_time() -> None:
     assert timeline.makespan_s == 16 and timeline.busy_s == [6, 12] and timeline.bubble == [1 - 6 / 16, 1 - 12 / 16]
     waits = [span for span in timeline.spans if span.kind == "recv_backward"]
     assert waits == [Span(0, "recv_backward", 0, 0, 2, 8), Span(0, "recv_backward", 0, 1, 10, 14)]
+
+
+def test_microbatches_that_differ_make_ranks_wait_for_each_other() -> None:
+    assert unevenness("1f1b", 2, 1, ((1.0, 1.0, 1.0, 1.0),), 4) == 1.0
+    costs = Costs(forward=[1, 1], backward=[2, 2], sizes=[2, 4])
+    timeline = simulate(orders("1f1b", 2, 1, 2), costs)
+    even = simulate(orders("1f1b", 2, 1, 2), replace(costs, sizes=[3, 3]))
+    assert [span.seconds for span in timeline.spans if span.kind == "backward"] == [4, 8, 4, 8]
+    assert timeline.makespan_s > even.makespan_s
+    assert unevenness("1f1b", 2, 1, ((2.0, 4.0),), 2) == pytest.approx(timeline.makespan_s / even.makespan_s)
+
+
+def test_what_fills_up_a_schedule_takes_time() -> None:
+    assert runnable("interleaved", 2, 2, 5) == 6
+    filled = unevenness("interleaved", 2, 2, ((1.0,) * 5, (1.0,) * 3), 4)
+    steps = [simulate(orders("interleaved", 2, 2, n), equal(4)).makespan_s for n in (6, 3, 4)]
+    assert filled == pytest.approx((steps[0] + steps[1]) / 2 / steps[2])
 
 
 def test_orders_without_messages_take_the_same_time() -> None:
