@@ -53,7 +53,10 @@ def _command(asked: argparse.Namespace, words: list[str]) -> int:
         command = [*lab.within(asked.node), *filled_in(lab, asked.node, words)]
         os.execvp(command[0], command)
     else:
-        return max(run_on_all(found(asked.name), words), key=abs)
+        try:
+            return max(run_on_all(found(asked.name), words), key=abs)
+        except KeyboardInterrupt:  # all have ended of it
+            return 130
     return 0
 
 

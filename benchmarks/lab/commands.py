@@ -42,11 +42,13 @@ def start(lab: Lab, node: int, words: Sequence[str], *, env: Mapping[str, str] |
 def run_on_all(lab: Lab, words: Sequence[str], out: IO[str] = sys.stdout) -> list[int]:
     """Runs a command on every node; each line of theirs goes to `out` with its node before it. Their exit codes.
 
-    Ctrl-C and SIGTERM are passed on.
+    Ctrl-C and SIGTERM are passed on, and come to this process once all have ended.
     """
     running = [start(lab, node, words) for node in range(lab.nodes)]
+    came: list[int] = []
 
     def pass_on(signum: int, _: FrameType | None) -> None:
+        came.append(signum)
         for one in running:
             if one.poll() is None:
                 one.send_signal(signum)
@@ -58,10 +60,13 @@ def run_on_all(lab: Lab, words: Sequence[str], out: IO[str] = sys.stdout) -> lis
             reader.start()
         for reader in readers:
             reader.join()
-        return [one.wait() for one in running]
+        codes = [one.wait() for one in running]
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if came:
+        signal.raise_signal(came[0])
+    return codes
 
 
 def _copy(node: int, process: subprocess.Popen[str], out: IO[str]) -> None:

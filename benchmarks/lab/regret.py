@@ -5,9 +5,11 @@ python -m benchmarks.lab.regret --folder F --only gpt2     pairs whose name (`gp
 python -m benchmarks.lab.regret --folder F --table         the table of what is there
 python -m benchmarks.lab.regret --list
 
-For each lab, `evenly bench device` and `evenly bench comm` write F/LAB.toml, by which `evenly plan` predicts the best
-plan of each family, and `evenly run --plan auto --cluster` chooses. Plans are run in turns, one after another, so that
-what disturbs the machine disturbs all; F/rows.jsonl has a line for each run, and the table compares within turns.
+For each lab, `evenly bench device` and `evenly bench comm` write F/LAB.toml, by which `predict` finds the best plan of
+each family and the one that `auto` takes; `evenly run --plan auto --cluster` is held to that. Plans are run in turns,
+one after another, so that what disturbs the machine disturbs all; F/rows.jsonl has a line for each run, and the table
+compares within turns. Where the planner has changed, `predict` and `--table` say what it would lose now, and a further
+run what has not been measured of it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from types import FrameType
 from typing import Any
 
@@ -32,13 +34,13 @@ from benchmarks.faults.__main__ import commit_of
 from benchmarks.lab.commands import run_on_all
 from benchmarks.lab.lab import ROOT, Lab, down, guarded
 from benchmarks.lab.pairs import AUTO, JOBS, LABS, PAIRS, Pair
+from benchmarks.lab.predict import WARM_UP, read_predicted
 from benchmarks.lab.regret_table import table
 
 TURNS = 3
-WARM_UP = 4  # steps of a run that do not count
-SECONDS_OF_A_RUN, LEAST_STEPS, MOST_STEPS = 15.0, 10, 40
+SECONDS_OF_A_RUN = 15.0  # at most, where two steps are no longer
 LIMIT = "600"  # seconds of a run
-OPERATIONS = "send,broadcast,all_reduce,all_gather,reduce_scatter,all_to_all"
+OPERATIONS = "send,all_reduce,all_gather,reduce_scatter"  # of the jobs here
 EVENLY = [sys.executable, "-m", "evenly"]
 
 
@@ -57,7 +59,8 @@ def main() -> int:
             began_s = time.monotonic()
             if _run_pair(pair, asked.folder, rows, asked.turns):
                 print(f"{pair}: {time.monotonic() - began_s:.0f} s", flush=True)
-    print(table([row for row in read_rows(rows) if row["pair"] in set(map(str, pairs))]))
+    predicted = read_predicted(asked.folder)
+    print(table({pair: predicted[pair] for pair in map(str, pairs) if pair in predicted}, read_rows(rows)))
     return 0
 
 
@@ -89,21 +92,37 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------------------------------------------- one pair
 def _run_pair(pair: Pair, folder: Path, rows: Path, turns: int) -> bool:
     """Runs what of a pair is not there yet; whether anything was."""
-    there = {(row["turn"], row["asked"]) for row in read_rows(rows) if row["pair"] == str(pair)}
-    due = [(turn, asked) for turn in range(turns) for asked in (*pair.families, AUTO) if (turn, asked) not in there]
-    if not due:
+    if str(pair) in read_predicted(folder) and not _due(pair, folder, rows, turns):
         return False
     with _up(LABS[pair.lab]) as lab:
         cluster = folder / f"{pair.lab}.toml"
         if not cluster.exists():
             _measure(lab, cluster)
-        plans = {asked: _predicted(pair, asked, cluster) for asked in dict.fromkeys(asked for _, asked in due)}
-        for turn, asked in due:
-            row = _row(pair, lab, asked, plans[asked], cluster)
+        if str(pair) not in read_predicted(folder):
+            words = ["benchmarks.lab.predict", str(folder), *str(pair).split()]
+            subprocess.run([sys.executable, "-m", *words], cwd=ROOT, check=True)
+        predicted = read_predicted(folder)[str(pair)]
+        for turn, asked in _due(pair, folder, rows, turns):
+            row = _row(pair, lab, asked, predicted[asked], cluster)
             with rows.open("a") as out:
                 out.write(json.dumps({"pair": str(pair), "turn": turn, "asked": asked, **row}) + "\n")
             print(f"{pair}, turn {turn}, {asked}: {row.get('step_s') or row['refused']}", flush=True)
     return True
+
+
+def _due(pair: Pair, folder: Path, rows: Path, turns: int) -> list[tuple[int, str]]:
+    """(turn, what is asked) of all that is to be run: every plan once a turn, and once what `auto` takes by itself."""
+    predicted = read_predicted(folder).get(str(pair), {})
+    there = [row for row in read_rows(rows) if row["pair"] == str(pair)]
+    run = {(row["turn"], row["plan"]) for row in there}
+    found: list[tuple[int, str]] = []
+    for turn in range(turns):
+        for asked, one in predicted.items():
+            by_itself = asked == AUTO and not turn and not any(row["asked"] == AUTO for row in there)
+            if "plan" in one and (by_itself or (turn, one["plan"]) not in run):
+                found.append((turn, asked))
+                run.add((turn, one["plan"]))
+    return found
 
 
 @contextmanager
@@ -139,35 +158,24 @@ def _job(pair: Pair) -> list[str]:
     return [str(ROOT / "examples" / f"{name}.py"), *stated]
 
 
-def _predicted(pair: Pair, asked: str, cluster: Path) -> dict[str, Any]:
-    """The best plan of a family, and its step; only why not where there is none."""
-    words = ["plan", *_job(pair), "--cluster", str(cluster), "--only", asked, "--top", "1", "--json"]
-    began_s = time.monotonic()
-    done = subprocess.run([*EVENLY, *words], capture_output=True, text=True)
-    if done.returncode:
-        return {"refused": done.stderr.strip().replace("\n", " ")}
-    best = json.loads(done.stdout)["plans"][0]
-    took_s = time.monotonic() - began_s
-    return {"plan": best["plan"], "predicted_s": best["step_s"], "time_s": best["time_s"], "planning_s": took_s}
-
-
-def _row(pair: Pair, lab: Lab, asked: str, plan: dict[str, Any], cluster: Path) -> dict[str, Any]:
-    """A run of a plan: what was predicted, and the median step."""
-    if "plan" not in plan:
-        return plan
-    steps = max(LEAST_STEPS, min(MOST_STEPS, int(SECONDS_OF_A_RUN / plan["predicted_s"]))) + WARM_UP
-    chosen = ["--plan", AUTO, "--cluster", str(cluster.resolve())] if asked == AUTO else ["--plan", plan["plan"]]
-    about = {"commit": commit_of(ROOT), "load": os.getloadavg()[0], "steps": steps}
+def _row(pair: Pair, lab: Lab, asked: str, predicted: dict[str, Any], cluster: Path) -> dict[str, Any]:
+    """A run of what was asked: the plan that was run, and the mean step."""
+    steps = WARM_UP + min(pair.steps, max(2, int(SECONDS_OF_A_RUN / predicted["predicted_s"])))
+    chosen = ["--plan", AUTO, "--cluster", str(cluster.resolve())] if asked == AUTO else ["--plan", predicted["plan"]]
+    about = {"plan": predicted["plan"], "commit": commit_of(ROOT), "load": os.getloadavg()[0]}
     with tempfile.TemporaryDirectory(prefix="regret-") as out:
         place = [*_place(), "--devices", "{devices}", "--steps", str(steps), "--quiet", "--out", f"{out}/run"]
         try:
             _all_nodes(lab, ["run", *_job(pair), *chosen, *place])
         except RuntimeError as refused:
-            return {**plan, **about, "refused": str(refused)[-500:]}
+            return {**about, "refused": str(refused)[-500:]}
         lines = Path(out, "run", "metrics.jsonl").read_text().splitlines()
         taken = json.loads(Path(out, "run", "plan.json").read_text())
     times = [row["step_s"] for row in map(json.loads, lines) if "step_s" in row]
-    return {**plan, **about, "plan": taken["plan"], "step_s": median(times[WARM_UP:])}
+    if asked == AUTO and taken["plan"] != predicted["plan"]:
+        print(f"{pair}: auto took {taken['plan']}, where {predicted['plan']} was predicted", flush=True)
+        about["taken"] = taken["plan"]
+    return {**about, "step_s": fmean(times[WARM_UP:])}
 
 
 if __name__ == "__main__":

@@ -10,72 +10,76 @@ AUTO = "auto"
 HEAD = "| pair | fastest measured | s | auto | s | regret | predicted / measured |"
 
 Row = Mapping[str, Any]
+Predicted = Mapping[str, Mapping[str, Any]]
+"""By what was asked: plan and predicted_s; neither where it is refused."""
 
 
 def measured(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
-    """What was asked -> turn -> seconds of a step, of one pair."""
+    """Plan -> turn -> seconds of a step (the fewest, where a turn has it twice), of one pair."""
     found: dict[str, dict[int, float]] = {}
     for row in rows:
-        if "step_s" in row:
-            found.setdefault(row["asked"], {})[row["turn"]] = row["step_s"]
+        if "step_s" in row and "taken" not in row:
+            times = found.setdefault(row["plan"], {})
+            times[row["turn"]] = min(row["step_s"], times.get(row["turn"], row["step_s"]))
     return found
 
 
 def typical(rows: Sequence[Row]) -> dict[str, float]:
-    """What was asked -> the median over turns of a step's seconds."""
-    return {asked: median(times.values()) for asked, times in measured(rows).items()}
+    """Plan -> the median over turns of a step's seconds."""
+    return {plan: median(times.values()) for plan, times in measured(rows).items()}
 
 
-def regret(rows: Sequence[Row]) -> float | None:
+def regret(auto: str, rows: Sequence[Row]) -> float | None:
     """How many times as long as the fastest plan `auto` takes: median over turns, each against the same plan.
 
-    None where either was not run. The fastest is of all that were run, `auto` included.
+    The fastest is of all that were run. None where `auto` was not run, or never in a turn with it.
     """
     times = measured(rows)
-    if AUTO not in times:
+    if auto not in times:
         return None
     fastest = min(typical(rows), key=typical(rows).__getitem__)
-    if plan_of(rows, AUTO) == plan_of(rows, fastest):
-        return 1.0
-    both = times[AUTO].keys() & times[fastest].keys()
-    return median(times[AUTO][turn] / times[fastest][turn] for turn in both) if both else None
+    both = times[auto].keys() & times[fastest].keys()
+    return median(times[auto][turn] / times[fastest][turn] for turn in both) if both else None
 
 
-def plan_of(rows: Sequence[Row], asked: str) -> str:
-    """The plan in full that was run for what was asked."""
-    return next((row["plan"] for row in rows if row["asked"] == asked and "step_s" in row), "")
+def ratios(predicted: Predicted, rows: Sequence[Row]) -> dict[str, float]:
+    """What was asked -> predicted over measured, of what was run."""
+    taken = typical(rows)
+    return {
+        asked: one["predicted_s"] / taken[one["plan"]]
+        for asked, one in predicted.items()
+        if asked != AUTO and one.get("plan") in taken
+    }
 
 
-def ratios(rows: Sequence[Row]) -> dict[str, float]:
-    """What was asked -> predicted over measured."""
-    predicted = {row["asked"]: row["predicted_s"] for row in rows if "step_s" in row}
-    return {asked: predicted[asked] / taken for asked, taken in typical(rows).items()}
-
-
-def table(rows: Sequence[Row]) -> str:
+def table(predicted: Mapping[str, Predicted], rows: Sequence[Row]) -> str:
     """Markdown: a row for each pair, and what all of them come to."""
     lines = [HEAD, "|---|---|---:|---|---:|---:|---|"]
     regrets: list[float] = []
     off: list[float] = []
-    for pair in dict.fromkeys(row["pair"] for row in rows):
+    for pair, asked in predicted.items():
         mine = [row for row in rows if row["pair"] == pair]
         if not (taken := typical(mine)):
             continue
-        lost, found = regret(mine), ratios(mine)
-        off += [abs(ratio - 1) for asked, ratio in found.items() if asked != AUTO]
+        auto = asked[AUTO].get("plan", "none")
+        lost, found = regret(auto, mine), ratios(asked, mine)
+        off += [abs(ratio - 1) for ratio in found.values()]
         regrets += [] if lost is None else [lost]
-        lines.append(_line(pair, mine, taken, lost, found))
+        lines.append(_line(pair, auto, taken, lost, found))
     return "\n".join([*lines, "", *_summary(regrets, off)])
 
 
-def _line(
-    pair: str, rows: Sequence[Row], taken: Mapping[str, float], lost: float | None, found: Mapping[str, float]
-) -> str:
+def _line(pair: str, auto: str, taken: Mapping[str, float], lost: float | None, found: Mapping[str, float]) -> str:
     fastest = min(taken, key=taken.__getitem__)
-    auto = f"{plan_of(rows, AUTO)} | {taken[AUTO]:.3f}" if AUTO in taken else "- | -"
-    each = ", ".join(f"{asked} {ratio:.2f}" for asked, ratio in found.items() if asked != AUTO)
+    of_auto = f"{brief(auto)} | {taken[auto]:.3f}" if auto in taken else f"{brief(auto)} | -"
+    each = ", ".join(f"{asked} {ratio:.2f}" for asked, ratio in found.items())
     shown = "-" if lost is None else f"{lost:.2f}"
-    return f"| {pair} | {plan_of(rows, fastest)} | {taken[fastest]:.3f} | {auto} | {shown} | {each} |"
+    return f"| {pair} | {brief(fastest)} | {taken[fastest]:.3f} | {of_auto} | {shown} | {each} |"
+
+
+def brief(plan: str) -> str:
+    """A plan without what all of the table have."""
+    return " ".join(word for word in plan.split() if word not in ("precision=float32", "exact=rounding", "shard=1"))
 
 
 def _summary(regrets: Sequence[float], off: Sequence[float]) -> list[str]:
