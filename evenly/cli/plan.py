@@ -18,7 +18,7 @@ from evenly.jobfile import read_with
 from evenly.plan import parse_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from evenly.hardware.cluster import Cluster
     from evenly.plan import Plan
@@ -58,12 +58,11 @@ def plan(options: PlanOptions) -> int:
     """Plans; returns the exit code. Raises `EvenlyError` (exit code 1) where no plan does."""
     if options.explain:
         return _explain(options)
-    from evenly.planner.search import search
+    with redirect_stdout(sys.stderr), _progress(options) as show:  # what a job prints is no part of the result
+        from evenly.planner.search import search
 
-    with redirect_stdout(sys.stderr):  # what a job prints is no part of the result
         request, assumed = _plan_request(options)
-        with _progress(request) as shown:
-            result = search(shown)
+        result = search(_watched(request, show))
     _show(request, result, options, assumed=assumed)
     if (refusal := _refusal(request, result)) is not None:
         raise refusal
@@ -71,25 +70,33 @@ def plan(options: PlanOptions) -> int:
 
 
 @contextmanager
-def _progress(request: PlanRequest) -> Generator[PlanRequest]:
-    """Within, the last line of a terminal says how a job's model is being run; the request to search for."""
-    from evenly.planner.shapes import ShapeSource
-
-    if isinstance(request.source, ShapeSource) or not sys.stderr.isatty():
-        yield request
+def _progress(options: PlanOptions) -> Generator[Callable[[str], object]]:
+    """Within, the last line of a terminal says what is being done for a job; shows another text there."""
+    if not _is_job(options) or not sys.stderr.isatty():
+        yield lambda _: None
         return
     from rich.console import Console
 
+    with Console(file=sys.stderr).status(f"loading {options.target}") as line:
+        yield line.update
+
+
+def _watched(request: PlanRequest, show: Callable[[str], object]) -> PlanRequest:
+    """The request to search for, which shows how a job's model is being run."""
+    from evenly.planner.shapes import ShapeSource
+
+    if isinstance(request.source, ShapeSource):
+        return request
     from evenly.planner.job_source import JobSource
 
     assert isinstance(request.source, JobSource)
-    runs = count(1)
-    with Console(file=sys.stderr).status(f"reading {request.source.name}") as line:
+    name, runs = request.source.name, count(1)
+    show(f"reading {name}")
 
-        def watch(plan: Plan) -> None:
-            line.update(f"reading {request.source.name} on fake tensors, run {next(runs)}: as {plan}")
+    def watch(plan: Plan) -> None:
+        show(f"reading {name} on fake tensors, run {next(runs)}: as {plan}")
 
-        yield replace(request, source=replace(request.source, watch=watch))
+    return replace(request, source=replace(request.source, watch=watch))
 
 
 def _explain(options: PlanOptions) -> int:

@@ -6,13 +6,14 @@ import copy
 import logging
 import random
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from evenly.data.generators import undisturbed
 from evenly.launcher.frozen import all_caches
@@ -45,12 +46,16 @@ def fake_tensor(tensor: torch.Tensor, fakes: Any, device: str = "cpu") -> torch.
     return fake.requires_grad_(tensor.requires_grad)
 
 
-def fake_model(model: nn.Module, fakes: Any, note: Callable[[torch.Tensor, Source, str], object]) -> nn.Module:
+def fake_model(
+    model: nn.Module, fakes: Any, note: Callable[[torch.Tensor, Source, str], object], *, without: Collection[str] = ()
+) -> nn.Module:
     """A copy of `model` that shares no tensor with it and has its ties.
 
-    note: called with each tensor of the copy, its source, and each of its names ("" for a constant).
+    note: called with each tensor of the copy, its source, and each of its names ("" for a constant). without: names of
+    modules that the copy lacks.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {id(model.get_submodule(name)): None for name in without}
+    lacks = tuple(f"{name}." for name in without)
 
     def add(tensor: torch.Tensor, source: Source, name: str) -> None:
         if id(tensor) not in memo:
@@ -58,14 +63,39 @@ def fake_model(model: nn.Module, fakes: Any, note: Callable[[torch.Tensor, Sourc
         note(memo[id(tensor)], source, name)
 
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        add(parameter, "parameter", name)
+        if not name.startswith(lacks):
+            add(parameter, "parameter", name)
     for name, buffer in model.named_buffers():
-        add(buffer, "buffer", name)
-    for module in model.modules():
+        if not name.startswith(lacks):
+            add(buffer, "buffer", name)
+    for name, module in model.named_modules():
         for attribute in vars(module).values():
-            if isinstance(attribute, torch.Tensor):
+            if isinstance(attribute, torch.Tensor) and not f"{name}.".startswith(lacks):
                 add(attribute, "constant", "")
-    return copy.deepcopy(model, memo)
+    copied = copy.deepcopy(model, memo)
+    for name in without:
+        parent, _, child = name.rpartition(".")
+        delattr(copied.get_submodule(parent), child)
+    return copied
+
+
+@contextmanager
+def parameters_on_meta() -> Generator[None]:
+    """Within, a parameter has a shape and no memory as soon as a module has it; buffers have their numbers."""
+    register, known = nn.Module.register_parameter, WeakIdKeyDictionary()
+
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if type(param) is nn.Parameter and param.device.type != "meta":
+            if param not in known:  # else one that several modules have
+                known[param] = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+            param = known[param]
+        register(self, name, param)
+
+    nn.Module.register_parameter = on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
 
 
 @contextmanager

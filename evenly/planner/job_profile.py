@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -21,16 +21,18 @@ from evenly.engine.find_splits import choose_splits, derivation_of
 from evenly.engine.precision import autocast, place_batch
 from evenly.engine.step_totals import as_loss
 from evenly.engine.updaters import built_optimizers
-from evenly.errors import UserError
+from evenly.errors import EvenlyError, UserError
 from evenly.hardware.devices import Device
 from evenly.job import Job
 from evenly.model.blocks import Block, find_blocks, find_recomputed
+from evenly.model.fake import parameters_on_meta
 from evenly.parallel.core.calls import WrappedForwards
-from evenly.parallel.core.recompute import CachesOff, RecomputedBackward, recomputing
+from evenly.parallel.core.recompute import CachesOff, RecomputedBackward, hands_caches, recomputing
 from evenly.parallel.core.statistics import rules_of
 from evenly.parallel.tensor.layout import Layout
 from evenly.parallel.tensor.splits import Derivation
 from evenly.plan import Plan
+from evenly.planner.equal_calls import EqualCalls, find_equal_calls
 from evenly.planner.optimizer_costs import OptimizerCosts, optimizer_costs
 from evenly.planner.profile import Profile, between, blended, scaled
 from evenly.planner.profile_recorder import profile_module
@@ -71,6 +73,7 @@ class JobProfiler:
     _call_costs: dict[str, tuple[list[Any], list[str]]] = field(default_factory=dict[str, Any])
     _lines: dict[tuple[Any, ...], SampleLine] = field(default_factory=dict[tuple[Any, ...], SampleLine])
     _between: dict[tuple[Any, ...], Profile] = field(default_factory=dict[tuple[Any, ...], Profile])
+    _equal_calls: dict[str, EqualCalls | None] = field(default_factory=dict[str, EqualCalls | None])
     _optimizers: dict[tuple[Any, ...], OptimizerCosts] = field(default_factory=dict[tuple[Any, ...], OptimizerCosts])
     _typical: dict[tuple[Any, ...], Profile] = field(default_factory=dict[Any, Any], init=False)
     _loads: dict[tuple[int, bool], tuple[tuple[float, ...], ...]] = field(default_factory=dict[Any, Any], init=False)
@@ -115,22 +118,25 @@ class JobProfiler:
         numbers = sorted(range(len(self.microbatches)), key=self._elements.__getitem__)
         return numbers[0], numbers[-1]
 
-    def profile(self, plan: Plan, number: int = 0) -> Profile:
-        """The profile of microbatch `number` under `plan` (fitted and resolved); equal ones are one object."""
-        return self._of_elements(plan, self._elements[number])
+    def profile(self, plan: Plan, number: int = 0, *, held: bool = True) -> Profile:
+        """The profile of microbatch `number` under `plan` (fitted and resolved); equal ones are one object.
+
+        held: whether the bytes that it holds count, as of `SampleLine.at`.
+        """
+        return self._of_elements(plan, self._elements[number], held=held)
 
     def typical(self, plan: Plan, config: TrainingConfig) -> Profile:
         """The profile of a microbatch of which the replica that has most runs as many in a step as `config` says.
 
         Where samples differ, between those of the smallest and the largest, by how long their samples are: per element
-        attention costs as much more as these are longer, all else the same.
+        attention costs as much more as these are longer, all else the same. The bytes that it holds do not count.
         """
         elements = round(self.elements(config.data, filled=config.zero == 3) / config.microbatches)
         if self.job.cost is None:
-            return self._of_elements(plan, elements)
-        key = (_profile_key(plan), elements)
+            return self._of_elements(plan, elements, held=False)
+        key = (self._key(plan), elements)
         if key not in self._typical:
-            few, many = (scaled(self.profile(plan, number), elements) for number in self._ends)
+            few, many = (scaled(self.profile(plan, number, held=False), elements) for number in self._ends)
             lengths = cut_batch(self.job, self.step).lengths or [[1]]
             short, long = (max(lengths[number]) for number in self._ends)
             at = 1.0 if short == long else min(1.0, max(0.0, (self.length - short) / (long - short)))
@@ -165,26 +171,56 @@ class JobProfiler:
         alike = self.job.cost is None or self.job.streams
         return range(self.step, self.step + (1 if alike else self.steps))
 
-    def _of_elements(self, plan: Plan, elements: int) -> Profile:
-        key = _profile_key(plan)
-        if (key, elements) not in self._between:
-            few, many = (self._profile(plan, key, self.microbatches[number]) for number in self._ends)
-            self._between[key, elements] = between(few, many, elements)
-        return self._between[key, elements]
+    def _of_elements(self, plan: Plan, elements: int, *, held: bool) -> Profile:
+        key = self._key(plan)
+        if (key, elements, held) not in self._between:
+            few, many = (self._profile(plan, key, self.microbatches[number], held) for number in self._ends)
+            self._between[key, elements, held] = between(few, many, elements)
+        return self._between[key, elements, held]
+
+    def _key(self, plan: Plan) -> tuple[Any, ...]:
+        """All of a plan that a profile depends on."""
+        tensor, cached = plan.tensor, plan.recompute == "none" and not plan.pipeline.active
+        of_axes = (tensor.size, tensor.exclude, tensor.sequence_parallel)
+        return (plan.precision, plan.recompute, *of_axes, cached and hands_caches(self.model(plan.precision)))
 
     @cached_property
     def _elements(self) -> Sequence[int]:
         return [*map(_elements_of, self.microbatches)]
 
-    def _profile(self, plan: Plan, key: tuple[Any, ...], microbatch: Microbatch) -> Profile:
+    def _profile(self, plan: Plan, key: tuple[Any, ...], microbatch: Microbatch, held: bool) -> Profile:
         shapes = [tuple(tensor.shape) for tensor in tensors_in(microbatch.batch)]
         samples = microbatch.samples
         if all(shape and shape[0] == samples for shape in shapes):  # the same but for the number of samples
             key, shapes = (*key, "by samples"), [shape[1:] for shape in shapes]
         line = self._lines.setdefault((*key, *shapes), SampleLine())
-        return line.at(samples, _elements_of(microbatch), lambda: self._profile_now(plan, microbatch))
+        return line.at(samples, _elements_of(microbatch), lambda: self._profile_now(plan, microbatch), held=held)
 
     def _profile_now(self, plan: Plan, microbatch: Microbatch) -> Profile:
+        """Of the whole model; where calls of blocks are known to do the same, by a run of some of them."""
+        if plan.precision not in self._equal_calls:
+            whole = self._run(plan, microbatch)
+            self._equal_calls[plan.precision] = self._find_equal_calls(whole, plan, microbatch)
+            return whole
+        equal, layouts = self._equal_calls[plan.precision], self.layouts(plan)
+        if equal is not None and all(layouts.get(equal.alike(one)) == layout for one, layout in layouts.items()):
+            with suppress(EvenlyError):  # which the whole model says by itself
+                if found := equal.whole(self._run(plan, microbatch, equal.left_out)):
+                    return found
+        return self._run(plan, microbatch)
+
+    def _find_equal_calls(self, whole: Profile, plan: Plan, microbatch: Microbatch) -> EqualCalls | None:
+        """What can be left out, where a run without it shows the same as that of the whole model."""
+        model = self.model(plan.precision)
+        found = find_equal_calls(whole)
+        if found and all(_written(model, one) == _written(model, other) for one, other in found.left_out.items()):
+            with suppress(EvenlyError):
+                short = self._run(plan, microbatch, found.left_out)
+                found = replace(found, buffer_bytes=whole.buffer_bytes - short.buffer_bytes)
+                return found if found.whole(short) == whole else None
+        return None
+
+    def _run(self, plan: Plan, microbatch: Microbatch, without: Collection[str] = ()) -> Profile:
         precision = plan.precision
         if self.watch is not None:
             self.watch(plan)
@@ -202,6 +238,7 @@ class JobProfiler:
             change=changes.applied,
             around=changes.around,
             tensor_sums=changes.tensor_sums,
+            without=without,
         )
 
     def layouts(self, plan: Plan) -> dict[str, Layout]:
@@ -219,10 +256,17 @@ class JobProfiler:
         from evenly.parallel.pipeline.model import StagedModel  # torch's parts behind these take a while to import
         from evenly.parallel.pipeline.stages import owners_of, stage_of_calls
 
+        def found(around: AbstractContextManager[None]) -> tuple[list[Any], list[str]]:
+            with around:
+                built = build_model(self.job, precision=plan.precision, device=None)
+            model = StagedModel(built, "cpu")
+            return call_costs_of(next(iter(self.job.by_phase.values())), model, plan), [*model.stage_tensors]
+
         if plan.precision not in self._call_costs:
-            model = StagedModel(build_model(self.job, precision=plan.precision, device=None), "cpu")
-            first = next(iter(self.job.by_phase.values()))
-            self._call_costs[plan.precision] = call_costs_of(first, model, plan), [*model.stage_tensors]
+            with suppress(EvenlyError):  # which the model with its numbers says by itself
+                self._call_costs[plan.precision] = found(parameters_on_meta())
+        if plan.precision not in self._call_costs:
+            self._call_costs[plan.precision] = found(nullcontext())
         call_costs, names = self._call_costs[plan.precision]
         microbatches = len(self.share(0, plan.axes["data"]).own)
         on_gpu = device is not None and device.kind != "cpu"
@@ -287,10 +331,10 @@ class _Changes:
         """Leaves of the model what the first rank of the tensor axis holds."""
         from evenly.parallel.tensor.model import SplitModel  # takes seconds to import
 
-        plan = self.plan
+        plan, names = self.plan, dict(model.named_parameters())
         split = SplitModel(
             model,
-            self.profiler.layouts(plan),
+            {name: layout for name, layout in self.profiler.layouts(plan).items() if name in names},
             fake_group("tensor", plan.tensor.size, self.tensor_sums.append),
             sequence=plan.tensor.sequence_parallel,
             recomputed=plan.recompute == "selective",
@@ -299,11 +343,9 @@ class _Changes:
         return split
 
 
-def _profile_key(plan: Plan) -> tuple[Any, ...]:
-    """All of a plan that a profile depends on."""
-    tensor = plan.tensor
-    of_axes = (tensor.size, tensor.exclude, tensor.sequence_parallel, plan.pipeline.active)
-    return (plan.precision, plan.recompute, *of_axes)
+def _written(model: nn.Module, name: str) -> str:
+    """Classes, shapes and settings of a module, as torch prints them."""
+    return repr(model.get_submodule(name))
 
 
 def _costs(batch: CutBatch) -> Sequence[float]:

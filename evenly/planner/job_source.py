@@ -54,7 +54,7 @@ class JobSource:
     @cached_property
     def whole(self) -> Profile:
         """The profile of the model on one device."""
-        return self.profiler.profile(PlanSpec(data=1).complete(self.job.precision))
+        return self.profiler.profile(PlanSpec(data=1).complete(self.job.precision), held=False)
 
     @property
     def blocks(self) -> int:
@@ -77,6 +77,10 @@ class JobSource:
         """Where the job cuts its batch by cost, what its microbatches cost."""
         return () if self.job.microbatch_cost is None else self.profiler.loads(replicas, filled=filled)
 
+    @property
+    def is_run(self) -> bool:
+        return True
+
     def tensor_sizes(self, most: int) -> Sequence[int]:
         """Those by which any of its parameters is split."""
         return [1, *(size for size in TENSOR_SIZES if size <= most and self._splits(size))]
@@ -88,11 +92,9 @@ class JobSource:
             return False
 
     def refusal(self, plan: Plan) -> str | None:
-        """What profiling the model so refuses."""
+        """What profiling the model so refuses; what its recomputation does, `memory` finds out."""
         try:
-            self._as_run(replace(plan, recompute="none")).profile(replace(plan, recompute="none"))
-            if plan.recompute != "none":  # whatever the microbatch; this profile serves for all choices
-                self.profiler.profile(PlanSpec(data=1, recompute=plan.recompute).complete(self.job.precision))
+            self._as_run(plan).profile(replace(plan, recompute="none"), held=False)
             if plan.pipeline.active:
                 self._cut_as(plan).stages(plan, None)
         except PlanError as problem:
@@ -116,11 +118,11 @@ class JobSource:
             after=_computed(found.after, config, made),
         )
 
-    def least_parts(self, plan: Plan, config: TrainingConfig) -> ModelCosts | None:
+    def least_parts(self, plan: Plan, config: TrainingConfig) -> ModelCosts:
         """The parts of the whole model, dealt evenly over the tensor axis, whose messages are left out."""
-        if config.tensor == 1:
-            return None
         whole = self.parts(replace(plan, tensor=TensorAxis(1, (), False)), replace(config, tensor=1))
+        if config.tensor == 1:
+            return whole
         made: dict[int, BlockCost] = {}
 
         def least(part: BlockCost) -> BlockCost:
@@ -131,11 +133,13 @@ class JobSource:
         return ModelCosts(before=least(whole.before), blocks=[*map(least, whole.blocks)], after=least(whole.after))
 
     def _as_run(self, plan: Plan) -> JobProfiler:
-        """A profiler of the job with the plan's microbatch, which has profiled the largest and the smallest so.
+        """A profiler of the job with the plan's microbatch.
 
-        What lies between these may follow from them.
+        Of the whole model, which is looked at with every microbatch, it has profiled the largest and the smallest: what
+        lies between these may follow from them.
         """
-        for size in self._ends if plan.microbatch is not None else ():
+        whole = not plan.tensor.active and plan.recompute == "none"
+        for size in self._ends if whole and plan.microbatch is not None else ():
             self._cut_as(replace(plan, microbatch=size)).profile(plan)
         return self._cut_as(plan)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -42,6 +42,7 @@ def profile_module(
     change: Callable[[nn.Module, Sequence[Block]], AbstractContextManager[Any]] | None = None,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     tensor_sums: Sequence[int] = (),
+    without: Collection[str] = (),
 ) -> Profile:
     """What `loss(model, batch)`, a scalar, and its backward do. Neither the model nor a random state is changed.
 
@@ -49,13 +50,14 @@ def profile_module(
     model follow from them.
     change: what a plan does to the model and its blocks, in place; around: within what forward and backward run.
     tensor_sums: a list to which `change` appends bytes of what the tensor axis adds up over ranks, as it happens.
+    without: names of modules to leave out.
 
     Raises `UserError`, naming the operation, where the code needs numbers or does not run without them.
     """
     mode = PartlyFake()
     with running_fake():
         try:
-            faked = in_training(fake_model(model, mode.fakes, _discard))
+            faked = in_training(fake_model(model, mode.fakes, _discard, without=without))
             blocks, nest = find_blocks(faked), map_tensors(torch.clone, batch)
             changed = nullcontext() if change is None else change(faked, blocks)
             with mode, changed, torch.enable_grad():

@@ -55,12 +55,17 @@ class CostSource(Protocol):
         """
         ...
 
+    @property
+    def is_run(self) -> bool:
+        """Whether a model is run to know what a plan computes and holds."""
+        ...
+
     def tensor_sizes(self, most: int) -> Sequence[int]:
         """Sizes of the tensor axis that it can be split by, ascending from 1, up to `most`."""
         ...
 
     def refusal(self, plan: Plan) -> str | None:
-        """Why it cannot run so; None where it can."""
+        """Why it cannot run so, whatever is recomputed; None where it can."""
         ...
 
     def layers(self, plan: Plan, device: Device) -> Sequence[int] | None:
@@ -78,7 +83,10 @@ class CostSource(Protocol):
     def memory(
         self, plan: Plan, config: TrainingConfig, layers: Sequence[int], library: Library, ranks: Sequence[int] = ()
     ) -> list[MemoryByCause]:
-        """The memory of every rank of the pipeline, or of some `ranks`, where stage i has `layers[i]` blocks."""
+        """The memory of every rank of the pipeline, or of some `ranks`, where stage i has `layers[i]` blocks.
+
+        Raises `PlanError` where it cannot be recomputed as `plan` says.
+        """
         ...
 
 

@@ -23,38 +23,51 @@ class SampleLine:
     """The profiles of microbatches that differ in the number of their samples only; measured: by that number."""
 
     measured: dict[int, Profile] = field(default_factory=dict[int, Profile])
-    _straight: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # with a third in between
-    _derived: dict[int, Profile] = field(default_factory=dict[int, Profile])
+    _straight: set[tuple[int, int, bool]] = field(default_factory=set[tuple[int, int, bool]])  # with a third in between
+    _derived: dict[tuple[int, bool], Profile] = field(default_factory=dict[tuple[int, bool], Profile])
 
-    def at(self, samples: int, elements: int, measure: Callable[[], Profile]) -> Profile:
-        """The profile of so many samples, which have `elements` in all; measured where it does not follow."""
-        found = self.measured.get(samples) or self._derived.get(samples)
-        if found is None:
-            ends = next((ends for ends in self._straight if ends[0] < samples < ends[1]), None)
-            if ends is not None:
-                low, high = ends
-                found = self._derived[samples] = between(self.measured[low], self.measured[high], elements)
-            else:
-                found = self.measured[samples] = measure()
-                self._look_for_lines(samples)
+    def at(self, samples: int, elements: int, measure: Callable[[], Profile], *, held: bool = True) -> Profile:
+        """The profile of so many samples, which have `elements` in all; measured where it does not follow.
+
+        held: whether the bytes that it holds count; else it may be right in the operations alone.
+        """
+        if (found := self.measured.get(samples) or self._derived.get((samples, held))) is not None:
+            return found
+        for low, high, of_held in self._straight:
+            if of_held == held and low < samples < high:
+                found = between(self.measured[low], self.measured[high], elements)
+                return self._derived.setdefault((samples, held), found)
+        found = self.measured[samples] = measure()
+        self._look_for_lines(samples)
         return found
 
     def _look_for_lines(self, latest: int) -> None:
         """Notes between which measured ones the profiles lie on a line."""
         for low, middle, high in combinations(sorted(self.measured), 3):
-            if latest in (low, middle, high) and self._is_straight(low, middle, high):
-                self._straight.append((low, high))
+            if latest in (low, middle, high):
+                few, found, many = self.measured[low], self.measured[middle], self.measured[high]
+                if _computes_between(few, found, many):
+                    self._straight.add((low, high, False))
+                    if _holds_between(few, found, many):
+                        self._straight.add((low, high, True))
 
-    def _is_straight(self, low: int, middle: int, high: int) -> bool:
-        few, found, many = self.measured[low], self.measured[middle], self.measured[high]
-        expected = between(few, many, found.elements)
-        if [one.event for one in few.intervals] != [one.event for one in many.intervals]:
-            return False
-        same = ("intervals", "calls", "branch_bytes", "output_bytes", "summed", "used", "parameters", "buffer_bytes")
-        return all(getattr(found, name) == getattr(expected, name) for name in same) and (
-            found.works.keys() == expected.works.keys() == few.works.keys()
-            and all(_alike(found.works[key], expected.works[key]) for key in found.works)
-        )
+
+def _computes_between(few: Profile, found: Profile, many: Profile) -> bool:
+    """Whether the operations of `found` lie on a line between those of the others, and come in the same order."""
+    if [one.event for one in few.intervals] != [one.event for one in many.intervals]:
+        return False
+    expected = between(few, many, found.elements)
+    same = ("calls", "output_bytes", "summed", "used", "parameters", "buffer_bytes")
+    return all(getattr(found, name) == getattr(expected, name) for name in same) and (
+        found.works.keys() == expected.works.keys() == few.works.keys()
+        and all(_alike(found.works[key], expected.works[key]) for key in found.works)
+    )
+
+
+def _holds_between(few: Profile, found: Profile, many: Profile) -> bool:
+    """Whether the bytes that `found` holds do."""
+    expected = between(few, many, found.elements)
+    return found.intervals == expected.intervals and found.branch_bytes == expected.branch_bytes
 
 
 def _alike(found: Sequence[OpCost], expected: Sequence[OpCost]) -> bool:

@@ -110,7 +110,7 @@ def _best(judge: _Judge, choices: Sequence[PlanChoice]) -> tuple[_Best, int]:
         choice = choices[number]
         if best.beats(choice.family, bound_s):
             continue
-        if (longer_s := judge.bound(choice)) > bound_s:
+        if (longer_s := judge.closer_bound(choice)) > bound_s:
             heapq.heappush(waiting, (longer_s, number))
             continue
         peak = judge.peak_bytes(choice)
@@ -227,7 +227,11 @@ class _Judge:
         """With parts that are known without a look at how it runs, and that its own are no less than."""
         if (plan := self._plan(choice)) is None:
             return None
-        parts = self.request.source.least_parts(plan, self.request.config(plan))
+        try:
+            parts = self.request.source.least_parts(plan, self.request.config(plan))
+        except PlanError as problem:
+            self.refused = problem.found
+            return None
         return self.candidate(choice) if parts is None else costed_plan_of(self.request, plan, parts)
 
     def _plan(self, choice: PlanChoice) -> Plan | None:
@@ -248,6 +252,13 @@ class _Judge:
             step += self._fill(choice, block)
         return (step + tail) * SLACK
 
+    def closer_bound(self, choice: PlanChoice) -> float:
+        """As `bound`; the time itself where it takes longer to know what the choice holds."""
+        bound_s = self.bound(choice)
+        if not self.request.source.is_run or bound_s == float("inf") or (one := self.candidate(choice)) is None:
+            return bound_s
+        return time_of(one, layers_of(one, self.seconds(choice, one)))[0].step_s * SLACK
+
     def _bound(self, choice: PlanChoice, one: CostedPlan | None) -> tuple[float, float, float]:
         """Seconds of the passes without filling the pipeline, of what follows them, and of the quickest block."""
         if one is None:
@@ -263,6 +274,7 @@ class _Judge:
         """Every part on one microbatch; computed once for choices that differ in nothing that counts here."""
         key = (choice.tensor, choice.microbatch, choice.recompute, choice.sequence_parallel, choice.zero == 3)
         key = (*key, choice.data, choice.shard) if choice.zero == 3 else key
+        key = (*key, choice.data) if self.request.source.is_run else key  # whose replicas run other microbatches
         key = (*key, choice.pipeline > 1, one.is_least)
         if key not in self._seconds:
             self._seconds[key] = seconds_of_parts(one)
@@ -285,7 +297,11 @@ class _Judge:
             return float("inf")
         layers = layers_of(one, self.seconds(choice, one))
         ranks = sorted({0, min(1, choice.pipeline - 1), choice.pipeline - 1})
-        found = self.request.source.memory(one.plan, one.config, layers, one.machine.library, ranks)
+        try:
+            found = self.request.source.memory(one.plan, one.config, layers, one.machine.library, ranks)
+        except PlanError as problem:
+            self.refused, self._candidates[choice] = problem.found, None
+            return float("inf")
         return max(memory.peak for memory in found)
 
     def has_room(self, choice: PlanChoice) -> bool:

@@ -50,6 +50,10 @@ class ShapeSource:
         """None: all are alike."""
         return ()
 
+    @property
+    def is_run(self) -> bool:
+        return False
+
     def tensor_sizes(self, most: int) -> Sequence[int]:
         """Those that deal its heads, those of keys and values too, evenly."""
         shape = self.shape

@@ -189,6 +189,27 @@ def test_few_choices_are_profiled() -> None:
     assert [str(one.plan) for one in result.plans] == [str(one.plan) for one in search(request).plans]
 
 
+def test_recomputation_and_axes_are_profiled_only_where_they_may_be_among_the_best() -> None:
+    seen: list[Plan] = []
+    job = even_job()
+    result = search(replace(asked(job, top=1), source=JobSource(job, watch=seen.append)))
+    assert result.plans[0].plan.recompute == "none"
+    assert {plan.recompute for plan in seen} == {"none"}
+
+
+def test_memory_is_looked_at_in_the_order_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    request, found = asked(even_job()), list[float]()
+    plain = _Judge.peak_bytes
+
+    def peak_bytes(judge: _Judge, choice: Any) -> float:
+        found.append(judge.closer_bound(choice))
+        return plain(judge, choice)
+
+    monkeypatch.setattr(_Judge, "peak_bytes", peak_bytes)
+    best = search(request).plans
+    assert found == sorted(found) and found[-1] <= best[-1].step_s
+
+
 def test_auto_on_one_device_is_that_device() -> None:
     found = choose_plan(tower_job(), PlanSpec(), find_here())
     assert found.plan.ranks == 1 and found.plan.recompute == "none" and found.limit_bytes > 2**28

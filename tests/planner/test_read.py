@@ -241,6 +241,30 @@ def test_profiles_on_no_line_are_measured() -> None:
     assert measured == [40, 10, 20, 30]
 
 
+def test_operations_may_lie_on_a_line_where_what_is_held_does_not() -> None:
+    class Bends(Tower):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x * torch.ones(40, 100).amax())  # more than few samples hold, and freed again
+
+    line, measured = SampleLine(), list[int]()
+
+    def at(samples: int, *, held: bool) -> Profile:
+        def measure() -> Profile:
+            measured.append(samples)
+            return read(Bends(), samples)
+
+        return line.at(samples, samples * 5, measure, held=held)
+
+    for samples in (420, 10, 200):
+        at(samples, held=False)
+    found, exact = at(100, held=False), read(Bends(), 100)
+    assert measured == [420, 10, 200] and found.calls == exact.calls and found.intervals != exact.intervals
+    assert [sum(work.flops for work in one) for one in found.works.values()] == pytest.approx(
+        [sum(work.flops for work in one) for one in exact.works.values()]
+    )
+    assert at(100, held=True) == exact and measured[3:] == [100]
+
+
 def test_code_that_looks_at_numbers_is_refused() -> None:
     with pytest.raises(UserError, match=r"needs numbers"):
         read(Looks())

@@ -132,14 +132,23 @@ class CachesOff:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        configs = {id(found): found for module in model.modules() if (found := getattr(module, "config", None))}
-        self._configs = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+        self._configs = _caching(model)
         for config in self._configs:
             config.use_cache = False
 
     def close(self) -> None:
         for config in self._configs:
             config.use_cache = True
+
+
+def hands_caches(model: nn.Module) -> bool:
+    """Whether `CachesOff` changes anything of it."""
+    return bool(_caching(model))
+
+
+def _caching(model: nn.Module) -> list[Any]:
+    configs = {id(found): found for module in model.modules() if (found := getattr(module, "config", None))}
+    return [config for config in configs.values() if getattr(config, "use_cache", None) is True]
 
 
 def _refuse_caches(arguments: Iterable[Any]) -> None:
