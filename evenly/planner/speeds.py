@@ -110,7 +110,7 @@ class Library:
     gather:         "overlapped" or "serial": whether zero=3 communicates while it computes. gather_share: of the
                     network's rate that its collectives reach. gather_copy_bytes: moved per parameter, of flattening
                     and casting.
-    kept_bytes:     of the last blocks whose weights zero=3 gathers for both passes at once.
+    whole_bytes:     of the last blocks whose weights zero=3 gathers for both passes at once.
     contention:     share of a collective's time by which computing besides it gets slower.
     reduces_whole:  whether every rank gets all reduced gradients though zero=1 cuts the update.
     weight_bytes, gradient_bytes: of a weight as gathered, and of a gradient as reduced.
@@ -138,7 +138,7 @@ class Library:
     gather: Literal["overlapped", "serial"] = "overlapped"
     gather_share: float = 1.0
     gather_copy_bytes: float = 7.0
-    kept_bytes: float = 0.0
+    whole_bytes: float = 0.0
     contention: float = 0.45
     reduces_whole: bool = False
     weight_bytes: float = 2.0
@@ -185,7 +185,7 @@ def own_library(precision: Precision, *, bitwise: bool, on_cpu: bool) -> Library
         gradient_bytes=reduced,
         weights_wait=True,
         reduces_each=True,
-        kept_bytes=WHOLE_BYTES,
+        whole_bytes=WHOLE_BYTES,
     )
     return replace(found, host_s=0.0, data_hidden=0.0, contention=1.0, unaligned=1.0) if on_cpu else found
 

@@ -184,7 +184,7 @@ def _kept(parts: Sequence[BlockCost], library: Library) -> Sequence[bool]:
     """Of which parts of a stage zero=3 keeps the weights until the backward pass: of the last blocks, as far as there
     is room, and of what is around blocks.
     """
-    room, found = library.kept_bytes, [False] * len(parts)
+    room, found = library.whole_bytes, [False] * len(parts)
     for number in reversed(range(len(parts)) if room else ()):
         around = not block_host(parts[number])
         room -= 0 if around else parts[number].parameters * library.weight_bytes
@@ -362,7 +362,7 @@ def part_passes(
 
 def part_seconds(part: BlockCost, config: TrainingConfig, machine: Machine) -> float:
     """Both passes of a part on one microbatch, at least: its weights may have to be gathered twice."""
-    kept = machine.library.kept_bytes > 0
+    kept = machine.library.whole_bytes > 0
     return sum(one.seconds for one in part_passes(part, config, machine, block_host(part), kept=kept))
 
 

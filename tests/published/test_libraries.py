@@ -70,7 +70,7 @@ def again(part: BlockCost) -> list[OpCost]:
 
 
 @pytest.mark.parametrize("t", [1, 2, 4, 8])
-def test_kept_bytes_are_those_of_korthikanti_2022(t: int) -> None:
+def test_whole_bytes_are_those_of_korthikanti_2022(t: int) -> None:
     scores = 5 * A * S / H
     assert kept(tensor=t) == pytest.approx(SBH * (10 + 24 / t + scores / t))  # equation 2
     assert kept(tensor=t, split_sequence=True) == pytest.approx(SBH / t * (34 + scores))  # equation 4
