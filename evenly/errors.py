@@ -114,3 +114,8 @@ def place_of(problem: BaseException | None = None, inside: tuple[str, ...] = ())
 def is_users(filename: str) -> bool:
     """Whether a source file is the user's own: neither of this package nor of a library, nor made up as `<string>`."""
     return not (filename.startswith((EVENLY, "<", *_LIBRARIES)) or "site-packages" in filename)
+
+
+def printable(text: str) -> str:
+    """`text` with what would steer a terminal, or cannot be written, spelled out."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

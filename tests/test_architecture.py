@@ -45,6 +45,7 @@ ORDER = (
     "bridges",
     "verify",
     "report",
+    "ray",
     "cli",
 )
 # The package's own face and `python -m evenly` stand above all parts.

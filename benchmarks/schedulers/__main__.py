@@ -4,6 +4,7 @@ python -m benchmarks.schedulers install            Debian's packages of all of t
 python -m benchmarks.schedulers openmpi
 python -m benchmarks.schedulers mpich
 python -m benchmarks.schedulers slurm
+python -m benchmarks.schedulers ray                and Ray from PyPI, where it is missing
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.lab.lab import Lab, guarded, why_not
-from benchmarks.schedulers import mpi, slurm
+from benchmarks.schedulers import mpi, ray_nodes, slurm
 from benchmarks.schedulers.packages import PACKAGES, install
 
 
 def main() -> int:
     asked = sys.argv[1] if len(sys.argv) == 2 else ""
     kinds = {kind: ([f"mpirun.{kind}"], partial(mpi.mpi, kind)) for kind in mpi.START}
-    kinds |= {"slurm": (slurm.PROGRAMS, slurm.slurm)}
+    kinds |= {"slurm": (slurm.PROGRAMS, slurm.slurm), "ray": ([], ray_nodes.ray)}
     if asked not in (*kinds, "install"):
         print(__doc__, file=sys.stderr)
         return 2
     programs, runs = kinds.get(asked, ([*PACKAGES], None))
-    if lacking := install(programs):
+    if lacking := install(programs) or (ray_nodes.missing() if asked == "ray" else []):
         print(f"there is no {', '.join(lacking)}, and it could not be installed", file=sys.stderr)
         return 1
     if runs is None:

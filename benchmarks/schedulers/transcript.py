@@ -26,11 +26,15 @@ STEP = re.compile(r"step \d+/")  # of several in a row the first and the last ar
 
 @dataclass
 class Transcript:
-    """What is done in `folder`, which all nodes of the lab see; variables: further ones of the environment."""
+    """What is done in `folder`, which all nodes of the lab see.
+
+    variables: further ones of the environment. noise: lines that are left out.
+    """
 
     lab: Lab
     folder: Path
     variables: dict[str, str] = field(default_factory=dict[str, str])
+    noise: re.Pattern[str] = NOISE
 
     def say(self, text: str) -> None:
         """A line between commands."""
@@ -42,16 +46,23 @@ class Transcript:
         *,
         code: tuple[int, ...] = (0,),
         ask: signal.Signals | None = None,
+        meanwhile: Callable[[], None] | None = None,
         when: Callable[[str], bool] = bool,
     ) -> str:
-        """What `command` prints on node 0; `code`: what it may exit with. ask: sent once `when` holds of its output."""
+        """What `command` prints on node 0; `code`: what it may exit with.
+
+        ask: sent, and meanwhile: called, once `when` holds of its output.
+        """
         print(f"$ {command}", flush=True)
         log = self.folder / ".output"
         with log.open("w") as output:
             process = self.start(command, output=output)
             try:
+                if ask is not None or meanwhile is not None:
+                    wait_until(lambda: when(log.read_text()) or process.poll() is not None)
+                if meanwhile is not None:
+                    meanwhile()
                 if ask is not None:
-                    wait_until(lambda: when(log.read_text()))
                     print(f"(it gets {ask.name})")
                     process.send_signal(ask)
                 found = process.wait(LIMIT_S)
@@ -80,7 +91,7 @@ class Transcript:
     def cleaned(self, text: str) -> str:
         """`text` without this machine's paths, and without lines that tell nothing."""
         text = text.replace(f"{self.folder}/", "").replace(str(self.folder), ".").replace("\r", "")
-        lines = [line.rstrip() for line in text.splitlines() if not NOISE.match(line)]
+        lines = [line.rstrip() for line in text.splitlines() if not self.noise.match(line)]
         between = [all(map(STEP.match, lines[n - 1 : n + 2])) and 0 < n < len(lines) - 1 for n in range(len(lines))]
         shortened = [line if not left_out else "..." for line, left_out in zip(lines, between, strict=True)]
         return "\n".join(line for line, _ in groupby(shortened))

@@ -79,6 +79,9 @@ Log = Annotated[
         help="Also log to tensorboard, wandb=PROJECT, mlflow=EXPERIMENT or csv (a table); repeatable.",
     ),
 ]
+RayWorkerRange = Annotated[
+    str | None, typer.Option("--ray", metavar="N|MIN:MAX", help="On so many workers of a Ray cluster, each a rank.")
+]
 NodeCount = Annotated[int, typer.Option("--nodes", min=1, metavar="N", help="Machines that take part.")]
 NodeRank = Annotated[int, typer.Option(min=0, help="Number of this machine, from 0.")]
 Rendezvous = Annotated[str, typer.Option(metavar="HOST:PORT", help="Where machine 0 listens.")]
@@ -116,6 +119,7 @@ def run_command(
     node_rank: NodeRank = 0,
     rendezvous: Rendezvous = "",
     secret_file: SecretFile = None,
+    ray: RayWorkerRange = None,
     quiet: Quiet = False,
     json_only: Json = False,
     debug: Debug = False,
@@ -149,11 +153,16 @@ def run_command(
         log=log,
         quiet=quiet,
         autoresume=autoresume,
+        ray=None if ray is None else NodeRange.parse(ray, "--ray"),
     )
     _run(request)
 
 
 def _run(request: RunRequest) -> None:
+    if request.ray is not None:
+        from evenly.cli.run_ray import run_on_ray
+
+        raise typer.Exit(run_on_ray(request, request.ray))
     from evenly.cli.run import run
     from evenly.cli.run_nodes import run_on_nodes
     from evenly.cli.run_rank import run_as_rank
@@ -167,6 +176,8 @@ def submit_command(
     job: JobFile,
     slurm: Annotated[bool, typer.Option("--slurm", help="To Slurm, by sbatch.")] = False,
     kubernetes: Annotated[bool, typer.Option("--kubernetes", help="To Kubernetes, as a JobSet, by kubectl.")] = False,
+    ray: Annotated[str, typer.Option("--ray", metavar="ADDRESS", help="To Ray, at http://HEAD:8265.")] = "",
+    workers: Annotated[str, typer.Option(metavar="N|MIN:MAX", help="Ranks, each a worker (Ray).")] = "",
     nodes: Nodes = "1",
     devices: Annotated[int | None, typer.Option(min=1, metavar="N", help="GPUs to ask for on each machine.")] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="The devices are CPU cores.")] = False,
@@ -192,6 +203,8 @@ def submit_command(
         job=job,
         slurm=slurm,
         kubernetes=kubernetes,
+        ray=ray,
+        workers=workers,
         nodes=nodes,
         devices=devices,
         cpu=cpu,

@@ -6,26 +6,24 @@ import json
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evenly.checkpoint.folder import CheckpointFolder
-from evenly.cli.no_room import newest_step, options_with_less, starts_of
 from evenly.errors import PlanError, UserError
 from evenly.hardware.cluster_text import local_devices, local_gpus
 from evenly.jobfile import check_settings, owns_loop, parse_settings, read_with
 from evenly.launcher.agent import FailedRank, Launch, start_ranks, warm_up
 from evenly.launcher.environment import CHECK_VARIABLE, OPTIONS_VARIABLE, find_here, import_quiet_torch
 from evenly.launcher.rank import EXIT_STOPPED
-from evenly.launcher.restarts import Failure, error_raised, pause_before_restart
 from evenly.launcher.rounds import NodeRange
 from evenly.observe.loggers.choose import make_loggers
 from evenly.observe.run_folder import RunFolder
 from evenly.observe.sinks import finite
 from evenly.plan import PlanSpec, asked_plan
+from evenly.train.start_again import start_until_done
 
 if TYPE_CHECKING:
     from evenly.launcher.environment import ProcessInfo
@@ -65,6 +63,7 @@ class RunRequest:
     quiet: bool = False
     cluster: Path | None = None
     autoresume: bool = False
+    ray: NodeRange | None = None
 
 
 def run(request: RunRequest, on_nodes: Callable[..., int], as_rank: Callable[[RunRequest, ProcessInfo], int]) -> int:
@@ -233,40 +232,20 @@ def _check_restarts(request: RunRequest, *, script: bool) -> None:
 def _start_until_done(
     request: RunRequest, launch: Launch, settings: dict[str, Any], options: RunOptions, *, script: bool
 ) -> int:
-    """Starts the ranks, and again from the newest checkpoint: where they had no room, under a plan that needs less
-    memory; where they have failed otherwise, as often as --restarts allows.
-    """
-    failures: list[Failure] = []
-    may_change_plan = not request.keep_plan and request.step is None
-    while True:
-        started = starts_of(options)
-        try:
-            return _start(request, launch, settings, options, script=script)
-        except FailedRank as failed:
-            if launch.stop.signum:
-                raise
-            less = options_with_less(failed, options, started) if may_change_plan else None
-            options = _restarted(request, options, failed, failures) if less is None else less
-        if script:
-            launch = replace(launch, environment={**launch.environment, OPTIONS_VARIABLE: options.to_text()})
+    """Starts the ranks, and again where they have failed and that is allowed."""
 
+    def start(options: RunOptions) -> int:
+        variables = {OPTIONS_VARIABLE: options.to_text()} if script else {}
+        these = replace(launch, environment={**launch.environment, **variables})
+        return _start(request, these, settings, options, script=script)
 
-def _restarted(request: RunRequest, options: RunOptions, failed: FailedRank, failures: list[Failure]) -> RunOptions:
-    """The options of the next start, after a pause; adds to `failures`, and raises `failed` where there is none."""
-    if not request.restarts or failed.exit_code != FailedRank.exit_code:  # a mistake, or a stop that was asked
-        raise failed
-    step = newest_step(options)
-    error = error_raised(failed.kind, failed.step, failed.traceback)
-    failures.append(Failure(time.monotonic(), step, error))
-    pause = pause_before_restart(failures, request.restarts)
-    if isinstance(pause, str):
-        failed.do = "; ".join(filter(None, (pause, failed.do)))
-        raise failed
-    where = "the beginning" if step is None else f"step {step}"
-    print(f"evenly: {failed.asked}: {failed.found}", file=sys.stderr)
-    print(f"evenly: restart {len(failures)} in {pause:.0f} s, from {where}", file=sys.stderr, flush=True)
-    time.sleep(pause)
-    return replace(options, resume=step is not None, step=None)
+    return start_until_done(
+        start,
+        options,
+        restarts=request.restarts,
+        keep_plan=request.keep_plan or request.step is not None,
+        stopped=lambda: bool(launch.stop.signum),
+    )
 
 
 def _start(request: RunRequest, launch: Launch, settings: dict[str, Any], options: RunOptions, *, script: bool) -> int:
@@ -325,6 +304,7 @@ def _way_on(request: RunRequest, out: Path | str) -> str:
     ending = ["--", *request.arguments] if request.arguments else []
     steps += [word for one in request.log for word in ("--log", one)]
     skip = ["--skip-nonfinite", str(request.skip_nonfinite)] if request.skip_nonfinite else []
+    skip += [] if request.ray is None else ["--ray", request.ray.to_text()]
     return shlex.join(
         ["evenly", "run", str(request.job), *settings, *steps, *skip, "--resume", "--out", str(out), *ending]
     )

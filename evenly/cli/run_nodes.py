@@ -5,13 +5,10 @@ from __future__ import annotations
 import signal
 import socket
 import sys
-import time
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evenly.cli.no_room import newest_step
 from evenly.cli.run import RunRequest, exit_code, print_summary, train_on_ranks, with_way_on
 from evenly.errors import UserError
 from evenly.launcher.agent import Launch
@@ -19,7 +16,9 @@ from evenly.launcher.environment import OPTIONS_VARIABLE, run_secret
 from evenly.launcher.interfaces import socket_interface
 from evenly.launcher.nodes import NodeRun, failure_of, read_rendezvous
 from evenly.launcher.rounds import Member, Report, Round
+from evenly.launcher.shared_folder import put_mark, sees_mark
 from evenly.observe.run_folder import RunFolder
+from evenly.train.no_room import newest_step
 
 if TYPE_CHECKING:
     from evenly.launcher.rendezvous import NodeStore
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from evenly.launcher.watch import Orders
     from evenly.train.loop import Summary
     from evenly.train.options import RunOptions
-
-SEEN_LIMIT_S = 10.0  # for a file of one node to be seen on another
 
 
 def run_on_nodes(
@@ -41,7 +38,7 @@ def run_on_nodes(
     host, port = read_rendezvous(request.rendezvous, secret)
     store = NodeStore(request.nodes.most, request.node_rank, host, port, secret)
     ranks = _Ranks(request, launch, settings, options, script, store, socket_interface(host, port))
-    mark = _mark(options.out, store.token) if request.node_rank == 0 else None
+    mark = put_mark(options.out, store.token) if request.node_rank == 0 and options.out is not None else None
     run = NodeRun(
         store=store,
         me=Member(request.node_rank, store.token, socket.gethostname(), launch.devices),
@@ -56,16 +53,6 @@ def run_on_nodes(
     finally:
         if mark is not None:
             mark.unlink(missing_ok=True)
-
-
-def _mark(out: Path | None, token: str) -> Path | None:
-    """A file in the run's folder that all nodes have to see."""
-    if out is None:
-        return None
-    out.mkdir(parents=True, exist_ok=True)
-    mark = out / f".nodes-{token}"
-    mark.touch()
-    return mark
 
 
 def _end(outcome: Report, ranks: _Ranks) -> int:
@@ -126,14 +113,7 @@ class _Ranks:
 
     def _check_folder(self, out: Path, found: Round) -> None:
         """Raises `UserError` where `out` is not the folder that node 0 has under this name."""
-        until_s = time.monotonic() + SEEN_LIMIT_S
-        while found.mark and time.monotonic() < until_s:
-            with suppress(OSError):
-                list(out.iterdir())  # has a distant file system look again
-                if (out / found.mark).exists():
-                    return
-            time.sleep(0.2)
-        if found.mark:
+        if found.mark and not sees_mark(out / found.mark):
             raise UserError(
                 f"take part in the run in {found.folder}",
                 f"node {self.request.node_rank} does not see in {out.resolve()} what node 0 has written there",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import shlex
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +13,18 @@ from pathlib import Path
 from evenly.cli.run import next_folder
 from evenly.errors import RunError, UserError
 from evenly.launcher.kubernetes import KubernetesJob, kubernetes_manifests
+from evenly.launcher.ray_job import RayJob, ray_submission
 from evenly.launcher.rounds import NodeRange
 from evenly.launcher.slurm_script import SlurmJob, slurm_script
+
+# Whose options these are.
+OWNERS = {
+    **dict.fromkeys(("time", "sbatch"), ("--slurm",)),
+    **dict.fromkeys(("image", "volume", "name"), ("--kubernetes",)),
+    **dict.fromkeys(("devices", "cpu"), ("--slurm", "--kubernetes")),
+    "out": ("--slurm", "--ray"),
+    "workers": ("--ray",),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +34,8 @@ class SubmitOptions:
     job: Path
     slurm: bool
     kubernetes: bool
+    ray: str
+    workers: str
     nodes: str
     devices: int | None
     cpu: bool
@@ -40,15 +53,14 @@ class SubmitOptions:
 
 def submit(options: SubmitOptions) -> int:
     """The exit code. Raises `UserError` for what cannot be submitted, `RunError` where a scheduler does not take it."""
-    if options.slurm == options.kubernetes:
-        found = "two schedulers are named" if options.slurm else "no scheduler is named"
-        raise UserError("evenly submit", found, "add --slurm or --kubernetes")
-    of_the_other = {"--image": options.image, "--volume": options.volume, "--name": options.name}
-    if options.kubernetes:
-        of_the_other = {"--time": options.time, "--out": options.out, "--sbatch": options.sbatch}
-    if given := [name for name, value in of_the_other.items() if value]:
+    ways = {"--slurm": _to_slurm, "--kubernetes": _to_kubernetes, "--ray": _to_ray}
+    named = [way for way in ways if getattr(options, way[2:])]
+    if len(named) != 1:
+        found = f"{' and '.join(named)} are named" if named else "no scheduler is named"
+        raise UserError("evenly submit", found, "add one of --slurm, --kubernetes and --ray ADDRESS")
+    if given := [f"--{name}" for name, owners in OWNERS.items() if getattr(options, name) and named[0] not in owners]:
         raise UserError(" and ".join(given), "it is another scheduler's", "leave it out")
-    return _to_kubernetes(options) if options.kubernetes else _to_slurm(options)
+    return ways[named[0]](options)
 
 
 def _to_slurm(options: SubmitOptions) -> int:
@@ -101,6 +113,25 @@ def _to_kubernetes(options: SubmitOptions) -> int:
     )
     text = json.dumps(kubernetes_manifests(asked), indent=2)  # which is YAML too
     print(text if options.print_only else _handed_over(["kubectl", "apply", "-f", "-"], text, "Kubernetes"))
+    return 0
+
+
+def _to_ray(options: SubmitOptions) -> int:
+    """Has Ray run it as a job of its own, which says how to follow that."""
+    if lacking := [name for name in ("workers", "out") if not getattr(options, name)]:
+        found = f"{' and '.join(f'--{name}' for name in lacking)} not given"
+        raise UserError("evenly submit --ray", found, "say how many workers, and where the run's folder is")
+    if options.nodes != "1":
+        raise UserError(f"--nodes {options.nodes} under Ray", "it places the workers", "give --workers")
+    asked = RayJob(
+        job=options.job,
+        out=options.out or Path(),
+        address=options.ray,
+        workers=NodeRange.parse(options.workers, "--workers"),
+        arguments=options.arguments,
+    )
+    command = ray_submission(asked)
+    print(shlex.join(command) if options.print_only else _handed_over(command, "", "Ray"))
     return 0
 
 

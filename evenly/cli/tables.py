@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from textwrap import fill
 from typing import TYPE_CHECKING, TextIO
 
+from evenly.errors import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -122,11 +124,6 @@ def terminal_width(stream: TextIO) -> int | None:
     except OSError:  # a stream without a file
         return None
     return max(LEAST_WIDTH, columns) if columns else None
-
-
-def printable(text: str) -> str:
-    """`text` with what would steer a terminal, or cannot be written, spelled out."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def print_wrapped(text: str, *, further: str = "  ", file: TextIO | None = None) -> None:

@@ -25,7 +25,7 @@ from typing import Literal
 from evenly.errors import UserError
 from evenly.launcher.slurm import first_host, tasks_per_node
 
-Launcher = Literal["torchrun", "srun", "mpirun", "pmi", "plain"]
+Launcher = Literal["torchrun", "srun", "mpirun", "pmi", "ray", "plain"]
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"

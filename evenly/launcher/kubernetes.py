@@ -111,12 +111,11 @@ def _pod(asked: KubernetesJob) -> dict[str, Any]:
 
 def _command(asked: KubernetesJob) -> list[str]:
     """Of each pod; Kubernetes puts the variable NODE in."""
-    nodes = asked.nodes
     first = f"{asked.name}-{REPLICA}-0-0.{asked.name}"
     return [
         *("evenly", "run", str(asked.job), "--out", f"{RUNS}/{asked.name}", "--autoresume"),
         *("--devices", str(asked.devices), "--restarts", str(asked.restarts)),
-        *("--nodes", f"{nodes.least}:{nodes.most}" if nodes.elastic else str(nodes.most)),
+        *("--nodes", asked.nodes.to_text()),
         *("--node-rank", "$(NODE)", "--rendezvous", f"{first}:{PORT}"),
         *(word.replace("$(", "$$(") for word in asked.arguments),
     ]

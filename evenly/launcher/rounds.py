@@ -39,15 +39,19 @@ class NodeRange:
     most: int = 1
 
     @classmethod
-    def parse(cls, text: str) -> NodeRange:
-        """Of `4` or `2:4`. Raises `UserError`."""
+    def parse(cls, text: str, option: str = "--nodes") -> NodeRange:
+        """Of `4` or `2:4`; `to_text` is its inverse. Raises `UserError`, which names the option."""
         numbers = text.split(":")
         if not re.fullmatch(r"[0-9]{1,6}(:[0-9]{1,6})?", text):
-            raise UserError(f"--nodes {text}", "it is neither a number nor two with ':' between", "write 4, or 2:4")
+            raise UserError(f"{option} {text}", "it is neither a number nor two with ':' between", "write 4, or 2:4")
         found = cls(int(numbers[0]), int(numbers[-1]))
         if not 1 <= found.least <= found.most:
-            raise UserError(f"--nodes {text}", "there is no such number of nodes", "write 4, or 2:4: the least first")
+            raise UserError(f"{option} {text}", "there is no such number", "write 4, or 2:4: the least first")
         return found
+
+    def to_text(self) -> str:
+        """`4` or `2:4`; `parse` is its inverse."""
+        return f"{self.least}:{self.most}" if self.elastic else str(self.most)
 
     @property
     def elastic(self) -> bool:

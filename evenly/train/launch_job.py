@@ -73,7 +73,7 @@ def launch(
     if named is not None and not replicas:
         named.fit(count)  # raises before any process starts
     folder = Path(out) if out is not None else None
-    _check_folder(folder, resume=resume)
+    check_folder(folder, resume=resume)
     options = RunOptions(named, folder, steps, resume, count if replicas else None, search)
     logs = None if folder is None else RunFolder(folder).logs
     results = start_ranks(run_job, (what, options), Launch(devices=1 if replicas else count, log_dir=logs, start=start))
@@ -88,7 +88,7 @@ def _check_function(what: Any, **of_a_job: Any) -> None:
         raise UserError("launch a function", found, "give it to evenly.start in the function")
 
 
-def _check_folder(folder: Path | None, *, resume: bool) -> None:
+def check_folder(folder: Path | None, *, resume: bool) -> None:
     if folder is None:
         return
     exists = RunFolder(folder).holds_run

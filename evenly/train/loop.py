@@ -21,6 +21,7 @@ from evenly.train.options import RunOptions
 from evenly.train.reports import Evaluation, StepReport
 
 if TYPE_CHECKING:
+    from evenly.launcher.environment import ProcessInfo
     from evenly.train.run import Run
 
 
@@ -55,14 +56,17 @@ class Summary:
     eval_metrics: dict[str, float] = field(default_factory=dict[str, float])
 
 
-def run_job_file(path: Path, settings: dict[str, Any], options: RunOptions, json_only: bool) -> Summary:
+def run_job_file(
+    path: Path, settings: dict[str, Any], options: RunOptions, json_only: bool, place: ProcessInfo | None = None
+) -> Summary:
     """Trains the job of file `path` on this rank; every rank of the world calls it."""
     from evenly.train.run import left_early
 
     if json_only:
         _send_stdout_to_stderr()
     try:
-        return run_job(load_job_on_rank(path, settings), replace(options, settings=with_defaults(path, settings)))
+        job = load_job_on_rank(path, settings)
+        return run_job(job, replace(options, settings=with_defaults(path, settings)), place)
     except SystemExit as ended:
         raise left_early(ended) from ended
 
@@ -73,11 +77,11 @@ def load_job_on_rank(path: Path, settings: dict[str, Any]) -> Job:
         return load_job(path, settings)
 
 
-def run_job(job: Job, options: RunOptions) -> Summary:
-    """Trains `job` on this rank; every rank of the world calls it."""
+def run_job(job: Job, options: RunOptions, place: ProcessInfo | None = None) -> Summary:
+    """Trains `job` on this rank, as `start_with_options`; every rank of the world calls it."""
     from evenly.train.run import start_with_options
 
-    with start_with_options(job, options) as run:
+    with start_with_options(job, options, place=place) as run:
         return train(run, quiet=options.quiet)
 
 

@@ -65,6 +65,7 @@ from evenly.train.whole_model import whole_model
 
 if TYPE_CHECKING:
     from evenly.checkpoint.store import CheckpointStore
+    from evenly.launcher.environment import ProcessInfo
     from evenly.train.snapshots import Snapshots
 
 
@@ -426,11 +427,13 @@ def start(
     return start_with_options(job, options, sinks)
 
 
-def start_with_options(job: Job, options: RunOptions, sinks: Sequence[Sink] = ()) -> Run:
-    """`start` with its arguments as data."""
+def start_with_options(
+    job: Job, options: RunOptions, sinks: Sequence[Sink] = (), place: ProcessInfo | None = None
+) -> Run:
+    """`start` with its arguments as data; at `place`, or where its launcher says that this process is."""
     options = merge_options(options)
     sinks = [*sinks, *make_loggers(options.log)]
-    decision, world = connect_and_resolve(job, options, find_here())
+    decision, world = connect_and_resolve(job, options, place or find_here())
     options = replace(options, out=options.out or decision.out)
     if world.device == "cpu" and decision.plan.exact == "bitwise" and chosen_threads() is None:
         torch.set_num_threads(1)  # the bits of a sum depend on the number of threads

@@ -15,7 +15,6 @@ from torch import nn
 import evenly
 from evenly.checkpoint.folder import CheckpointFolder
 from evenly.checkpoint.store import CheckpointStore
-from evenly.cli.no_room import options_with_less, starts_of, steps_recorded
 from evenly.launcher.agent import FailedRank
 from evenly.launcher.rank import Kind
 from evenly.observe.attempts import ended_attempts, note_start, plans_started
@@ -23,6 +22,7 @@ from evenly.observe.run_folder import RunFolder
 from evenly.plan import parse_plan
 from evenly.report.run import course_rows, read_run
 from evenly.train.loop import train
+from evenly.train.no_room import options_with_less, starts_of, steps_recorded
 from evenly.train.options import RunOptions
 from evenly.train.run import start_with_options
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from evenly.checkpoint.folder import CheckpointFolder
-from evenly.cli.tables import printable
-from evenly.errors import UserError
+from evenly.errors import UserError, printable
 from evenly.launcher.agent import FailedRank
 from evenly.observe.attempts import EndedAttempt, note_end, plans_started
 from evenly.observe.run_folder import RunFolder
