@@ -46,14 +46,20 @@ class RayNodes:
         what = "--head --port 6379" if node == 0 else f"--address {HEAD}"
         command = f"ray start {what} --node-ip-address {address(node)} --num-cpus 2 --block"
         print(f"node{node}$ {command}", flush=True)
-        more = f"--include-dashboard=false --disable-usage-stats --temp-dir {self.sessions / str(node)}"
+        more = f"--temp-dir {self.sessions / str(node)}"
+        more += " --include-dashboard=false --disable-usage-stats" if node == 0 else ""
         with (self.runs.folder / f".ray{node}").open("w") as output:
             self.started[node] = self.runs.start(f"{command} {more}", node=node, output=output)
-        wait_until(lambda: "Ray runtime started" in (self.runs.folder / f".ray{node}").read_text())
+        said = self.runs.folder / f".ray{node}"
+        wait_until(lambda: "Ray runtime started" in said.read_text() or self.started[node].poll() is not None)
 
     def lose(self, node: int) -> None:
-        """All of its processes are killed."""
+        """As `end`, with a word."""
         print(f"(node{node} is lost)", flush=True)
+        self.end(node)
+
+    def end(self, node: int) -> None:
+        """All of its processes are killed."""
         first = psutil.Process(self.started.pop(node).pid)
         processes = [first, *first.children(recursive=True)]
         for process in processes:
@@ -73,7 +79,7 @@ def ray_nodes(runs: Transcript) -> Generator[RayNodes]:
         yield nodes
     finally:
         for node in sorted(nodes.started, reverse=True):
-            nodes.lose(node)
+            nodes.end(node)
         shutil.rmtree(sessions, ignore_errors=True)
 
 

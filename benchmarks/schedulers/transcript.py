@@ -21,7 +21,7 @@ from benchmarks.lab.lab import ROOT, Lab
 LIMIT_S = 300.0
 NOISE = re.compile(r"^(\[W.*|-{20,}|={20,}|)$")  # of torch's name look-ups, and rules
 
-STEP = re.compile(r"step \d+/")  # of several in a row the first and the last are enough
+STEP = re.compile(r"(\(RayTrainWorker .*\) )?step \d+/")  # of several in a row the first and the last are enough
 
 
 @dataclass

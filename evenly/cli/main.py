@@ -9,7 +9,7 @@ import gc
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -17,9 +17,6 @@ from evenly.cli.tables import print_wrapped
 from evenly.errors import EvenlyError, UserError
 from evenly.launcher.rounds import NodeRange
 from evenly.launcher.signals import end_with_code, named_signals
-
-if TYPE_CHECKING:
-    from evenly.cli.run import RunRequest
 
 # Objects until garbage is collected: at Python's own 700 that takes a fifth of the time in which torch is imported.
 ALLOCATIONS = 20_000
@@ -125,9 +122,7 @@ def run_command(
     debug: Debug = False,
 ) -> None:
     """Train a job. A file that calls evenly.start owns its loop and runs as a script; its arguments follow `--`."""
-    from evenly.cli.run import RunRequest
-
-    request = RunRequest(
+    _run(
         job=job,
         arguments=[*context.args],
         plan=plan,
@@ -155,10 +150,13 @@ def run_command(
         autoresume=autoresume,
         ray=None if ray is None else NodeRange.parse(ray, "--ray"),
     )
-    _run(request)
 
 
-def _run(request: RunRequest) -> None:
+def _run(**asked: Any) -> None:
+    """asked: the fields of a `RunRequest`."""
+    from evenly.cli.run import RunRequest
+
+    request = RunRequest(**asked)
     if request.ray is not None:
         from evenly.cli.run_ray import run_on_ray
 

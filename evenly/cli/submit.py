@@ -144,5 +144,7 @@ def _handed_over(command: list[str], text: str, scheduler: str) -> str:
         found, do = f"there is no {command[0]} on this machine", "run it where jobs are submitted, or print it: --print"
         raise RunError(asked, found, do) from None
     if done.returncode:
-        raise RunError(asked, done.stderr.strip(), "see what would be submitted: --print")
+        said = done.stderr.strip()
+        found = said.splitlines()[-1] if said.startswith("Traceback") else said
+        raise RunError(asked, found, "see what would be submitted: --print")
     return done.stdout.strip()

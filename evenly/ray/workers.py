@@ -56,7 +56,7 @@ class RanksConfig(TorchConfig):
     mark: str = ""
 
     @property
-    def backend_cls(self) -> type[Backend]:
+    def backend_cls(self) -> Any:
         return RankBackend
 
     @property
