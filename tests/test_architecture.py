@@ -368,26 +368,27 @@ def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, ARGUMENTS = 500, 60, 300, 9
 # Lines of each package: it may shrink, and grows only by a larger number here, with a reason beside it.
 PACKAGE_LINES = {
-    "__init__": 1290,  # phases; losses that do not add up; fields of a job: streams, metrics, hooks, averages
+    "__init__": 1295,  # phases; losses that do not add up; fields of a job: streams, metrics, hooks, averages
     "bridges": 1076,  # states of a Trainer's callbacks, its samplers; jobs of a Trainer and of Lightning's modules
     "checkpoint": 2588,  # weights from files; adapters, shards and tokenizers in exports; averages; pieces that overlap
-    "cli": 2653,  # submit, doctor and bench on several nodes; loggers, the screen, exports; where there is no room
+    "cli": 2666,  # runs under Ray; submit, doctor and bench on several nodes; loggers, the screen, exports
     "comm": 3066,  # doctor and bench on several nodes; last words of ranks; streams are handed out
     "data": 1740,  # streams that split by rank; collate on the rank that trains; streams, samplers and their places
     "engine": 3177,  # phases: an updater and stages for each; metrics, outputs and averages; passes of a step
     "hardware": 1152,  # variants of devices; links by nodes; kinds can be registered; numbers beyond all machines
-    "launcher": 3709,  # batch scripts and manifests; ranks that srun and mpirun have started; notebooks; garbage; nodes
-    "model": 681,  # phases; frozen parameters; parameters in one memory; modes that the job has set
+    "launcher": 3790,  # a folder that all nodes see; batch scripts and manifests
+    "model": 711,  # models built without memory; phases; frozen parameters; parameters in one memory
     "observe": 1894,  # stacks read without frames; loggers and the line of a terminal; ranks that stand still
     "parallel": 1,
-    "parallel.core": 2361,  # buffers of what is recomputed; groups by name; optimizers that are dealt; stale ones
+    "parallel.core": 2370,  # buffers of what is recomputed; groups by name; optimizers that are dealt; stale ones
     "parallel.data": 3463,  # optimizers of whole parameters; passes of a step; layouts; exact buckets
     "parallel.tensor": 4186,  # noise and no_grad; experts, indices and convolutions on parts; split parameters
     "parallel.pipeline": 3412,  # stages of each phase; numbers inside blocks, draws between them; hooks; layouts
     "plan": 1223,  # speeds of ranks; schedules are a table that others add to
-    "planner": 6225,  # a reserve; memory of published libraries; profiles only where needed; averages
+    "planner": 6715,  # rows of equal blocks; what each rank runs of a step; a reserve; memory of published libraries
+    "ray": 461,  # ranks that Ray places, starts and replaces
     "report": 1460,  # fuller plans; metrics and averages; tables of splits and pages of plans
-    "train": 3729,  # phases; the look at losses; streams, hooks, whole models, own loops, metrics; launching
+    "train": 3869,  # starting again, of runs here and under Ray; phases; the look at losses
     "verify": 2216,  # phases; streams, metrics, averages, groups and frozen parameters in the reference
 }
 # Parameters of a command are the options that it has on the command line.
