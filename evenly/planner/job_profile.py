@@ -39,7 +39,8 @@ from evenly.planner.profile_recorder import profile_module
 from evenly.planner.sample_line import SampleLine
 from evenly.planner.training_config import TrainingConfig
 
-STEPS = 8  # that are dealt to see how much the rank with most has, where samples differ
+# Steps, and samples of them at most, that are dealt to see how much the rank with most has, where samples differ.
+STEPS, SAMPLES = 8, 1024
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,8 @@ class JobProfiler:
     def _steps(self) -> range:
         """That are looked at for what samples cost."""
         alike = self.job.cost is None or self.job.streams
-        return range(self.step, self.step + (1 if alike else self.steps))
+        most = 1 if alike else max(1, min(self.steps, SAMPLES // self.job.global_batch))
+        return range(self.step, self.step + most)
 
     def _of_elements(self, plan: Plan, elements: int, *, held: bool) -> Profile:
         key = self._key(plan)
