@@ -103,6 +103,7 @@ class Library:
     data_hidden:    share of the data axis' collectives that the last backward pass hides.
     weights_wait:   whether the weights that zero=1 and 2 gather after the update are waited for; else as much of it is
                     hidden. reduces_each: whether zero=2 reduces the gradients of each microbatch, not their sum.
+    split_backward: how many times as long the two halves of a backward pass take as the whole.
     message_s:      of each message of a pipeline.
     messages_overlap: whether a rank with several stages computes for one while messages of another are under way.
     messages_split: whether each rank of the tensor axis sends its part of an activation only.
@@ -131,6 +132,7 @@ class Library:
     data_hidden: float = 0.7
     weights_wait: bool = False
     reduces_each: bool = False
+    split_backward: float = 1.0
     message_s: float = 1e-4
     messages_overlap: bool = False
     messages_split: bool = False
@@ -158,6 +160,14 @@ BYTES = {
     "pure-float16": (2, 2, 4, 4),
 }
 CASTING = ("bfloat16", "float16")  # from float32 weights
+
+ON_CPUS: Mapping[str, Any] = {
+    "host_s": 0.0,
+    "data_hidden": 0.0,
+    "contention": 1.0,
+    "unaligned": 1.0,
+    "split_backward": 1.2,
+}
 
 
 @cache
@@ -187,7 +197,7 @@ def own_library(precision: Precision, *, bitwise: bool, on_cpu: bool) -> Library
         reduces_each=True,
         whole_bytes=WHOLE_BYTES,
     )
-    return replace(found, host_s=0.0, data_hidden=0.0, contention=1.0, unaligned=1.0) if on_cpu else found
+    return replace(found, **ON_CPUS) if on_cpu else found
 
 
 def speeds_of(cluster: Cluster, tables: Mapping[str, Any] | None = None) -> Speeds:

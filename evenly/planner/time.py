@@ -213,7 +213,7 @@ def step_time(parts: ModelCosts, config: TrainingConfig, machine: Machine) -> tu
     """The time of a step by cause, and the mean bubble over the ranks of the pipeline."""
     stages = stage_times(parts, stage_layers(parts, config), config, machine)
     message = message_seconds(parts, config, machine)
-    makespan, busy = _simulated(stages, message, config)
+    makespan, busy = _simulated(stages, message, config, machine.library.split_backward)
     slowest = max(range(len(busy)), key=busy.__getitem__)
     total = Pass()
     for stage in _stages_of(slowest, config):
@@ -319,8 +319,10 @@ def _jittered(found: TimeByCause, jitter: float, nodes: float) -> TimeByCause:
     return replace(found, data=found.data + longer * found.step_s)
 
 
-def _simulated(stages: Sequence[StageTime], message: float, config: TrainingConfig) -> tuple[float, Sequence[float]]:
-    """Seconds of the whole schedule, and those in which each rank works."""
+def _simulated(
+    stages: Sequence[StageTime], message: float, config: TrainingConfig, split: float
+) -> tuple[float, Sequence[float]]:
+    """Seconds of the whole schedule, and those in which each rank works; split: as `Library.split_backward`."""
     waits = _waits(len(stages), message)
     forward = [stage.forward.seconds + wait for stage, wait in zip(stages, waits, strict=True)]
     backward = [stage.backward.seconds + wait for stage, wait in zip(stages, waits, strict=True)]
@@ -332,8 +334,8 @@ def _simulated(stages: Sequence[StageTime], message: float, config: TrainingConf
     costs = Costs(
         forward=forward,
         backward=backward,
-        backward_input=[whole - later for whole, later in zip(backward, weights, strict=True)],
-        backward_weight=weights,
+        backward_input=[split * (whole - later) for whole, later in zip(backward, weights, strict=True)],
+        backward_weight=[split * later for later in weights],
     )
     how = config.schedule, config.pipeline, config.stages_per_rank
     makespan, busy = step_seconds(*how, runnable(*how, config.microbatches), costs)

@@ -161,6 +161,15 @@ def test_weights_that_are_waited_for_are_not_hidden() -> None:
     assert hidden == 0 and waited == pytest.approx(seconds("all_gather", gathered, LinkedRanks(8, 8), NODE))
 
 
+def test_a_split_backward_pass_may_take_longer() -> None:
+    def longer(schedule: str) -> float:
+        config = TrainingConfig(pipeline=4, batch=16, schedule=schedule)
+        plain, split = (step(config, machine(**CALM, split_backward=factor)).step_s for factor in (1.0, 1.5))
+        return split / plain
+
+    assert longer("1f1b") == 1.0 and 1.2 < longer("zero-bubble") < 1.4
+
+
 def test_microbatches_of_the_rank_with_most_count() -> None:
     even = TrainingConfig(data=8, zero=3, batch=16)
     more = step(replace(even, loads=((1.0, 2.0, 3.0), (2.0, 2.0, 2.0))), machine(**CALM))
