@@ -385,7 +385,7 @@ PACKAGE_LINES = {
     "parallel.tensor": 4186,  # noise and no_grad; experts, indices and convolutions on parts; split parameters
     "parallel.pipeline": 3412,  # stages of each phase; numbers inside blocks, draws between them; hooks; layouts
     "plan": 1223,  # speeds of ranks; schedules are a table that others add to
-    "planner": 6715,  # rows of equal blocks; what each rank runs of a step; a reserve; memory of published libraries
+    "planner": 6729,  # rows of equal blocks; what each rank runs of a step; a reserve; memory of published libraries
     "ray": 461,  # ranks that Ray places, starts and replaces
     "report": 1460,  # fuller plans; metrics and averages; tables of splits and pages of plans
     "train": 3869,  # starting again, of runs here and under Ray; phases; the look at losses
