@@ -376,7 +376,7 @@ PACKAGE_LINES = {
     "data": 1740,  # streams that split by rank; collate on the rank that trains; streams, samplers and their places
     "engine": 3177,  # phases: an updater and stages for each; metrics, outputs and averages; passes of a step
     "hardware": 1152,  # variants of devices; links by nodes; kinds can be registered; numbers beyond all machines
-    "launcher": 3790,  # a folder that all nodes see; batch scripts and manifests
+    "launcher": 3798,  # a folder that all nodes see; batch scripts and manifests
     "model": 711,  # models built without memory; phases; frozen parameters; parameters in one memory
     "observe": 1894,  # stacks read without frames; loggers and the line of a terminal; ranks that stand still
     "parallel": 1,
@@ -385,8 +385,8 @@ PACKAGE_LINES = {
     "parallel.tensor": 4186,  # noise and no_grad; experts, indices and convolutions on parts; split parameters
     "parallel.pipeline": 3412,  # stages of each phase; numbers inside blocks, draws between them; hooks; layouts
     "plan": 1223,  # speeds of ranks; schedules are a table that others add to
-    "planner": 6729,  # rows of equal blocks; what each rank runs of a step; a reserve; memory of published libraries
-    "ray": 461,  # ranks that Ray places, starts and replaces
+    "planner": 6727,  # rows of equal blocks; what each rank runs of a step; a reserve; memory of published libraries
+    "ray": 447,  # ranks that Ray places, starts and replaces
     "report": 1460,  # fuller plans; metrics and averages; tables of splits and pages of plans
     "train": 3869,  # starting again, of runs here and under Ray; phases; the look at losses
     "verify": 2216,  # phases; streams, metrics, averages, groups and frozen parameters in the reference

@@ -392,20 +392,16 @@ def _is_victim(found: RankExit, records: Sequence[RankRecord]) -> bool:
     return found.kind == "peer" or (found.kind == "aborted" and waits)
 
 
-def _failed(folder: LaunchFolder, first: RankExit, diagnosis: Diagnosis | None = None) -> FailedRank:
+def failed_rank(first: RankExit) -> FailedRank:
+    """The error of a run of which a rank was the first to fail so."""
     rank = first.rank if first.cause is None else first.cause
-    log = folder.log(rank)
-    whose = "its" if not first.is_mistake else f"rank {rank}'s"
-    where = f"see {whose} log: {log}" if log.exists() else f"see the logs: {folder.logs}"
     asked, found = f"rank {rank} failed" + ("" if first.step is None else f" at step {first.step}"), first.text
     if first.is_mistake:
         asked, found = first.asked, first.found
-    if first.exit_code == UserError.exit_code and folder.temporary:  # its logs are removed
-        where = ""
     failed = FailedRank(
         asked,
-        found + (f"; {diagnosis.text}" if diagnosis else ""),
-        "; ".join(filter(None, (first.do, where))),
+        found,
+        first.do,
         rank=rank,
         exit_code=first.exit_code,
         traceback=first.traceback,
@@ -413,6 +409,18 @@ def _failed(folder: LaunchFolder, first: RankExit, diagnosis: Diagnosis | None =
         kind=first.kind,
     )
     failed.resuming = first.resuming
+    return failed
+
+
+def _failed(folder: LaunchFolder, first: RankExit, diagnosis: Diagnosis | None = None) -> FailedRank:
+    failed = failed_rank(first)
+    log = folder.log(first.rank if first.cause is None else first.cause)
+    whose = "its" if not first.is_mistake else f"rank {failed.rank}'s"
+    where = f"see {whose} log: {log}" if log.exists() else f"see the logs: {folder.logs}"
+    if first.exit_code == UserError.exit_code and folder.temporary:  # its logs are removed
+        where = ""
+    failed.found += f"; {diagnosis.text}" if diagnosis else ""
+    failed.do = "; ".join(filter(None, (first.do, where)))
     return failed
 
 

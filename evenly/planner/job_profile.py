@@ -138,7 +138,7 @@ class JobProfiler:
         key = (self._key(plan), elements)
         if key not in self._typical:
             few, many = (scaled(self.profile(plan, number, held=False), elements) for number in self._ends)
-            lengths = cut_batch(self.job, self.step).lengths or [[1]]
+            lengths = self._batches[0].lengths or [[1]]
             short, long = (max(lengths[number]) for number in self._ends)
             at = 1.0 if short == long else min(1.0, max(0.0, (self.length - short) / (long - short)))
             self._typical[key] = blended(few, many, at)
@@ -147,13 +147,12 @@ class JobProfiler:
     @cached_property
     def length(self) -> float:
         """Of the longest sample of a microbatch, the mean over what microbatches cost in the first steps."""
-        batches = [cut_batch(self.job, step) for step in self._steps]
-        pairs = [pair for batch in batches for pair in zip(_costs(batch), batch.lengths or (), strict=True)]
+        pairs = [pair for batch in self._batches for pair in zip(_costs(batch), batch.lengths or (), strict=True)]
         return sum(cost * max(of) for cost, of in pairs) / sum(cost for cost, _ in pairs)
 
     def elements(self, replicas: int, *, filled: bool) -> float:
         """Of all that the replica that has most runs in a step, the mean."""
-        per_cost = sum(self._elements) / sum(_costs(cut_batch(self.job, self.step)))
+        per_cost = sum(self._elements) / sum(_costs(self._batches[0]))
         return per_cost * fmean(map(sum, self.loads(replicas, filled=filled)))
 
     def loads(self, replicas: int, *, filled: bool) -> tuple[tuple[float, ...], ...]:
@@ -162,16 +161,15 @@ class JobProfiler:
         Its rounds without one cost nothing; filled: as much as its last one, which is run in their place.
         """
         if (replicas, filled) not in self._loads:
-            batches = (cut_batch(self.job, step) for step in self._steps)
-            self._loads[replicas, filled] = tuple(_largest_load(batch, replicas, filled) for batch in batches)
+            self._loads[replicas, filled] = tuple(_largest_load(one, replicas, filled) for one in self._batches)
         return self._loads[replicas, filled]
 
-    @property
-    def _steps(self) -> range:
-        """That are looked at for what samples cost."""
+    @cached_property
+    def _batches(self) -> Sequence[CutBatch]:
+        """Of the steps that are looked at for what samples cost, which the job says once of each."""
         alike = self.job.cost is None or self.job.streams
         most = 1 if alike else max(1, min(self.steps, SAMPLES // self.job.global_batch))
-        return range(self.step, self.step + most)
+        return [cut_batch(self.job, step) for step in range(self.step, self.step + most)]
 
     def _of_elements(self, plan: Plan, elements: int, *, held: bool) -> Profile:
         key = self._key(plan)

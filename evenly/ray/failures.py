@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Mapping
 
-from evenly.launcher.agent import FailedRank
+from evenly.launcher.agent import FailedRank, failed_rank
 from evenly.launcher.rank import LESS_MEMORY, RankExit
 
 NO_MEMORY = "low on memory"  # as Ray says it of a worker that it has killed
@@ -27,23 +27,9 @@ def first_failure(failures: Mapping[int, BaseException]) -> FailedRank:
     """The error of the run whose workers Ray says to have failed so, by rank; at least one."""
     exits = [_exit_of(rank, error) for rank, error in failures.items()]
     first = min(exits, key=lambda found: found.order)
-    rank = first.rank if first.cause is None else first.cause
-    asked = f"rank {rank} failed" + ("" if first.step is None else f" at step {first.step}")
-    if first.kind == "peer":
-        asked = "the ranks lost one of them"
-    if first.is_mistake:
-        asked = first.asked
-    failed = FailedRank(
-        asked,
-        first.found if first.is_mistake else first.text,
-        first.do,
-        rank=rank,
-        exit_code=first.exit_code,
-        traceback=first.traceback,
-        step=first.step,
-        kind=first.kind,
-    )
-    failed.resuming = first.resuming
+    failed = failed_rank(first)
+    if first.kind == "peer" and not first.is_mistake:
+        failed.asked = "the ranks lost one of them"
     return failed
 
 

@@ -161,6 +161,20 @@ def test_weights_that_are_waited_for_are_not_hidden() -> None:
     assert hidden == 0 and waited == pytest.approx(seconds("all_gather", gathered, LinkedRanks(8, 8), NODE))
 
 
+def test_weights_that_stay_gathered_are_gathered_once() -> None:
+    config = TrainingConfig(data=8, zero=3, batch=8)
+    block = transformer_parts(LLAMA, split_of(config), machine().library.kernels).blocks[0].parameters
+    size = block * machine().library.weight_bytes
+
+    def data(whole_bytes: float) -> float:
+        return step(config, machine(**CALM, gather="serial", data_hidden=1.0, whole_bytes=whole_bytes)).data
+
+    once = seconds("all_gather", size, LinkedRanks(8, 8), NODE)
+    one, two, three = data(size), data(2.5 * size), data(3 * size)
+    assert one - two == pytest.approx(once) == pytest.approx(two - three)
+    assert data(0) - one > once  # with what is around blocks
+
+
 def test_a_split_backward_pass_may_take_longer() -> None:
     def longer(schedule: str) -> float:
         config = TrainingConfig(pipeline=4, batch=16, schedule=schedule)
