@@ -9,15 +9,12 @@ import sys
 from pathlib import Path
 
 import psutil
-import pytest
 import torch
+from lost_node import WAITS_AT, job
 
 from evenly.checkpoint.store import CheckpointStore
 from evenly.train.loop import run_job
 from evenly.train.options import RunOptions
-
-pytest.importorskip("ray.train")
-from lost_node import WAITS_AT, job
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 300.0
