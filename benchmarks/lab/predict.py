@@ -26,7 +26,7 @@ from evenly.planner.request import PlanRequest
 from evenly.planner.search import search
 
 FILE = "predicted.json"
-WARM_UP = 1  # steps that are run and do not count
+WARM_UP = 2  # steps that are run and do not count: in the second, memory is counted
 
 
 def main() -> int:

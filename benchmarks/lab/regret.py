@@ -7,8 +7,8 @@ python -m benchmarks.lab.regret --list
 
 For each lab, `evenly bench device` and `evenly bench comm` write F/LAB.toml, by which `predict` finds the best plan of
 each family and the one that `auto` takes; `evenly run --plan auto --cluster` is held to that. Plans are run in turns,
-one after another, so that what disturbs the machine disturbs all; F/rows.jsonl has a line for each run, and the table
-compares within turns. Where the planner has changed, `predict` and `--table` say what it would lose now, and a further
+one after another, so that what disturbs the machine disturbs all; F/rows.jsonl has a line for each run with its steps,
+and the table has each step's median over the turns. Where the planner has changed, `predict` and `--table` say what it would lose now, and a further
 run what has not been measured of it.
 """
 
@@ -26,7 +26,6 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import fmean
 from types import FrameType
 from typing import Any
 
@@ -38,7 +37,6 @@ from benchmarks.lab.predict import WARM_UP, read_predicted
 from benchmarks.lab.regret_table import table
 
 TURNS = 3
-SECONDS_OF_A_RUN = 15.0  # at most, where two steps are no longer
 LIMIT = "600"  # seconds of a run
 OPERATIONS = "send,all_reduce,all_gather,reduce_scatter"  # of the jobs here
 EVENLY = [sys.executable, "-m", "evenly"]
@@ -106,7 +104,7 @@ def _run_pair(pair: Pair, folder: Path, rows: Path, turns: int) -> bool:
             row = _row(pair, lab, asked, predicted[asked], cluster)
             with rows.open("a") as out:
                 out.write(json.dumps({"pair": str(pair), "turn": turn, "asked": asked, **row}) + "\n")
-            print(f"{pair}, turn {turn}, {asked}: {row.get('step_s') or row['refused']}", flush=True)
+            print(f"{pair}, turn {turn}, {asked}: {row.get('steps_s') or row['refused']}", flush=True)
     return True
 
 
@@ -154,19 +152,18 @@ def _all_nodes(lab: Lab, words: Sequence[str]) -> None:
 
 def _job(pair: Pair) -> list[str]:
     name, settings = JOBS[pair.job]
-    stated = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    return [str(ROOT / "examples" / f"{name}.py"), *stated]
+    stated = [word for key, value in {"example": name, **settings}.items() for word in ("--set", f"{key}={value}")]
+    return [str(Path(__file__).with_name("training_only.py")), *stated]
 
 
 def _row(pair: Pair, lab: Lab, asked: str, predicted: dict[str, Any], cluster: Path) -> dict[str, Any]:
-    """A run of what was asked: the plan that was run, and the mean step."""
-    steps = WARM_UP + min(pair.steps, max(2, int(SECONDS_OF_A_RUN / predicted["predicted_s"])))
+    """A run of what was asked: the plan that was run, and its steps."""
     chosen = ["--plan", AUTO, "--cluster", str(cluster.resolve())] if asked == AUTO else ["--plan", predicted["plan"]]
     about = {"plan": predicted["plan"], "commit": commit_of(ROOT), "load": os.getloadavg()[0]}
     with tempfile.TemporaryDirectory(prefix="regret-") as out:
-        place = [*_place(), "--devices", "{devices}", "--steps", str(steps), "--quiet", "--out", f"{out}/run"]
+        steps = ["--steps", str(WARM_UP + pair.steps), "--quiet", "--out", f"{out}/run"]
         try:
-            _all_nodes(lab, ["run", *_job(pair), *chosen, *place])
+            _all_nodes(lab, ["run", *_job(pair), *chosen, *_place(), "--devices", "{devices}", *steps])
         except RuntimeError as refused:
             return {**about, "refused": str(refused)[-500:]}
         lines = Path(out, "run", "metrics.jsonl").read_text().splitlines()
@@ -175,7 +172,7 @@ def _row(pair: Pair, lab: Lab, asked: str, predicted: dict[str, Any], cluster: P
     if asked == AUTO and taken["plan"] != predicted["plan"]:
         print(f"{pair}: auto took {taken['plan']}, where {predicted['plan']} was predicted", flush=True)
         about["taken"] = taken["plan"]
-    return {**about, "step_s": fmean(times[WARM_UP:])}
+    return {**about, "steps_s": times[WARM_UP:]}
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 AUTO = "auto"
@@ -14,32 +14,22 @@ Predicted = Mapping[str, Mapping[str, Any]]
 """By what was asked: plan and predicted_s; neither where it is refused."""
 
 
-def measured(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
-    """Plan -> turn -> seconds of a step (the fewest, where a turn has it twice), of one pair."""
-    found: dict[str, dict[int, float]] = {}
-    for row in rows:
-        if "step_s" in row and "taken" not in row:
-            times = found.setdefault(row["plan"], {})
-            times[row["turn"]] = min(row["step_s"], times.get(row["turn"], row["step_s"]))
-    return found
-
-
 def typical(rows: Sequence[Row]) -> dict[str, float]:
-    """Plan -> the median over turns of a step's seconds."""
-    return {plan: median(times.values()) for plan, times in measured(rows).items()}
+    """Plan -> seconds of a step of one pair: each step's median over all runs of the plan, the mean of these.
+
+    Steps differ in their samples, and what disturbs a machine comes and goes.
+    """
+    runs: dict[str, list[Sequence[float]]] = {}
+    for row in rows:
+        if "steps_s" in row and "taken" not in row:
+            runs.setdefault(row["plan"], []).append(row["steps_s"])
+    return {plan: fmean(median(step) for step in zip(*of_plan, strict=True)) for plan, of_plan in runs.items()}
 
 
 def regret(auto: str, rows: Sequence[Row]) -> float | None:
-    """How many times as long as the fastest plan `auto` takes: median over turns, each against the same plan.
-
-    The fastest is of all that were run. None where `auto` was not run, or never in a turn with it.
-    """
-    times = measured(rows)
-    if auto not in times:
-        return None
-    fastest = min(typical(rows), key=typical(rows).__getitem__)
-    both = times[auto].keys() & times[fastest].keys()
-    return median(times[auto][turn] / times[fastest][turn] for turn in both) if both else None
+    """How many times as long as the fastest plan that was run `auto` takes; None where `auto` was not run."""
+    taken = typical(rows)
+    return taken[auto] / min(taken.values()) if auto in taken else None
 
 
 def ratios(predicted: Predicted, rows: Sequence[Row]) -> dict[str, float]:

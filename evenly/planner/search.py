@@ -267,7 +267,8 @@ class _Judge:
         microbatches = one.config.microbatches
         step = microbatches * sum(seconds) / choice.pipeline
         if choice.pipeline > 1:
-            step += microbatches * message_seconds(one.parts, one.config, one.machine)
+            messages = message_seconds(one.parts, one.config, one.machine)
+            step += microbatches * 2 * sum(messages) / choice.pipeline
         return step, tail_seconds(one.parts, one.config, one.machine), min(seconds[1:-1], default=0.0)
 
     def seconds(self, choice: PlanChoice, one: CostedPlan) -> list[float]:

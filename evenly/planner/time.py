@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from evenly.hardware.cluster import Cluster
 from evenly.hardware.network import LinkedRanks, place, seconds
 from evenly.model.parts import BlockCost, ModelCosts, OpCost
-from evenly.plan.schedule import SCHEDULES, runnable
+from evenly.plan.schedule import SCHEDULES, rank_of_stage, runnable
 from evenly.planner.prediction import TimeByCause
 from evenly.planner.speeds import Library, Speeds
 from evenly.planner.timeline import Costs, step_seconds, unevenness
@@ -212,16 +213,14 @@ def stage_layers(parts: ModelCosts, config: TrainingConfig) -> tuple[int, ...]:
 def step_time(parts: ModelCosts, config: TrainingConfig, machine: Machine) -> tuple[TimeByCause, float]:
     """The time of a step by cause, and the mean bubble over the ranks of the pipeline."""
     stages = stage_times(parts, stage_layers(parts, config), config, machine)
-    message = message_seconds(parts, config, machine)
-    makespan, busy = _simulated(stages, message, config, machine.library.split_backward)
+    waits = _waits(len(stages), message_seconds(parts, config, machine))
+    makespan, busy = _simulated(stages, waits, config, machine.library.split_backward)
     slowest = max(range(len(busy)), key=busy.__getitem__)
     total = Pass()
     for stage in _stages_of(slowest, config):
         total.add(stages[stage].forward, config.microbatches)
         total.add(stages[stage].backward, config.microbatches)
-    messages = (
-        2 * config.microbatches * sum(_waits(len(stages), message)[stage] for stage in _stages_of(slowest, config))
-    )
+    messages = 2 * config.microbatches * sum(waits[stage] for stage in _stages_of(slowest, config))
     last = _stages_of(max(range(len(busy)), key=lambda rank: _parameters_of(rank, stages, config)), config)
     tail = _reduction_tail(stages, config, machine, sum(stages[stage].backward.seconds for stage in last))
     tail += _reductions_before(stages, config, machine, sum(stages[stage].both.seconds for stage in last))
@@ -261,20 +260,25 @@ def _stages_of(rank: int, config: TrainingConfig) -> Sequence[int]:
     return range(rank, p * v, p)
 
 
-def message_seconds(parts: ModelCosts, config: TrainingConfig, machine: Machine) -> float:
-    """Sends one activation from a stage to the next, as far as it holds up either."""
+def message_seconds(parts: ModelCosts, config: TrainingConfig, machine: Machine) -> tuple[float, ...]:
+    """Of every stage but the last, sends one activation to the next, as far as it holds up either."""
     library, size = machine.library, parts.after.input_bytes
+    hops = config.pipeline * config.stages_per_rank - 1
     if config.pipeline == 1 or (library.messages_overlap and config.stages_per_rank > 1):
-        return 0.0
+        return (0.0,) * hops
     if library.messages_split and not config.split_sequence:
         size /= config.tensor
     stride, domain = config.tensor * config.replicas, machine.cluster.domain
-    # Some neighbours are in different domains wherever not all stages are in one: these set the pace.
-    group = LinkedRanks(2, 2) if stride * config.pipeline <= domain else LinkedRanks(2, 1, sharing=min(stride, domain))
-    sent = seconds("send", size, group, machine.cluster) + library.message_s
-    if library.message_bytes_per_s:
-        sent += size * min(stride, domain) / library.message_bytes_per_s
-    return sent
+    ranks = rank_of_stage(config.schedule, config.pipeline, config.stages_per_rank)
+    crosses = [one * stride // domain != other * stride // domain for one, other in pairwise(ranks)]
+
+    def sent(far: bool) -> float:
+        group = LinkedRanks(2, 1, sharing=min(stride, domain)) if far else LinkedRanks(2, 2)
+        through_host = size * min(stride, domain) / library.message_bytes_per_s if library.message_bytes_per_s else 0.0
+        return seconds("send", size, group, machine.cluster) + library.message_s + through_host
+
+    taken = {far: sent(far) for far in set(crosses)}
+    return tuple(taken[far] for far in crosses)
 
 
 def _reduction_tail(
@@ -320,10 +324,9 @@ def _jittered(found: TimeByCause, jitter: float, nodes: float) -> TimeByCause:
 
 
 def _simulated(
-    stages: Sequence[StageTime], message: float, config: TrainingConfig, split: float
+    stages: Sequence[StageTime], waits: Sequence[float], config: TrainingConfig, split: float
 ) -> tuple[float, Sequence[float]]:
     """Seconds of the whole schedule, and those in which each rank works; split: as `Library.split_backward`."""
-    waits = _waits(len(stages), message)
     forward = [stage.forward.seconds + wait for stage, wait in zip(stages, waits, strict=True)]
     backward = [stage.backward.seconds + wait for stage, wait in zip(stages, waits, strict=True)]
     if config.pipeline == 1:
@@ -343,9 +346,10 @@ def _simulated(
     return longer * makespan, busy
 
 
-def _waits(stages: int, message: float) -> list[float]:
-    """What a pass of every stage waits for messages: half as long at either end, which has one neighbour."""
-    return [message * (1 if 0 < number < stages - 1 else 0.5) for number in range(stages)]
+def _waits(stages: int, messages: Sequence[float]) -> list[float]:
+    """What a pass of every stage waits for messages, those from the stage before it and to the next: half of each."""
+    around = (0.0, *messages, 0.0)
+    return [(around[stage] + around[stage + 1]) / 2 for stage in range(stages)]
 
 
 def block_host(part: BlockCost) -> float:

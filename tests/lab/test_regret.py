@@ -1,4 +1,4 @@
-"""The table of regrets: what auto loses, by turns, and how far predictions are off; labs and jobs that exist."""
+"""The table of regrets: what auto loses, and how far predictions are off; labs and jobs that exist."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks is no installed
 
 from benchmarks.lab.pairs import JOBS, LABS, PAIRS
 from benchmarks.lab.regret_table import ratios, regret, table, typical
+from evenly.jobfile import load_job
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 PAIR = "gpt2 on 2x1-50"
 
 
-def row(plan: str, turn: int, step_s: float) -> dict[str, Any]:
-    return {"pair": PAIR, "plan": plan, "turn": turn, "step_s": step_s}
+def row(plan: str, turn: int, *steps_s: float) -> dict[str, Any]:
+    return {"pair": PAIR, "plan": plan, "turn": turn, "steps_s": steps_s}
 
 
 def predicted(auto: str) -> dict[str, dict[str, Any]]:
@@ -39,10 +40,11 @@ ROWS = [
 ]
 
 
-def test_plans_are_compared_within_turns() -> None:
-    more = [row("data=2 zero=1", turn, taken) for turn, taken in enumerate((2.2, 1.1, 4.0))]
+def test_a_step_is_the_median_of_its_runs_and_a_plan_the_mean_of_its_steps() -> None:
+    more = [row("data=2 zero=1", turn, *taken) for turn, taken in enumerate([(2.0, 4.0), (9.0, 4.4), (2.2, 1.0)])]
     assert typical(ROWS) == {"data=2": 2.0, "tensor=2": 3.0}
-    assert regret("data=2 zero=1", [*ROWS, *more]) == pytest.approx(1.1) and regret("data=2 zero=1", ROWS) is None
+    assert typical(more) == {"data=2 zero=1": pytest.approx(3.1)}
+    assert regret("data=2 zero=1", [*ROWS, *more]) == pytest.approx(1.55) and regret("data=2 zero=1", ROWS) is None
     assert ratios(predicted("data=2"), ROWS) == {"zero=0": 0.75, "tensor=2": 1.0}
 
 
@@ -54,16 +56,24 @@ def test_a_run_in_which_auto_took_another_plan_is_none_of_the_predicted_one() ->
     assert typical([*ROWS, row("tensor=2", 0, 9.0) | {"taken": "data=2"}]) == typical(ROWS)
 
 
-def test_of_two_runs_in_a_turn_the_shorter_counts() -> None:
-    assert typical([row("data=2", 0, 2.5), row("data=2", 0, 2.25)]) == {"data=2": 2.25}
-
-
 def test_the_table() -> None:
     lines = table({PAIR: predicted("tensor=2")}, ROWS).splitlines()
     assert lines[2] == "| gpt2 on 2x1-50 | data=2 | 2.000 | tensor=2 | 3.000 | 1.50 | zero=0 0.75, tensor=2 1.00 |"
     assert "1 pairs: auto takes 1.50 of the fastest in the median, 1.50 at worst." in lines
     assert "2 plans: predicted over measured is off by 12.5% in the median, 25.0% at the 90th percentile." in lines
     assert table({}, ROWS).count("|") == table({PAIR: predicted("data=2")}, ROWS[-1:]).count("|")
+
+
+def test_what_is_run_in_labs_is_the_example_without_its_evaluations() -> None:
+    path = ROOT / "benchmarks" / "lab" / "training_only.py"
+    whole = load_job(ROOT / "examples" / "gpt2.py", {"layers": 1})
+    trained = load_job(path, {"example": "gpt2", "layers": 1})
+    assert whole.eval_sets and not trained.eval_sets
+    assert (trained.name, trained.global_batch, trained.microbatch) == (
+        whole.name,
+        whole.global_batch,
+        whole.microbatch,
+    )
 
 
 def test_pairs_are_of_jobs_and_labs_that_exist() -> None:
