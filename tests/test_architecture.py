@@ -383,9 +383,9 @@ PACKAGE_LINES = {
     "parallel.core": 2370,  # buffers of what is recomputed; groups by name; optimizers that are dealt; stale ones
     "parallel.data": 3463,  # optimizers of whole parameters; passes of a step; layouts; exact buckets
     "parallel.tensor": 4186,  # noise and no_grad; experts, indices and convolutions on parts; split parameters
-    "parallel.pipeline": 3412,  # stages of each phase; numbers inside blocks, draws between them; hooks; layouts
+    "parallel.pipeline": 3578,  # forms of results; stages of each phase; numbers inside blocks, draws; hooks; layouts
     "plan": 1223,  # speeds of ranks; schedules are a table that others add to
-    "planner": 6727,  # rows of equal blocks; what each rank runs of a step; a reserve; memory of published libraries
+    "planner": 6732,  # rows of equal blocks; what each rank runs of a step; a reserve; memory of published libraries
     "ray": 447,  # ranks that Ray places, starts and replaces
     "report": 1460,  # fuller plans; metrics and averages; tables of splits and pages of plans
     "train": 3869,  # starting again, of runs here and under Ray; phases; the look at losses

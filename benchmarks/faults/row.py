@@ -35,7 +35,7 @@ from benchmarks.faults.cases import (
 from benchmarks.faults.damage import KINDS as DAMAGES
 from benchmarks.faults.damage import damage, damage_newest, fill, forbid
 from benchmarks.faults.launcher import ROOT, Ended, Launcher, Said
-from benchmarks.faults.network import Cable, may_be_made
+from benchmarks.lab.lab import Lab, address, down, why_not
 from evenly.checkpoint.folder import CheckpointFolder
 from evenly.checkpoint.manifest import Unsound
 from evenly.checkpoint.pieces import read_tensor
@@ -93,8 +93,8 @@ class Bench:
         self.temporary.mkdir()
         _adopt_orphans()
         self._launchers: dict[str, Launcher] = {}
-        self._cable: Cable | None = None
-        self.no_network = may_be_made()
+        self._lab: Lab | None = None
+        self.no_network = why_not()
         self.no_mounts = "" if _may_mount() else "a file system of its own needs root"
         self._reference: dict[str, Any] | None = None
 
@@ -102,7 +102,7 @@ class Bench:
         """The kept launcher: `here`, or on a node "0" or "1"."""
         found = self._launchers.get(where)
         if found is None or found.process.poll() is not None:
-            prefix = [] if where == "here" else self.cable.within(int(where))
+            prefix = [] if where == "here" else self.lab.within(int(where))
             found = self._launchers[where] = Launcher(self.environment, prefix)
         return found
 
@@ -114,11 +114,12 @@ class Bench:
         return {**os.environ, **own, "EVENLY_SECRET": "words of the campaign"}
 
     @property
-    def cable(self) -> Cable:
-        if self._cable is None:
-            self._cable = Cable(f"evenly-{os.getpid()}")
-            self._cable.lay()
-        return self._cable
+    def lab(self) -> Lab:
+        """Two nodes, up once they are asked for."""
+        if self._lab is None:
+            self._lab = Lab(name=f"f{os.getpid()}", nodes=2)
+            self._lab.up()
+        return self._lab
 
     def renew(self) -> None:
         """Ends the launchers: the next row has new ones."""
@@ -128,8 +129,8 @@ class Bench:
 
     def close(self) -> None:
         self.renew()
-        if self._cable is not None:
-            self._cable.take_away()
+        if self._lab is not None:
+            down(self._lab.name)
 
     def run(self, arguments: list[object], folder: Path) -> Ended:
         launcher = self.launcher()
@@ -300,7 +301,7 @@ class _Disturbed:
         case, port = self.case, 20000 + self.case.number % 10000
         arguments = command(case.plan, case.devices // 2, self.out)
         arguments += ["--set", f"fault={case.planted}", "--set", f"marks={self.marks}"]
-        arguments += ["--nodes", 2, "--rendezvous", f"{self.bench.cable.address}:{port}"]
+        arguments += ["--nodes", 2, "--rendezvous", f"{address(0)}:{port}"]
         arguments += ["--stall-limit", STALL_LIMIT_S if case.fault in STALLS else LIMIT_S]
         launchers = [self.bench.launcher("0"), self.bench.launcher("1")]
         for node, launcher in enumerate(launchers):
@@ -309,7 +310,7 @@ class _Disturbed:
             self._await_fired()
             ended = [launcher.wait(NODES_LIMIT_S) for launcher in launchers]
             self.over.set()
-        self.bench.cable.mend()
+        self.bench.lab.plug_back(1)
         said = sorted((line for one in ended for line in one.said), key=lambda line: line.time_s)
         codes = [one.code for one in ended]
         if case.fault == "node-gone":
@@ -327,12 +328,12 @@ class _Disturbed:
         if self.case.fault == "node-gone":
             launchers[1].process.kill()
         else:
-            self.bench.cable.cut()
+            self.bench.lab.pull_out(1)
         (self.marks / "done").touch()
         self._fired_now()
         if self.case.fault == "cut-5s":
             time.sleep(CUT_S)
-            self.bench.cable.mend()
+            self.bench.lab.plug_back(1)
 
     # ------------------------------------------------------------------------------------------------ going on
     def _is_to_go_on(self, first: Ended) -> bool:

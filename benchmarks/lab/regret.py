@@ -8,8 +8,8 @@ python -m benchmarks.lab.regret --list
 For each lab, `evenly bench device` and `evenly bench comm` write F/LAB.toml, by which `predict` finds the best plan of
 each family and the one that `auto` takes; `evenly run --plan auto --cluster` is held to that. Plans are run in turns,
 one after another, so that what disturbs the machine disturbs all; F/rows.jsonl has a line for each run with its steps,
-and the table has each step's median over the turns. Where the planner has changed, `predict` and `--table` say what it would lose now, and a further
-run what has not been measured of it.
+and the table has each step's median over the turns. Where the planner has changed, `predict` and `--table` say what it
+would lose now, and a further run what has not been measured of it.
 """
 
 from __future__ import annotations

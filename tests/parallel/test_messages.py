@@ -15,7 +15,17 @@ import evenly.parallel.pipeline.messages as messages
 from evenly.comm.groups import Group
 from evenly.errors import RunError
 from evenly.parallel.pipeline.memory_layout import gradient_strides, laid_out, packed, packed_size
-from evenly.parallel.pipeline.messages import DTYPES, MAX_DIMS, META_NUMBERS, Payload, StageChannel, TensorMeta
+from evenly.parallel.pipeline.messages import Payload, StageChannel
+from evenly.parallel.pipeline.result_forms import (
+    DTYPES,
+    MAX_DIMS,
+    META_NUMBERS,
+    ResultForms,
+    TensorMeta,
+    decoded_forms,
+    encoded_forms,
+    form_of,
+)
 from evenly.parallel.pipeline.ties import Ties
 
 SHAPES: list[tuple[int, ...] | None] = [None, (), (0,), (3,), (2, 0, 5), (1, 2, 3, 4, 5, 6, 7, 8)]
@@ -82,6 +92,24 @@ def test_a_gradient_has_the_layout_of_its_tensor() -> None:
         assert gradient_strides(LAYOUTS[name]) == torch.empty(LAYOUTS[name].shape).stride()
 
 
+# ----------------------------------------------------------------------------------------------------------- forms
+def test_forms_come_out_of_their_numbers() -> None:
+    results = [
+        torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True).mT,
+        (torch.ones(4), {"mask": torch.ones(2, 0, dtype=torch.bool)}, 7, None),
+        "nothing",
+        torch.ones([1] * (MAX_DIMS + 1)),
+    ]
+    forms = [form_of(result) for result in results]
+    assert [None if form is None else [meta.shape for meta in form] for form in forms] == [
+        [(3, 2)],
+        [(4,), (2, 0)],
+        [],
+        None,
+    ]
+    assert decoded_forms(encoded_forms(forms)) == forms and decoded_forms([]) == []
+
+
 # -------------------------------------------------------------------------------------------------------- messages
 def numbers(*shape: int, dtype: torch.dtype = torch.float64, grad: bool = False) -> torch.Tensor:
     """0, 1, 2 and so on, the last dim moving slowest: not contiguous if there are two."""
@@ -103,6 +131,11 @@ def payload(number: int) -> tuple[str, Payload]:
     return shape_key, [one() for one in made]
 
 
+def forms_of(number: int) -> ResultForms:
+    """What blocks have returned, which depends on the microbatch."""
+    return [form_of(numbers(number + 1, 2)), None] if number else []
+
+
 def conversation() -> tuple[list[str], dict[str, int]]:
     """What the second rank finds wrong, in forward and backward; and how often each rank sends how many numbers."""
     wrong: list[str] = []
@@ -110,7 +143,8 @@ def conversation() -> tuple[list[str], dict[str, int]]:
     begin = messages.send.begin
 
     def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent["forms" if tensor.dtype is torch.int64 and tensor.numel() == 3 * META_NUMBERS else "tensors"] += 1
+        sizes = {1 + 3 * META_NUMBERS: "metadata", 2 + META_NUMBERS: "forms"}
+        sent[sizes.get(tensor.numel(), "tensors") if tensor.dtype is torch.int64 else "tensors"] += 1
         return begin(tensor, *args, **kwargs)
 
     with group_of_all() as group, pytest.MonkeyPatch.context() as patch:
@@ -119,7 +153,9 @@ def conversation() -> tuple[list[str], dict[str, int]]:
         for number in range(len(PAYLOADS)):
             shape_key, tensors = payload(number)
             if group.position == 0:
-                channel.send(tensors, 1, stage=1, microbatch=number, shape_key=shape_key)
+                stated = channel.sends_forms(1, shape_key)
+                channel.send(tensors, 1, stage=1, microbatch=number, shape_key=shape_key, forms=forms_of(number))
+                wrong += [f"microbatch {number}: tells is {stated}"] if channel.sends_forms(1, shape_key) else []
                 wrong += gradients_received(channel, number, tensors)
             else:
                 known = channel.expects(1, shape_key)
@@ -127,6 +163,8 @@ def conversation() -> tuple[list[str], dict[str, int]]:
                     wrong.append(f"microbatch {number}: expected is {known}")
                 arriving = channel.begin_recv(0, tensors=3, stage=1, microbatch=number, shape_key=shape_key)
                 wrong += differences(arriving.wait(), tensors)
+                if arriving.forms != ([] if known else forms_of(number)):
+                    wrong.append(f"microbatch {number}: forms {arriving.forms}")
                 gradients_sent(channel, number, arriving.wait())
         channel.finish()
     return wrong, dict(sent)
@@ -168,12 +206,12 @@ def gradients_received(channel: StageChannel, number: int, outputs: Payload) -> 
 def test_tensors_go_forward_and_their_gradients_back(ranks: KeptRanks) -> None:
     (wrong, sent), (also_wrong, sent_back) = ranks.run(conversation)
     assert wrong == also_wrong == []
-    assert sent == {"forms": 3, "tensors": 11}  # of three shapes of microbatches
+    assert sent == {"metadata": 3, "tensors": 11, "forms": 2}  # of three shapes of microbatches
     assert sent_back == {"tensors": 4}
 
 
 def shapes_that_change() -> str:
-    """What the sender of another shape is told, for a microbatch whose own shapes are the same."""
+    """What the sender of another shape is stated, for a microbatch whose own shapes are the same."""
     with group_of_all() as group:
         channel = StageChannel(group, 2)
         if group.position == 1:

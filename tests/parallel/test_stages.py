@@ -19,17 +19,20 @@ import evenly
 from evenly.comm.groups import Group
 from evenly.data.generators import undisturbed
 from evenly.data.loader import microbatches_of_step
+from evenly.data.nest import map_tensors
 from evenly.engine.build import build_model
 from evenly.engine.find_stages import stage_plan_of, stage_plans_of
 from evenly.engine.precision import autocast, place_batch
 from evenly.engine.step_totals import as_loss
 from evenly.errors import EvenlyError, PlanError, RunError
 from evenly.model.blocks import find_blocks
-from evenly.parallel.core.calls import BlockCalls
+from evenly.parallel.core.calls import BlockCall, BlockCalls
 from evenly.parallel.pipeline.backward import backward, non_view_alias
 from evenly.parallel.pipeline.model import StagedModel
 from evenly.parallel.pipeline.pipeline import Pipeline
 from evenly.parallel.pipeline.remote_tensor import RemoteTensor, fake_of, is_remote, materialized, remote, write_refusal
+from evenly.parallel.pipeline.result_forms import ResultForms
+from evenly.parallel.pipeline.skipped import SkippedBlocks
 from evenly.parallel.pipeline.stage_discovery import find_call_costs
 from evenly.parallel.pipeline.stages import CallCost, StagePlan, TensorSite
 from evenly.plan import Plan, parse_plan
@@ -70,9 +73,12 @@ class ByHand:
         """Forward and backward of a microbatch; its loss."""
         passed: list[tuple[list[torch.Tensor | None], list[torch.Tensor | None]]] = []
         inputs: list[torch.Tensor | None] = []
+        forms: ResultForms = []
         for stage in range(self.stage_plan.stages):
             given = [None if one is None else non_view_alias(one) for one in inputs]
-            payload, loss = self.forward(stage, given, batch, key)
+            stated: ResultForms = []
+            payload, loss = self.forward(stage, given, batch, key, forms=forms, found_forms=stated)
+            forms = stated
             outputs = [loss] if payload is None else [None if one is None else non_view_alias(one) for one in payload]
             passed.append((inputs, outputs))
             inputs = [None if one is None else one.detach().requires_grad_(one.requires_grad) for one in outputs]
@@ -83,7 +89,9 @@ class ByHand:
             gradients = [None if one is None else one.grad for one in inputs]
         return float(loss.detach())
 
-    def forward(self, stage: int, given: Any, batch: Any, key: int, *, training: bool = True) -> tuple[Any, Any]:
+    def forward(
+        self, stage: int, given: Any, batch: Any, key: int, *, training: bool = True, **forms: ResultForms
+    ) -> tuple[Any, Any]:
         model = self.models[stage]
 
         def compute() -> torch.Tensor:
@@ -91,7 +99,7 @@ class ByHand:
                 return as_loss(self.job.loss(model.model, batch), 1).total
 
         with undisturbed(), self.calls[stage].drawing(key):
-            return model.forward(stage, given, compute, training=training)
+            return model.forward(stage, given, compute, training=training, **forms)
 
     def gradients(self) -> Gradients:
         """Of each parameter, added up over the stages that hold it."""
@@ -174,6 +182,45 @@ def test_what_arrives_must_have_the_form_of_what_it_fills(change: Callable[[torc
     inbox, _ = stages.forward(0, [], batch, 0, training=True)
     with pytest.raises(RunError, match="receiving argument 0 from an earlier stage"):
         stages.forward(1, [change(inbox[0])], batch, 0, training=True)
+
+
+@pytest.mark.parametrize("name", ["ragged", "conv_norm"])
+def test_what_a_stage_has_run_no_other_one_finds_out_again_for_other_sizes(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    job = PIPELINE_JOBS[name](precision="float64", eval_data=None)
+    stages, batches = ByHand(job, "pipeline=2"), batches_of(job)
+    found: list[str] = []
+    run = SkippedBlocks._run
+
+    def counted(self: SkippedBlocks, call: BlockCall) -> Any:
+        found.append(call.block.name)
+        return run(self, call)
+
+    monkeypatch.setattr(SkippedBlocks, "_run", counted)
+    losses = [stages.step(batch, key) for key, batch in enumerate(batches)]
+    skipped = [block for (block, _), stage in stages.stage_plan.stage_of.items() if stage == 0]
+    assert len({str(map_tensors(lambda one: one.shape, batch)) for batch in batches}) > 1
+    assert sorted(found) == sorted(skipped)  # once each
+    assert losses == pytest.approx(on_one_device(job, batches)[0], rel=1e-12)
+
+
+def test_sizes_are_those_that_are_stated_where_these_are_of_the_same_tensors() -> None:
+    job = PIPELINE_JOBS["chain"](precision="float64", eval_data=None)
+    batch = batches_of(job)[0]
+
+    def second_stage(changed: Callable[[ResultForms], ResultForms]) -> Any:
+        """Of a smaller microbatch, whose blocks are stated to return what those of the first one did."""
+        stages, stated = ByHand(job, "pipeline=2"), ResultForms()
+        inbox, _ = stages.forward(0, [], batch, 0, found_forms=stated)
+        stages.forward(1, inbox, batch, 0)
+        smaller = map_tensors(lambda one: one[:-1], (batch, inbox))
+        return stages.forward(1, smaller[1], smaller[0], 0, forms=changed(stated))[1]
+
+    found = second_stage(lambda stated: [None for _ in stated])
+    assert torch.equal(second_stage(lambda stated: [(*form, *form) for form in stated if form]), found)
+    with pytest.raises(RunError, match="receiving argument 0 from an earlier stage"):
+        second_stage(lambda stated: stated)
 
 
 def test_an_evaluation_in_stages() -> None:
@@ -317,10 +364,10 @@ class Hooked(Chain):
 class Telling(Block):
     """A block that leaves in an attribute what the loss needs, as experts do with their balance."""
 
-    told: Any = 0.0
+    stated: Any = 0.0
 
     def forward(self, x: torch.Tensor, sight: Any = None) -> torch.Tensor:
-        self.told = (F.dropout(x, 0.5) * torch.rand(x.shape[-1])).square().mean()
+        self.stated = (F.dropout(x, 0.5) * torch.rand(x.shape[-1])).square().mean()
         return super().forward(x, sight)
 
 
@@ -330,7 +377,7 @@ class Told(Chain):
 
     def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         x = super().through(x, tokens)
-        return x + sum(block.told for block in self.blocks)  # pyright: ignore
+        return x + sum(block.stated for block in self.blocks)  # pyright: ignore
 
 
 @pytest.mark.parametrize("model", [Hooked, Told])

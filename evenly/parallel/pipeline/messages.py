@@ -1,15 +1,16 @@
 """What neighbouring stages of a pipeline send each other: tensors forward, their gradients is_gradient.
 
 Shapes may differ from microbatch to microbatch, but are determined by the shapes of the microbatch itself, which every
-rank knows (its *shape key*). The first microbatch of each shape key sends the metadata of its tensors first; later ones
-reuse it. Where shapes follow from numbers the key is None, and metadata comes first every time. Tensors arrive with the
-layout in memory that they have where they were made (`memory_layout`), and gradients with that of their tensor. A
-gradient is sent with one extra element that says whether the tensor has a gradient: an unused one has none.
+rank knows (its *shape key*). The first microbatch of each shape key sends the metadata of its tensors first, and the
+forms of what the blocks of the stages before have returned (`result_forms`); later ones reuse them. Where shapes follow
+from numbers the key is None, and metadata comes first every time. Tensors arrive with the layout in memory that they
+have where they were made (`memory_layout`), and gradients with that of their tensor. A gradient is sent with one extra
+element that says whether the tensor has a gradient: an unused one has none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,46 +21,13 @@ from evenly.comm.groups import Group
 from evenly.comm.transport import Pending
 from evenly.errors import RunError
 from evenly.parallel.pipeline.memory_layout import gradient_strides, laid_out, packed, packed_size
+from evenly.parallel.pipeline.result_forms import META_NUMBERS, ResultForms, TensorMeta, decoded_forms, encoded_forms
 
 Payload = list[torch.Tensor | None]  # a stage's inputs, in order; None where this microbatch has none
 MessageKey = tuple[int, int, bool]  # the later of the two stages, the microbatch, and whether it carries gradients
 
-MAX_DIMS = 8
-META_NUMBERS = 2 * MAX_DIMS + 3  # per tensor: number of dims, dtype, requires_grad, shape and strides, both padded
-MAX_TENSORS = 1024  # per message, its metadata included
-DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
-
-
-@dataclass(frozen=True)
-class TensorMeta:
-    """Metadata of a tensor that is sent; `shape` is None where this microbatch has no such tensor."""
-
-    shape: tuple[int, ...] | None
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor | None) -> TensorMeta:
-        if tensor is None:
-            return cls(None, (), torch.float32, False)
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
-
-    def encode(self) -> list[int]:
-        """`META_NUMBERS` integers; `decode` is the inverse."""
-        shape = self.shape or ()
-        if len(shape) > MAX_DIMS:
-            raise RunError("sending a tensor to the next stage", f"it has {len(shape)} dims", f"use at most {MAX_DIMS}")
-        dims = -1 if self.shape is None else len(shape)
-        padding = [0] * (MAX_DIMS - len(shape))
-        return [dims, DTYPES.index(self.dtype), int(self.requires_grad), *shape, *padding, *self.strides, *padding]
-
-    @classmethod
-    def decode(cls, numbers: Sequence[int]) -> TensorMeta:
-        """The metadata that `encode` turned into `numbers`."""
-        dims, dtype, requires_grad, *sizes = numbers
-        shape, strides = sizes[: max(dims, 0)], sizes[MAX_DIMS : MAX_DIMS + max(dims, 0)]
-        return cls(None if dims < 0 else tuple(shape), tuple(strides), DTYPES[dtype], bool(requires_grad))
+MAX_TENSORS = 1024  # per message, two of metadata included
+METAS, FORMS = MAX_TENSORS - 1, MAX_TENSORS - 2  # the numbers of these two in a message
 
 
 @dataclass(eq=False)
@@ -78,13 +46,32 @@ class StageChannel:
     _metas: dict[Hashable, list[TensorMeta]] = field(default_factory=dict[Hashable, list[TensorMeta]])
 
     # --------------------------------------------------------------------------------------------------- forward
-    def send(self, payload: Payload, to: int, *, stage: int, microbatch: int, shape_key: Hashable) -> None:
-        """Begins to send the inputs of `stage` to rank `to`; shape_key: determines the shapes of the tensors."""
+    def sends_forms(self, stage: int, shape_key: Hashable) -> bool:
+        """Whether the next message to `stage` of this key says what blocks have returned."""
+        return shape_key is None or ("to", stage, shape_key) not in self._metas
+
+    def send(
+        self,
+        payload: Payload,
+        to: int,
+        *,
+        stage: int,
+        microbatch: int,
+        shape_key: Hashable,
+        forms: ResultForms | None = None,
+    ) -> None:
+        """Begins to send the inputs of `stage` to rank `to`; shape_key: determines the shapes of the tensors.
+
+        forms: of what the blocks before `stage` have returned, sent where the message `sends_forms`.
+        """
         metas, sent = [TensorMeta.of(tensor) for tensor in payload], (stage, microbatch, False)
         known = metas if shape_key is None else self._metas.setdefault(("to", stage, shape_key), metas)
         if known is metas:
-            numbers = [number for meta in metas for number in meta.encode()]
-            self._send(torch.tensor(numbers, device=self.group.device), to, sent, MAX_TENSORS - 1)
+            listed = encoded_forms(forms or [])
+            numbers = [len(listed), *(number for meta in metas for number in meta.encode())]
+            self._send(torch.tensor(numbers, device=self.group.device), to, sent, METAS)
+            if listed:
+                self._send(torch.tensor(listed, device=self.group.device), to, sent, FORMS)
         elif known != metas:
             raise RunError(
                 f"sending to stage {stage} of the pipeline",
@@ -103,21 +90,20 @@ class StageChannel:
         self, source: int, *, tensors: int, stage: int, microbatch: int, shape_key: Hashable
     ) -> IncomingTensors:
         """Begins to receive the inputs of `stage`, `tensors` of them; waits for their metadata if it is unknown."""
-        key = ("from", stage, shape_key)
+        key, forms = ("from", stage, shape_key), ResultForms()
         if shape_key is None or key not in self._metas:
-            numbers = torch.empty(tensors * META_NUMBERS, dtype=torch.int64, device=self.group.device)
-            listed = recv(
-                numbers, source, self.group, tag=self._tag(stage, microbatch, False, MAX_TENSORS - 1)
-            ).tolist()
+            listed, *metas = self._recv_numbers(1 + tensors * META_NUMBERS, source, (stage, microbatch, False), METAS)
             self._metas[key] = [
-                TensorMeta.decode(listed[i : i + META_NUMBERS]) for i in range(0, len(listed), META_NUMBERS)
+                TensorMeta.decode(metas[i : i + META_NUMBERS]) for i in range(0, len(metas), META_NUMBERS)
             ]
+            if listed:
+                forms = decoded_forms(self._recv_numbers(listed, source, (stage, microbatch, False), FORMS))
         incoming: list[Any] = []
         for number, meta in enumerate(self._metas[key]):
             tag = self._tag(stage, microbatch, False, number)
             size = 0 if meta.shape is None else packed_size(meta.shape, meta.strides)
             incoming.append(None if meta.shape is None else self._recv(size, meta.dtype, source, tag))
-        return IncomingTensors(incoming, self._metas[key])
+        return IncomingTensors(incoming, self._metas[key], forms)
 
     # -------------------------------------------------------------------------------------------------- backward
     def send_gradients(self, inputs: Payload, to: int, *, stage: int, microbatch: int) -> None:
@@ -162,6 +148,10 @@ class StageChannel:
         tag = self._tag(*sent, number)
         self._sent.setdefault(sent, []).append((send.begin(tensor, to, self.group, tag=tag), tensor))
 
+    def _recv_numbers(self, count: int, source: int, sent: MessageKey, number: int) -> list[int]:
+        numbers = torch.empty(count, dtype=torch.int64, device=self.group.device)
+        return recv(numbers, source, self.group, tag=self._tag(*sent, number)).tolist()
+
     def _recv(self, size: int, dtype: torch.dtype, source: int, tag: int) -> Pending[torch.Tensor]:
         buffer = torch.empty(size, dtype=dtype, device=self.group.device)
         return recv.begin(buffer, source, self.group, tag=tag)
@@ -169,10 +159,11 @@ class StageChannel:
 
 @dataclass(eq=False)
 class IncomingTensors:
-    """Tensors that a stage is receiving."""
+    """Tensors that a stage is receiving; forms: of what blocks have returned, where the message said so."""
 
     pending: list[Pending[torch.Tensor] | None]
     metas: list[TensorMeta]
+    forms: ResultForms
 
     def wait(self) -> Payload:
         """Waits for the tensors; returns leaves, which require a gradient where the sent tensors did."""

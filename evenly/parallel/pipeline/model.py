@@ -35,6 +35,7 @@ from evenly.parallel.pipeline.remote_tensor import (
     remote,
     write_refusal,
 )
+from evenly.parallel.pipeline.result_forms import ResultForms, form_of
 from evenly.parallel.pipeline.result_sites import ResultRecorder, ResultSites
 from evenly.parallel.pipeline.skipped import SkippedBlocks
 from evenly.parallel.pipeline.stages import CallId, StagePlan, TensorSite
@@ -70,13 +71,26 @@ class StageTensor:
 
 
 class StageRun:
-    """One forward of `stage`, which received `inbox`."""
+    """One forward of `stage`, which received `inbox`.
+
+    forms: of what the blocks of the stages before return, as far as these have said.
+    found_forms: takes the forms of what blocks return, up to the next stage; None where nobody asks.
+    """
 
     def __init__(
-        self, model: StagedModel, stage: int, inbox: Payload, *, training: bool, stage_plan: StagePlan | None = None
+        self,
+        model: StagedModel,
+        stage: int,
+        inbox: Payload,
+        *,
+        training: bool,
+        stage_plan: StagePlan | None = None,
+        forms: ResultForms | None = None,
+        found_forms: ResultForms | None = None,
     ) -> None:
         stage_plan = stage_plan or model.stage_plan
         self._model, self.stage = model, stage
+        self._forms, self._found_forms = forms or [], found_forms
         self.entered = stage == 0
         self._calls = stage_plan.calls[training]
         self._stage_inputs = stage_plan.stage_inputs[training]
@@ -182,7 +196,10 @@ class StageRun:
     def _skip(self, call: BlockCall, now: CallId) -> Any:
         self._note(now, "in", (call.args, call.kwargs))
         self._sites.move(now, "inside")
-        result = self._model.skipped.result(call, self, runs_through=self._runs_through)
+        form = self._forms[self._count - 1] if 0 < self._count <= len(self._forms) else None
+        result = self._model.skipped.result(call, self, runs_through=self._runs_through, form=form)
+        if self._found_forms is not None:
+            self._found_forms.append(form or form_of(result))
         self._call_ended(now, result)
         call.skip()
         self._end_early()
@@ -217,6 +234,8 @@ class StageRun:
         self._note(now, "in", (args, kwargs))
         self._sites.move(now, "inside")
         result = self._run_block(call, args, kwargs)
+        if self._found_forms is not None:
+            self._found_forms.append(form_of(result))
         self._call_ended(now, result)
         self._end_early()
         return result
@@ -380,13 +399,17 @@ class StagedModel:
         *,
         training: bool,
         stage_plan: StagePlan | None = None,
+        forms: ResultForms | None = None,
+        found_forms: ResultForms | None = None,
     ) -> tuple[Payload | None, Any]:
         """Runs `stage`; returns (inputs of the next stage, None), or (None, what `compute` returned) of the last.
 
-        stage_plan: for this microbatch; the model's by default.
+        stage_plan: for this microbatch; the model's by default. forms, found_forms: as in `StageRun`.
         """
         stage_plan = stage_plan or self.stage_plan
-        run = StageRun(self, stage, inbox, training=training, stage_plan=stage_plan)
+        run = StageRun(
+            self, stage, inbox, training=training, stage_plan=stage_plan, forms=forms, found_forms=found_forms
+        )
         try:
             return self._forward(run, compute, recorded=stage_plan.records_results(training=training))
         finally:

@@ -171,12 +171,15 @@ def materialized(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def cache_key(nest: Any) -> tuple[Any, ...] | None:
-    """Key of all that determines the shapes a function of `nest` returns; None where that is unknown."""
+def cache_key(nest: Any, *, sizes: bool = True) -> tuple[Any, ...] | None:
+    """Key of all that determines the shapes a function of `nest` returns; None where that is unknown.
+
+    sizes: whether the lengths of dims count, not their number alone.
+    """
     found: list[Any] = [torch.is_grad_enabled()]
     found += [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
     try:
-        found.extend(_key_parts(nest))
+        found.extend(_key_parts(nest, sizes))
         hash(tuple(found))
     except TypeError:
         return None
@@ -366,19 +369,20 @@ def write_refusal(function: str) -> PlanError:
     )
 
 
-def _key_parts(nest: Any) -> Iterator[Any]:
+def _key_parts(nest: Any, sizes: bool) -> Iterator[Any]:
     if isinstance(nest, torch.Tensor):
         tensor = fake_of(nest)
-        yield (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+        shape = (tensor.shape, tensor.stride()) if sizes else (tensor.dim(),)
+        yield (*shape, tensor.dtype, tensor.device, tensor.requires_grad)
     elif isinstance(nest, list | tuple):
         yield (type(nest), len(nest))
         for one in nest:
-            yield from _key_parts(one)
+            yield from _key_parts(one, sizes)
     elif isinstance(nest, dict):
         yield tuple(nest)
-        yield from _key_parts(list(nest.values()))
+        yield from _key_parts(list(nest.values()), sizes)
     elif isinstance(nest, slice):
-        yield from _key_parts((nest.start, nest.stop, nest.step))
+        yield from _key_parts((nest.start, nest.stop, nest.step), sizes)
     elif nest is None or nest is Ellipsis or isinstance(nest, PLAIN_TYPES) or callable(nest):
         yield (type(nest), nest)  # 1 is not True here
     else:

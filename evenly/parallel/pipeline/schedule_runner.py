@@ -23,6 +23,7 @@ from evenly.parallel.pipeline.backward import backward, begin_backward, non_view
 from evenly.parallel.pipeline.messages import IncomingGradients, IncomingTensors, Payload, StageChannel
 from evenly.parallel.pipeline.model import StagedModel
 from evenly.parallel.pipeline.orders import Acknowledgements, acknowledgements, orders, receives_ahead
+from evenly.parallel.pipeline.result_forms import ResultForms
 from evenly.parallel.pipeline.stage_discovery import calls_of, stage_plan_for
 from evenly.parallel.pipeline.stages import CallId, StagePlan
 from evenly.plan.axes import PipelineAxis
@@ -114,6 +115,8 @@ class ScheduleRunner:
     def _reset(self) -> None:
         self._in_flight: dict[Pass, _InFlight] = {}
         self._inputs: dict[Pass, Payload] = {}
+        self._forms: dict[Pass, ResultForms] = {}  # as the stage before has sent them
+        self._found_forms: dict[Pass, ResultForms] = {}  # for the next stage
         self._incoming: dict[Pass, IncomingTensors] = {}
         self._incoming_gradients: dict[Pass, IncomingGradients] = {}
         self._local_gradients: dict[Pass, list[torch.Tensor | None]] = {}
@@ -222,7 +225,8 @@ class ScheduleRunner:
     # -------------------------------------------------------------------------------------------------- forward
     def _recv_forward(self, at: Pass) -> None:
         self._begin_recv_inputs(at)
-        self._inputs[at] = self._incoming.pop(at).wait()
+        incoming = self._incoming.pop(at)
+        self._inputs[at], self._forms[at] = incoming.wait(), incoming.forms
 
     def _begin_recv_inputs(self, at: Pass) -> None:
         if at not in self._incoming and at not in self._inputs:
@@ -246,8 +250,16 @@ class ScheduleRunner:
             found.append(self._work.forward(microbatch))
             return found[0]
 
-        stage_plan = self._stage_plans[microbatch]
-        payload, _ = self._model.forward(stage, given, compute, training=self._training, stage_plan=stage_plan)
+        found_forms = [] if self._sends_forms(stage, microbatch) else None
+        payload, _ = self._model.forward(
+            stage,
+            given,
+            compute,
+            training=self._training,
+            stage_plan=self._stage_plans[microbatch],
+            forms=self._forms.pop(at, None),
+            found_forms=found_forms,
+        )
         if payload is not None:
             for transform in self._output_transforms:
                 payload = transform(payload)
@@ -256,14 +268,27 @@ class ScheduleRunner:
             self._inputs[stage + 1, microbatch] = [
                 None if one is None else one.detach().requires_grad_(one.requires_grad) for one in outputs
             ]
+            self._forms[stage + 1, microbatch] = found_forms or []
+        elif found_forms is not None:
+            self._found_forms[at] = found_forms
         if self._training or payload is not None:
             self._in_flight[at] = _InFlight(inputs, outputs)
+
+    def _sends_forms(self, stage: int, microbatch: int) -> bool:
+        """Whether the next stage gets the forms of what blocks return: on this rank always, else for new shapes."""
+        if stage == len(self._ranks) - 1:
+            return False
+        here = self._ranks[stage + 1] == self._group.position
+        return here or self._channel.sends_forms(stage + 1, self._shape_keys[microbatch])
 
     def _send_forward(self, at: Pass) -> None:
         stage, microbatch = at
         in_flight = self._in_flight[at] if self._training else self._in_flight.pop(at)
         to, shape_key = self._ranks[stage + 1], self._shape_keys[microbatch]
-        self._channel.send(in_flight.outputs, to, stage=stage + 1, microbatch=microbatch, shape_key=shape_key)
+        forms = self._found_forms.pop(at, None)
+        self._channel.send(
+            in_flight.outputs, to, stage=stage + 1, microbatch=microbatch, shape_key=shape_key, forms=forms
+        )
 
     # ------------------------------------------------------------------------------------------------- backward
     @property

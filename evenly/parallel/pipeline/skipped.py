@@ -1,7 +1,8 @@
 """What the blocks of other stages return: its form, found once for each form of their arguments.
 
-A block runs on fake tensors. Where its code needs numbers, what it does inside is no other stage's concern, and it
-runs on made-up ones (`example_tensor`): only the shapes of what it returns count.
+A block runs on fake tensors once; later a stage that ran it says what shapes its result has (`result_forms`). Where its
+code needs numbers, what it does inside is no other stage's concern, and it runs on made-up ones (`example_tensor`):
+only the shapes of what it returns count.
 
 Where more counts, since hooks look on or the block leaves something behind, it is *run through*: its code and hooks
 run on the remote tensors of every run, whose every result may be received.
@@ -18,10 +19,12 @@ from torch import nn
 
 from evenly.data.nest import map_tensors, tensors_by_path
 from evenly.errors import PlanError
+from evenly.model.fake import shared_fake_mode
 from evenly.parallel.core.calls import BlockCall
 from evenly.parallel.pipeline.example_tensor import ExampleTensor, example_of, example_weight, examples
 from evenly.parallel.pipeline.hooks import run_with_hooks
 from evenly.parallel.pipeline.remote_tensor import (
+    MAX_CACHED,
     OTHER_PLAN,
     RUNNING_STAGE,
     RemoteTensor,
@@ -30,6 +33,7 @@ from evenly.parallel.pipeline.remote_tensor import (
     materialized,
     remote,
 )
+from evenly.parallel.pipeline.result_forms import ResultForm, TensorMeta
 from evenly.torch_private import version
 
 if TYPE_CHECKING:
@@ -46,6 +50,16 @@ class SkippedResult:
     nest: Any
     argument_paths: dict[int, str]
 
+    def of_form(self, form: ResultForm) -> SkippedResult | None:
+        """The same with the sizes of `form`; None where it is of other tensors."""
+        fakes = [tensor for _, tensor in tensors_by_path(self.nest)]
+        if [(one.dim(), one.dtype) for one in fakes] != [(len(meta.strides), meta.dtype) for meta in form]:
+            return None
+        with shared_fake_mode(), torch.no_grad():
+            made = {id(one): _fake_of(meta, one.device) for one, meta in zip(fakes, form, strict=True)}
+        paths = {id(made[old]): path for old, path in self.argument_paths.items()}
+        return SkippedResult(map_tensors(lambda one: made.get(id(one), one), self.nest), paths)
+
 
 class SkippedBlocks:
     """The results of blocks of `model` that a run skips."""
@@ -53,12 +67,13 @@ class SkippedBlocks:
     def __init__(self, model: StagedModel) -> None:
         self._model = model
         self._cached: dict[Any, SkippedResult] = {}
+        self._of_any_sizes: dict[Any, SkippedResult] = {}
         self._need_numbers: set[str] = set()  # names of blocks
 
-    def result(self, call: BlockCall, owner: StageRun, *, runs_through: bool) -> Any:
-        """The result of `call` as remote tensors of `owner`."""
+    def result(self, call: BlockCall, owner: StageRun, *, runs_through: bool, form: ResultForm | None) -> Any:
+        """The result of `call` as remote tensors of `owner`; form: as the stage that ran it says, if it does."""
         if not runs_through:
-            return self._result(call, owner)
+            return self._result(call, owner, form=form)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             hooked = replace(call, args=args, kwargs=kwargs)
@@ -72,14 +87,16 @@ class SkippedBlocks:
         call.begin()
         return run_with_hooks(call.block.module, forward, call.args, call.kwargs)
 
-    def _result(self, call: BlockCall, owner: StageRun, *, cached: bool = True) -> Any:
+    def _result(self, call: BlockCall, owner: StageRun, *, cached: bool = True, form: ResultForm | None = None) -> Any:
         given = dict(tensors_by_path((call.args, call.kwargs)))
-        key = cache_key((call.block.name, call.block.module.training, call.args, call.kwargs)) if cached else None
+        key = self._key(call) if cached else None
         found = self._cached.get(key) if key is not None else None
         if found is None:
             before = owner.shaped
-            found = self._run(call)
-            if key is not None and owner.shaped == before:
+            found = self._found(call, form if cached else None)
+            if key is not None and owner.shaped == before and not self._model.stage_plan.shapes_vary:
+                if len(self._cached) >= MAX_CACHED:
+                    self._cached.clear()
                 self._cached[key] = found
 
         def as_remote(fake: torch.Tensor) -> torch.Tensor:
@@ -87,6 +104,20 @@ class SkippedBlocks:
             return remote(fake, owner) if path is None else given[path]
 
         return map_tensors(as_remote, found.nest)
+
+    def _key(self, call: BlockCall, *, sizes: bool = True) -> tuple[Any, ...] | None:
+        return cache_key((call.block.name, call.block.module.training, call.args, call.kwargs), sizes=sizes)
+
+    def _found(self, call: BlockCall, form: ResultForm | None) -> SkippedResult:
+        """As `form` says, in the nest that the block has returned for arguments of other sizes; else as it runs."""
+        key = self._key(call, sizes=False)
+        known = self._of_any_sizes.get(key) if key is not None and form is not None else None
+        found = None if known is None or form is None else known.of_form(form)
+        if found is None:
+            found = self._run(call)
+            if key is not None and not _has_numbers(found.nest):
+                self._of_any_sizes[key] = found
+        return found
 
     def _run(self, call: BlockCall) -> SkippedResult:
         paths = {id(tensor): path for path, tensor in tensors_by_path((call.args, call.kwargs))}
@@ -161,6 +192,12 @@ def _skipped_result(result: Any, paths: Mapping[int, str]) -> SkippedResult:
         return fake
 
     return SkippedResult(map_tensors(as_fake, result), argument_paths)
+
+
+def _fake_of(meta: TensorMeta, device: torch.device) -> torch.Tensor:
+    assert meta.shape is not None  # of a result, which is there
+    fake = torch.empty_strided(meta.shape, meta.strides, dtype=meta.dtype, device=device)
+    return fake.requires_grad_(meta.requires_grad)
 
 
 def _has_numbers(nest: Any) -> bool:

@@ -30,7 +30,7 @@ from evenly.parallel.pipeline.example_tensor import example_weight
 from evenly.parallel.pipeline.example_tensor import examples as running_examples
 from evenly.parallel.pipeline.hooks import has_hooks
 from evenly.parallel.pipeline.input_discovery import InputDiscovery, StageEnded
-from evenly.parallel.pipeline.messages import MAX_TENSORS
+from evenly.parallel.pipeline.messages import FORMS
 from evenly.parallel.pipeline.model import StagedModel, StageRun, StageTensor
 from evenly.parallel.pipeline.needs import Made, NeedFound
 from evenly.parallel.pipeline.remote_tensor import (
@@ -158,7 +158,7 @@ def _with_stage_inputs(
         inputs[stage] = tuple(run.inputs)
         mixed = stage_plan.mixed_draws | ({training} if run.random.mixed else set())
         found = {**stage_plan.stage_inputs, training: tuple(inputs)}
-        if len(run.inputs) >= MAX_TENSORS:
+        if len(run.inputs) > FORMS:
             raise PlanError(
                 RUNNING_STAGE, f"stage {stage} has to receive {len(run.inputs)} tensors", f"use fewer, or {OTHER_PLAN}"
             )
