@@ -39,6 +39,7 @@ from evenly.torch_private import (
     TO_COPY,
     UNSAFE_VIEW,
     WRAPPERS,
+    FakeMaker,
     PlainDispatchMode,
     SpectralNormOfWeight,
     TorchDispatchMode,
@@ -48,6 +49,7 @@ from evenly.torch_private import (
     begin_all_gather,
     change_transformed,
     end_sharded_forward,
+    fake_form,
     fake_mode,
     fake_subclass,
     forward_hooks,
@@ -62,6 +64,7 @@ from evenly.torch_private import (
     in_backward,
     in_transform,
     initialize_sharding,
+    is_dtensor,
     is_fake,
     keep_unused_inputs,
     masks_not_compared,
@@ -350,6 +353,29 @@ def test_fake_tensors_are_known_and_take_real_ones_along() -> None:
         assert is_fake(type(fake))
         assert is_fake(type(fake + torch.ones(3)))
         assert not is_fake(torch.Tensor)
+
+
+def test_fake_tensors_of_a_form_are_those_that_torch_makes() -> None:
+    mode = fake_mode()
+    maker = FakeMaker(mode)
+    with mode:
+        base = torch.ones(3, 4, dtype=torch.float16)
+        for fake, storage in ((base, None), (base.t()[1:], base.untyped_storage()), (torch.ones(()), None)):
+            form = fake_form(fake)
+            assert form == (fake.shape, fake.stride(), fake.storage_offset(), fake.dtype, torch.device("cpu"))
+            made = maker.make(form, storage)
+            assert maker.makes(fake, form, storage) and fake_form(made) == form and vars(made) == vars(fake)
+            assert (memory_key(made) == memory_key(fake)) == (storage is not None)
+            assert is_fake(type(made + 1)) and (made + 1).shape == fake.shape
+        assert not maker.makes(base[:2], fake_form(base[:2]) or (), None)  # which has a larger memory
+        complexes = torch.ones(2, dtype=torch.complex64)
+        assert fake_form(complexes) is None and fake_form(torch.tensor(3)) is None  # whose number torch keeps
+
+
+def test_a_dtensor_is_known_by_its_class() -> None:
+    from torch.distributed.tensor import DTensor
+
+    assert is_dtensor(wrapper_subclass(DTensor, torch.ones(2))) and not is_dtensor(torch.ones(2))
 
 
 def test_a_plain_mode_is_asked_for_devices_of_fake_tensors_and_stays_out_of_the_compiler() -> None:

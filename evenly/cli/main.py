@@ -15,7 +15,6 @@ import typer
 
 from evenly.cli.tables import print_wrapped
 from evenly.errors import EvenlyError, UserError
-from evenly.launcher.rounds import NodeRange
 from evenly.launcher.signals import end_with_code, named_signals
 
 # Objects until garbage is collected: at Python's own 700 that takes a fifth of the time in which torch is imported.
@@ -122,6 +121,8 @@ def run_command(
     debug: Debug = False,
 ) -> None:
     """Train a job. A file that calls evenly.start owns its loop and runs as a script; its arguments follow `--`."""
+    from evenly.launcher.rounds import NodeRange
+
     _run(
         job=job,
         arguments=[*context.args],

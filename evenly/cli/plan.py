@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from contextlib import contextmanager, redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, fields, replace
-from itertools import count
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
@@ -15,19 +14,21 @@ from typing import TYPE_CHECKING
 
 from evenly.errors import EvenlyError, UserError
 from evenly.jobfile import read_with
+from evenly.launcher.frozen import importing
+from evenly.observe.progress import busy_line
 from evenly.plan import parse_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Sequence
 
     from evenly.hardware.cluster import Cluster
-    from evenly.plan import Plan
     from evenly.planner.prediction import Prediction
     from evenly.planner.request import CostSource, PlanRequest, PlanResult
 
 WIDTH_OF_FILES = 100  # columns, where the output is read by no terminal
 TOKENS_ASSUMED = 2**20  # of a step, where no batch is stated
 LEAST_MEMORY = 2**20
+SOON_S = 1.0  # after which a search says what it does
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,45 +59,27 @@ def plan(options: PlanOptions) -> int:
     """Plans; returns the exit code. Raises `EvenlyError` (exit code 1) where no plan does."""
     if options.explain:
         return _explain(options)
-    with redirect_stdout(sys.stderr), _progress(options) as show:  # what a job prints is no part of the result
+    is_job = _is_job(options)
+    line = busy_line(f"loading {options.target}", after_s=0.0 if is_job else SOON_S)
+    with redirect_stdout(sys.stderr), line as show:  # what a job prints is no part of the result
         from evenly.planner.search import search
 
-        request, assumed = _plan_request(options)
-        result = search(_watched(request, show))
+        with importing() if is_job else nullcontext():
+            request, assumed = _plan_request(options)
+            request = replace(request, watch=show)
+            request = _reading(request) if is_job else request
+        result = search(request)
     _show(request, result, options, assumed=assumed)
     if (refusal := _refusal(request, result)) is not None:
         raise refusal
     return 0
 
 
-@contextmanager
-def _progress(options: PlanOptions) -> Generator[Callable[[str], object]]:
-    """Within, the last line of a terminal says what is being done for a job; shows another text there."""
-    if not _is_job(options) or not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.console import Console
+def _reading(request: PlanRequest) -> PlanRequest:
+    """A job's request, whose `watch` is shown how its model is read too."""
+    from evenly.planner.auto import reading
 
-    with Console(file=sys.stderr).status(f"loading {options.target}") as line:
-        yield line.update
-
-
-def _watched(request: PlanRequest, show: Callable[[str], object]) -> PlanRequest:
-    """The request to search for, which shows how a job's model is being run."""
-    from evenly.planner.shapes import ShapeSource
-
-    if isinstance(request.source, ShapeSource):
-        return request
-    from evenly.planner.job_source import JobSource
-
-    assert isinstance(request.source, JobSource)
-    name, runs = request.source.name, count(1)
-    show(f"reading {name}")
-
-    def watch(plan: Plan) -> None:
-        show(f"reading {name} on fake tensors, run {next(runs)}: as {plan}")
-
-    return replace(request, source=replace(request.source, watch=watch))
+    return reading(request)
 
 
 def _explain(options: PlanOptions) -> int:

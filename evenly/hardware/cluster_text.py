@@ -18,8 +18,6 @@ from evenly.hardware.cluster import MOST_DEVICES, Cluster
 from evenly.hardware.cluster_file import read_cluster
 from evenly.hardware.devices import find_device, known_device
 from evenly.hardware.links import network_names
-from evenly.launcher.allocator import cgroup_limit_bytes
-from evenly.launcher.environment import available_cores
 from evenly.launcher.gpus import may_have_gpus
 
 LOCAL = "local"
@@ -53,6 +51,8 @@ def local_cluster(devices: int | None = None) -> Cluster:
     import torch
     from psutil import virtual_memory
 
+    from evenly.launcher.allocator import cgroup_limit_bytes  # what another cluster does without
+
     kind, count = kind_here(), devices or local_devices()
     cpu = kind == "cpu"
     host = min(virtual_memory().total, cgroup_limit_bytes() or inf)
@@ -62,6 +62,8 @@ def local_cluster(devices: int | None = None) -> Cluster:
 
 def local_devices() -> int:
     """How many devices this machine has."""
+    from evenly.launcher.environment import available_cores
+
     return local_gpus() or min(available_cores(), MOST_CPU_RANKS)
 
 

@@ -21,7 +21,7 @@ NEEDED = ("memory_gib", "memory_gb_per_s", "tflops", "node", "link", "link_gb_pe
 COUNTS, MOST_IN_A_DOMAIN = ("node", "domain"), 1_000_000
 LEAST, MOST = 1e-6, 1e30  # of any fact
 TEXTS = ("link", "network", "source")
-OPTIONAL = ("domain", "power_w", "clock_mhz")
+OPTIONAL = ("domain", "power_w", "clock_mhz", "host_gb_per_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,7 @@ class Device:
     node:         devices of a node as sold. domain: devices joined by the fast link, where these are several nodes.
     link:         the fast link's name in links.toml; link_bytes_per_s: its peak, one way, of one device.
     network:      the network's name there; network_bytes_per_s: its peak, one way, per device, as is typical.
+    host_bytes_per_s: peak to the host's memory, one way; 0 where it is not known.
     source:       where these facts are from.
     """
 
@@ -49,6 +50,7 @@ class Device:
     link_bytes_per_s: float
     network: str
     network_bytes_per_s: float
+    host_bytes_per_s: float = 0.0
     source: str = ""
 
     def peak(self, precision: str) -> float:
@@ -192,5 +194,6 @@ def _device(name: str, facts: Mapping[str, Any], kind: str) -> Device:
         link_bytes_per_s=facts["link_gb_per_s"] * 1e9,
         network=facts.get("network", "rdma"),
         network_bytes_per_s=facts["network_gbit_per_s"] * 1e9 / 8,
+        host_bytes_per_s=facts.get("host_gb_per_s", 0.0) * 1e9,
         source=facts["source"],
     )

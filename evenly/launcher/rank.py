@@ -28,9 +28,8 @@ from evenly.errors import CheckpointError, EvenlyError, ResumeError, RunError, U
 from evenly.launcher.environment import PAUSE, become_environment, process_environment
 from evenly.launcher.out_of_memory import KILLED_CHILD, is_out_of_memory
 from evenly.launcher.part import NodePart
+from evenly.launcher.stop_signals import STOP_SIGNALS
 from evenly.observe.recorder import RankRecord, glance, read
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # A failing rank waits before it exits, so that the agent has seen a peer's end that came before its own:
 # a moment, and longer where its error says that a peer is gone.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import select
 import signal
@@ -13,10 +12,14 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from evenly.launcher.notebook import in_notebook
-from evenly.launcher.rank import STOP_SIGNALS, LaunchFolder, end_rank
+from evenly.launcher.stop_signals import STOP_SIGNALS
+
+if TYPE_CHECKING:
+    from evenly.launcher.rank import LaunchFolder
+
 
 # How long ranks may take to finish their step, and a launcher to start any rank, after a stop signal.
 STOP_TIMEOUT_S = 30.0
@@ -168,6 +171,8 @@ def _forward(reader: int, folder: LaunchFolder, stop: StopRequest) -> None:
 
 def signal_ranks(folder: LaunchFolder, stop: StopRequest, asked: set[int]) -> None:
     """Send SIGINT once to each rank that has started, or kill them all."""
+    from evenly.launcher.rank import end_rank  # commands without ranks need none of this
+
     for rank, pid in folder.pids().items():
         if stop.hard:
             end_rank(pid)
@@ -190,10 +195,10 @@ def leave(folder: LaunchFolder, stop: StopRequest, how: str) -> NoReturn:
 
 def stop_forkserver() -> None:
     """End the forkserver at once. It would end by itself, but not before its imports are done, and slowly."""
-    from multiprocessing import forkserver
+    from multiprocessing import forkserver, parent_process
 
     pid = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
-    if pid is not None and multiprocessing.parent_process() is None:
+    if pid is not None and parent_process() is None:
         signal_rank(pid, signal.SIGKILL)
 
 

@@ -40,7 +40,11 @@ def shared_fake_mode() -> Any:
 def fake_tensor(tensor: torch.Tensor, fakes: Any, device: str = "cpu") -> torch.Tensor:
     """A fake tensor of the same shape, strides and dtype on `device`; for a parameter, a parameter."""
     with fakes, torch.no_grad():
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        return _fake_tensor(tensor, device)
+
+
+def _fake_tensor(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad)
@@ -59,19 +63,20 @@ def fake_model(
 
     def add(tensor: torch.Tensor, source: Source, name: str) -> None:
         if id(tensor) not in memo:
-            memo[id(tensor)] = fake_tensor(tensor, fakes)
+            memo[id(tensor)] = _fake_tensor(tensor, "cpu")
         note(memo[id(tensor)], source, name)
 
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if not name.startswith(lacks):
-            add(parameter, "parameter", name)
-    for name, buffer in model.named_buffers():
-        if not name.startswith(lacks):
-            add(buffer, "buffer", name)
-    for name, module in model.named_modules():
-        for attribute in vars(module).values():
-            if isinstance(attribute, torch.Tensor) and not f"{name}.".startswith(lacks):
-                add(attribute, "constant", "")
+    with fakes, torch.no_grad():
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if not name.startswith(lacks):
+                add(parameter, "parameter", name)
+        for name, buffer in model.named_buffers():
+            if not name.startswith(lacks):
+                add(buffer, "buffer", name)
+        for name, module in model.named_modules():
+            for attribute in vars(module).values():
+                if isinstance(attribute, torch.Tensor) and not f"{name}.".startswith(lacks):
+                    add(attribute, "constant", "")
     copied = copy.deepcopy(model, memo)
     for name in without:
         parent, _, child = name.rpartition(".")

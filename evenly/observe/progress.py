@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -37,6 +38,31 @@ class NoProgress:
 
     def close(self) -> None:
         pass
+
+
+@contextmanager
+def busy_line(text: str, *, after_s: float = 0.0) -> Generator[Callable[[str], object]]:
+    """Within, the last line of a terminal says what is being done; where stderr is none, nothing does.
+
+    Yields what shows another text. after_s: before that no line is there, so that what takes less has none.
+    """
+    due, lines = time.monotonic() + after_s, list[Any]()
+
+    def show(text: str) -> None:
+        if lines:
+            lines[0].update(text)
+        elif sys.stderr.isatty() and time.monotonic() >= due:
+            from rich.console import Console  # a tenth of a second
+
+            lines.append(Console(file=sys.stderr).status(text))
+            lines[0].start()
+
+    try:
+        show(text)
+        yield show
+    finally:
+        for line in lines:
+            line.stop()
 
 
 class PlainLines:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from evenly.hardware.cluster_file import read_cluster
 from evenly.hardware.cluster_text import kind_here, local_cluster
 from evenly.job import Job
 from evenly.launcher.environment import ProcessInfo
-from evenly.plan import PlanSpec
+from evenly.observe.progress import busy_line
+from evenly.plan import Plan, PlanSpec
 from evenly.planner.job_source import JobSource
 from evenly.planner.prediction import CAUSES_OF_MEMORY, CAUSES_OF_TIME, Prediction
 from evenly.planner.request import PlanRequest
@@ -42,6 +44,18 @@ def _measured(file: Path, place: ProcessInfo) -> Cluster:
     return replace(found, nodes=place.nodes)
 
 
+def reading(request: PlanRequest) -> PlanRequest:
+    """A job's request, whose `watch` is shown too how its model is run on fake tensors."""
+    source, show, runs = request.source, request.watch, count(1)
+    assert isinstance(source, JobSource) and show is not None
+    show(f"reading {source.name}")
+
+    def watch(plan: Plan) -> None:
+        show(f"reading {source.name} on fake tensors, run {next(runs)}: as {plan}")
+
+    return replace(request, source=replace(source, watch=watch))
+
+
 def choose_plan(job: Job, only: PlanSpec, place: ProcessInfo, cluster: Path | None = None) -> Prediction:
     """The best plan for `job` on all ranks of `place` that states what `only` does; `job` has its microbatch.
 
@@ -55,7 +69,8 @@ def choose_plan(job: Job, only: PlanSpec, place: ProcessInfo, cluster: Path | No
         only=only,
         max_devices=place.size,
     )
-    result = search(request)
+    with busy_line(f"reading {request.source.name}") as show:
+        result = search(reading(replace(request, watch=show)))
     if not result.plans:
         assert result.nearest is not None  # a plan was looked at
         raise PlanError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
+from itertools import accumulate, islice
 
 from evenly.model.parts import BlockCost, ModelCosts
 from evenly.plan.orders import Pass, passes
@@ -89,6 +89,8 @@ def _most_saved(rank: int, stages: Sequence[int], saved: Sequence[int], config: 
         most = min(most, runnable(schedule, p, v, 4 * p))
     weights = [saved[stage] for stage in stages]
     in_flight = _in_flight(schedule, p, v, most, rank)
+    if len(weights) == 1:
+        return max(in_flight)[0] * weights[0]
     return max(sum(count * weight for count, weight in zip(counts, weights, strict=True)) for counts in in_flight)
 
 
@@ -125,10 +127,12 @@ def _of_rank(
     holdings: Holdings,
 ) -> MemoryByCause:
     last = len(layers) - 1
-    firsts = [sum(layers[:stage]) for stage in range(len(layers))]
-    every = [block for stage in stages for block in parts.blocks[firsts[stage] : firsts[stage] + layers[stage]]]
+    firsts = [0, *accumulate(layers)]
+    blocks = [block for stage in stages for block in parts.blocks[firsts[stage] : firsts[stage] + layers[stage]]]
+    every = [*{id(block): block for block in blocks}.values()]  # equal ones once: for what is largest in any
     outside = ([parts.before] if 0 in stages else []) + ([parts.after] if last in stages else [])
-    elements = sum(part.parameters for part in [*every, *outside])
+    in_blocks = sum([block.parameters for block in blocks])
+    elements = in_blocks + sum(part.parameters for part in outside)
     elements += parts.tied_parameters if last in stages and 0 not in stages else 0
     # A block that is computed again is whole while its backward pass runs.
     again = max((block.saved_bytes["none"] - block.saved_bytes[config.recompute] for block in every), default=0)
@@ -136,14 +140,14 @@ def _of_rank(
     # The logits of one microbatch with what the loss makes of them, and what the head keeps.
     per_logit = holdings.logit_split if config.tensor > 1 and holdings.logit_split else holdings.logit
     loss = parts.after.logits * per_logit + parts.after.saved_bytes["none"] if last in stages else 0.0
-    activations = saved + holdings.casts * (0 if config.recompute == "full" else sum(one.parameters for one in every))
-    gathered = _gathered(every, outside, config, holdings)
+    activations = saved + holdings.casts * (0 if config.recompute == "full" else in_blocks)
+    gathered = _gathered(every, len(blocks), outside, config, holdings)
     update = elements * holdings.update / config.shards
     passes = max(again + working, loss)
     return MemoryByCause(
         parameters=elements * holdings.weights / (config.shards if config.zero >= 3 else 1),
         gradients=elements * holdings.gradients / (config.shards if config.zero >= 2 else 1),
-        optimizer=elements * holdings.optimizer / config.shards,
+        optimizer=elements * holdings.optimizer / config.shards if config.offload == "none" else 0.0,
         activations=activations,
         gathered=gathered,
         temporaries=passes + update if holdings.cached else max(passes, update - activations - gathered),
@@ -152,11 +156,11 @@ def _of_rank(
 
 
 def _gathered(
-    blocks: Sequence[BlockCost], outside: Sequence[BlockCost], config: TrainingConfig, holdings: Holdings
+    blocks: Sequence[BlockCost], count: int, outside: Sequence[BlockCost], config: TrainingConfig, holdings: Holdings
 ) -> float:
     if config.zero < 3 or config.shards == 1:
         return 0.0
     largest = max((block.parameters for block in blocks), default=0)
-    whole = min(len(blocks), holdings.units) * largest + sum(part.parameters for part in outside)
+    whole = min(count, holdings.units) * largest + sum(part.parameters for part in outside)
     most = holdings.live or whole
     return min(whole, most) * holdings.gathered + min(largest, most) * holdings.reduced

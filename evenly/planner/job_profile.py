@@ -33,6 +33,7 @@ from evenly.parallel.tensor.layout import Layout
 from evenly.parallel.tensor.splits import Derivation
 from evenly.plan import Plan
 from evenly.planner.equal_calls import EqualCalls, find_equal_calls
+from evenly.planner.fake_results import FakeResults
 from evenly.planner.optimizer_costs import OptimizerCosts, optimizer_costs
 from evenly.planner.profile import Profile, between, blended, scaled
 from evenly.planner.profile_recorder import profile_module
@@ -76,6 +77,7 @@ class JobProfiler:
     _between: dict[tuple[Any, ...], Profile] = field(default_factory=dict[tuple[Any, ...], Profile])
     _equal_calls: dict[str, EqualCalls | None] = field(default_factory=dict[str, EqualCalls | None])
     _optimizers: dict[tuple[Any, ...], OptimizerCosts] = field(default_factory=dict[tuple[Any, ...], OptimizerCosts])
+    _results: FakeResults = field(default_factory=FakeResults)
     _typical: dict[tuple[Any, ...], Profile] = field(default_factory=dict[Any, Any], init=False)
     _loads: dict[tuple[int, bool], tuple[tuple[float, ...], ...]] = field(default_factory=dict[Any, Any], init=False)
 
@@ -239,6 +241,7 @@ class JobProfiler:
             around=changes.around,
             tensor_sums=changes.tensor_sums,
             without=without,
+            results=self._results,
         )
 
     def layouts(self, plan: Plan) -> dict[str, Layout]:
@@ -285,7 +288,8 @@ class JobProfiler:
             names = {id(parameter): name for name, parameter in model.named_parameters()}
             found = [optimizer_costs(optimizer, names) for optimizer in optimizers]
             states = {name: state for one in found for name, state in one.states.items()}
-            self._optimizers[key] = OptimizerCosts(states, dealt=any(one.dealt for one in found))
+            dealt, elementwise = any(one.dealt for one in found), all(one.elementwise for one in found)
+            self._optimizers[key] = OptimizerCosts(states, dealt=dealt, elementwise=elementwise)
         return self._optimizers[key]
 
     def blocks(self, plan: Plan) -> list[Block]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from evenly.errors import EvenlyError, PlanError
 from evenly.hardware.devices import Device
@@ -38,6 +39,9 @@ class JobSource:
     watch: Callable[[Plan], object] | None = None
     _profilers: dict[int, JobProfiler] = field(default_factory=dict[int, JobProfiler])
     _memory: dict[Plan, list[MemoryByCause]] = field(default_factory=dict[Plan, list[MemoryByCause]])
+    # By the profile, which lives as long, and the type that is multiplied; and of these by the size of the tensor axis.
+    _parts: dict[tuple[int, str], tuple[Profile, ModelCosts]] = field(default_factory=dict[Any, Any])
+    _least: dict[tuple[int, int], ModelCosts] = field(default_factory=dict[tuple[int, int], ModelCosts])
 
     @cached_property
     def profiler(self) -> JobProfiler:
@@ -93,6 +97,9 @@ class JobSource:
 
     def refusal(self, plan: Plan) -> str | None:
         """What profiling the model so refuses; what its recomputation does, `memory` finds out."""
+        cuts = plan.data.zero_stage or plan.tensor.active
+        if plan.offload != "none" and cuts and not self.profiler.optimizer_costs(plan).elementwise:
+            return "its optimizer may need whole parameters, of which each rank has a part on its host"
         try:
             self._as_run(plan).profile(replace(plan, recompute="none"), held=False)
             if plan.pipeline.active:
@@ -110,27 +117,21 @@ class JobSource:
     def parts(self, plan: Plan, config: TrainingConfig) -> ModelCosts:
         """As it was read; what a plan computes again is not in the parts. Parts that are alike are one."""
         plan = replace(plan, recompute="none")
-        found = parts_of(self._as_run(plan).typical(plan, config))
-        made: dict[object, BlockCost] = {}
-        return ModelCosts(
-            before=_computed(found.before, config, made),
-            blocks=[_computed(replace(block, name="block"), config, made) for block in found.blocks],
-            after=_computed(found.after, config, made),
-        )
+        profile = self._as_run(plan).typical(plan, config)
+        key = id(profile), config.dtype
+        if key not in self._parts:
+            self._parts[key] = profile, _parts_in(parts_of(profile), config)
+        return self._parts[key][1]
 
     def least_parts(self, plan: Plan, config: TrainingConfig) -> ModelCosts:
         """The parts of the whole model, dealt evenly over the tensor axis, whose messages are left out."""
         whole = self.parts(replace(plan, tensor=TensorAxis(1, (), False)), replace(config, tensor=1))
         if config.tensor == 1:
             return whole
-        made: dict[int, BlockCost] = {}
-
-        def least(part: BlockCost) -> BlockCost:
-            if id(part) not in made:
-                made[id(part)] = _dealt(part, config.tensor)
-            return made[id(part)]
-
-        return ModelCosts(before=least(whole.before), blocks=[*map(least, whole.blocks)], after=least(whole.after))
+        key = id(whole), config.tensor
+        if key not in self._least:
+            self._least[key] = _least_of(whole, config.tensor)
+        return self._least[key]
 
     def _as_run(self, plan: Plan) -> JobProfiler:
         """A profiler of the job with the plan's microbatch.
@@ -172,6 +173,28 @@ class JobSource:
             devices = [meters[begin : begin + each] for begin in range(0, len(meters), each)]
             self._memory[plan] = [max(of_rank, key=lambda meter: meter.peak).by_cause for of_rank in devices]
         return self._memory[plan]
+
+
+def _parts_in(found: ModelCosts, config: TrainingConfig) -> ModelCosts:
+    """The parts in the type that the config multiplies; those that are alike are one."""
+    made: dict[object, BlockCost] = {}
+    return ModelCosts(
+        before=_computed(found.before, config, made),
+        blocks=[_computed(replace(block, name="block"), config, made) for block in found.blocks],
+        after=_computed(found.after, config, made),
+    )
+
+
+def _least_of(whole: ModelCosts, ranks: int) -> ModelCosts:
+    """What each of `ranks` has of all parts at least."""
+    made: dict[int, BlockCost] = {}
+
+    def least(part: BlockCost) -> BlockCost:
+        if id(part) not in made:
+            made[id(part)] = _dealt(part, ranks)
+        return made[id(part)]
+
+    return ModelCosts(before=least(whole.before), blocks=[*map(least, whole.blocks)], after=least(whole.after))
 
 
 def _computed(part: BlockCost, config: TrainingConfig, made: dict[object, BlockCost]) -> BlockCost:

@@ -64,8 +64,8 @@ def leaner_plan(
 def fastest_leaner(predictions: Sequence[Prediction], failed: Sequence[Prediction]) -> Prediction | None:
     """Of plans with less memory than all that have `failed`, the fastest; None where none is.
 
-    The time that offloading takes is not predicted: what offloads less comes first. Plans that save next to nothing are
-    taken where no other is left.
+    No GPU has measured what offloading takes: what offloads less comes first. Plans that save next to nothing are taken
+    where no other is left.
     """
     least = min(one.peak_bytes for one in failed)
     leaner = [one for one in predictions if one.peak_bytes < least]

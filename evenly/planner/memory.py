@@ -19,8 +19,7 @@ from typing import Literal
 import torch
 
 from evenly.parallel.data.gradients import SQUARED_AT_ONCE
-from evenly.parallel.data.grouping import bucket_members, needs_tail_bucket
-from evenly.parallel.data.partition import IN_FLIGHT
+from evenly.parallel.data.grouping import IN_FLIGHT, bucket_members, needs_tail_bucket
 from evenly.parallel.data.row_layout import RowLayout
 from evenly.planner.prediction import MemoryByCause
 from evenly.planner.profile import Interval, Parameter

@@ -45,11 +45,13 @@ class StateOf:
 class OptimizerCosts:
     """By name of the parameter what the optimizer keeps of it; those that it was not given have nothing.
 
-    dealt: whether zero deals it whole parameters, as it does not treat elements by themselves.
+    dealt: whether zero deals it whole parameters, as it does not treat elements by themselves; elementwise: whether
+    all of it does.
     """
 
     states: Mapping[str, StateOf] = field(default_factory=dict[str, StateOf])
     dealt: bool = False
+    elementwise: bool = True
 
     def bytes(self, shapes: Mapping[str, Sequence[int]]) -> int:
         """The state of all parameters; shapes: by name, of what is stepped of each."""
@@ -79,7 +81,8 @@ def optimizer_costs(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) 
                 by_dtype[parameter.dtype] = _probe(type(optimizer), settings, parameter.dtype)
             if id(parameter) in names:
                 states[names[id(parameter)]] = by_dtype[parameter.dtype]
-    return OptimizerCosts(states, dealt=not steps_elements(optimizer) and steps_alone(optimizer))
+    elementwise = steps_elements(optimizer)
+    return OptimizerCosts(states, dealt=not elementwise and steps_alone(optimizer), elementwise=elementwise)
 
 
 def _probe(kind: type[torch.optim.Optimizer], settings: dict[str, Any], dtype: torch.dtype) -> StateOf:

@@ -22,6 +22,7 @@ from evenly.model.costs import flops_of, moves_bytes
 from evenly.model.fake import fake_model, running_fake
 from evenly.model.modes import in_training
 from evenly.model.parts import Kind, OpCost
+from evenly.planner.fake_results import FakeResults, Form
 from evenly.planner.partly_fake import PartlyFake
 from evenly.planner.profile import AFTER, MODEL, Bytes, Event, Interval, Parameter, Pass, Profile, ProfiledCall
 from evenly.torch_private import ATTENTION, ATTENTION_BACKWARD, TO_COPY, operation_of, without_subclasses
@@ -43,6 +44,7 @@ def profile_module(
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     tensor_sums: Sequence[int] = (),
     without: Collection[str] = (),
+    results: FakeResults | None = None,
 ) -> Profile:
     """What `loss(model, batch)`, a scalar, and its backward do. Neither the model nor a random state is changed.
 
@@ -50,18 +52,18 @@ def profile_module(
     model follow from them.
     change: what a plan does to the model and its blocks, in place; around: within what forward and backward run.
     tensor_sums: a list to which `change` appends bytes of what the tensor axis adds up over ranks, as it happens.
-    without: names of modules to leave out.
+    without: names of modules to leave out. results: what operations make, as other runs have found.
 
     Raises `UserError`, naming the operation, where the code needs numbers or does not run without them.
     """
-    mode = PartlyFake()
+    mode = PartlyFake(known := results or FakeResults())
     with running_fake():
         try:
             faked = in_training(fake_model(model, mode.fakes, _discard, without=without))
             blocks, nest = find_blocks(faked), map_tensors(torch.clone, batch)
             changed = nullcontext() if change is None else change(faked, blocks)
             with mode, changed, torch.enable_grad():
-                recorder = _ProfileRecorder(faked, blocks, mode, tensor_sums)
+                recorder = _ProfileRecorder(faked, blocks, mode, tensor_sums, known.notes)
                 return recorder.profile(partial(loss, faked, nest), nest, around)
         except EvenlyError:
             raise
@@ -81,6 +83,7 @@ class _ProfileRecorder:
     blocks: Sequence[Block]
     mode: PartlyFake
     tensor_sums: Sequence[int] = ()
+    known_works: dict[Form, list[OpCost]] = field(default_factory=dict[Form, list[OpCost]])
     calls: list[ProfiledCall] = field(default_factory=list[ProfiledCall])
     inside: list[int] = field(default_factory=list[int])
 
@@ -296,20 +299,27 @@ class _Memory:
             for key, found in self._works.items()
         }
 
-    def note(self, func: Any, args: Any, kwargs: dict[str, Any], results: Any) -> Any:
-        """Notes an operation; returns its results."""
+    def note(self, func: Any, args: Any, kwargs: dict[str, Any], results: Any, key: Form | None) -> Any:
+        """Notes an operation; returns its results. key: of those who cost the same; None for what is looked at."""
         if func.overloadpacket is lstm.FORWARD:
             results = lstm.with_workspace(results, args)
         for tensor in tensors_in(results):
             self._follow(tensor)
-        if moves_bytes(func) and (works := _works_of(func, args, kwargs, results)):
+        if moves_bytes(func) and (works := self._works_of(key, func, args, kwargs, results)):
             if self.called:
-                works.append(OpCost(kind="host"))
+                works = [*works, OpCost(kind="host")]
                 self.called = False
             self._works.setdefault((self._recorder.stage, self._recorder.place), Counter()).update(works)
             if self._recorder.stage == "forward":
                 self._note_weights(func, (args, kwargs), results)
         return results
+
+    def _works_of(self, key: Form | None, func: Any, args: Any, kwargs: Any, results: Any) -> list[OpCost]:
+        known = self._recorder.known_works
+        if key is None or key not in known:
+            works = _works_of(func, args, kwargs, results)
+            return works if key is None else known.setdefault(key, works)
+        return known[key]
 
     def _note_weights(self, func: Any, given: Any, results: Any) -> None:
         if not any(id(tensor.untyped_storage()) in self._weights for tensor in tensors_in(given)):

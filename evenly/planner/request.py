@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -101,6 +101,7 @@ class PlanRequest:
                   Fuller plans come after all that leave it.
     step_s:       a step may take so long: the fewest devices that manage are sought. None: the fastest plan of all.
     top:          how many plans the result has.
+    watch:        called now and then with words that say how far the search is.
     """
 
     source: CostSource
@@ -112,6 +113,7 @@ class PlanRequest:
     step_s: float | None = None
     top: int = 5
     reserve: float = RESERVE
+    watch: Callable[[str], object] | None = field(default=None, compare=False)
 
     @property
     def limit_bytes(self) -> float:
@@ -148,6 +150,7 @@ class PlanRequest:
             loads=self.source.loads(axes["data"], filled=plan.data.zero_stage == 3),
             recompute=plan.recompute or "none",
             dtype=plan.precision.removeprefix("pure-"),
+            offload=plan.offload,
         )
 
     def library(self, plan: Plan) -> Library:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -23,6 +24,7 @@ from evenly.plan.spec import largest_shard
 from evenly.planner.costed_plan import CostedPlan, costed_plan_of, layers_of, predicted, seconds_of_parts, time_of
 from evenly.planner.prediction import Prediction
 from evenly.planner.request import PlanRequest, PlanResult
+from evenly.planner.search_watch import SearchWatch
 from evenly.planner.time import message_seconds, tail_seconds
 
 SOUGHT = ("1f1b", "interleaved", "zero-bubble", "zbv")  # schedules
@@ -30,7 +32,7 @@ CHUNKS = (2, 3, 4, 5, 6, 8)  # stages per rank of interleaved, as far as there a
 MICROBATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 UNEVEN = 1.1  # places of stages for each block
 # Of what the prediction knows nothing, with what it takes for granted.
-UNKNOWN = {"replicas": None, "output_device": None, "compile": "off", "offload": "none"}
+UNKNOWN: Mapping[str, Sequence[Any]] = {"replicas": (None,), "output_device": (None,), "compile": ("off",)}
 SLACK = 1 - 1e-9  # of bounds, for rounding
 GIB = 2**30
 
@@ -57,7 +59,7 @@ class PlanChoice(NamedTuple):
 
 def search(request: PlanRequest) -> PlanResult:
     """The best plans for a request. Raises `UserError` where no plan can split the batch or the model at all."""
-    _refuse_unknown(request.only)
+    _refuse_unknown(request)
     if request.step_s is not None:
         return _fewest(request, request.step_s)
     return _on(request, _most_devices(request))
@@ -67,17 +69,31 @@ def _most_devices(request: PlanRequest) -> int:
     return min(request.cluster.size, request.max_devices or request.cluster.size)
 
 
-def _refuse_unknown(only: PlanSpec) -> None:
+def _refuse_unknown(request: PlanRequest) -> None:
     """Raises `UserError` where it states what the prediction knows nothing of."""
-    if stated := [f"{key}={value}" for key, value in only.explicit.items() if key in UNKNOWN and value != UNKNOWN[key]]:
+    offload = ("none", "optimizer") if request.cluster.device.host_bytes_per_s else ("none",)
+    known = {**UNKNOWN, "offload": offload}
+    if stated := [
+        f"{key}={value}" for key, value in request.only.explicit.items() if key in known and value not in known[key]
+    ]:
         raise UserError(
-            f"find a plan that is {only}",
+            f"find a plan that is {request.only}",
             f"what {', '.join(stated)} does to memory and time is not predicted",
             "leave it out of what is sought; evenly run takes it in a plan that is named",
         )
 
 
 def _on(request: PlanRequest, devices: int) -> PlanResult:
+    """The best plans on so many devices. Where none fits, the optimizer's state may be in the host's memory."""
+    found = _searched(request, devices)
+    if not found.plans and request.only.offload is None and request.cluster.device.host_bytes_per_s:
+        with suppress(UserError):  # of a job whose optimizer cannot be stepped there
+            offloaded = _searched(replace(request, only=replace(request.only, offload="optimizer")), devices)
+            found = replace(offloaded, tried=found.tried + offloaded.tried, judged=found.judged + offloaded.judged)
+    return found if found.nearest is None else replace(found, change=_change(request, found.nearest))
+
+
+def _searched(request: PlanRequest, devices: int) -> PlanResult:
     devices = request.only.ranks or devices
     choices = [*choices_of(request, devices)]
     if not choices:
@@ -97,16 +113,18 @@ def _on(request: PlanRequest, devices: int) -> PlanResult:
             judge.refused or "no plan can run so",
             "leave more of the plan open with --only",
         )
-    return PlanResult(plans=(), nearest=least, change=_change(request, least), tried=len(choices), judged=judged)
+    return PlanResult(plans=(), nearest=least, tried=len(choices), judged=judged)
 
 
 def _best(judge: _Judge, choices: Sequence[PlanChoice]) -> tuple[_Best, int]:
     """The fastest of the best families; how many choices were predicted in full."""
-    waiting = [(judge.bound(choice, least=True), number) for number, choice in enumerate(choices)]
+    watch = SearchWatch(judge.request, len(choices))
+    waiting = [(watch.bounded(judge.bound(choice, least=True)), number) for number, choice in enumerate(choices)]
     heapq.heapify(waiting)
     best, judged = _Best(judge.request), 0
     while waiting and waiting[0][0] <= best.worst_s:
         bound_s, number = heapq.heappop(waiting)
+        watch.looked_at(judged)
         choice = choices[number]
         if best.beats(choice.family, bound_s):
             continue
@@ -245,6 +263,7 @@ class _Judge:
     def bound(self, choice: PlanChoice, *, least: bool = False) -> float:
         """Seconds that no step of it beats; for a choice that cannot run, for ever. least: by `_least`, if shorter."""
         alike = choice._replace(schedule="1f1b" if choice.pipeline > 1 else None, stages_per_rank=None)
+        least = least and self.request.source.is_run  # else its own parts are there at once
         if (alike, least) not in self._bounds:
             self._bounds[alike, least] = self._bound(alike, self._least(alike) if least else self.candidate(alike))
         step, tail, block = self._bounds[alike, least]
@@ -326,7 +345,8 @@ def _least_bytes(one: CostedPlan) -> float:
     """What the blocks' weights, gradients and the optimizer's state take at least on the rank that has most of them."""
     config, holdings = one.config, one.machine.library.holdings
     each = holdings.weights / (config.shards if config.zero >= 3 else 1)
-    each += holdings.gradients / (config.shards if config.zero >= 2 else 1) + holdings.optimizer / config.shards
+    each += holdings.gradients / (config.shards if config.zero >= 2 else 1)
+    each += holdings.optimizer / config.shards if config.offload == "none" else 0.0
     return each * sum(part.parameters for part in one.parts.blocks) / config.pipeline
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from evenly.hardware.cluster import Cluster
-from evenly.hardware.devices import Device, known_device
+from evenly.hardware.devices import Device, find_device, known_device
 from evenly.job import Precision
 from evenly.model.parts import OpCost
 from evenly.parallel.data.grouping import WHOLE_BYTES
@@ -238,6 +238,12 @@ def speeds_of_device(device: Device, tables: Mapping[str, Any] | None = None) ->
         processors=fitted.get("processors", 0),
         **operations,
     )
+
+
+@cache
+def host_bandwidth() -> float:
+    """Bytes/s of one thread of a host, which is what a rank's process has."""
+    return speeds_of_device(find_device("cpu")).bandwidth
 
 
 # What is multiplied in each type: where a device has no units for it, it is done in the next one that it has.

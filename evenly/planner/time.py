@@ -18,10 +18,12 @@ from evenly.hardware.network import LinkedRanks, place, seconds
 from evenly.model.parts import BlockCost, ModelCosts, OpCost
 from evenly.plan.schedule import SCHEDULES, rank_of_stage, runnable
 from evenly.planner.prediction import TimeByCause
-from evenly.planner.speeds import Library, Speeds
+from evenly.planner.speeds import Library, Speeds, host_bandwidth
 from evenly.planner.timeline import Costs, step_seconds, unevenness
 from evenly.planner.training_config import TrainingConfig
 
+COPIES = 3  # of a value or a gradient over the host's link, in an update there
+HOST_SHARE = 0.76  # of the peak of that link: 24 of 31.5 and 48 of 63 GB/s, as links.toml has it of PCIe
 SHARPNESS = 6  # of the change between two that overlap: the slower counts, and a little of the other
 
 
@@ -224,9 +226,7 @@ def step_time(parts: ModelCosts, config: TrainingConfig, machine: Machine) -> tu
     last = _stages_of(max(range(len(busy)), key=lambda rank: _parameters_of(rank, stages, config)), config)
     tail = _reduction_tail(stages, config, machine, sum(stages[stage].backward.seconds for stage in last))
     tail += _reductions_before(stages, config, machine, sum(stages[stage].both.seconds for stage in last))
-    optimizer = (
-        _most_parameters(stages, config) / config.shards * machine.library.optimizer_bytes / machine.speeds.bandwidth
-    )
+    optimizer = update_seconds(_most_parameters(stages, config) / config.shards, config, machine)
     nodes = machine.cluster.nodes
     found = TimeByCause(
         matmul=total.matmul,
@@ -242,6 +242,21 @@ def step_time(parts: ModelCosts, config: TrainingConfig, machine: Machine) -> tu
         optimizer=optimizer,
     )
     return _jittered(found, machine.library.jitter, nodes), 1 - sum(busy) / (len(busy) * makespan)
+
+
+def update_seconds(elements: float, config: TrainingConfig, machine: Machine) -> float:
+    """The update of so many elements, on the device or on its host.
+
+    Under `offload=optimizer` values and gradients are copied to the host before, and values back after: the device
+    waits for all of it. One thread of the host steps them, as fast as a CPU of devices.toml.
+    """
+    library, device = machine.library, machine.cluster.device
+    if config.offload == "none":
+        return elements * library.optimizer_bytes / machine.speeds.bandwidth
+    stepping_s = elements * library.optimizer_bytes / host_bandwidth()
+    if config.offload == "parameters" or not device.host_bytes_per_s:
+        return stepping_s
+    return stepping_s + elements * COPIES * library.weight_bytes / (HOST_SHARE * device.host_bytes_per_s)
 
 
 def _most_parameters(stages: Sequence[StageTime], config: TrainingConfig) -> int:
@@ -376,7 +391,7 @@ def tail_seconds(parts: ModelCosts, config: TrainingConfig, machine: Machine) ->
     """The least that follows the last pass: what shows of the reduction, and the update, of equal shares."""
     elements = sum(part.parameters for part in parts.blocks) / config.pipeline
     stage = StageTime(parameters=int(elements))
-    update = elements / config.shards * machine.library.optimizer_bytes / machine.speeds.bandwidth
+    update = update_seconds(elements / config.shards, config, machine)
     return update + _reduction_tail([stage] * (config.pipeline * config.stages_per_rank), config, machine) / (
         config.stages_per_rank
     )

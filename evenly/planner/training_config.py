@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from evenly.model.parts import Recompute
+from evenly.plan import Offload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,7 @@ class TrainingConfig:
     loads:        of several steps what each microbatch costs, on the replica that has most to do; none where all cost
                   the same.
     recompute:    which activations are computed again. dtype: what is multiplied.
+    offload:      what is in the host's memory, as of `Plan`.
     layers:       blocks of each stage, in order; None cuts them evenly.
     """
 
@@ -37,6 +39,7 @@ class TrainingConfig:
     loads: tuple[tuple[float, ...], ...] = ()
     recompute: Recompute = "none"
     dtype: str = "bfloat16"
+    offload: Offload = "none"
     layers: tuple[int, ...] | None = None
 
     @property

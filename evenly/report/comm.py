@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from evenly.report.page import document, heading, table
-from evenly.report.pictures import curves
-
 Row = Mapping[str, Any]
 
 
@@ -54,6 +51,8 @@ FIT_HEADS = ("operation", "alpha", "1/beta", "most bus bandwidth", "worst error"
 
 def page(bench: Row) -> str:
     """One self-contained HTML file: time and bus bandwidth over size, and both tables."""
+    from evenly.report.page import document, heading, table  # words do without
+
     return document(
         f"How fast ranks talk: {bench['ranks']} ranks, {bench['link']}",
         _picture(bench, "seconds", "time, s"),
@@ -94,6 +93,8 @@ def _named(bench: Row, row: Row) -> str:
 
 
 def _picture(bench: Row, value: str, label: str) -> Any:
+    from evenly.report.pictures import curves
+
     rows = {_named(bench, row): _of(bench, row) for row in bench["measured"]}
     points = {name: ([row["size_bytes"] for row in of], [row[value] for row in of]) for name, of in rows.items()}
     return curves(points, x="size, bytes", y=label, log=True)

@@ -142,7 +142,10 @@ REFUSALS = {
     "no size of memory": (["gpt2", *EIGHT, "--memory=-3GB"], "give bytes, or a number with a unit: 80GB, 40GiB"),
     "memory without unit": (["gpt2", *EIGHT, "--memory", "80"], "add a unit: 80GiB"),
     "no split of the batch": (["gpt2", *EIGHT, "--global-batch", "3", "--only", "data=8"], "a batch of 3 on 8 devices"),
-    "no prediction of offload": (["gpt2", *EIGHT, "--only", "offload=optimizer"], "what offload=optimizer does to"),
+    "no prediction of offload": (
+        ["gpt2", *EIGHT, "--only", "zero3 offload=parameters"],
+        "what offload=parameters does to",
+    ),
     "no names in a shape": (
         ["gpt2", *EIGHT, "--only", "tensor=2 tensor_exclude=lm_head.*"],
         "tensor_exclude names parameters",

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import sys
+from types import SimpleNamespace
+
 import pytest
 
-from evenly.observe.progress import make_watcher
+from evenly.observe.progress import busy_line, make_watcher
 from evenly.train.reports import StepReport
 
 
@@ -32,3 +36,33 @@ def test_a_cell_of_a_notebook_has_one_line_that_is_written_over(capsys: pytest.C
     assert [line.split("  ")[0].rstrip() for line in written] == ["", "step 1/9", "step 9/9", "short", "step 9/9"]
     assert written[3] == "short".ljust(len(written[2])) + "\n"
     assert written[4] == written[2] + "\n"
+
+
+class Terminal(io.StringIO):
+    """A file that says to be a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("file", "after_s", "there"), [(Terminal, 0.0, True), (Terminal, 60.0, False), (io.StringIO, 0.0, False)]
+)
+def test_what_takes_long_says_what_it_does_on_terminals_alone(
+    file: type[io.StringIO], after_s: float, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", written := file())
+    with pytest.raises(ValueError, match="no more"), busy_line("reading it", after_s=after_s) as show:
+        show("reading it again")
+        raise ValueError("no more")
+    assert ("reading it" in written.getvalue()) == there
+
+
+def test_a_line_comes_when_it_has_taken_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", written := Terminal())
+    clock = SimpleNamespace(monotonic=iter((0.0, 0.5, 1.5)).__next__)
+    monkeypatch.setattr("evenly.observe.progress.time", clock)
+    with busy_line("first", after_s=1.0) as show:
+        assert not written.getvalue()
+        show("second")
+    assert "second" in written.getvalue() and "first" not in written.getvalue()

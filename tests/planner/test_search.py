@@ -130,7 +130,7 @@ def test_nothing_fits_and_a_change_that_would_do_is_told() -> None:
     assert larger.cluster.size == int(told[1]) > 1
     assert predict_plan(larger, parse_plan(told[3]).complete("bfloat16")).fits
     half = replace(larger, cluster=replace(larger.cluster, nodes=larger.cluster.nodes // 2))
-    assert not search(half).plans  # nor do fewer
+    assert not search(replace(half, only=parse_plan("offload=none"))).plans  # nor do fewer
 
 
 def test_a_batch_that_no_plan_can_split() -> None:
@@ -204,7 +204,7 @@ def test_a_choice_is_a_plan_that_can_be_written() -> None:
         assert plan.ranks == 8 and parse_plan(str(plan)).complete("bfloat16") == plan
 
 
-@pytest.mark.parametrize("only", ["offload=optimizer", "compile=blocks", "replicas=2"])
+@pytest.mark.parametrize("only", ["zero3 offload=parameters", "compile=blocks", "replicas=2"])
 def test_what_is_not_predicted_is_not_sought(only: str) -> None:
     with pytest.raises(UserError, match="not predicted"):
         search(request(SMALL, "4xA100", 16, only=parse_plan(only)))
@@ -212,3 +212,42 @@ def test_what_is_not_predicted_is_not_sought(only: str) -> None:
 
 def test_what_is_taken_for_granted_may_be_said() -> None:
     assert search(request(SMALL, "4xA100", 16, only=parse_plan("offload=none compile=off"))).plans
+
+
+@pytest.mark.parametrize("cluster", ["4xTPU-v5e", "4xcpu"])
+def test_offloading_needs_a_link_whose_rate_is_known(cluster: str) -> None:
+    with pytest.raises(UserError, match="not predicted"):
+        search(request(SMALL, cluster, 16, only=parse_plan("offload=optimizer")))
+    assert not search(request(SMALL, cluster, 16, memory_bytes=2**20)).plans
+
+
+def test_the_optimizer_is_on_the_host_only_where_nothing_fits_without() -> None:
+    asked = request("gpt2-medium", "1xRTX-4090", 8)
+    roomy = search(asked)
+    assert {one.plan.offload for one in roomy.plans} == {"none"}
+    without = parse_plan("offload=none")
+    least = search(replace(asked, memory_bytes=2**30, only=without)).nearest
+    assert least is not None
+    tight = search(replace(asked, memory_bytes=0.95 * least.peak_bytes))
+    assert tight.plans and {one.plan.offload for one in tight.plans} == {"optimizer"}
+    assert tight.tried == 2 * roomy.tried
+    best = tight.plans[0]
+    assert best.memory[0].optimizer == 0.0 and best.step_s > roomy.plans[0].step_s
+    said = search(replace(asked, memory_bytes=0.95 * least.peak_bytes, only=parse_plan("offload=optimizer")))
+    assert [one.plan for one in said.plans] == [one.plan for one in tight.plans]
+    assert not search(replace(asked, memory_bytes=0.95 * least.peak_bytes, only=without)).plans
+
+
+def test_where_not_even_that_fits_the_nearest_and_the_change_are_named() -> None:
+    found = search(request("gpt2-medium", "1xRTX-4090", 8, memory_bytes=2**30))
+    assert not found.plans and found.nearest is not None and found.nearest.plan.offload == "optimizer"
+    assert f"would do for {found.nearest.plan}" in found.change
+
+
+def test_a_search_says_how_far_it_is() -> None:
+    said = list[str]()
+    quiet = search(request("gpt2-medium", "2x4xA100-40", 64))
+    found = search(request("gpt2-medium", "2x4xA100-40", 64, watch=said.append))
+    assert [one.plan for one in found.plans] == [one.plan for one in quiet.plans]
+    assert f"gpt2-medium: 50 of {found.tried:,} plans" in said
+    assert re.fullmatch(rf"gpt2-medium: {found.tried:,} plans, [0-9,]+ of them predicted in full", said[-1])

@@ -15,7 +15,7 @@ from evenly.planner.known import find_shape
 from evenly.planner.prediction import TimeByCause
 from evenly.planner.shape import parameters
 from evenly.planner.shapes import split_of
-from evenly.planner.speeds import own_library, speeds_of
+from evenly.planner.speeds import host_bandwidth, own_library, speeds_of
 from evenly.planner.time import Machine, even_counts, message_seconds, overlapped, stage_times, step_time
 from evenly.planner.training_config import TrainingConfig
 from evenly.planner.transformer import Split, transformer_parts
@@ -270,6 +270,19 @@ def test_a_host_that_is_slower_than_the_device_is_waited_for() -> None:
     # Beside large operations the same host does not show.
     large = step(TrainingConfig(batch=64, microbatch=64), machine(host_s=1e-4, jitter=0.0))
     assert large.host < 1e-3 * large.step_s
+
+
+def test_an_update_on_the_host_waits_for_copies_and_for_one_thread() -> None:
+    on = machine(jitter=0.0)
+    config = TrainingConfig(data=8, zero=1, batch=8)
+    elements, here = parameters(find_shape("llama-3.1-8b")) / 8, step(config, on)
+    there = step(replace(config, offload="optimizer"), on)
+    copied = 3 * 4 * elements / (0.76 * 63e9)  # values and gradients there, values back, over the fifth PCIe
+    stepped = on.library.optimizer_bytes * elements / host_bandwidth()
+    assert there.optimizer == pytest.approx(copied + stepped)
+    assert replace(there, optimizer=here.optimizer) == here and there.optimizer > 100 * here.optimizer
+    fetched = step(replace(config, offload="parameters"), on)
+    assert fetched.optimizer == pytest.approx(stepped)
 
 
 def test_more_nodes_wait_for_each_other_longer() -> None:

@@ -48,12 +48,12 @@ from evenly.parallel.data.gradients import (
     refuse_unfrozen,
     trainable,
 )
+from evenly.parallel.data.grouping import IN_FLIGHT
 from evenly.parallel.data.mesh import groups_of, shard_mesh
 from evenly.parallel.data.optimizer import OwnedRows
 from evenly.parallel.data.row_layout import RowLayout
 from evenly.torch_private import without_subclasses
 
-IN_FLIGHT = 3  # reductions of buckets at a time; bounds their memory
 NOTHING = torch.empty(0)
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import evenly.parallel.tensor.ops  # noqa: F401  # pyright: ignore  # what its tensors compute with
 from evenly.comm.groups import Group
@@ -31,7 +30,7 @@ from evenly.parallel.tensor.axis import (
 )
 from evenly.parallel.tensor.layout import Layout
 from evenly.parallel.tensor.shown_parameters import show
-from evenly.torch_private import gradient_hooks, replace_gradient_hooks, run_as_written, without_subclasses
+from evenly.torch_private import gradient_hooks, is_dtensor, replace_gradient_hooks, run_as_written, without_subclasses
 
 
 class SplitModel:
@@ -140,7 +139,7 @@ class SplitModel:
             # where `functional_call` has put it there, or in a copy of the module.
             # Outside of a loss it is a plain parameter in a block that `fully_shard` has gathered, and no other.
             active = self.axis.computing or (self.axis.shown and type(local) is nn.Parameter)
-            if not active or name not in layouts or isinstance(local, DTensor):
+            if not active or name not in layouts or is_dtensor(local):
                 return None
             if not isinstance(local, nn.Parameter) or local.numel() != sizes[name]:
                 return None
