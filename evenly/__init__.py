@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from evenly import data as data
+    from evenly import nn as nn
     from evenly.bridges.lightning import from_lightning as from_lightning
     from evenly.bridges.trainer import from_trainer as from_trainer
     from evenly.comm.world import World as World
@@ -60,8 +61,8 @@ __all__ = [*_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "data":  # a package of its own: evenly.data.packed
-        return import_module("evenly.data")
+    if name in ("data", "nn"):  # packages of their own: evenly.data.packed
+        return import_module(f"evenly.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'evenly' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -32,6 +32,7 @@ ORDER = (
     "data",
     "torch_private",
     "comm",
+    "nn",
     "model",
     "parallel.core",
     "parallel.tensor",

@@ -168,11 +168,12 @@ class GPT(nn.Module):
             if p.dim() > 1:
                 nn.init.normal_(p, std=0.02)
 
-    def forward(self, input_ids):
+    def forward(self, input_ids, head=True):
+        """Logits; without the head what it would be given."""
         x = self.tok(input_ids) + self.pos.weight[: input_ids.shape[1]]
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        return self.head(self.norm(x)) if head else self.norm(x)
 
 
 class CNN(nn.Module):

@@ -22,7 +22,7 @@ from evenly.errors import UserError
 from evenly.launcher.environment import find_here
 from evenly.parallel.tensor.axis import Axis, is_split
 from evenly.parallel.tensor.layout import Layout
-from evenly.parallel.tensor.ops import IN_PLACE, OPS, POINTWISE, POSITIONS, UNARY, functions_of
+from evenly.parallel.tensor.ops import IN_PLACE, LINEAR_CROSS_ENTROPY, OPS, POINTWISE, POSITIONS, UNARY, functions_of
 from evenly.torch_private import GROUPED_PRODUCT
 
 T = torch.Tensor
@@ -111,6 +111,7 @@ CALLS: dict[str, Callable[[Callable[..., Any], T], Any]] = {
     **{name: lambda f, x: f(x, scale_factor=2) for name in ("interpolate", "upsample")},
     "embedding": lambda f, x: f(torch.tensor([1, 3]), x[0]),
     "cross_entropy": lambda f, x: f(x[..., 0], torch.tensor([0, 5, 2, 3])),
+    LINEAR_CROSS_ENTROPY: lambda f, x: f(x[1, :3].detach(), x[0], torch.tensor([0, 5, -100])),
 }
 # Nothing passes through what makes a tensor of its own from numbers, and what has no numbers cannot be compared.
 WITHOUT_A_SPLIT = {
@@ -214,6 +215,7 @@ def difference(name: str, function: Callable[..., Any], axis: Axis) -> str:
             "sum_or_mean",
             "einsum",
             "cross_entropy",
+            "linear_cross_entropy",
             "matmul_reversed",
             "embedding",
             "convolution",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ import evenly.parallel.tensor.ops  # noqa: F401  # registers them
 from evenly.comm.connect import connect, disconnect
 from evenly.errors import RunError
 from evenly.launcher.environment import find_here
+from evenly.nn import losses
 from evenly.parallel.tensor import axis as tensors
 from evenly.parallel.tensor.axis import Axis, SplitTensor, is_split
 from evenly.parallel.tensor.layout import Layout
@@ -55,6 +57,12 @@ X, PACKED = (5, 2, 12), ((36, 12), (36,), (12, 12))
 PACKED_HEADS = {1: (0, 3, 6), 2: (0, 3, 6), 3: (1, 1, 6)}
 PADDING = torch.tensor([[False, False, True, False, True], [False, True, True, True, True]])
 TARGET = torch.tensor([[0, 5, -100], [11, 3, 7]])
+
+
+def head(hidden: T, weight: T, **how: Any) -> T:
+    """Of chunks of as many rows as the hidden states are wide."""
+    with patch.multiple(losses, LEAST_LOGITS=1, LEAST_ROWS=1):
+        return losses.linear_cross_entropy(hidden, weight, TARGET, **how)
 
 
 def by_hand(q: T, k: T, v: T) -> T:
@@ -247,6 +255,14 @@ CASES = {
     "loss-smoothed": Case(
         lambda x: F.cross_entropy(x, TARGET.flatten(), label_smoothing=0.1), ((6, 12),), {0: (1, 1, 12)}, gathered=1
     ),
+    "head": Case(lambda x, w: head(x, w, reduction="sum"), ((2, 3, 2), (12, 2)), {1: (0, 1, 12)}),
+    "head-uneven": Case(lambda x, w: head(x, w), ((2, 3, 5), (13, 5)), {1: (0, 1, 13)}),
+    "head-bias": Case(lambda x, w, b: head(x, w, bias=b), ((2, 3, 5), (13, 5), (13,)), {1: (0, 1, 13), 2: (0, 1, 13)}),
+    "head-whole-bias": Case(lambda x, w, b: head(x, w, bias=b), ((2, 3, 5), (13, 5), (13,)), {1: (0, 1, 13)}),
+    "head-none": Case(lambda x, w: head(x, w, reduction="none"), ((2, 3, 4), (13, 4)), {1: (0, 1, 13)}),
+    "head-of-split": Case(lambda x, w: head(x, w), ((2, 3, 5), (12, 5)), {0: (1, 1, 3), 1: (0, 1, 12)}),
+    "head-of-other-dims": Case(lambda x, w: head(x, w), ((2, 3, 6), (12, 6)), {1: (1, 1, 6)}, gathered=1),
+    "head-whole": Case(lambda x, w: head(x, w), ((2, 3, 6), (12, 6)), {0: (2, 1, 6)}, gathered=1),
     "dropout": Case(lambda x: F.dropout(x, 0.3), ((4, 3, 6),), {0: (2, 1, 6)}),
     "dropout-turned": Case(lambda x: F.dropout(x.transpose(0, 2), 0.3), ((4, 3, 6),), {0: (2, 1, 6)}),
     "dropout-attention": Case(lambda *t: heads(*t, dropout_p=0.4, is_causal=True), QKV, HEADS),

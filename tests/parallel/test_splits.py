@@ -29,6 +29,7 @@ from traced import (
     transformer,
 )
 
+import evenly
 from evenly.parallel.tensor.graph import Graph
 from evenly.parallel.tensor.ops import OPS
 from evenly.parallel.tensor.splits import Derivation, SplitGroup, derive
@@ -182,6 +183,31 @@ def test_bytes_count_each_whole_tensor_once() -> None:
     assert (heads.forward_bytes, heads.backward_bytes, heads.sums) == (stream, stream, ("block.attention.o",))
     assert (mlp.forward_bytes, mlp.backward_bytes, mlp.products) == (stream, stream, 2 * 3 * 5 * SIZE * 40)
     assert heads.elements == 4 * SIZE * SIZE + 3 * SIZE
+
+
+def test_a_head_without_its_logits_is_split_by_classes() -> None:
+    """The same bytes and products as with them."""
+
+    class WithoutLogits(LanguageModel):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.tok(ids[:, :-1]) + self.place[: ids.shape[1] - 1]
+            x = self.norm(self.block(x))
+            return evenly.nn.linear_cross_entropy(x, self.tok.weight, ids[:, 1:], reduction="sum")
+
+    model = WithoutLogits(Attention(SIZE, 4, 8))
+    with_logits = derive(trace(*own(Attention(SIZE, 4, 8))))
+    assert derive(trace(model, lambda model, ids: model(ids), tokens())).groups == with_logits.groups
+
+
+def test_a_head_without_its_logits_is_split_with_its_bias() -> None:
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        hidden, classes = batch
+        return evenly.nn.linear_cross_entropy(hidden, model.weight, classes, bias=model.bias)
+
+    head: Shown = [("weight", 0, 1, 24, 1), ("bias", 0, 1, 24, 1)]
+    found = derive(trace(nn.Linear(5, 24), loss, points()))
+    assert [shown(one) for one in found.groups] == [head]
+    assert found.forbidden["weight"] == ("", "evenly.nn.losses.linear_cross_entropy")
 
 
 # --------------------------------------------------------------------------------------------------- where it ends

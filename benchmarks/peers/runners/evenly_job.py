@@ -19,7 +19,11 @@ def job(workload="W1s", steps=3, count=False, evaluate=False, record=None):
 
     # --- user code
     def summed(model, batch):
-        total = loss(model(batch["input_ids"]), batch["labels"], "sum")
+        if wl.vocab > 1000:
+            hidden = model(batch["input_ids"], head=False)
+            total = evenly.nn.linear_cross_entropy(hidden, model.head.weight, batch["labels"], reduction="sum")
+        else:
+            total = loss(model(batch["input_ids"]), batch["labels"], "sum")
         weight = (batch["labels"] != -100).sum()
         if record and model.training:  # rec.
             record(total.detach() / weight, batch)  # rec.

@@ -14,8 +14,9 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from evenly.comm.collectives import all_reduce
+from evenly.comm.collectives import all_gather, all_reduce
 from evenly.errors import RunError
+from evenly.nn.losses import Reduction, SplitVocabulary, loss_in_chunks
 from evenly.parallel.tensor.attention import multi_head_attention
 from evenly.parallel.tensor.axis import Axis, SplitTensor, is_split
 from evenly.parallel.tensor.execution import elementwise, own_noise, part_for, repeat_interleave, shape_of
@@ -311,6 +312,36 @@ def cross_entropy(
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / counted.sum()
+
+
+def linear_cross_entropy(
+    _: Any,
+    hidden: T,
+    weight: T,
+    targets: T,
+    *,
+    bias: T | None = None,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+) -> Any:
+    """hidden [..., D], targets [...], weight [V, D] with its rows split: no rank has the logits of the others' rows."""
+    if not is_split(weight) or weight.split_as.dim != 0 or weight.split_as.outer > 1 or is_split(targets):
+        return NotImplemented
+    if shape_of(hidden)[:-1] != tuple(targets.shape):
+        return NotImplemented  # which is refused
+    axis, layout, counted = weight.axis, weight.split_as, targets != ignore_index
+    group, alone = axis.group, [1] * axis.group.size
+    indices, elsewhere = _own_indices(targets.masked_fill(~counted, 0), layout, axis)
+    vocabulary = SplitVocabulary(
+        elsewhere=elsewhere.flatten(),
+        largest=max(layout.sizes),
+        log_sum=lambda own: all_gather(own.unsqueeze(0), group, sizes=alone).logsumexp(0),
+        total=lambda losses: all_reduce(losses, group),
+    )
+    own_bias = None if bias is None else part_for(bias, layout.at(-1), axis)
+    plain: list[Any] = [None if one is None else one.view_as(one) for one in (weight, own_bias)]  # for the backward
+    given = axis.enter(hidden, products=True)
+    return loss_in_chunks(given, plain[0], plain[1], indices, counted, reduction, vocabulary)
 
 
 class _CrossEntropy(torch.autograd.Function):

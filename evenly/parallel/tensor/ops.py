@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from evenly.nn import losses
 from evenly.parallel.tensor import convolutions as c
 from evenly.parallel.tensor import execution as e
 from evenly.parallel.tensor import execution_products as products
@@ -46,6 +47,7 @@ class Op:
 
 def functions_of(name: str, homes: Sequence[Any] = HOMES) -> list[Callable[..., Any]]:
     """torch's functions, methods and attributes of this name, as a subclass of Tensor is asked for them."""
+    name = name.rpartition(".")[2]
     found = [(home, getattr(home, name, None)) for home in (homes if not name.startswith("__") else (T,))]
     return [one if callable(one) else one.__get__ for home, one in found if callable(one) or (home is T and one)]
 
@@ -79,6 +81,8 @@ POSITIONS = """
     max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d
     adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d interpolate upsample
 """
+# By the name that a trace has for it: torch has a function of the same name, with other arguments.
+LINEAR_CROSS_ENTROPY = f"{losses.__name__}.{losses.linear_cross_entropy.__name__}"
 IN_PLACE = "copy_ zero_ fill_ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __iand__ __ior__"
 
 _OPS: dict[str, Op] = {
@@ -138,6 +142,7 @@ _OPS: dict[str, Op] = {
     **_table(p.einsum, products.einsum, "einsum"),
     **_table(p.attention, products.attention, "scaled_dot_product_attention"),
     **_table(p.cross_entropy, products.cross_entropy, "cross_entropy"),
+    LINEAR_CROSS_ENTROPY: Op(p.linear_cross_entropy, products.linear_cross_entropy, homes=(losses,)),
     **_table(c.convolved, c.convolution, "conv1d conv2d conv3d"),
     # torch.batch_norm takes its arguments in another order.
     "batch_norm": Op(c.batch_normalized, c.batch_norm, homes=(F,)),

@@ -448,3 +448,20 @@ def cross_entropy(graph: Graph, call: TracedCall) -> None:
     for dim in others if not each else ():
         graph.forbid(dim, call)
     graph.give(call, others if each else [])
+
+
+def linear_cross_entropy(graph: Graph, call: TracedCall) -> None:
+    """Splits by classes, as `cross_entropy`: the rows of the weight, with which the hidden states are multiplied."""
+    hidden, weight, targets = (tensor(call, at, name) for at, name in enumerate(("hidden", "weight", "targets")))
+    bias, reduction = call.keywords.get("bias"), call.keywords.get("reduction")
+    *rows, width = graph.of(hidden)
+    classes, columns = graph.of(weight)
+    graph.unite(width, columns, call)
+    if isinstance(bias, Ref):
+        graph.unite(classes, graph.of(bias)[0], call)
+    for dim in (width, *rows, *graph.of(targets)):
+        graph.forbid(dim, call)
+    graph.ends_in_sum(classes, "classes")
+    elements = graph.trace.values[hidden.index].elements * graph.shape(weight)[0]
+    graph.multiplies(elements // max(graph.trace.values[call.outputs[0]].elements, 1))
+    graph.give(call, rows if reduction == "none" else [])

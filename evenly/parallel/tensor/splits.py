@@ -250,8 +250,8 @@ class _Following:
             self.sums[call.module] = None
         values = self.search.trace.values
         for index in inputs - self.split:
-            # Added to the sum: a bias.
-            if values[index].requires_grad and (not ending or self._holds(index)):
+            # What is added to a sum, a bias, is whole in it without entering.
+            if values[index].requires_grad and (ending != "sum" or self._holds(index)):
                 self.entered.add(index)
         self.products += self.search.graph.multiplied.get(at, 0) * values[call.outputs[0]].elements
 
