@@ -1,0 +1,215 @@
+"""Tensors that say they are on a GPU and have their numbers on the CPU.
+
+Operations on them run on the CPU, between the checks that a GPU makes: that their tensors are on one device. Where the
+host would wait for the GPU, that is noted. Autograd, autocast and modules take them for what they say they are: the
+backward runs in the device's own thread.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+aten = torch.ops.aten
+# How many elements their results have depends on numbers.
+SIZED_BY_NUMBERS = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount"}
+READS = {"_local_scalar_dense", "equal", "is_nonzero", "item", *SIZED_BY_NUMBERS}
+COPIES = {"_to_copy", "copy_", "copy"}
+INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
+PLAIN = (torch.Tensor, nn.Parameter)
+
+
+class Gpu:
+    """The GPU of this process: `device`, its generator of random numbers, and the waits that were noted.
+
+    waits: how the host waited for it, by kind ("read", "upload", "synchronize"), with the line of the package or of a
+    test that did.
+    """
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda:0")
+        self.generator = torch.Generator()
+        self.waits: list[tuple[str, str]] | None = None
+
+    def note(self, kind: str, operation: str) -> None:
+        """Notes that the host waits."""
+        if self.waits is not None:
+            self.waits.append((kind, f"{operation} in {_line()}"))
+
+    @contextmanager
+    def noting(self) -> Iterator[list[tuple[str, str]]]:
+        """Within, waits are noted in the list."""
+        before, self.waits = self.waits, []
+        try:
+            yield self.waits
+        finally:
+            self.waits = before
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Within, torch's generator of the CPU draws what this GPU's would."""
+        mine, cpu = self.generator, torch.default_generator
+        before = cpu.get_state()
+        cpu.set_state(mine.get_state())
+        try:
+            yield
+        finally:
+            mine.set_state(cpu.get_state())
+            cpu.set_state(before)
+
+
+gpu = Gpu()
+
+
+class CudaTensor(torch.Tensor):
+    """A tensor on `gpu`; its memory is the CPU's."""
+
+    @staticmethod
+    def __new__(cls, numbers: torch.Tensor) -> CudaTensor:
+        make: Any = torch.Tensor._make_subclass
+        return make(cls, numbers, False, dispatch_device=True, device_for_backend_keys=gpu.device)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run(func, args, kwargs or {})
+
+    @property
+    def device(self) -> torch.device:
+        return gpu.device
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def numpy(self, **_: Any) -> Any:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy it first.")
+
+    def __array__(self, *_: Any) -> Any:
+        return self.numpy()
+
+
+class CudaMode(TorchDispatchMode):
+    """Within, tensors are made on `gpu` and moved there."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind not in PLAIN and kind is not CudaTensor for kind in types):
+            return NotImplemented  # a subclass, whose parts come by themselves
+        return run(func, args, kwargs or {})
+
+
+def numbers_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor of the CPU."""
+    with torch._C._DisableTorchDispatch():  # pyright: ignore
+        plain = torch.empty(0, dtype=tensor.dtype)
+        storage = tensor.untyped_storage()
+        return plain.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # pyright: ignore
+
+
+def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The result of an operation, as a GPU would have it."""
+    if func is torch.ops.prim.device.default:
+        return gpu.device
+    name = func._opname
+    flat, spec = tree_flatten((args, dict(kwargs)))
+    tensors = [one for one in flat if isinstance(one, torch.Tensor)]
+    mine = [one for one in tensors if isinstance(one, CudaTensor)]
+    asked = kwargs.get("device")
+    target = "cuda" if asked is None and mine else "cpu" if asked is None else torch.device(asked).type
+    if name in ("is_pinned", "_pin_memory"):
+        return False if name == "is_pinned" else args[0].clone()
+    if not mine and target != "cuda":
+        return func(*args, **{**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs)
+    check_devices(name, args, tensors)
+    note_waits(name, args, kwargs, tensors, target)
+    known: dict[int, tuple[torch.Tensor, CudaTensor]] = {}
+    plain_args, plain_kwargs = tree_unflatten([_plain(one, known) for one in flat], spec)
+    if plain_kwargs.get("pin_memory"):
+        plain_kwargs["pin_memory"] = False
+    if name == "_fused_sdp_choice":
+        return 0  # plain operations
+    if name == "_to_copy" and target == "cpu":
+        plain_kwargs["non_blocking"] = False
+    drawn = torch.Tag.nondeterministic_seeded in func.tags
+    with gpu.drawing() if drawn and kwargs.get("generator") is None else nullcontext():
+        result = func(*plain_args, **plain_kwargs)
+    for numbers, tensor in known.values():
+        if numbers.shape != tensor.shape or numbers.stride() != tensor.stride():
+            tensor.data = CudaTensor(numbers)  # set_, resize_ and their like
+    on_cpu = target == "cpu" or (name == "copy_" and not isinstance(args[0], CudaTensor))
+    return tree_map(lambda one: _placed(one, known, on_cpu=on_cpu), result)
+
+
+def _plain(one: Any, known: dict[int, tuple[torch.Tensor, CudaTensor]]) -> Any:
+    if isinstance(one, CudaTensor):
+        numbers = numbers_of(one)
+        known[id(numbers)] = numbers, one
+        return numbers
+    return torch.device("cpu") if isinstance(one, torch.device) else one
+
+
+def _placed(one: Any, known: Mapping[int, tuple[torch.Tensor, CudaTensor]], *, on_cpu: bool) -> Any:
+    if not isinstance(one, torch.Tensor):
+        return one
+    if id(one) in known:
+        return known[id(one)][1]
+    return one if on_cpu else CudaTensor(one)
+
+
+def check_devices(name: str, args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
+    """Raises `RuntimeError` where tensors of an operation are on two devices; numbers may be on the CPU."""
+    on_cpu = [one for one in tensors if not isinstance(one, CudaTensor)]
+    if len(on_cpu) in (0, len(tensors)) or name in COPIES:
+        return
+    wrong = [one for one in on_cpu if one.dim() > 0]
+    if name in INDEXED:
+        wrong = [] if isinstance(args[0], CudaTensor) else wrong
+    elif name.endswith("_") and args and isinstance(args[0], torch.Tensor) and not isinstance(args[0], CudaTensor):
+        wrong = [args[0]]
+    if wrong:
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, {gpu.device} and cpu! "
+            f"({name}; on the cpu: {[tuple(one.shape) for one in wrong]})"
+        )
+
+
+def note_waits(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[torch.Tensor], target: str
+) -> None:
+    """Notes where the host waits for `gpu`."""
+    if name in COPIES:
+        later = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
+        source = args[0] if name == "_to_copy" else args[1]
+        there = target if name == "_to_copy" else args[0].device.type
+        if source.device.type != there and not later:
+            gpu.note("read" if there == "cpu" else "upload", name)
+    elif name in READS and any(isinstance(one, CudaTensor) for one in tensors):
+        gpu.note("read", name)
+    elif name in INDEXED:
+        indices = [one for one in args[1] if one is not None]
+        if any(not isinstance(one, CudaTensor) for one in indices):
+            gpu.note("upload", f"{name} by indices on the CPU")
+        if any(one.dtype in (torch.bool, torch.uint8) for one in indices):
+            gpu.note("read", f"{name} by a mask")
+    elif name == "repeat_interleave" and kwargs.get("output_size") is None:
+        gpu.note("read", name)
+
+
+def _line() -> str:
+    """The innermost line of the package, or else of a test, that is running; of a backward its operations are."""
+    frames = [*reversed(traceback.extract_stack())]
+    for part in ("/evenly/", "/tests/"):
+        for frame in frames:
+            if part in frame.filename and not frame.filename.endswith(("fake_cuda/tensor.py",)):
+                return f"{frame.filename.partition(part)[2]}:{frame.name}"
+    return "torch"
+
+
+Wait = Callable[[], None]
