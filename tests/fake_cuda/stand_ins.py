@@ -8,8 +8,9 @@ from __future__ import annotations
 import ctypes
 import platform
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from fake_cuda.tensor import CudaMode, gpu
 
 from evenly.launcher.environment import cpp_compiler
 
+fully_shard_module = import_module("torch.distributed.fsdp._fully_shard._fsdp_init")
 MEMORY = 16 * 2**30
 
 
@@ -52,12 +54,23 @@ def one_gpu(library: Path) -> Iterator[None]:
         for name, stand_in in _cuda().items():
             stack.enter_context(patch.object(torch.cuda, name, stand_in))
         stack.enter_context(patch.object(dist, "init_process_group", _over_gloo(dist.init_process_group)))
+        stack.enter_context(patch.object(fully_shard_module, "_move_states_to_device", _move))
         torch._C._set_only_lift_cpu_tensors(True)
         torch.__future__.set_swap_module_params_on_conversion(True)
         stack.callback(torch._C._set_only_lift_cpu_tensors, before)
         stack.callback(torch.__future__.set_swap_module_params_on_conversion, False)
         stack.enter_context(CudaMode())
         yield
+
+
+def _move(parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor], device: torch.device) -> None:
+    """As `fully_shard` moves them; a tensor on the CPU becomes another kind of object."""
+    for tensor in (*parameters, *buffers):
+        if tensor.device.type == "cpu":
+            moved = tensor.detach().to(device)
+            if isinstance(tensor, torch.nn.Parameter):
+                moved = torch.nn.Parameter(moved, requires_grad=tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, moved)
 
 
 def _over_gloo(init: Any) -> Any:
@@ -115,6 +128,7 @@ def _cuda() -> dict[str, Any]:
     return {
         **bytes_of,
         **nothing,
+        "_initialized": True,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: 8,

@@ -7,13 +7,17 @@ backward runs in the device's own thread.
 
 from __future__ import annotations
 
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -68,19 +72,41 @@ class Gpu:
 gpu = Gpu()
 
 
+class _Asked(threading.local):
+    """Of which class the next tensor is made, if not the usual one."""
+
+    kind: Any = None
+
+
+_asked = _Asked()
+
+
+@cache
+def _both(kind: type[torch.Tensor]) -> Any:
+    return kind if issubclass(kind, CudaTensor) else type(kind.__name__, (kind, CudaTensor), {})
+
+
 class CudaTensor(torch.Tensor):
     """A tensor on `gpu`; its memory is the CPU's."""
 
     @staticmethod
     def __new__(cls, numbers: torch.Tensor) -> CudaTensor:
         make: Any = torch.Tensor._make_subclass
-        return make(cls, numbers, False, dispatch_device=True, device_for_backend_keys=gpu.device)
+        return make(_asked.kind or cls, numbers, False, dispatch_device=True, device_for_backend_keys=gpu.device)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run(func, args, kwargs or {})
+
+    def as_subclass(self, cls: type[torch.Tensor]) -> Any:
+        """As of class `cls`, which may look at what is done to it; also of this one."""
+        _asked.kind = None if cls is torch.Tensor else _both(cls)
+        try:
+            return super().as_subclass(cls)
+        finally:
+            _asked.kind = None
 
     @property
     def device(self) -> torch.device:
@@ -100,9 +126,26 @@ class CudaMode(TorchDispatchMode):
     """Within, tensors are made on `gpu` and moved there."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind not in PLAIN and kind is not CudaTensor for kind in types):
+        kwargs = kwargs or {}
+        if (fakes := _mode_of_fakes(args, kwargs)) is not None:
+            with fakes, torch._C.DisableTorchFunction():  # its tensors have no numbers, wherever they are
+                return func(*_as_fakes(args), **_as_fakes(kwargs))
+        if any(kind not in PLAIN and not issubclass(kind, CudaTensor) for kind in types):
             return NotImplemented  # a subclass, whose parts come by themselves
-        return run(func, args, kwargs or {})
+        return run(func, args, kwargs)
+
+
+def _mode_of_fakes(*nest: Any) -> Any:
+    """torch's mode of fake tensors where one is active, or the one of a fake tensor in `nest`."""
+    active: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    modes = (one.fake_mode for one in tree_flatten(nest)[0] if isinstance(one, FakeTensor))
+    return active or next(modes, None)
+
+
+def _as_fakes(nest: Any) -> Any:
+    """Each tensor of `gpu` in `nest` as a fake one there."""
+    make = torch.empty_strided
+    return tree_map(lambda x: make(x.shape, x.stride(), dtype=x.dtype, device=x.device) if isinstance(x, CudaTensor) else x, nest)
 
 
 def numbers_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -115,6 +158,11 @@ def numbers_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The result of an operation, as a GPU would have it."""
+    with torch._C.DisableTorchFunction():  # pyright: ignore
+        return _run(func, args, kwargs)
+
+
+def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if func is torch.ops.prim.device.default:
         return gpu.device
     name = func._opname
@@ -160,6 +208,8 @@ def _placed(one: Any, known: Mapping[int, tuple[torch.Tensor, CudaTensor]], *, o
         return one
     if id(one) in known:
         return known[id(one)][1]
+    if isinstance(one, AsyncCollectiveTensor):
+        return AsyncCollectiveTensor(CudaTensor(one.elem))
     return one if on_cpu else CudaTensor(one)
 
 
