@@ -1,4 +1,5 @@
-"""What `torch.cuda` and NCCL are where a process has the GPU of `tensor`: one stream, in which everything is done at once.
+"""What `torch.cuda` and NCCL are where a process has the GPU of `tensor`: one stream, in which everything is done
+at once.
 
 `device.cpp` is what the C++ half of torch asks for.
 """
@@ -45,11 +46,14 @@ def built_device(folder: Path) -> Path:
 
 
 @contextmanager
-def one_gpu(library: Path) -> Iterator[None]:
-    """Within, this process has one GPU. `library`: of `built_device`; torch knows of a GPU from then on."""
+def one_gpu(library: Path, *, mixes: list[str] | None = None) -> Iterator[None]:
+    """Within, this process has one GPU. `library`: of `built_device`; torch knows of a GPU from then on.
+
+    mixes: gets where tensors of two devices meet, which raises by default.
+    """
     ctypes.CDLL(str(library)).pretend()
     before = torch._C._only_lift_cpu_tensors()
-    gpu.generator = torch.Generator()
+    gpu.generator, gpu.mixes = torch.Generator(), mixes
     with ExitStack() as stack:
         for name, stand_in in _cuda().items():
             stack.enter_context(patch.object(torch.cuda, name, stand_in))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from fake_cuda.stand_ins import one_gpu
@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 import evenly
 
-Fault = Literal["", "cpu", "item", "device"]
 TOKENS, WIDTH, LENGTH = 22, 16, 6
 
 
@@ -29,36 +28,43 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (one.unflatten(-1, (2, -1)).transpose(1, 2) for one in self.ask(x).chunk(3, -1))
         drop = 0.1 if self.training else 0.0
-        return self.out(F.scaled_dot_product_attention(q, k, v, dropout_p=drop, is_causal=True).transpose(1, 2).flatten(2))
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward part, with dropout; `fault`: what it does that costs time, or fails, on a GPU."""
+    """Attention and a feed-forward part, with dropout; `faulty`: whether it does what costs time, or fails, on a GPU."""
 
-    def __init__(self, fault: Fault) -> None:
+    def __init__(self, faulty: bool) -> None:
         super().__init__()
         self.norm, self.mix = nn.LayerNorm(WIDTH), Attention()
-        self.feed = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 26), nn.GELU(), nn.Dropout(0.1), nn.Linear(26, WIDTH))
-        self.fault = fault
+        wider = (nn.Linear(WIDTH, 26), nn.GELU(), nn.Dropout(0.1), nn.Linear(26, WIDTH))
+        self.feed = nn.Sequential(nn.LayerNorm(WIDTH), *wider)
+        self.faulty = faulty
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.mix(self.norm(x))
-        if self.fault == "cpu":
-            x = x.cpu().to(x.device, non_blocking=True)
-        if self.fault == "item":
-            x = x * (1.0 if x.detach().sum().item() > 1e30 else 0.5)
-        if self.fault == "device":
-            x = x + torch.ones(WIDTH)
+        if self.faulty:
+            x = self.moved(x) * self.scale(x) + self.bias(x)
         return x + self.feed(x)
+
+    def moved(self, x: torch.Tensor) -> torch.Tensor:
+        return x.cpu().to(x.device, non_blocking=True)
+
+    def scale(self, x: torch.Tensor) -> float:
+        return 1.0 if x.detach().sum().item() < 1e30 else 0.5
+
+    def bias(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x[:1, :1], torch.ones(1, 1, WIDTH, dtype=x.dtype)]).mean()
 
 
 class Model(nn.Module):
     """Four blocks between an embedding and a head."""
 
-    def __init__(self, fault: Fault) -> None:
+    def __init__(self, faulty: bool) -> None:
         super().__init__()
         self.embed = nn.Embedding(TOKENS, WIDTH)
-        self.blocks = nn.ModuleList(Block(fault) for _ in range(4))
+        self.blocks = nn.ModuleList(Block(faulty) for _ in range(4))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, TOKENS, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -85,35 +91,32 @@ def loss(model: nn.Module, batch: torch.Tensor) -> evenly.Loss:
     return evenly.Loss(total, batch[:, 1:].numel(), metrics={"accuracy": (right, batch[:, 1:].numel())})
 
 
-def make_job(fault: Fault = "") -> evenly.Job:
+def make_job(faulty: bool = False) -> evenly.Job:
     """Batches of eight rows in microbatches of two, with AdamW, clipping and a metric."""
     return evenly.Job(
-        model=lambda: Model(fault),
+        model=lambda: Model(faulty),
         loss=loss,
         data=Rows(),
         optimizer=partial(torch.optim.AdamW, lr=1e-2),
         global_batch=8,
         microbatch=2,
-        steps=3,
+        steps=2,
         clip_norm=0.5,
     )
 
 
-def train(library: Path, plan: str, fault: Fault = "") -> dict[str, Any]:
-    """The steps of the job on this rank: what they came to, and how the host waited in each but the first."""
+def train(library: Path, plan: str, faulty: bool = False) -> dict[str, Any]:
+    """The steps of the job on this rank: what they came to; how the host waited, and tensors of two devices met, in the
+    last.
+    """
     logging.disable(logging.WARNING)
-    with one_gpu(library), evenly.start(make_job(fault), plan=plan) as run:
-        reports, waits = [], []
+    with one_gpu(library, mixes=[] if faulty else None), evenly.start(make_job(faulty), plan=plan) as run:
+        reports: list[Any] = []
         for batch in run.batches():
-            with gpu.noting() as noted:
-                reports.append(run.step(batch))
-            waits.append(noted)
+            gpu.waits.clear()
+            reports.append(run.step(batch))
+        waits = [*gpu.waits]
         with run.whole_model(main_only=True, device="cpu") as model:
-            weights = None if model is None else {n: p.detach().double().numpy() for n, p in model.state_dict().items()}
-        return {
-            "losses": [one.loss for one in reports],
-            "norms": [one.grad_norm for one in reports],
-            "metrics": [one.metrics for one in reports],
-            "waits": waits[1:],
-            "weights": weights,
-        }
+            weights = {} if model is None else {n: p.detach().double().numpy() for n, p in model.named_parameters()}
+        found = [(one.loss, one.grad_norm, one.metrics["accuracy"]) for one in reports]
+        return {"reports": found, "waits": waits, "mixes": [*(gpu.mixes or ())], "weights": weights}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -33,28 +33,19 @@ PLAIN = (torch.Tensor, nn.Parameter)
 class Gpu:
     """The GPU of this process: `device`, its generator of random numbers, and the waits that were noted.
 
-    waits: how the host waited for it, by kind ("read", "upload", "synchronize"), with the line of the package or of a
-    test that did.
+    waits: how the host waited for it ("read", "upload", "synchronize"), and where in the package or a test.
+    mixes: where tensors of two devices met; None: that raises, as a GPU would.
     """
 
     def __init__(self) -> None:
         self.device = torch.device("cuda:0")
         self.generator = torch.Generator()
-        self.waits: list[tuple[str, str]] | None = None
+        self.waits: list[str] = []
+        self.mixes: list[str] | None = None
 
     def note(self, kind: str, operation: str) -> None:
         """Notes that the host waits."""
-        if self.waits is not None:
-            self.waits.append((kind, f"{operation} in {_line()}"))
-
-    @contextmanager
-    def noting(self) -> Iterator[list[tuple[str, str]]]:
-        """Within, waits are noted in the list."""
-        before, self.waits = self.waits, []
-        try:
-            yield self.waits
-        finally:
-            self.waits = before
+        self.waits.append(f"{kind}: {operation} in {_line()}")
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
@@ -144,8 +135,13 @@ def _mode_of_fakes(*nest: Any) -> Any:
 
 def _as_fakes(nest: Any) -> Any:
     """Each tensor of `gpu` in `nest` as a fake one there."""
-    make = torch.empty_strided
-    return tree_map(lambda x: make(x.shape, x.stride(), dtype=x.dtype, device=x.device) if isinstance(x, CudaTensor) else x, nest)
+
+    def fake(one: Any) -> Any:
+        if not isinstance(one, CudaTensor):
+            return one
+        return torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)
+
+    return tree_map(fake, nest)
 
 
 def numbers_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -223,11 +219,11 @@ def check_devices(name: str, args: Sequence[Any], tensors: Sequence[torch.Tensor
         wrong = [] if isinstance(args[0], CudaTensor) else wrong
     elif name.endswith("_") and args and isinstance(args[0], torch.Tensor) and not isinstance(args[0], CudaTensor):
         wrong = [args[0]]
-    if wrong:
-        raise RuntimeError(
-            f"Expected all tensors to be on the same device, but found at least two devices, {gpu.device} and cpu! "
-            f"({name}; on the cpu: {[tuple(one.shape) for one in wrong]})"
-        )
+    if wrong and gpu.mixes is not None:
+        gpu.mixes.append(f"{name} in {_line()}")
+    elif wrong:
+        found = f"found at least two devices, {gpu.device} and cpu! ({name} of {[tuple(one.shape) for one in wrong]})"
+        raise RuntimeError(f"Expected all tensors to be on the same device, but {found}")
 
 
 def note_waits(
@@ -260,6 +256,3 @@ def _line() -> str:
             if part in frame.filename and not frame.filename.endswith(("fake_cuda/tensor.py",)):
                 return f"{frame.filename.partition(part)[2]}:{frame.name}"
     return "torch"
-
-
-Wait = Callable[[], None]
