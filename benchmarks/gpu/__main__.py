@@ -97,7 +97,9 @@ def main() -> int:
         for name in asked.only:
             found = document["steps"][name] = run_apart(name, Path(folder), cpu=asked.cpu)
             said = found.get("error", "").strip().rpartition("\n")[2] if found["failed"] else ""
-            print(f"{name:12} {found['seconds']:6.1f} s  {'FAILED: ' + said if found['failed'] else 'done'}", flush=True)
+            print(
+                f"{name:12} {found['seconds']:6.1f} s  {'FAILED: ' + said if found['failed'] else 'done'}", flush=True
+            )
     device = "cpu" if asked.cpu else document["steps"].get("environment", {}).get("device", "unknown")
     asked.out.mkdir(parents=True, exist_ok=True)
     file = asked.out / f"gpu-{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.json"

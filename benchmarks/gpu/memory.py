@@ -14,7 +14,12 @@ from evenly.planner.job_memory import memory_of_ranks
 from evenly.planner.job_profile import JobProfiler
 from evenly.train.step import counting_memory
 
-PLANS = ("single", "single precision=bfloat16", "single recompute=full", "single precision=bfloat16 recompute=selective")
+PLANS = (
+    "single",
+    "single precision=bfloat16",
+    "single recompute=full",
+    "single precision=bfloat16 recompute=selective",
+)
 
 
 def memory(*, cpu: bool) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,6 @@ from evenly.parallel.data.gradients import sum_of_squares
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")]
 
 GPU = "cuda:0"
-
-
 
 
 def steps(plan: str, **changes: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -56,9 +53,7 @@ def reports_of(plan: str, **changes: Any) -> list[tuple[float, float]]:
     ],
 )
 def test_plans_of_one_gpu_have_the_numbers_of_the_plain_one(ranks: KeptRanks, plan: str) -> None:
-    [plain], [found] = (
-        ranks.run(reports_of, f"{one} precision=float64", size=1) for one in ("single", plan)
-    )
+    [plain], [found] = (ranks.run(reports_of, f"{one} precision=float64", size=1) for one in ("single", plan))
     for mine, expected in zip(found, plain, strict=True):
         assert mine == pytest.approx(expected, rel=1e-6 if "bitwise" in plan else 1e-9)
 
@@ -83,7 +78,11 @@ def overflowing() -> dict[str, Any]:
     with evenly.start(job, plan="single precision=float16") as run:
         first = run.updaters.first.loss_scale.factor
         reports = [run.step(batch) for batch in run.batches()]
-        return {"skipped": [one.skipped for one in reports], "first": first, "factor": run.updaters.first.loss_scale.factor}
+        return {
+            "skipped": [one.skipped for one in reports],
+            "first": first,
+            "factor": run.updaters.first.loss_scale.factor,
+        }
 
 
 def large_loss(model: Any, batch: torch.Tensor) -> evenly.Loss:

@@ -7,11 +7,12 @@ backward runs in the device's own thread.
 
 from __future__ import annotations
 
+import sys
 import threading
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-aten = torch.ops.aten
+import evenly
+
+ROOTS = [f"{Path(evenly.__file__).parent}/", f"{Path(__file__).parents[1]}/"]
 # How many elements their results have depends on numbers.
 SIZED_BY_NUMBERS = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount"}
 READS = {"_local_scalar_dense", "equal", "is_nonzero", "item", *SIZED_BY_NUMBERS}
@@ -118,30 +120,40 @@ class CudaMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (fakes := _mode_of_fakes(args, kwargs)) is not None:
-            with fakes, torch._C.DisableTorchFunction():  # its tensors have no numbers, wherever they are
-                return func(*_as_fakes(args), **_as_fakes(kwargs))
+        active: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        if active is not None or any(issubclass(kind, FakeTensor) for kind in types):
+            with active or _mode_of(args, kwargs), torch._C.DisableTorchFunction():  # no numbers, wherever they are
+                return func(*mapped(_as_fake, args), **mapped(_as_fake, kwargs))
         if any(kind not in PLAIN and not issubclass(kind, CudaTensor) for kind in types):
             return NotImplemented  # a subclass, whose parts come by themselves
         return run(func, args, kwargs)
 
 
-def _mode_of_fakes(*nest: Any) -> Any:
-    """torch's mode of fake tensors where one is active, or the one of a fake tensor in `nest`."""
-    active: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    modes = (one.fake_mode for one in tree_flatten(nest)[0] if isinstance(one, FakeTensor))
-    return active or next(modes, None)
+def mapped(change: Callable[[Any], Any], nest: Any) -> Any:
+    """`nest`, of lists, tuples and mappings, with `change` of all that is in it."""
+    if isinstance(nest, (list, tuple)):
+        return type(nest)([mapped(change, one) for one in nest])
+    if isinstance(nest, dict):
+        return {name: mapped(change, one) for name, one in nest.items()}
+    return change(nest)
 
 
-def _as_fakes(nest: Any) -> Any:
-    """Each tensor of `gpu` in `nest` as a fake one there."""
+def tensors_of(nest: Any) -> list[torch.Tensor]:
+    """All tensors in it."""
+    found: list[torch.Tensor] = []
+    mapped(lambda one: found.append(one) if isinstance(one, torch.Tensor) else None, nest)
+    return found
 
-    def fake(one: Any) -> Any:
-        if not isinstance(one, CudaTensor):
-            return one
-        return torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)
 
-    return tree_map(fake, nest)
+def _mode_of(*nest: Any) -> Any:
+    """torch's mode of the fake tensors in `nest`."""
+    return next(one.fake_mode for one in tensors_of(nest) if isinstance(one, FakeTensor))
+
+
+def _as_fake(one: Any) -> Any:
+    if not isinstance(one, CudaTensor):
+        return one
+    return torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)
 
 
 def numbers_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -162,8 +174,7 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if func is torch.ops.prim.device.default:
         return gpu.device
     name = func._opname
-    flat, spec = tree_flatten((args, dict(kwargs)))
-    tensors = [one for one in flat if isinstance(one, torch.Tensor)]
+    tensors = tensors_of((args, kwargs))
     mine = [one for one in tensors if isinstance(one, CudaTensor)]
     asked = kwargs.get("device")
     target = "cuda" if asked is None and mine else "cpu" if asked is None else torch.device(asked).type
@@ -174,7 +185,7 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     check_devices(name, args, tensors)
     note_waits(name, args, kwargs, tensors, target)
     known: dict[int, tuple[torch.Tensor, CudaTensor]] = {}
-    plain_args, plain_kwargs = tree_unflatten([_plain(one, known) for one in flat], spec)
+    plain_args, plain_kwargs = (mapped(lambda one: _plain(one, known), nest) for nest in (args, kwargs))
     if plain_kwargs.get("pin_memory"):
         plain_kwargs["pin_memory"] = False
     if name == "_fused_sdp_choice":
@@ -188,7 +199,7 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if numbers.shape != tensor.shape or numbers.stride() != tensor.stride():
             tensor.data = CudaTensor(numbers)  # set_, resize_ and their like
     on_cpu = target == "cpu" or (name == "copy_" and not isinstance(args[0], CudaTensor))
-    return tree_map(lambda one: _placed(one, known, on_cpu=on_cpu), result)
+    return mapped(lambda one: _placed(one, known, on_cpu=on_cpu), result)
 
 
 def _plain(one: Any, known: dict[int, tuple[torch.Tensor, CudaTensor]]) -> Any:
@@ -249,10 +260,10 @@ def note_waits(
 
 
 def _line() -> str:
-    """The innermost line of the package, or else of a test, that is running; of a backward its operations are."""
-    frames = [*reversed(traceback.extract_stack())]
-    for part in ("/evenly/", "/tests/"):
-        for frame in frames:
-            if part in frame.filename and not frame.filename.endswith(("fake_cuda/tensor.py",)):
-                return f"{frame.filename.partition(part)[2]}:{frame.name}"
+    """The innermost file and function of the package, or of a test, that is running; torch's, where there is none."""
+    frame = sys._getframe()
+    while (frame := frame.f_back) is not None:
+        for root in ROOTS:
+            if frame.f_code.co_filename.startswith(root) and frame.f_code.co_filename != __file__:
+                return f"{frame.f_code.co_filename.removeprefix(root)}:{frame.f_code.co_name}"
     return "torch"

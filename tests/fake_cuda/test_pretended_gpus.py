@@ -47,7 +47,7 @@ PLANS: dict[str, list[Counter[str]]] = {
     "tensor=2 sequence_parallel=on": [asked()] * 2,
     "pipeline=2 schedule=1f1b": [asked(messages=4), asked()],
     "pipeline=2 schedule=zero-bubble": [asked(messages=4), asked()],
-    "3d": [asked(messages=2), asked(), asked(messages=2), asked()] * 2,
+    "3d": [asked(messages=2)] * 4 + [asked()] * 4,
 }
 NARROW = ["ddp precision=bfloat16", "zero2 precision=bfloat16", "zero3 precision=float16", "tensor=2 precision=float16"]
 
@@ -100,11 +100,11 @@ def test_types_of_16_bits_and_their_loss_scale(
 @pytest.mark.parametrize("plan", PLANS)
 def test_what_is_wrong_on_a_gpu_is_found(gpus: Path, gpu_ranks: KeptRanks, plan: str) -> None:
     found = gpu_ranks.run(train, gpus, plan, True, size=len(PLANS[plan]))
-    for rank in found:
-        waits = Counter(rank["waits"])
-        assert waits["read: _to_copy in fake_cuda/steps.py:moved"] >= 2
-        assert waits["read: _local_scalar_dense in fake_cuda/steps.py:scale"] >= 2
-        assert any("fake_cuda/steps.py:bias" in one for one in rank["mixes"])
+    for rank, expected in zip(found, PLANS[plan], strict=True):
+        more = Counter(rank["waits"]) - expected  # of a split tensor the engine reads what is asked
+        assert sum(times for place, times in more.items() if place.startswith("read: _to_copy")) >= 2
+        assert sum(times for place, times in more.items() if place.startswith("read: _local_scalar")) >= 2
+        assert any(one.startswith("cat") for one in rank["mixes"])
 
 
 def test_tensors_of_two_devices_raise(gpus: Path, gpu_ranks: KeptRanks) -> None:
