@@ -38,11 +38,11 @@ STEPS = {
     "verify": Step("commands", "verify", 110, 60),
     "shared": Step("shared", "shared", 60, 60),
     "memory": Step("memory", "memory", 40, 40),
-    "gpt2": Step("speed", "gpt2", 80, 60),
-    "llama": Step("speed", "llama", 80, 60),
-    "resnet": Step("speed", "resnet", 70, 60),
-    "host": Step("speed", "host", 30, 30),
-    "checkpoint": Step("checkpoint", "checkpoint", 30, 30),
+    "gpt2": Step("speed", "gpt2", 80, 120),
+    "llama": Step("speed", "llama", 80, 120),
+    "resnet": Step("speed", "resnet", 70, 120),
+    "host": Step("speed", "host", 30, 60),
+    "checkpoint": Step("checkpoint", "checkpoint", 30, 60),
     "no_room": Step("no_room", "no_room", 45, 60),
 }
 
@@ -55,11 +55,17 @@ def run_here(name: str, *, cpu: bool, to: Path) -> None:
 
 
 def run_apart(name: str, folder: Path, *, cpu: bool) -> dict[str, Any]:
-    """Runs a step in a process of its own: what it found, or its error, and the seconds that it took."""
+    """Runs a step in a process of its own: what it found, or its error, and the seconds that it took.
+
+    What it found may say that it has failed in part.
+    """
     step, to, log, began_s = STEPS[name], folder / f"{name}.json", folder / f"{name}.log", time.monotonic()
     command = [sys.executable, "-m", "benchmarks.gpu", "--only", name, "--to", str(to), *["--cpu"] * cpu]
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}  # all is compiled here
     with log.open("w") as output:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
         try:
             code: int | None = process.wait(step.cpu_s if cpu else step.limit_s)
         except subprocess.TimeoutExpired:

@@ -222,5 +222,5 @@ def case_of(name: str, *, cpu: bool) -> Case:
     if name == "host":
         return language_case(HOST, 4, 2)
     if cpu:
-        return Case(partial(residual_net, (1, 1), 8, 10), Images(16, 10), class_loss, 8, 4, 1)
+        return Case(partial(residual_net, (1,), 8, 10), Images(16, 10), class_loss, 8, 4, 1)
     return Case(residual_net, Images(224, 1000), class_loss, 256, 128, 1)

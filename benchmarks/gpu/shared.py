@@ -34,7 +34,10 @@ class ThroughHost(TorchDispatchMode):
     """Within, collectives of tensors on a GPU run on copies of them on the host, and are done at once."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():  # an operation of parts of tensors, whatever they stand for
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         flat, spec = tree_flatten((args, kwargs))
         there = [one for one in flat if isinstance(one, torch.Tensor) and one.is_cuda]
         if func.namespace not in ("c10d", "_c10d_functional") or not there:

@@ -59,8 +59,8 @@ def compare(name: str, *, cpu: bool, compiled: bool) -> dict[str, Any]:
             row["of_product_rate"] = flops / row["step_s"] / products
             row["mfu"] = None if peak is None else flops / row["step_s"] / peak
         release(device)
-    if all("step_s" not in row for row in found["contenders"].values()):
-        raise RuntimeError(str(found))
+    if errors := [f"{one}: {row['error']}" for one, row in found["contenders"].items() if "error" in row]:
+        found |= {"failed": True, "error": "\n".join(errors)}
     return found
 
 
