@@ -91,7 +91,7 @@ def foreach(func: Callable[..., Any], tensors: Sequence[T], *args: Any, **kwargs
 
 def show(parameter: torch.nn.Parameter, layout: Any, axis: Axis) -> None:
     """From now on `parameter`, this rank's part, is the whole to the job's code where `axis` shows it."""
-    parameter.__class__ = subclass_of(PartParameter, type(parameter))
+    parameter.__class__ = subclass_of(PartParameter, type(parameter))  # pyright: ignore[reportAttributeAccessIssue]
     assert isinstance(parameter, PartParameter)
     parameter.split_as, parameter.axis = layout, axis
 
