@@ -196,13 +196,16 @@ def _wrap_changed(wrap: Any, kind: type, change: Callable[[Any], torch.Tensor], 
     return wrap(change(tensor) if isinstance(tensor, kind) else tensor, *args)
 
 
-@cache
-def fake_subclass(cls: type[torch.Tensor]) -> type[torch.Tensor]:
-    """What a fake tensor may change its class to: functions of torch meet it as one of `cls`, operators as fake."""
-    from torch._subclasses import fake_tensor
+def subclass_of(cls: type[torch.Tensor], kind: type[torch.Tensor]) -> type[torch.Tensor]:
+    """What a tensor of class `kind` may change its class to: functions of torch meet it as one of `cls`, operators as
+    they did, a fake tensor's as fake.
+    """
+    return _with_operators_of(cls, next(base for base in kind.__mro__ if "__torch_dispatch__" in vars(base)))
 
-    fake: Any = fake_tensor.FakeTensor
-    return type(f"Fake{cls.__name__}", (cls, fake), {})
+
+@cache
+def _with_operators_of(cls: type[torch.Tensor], kind: Any) -> type[torch.Tensor]:
+    return cls if kind is torch.Tensor else type(f"{kind.__name__}As{cls.__name__}", (cls, kind), {})
 
 
 @cache

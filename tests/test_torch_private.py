@@ -51,7 +51,6 @@ from evenly.torch_private import (
     end_sharded_forward,
     fake_form,
     fake_mode,
-    fake_subclass,
     forward_hooks,
     forward_pre_hooks,
     gradient_hooks,
@@ -81,6 +80,7 @@ from evenly.torch_private import (
     run_as_written,
     set_tensor_dict,
     sets_gradients,
+    subclass_of,
     tensor_dict,
     unwrap_call,
     unwrapped,
@@ -407,8 +407,8 @@ def test_a_fake_tensor_becomes_one_of_a_subclass_and_stays_fake() -> None:
     with fake_mode():
         weight = torch.ones(3, requires_grad=True)
         fake = weight * 1
-        fake.__class__ = fake_subclass(Doubling)
-        assert is_fake(type(fake)) and isinstance(fake, Doubling) and fake_subclass(Doubling) is type(fake)
+        fake.__class__ = subclass_of(Doubling, type(fake))
+        assert is_fake(type(fake)) and isinstance(fake, Doubling) and subclass_of(Doubling, type(fake)) is type(fake)
         result = fake + torch.ones(2, 3)
         assert is_fake(type(result)) and result.shape == (2, 3)
         result.sum().backward()

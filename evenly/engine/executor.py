@@ -20,6 +20,7 @@ import torch
 
 from evenly.comm.collectives import all_reduce
 from evenly.comm.groups import Group
+from evenly.comm.host_numbers import on_device
 from evenly.comm.world import World
 from evenly.data.generators import undisturbed
 from evenly.data.loader import KeptMicrobatches, Microbatch, MicrobatchStream, Share
@@ -142,7 +143,7 @@ class Executor(ABC):
                 self.evaluate_batch(batch, builder)
         finally:
             self.composed.train(True)
-        numbers = torch.as_tensor(builder.numbers(), dtype=torch.float64, device=self.world.device)
+        numbers = on_device(builder.numbers(), self.world.device)
         summed = all_reduce(numbers, self.world.group("world"), label="evaluation").tolist()
         return self._with_metrics(builder, builder.read(summed))
 
@@ -182,7 +183,7 @@ class Executor(ABC):
         """Sums `numbers` over the ranks that ran the same microbatches as this one."""
         if self._tensor_group is None:
             return numbers
-        vector = torch.as_tensor(numbers, dtype=torch.float64, device=self.world.device)
+        vector = on_device(numbers, self.world.device)
         return all_reduce(vector, self._tensor_group, label="losses and weights")
 
     # ------------------------------------------------------------------------------------------ a microbatch

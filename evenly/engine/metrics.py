@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from evenly.comm.collectives import all_reduce, gather_values
+from evenly.comm.host_numbers import on_device
 from evenly.comm.world import World
 from evenly.errors import RunError
 from evenly.job import Loss
@@ -129,9 +130,9 @@ def put(values: list[float], elsewhere: dict[int, torch.Tensor], place: int, val
 
 def joined(values: list[float], elsewhere: Mapping[int, torch.Tensor], device: str) -> torch.Tensor:
     """What `put` has filled, as one float64 vector on `device`."""
-    vector = torch.tensor(values, dtype=torch.float64).to(device)
+    vector = on_device(values, device)
     if elsewhere:
-        places = torch.tensor([*elsewhere], device=vector.device)
+        places = on_device([*elsewhere], vector.device, torch.int64)
         vector[places] = torch.stack([value.double().to(vector.device) for value in elsewhere.values()])
     return vector
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from evenly.comm.collectives import all_reduce
+from evenly.comm.host_numbers import on_device
 from evenly.comm.world import World
 from evenly.data.generators import drawn_past_torch
 from evenly.data.loader import Microbatch, Share
@@ -119,10 +120,12 @@ class PipelineExecutor(Executor):
         """Also sums over the pipeline, and marks tied parameters as used that any of its ranks has used."""
         ties, gradients = self._pipeline.ties, self.composed.gradients
         flags = ties.flags(gradients.used())
-        vector = torch.as_tensor(super().combine(numbers), dtype=torch.float64, device=self.world.device)
-        vector = torch.cat([vector, vector.new_tensor(flags)])
+        vector = on_device(super().combine(numbers), self.world.device)
+        if flags:
+            vector = torch.cat([vector, on_device(flags, self.world.device)])
         vector = all_reduce(vector, self._pipeline.group, label="losses and weights")
-        gradients.mark_used(ties.used(vector[len(vector) - len(flags) :].tolist()))
+        if flags:
+            gradients.mark_used(ties.used(vector[len(vector) - len(flags) :].tolist()))
         return vector[: len(vector) - len(flags)]
 
 

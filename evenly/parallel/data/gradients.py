@@ -28,6 +28,7 @@ from torch import nn
 from evenly.comm.collectives import all_reduce
 from evenly.comm.exact_reduce import exact_norm
 from evenly.comm.groups import Group
+from evenly.comm.host_numbers import on_device
 from evenly.comm.transport import Pending
 from evenly.errors import RunError, UserError
 from evenly.parallel.core.memory import MemoryCounter
@@ -216,8 +217,8 @@ class GradientSum(Gradients):
         for bucket, slots in self._tails:
             flags = [float(slot.used) for slot in slots]
             low_terms = [float(self._has_low_terms(bucket.group))] if self._exact else []
-            bucket.tail[: len(flags + low_terms)].copy_(torch.tensor(flags + low_terms))
-        self._numbers().copy_(torch.as_tensor(numbers, dtype=torch.float64))
+            bucket.tail[: len(flags + low_terms)].copy_(on_device(flags + low_terms, bucket.device))
+        self._numbers().copy_(on_device(numbers, self.buckets[-1].device))
         self._send_until(len(self.buckets))
 
     def _numbers(self) -> torch.Tensor:
@@ -250,10 +251,13 @@ class GradientSum(Gradients):
             bucket.begin_gather()
         for bucket in self.buckets:
             bucket.finish()
+        rest: list[float] = []
         for bucket, slots in self._tails:
-            for slot, users in zip(slots, bucket.tail[: len(slots)].tolist(), strict=True):
+            rest = bucket.tail.tolist()  # the caller's numbers too, at once: a host that asks a GPU waits for it
+            for slot, users in zip(slots, rest, strict=False):
                 slot.parameter.grad = slot.gradient if users > 0 else None
-        return self._numbers().tolist()
+            rest = rest[len(slots) + self._exact :]
+        return rest
 
     def used(self) -> set[str]:
         return {slot.name for slot in self._slots if slot.used}
@@ -378,11 +382,10 @@ def begin_numbers(
 ) -> Pending[torch.Tensor]:
     """Begins to all-reduce [*mine, *numbers, last] over `group`; 1D, in float64."""
     if last is None and not isinstance(numbers, torch.Tensor):
-        values = torch.tensor([*mine, *numbers], dtype=torch.float64, device=group.device)
+        values = on_device([*mine, *numbers], group.device)
     else:
-        first, then = (torch.as_tensor(one, dtype=torch.float64) for one in ([*mine], numbers))
-        pieces = (first, then) if last is None else (first, then, last.reshape(1))
-        values = torch.cat([piece.to(group.device) for piece in pieces])
+        pieces = ([*mine], numbers) if last is None else ([*mine], numbers, last.reshape(1))
+        values = torch.cat([on_device(piece, group.device) for piece in pieces])
     return all_reduce.begin(values, group, label="losses and weights")
 
 
@@ -415,13 +418,14 @@ class Ownership:
         """
         found = [(name, g) for name, g in gradients if g is not None and name not in self.counted_elsewhere]
         sums = [sum_of_squares(g for name, g in found if (name in self.split_names) is part) for part in (True, False)]
-        squares = torch.stack([one.to(sums[0].device) for one in sums])
+        where = next((g.device for _, g in found), sums[0].device)  # a sum of nothing is on the CPU
+        squares = torch.stack([on_device(one, where) for one in sums])
         if shard_group is not None:
             squares = all_reduce(squares.to(shard_group.device), shard_group, label="norm of the gradient")
         if (group := self.tensor_group) is not None:
             squares = squares.to(group.device, copy=True)
             if group.position > 0:  # replicated gradients count once
-                squares[1] = 0.0
+                squares[1].zero_()  # what is assigned is copied from the host, which waits for the GPU
             squares = all_reduce(squares, group, label="norm of the gradient")
         total = squares.sum()
         if (group := self.pipeline_group) is not None:

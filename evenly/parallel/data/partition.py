@@ -275,7 +275,9 @@ class PartitionedGradients(Gradients):
 
     def _exact_scalars(self) -> list[float]:
         """The exact sums of the scalars' gradients over the data axis, rounded; zeros where others are kept."""
-        if self._exact and self._scalars:
+        if not self._scalars:
+            return []
+        if self._exact:
             begin_exact_all_reduce(self._scalar_sums, self._all, label="gradients of scalars")()
         return self._scalar_sums.rounded().tolist()
 

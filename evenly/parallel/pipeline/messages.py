@@ -111,7 +111,7 @@ class StageChannel:
         for number, tensor in enumerate(inputs):
             if tensor is not None and tensor.requires_grad:
                 sent = tensor.new_empty(tensor.numel() + 1)
-                sent[-1] = tensor.grad is not None
+                sent[-1].fill_(tensor.grad is not None)  # what is assigned is copied from the host, which waits
                 if tensor.grad is not None:  # else the receiver ignores these elements
                     sent[:-1].copy_(packed(tensor.grad, gradient_strides(tensor)))
                 self._send(sent, to, (stage, microbatch, True), number)

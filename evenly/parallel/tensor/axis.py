@@ -39,10 +39,10 @@ from evenly.parallel.core.between_steps import changes_its_first, closed_error, 
 from evenly.parallel.tensor.layout import Layout
 from evenly.torch_private import (
     change_transformed,
-    fake_subclass,
     in_transform,
     memory_key,
     outside_transforms,
+    subclass_of,
     version,
     without_subclasses,
     without_torch_function,
@@ -165,7 +165,7 @@ class Axis:
 
     def split(self, own: torch.Tensor, layout: Layout) -> SplitTensor:
         """`own`, this rank's part, as the split tensor that it is a part of. The object itself changes its class."""
-        own.__class__ = SplitTensor if type(own) in _PLAIN else fake_subclass(SplitTensor)
+        own.__class__ = SplitTensor if type(own) in _PLAIN else subclass_of(SplitTensor, type(own))
         assert isinstance(own, SplitTensor)
         own.split_as, own.axis = layout, self
         return own
@@ -279,7 +279,7 @@ def _change_full(func: Callable[..., Any], first: SplitTensor, args: tuple[Any, 
 
 
 def _as_copy(tensor: torch.Tensor) -> torch.Tensor:
-    tensor.__class__ = FullCopy if type(tensor) in _PLAIN else fake_subclass(FullCopy)
+    tensor.__class__ = FullCopy if type(tensor) in _PLAIN else subclass_of(FullCopy, type(tensor))
     return tensor
 
 
@@ -389,7 +389,7 @@ def compute_shown(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     return first if first is not None and result is view(first) else result  # changed in place
 
 
-_PLAIN = (torch.Tensor, SplitTensor, FullCopy)  # all others are fake
+_PLAIN = (torch.Tensor, SplitTensor, FullCopy)  # others are fake, say
 
 
 def is_split(value: object) -> TypeGuard[SplitTensor]:

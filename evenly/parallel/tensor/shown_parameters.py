@@ -14,7 +14,7 @@ import torch
 from evenly.errors import RunError
 from evenly.parallel.tensor.axis import Axis, PartParameter, SplitTensor, is_split
 from evenly.parallel.tensor.execution import part_for, register_hook
-from evenly.torch_private import FOREACH, with_torch_function
+from evenly.torch_private import FOREACH, subclass_of, with_torch_function
 
 T = torch.Tensor
 
@@ -91,7 +91,7 @@ def foreach(func: Callable[..., Any], tensors: Sequence[T], *args: Any, **kwargs
 
 def show(parameter: torch.nn.Parameter, layout: Any, axis: Axis) -> None:
     """From now on `parameter`, this rank's part, is the whole to the job's code where `axis` shows it."""
-    parameter.__class__ = PartParameter
+    parameter.__class__ = subclass_of(PartParameter, type(parameter))  # pyright: ignore[reportAttributeAccessIssue]
     assert isinstance(parameter, PartParameter)
     parameter.split_as, parameter.axis = layout, axis
 

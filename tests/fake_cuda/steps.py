@@ -1,0 +1,122 @@
+"""A small job, and its steps under a plan on a GPU that is pretended."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from fake_cuda.stand_ins import one_gpu
+from fake_cuda.tensor import gpu
+from torch import nn
+from torch.nn import functional as F
+
+import evenly
+
+TOKENS, WIDTH, LENGTH = 22, 16, 6
+
+
+class Attention(nn.Module):
+    """Two heads of eight numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ask, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (one.unflatten(-1, (2, -1)).transpose(1, 2) for one in self.ask(x).chunk(3, -1))
+        drop = 0.1 if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward part, with dropout. faulty: whether it does what a GPU waits for, or refuses."""
+
+    def __init__(self, faulty: bool) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(WIDTH), Attention()
+        wider = (nn.Linear(WIDTH, 26), nn.GELU(), nn.Dropout(0.1), nn.Linear(26, WIDTH))
+        self.feed = nn.Sequential(nn.LayerNorm(WIDTH), *wider)
+        self.faulty = faulty
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.mix(self.norm(x))
+        if self.faulty:
+            x = self.moved(x) * self.scale(x) + self.bias(x)
+        return x + self.feed(x)
+
+    def moved(self, x: torch.Tensor) -> torch.Tensor:
+        return x.cpu().to(x.device, non_blocking=True)
+
+    def scale(self, x: torch.Tensor) -> float:
+        return 1.0 if x.detach().sum().item() < 1e30 else 0.5
+
+    def bias(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x[:1, :1], torch.ones(1, 1, WIDTH, dtype=x.dtype)]).mean()
+
+
+class Model(nn.Module):
+    """Two blocks between an embedding and a head."""
+
+    def __init__(self, faulty: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, WIDTH)
+        self.blocks = nn.ModuleList(Block(faulty) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, TOKENS, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Rows(torch.utils.data.Dataset[torch.Tensor]):
+    """24 rows of tokens."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randint(0, TOKENS, (LENGTH + 1,), generator=torch.Generator().manual_seed(index))
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> evenly.Loss:
+    logits = model(batch[:, :-1])
+    total = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="sum")
+    right = (logits.argmax(-1) == batch[:, 1:]).sum()
+    return evenly.Loss(total, batch[:, 1:].numel(), metrics={"accuracy": (right, batch[:, 1:].numel())})
+
+
+def make_job(faulty: bool = False) -> evenly.Job:
+    """Batches of eight rows in microbatches of two, with AdamW, clipping and a metric."""
+    return evenly.Job(
+        model=lambda: Model(faulty),
+        loss=loss,
+        data=Rows(),
+        optimizer=partial(torch.optim.AdamW, lr=1e-2),
+        global_batch=8,
+        microbatch=2,
+        steps=2,
+        clip_norm=0.5,
+    )
+
+
+def train(library: Path, plan: str, faulty: bool = False) -> dict[str, Any]:
+    """The steps of the job on this rank: what they came to; how the host waited, and tensors of two devices met, in the
+    last.
+    """
+    logging.disable(logging.WARNING)
+    with one_gpu(library, mixes=[] if faulty else None), evenly.start(make_job(faulty), plan=plan) as run:
+        reports: list[Any] = []
+        for batch in run.batches():
+            gpu.waits.clear()
+            reports.append(run.step(batch))
+        waits = [*gpu.waits]
+        with run.whole_model(main_only=True, device="cpu") as model:
+            weights = {} if model is None else {n: p.detach().double().numpy() for n, p in model.named_parameters()}
+        found = [(one.loss, one.grad_norm, one.metrics["accuracy"]) for one in reports]
+        return {"reports": found, "waits": waits, "mixes": [*(gpu.mixes or ())], "weights": weights}
