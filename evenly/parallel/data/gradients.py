@@ -198,8 +198,9 @@ class GradientSum(Gradients):
         once = rounds == 1 and not self._pipelined  # a pipeline may run a microbatch's backward in several pieces
         for bucket in self.buckets:
             bucket.begin(once=once)
-        for slot in self._slots:
-            slot.used, slot.parameter.grad = False, None
+        with without_subclasses():  # this rank's parts
+            for slot in self._slots:
+                slot.used, slot.parameter.grad = False, None
         for bucket, slots in self._tails:
             bucket.resize_tail(len(slots) + self._exact + (numbers if bucket is self.buckets[-1] else 0))
 
@@ -252,11 +253,12 @@ class GradientSum(Gradients):
         for bucket in self.buckets:
             bucket.finish()
         rest: list[float] = []
-        for bucket, slots in self._tails:
-            rest = bucket.tail.tolist()  # the caller's numbers too, at once: a host that asks a GPU waits for it
-            for slot, users in zip(slots, rest, strict=False):
-                slot.parameter.grad = slot.gradient if users > 0 else None
-            rest = rest[len(slots) + self._exact :]
+        with without_subclasses():
+            for bucket, slots in self._tails:
+                rest = bucket.tail.tolist()  # the caller's numbers too, at once: a host that asks a GPU waits for it
+                for slot, users in zip(slots, rest, strict=False):
+                    slot.parameter.grad = slot.gradient if users > 0 else None
+                rest = rest[len(slots) + self._exact :]
         return rest
 
     def used(self) -> set[str]:
@@ -301,7 +303,8 @@ class GradientSum(Gradients):
             bucket.gradients.mul_(factor)
 
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        return ((slot.name, slot.parameter.grad) for slot in self._slots)
+        with without_subclasses():
+            return iter([(slot.name, slot.parameter.grad) for slot in self._slots])
 
     def track(self, counter: MemoryCounter, number: int = 0) -> None:
         for bucket in self.buckets:
@@ -324,7 +327,8 @@ class GradientSum(Gradients):
         return accumulate
 
     def _accumulate(self, bucket: Bucket, slot: Slot, gradient: torch.Tensor) -> None:
-        check_gradient(slot.name, gradient, sent=bucket.sending or (bucket.once and slot.used))
+        if gradient.layout is not torch.strided or bucket.sending or (bucket.once and slot.used):
+            check_gradient(slot.name, gradient, sent=bucket.sending or (bucket.once and slot.used))
         if gradient.dtype is not bucket.dtype:
             raise RunError(
                 f"gradient of {slot.name}",
@@ -436,7 +440,7 @@ class Ownership:
 def sum_of_squares(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """The sum over all elements of all tensors, a scalar in float64."""
     total: torch.Tensor | None = None
-    for part in chain.from_iterable(map(_chunks, tensors)):
+    for part in _joined(chain.from_iterable(map(_chunks, tensors))):
         if part.is_cuda:
             square = torch.linalg.vector_norm(part, dtype=torch.float64) ** 2
         else:
@@ -444,6 +448,23 @@ def sum_of_squares(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
             square = torch.dot(doubles, doubles)
         total = square if total is None else total.to(square.device).add_(square)
     return torch.zeros((), dtype=torch.float64) if total is None else total
+
+
+def _joined(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The same elements, of small parts on the CPU as many together as count as one chunk: each costs several calls."""
+    held: list[torch.Tensor] = []
+    elements = 0
+    for part in parts:
+        if part.is_cuda:
+            yield part
+            continue
+        if held and (elements + part.numel() > SQUARED_AT_ONCE or part.dtype is not held[0].dtype):
+            yield torch.cat(held) if len(held) > 1 else held[0]
+            held, elements = [], 0
+        held.append(part)
+        elements += part.numel()
+    if held:
+        yield torch.cat(held) if len(held) > 1 else held[0]
 
 
 def _chunks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
