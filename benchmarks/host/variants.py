@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import workload
-from fake_world import pretend, without_polling
+from fake_world import pretend, with_losses_elsewhere, without_polling
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -72,8 +72,16 @@ def half(kind: str, contexts: ExitStack) -> Step:
 def ddp_by_hand(kind: str, _: ExitStack) -> Step:
     dist.init_process_group()
     model = nn.parallel.DistributedDataParallel(workload.model(kind))
+    model.register_comm_hook(None, summed)  # DDP's own wants a tensor of the work, and fake ones have none
     waiting: Callable[[bool], Any] = lambda last: nullcontext() if last else model.no_sync()  # noqa: E731
     return looped(model.parameters(), lambda batch: workload.summed_loss(model, batch), not_yet=waiting)
+
+
+def summed(_, bucket):  # torch wants no annotations that are text
+    dist.all_reduce(bucket.buffer(), async_op=True)
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer().div_(dist.get_world_size()))
+    return done
 
 
 def fsdp_by_hand(kind: str, _: ExitStack) -> Step:
@@ -137,6 +145,8 @@ def evenly(plan: str, ranks: int = 1, data: int = 1) -> Callable[[str, ExitStack
         )
         if ranks > 1:
             without_polling()
+        if plan.startswith("pipeline"):
+            with_losses_elsewhere()
         run = contexts.enter_context(evenly.start(job, plan=plan))
         batches = run.batches()
         return lambda: run.step(next(batches)).loss
