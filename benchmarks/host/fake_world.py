@@ -1,7 +1,7 @@
 """This process as the first of several ranks that do not exist: torch's fake process group, for every library in it.
 
-What ranks would gather are copies of this rank's tensors, what they would add up is this rank's own, and what they would send
-is zeros. So the numbers mean nothing, and every rank's Python runs as it does among real ones.
+What ranks would gather are copies of this rank's tensors, what they would add up is this rank's own, and what they
+would send is zeros. So the numbers mean nothing, and every rank's Python runs as it does among real ones.
 """
 
 from __future__ import annotations

@@ -42,13 +42,9 @@ def copy(tensor: torch.Tensor, group: Group, *, in_place: bool = False) -> torch
 def reduce(tensor: torch.Tensor, group: Group, *, in_place: bool = False) -> torch.Tensor:
     """The sum of the ranks' tensors, shared; each rank's gets the gradient of the sum.
 
-    in_place: in the memory of `tensor`, which is returned. Only where nobody needs its values any more: autograd, or
-    recomputation. Its backward is the identity, so that autograd need not know.
+    in_place: in the memory of `tensor`. Only where nobody needs its values any more: autograd, or recomputation.
     """
-    if in_place:
-        collectives.sum_at_once(_same(tensor), group)
-        return tensor
-    return _pair(tensor, lambda own: _summed(own, group, in_place=False), _same)
+    return _pair(tensor, lambda own: _summed(own, group, in_place), _same)
 
 
 def split(tensor: torch.Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> torch.Tensor:
@@ -149,7 +145,7 @@ class _Pair(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         forward, backward = ctx.pair
         if not torch.is_grad_enabled():  # nobody asks for gradients of gradients
-            return backward(gradients[0]), None, None
+            return gradients[0] if backward is _same else backward(gradients[0]), None, None
         return _pair(gradients[0], backward, forward), None, None
 
 

@@ -184,7 +184,7 @@ def in_order(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
 
 
 def opened_at(tensor: torch.Tensor, dim: int, outer: int, length: int) -> torch.Tensor:
-    """`tensor` with its dim `dim` as two, outer x length; `Tensor.unflatten`, which is Python, takes several times as long."""
+    """`tensor` with its dim `dim` as two, outer x length; `Tensor.unflatten`, in Python, takes longer."""
     shape = tensor.shape
     return tensor.view(*shape[:dim], outer, length, *shape[dim + 1 :])
 
