@@ -2,7 +2,7 @@
 
 python benchmarks/host/run.py                                   all variants of both models; see README.md
 python benchmarks/host/run.py --only plain,tensor=2,dtensor --model gpt --rounds 20
-python benchmarks/host/run.py --only tensor=2 --beside ../old   the same of another checkout of evenly, in turns
+python benchmarks/host/run.py --only tensor=2 --old ../old   the same of another checkout of evenly, in turns
 python benchmarks/host/run.py --only tensor=2 --profile DIR     where the time goes, as text
 """
 
@@ -70,13 +70,13 @@ class Worker:
 
 
 def take_turns(names: list[str], kind: str, args: argparse.Namespace) -> dict[str, Worker]:
-    """All variants, step by step in turns; what is not by hand once more from `args.beside`."""
+    """All variants, step by step in turns; what is not by hand once more from `args.old`."""
     with ExitStack() as contexts:
         workers = {}
         for name in names:
             packages = {name: ROOT}
-            if args.beside and name not in BY_HAND:
-                packages[name + OLD] = args.beside.resolve()
+            if args.old and name not in BY_HAND:
+                packages[name + OLD] = args.old.resolve()
             for shown, package in packages.items():
                 workers[shown] = Worker(name, kind, package)
                 contexts.callback(workers[shown].close)
@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--only", help="names of variants, separated by commas")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=4, help="of each variant in a turn")
-    parser.add_argument("--beside", type=Path, help="another checkout of evenly")
+    parser.add_argument("--old", type=Path, help="another checkout of evenly")
     parser.add_argument("--profile", type=Path, help="folder for where the time goes, a file for each variant")
     parser.add_argument("--json", type=Path, help=f"file for the rows, by default none; those kept are in {RESULTS}")
     args = parser.parse_args()
@@ -135,8 +135,8 @@ def main() -> None:
 
 def environment(args: argparse.Namespace) -> dict:
     beside = None
-    if args.beside:
-        command = ["git", "-C", str(args.beside), "rev-parse", "--short", "HEAD"]
+    if args.old:
+        command = ["git", "-C", str(args.old), "rev-parse", "--short", "HEAD"]
         beside = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),

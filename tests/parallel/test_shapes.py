@@ -26,7 +26,7 @@ UNEVEN = Layout.of(2, 1, 3, 4, RANKS)
 WHOLE = torch.arange(2 * 5 * 12, dtype=torch.float64).view(2, 5, 12)
 
 # By name: the decision, the function of the whole, and arguments that follow each other on one execution.
-CASES: dict[str, tuple[shapes.Decision, Callable[..., Any], list[tuple[tuple[Any, ...], dict[str, Any]]]]] = {
+CASES: dict[str, tuple[shapes.Decide, Callable[..., Any], list[tuple[tuple[Any, ...], dict[str, Any]]]]] = {
     "view": (shapes.view, T.view, [((2, 5, 6, 2), {}), ((10, 12), {}), ((2, 5, -1, 2), {}), (([10, 12],), {})]),
     "flatten": (shapes.flatten, T.flatten, [((0, 1), {}), ((), {"end_dim": 1}), ((), {"start_dim": 1})]),
     "unflatten": (shapes.unflatten, T.unflatten, [((2, [6, -1]), {}), ((2, (6, 2)), {}), ((1, (5, 1)), {})]),
@@ -51,7 +51,7 @@ def part_of(whole: T, layout: Layout, among: Axis) -> SplitTensor:
     return among.split(own_part(whole, layout, among.position), layout)
 
 
-def counting(decide: shapes.Decision) -> tuple[shapes.Decision, list[Part]]:
+def counting(decide: shapes.Decide) -> tuple[shapes.Decide, list[Part]]:
     """`decide`, and the parts that it was asked about."""
     asked: list[Part] = []
 

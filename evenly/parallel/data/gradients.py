@@ -35,12 +35,12 @@ from evenly.parallel.core.memory import MemoryCounter
 from evenly.parallel.data.buckets import Bucket, ExactBucket, Slot, share_low_terms
 from evenly.parallel.data.grouping import bucket_members, needs_tail_bucket
 from evenly.parallel.data.last_outputs import LastOutputs
+from evenly.parallel.data.squares import sum_of_squares
 from evenly.torch_private import without_subclasses
 
 IN_FLIGHT = 3  # buckets whose parts are on their way between ranks where sums are exact; bounds their memory
 # Of a norm, relative: a square goes through at most 2**17 additions, each off by 2**-53; the root halves that.
 NORM_ERROR = 2.0**-36
-SQUARED_AT_ONCE = 1 << 16  # elements per chunk of a sum of squares; a chunk stays in a core's cache
 
 
 class Gradients(ABC):
@@ -435,41 +435,6 @@ class Ownership:
         if (group := self.pipeline_group) is not None:
             total = all_reduce(total.to(group.device, copy=True), group, label="norm of the gradient")
         return total.sqrt()
-
-
-def sum_of_squares(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The sum over all elements of all tensors, a scalar in float64."""
-    total: torch.Tensor | None = None
-    for part in _joined(chain.from_iterable(map(_chunks, tensors))):
-        if part.is_cuda:
-            square = torch.linalg.vector_norm(part, dtype=torch.float64) ** 2
-        else:
-            doubles = part.double()  # vector_norm converts element by element, four times as slow
-            square = torch.dot(doubles, doubles)
-        total = square if total is None else total.to(square.device).add_(square)
-    return torch.zeros((), dtype=torch.float64) if total is None else total
-
-
-def _joined(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The same elements, of small parts on the CPU as many together as count as one chunk: each costs several calls."""
-    held: list[torch.Tensor] = []
-    elements = 0
-    for part in parts:
-        if part.is_cuda:
-            yield part
-            continue
-        if held and (elements + part.numel() > SQUARED_AT_ONCE or part.dtype is not held[0].dtype):
-            yield torch.cat(held) if len(held) > 1 else held[0]
-            held, elements = [], 0
-        held.append(part)
-        elements += part.numel()
-    if held:
-        yield torch.cat(held) if len(held) > 1 else held[0]
-
-
-def _chunks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    flat = tensor.flatten()
-    return (flat,) if flat.is_cuda or flat.numel() <= SQUARED_AT_ONCE else flat.split(SQUARED_AT_ONCE)
 
 
 def check_gradient(name: str, gradient: torch.Tensor, *, sent: bool) -> None:

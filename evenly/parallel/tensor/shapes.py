@@ -52,10 +52,10 @@ class Call(NamedTuple):
     rows: tuple[int, ...] | None = None
 
 
-Decision = Callable[..., Call | None]
+Decide = Callable[..., Call | None]
 
 
-def decided(decide: Decision) -> Callable[..., Any]:
+def decided(decide: Decide) -> Callable[..., Any]:
     """The execution that `decide` says, given a `Part` and the numbers."""
     known: dict[Any, Call | None] = {}
 
@@ -72,7 +72,7 @@ def decided(decide: Decision) -> Callable[..., Any]:
 
 
 def _decide_anew(
-    known: dict[Any, Call | None], decide: Decision, part: Part, args: tuple[Any, ...], kwargs: dict[str, Any]
+    known: dict[Any, Call | None], decide: Decide, part: Part, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Call | None:
     """The decision for these arguments, which is kept."""
     if any(True for _ in tensors_in((args, kwargs))):
@@ -91,7 +91,7 @@ def _hashable(value: Any) -> Any:
     return tuple(map(_hashable, value)) if isinstance(value, list) else value  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
 
 
-def _decision(decide: Decision, part: Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+def _decision(decide: Decide, part: Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
     try:
         return decide(part, *args, **kwargs)
     except TypeError as problem:
