@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import torch
@@ -13,7 +13,7 @@ SQUARED_AT_ONCE = 1 << 16  # elements per chunk of a sum of squares; a chunk sta
 def sum_of_squares(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """The sum over all elements of all tensors, a scalar in float64."""
     total: torch.Tensor | None = None
-    for part in _joined(chain.from_iterable(map(_chunks, tensors))):
+    for part in chain.from_iterable(map(_chunks, tensors)):
         if part.is_cuda:
             square = torch.linalg.vector_norm(part, dtype=torch.float64) ** 2
         else:
@@ -21,23 +21,6 @@ def sum_of_squares(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
             square = torch.dot(doubles, doubles)
         total = square if total is None else total.to(square.device).add_(square)
     return torch.zeros((), dtype=torch.float64) if total is None else total
-
-
-def _joined(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The same elements, of small parts on the CPU as many together as count as one chunk: each costs several calls."""
-    held: list[torch.Tensor] = []
-    elements = 0
-    for part in parts:
-        if part.is_cuda:
-            yield part
-            continue
-        if held and (elements + part.numel() > SQUARED_AT_ONCE or part.dtype is not held[0].dtype):
-            yield torch.cat(held) if len(held) > 1 else held[0]
-            held, elements = [], 0
-        held.append(part)
-        elements += part.numel()
-    if held:
-        yield torch.cat(held) if len(held) > 1 else held[0]
 
 
 def _chunks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
