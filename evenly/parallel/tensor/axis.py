@@ -260,7 +260,7 @@ def full_for_transform(tensor: torch.Tensor) -> torch.Tensor:
     """What takes the place of a split tensor within a transformation of `torch.func`."""
     if isinstance(tensor, PartParameter) and (tensor.axis.shown or tensor.axis.computing):
         tensor = tensor.axis.view_of(tensor, tensor.split_as)
-    if not is_split(tensor) or type(tensor) is PartParameter:
+    if not is_split(tensor) or issubclass(type(tensor), PartParameter):
         return tensor
     with outside_transforms():
         return tensor.axis.gather_full(tensor)
@@ -363,7 +363,7 @@ class PartParameter(SplitTensor, torch.nn.Parameter):
             return NotImplemented  # torch asks that class
         with without_subclasses():
             for one in args:
-                if type(one) is not PartParameter:
+                if not issubclass(type(one), PartParameter):  # an isinstance of parameters is Python
                     continue
                 if one is args[0] and not (one.axis.shown or one.axis.computing):
                     return func(*args, **kwargs or {})  # the engine's
@@ -393,17 +393,17 @@ LOCAL: set[Callable[..., Any]] = set()
 
 def compute_shown(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`func` of tensors, of which some are parameters that this rank has a part of."""
-    part = next((one for one in tensors_in((args, *kwargs.values())) if type(one) is PartParameter), None)
+    part = next((one for one in tensors_in((args, *kwargs.values())) if issubclass(type(one), PartParameter)), None)
     if part is None or not (part.axis.shown or part.axis.computing):
         return func(*args, **kwargs)
     if part.axis.closed and func not in LOCAL:
         raise closed_error(name_of_call(func))
-    first = args[0] if args and type(args[0]) is PartParameter else None
+    first = args[0] if args and issubclass(type(args[0]), PartParameter) else None
     if first is not None and (execute := OF_PARAMETERS.get(func)) is not None:
         return execute(func, *args, **kwargs)
 
     def view(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.axis.view_of(tensor, tensor.split_as) if type(tensor) is PartParameter else tensor
+        return tensor.axis.view_of(tensor, tensor.split_as) if issubclass(type(tensor), PartParameter) else tensor
 
     result = compute(func, map_tensors(view, args), map_tensors(view, kwargs))
     return first if first is not None and result is view(first) else result  # changed in place
