@@ -260,7 +260,7 @@ def full_for_transform(tensor: torch.Tensor) -> torch.Tensor:
     """What takes the place of a split tensor within a transformation of `torch.func`."""
     if isinstance(tensor, PartParameter) and (tensor.axis.shown or tensor.axis.computing):
         tensor = tensor.axis.view_of(tensor, tensor.split_as)
-    if not is_split(tensor) or issubclass(type(tensor), PartParameter):
+    if not is_split(tensor) or is_part(tensor):
         return tensor
     with outside_transforms():
         return tensor.axis.gather_full(tensor)
@@ -363,7 +363,7 @@ class PartParameter(SplitTensor, torch.nn.Parameter):
             return NotImplemented  # torch asks that class
         with without_subclasses():
             for one in args:
-                if not issubclass(type(one), PartParameter):  # an isinstance of parameters is Python
+                if not is_part(one):
                     continue
                 if one is args[0] and not (one.axis.shown or one.axis.computing):
                     return func(*args, **kwargs or {})  # the engine's
@@ -393,17 +393,17 @@ LOCAL: set[Callable[..., Any]] = set()
 
 def compute_shown(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`func` of tensors, of which some are parameters that this rank has a part of."""
-    part = next((one for one in tensors_in((args, *kwargs.values())) if issubclass(type(one), PartParameter)), None)
+    part = next((one for one in tensors_in((args, *kwargs.values())) if is_part(one)), None)
     if part is None or not (part.axis.shown or part.axis.computing):
         return func(*args, **kwargs)
     if part.axis.closed and func not in LOCAL:
         raise closed_error(name_of_call(func))
-    first = args[0] if args and issubclass(type(args[0]), PartParameter) else None
+    first = args[0] if args and is_part(args[0]) else None
     if first is not None and (execute := OF_PARAMETERS.get(func)) is not None:
         return execute(func, *args, **kwargs)
 
     def view(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.axis.view_of(tensor, tensor.split_as) if issubclass(type(tensor), PartParameter) else tensor
+        return tensor.axis.view_of(tensor, tensor.split_as) if is_part(tensor) else tensor
 
     result = compute(func, map_tensors(view, args), map_tensors(view, kwargs))
     return first if first is not None and result is view(first) else result  # changed in place
@@ -415,6 +415,11 @@ _PLAIN = (torch.Tensor, SplitTensor, FullCopy)  # others are fake, say
 def is_split(value: object) -> TypeGuard[SplitTensor]:
     """Whether `value` is a part of a larger tensor."""
     return isinstance(value, SplitTensor)
+
+
+def is_part(value: object) -> TypeGuard[PartParameter]:
+    """Whether `value` is a part of a parameter; isinstance, which torch has in Python for parameters, takes longer."""
+    return issubclass(type(value), PartParameter)
 
 
 def whole_of(value: Any) -> Any:

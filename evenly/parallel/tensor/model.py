@@ -20,9 +20,9 @@ from evenly.comm.groups import Group
 from evenly.parallel.core.parameter_views import View, viewed_tensors
 from evenly.parallel.tensor.axis import (
     Axis,
-    PartParameter,
     SplitTensor,
     in_order,
+    is_part,
     is_split,
     memory_order,
     own_part,
@@ -110,7 +110,7 @@ class SplitModel:
 
     def as_part(self, name: str, parameter: torch.Tensor, value: Any) -> Any:
         """This rank's part of what code of the job has made like parameter `name`; `value` itself if it is another."""
-        if is_split(value) and not issubclass(type(value), PartParameter):
+        if is_split(value) and not is_part(value):
             with without_subclasses():
                 return value.detach()
         if isinstance(value, torch.Tensor) and value.dim() and value.shape == self.full_shape(name, parameter.shape):
@@ -139,7 +139,7 @@ class SplitModel:
             # A DTensor where the data axis has not gathered it, as it does for the module's own forward; another tensor
             # where `functional_call` has put it there, or in a copy of the module.
             # Outside of a loss it is a plain parameter in a block that `fully_shard` has gathered, and no other.
-            if issubclass(type(local), PartParameter):
+            if is_part(local):
                 return None  # functions of torch know it
             active = axis.computing or (axis.shown and type(local) is nn.Parameter)
             if not active or name not in layouts or is_dtensor(local):
