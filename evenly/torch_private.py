@@ -167,9 +167,13 @@ def run_as_written(*, on: bool) -> None:
         torch.compiler.set_stance("force_eager" if on else "default")
 
 
-def in_transform() -> bool:
-    """Whether a transformation of `torch.func` (vmap, grad, jvp ...) is running."""
-    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
+# What transformation of `torch.func` (vmap, grad, jvp ...) is running, or None.
+in_transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
+
+
+def apply_outside_transforms(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Its `apply` without what torch does there for transformations of `torch.func`: not for use within one."""
+    return super(torch.autograd.Function, function).apply  # pyright: ignore
 
 
 def outside_transforms() -> AbstractContextManager[Any]:

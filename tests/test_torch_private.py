@@ -44,6 +44,7 @@ from evenly.torch_private import (
     SpectralNormOfWeight,
     TorchDispatchMode,
     all_gather_single,
+    apply_outside_transforms,
     autograd_node,
     backward_number,
     begin_all_gather,
@@ -291,13 +292,30 @@ def test_transformations_take_what_a_class_is_changed_to() -> None:
     assert torch.func.jvp(lambda x: x * 1, (torch.ones(2),), (torch.ones(2),))[1].tolist() == [1, 1]
 
 
+def test_a_function_applied_outside_of_transformations_is_as_any_other() -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+            ctx.factor = factor
+            return x * factor
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+            return gradients[0] * ctx.factor, None
+
+    x = torch.ones(3, requires_grad=True)
+    result = apply_outside_transforms(Doubled)(x, 2.0)
+    result.sum().backward()
+    assert result.tolist() == [2, 2, 2] and x.grad is not None and x.grad.tolist() == [2, 2, 2]
+
+
 def test_within_a_transformation_one_can_compute_outside() -> None:
     seen: list[Any] = []
 
     def inside(x: torch.Tensor) -> torch.Tensor:
         with outside_transforms():
-            seen.append(in_transform())
-        seen.append(in_transform())
+            seen.append(bool(in_transform()))
+        seen.append(bool(in_transform()))
         return x * 2
 
     torch.func.vmap(inside)(torch.ones(2))

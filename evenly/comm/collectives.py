@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from evenly.comm.groups import Group
 from evenly.comm.transport import (
+    ADDED,
     P,
     Pending,
     Reduction,
@@ -41,6 +42,7 @@ from evenly.comm.transport import (
     detail_of,
     enter,
     exchange_packed,
+    is_plain,
     post_recv,
     post_send,
     put_back,
@@ -49,6 +51,7 @@ from evenly.comm.transport import (
     sizes_of_cut,
     sizes_of_join,
     torch_reduction,
+    wait_for,
     with_length,
     works_of,
 )
@@ -116,11 +119,21 @@ def all_reduce(
     serial = enter(group, "all_reduce", tensor, detail=reduction, label=label)
     if not tensor.numel() or group.size == 1:
         return Pending(group, serial, (), lambda: tensor)
-    if reduction == "sum" and carried.data_ptr() == tensor.data_ptr():
+    if reduction == "sum" and (carried is tensor or carried.data_ptr() == tensor.data_ptr()):
         # The group's own method: what dist.all_reduce does around it takes 0.07 ms, 2 % of a small step.
         return Pending(group, serial, [group.handle.allreduce([carried])], lambda: tensor)
     work = dist.all_reduce(carried, torch_reduction(reduction), group=group.handle, async_op=True)
     return Pending(group, serial, works_of(work), lambda: reduced_back(carried, tensor, group.size, reduction))
+
+
+def sum_at_once(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """`all_reduce(tensor, group)` by the shortest way: each block that is split over the tensor axis asks for four."""
+    plain = tensor.dtype in ADDED and is_plain(tensor) and tensor.numel() > 0
+    if not plain or group.size == 1 or group.fake is not None:
+        return all_reduce(tensor, group)
+    serial = enter(group, "all_reduce", tensor, detail="sum")
+    wait_for((group.handle.allreduce([tensor]),), group, serial, polled=group.device.type == "cpu")
+    return tensor
 
 
 @Operation

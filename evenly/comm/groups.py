@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Group:
     """Some ranks that talk to each other; made by `Group.world`, `Group.alone` and `open`.
 
-    name:    how messages call it.
+    name:    how messages call it. size: how many ranks.
     ranks:   world ranks, by position.
     rank:    own position, None for a rank outside.
     device:  what tensors must be on for this group's backend.
@@ -51,6 +51,7 @@ class Group:
         fake: FakeCollectives | None = None,
     ) -> None:
         self.name, self.ranks, self.device = name, tuple(ranks), device
+        self.size = len(self.ranks)
         self.rank = self.ranks.index(own) if own in self.ranks else None
         self.recorder, self.checked, self.fake = recorder, checked, fake
         self.label = f"{name} [{number_ranges(ranks)}]"
@@ -87,10 +88,6 @@ class Group:
         ranks = dist.get_process_group_ranks(handle)
         where = torch.device(device)
         return cls(name, ranks, own=dist.get_rank(), handle=handle, device=where, recorder=recorder, checked=checked)
-
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
 
     @property
     def position(self) -> int:

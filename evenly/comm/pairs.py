@@ -27,6 +27,7 @@ from evenly.comm import collectives
 from evenly.comm.groups import Group
 from evenly.comm.operations import all_to_all
 from evenly.comm.transport import even_sizes
+from evenly.torch_private import apply_outside_transforms, in_transform
 
 
 def copy(tensor: torch.Tensor, group: Group, *, in_place: bool = False) -> torch.Tensor:
@@ -103,7 +104,7 @@ def _sizes_of_pieces(tensor: torch.Tensor, group: Group, dim: int, sizes: Sequen
 
 
 def _summed(tensor: torch.Tensor, group: Group, in_place: bool) -> torch.Tensor:
-    return collectives.all_reduce(_same(tensor) if in_place else tensor.clone(), group)
+    return collectives.sum_at_once(_same(tensor) if in_place else tensor.clone(), group)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -128,8 +129,8 @@ def _scattered(group: Group, dim: int, sizes: Sequence[int]) -> _Linear:
 
 
 def _pair(tensor: torch.Tensor, forward: _Linear, backward: _Linear) -> torch.Tensor:
-    result: torch.Tensor = _Pair.apply(tensor, forward, backward)  # pyright: ignore[reportUnknownMemberType]
-    return result
+    apply: Any = _Pair.apply if in_transform() else _apply_pair
+    return apply(tensor, forward, backward)
 
 
 class _Pair(torch.autograd.Function):
@@ -143,4 +144,9 @@ class _Pair(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         forward, backward = ctx.pair
+        if not torch.is_grad_enabled():  # nobody asks for gradients of gradients
+            return gradients[0] if backward is _same else backward(gradients[0]), None, None
         return _pair(gradients[0], backward, forward), None, None
+
+
+_apply_pair = apply_outside_transforms(_Pair)

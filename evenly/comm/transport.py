@@ -21,6 +21,7 @@ DTYPES = {d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
 # On the CPU a rank that waits for a collective polls it for so long, yielding its core, before it sleeps.
 POLL_S = 0.002
+WORTH_NUMPY = 1 << 14  # elements
 _yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: sleep(0))
 Reduction = Literal["sum", "mean", "min", "max", "product"]
 P = ParamSpec("P")
@@ -49,6 +50,7 @@ REDUCED = (
     torch.uint8,
     *_REDUCED_AS,
 )
+ADDED = {torch.float64, torch.float32, torch.bfloat16, torch.float16}  # as they are
 
 
 class _Work(Protocol):
@@ -74,17 +76,23 @@ class Pending(Generic[T]):
     def wait(self) -> T:
         """Returns its result once it is done; may be called again."""
         if not self._result:
-            began_s, recorder = perf_counter(), self._group.recorder
-            for work in self._works:
-                if self._polls:
-                    _poll(work)
-                work.wait()
-            if recorder is not None:
-                recorder.waited_s += perf_counter() - began_s
-                if self._serial:
-                    recorder.leave(self._serial)
+            wait_for(self._works, self._group, self._serial, polled=self._polls)
             self._result.append(self._finish())
         return self._result[0]
+
+
+def wait_for(works: Sequence[_Work], group: Group, serial: int, *, polled: bool) -> None:
+    """Waits until `works` are done, and notes the end of the operation `serial`, if it has a number."""
+    recorder = group.recorder
+    began_s = perf_counter() if recorder is not None else 0.0
+    for work in works:
+        if polled:
+            _poll(work)
+        work.wait()
+    if recorder is not None:
+        recorder.waited_s += perf_counter() - began_s
+        if serial:
+            recorder.leave(serial)
 
 
 def _poll(work: _Work) -> None:
@@ -121,7 +129,7 @@ def enter(
     collective: bool = True,
 ) -> int:
     """Notes the beginning of an operation, checks it if the group does; the recorder's serial, 0 without one."""
-    position = group.position  # refuses ranks outside
+    position = group.position if group.rank is None else group.rank  # refuses ranks outside
     if group.size > 1:
         group.check_open()
     if tensor is not None and tensor.device.type != group.device.type:
@@ -134,7 +142,7 @@ def enter(
     group.operations += collective
     if group.recorder is None and not group.checked:
         return 0
-    shape = None if tensor is None else _known_shape(tensor, free)
+    shape = None if tensor is None else _known_shape(tensor, free) if free else tuple(tensor.shape)
     dtype = "" if tensor is None else _DTYPE_NAMES[tensor.dtype]
     call = CollectiveCall(operation, group.label, dtype, shape, detail, label, here())
     serial = 0 if group.recorder is None else group.recorder.enter(number, call_text(call))
@@ -162,7 +170,12 @@ def contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` itself where its memory is dense and in order, else a copy that is."""
     if tensor.layout is not torch.strided:
         raise UserError("talk about a tensor", f"its layout is {tensor.layout}", "make it dense first")
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return tensor if is_plain(tensor) else tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its memory is dense and in order, and holds its numbers as they are, which no gradient is asked of."""
+    return tensor.is_contiguous() and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
 
 
 def put_back(landing: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -200,7 +213,10 @@ def post_recv(landing: torch.Tensor, source: int, group: Group, tag: int = 0) ->
 
 def carried_as(tensor: torch.Tensor, reduction: Reduction) -> torch.Tensor:
     """What is reduced in the place of `tensor`: contiguous, of a type that backends reduce; itself if it can."""
-    asked, dtype = f"{reduction} of {tensor.dtype} over ranks", tensor.dtype
+    dtype = tensor.dtype
+    if reduction == "sum" and dtype in ADDED:
+        return contiguous(tensor)
+    asked = f"{reduction} of {dtype} over ranks"
     if reduction not in _TORCH and reduction != "mean":
         raise UserError(asked, "there is no such reduction", "use sum, mean, min, max or product")
     if dtype.is_complex and reduction in ("sum", "mean"):
@@ -315,9 +331,10 @@ def even_sizes(length: int, parts: int) -> list[int]:
 
 def add(total: torch.Tensor, more: torch.Tensor) -> None:
     """total += more, in the type of `total`. torch first makes a copy of `more` in the wider type, numpy converts as it
-    goes.
+    goes; of few numbers the copy costs less than the way to numpy.
     """
-    if more.dtype is torch.float32 and total.dtype is torch.float64 and not more.is_cuda:
+    wider = more.dtype is torch.float32 and total.dtype is torch.float64
+    if wider and not more.is_cuda and more.numel() >= WORTH_NUMPY:
         with np.errstate(invalid="ignore"):  # a gradient that overflowed is found by its norm
             np.add(total.numpy(), more.numpy(), out=total.numpy())
     else:

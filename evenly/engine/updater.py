@@ -26,7 +26,7 @@ from evenly.parallel.core.param_groups import Members, members, remove_parameter
 from evenly.parallel.core.steps_alone import steps_alone
 from evenly.parallel.data.gradients import NORM_ERROR
 from evenly.plan import Plan
-from evenly.torch_private import has_step_hooks, plain_name
+from evenly.torch_private import has_step_hooks, plain_name, without_subclasses
 
 if TYPE_CHECKING:
     from evenly.parallel.data.optimizer import ShardedOptimizer
@@ -165,10 +165,13 @@ class Updater:
         with (
             nullcontext() if self._plain else seeded(stream_key(self._job.seed, "optimizer", step), self._world.device)
         ):
-            if self._sharded is None:
-                self.optimizer.step()
-            else:
+            if self._sharded is not None:
                 self._sharded.step(gradients.named_gradients())
+            elif self._plain:
+                with without_subclasses():  # torch's own asks each parameter several things
+                    self.optimizer.step()
+            else:
+                self.optimizer.step()
         if self._sharded is not None:
             gradients.all_gather_parameters()
         if counter is not None:

@@ -282,11 +282,19 @@ def _start(serial: int) -> int:
 
 
 # ---------------------------------------------------------------------------------- places in the code
+_not_users: set[str] = set()  # files that are known to be another's
+
+
 def users_frame(frame: FrameType | None) -> FrameType | None:
     """The innermost frame that is neither in this package nor in a library, or None."""
-    while frame is not None and not is_users(frame.f_code.co_filename):
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file not in _not_users:
+            if is_users(file):
+                return frame
+            _not_users.add(file)
         frame = frame.f_back
-    return frame
+    return None
 
 
 def own_code_runs(places: Sequence[Place]) -> bool:

@@ -18,9 +18,9 @@ from typing import Literal
 
 import torch
 
-from evenly.parallel.data.gradients import SQUARED_AT_ONCE
 from evenly.parallel.data.grouping import IN_FLIGHT, bucket_members, needs_tail_bucket
 from evenly.parallel.data.row_layout import RowLayout
+from evenly.parallel.data.squares import SQUARED_AT_ONCE
 from evenly.planner.prediction import MemoryByCause
 from evenly.planner.profile import Interval, Parameter
 

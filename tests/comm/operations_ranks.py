@@ -12,7 +12,7 @@ import torch
 from kept_ranks import group_of_all
 
 from evenly.comm import collectives
-from evenly.comm.collectives import gather_to_first
+from evenly.comm.collectives import gather_to_first, sum_at_once
 from evenly.comm.groups import Group
 from evenly.comm.operations import (
     all_gather,
@@ -203,6 +203,10 @@ def reducing(group: Group, *, few: bool = False) -> Findings:
             result = all_reduce.begin(given, group, reduction).wait()  # pyright: ignore
             findings.same(f"all_reduce {what}", result, expected)
             findings.same(f"all_reduce in place {what}", given, expected)
+            if reduction == "sum":
+                given = form(all_of_them[own].clone())
+                findings.same(f"sum_at_once {what}", sum_at_once(given, group), expected)
+                findings.same(f"sum_at_once in place {what}", given, expected)
             to, given = salt % group.size, form(all_of_them[own].clone())
             reduce(given, to, group, reduction)  # pyright: ignore
             findings.same(f"reduce {what}", given, expected if own == to else all_of_them[own])

@@ -57,6 +57,8 @@ def _functions(
     return {
         "copy": (lambda x: pairs.copy(x, group), shape(), True, False),
         "reduce": (lambda x: pairs.reduce(x, group), shape(), False, True),
+        "copy in place": (lambda x: pairs.copy(x, group, in_place=True) * 1.0, shape(), True, False),
+        "reduce in place": (lambda x: pairs.reduce(x * 1.0, group, in_place=True), shape(), False, True),
         "split": (lambda x: pairs.split(x, group, cut, sizes), shape(cut=sum(sizes)), True, False),
         "split evenly": (lambda x: pairs.split(x, group, cut), shape(), True, False),
         "join": (lambda x: pairs.join(x, group, cut, either), shape(cut=sizes[own]), False, True),

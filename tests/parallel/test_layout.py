@@ -24,7 +24,7 @@ def test_units_that_do_not_divide_are_cut_as_torch_cuts() -> None:
     tensor = torch.arange(7 * 3)
     mine = parts(tensor, Layout.of(0, 1, 7, 3, 3))
     assert [part.tolist() for part in mine] == [part.flatten().tolist() for part in tensor.view(7, 3).chunk(3)]
-    assert Layout.of(0, 1, 7, 3, 3).sizes == [9, 9, 3]
+    assert Layout.of(0, 1, 7, 3, 3).sizes == (9, 9, 3)
 
 
 def test_a_rank_without_a_unit_is_no_layout() -> None:

@@ -15,6 +15,7 @@ from kept_references import References
 from torch import nn
 
 import evenly
+from evenly.comm import collectives as comm_collectives
 from evenly.comm import operations
 from evenly.errors import EvenlyError
 from evenly.parallel.data.gradients import Ownership
@@ -131,6 +132,7 @@ def collectives(name: str, plan: str) -> Counter[str]:
             for kind in ("all_reduce", "all_gather", "reduce_scatter"):
                 operation = getattr(operations, kind)
                 patch.setattr(operation, "begin", counted(operation, kind))
+            patch.setattr(comm_collectives, "sum_at_once", lambda tensor, group: operations.all_reduce(tensor, group))
             for batch in run.batches():
                 run.step(batch)
     return found

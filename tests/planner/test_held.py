@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import evenly
+from evenly.comm import collectives
 from evenly.comm.transport import Pending
 from evenly.parallel.data import grouping
 from evenly.parallel.pipeline.orders import orders
@@ -76,14 +77,19 @@ def small_job() -> evenly.Job:
 
 def let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has every wait for other ranks leave gloo's thread the time to let go of what came: it needs Python's lock."""
-    plain = Pending.wait
+    plain, plain_wait_for = Pending.wait, collectives.wait_for
 
     def wait(self: Any) -> Any:
         result = plain(self)
         time.sleep(0.002)
         return result
 
+    def wait_for(*args: Any, **kwargs: Any) -> None:
+        plain_wait_for(*args, **kwargs)
+        time.sleep(0.002)
+
     monkeypatch.setattr(Pending, "wait", wait)
+    monkeypatch.setattr(collectives, "wait_for", wait_for)
 
 
 class Trusting(torch.optim.SGD):

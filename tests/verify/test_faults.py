@@ -26,6 +26,7 @@ import evenly.parallel.data.buckets as buckets
 import evenly.parallel.data.gradients as gradients
 import evenly.parallel.data.partition as partition
 import evenly.parallel.data.shards as shards
+import evenly.parallel.data.squares as squares
 import evenly.parallel.tensor.model as tensor_model
 import evenly.train.resume as resume
 from evenly.engine.compose import Composed
@@ -220,7 +221,7 @@ def rounds_overwrite(patch: Patch) -> None:
 
 def norm_of_own_rows(patch: Patch) -> None:
     """The norm counts only this rank's rows."""
-    patch.setattr(partition, "norm_of_shards", lambda shards, group: gradients.sum_of_squares(shards).sqrt())
+    patch.setattr(partition, "norm_of_shards", lambda shards, group: squares.sum_of_squares(shards).sqrt())
 
 
 def undivided_rows(patch: Patch) -> None:
@@ -327,7 +328,7 @@ def split_gradients_counted_once(patch: Patch) -> None:
     patch.setattr(
         gradients.Ownership,
         "norm",
-        lambda self, named, *_: gradients.sum_of_squares(g for _, g in named if g is not None).sqrt(),
+        lambda self, named, *_: squares.sum_of_squares(g for _, g in named if g is not None).sqrt(),
     )
 
 

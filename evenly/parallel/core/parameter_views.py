@@ -53,9 +53,11 @@ class ViewedParameters(dict[str, Any]):
             super().__setitem__(name, self.kept_as(value))
 
     def __getitem__(self, name: str) -> Any:
-        local = super().__getitem__(name)
-        viewed = self._viewed(name, local)
-        return local if viewed is None else viewed
+        local = dict.__getitem__(self, name)
+        for view in self._views:
+            if (viewed := view(name, local)) is not None:
+                return viewed
+        return local
 
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if name in self else default  # noqa: SIM401

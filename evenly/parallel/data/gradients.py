@@ -35,12 +35,12 @@ from evenly.parallel.core.memory import MemoryCounter
 from evenly.parallel.data.buckets import Bucket, ExactBucket, Slot, share_low_terms
 from evenly.parallel.data.grouping import bucket_members, needs_tail_bucket
 from evenly.parallel.data.last_outputs import LastOutputs
+from evenly.parallel.data.squares import sum_of_squares
 from evenly.torch_private import without_subclasses
 
 IN_FLIGHT = 3  # buckets whose parts are on their way between ranks where sums are exact; bounds their memory
 # Of a norm, relative: a square goes through at most 2**17 additions, each off by 2**-53; the root halves that.
 NORM_ERROR = 2.0**-36
-SQUARED_AT_ONCE = 1 << 16  # elements per chunk of a sum of squares; a chunk stays in a core's cache
 
 
 class Gradients(ABC):
@@ -198,8 +198,9 @@ class GradientSum(Gradients):
         once = rounds == 1 and not self._pipelined  # a pipeline may run a microbatch's backward in several pieces
         for bucket in self.buckets:
             bucket.begin(once=once)
-        for slot in self._slots:
-            slot.used, slot.parameter.grad = False, None
+        with without_subclasses():  # this rank's parts
+            for slot in self._slots:
+                slot.used, slot.parameter.grad = False, None
         for bucket, slots in self._tails:
             bucket.resize_tail(len(slots) + self._exact + (numbers if bucket is self.buckets[-1] else 0))
 
@@ -252,11 +253,12 @@ class GradientSum(Gradients):
         for bucket in self.buckets:
             bucket.finish()
         rest: list[float] = []
-        for bucket, slots in self._tails:
-            rest = bucket.tail.tolist()  # the caller's numbers too, at once: a host that asks a GPU waits for it
-            for slot, users in zip(slots, rest, strict=False):
-                slot.parameter.grad = slot.gradient if users > 0 else None
-            rest = rest[len(slots) + self._exact :]
+        with without_subclasses():
+            for bucket, slots in self._tails:
+                rest = bucket.tail.tolist()  # the caller's numbers too, at once: a host that asks a GPU waits for it
+                for slot, users in zip(slots, rest, strict=False):
+                    slot.parameter.grad = slot.gradient if users > 0 else None
+                rest = rest[len(slots) + self._exact :]
         return rest
 
     def used(self) -> set[str]:
@@ -301,7 +303,8 @@ class GradientSum(Gradients):
             bucket.gradients.mul_(factor)
 
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        return ((slot.name, slot.parameter.grad) for slot in self._slots)
+        with without_subclasses():
+            return iter([(slot.name, slot.parameter.grad) for slot in self._slots])
 
     def track(self, counter: MemoryCounter, number: int = 0) -> None:
         for bucket in self.buckets:
@@ -324,7 +327,8 @@ class GradientSum(Gradients):
         return accumulate
 
     def _accumulate(self, bucket: Bucket, slot: Slot, gradient: torch.Tensor) -> None:
-        check_gradient(slot.name, gradient, sent=bucket.sending or (bucket.once and slot.used))
+        if gradient.layout is not torch.strided or bucket.sending or (bucket.once and slot.used):
+            check_gradient(slot.name, gradient, sent=bucket.sending or (bucket.once and slot.used))
         if gradient.dtype is not bucket.dtype:
             raise RunError(
                 f"gradient of {slot.name}",
@@ -431,24 +435,6 @@ class Ownership:
         if (group := self.pipeline_group) is not None:
             total = all_reduce(total.to(group.device, copy=True), group, label="norm of the gradient")
         return total.sqrt()
-
-
-def sum_of_squares(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The sum over all elements of all tensors, a scalar in float64."""
-    total: torch.Tensor | None = None
-    for part in chain.from_iterable(map(_chunks, tensors)):
-        if part.is_cuda:
-            square = torch.linalg.vector_norm(part, dtype=torch.float64) ** 2
-        else:
-            doubles = part.double()  # vector_norm converts element by element, four times as slow
-            square = torch.dot(doubles, doubles)
-        total = square if total is None else total.to(square.device).add_(square)
-    return torch.zeros((), dtype=torch.float64) if total is None else total
-
-
-def _chunks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    flat = tensor.flatten()
-    return (flat,) if flat.is_cuda or flat.numel() <= SQUARED_AT_ONCE else flat.split(SQUARED_AT_ONCE)
 
 
 def check_gradient(name: str, gradient: torch.Tensor, *, sent: bool) -> None:

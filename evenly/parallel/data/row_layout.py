@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -26,7 +27,7 @@ class RowLayout:
         rows, *row_shape = shape
         return cls(rows, max(1, -(-rows // ranks)), tuple(row_shape), offset)
 
-    @property
+    @cached_property
     def length(self) -> int:
         """The elements of a piece."""
         return self.piece_rows * torch.Size(self.row_shape).numel()
@@ -37,9 +38,8 @@ class RowLayout:
 
     def pack(self, tensor: torch.Tensor | None, packed: torch.Tensor) -> None:
         """Copies the pieces of `tensor`, or zeros, into `packed` (ranks x elements)."""
-        region = packed[:, self.offset : self.offset + self.length]
-        if tensor is None or region.shape[0] * self.piece_rows > self.rows:
-            region.zero_()
+        if tensor is None or packed.shape[0] * self.piece_rows > self.rows:
+            packed.narrow(1, self.offset, self.length).zero_()
         if tensor is not None:
             self._copy_pieces(tensor, packed, lambda piece, target: target.copy_(piece))
 
@@ -56,16 +56,18 @@ class RowLayout:
     def piece(self, row: torch.Tensor, position: int) -> torch.Tensor:
         """The piece at `position`, without padding, as a view of its rank's packed `row`."""
         rows = self.own(position)
-        region = row[self.offset : self.offset + self.length]
-        return region.unflatten(0, (self.piece_rows, *self.row_shape))[: rows.stop - rows.start]
+        region = row.narrow(0, self.offset, self.length).view(self.piece_rows, *self.row_shape)
+        return region.narrow(0, 0, rows.stop - rows.start)
 
     def _copy_pieces(
         self, tensor: torch.Tensor, packed: torch.Tensor, copy: Callable[[torch.Tensor, torch.Tensor], object]
     ) -> None:
         """Calls `copy` with rows of `tensor` and their region of `packed`: all full pieces at once, then the last."""
-        region = packed[:, self.offset : self.offset + self.length].unflatten(1, (self.piece_rows, *self.row_shape))
+        region = packed.narrow(1, self.offset, self.length)
+        region = region.view(packed.shape[0], self.piece_rows, *self.row_shape)
         full, remainder = divmod(self.rows, self.piece_rows)
         if full:
-            copy(tensor[: full * self.piece_rows].unflatten(0, (full, self.piece_rows)), region[:full])
+            rows = tensor.narrow(0, 0, full * self.piece_rows) if remainder else tensor
+            copy(rows.view(full, self.piece_rows, *self.row_shape), region.narrow(0, 0, full))
         if remainder:
-            copy(tensor[full * self.piece_rows :], region[full, :remainder])
+            copy(tensor.narrow(0, full * self.piece_rows, remainder), region[full].narrow(0, 0, remainder))

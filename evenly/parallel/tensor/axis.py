@@ -68,11 +68,11 @@ class Axis:
     computing: int = 0
     shown: bool = False
     closed: bool = False
+    position: int = field(init=False)
     _views: dict[tuple[int, bool], SplitTensor] = field(default_factory=dict[tuple[int, bool], "SplitTensor"])
 
-    @property
-    def position(self) -> int:
-        return self.group.position
+    def __post_init__(self) -> None:
+        self.position = self.group.position
 
     def __enter__(self) -> None:
         self.computing += 1
@@ -100,12 +100,12 @@ class Axis:
     def view_of(self, local: torch.nn.Parameter, layout: Layout) -> SplitTensor:
         """The split tensor of which `local` is this rank's part; one object, under whatever names it is asked for."""
         key = (id(local), torch.is_grad_enabled())
-        if key not in self._views:
-            with without_torch_function():
-                view = local.view_as(local)  # not a call of the job's
-            self._views[key] = self.split(view, layout)
-            self._views[key].local = local  # outlives its view, so that no other parameter gets its id
-        return self._views[key]
+        view = self._views.get(key)
+        if view is None:
+            with without_torch_function():  # not a call of the job's
+                view = self._views[key] = self.split(local.view_as(local), layout)
+            view.local = local  # outlives its view, so that no other parameter gets its id
+        return view
 
     # ------------------------------------------------------------------------------------------- conversions
     def enter(self, tensor: torch.Tensor, *, products: bool = False) -> torch.Tensor:
@@ -126,7 +126,7 @@ class Axis:
 
     def _gather(self, tensor: SplitTensor) -> torch.Tensor:
         layout = tensor.split_as
-        opened = tensor.unflatten(layout.dim, (layout.outer, layout.sizes[self.position]))
+        opened = opened_at(tensor, layout.dim, layout.outer, layout.sizes[self.position])
         joined = pairs.gather(opened, self.group, layout.dim + 1, layout.sizes)
         return in_order(joined.flatten(layout.dim, layout.dim + 1), memory_order(tensor))
 
@@ -141,7 +141,7 @@ class Axis:
             return self.total(tensor)
         outer = 1 if len(shape) == tensor.dim() else math.prod(shape[:-2])
         layout = Layout.of(tensor.dim() - 2, outer, shape[-2], 1, self.group.size)
-        opened = tensor.unflatten(layout.dim, (layout.outer, layout.units * layout.inner))
+        opened = opened_at(tensor, layout.dim, layout.outer, layout.units * layout.inner)
         own = pairs.reduce_scatter(opened, self.group, layout.dim + 1, layout.sizes)
         return self.split(own.flatten(layout.dim, layout.dim + 1), layout)
 
@@ -149,7 +149,7 @@ class Axis:
         """This rank's part of a whole tensor."""
         dim = layout.dim
         if tensor.requires_grad and torch.is_grad_enabled():
-            opened = tensor.unflatten(dim, (layout.outer, layout.units * layout.inner))
+            opened = opened_at(tensor, dim, layout.outer, layout.units * layout.inner)
             own = pairs.split(opened, self.group, dim + 1, layout.sizes).flatten(dim, dim + 1)
         else:
             own = own_part(tensor, layout, self.position)
@@ -159,16 +159,15 @@ class Axis:
         """The whole of a split tensor."""
         layout = tensor.split_as
         with without_subclasses():
-            opened = tensor.unflatten(layout.dim, (layout.outer, layout.sizes[self.position]))
+            opened = opened_at(tensor, layout.dim, layout.outer, layout.sizes[self.position])
             joined = pairs.join(opened, self.group, layout.dim + 1, layout.sizes)
             return in_order(joined.flatten(layout.dim, layout.dim + 1), memory_order(tensor))
 
     def split(self, own: torch.Tensor, layout: Layout) -> SplitTensor:
         """`own`, this rank's part, as the split tensor that it is a part of. The object itself changes its class."""
         own.__class__ = SplitTensor if type(own) in _PLAIN else subclass_of(SplitTensor, type(own))
-        assert isinstance(own, SplitTensor)
-        own.split_as, own.axis = layout, self
-        return own
+        own.split_as, own.axis = layout, self  # pyright: ignore[reportAttributeAccessIssue]
+        return own  # type: ignore[return-value]
 
 
 def memory_order(tensor: torch.Tensor) -> list[int]:
@@ -178,14 +177,22 @@ def memory_order(tensor: torch.Tensor) -> list[int]:
 
 def in_order(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     """`tensor` with its dims in memory in `order`."""
+    if all(dim == place for place, dim in enumerate(order)):
+        return tensor.contiguous()
     back = sorted(range(len(order)), key=order.__getitem__)
     return tensor.permute(*order).contiguous().permute(back) if order else tensor
+
+
+def opened_at(tensor: torch.Tensor, dim: int, outer: int, length: int) -> torch.Tensor:
+    """`tensor` with its dim `dim` as two, outer x length; `Tensor.unflatten`, in Python, takes longer."""
+    shape = tensor.shape
+    return tensor.view(*shape[:dim], outer, length, *shape[dim + 1 :])
 
 
 def own_part(tensor: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
     """What `rank` holds of the whole `tensor`: a copy, without gradient."""
     start = sum(layout.sizes[:rank])
-    opened = tensor.detach().unflatten(layout.dim, (layout.outer, layout.units * layout.inner))
+    opened = opened_at(tensor.detach(), layout.dim, layout.outer, layout.units * layout.inner)
     own = opened.narrow(layout.dim + 1, start, layout.sizes[rank])
     return own.flatten(layout.dim, layout.dim + 1).clone(memory_format=torch.contiguous_format)
 
@@ -253,7 +260,7 @@ def full_for_transform(tensor: torch.Tensor) -> torch.Tensor:
     """What takes the place of a split tensor within a transformation of `torch.func`."""
     if isinstance(tensor, PartParameter) and (tensor.axis.shown or tensor.axis.computing):
         tensor = tensor.axis.view_of(tensor, tensor.split_as)
-    if not is_split(tensor):
+    if not is_split(tensor) or is_part(tensor):
         return tensor
     with outside_transforms():
         return tensor.axis.gather_full(tensor)
@@ -287,9 +294,9 @@ def _refuse_own_functions(func: Callable[..., Any]) -> None:
     """Raises `RunError` in the forward of a `torch.autograd.Function`, whose own backward knows nothing of parts."""
     frame = inspect.currentframe()
     while frame is not None:
-        code, given = frame.f_code, frame.f_locals
-        first = code.co_varnames[0] if code.co_argcount else ""
-        if code.co_name in ("forward", "setup_context") and isinstance(given.get(first), FunctionCtx):
+        code = frame.f_code
+        named = code.co_argcount and code.co_name in ("forward", "setup_context")  # what is local takes long to ask for
+        if named and isinstance(frame.f_locals.get(code.co_varnames[0]), FunctionCtx):
             raise RunError(
                 f"{name_of_call(func)} on a split tensor in {frame_place(frame)}",
                 "a torch.autograd.Function has a backward of its own, which would see this rank's part alone",
@@ -314,9 +321,11 @@ class SplitTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if len(types) > 1 and any(getattr(one, "computes_mixed", False) for one in types):
-            return NotImplemented  # torch asks that class
-        run = compute_shown if any(issubclass(one, PartParameter) for one in types) else compute
+        run = compute
+        if len(types) > 1:
+            if any(getattr(one, "computes_mixed", False) for one in types):
+                return NotImplemented  # torch asks that class
+            run = compute_shown if any(issubclass(one, PartParameter) for one in types) else compute
         with without_subclasses():
             return run(func, args, kwargs or {})
 
@@ -339,22 +348,31 @@ class FullCopy(torch.Tensor):
             return run(func, args, kwargs or {})
 
 
-class PartParameter(torch.nn.Parameter):
+class PartParameter(SplitTensor, torch.nn.Parameter):
     """This rank's part of a parameter, as all have it that hold the parameter: the engine, the optimizer, the job.
 
-    The engine works with the part. Code of the job that reaches it outside of a loss (in its own loop, by the
-    optimizer, by a list or a closure) finds the whole, as split as the parameter is: no function of torch sees a part.
+    The engine works with the part. Code of the job (a loss, its own loop, what holds the parameter by a list or a
+    closure) finds the whole, as split as the parameter is: no function of torch sees a part.
     """
-
-    split_as: Layout
-    axis: Axis
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if len(types) > 1 and any(getattr(one, "computes_mixed", False) for one in types):
+            return NotImplemented  # torch asks that class
         with without_subclasses():
+            for one in args:
+                if not is_part(one):
+                    continue
+                if one is args[0] and not (one.axis.shown or one.axis.computing):
+                    return func(*args, **kwargs or {})  # the engine's
+                if func in PRODUCTS and one.axis.computing:
+                    return compute(func, args, kwargs or {})
+                break
             return compute_shown(func, args, kwargs or {})
+
+    __repr__ = torch.nn.Parameter.__repr__  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A parameter of the full shape where it is shown, which is no longer split."""
@@ -367,23 +385,25 @@ class PartParameter(torch.nn.Parameter):
 
 # A function of torch -> how it is computed on the part itself, of a parameter that is shown whole; filled by `ops`.
 OF_PARAMETERS: dict[Callable[..., Any], Callable[..., Any]] = {}
+# Functions that take a parameter's part as they take any: what they return is another tensor. They need no view of it.
+PRODUCTS: set[Callable[..., Any]] = set()
 # Functions that need no other rank.
 LOCAL: set[Callable[..., Any]] = set()
 
 
 def compute_shown(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`func` of tensors, of which some are parameters that this rank has a part of."""
-    part = next((one for one in tensors_in((args, *kwargs.values())) if isinstance(one, PartParameter)), None)
+    part = next((one for one in tensors_in((args, *kwargs.values())) if is_part(one)), None)
     if part is None or not (part.axis.shown or part.axis.computing):
         return func(*args, **kwargs)
     if part.axis.closed and func not in LOCAL:
         raise closed_error(name_of_call(func))
-    first = args[0] if args and isinstance(args[0], PartParameter) else None
+    first = args[0] if args and is_part(args[0]) else None
     if first is not None and (execute := OF_PARAMETERS.get(func)) is not None:
         return execute(func, *args, **kwargs)
 
     def view(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.axis.view_of(tensor, tensor.split_as) if isinstance(tensor, PartParameter) else tensor
+        return tensor.axis.view_of(tensor, tensor.split_as) if is_part(tensor) else tensor
 
     result = compute(func, map_tensors(view, args), map_tensors(view, kwargs))
     return first if first is not None and result is view(first) else result  # changed in place
@@ -395,6 +415,11 @@ _PLAIN = (torch.Tensor, SplitTensor, FullCopy)  # others are fake, say
 def is_split(value: object) -> TypeGuard[SplitTensor]:
     """Whether `value` is a part of a larger tensor."""
     return isinstance(value, SplitTensor)
+
+
+def is_part(value: object) -> TypeGuard[PartParameter]:
+    """Whether `value` is a part of a parameter; isinstance, which torch has in Python for parameters, takes longer."""
+    return issubclass(type(value), PartParameter)
 
 
 def whole_of(value: Any) -> Any:

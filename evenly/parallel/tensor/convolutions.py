@@ -11,7 +11,6 @@ has channels of its own, and only groups are dealt to ranks. Positions are never
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -111,7 +110,7 @@ def convolution(
         each = shape_of(weight)[0] // groups
         if layout.outer > 1 or any(size % each for size in layout.sizes):
             return NotImplemented  # a rank would hold a part of a group
-        into = replace(layout, inner=layout.inner // each * weight.shape[1]) if layout.inner % each == 0 else None
+        into = layout._replace(inner=layout.inner // each * weight.shape[1]) if layout.inner % each == 0 else None
         own = None if into is None else part_for(input, into.at(1 - input.dim()), axis)
         if own is None:
             return NotImplemented

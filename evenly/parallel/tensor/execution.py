@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from evenly.parallel.tensor import shapes
 from evenly.parallel.tensor.axis import Axis, SplitTensor, is_split, memory_order, own_part
 from evenly.parallel.tensor.layout import Layout
 from evenly.torch_private import without_subclasses
@@ -75,6 +76,10 @@ def register_hook(func: Any, tensor: SplitTensor, hook: Callable[[T], T | None])
 
 # ----------------------------------------------------------------------------------------- element by element
 def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
+    first = args[0]
+    if isinstance(first, SplitTensor) and not any(isinstance(value, T) for value in (*args[1:], *kwargs.values())):
+        result = func(*args, **kwargs)  # of one tensor
+        return first.axis.split(result, first.split_as) if isinstance(result, T) else NotImplemented
     parts = _aligned([*args, *kwargs.values()])
     if parts is None:
         return NotImplemented
@@ -89,7 +94,7 @@ def in_place(func: Any, *args: Any, **kwargs: Any) -> Any:
     """What is changed must be split as the result is; the result is it."""
     if not is_split(args[0]):
         return NotImplemented
-    layout = args[0].split_as.at(args[0].split_as.dim - args[0].dim())
+    layout = from_end(args[0])
     given = [*args[1:], *kwargs.values()]
     values = [part_for(value, layout, args[0].axis) if isinstance(value, T) else value for value in given]
     if any(part is None and value is not None for part, value in zip(values, given, strict=True)):
@@ -103,9 +108,8 @@ def _aligned(values: Sequence[Any]) -> tuple[list[Any], Layout, Axis] | None:
     The first split tensor decides; one that is split in another way is made whole first. None where the dim that
     is split would itself be broadcast.
     """
-    first = next(value for value in values if is_split(value))
-    layout = first.split_as.at(first.split_as.dim - first.dim())
-    axis = first.axis
+    first = next(value for value in values if isinstance(value, SplitTensor))
+    layout, axis = from_end(first), first.axis
     parts: list[Any] = []
     for value in values:
         part = part_for(value, layout, axis) if isinstance(value, T) else value
@@ -115,10 +119,17 @@ def _aligned(values: Sequence[Any]) -> tuple[list[Any], Layout, Axis] | None:
     return parts, layout, axis
 
 
+def from_end(tensor: SplitTensor) -> Layout:
+    """Its layout, the dim counted from the end."""
+    layout = tensor.split_as
+    return layout.at(layout.dim - tensor.dim())
+
+
 def part_for(tensor: T, layout: Layout, axis: Axis) -> T | None:
     """What of `tensor` meets parts of `layout` (dim from the end) in an operation by elements."""
-    if is_split(tensor):
-        if tensor.split_as.dim - tensor.dim() == layout.dim and tensor.split_as.matches(layout):
+    if isinstance(tensor, SplitTensor):
+        own = tensor.split_as
+        if own.dim - tensor.dim() == layout.dim and own.matches(layout):
             # What autograd keeps for a recomputed block must look as it did: a part.
             return tensor if tensor.requires_grad else tensor.detach()
         tensor = axis.gather_full(tensor)
@@ -138,109 +149,20 @@ def mark(result: Any, layout: Layout, axis: Axis) -> Any:
 
 
 # -------------------------------------------------------------------------------------------------- other shapes
-def _viewed(tensor: SplitTensor, shape: Sequence[int]) -> Any:
-    """`tensor` as a whole tensor of `shape`, in which one length may be -1."""
-    whole = shape_of(tensor)
-    if -1 in shape:
-        known = -math.prod(shape)
-        if known <= 0 or math.prod(whole) % known:
-            return NotImplemented  # torch says what is wrong
-        shape = [math.prod(whole) // known if length == -1 else length for length in shape]
-    layout = tensor.split_as.viewed(whole, shape)
-    if layout is None or math.prod(shape) != math.prod(whole):
-        return NotImplemented
-    viewed = tensor.axis.split(tensor.reshape(layout.part(shape, tensor.axis.position)), layout)
-    if len(shape) == 2 and len(whole) > 2 and shape[1] == whole[-1]:
-        viewed.rows = whole[:-1]
-    return viewed
-
-
-def _lengths(args: tuple[Any, ...]) -> Sequence[int] | None:
-    """From `2, 3` or `(2, 3)`; None for anything else (a dtype)."""
-    given = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
-    return given if all(isinstance(length, int) for length in given) else None  # pyright: ignore[reportUnknownVariableType]
-
-
-def view(_: Any, tensor: SplitTensor, *args: Any, **kwargs: Any) -> Any:
-    shape = _lengths(args or tuple(kwargs.values()))
-    return NotImplemented if shape is None else _viewed(tensor, shape)
+VIEW, TRANSPOSE, EXPAND = map(shapes.decided, (shapes.view, shapes.transpose, shapes.expand))
+UNBIND, UNSQUEEZE, CHUNK = map(shapes.decided, (shapes.unbind, shapes.unsqueeze, shapes.chunk))
 
 
 def view_as(_: Any, tensor: T, other: T) -> Any:
-    return _viewed(tensor, shape_of(other)) if is_split(tensor) else tensor.reshape(shape_of(other))
-
-
-def flatten(_: Any, tensor: SplitTensor, start_dim: int = 0, end_dim: int = -1) -> Any:
-    whole = shape_of(tensor)
-    start, end = start_dim % len(whole), end_dim % len(whole)
-    return _viewed(tensor, (*whole[:start], math.prod(whole[start : end + 1]), *whole[end + 1 :]))
-
-
-def unflatten(_: Any, tensor: SplitTensor, dim: int, sizes: Sequence[int]) -> Any:
-    whole = shape_of(tensor)
-    dim %= len(whole)
-    sizes = list(sizes)
-    if -1 in sizes:
-        sizes[sizes.index(-1)] = whole[dim] // -math.prod(sizes)
-    return _viewed(tensor, (*whole[:dim], *sizes, *whole[dim + 1 :]))
-
-
-def unsqueeze(_: Any, tensor: SplitTensor, dim: int) -> Any:
-    dim %= tensor.dim() + 1
-    layout = tensor.split_as
-    return tensor.axis.split(tensor.unsqueeze(dim), layout.at(layout.dim + (dim <= layout.dim)))
-
-
-def squeeze(_: Any, tensor: SplitTensor, *dims: Any, dim: Any = None) -> Any:
-    whole = shape_of(tensor)
-    asked = dims[0] if dims else dim
-    named = range(len(whole)) if asked is None else [asked] if isinstance(asked, int) else asked
-    gone = {d % len(whole) for d in named if whole[d] == 1}
-    return _viewed(tensor, [length for d, length in enumerate(whole) if d not in gone])
-
-
-def transpose(_: Any, tensor: SplitTensor, dim0: int, dim1: int) -> Any:
-    order = list(range(tensor.dim()))
-    order[dim0], order[dim1] = order[dim1], order[dim0]
-    return _permuted(tensor, order)
+    return VIEW(None, tensor, shape_of(other)) if is_split(tensor) else tensor.reshape(shape_of(other))
 
 
 def matrix_transpose(_: Any, tensor: SplitTensor) -> Any:
-    return NotImplemented if tensor.is_complex() else transpose(None, tensor, -2, -1)
-
-
-def reverse_dims(_: Any, tensor: SplitTensor) -> Any:
-    return _permuted(tensor, list(reversed(range(tensor.dim()))))
-
-
-def permute(_: Any, tensor: SplitTensor, *dims: Any, **kwargs: Any) -> Any:
-    order = _lengths(dims or tuple(kwargs.values()))
-    return NotImplemented if order is None else _permuted(tensor, [d % tensor.dim() for d in order])
-
-
-def movedim(func: Any, tensor: SplitTensor, source: Any, destination: Any) -> Any:
-    order = torch.movedim(torch.empty(tuple(range(tensor.dim())), device="meta"), source, destination).shape
-    return _permuted(tensor, list(order))
-
-
-def _permuted(tensor: SplitTensor, order: list[int]) -> Any:
-    layout = tensor.split_as
-    return tensor.axis.split(tensor.permute(order), layout.at(order.index(layout.dim)))
-
-
-def expand(_: Any, tensor: SplitTensor, *lengths: Any, **kwargs: Any) -> Any:
-    shape = _lengths(lengths or tuple(kwargs.values()))
-    if shape is None:
-        return NotImplemented
-    layout = tensor.split_as.at(tensor.split_as.dim + len(shape) - tensor.dim())
-    if shape[layout.dim] not in (-1, layout.length):
-        return NotImplemented
-    own = [-1 if dim == layout.dim else length for dim, length in enumerate(shape)]
-    return tensor.axis.split(tensor.expand(own), layout)
+    return NotImplemented if tensor.is_complex() else TRANSPOSE(None, tensor, -2, -1)
 
 
 def expand_as(func: Any, tensor: T, other: T) -> Any:
-    return expand(func, tensor, *shape_of(other)) if is_split(tensor) else tensor.expand(shape_of(other))
+    return EXPAND(func, tensor, *shape_of(other)) if is_split(tensor) else tensor.expand(shape_of(other))
 
 
 def repeat_interleave(_: Any, tensor: T, repeats: Any, dim: int | None = None, **kwargs: Any) -> Any:
@@ -255,25 +177,6 @@ def triangle(func: Any, tensor: SplitTensor, *args: Any, **kwargs: Any) -> Any:
     if tensor.split_as.dim >= tensor.dim() - 2:
         return NotImplemented
     return tensor.axis.split(func(tensor, *args, **kwargs), tensor.split_as)
-
-
-def repeat(_: Any, tensor: SplitTensor, *sizes: Any, **kwargs: Any) -> Any:
-    """Copies one behind the other: blocks of the split dim are repeated as a whole."""
-    times = _lengths(sizes or tuple(kwargs.values()))
-    if times is None:
-        return NotImplemented
-    layout = tensor.split_as
-    dim = layout.dim + len(times) - tensor.dim()
-    if dim < 0 or len(times) < tensor.dim():
-        return NotImplemented
-    repeated = Layout.of(dim, layout.outer * times[dim], layout.units, layout.inner, layout.ranks)
-    return tensor.axis.split(tensor.repeat(*times), repeated)
-
-
-def tile(_: Any, tensor: SplitTensor, *sizes: Any, **kwargs: Any) -> Any:
-    """`repeat`, with ones in front where there are fewer numbers than dims."""
-    times = _lengths(sizes or tuple(kwargs.values()))
-    return NotImplemented if times is None else repeat(_, tensor, *[1] * (tensor.dim() - len(times)), *times)
 
 
 def pad(func: Any, tensor: SplitTensor, pad: Sequence[int], *args: Any, **kwargs: Any) -> Any:
@@ -323,35 +226,9 @@ def narrow(_: Any, tensor: SplitTensor, dim: int, start: Any, length: int) -> An
     return tensor.axis.split(tensor.narrow(dim, start, length), tensor.split_as)
 
 
-def unbind(_: Any, tensor: SplitTensor, dim: int = 0) -> Any:
-    dim, layout = dim % tensor.dim(), tensor.split_as
-    if dim == layout.dim:
-        return NotImplemented
-    return mark(tensor.unbind(dim), layout.at(layout.dim - (dim < layout.dim)), tensor.axis)
-
-
 def iterate(func: Any, tensor: SplitTensor) -> Any:
-    parts = unbind(func, tensor)
+    parts = UNBIND(func, tensor)
     return parts if parts is NotImplemented else iter(parts)
-
-
-def chunk(_: Any, tensor: SplitTensor, chunks: int, dim: int = 0) -> Any:
-    return split(None, tensor, -(-shape_of(tensor)[dim] // chunks), dim)
-
-
-def split(_: Any, tensor: SplitTensor, split_size: Any = None, dim: int = 0, **kwargs: Any) -> Any:
-    sizes = kwargs.get("split_size_or_sections", kwargs.get("split_sizes", split_size))
-    dim, axis, layout = dim % tensor.dim(), tensor.axis, tensor.split_as
-    if isinstance(sizes, int):
-        length = shape_of(tensor)[dim]
-        sizes = [min(sizes, length - start) for start in range(0, length, sizes)]
-    if dim != layout.dim:
-        return mark(torch.split(tensor, list(sizes), dim), layout, axis)
-    layouts = layout.pieces(sizes)
-    if layouts is None:
-        return NotImplemented
-    parts = torch.split(tensor, [piece.own_length(axis.position) for piece in layouts], dim)
-    return tuple(axis.split(part, piece) for part, piece in zip(parts, layouts, strict=True))
 
 
 def cat(_: Any, tensors: Sequence[T], dim: int = 0, *, axis: int | None = None, out: Any = None) -> Any:
@@ -373,13 +250,13 @@ def stack(_: Any, tensors: Sequence[T], dim: int = 0, *, out: Any = None) -> Any
     if out is not None:
         return NotImplemented
     dim %= tensors[0].dim() + 1
-    turned = [unsqueeze(None, t, dim) if is_split(t) else t.unsqueeze(dim) for t in tensors]
+    turned = [UNSQUEEZE(None, t, dim) if is_split(t) else t.unsqueeze(dim) for t in tensors]
     return cat(None, turned, dim)
 
 
 def glu(_: Any, tensor: SplitTensor, dim: int = -1) -> Any:
     """One half times the sigmoid of the other."""
-    halves = chunk(None, tensor, 2, dim)
+    halves = CHUNK(None, tensor, 2, dim)
     return (
         NotImplemented
         if halves is NotImplemented

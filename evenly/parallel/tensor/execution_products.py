@@ -19,7 +19,7 @@ from evenly.errors import RunError
 from evenly.nn.losses import Reduction, SplitVocabulary, loss_in_chunks
 from evenly.parallel.tensor.attention import multi_head_attention
 from evenly.parallel.tensor.axis import Axis, SplitTensor, is_split
-from evenly.parallel.tensor.execution import elementwise, own_noise, part_for, repeat_interleave, shape_of
+from evenly.parallel.tensor.execution import elementwise, from_end, own_noise, part_for, repeat_interleave, shape_of
 from evenly.parallel.tensor.layout import Layout
 from evenly.torch_private import with_torch_function
 
@@ -56,7 +56,7 @@ def matmul(_: Any, a: T, b: T) -> Any:
     for one, other, contracted, of_other in turns:
         if not is_split(one):
             continue
-        layout = one.split_as.at(one.split_as.dim - one.dim())
+        layout = from_end(one)
         if layout.dim == contracted:
             part = part_for(other, layout.at(of_other), axis)
         elif layout.dim >= -2:  # M of a, or N of b
@@ -217,7 +217,7 @@ def attention(
         return axis.split(mixed, value.split_as.at(mixed.dim() - 1))
     if not is_split(query) or query.split_as.dim >= query.dim() - 2:
         return NotImplemented
-    axis, layout = query.axis, query.split_as.at(query.split_as.dim - query.dim())
+    axis, layout = query.axis, from_end(query)
     groups = shape_of(query)[-3] // shape_of(key)[-3] if enable_gqa else 1
     if groups > 1 and layout.dim == -3:
         parts = [_grouped_part(tensor, layout, groups, axis) for tensor in (key, value)]

@@ -14,19 +14,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from functools import cached_property
+from typing import NamedTuple, Self
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A tensor whose dim `dim` is split over `ranks` ranks as outer x units x inner."""
-
+class _Numbers(NamedTuple):
     dim: int
     outer: int
     units: int
     inner: int
     ranks: int
+
+
+class Layout(_Numbers):
+    """A tensor whose dim `dim` is split over `ranks` ranks as outer x units x inner."""
 
     @classmethod
     def of(cls, dim: int, outer: int, units: int, inner: int, ranks: int) -> Self:
@@ -36,21 +37,25 @@ class Layout:
             units, inner = ranks, inner * (units // ranks)
         return cls(dim, outer, units, inner, ranks)
 
+    def __reduce__(self) -> tuple[type[Self], tuple[int, ...]]:
+        """A copy keeps the numbers alone, and nothing that was computed of them."""
+        return type(self), tuple(self)
+
     @staticmethod
     def deals(units: int, ranks: int) -> bool:
         """Whether each of `ranks` gets a unit."""
         return units > (ranks - 1) * -(-units // ranks)
 
-    @property
+    @cached_property
     def length(self) -> int:
         """The length of the full dim."""
         return self.outer * self.units * self.inner
 
-    @property
-    def sizes(self) -> list[int]:
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
         """What each rank holds of one outer part."""
         each = -(-self.units // self.ranks)
-        return [min(each, self.units - rank * each) * self.inner for rank in range(self.ranks)]
+        return tuple(min(each, self.units - rank * each) * self.inner for rank in range(self.ranks))
 
     def own_length(self, rank: int) -> int:
         """What `rank` holds of the dim."""
@@ -64,20 +69,28 @@ class Layout:
         """The inverse of `full_shape`."""
         return (*shape[: self.dim], self.own_length(rank), *shape[self.dim + 1 :])
 
-    def at(self, dim: int) -> Layout:
-        """The same of another dim."""
-        return Layout(dim, self.outer, self.units, self.inner, self.ranks)
+    @cached_property
+    def _moved(self) -> dict[int, Self]:
+        """By dim what `at` has given, for this layout and all of those."""
+        return {self.dim: self}
+
+    def at(self, dim: int) -> Self:
+        """The same of another dim; the same object for the same dim."""
+        known = self._moved.get(dim)
+        if known is None:
+            known = self._moved[dim] = self._replace(dim=dim)
+            vars(known)["_moved"] = self._moved
+        return known
 
     def matches(self, other: Layout) -> bool:
         """Whether both put the same indices of their dim, wherever it stands, on every rank."""
-        mine, theirs = (self.outer, self.units, self.inner), (other.outer, other.units, other.inner)
-        return mine == theirs and self.ranks == other.ranks
+        return self[1:] == other[1:]
 
-    def stretched(self, times: int) -> Layout:
+    def stretched(self, times: int) -> Self:
         """The layout of a dim in which every element of this one is repeated `times` times."""
-        return replace(self, inner=self.inner * times)
+        return self._replace(inner=self.inner * times)
 
-    def viewed(self, shape: Sequence[int], target: Sequence[int]) -> Layout | None:
+    def viewed(self, shape: Sequence[int], target: Sequence[int]) -> Self | None:
         """The layout when the whole tensor, of `shape`, is viewed as `target`; None where no dim of it is split.
 
         The units keep their place among all elements: as many lie before them, seen as digits of a flat index.
@@ -87,13 +100,13 @@ class Layout:
         for dim, length in enumerate(target):
             outer, rest = divmod(before, passed)
             if rest == 0 and length % (outer * self.units) == 0 and length > 1:
-                return Layout(dim, outer, self.units, length // (outer * self.units), self.ranks)
+                return self._replace(dim=dim, outer=outer, inner=length // (outer * self.units))
             passed *= length
         return None
 
-    def pieces(self, lengths: Sequence[int]) -> list[Layout] | None:
+    def pieces(self, lengths: Sequence[int]) -> list[Self] | None:
         """The pieces into which the full dim is cut; None where one would end within an outer part."""
         part = self.units * self.inner
         if any(length % part or not length for length in lengths):
             return None
-        return [replace(self, outer=length // part) for length in lengths]
+        return [self._replace(outer=length // part) for length in lengths]

@@ -22,6 +22,7 @@ from evenly.parallel.tensor.axis import (
     Axis,
     SplitTensor,
     in_order,
+    is_part,
     is_split,
     memory_order,
     own_part,
@@ -109,7 +110,7 @@ class SplitModel:
 
     def as_part(self, name: str, parameter: torch.Tensor, value: Any) -> Any:
         """This rank's part of what code of the job has made like parameter `name`; `value` itself if it is another."""
-        if is_split(value):
+        if is_split(value) and not is_part(value):
             with without_subclasses():
                 return value.detach()
         if isinstance(value, torch.Tensor) and value.dim() and value.shape == self.full_shape(name, parameter.shape):
@@ -131,19 +132,21 @@ class SplitModel:
 
     def _view(self, module: nn.Module, layouts: Mapping[str, Layout]) -> View:
         """While the job computes, a split tensor in the place of each parameter of a module that is in `layouts`."""
-        position = self.axis.position
-        sizes = {name: math.prod(one.part(getattr(module, name).shape, position)) for name, one in layouts.items()}
+        axis = self.axis
+        sizes = {name: math.prod(one.part(getattr(module, name).shape, axis.position)) for name, one in layouts.items()}
 
         def view(name: str, local: torch.Tensor | None) -> SplitTensor | None:
             # A DTensor where the data axis has not gathered it, as it does for the module's own forward; another tensor
             # where `functional_call` has put it there, or in a copy of the module.
             # Outside of a loss it is a plain parameter in a block that `fully_shard` has gathered, and no other.
-            active = self.axis.computing or (self.axis.shown and type(local) is nn.Parameter)
+            if is_part(local):
+                return None  # functions of torch know it
+            active = axis.computing or (axis.shown and type(local) is nn.Parameter)
             if not active or name not in layouts or is_dtensor(local):
                 return None
             if not isinstance(local, nn.Parameter) or local.numel() != sizes[name]:
                 return None
-            return self.axis.view_of(local, layouts[name])
+            return axis.view_of(local, layouts[name])
 
         return view
 

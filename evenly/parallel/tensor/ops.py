@@ -21,9 +21,11 @@ from evenly.parallel.tensor import execution as e
 from evenly.parallel.tensor import execution_products as products
 from evenly.parallel.tensor import indexing
 from evenly.parallel.tensor import propagation as p
+from evenly.parallel.tensor import shapes as s
 from evenly.parallel.tensor import shown_parameters as shown
-from evenly.parallel.tensor.axis import EXECUTIONS, LOCAL, OF_PARAMETERS
+from evenly.parallel.tensor.axis import EXECUTIONS, LOCAL, OF_PARAMETERS, PRODUCTS
 from evenly.parallel.tensor.graph import Rule
+from evenly.parallel.tensor.shapes import decided
 from evenly.torch_private import FOREACH, GROUPED_PRODUCT
 
 T = torch.Tensor
@@ -89,7 +91,7 @@ _OPS: dict[str, Op] = {
     **_table(p.pointwise, e.elementwise, POINTWISE),
     **_table(p.pointwise_unary, e.elementwise, UNARY),
     **_table(p.pointwise_unary, e.dropout, "dropout"),
-    **_table(p.pointwise_unary, e.expand, "expand broadcast_to"),
+    **_table(p.pointwise_unary, e.EXPAND, "expand broadcast_to"),
     **_table(p.pointwise_unary, e.expand_as, "expand_as"),
     **_table(p.pointwise_unary, e.create_alike, "rand_like randn_like"),
     **_table(p.created, e.create, "new_zeros new_ones new_empty new_full"),
@@ -97,19 +99,19 @@ _OPS: dict[str, Op] = {
         p.created, e.gather, "zeros ones empty full eye arange linspace tensor as_tensor scalar_tensor new_tensor"
     ),
     **_table(p.created, e.gather, "rand randn randint randperm"),
-    **_table(p.viewed, e.view, "view reshape"),
+    **_table(p.viewed, e.VIEW, "view reshape"),
     **_table(p.viewed, e.view_as, "view_as reshape_as"),
-    **_table(p.viewed, e.flatten, "flatten ravel"),
-    **_table(p.viewed, e.unflatten, "unflatten"),
-    **_table(p.viewed, e.unsqueeze, "unsqueeze"),
-    **_table(p.viewed, e.squeeze, "squeeze"),
-    **_table(p.transposed, e.transpose, "transpose swapaxes swapdims"),
-    **_table(p.last_two_transposed, e.reverse_dims, "t T"),
+    **_table(p.viewed, decided(s.flatten), "flatten ravel"),
+    **_table(p.viewed, decided(s.unflatten), "unflatten"),
+    **_table(p.viewed, e.UNSQUEEZE, "unsqueeze"),
+    **_table(p.viewed, decided(s.squeeze), "squeeze"),
+    **_table(p.transposed, e.TRANSPOSE, "transpose swapaxes swapdims"),
+    **_table(p.last_two_transposed, decided(s.reverse_dims), "t T"),
     **_table(p.last_two_transposed, e.matrix_transpose, "mT mH H adjoint"),
-    **_table(p.permuted, e.permute, "permute"),
-    **_table(p.moved, e.movedim, "movedim moveaxis"),
-    **_table(p.repeated, e.repeat, "repeat"),
-    **_table(p.repeated, e.tile, "tile"),
+    **_table(p.permuted, decided(s.permute), "permute"),
+    **_table(p.moved, decided(s.movedim), "movedim moveaxis"),
+    **_table(p.repeated, decided(s.repeat), "repeat"),
+    **_table(p.repeated, decided(s.tile), "tile"),
     **_table(p.repeated_each, e.repeat_interleave, "repeat_interleave"),
     **_table(p.triangle, e.triangle, "tril triu"),
     **_table(p.padded, e.pad, "pad"),
@@ -124,10 +126,10 @@ _OPS: dict[str, Op] = {
     **_table(p.reduced(2), e.reduced(2), "norm"),
     **_table(p.extreme, e.extreme, "max min"),
     **_table(p.summed, e.sum_or_mean, "sum mean"),
-    **_table(p.pieces(2), e.split, "split split_with_sizes unsafe_split"),
-    **_table(p.pieces(2), e.chunk, "chunk unsafe_chunk"),
+    **_table(p.pieces(2), decided(s.split), "split split_with_sizes unsafe_split"),
+    **_table(p.pieces(2), e.CHUNK, "chunk unsafe_chunk"),
     **_table(p.gated, e.glu, "glu"),
-    **_table(p.unbound, e.unbind, "unbind"),
+    **_table(p.unbound, e.UNBIND, "unbind"),
     **_table(p.cat, e.cat, "cat concat concatenate"),
     **_table(p.stacked, e.stack, "stack"),
     **_table(indexing.propagate, indexing.execute, "__getitem__"),
@@ -182,6 +184,9 @@ EXECUTIONS.update({function: op.execute for name, op in OPS.items() for function
 EXECUTIONS.update(QUERIES)
 EXECUTIONS.update(dict.fromkeys(FOREACH, shown.foreach))
 EXECUTIONS[T.data.__get__] = e.data  # pyright: ignore
+PRODUCTS.update(
+    function for name in ("linear", "addmm", "embedding") for function in functions_of(name, OPS[name].homes)
+)
 OF_PARAMETERS.update(shown.OF_PARAMETERS)
 LOCAL.update(
     function for function, execute in QUERIES.items() if execute in (e.shape, e.numel, e.same_as_local, e.text)

@@ -1,0 +1,68 @@
+"""This process as the first of several ranks that do not exist: torch's fake process group, for every library in it.
+
+What ranks would gather are copies of this rank's tensors, what they would add up is this rank's own, and what they
+would send is zeros. So the numbers mean nothing, and every rank's Python runs as it does among real ones.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend
+
+
+def pretend(ranks: int) -> None:
+    """From now on this process is rank 0 of `ranks` on one machine, as `evenly run` would have started it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"RANK": 0, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ["EVENLY_CONTROL"] = tempfile.mkdtemp(prefix="evenly-host-")  # the flight recorder runs too
+    join, open_group = dist.init_process_group, dist.new_group
+
+    def joined(*_: Any, **given: Any) -> None:
+        join("fake", rank=0, world_size=ranks, store=given.get("store") or dist.HashStore())
+
+    def opened(*given: Any, **named: Any) -> Any:
+        return open_group(*given, **{**named, "backend": "fake"})
+
+    dist.init_process_group, dist.new_group = joined, opened
+    dist.irecv = _received
+
+
+def _received(tensor: torch.Tensor, *_: Any, **__: Any) -> _Done:
+    tensor.zero_()
+    return _Done()
+
+
+class _Done(dist.Work):
+    def wait(self, *_: Any) -> bool:
+        return True
+
+
+def without_polling() -> None:
+    """torch's fake works are never completed: `evenly` would wait for each as long as it polls at most."""
+    from evenly.comm import transport
+
+    transport.POLL_S = 0
+
+
+def with_losses_elsewhere() -> None:
+    """Of a pipeline's first stage, which computes no loss: another rank's is 1, and counts as one sample."""
+    from evenly.engine.step_totals import StepTotalsBuilder
+
+    read = StepTotalsBuilder.read
+
+    def found(self: StepTotalsBuilder, values: list[float]) -> Any:
+        totals = read(self, values)
+        ones = [1.0] * len(totals.totals)
+        return replace(totals, totals=ones, weights=ones)
+
+    StepTotalsBuilder.read = found
