@@ -385,7 +385,7 @@ PACKAGE_LINES = {
     "parallel.core": 2372,  # buffers of what is recomputed; groups by name; optimizers that are dealt; stale ones
     "parallel.data": 3480,  # numbers to a GPU; optimizers of whole parameters; passes of a step; layouts; exact buckets
     "parallel.tensor": 4405,  # decisions are replayed, heads without logits; noise and no_grad; experts, indices
-    "parallel.pipeline": 3578,  # forms of results; stages of each phase; numbers inside blocks, draws; hooks; layouts
+    "parallel.pipeline": 3595,  # forms of results; stages of each phase; numbers inside blocks, draws; hooks; layouts
     "plan": 1223,  # speeds of ranks; schedules are a table that others add to
     "planner": 7000,  # fake results made again, offloading; rows of equal blocks; what each rank runs; a reserve
     "ray": 447,  # ranks that Ray places, starts and replaces

@@ -100,13 +100,9 @@ def test_forms_come_out_of_their_numbers() -> None:
         "nothing",
         torch.ones([1] * (MAX_DIMS + 1)),
     ]
-    forms = [form_of(result) for result in results]
-    assert [None if form is None else [meta.shape for meta in form] for form in forms] == [
-        [(3, 2)],
-        [(4,), (2, 0)],
-        [],
-        None,
-    ]
+    forms = [form_of(result, {"x": results[0], "y": results[0]}) for result in results]
+    assert [form and [meta.shape for meta in form.metas] for form in forms] == [[(3, 2)], [(4,), (2, 0)], [], None]
+    assert [form and form.arguments for form in forms] == [(1,), (-1, -1), (), None]
     assert decoded_forms(encoded_forms(forms)) == forms and decoded_forms([]) == []
 
 
@@ -133,7 +129,7 @@ def payload(number: int) -> tuple[str, Payload]:
 
 def forms_of(number: int) -> ResultForms:
     """What blocks have returned, which depends on the microbatch."""
-    return [form_of(numbers(number + 1, 2)), None] if number else []
+    return [form_of(numbers(number + 1, 2), ()), None] if number else []
 
 
 def conversation() -> tuple[list[str], dict[str, int]]:
@@ -143,7 +139,7 @@ def conversation() -> tuple[list[str], dict[str, int]]:
     begin = messages.send.begin
 
     def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        sizes = {1 + 3 * META_NUMBERS: "metadata", 2 + META_NUMBERS: "forms"}
+        sizes = {1 + 3 * META_NUMBERS: "metadata", 3 + META_NUMBERS: "forms"}
         sent[sizes.get(tensor.numel(), "tensors") if tensor.dtype is torch.int64 else "tensors"] += 1
         return begin(tensor, *args, **kwargs)
 

@@ -31,7 +31,7 @@ from evenly.parallel.pipeline.backward import backward, non_view_alias
 from evenly.parallel.pipeline.model import StagedModel
 from evenly.parallel.pipeline.pipeline import Pipeline
 from evenly.parallel.pipeline.remote_tensor import RemoteTensor, fake_of, is_remote, materialized, remote, write_refusal
-from evenly.parallel.pipeline.result_forms import ResultForms
+from evenly.parallel.pipeline.result_forms import ResultForm, ResultForms
 from evenly.parallel.pipeline.skipped import SkippedBlocks
 from evenly.parallel.pipeline.stage_discovery import find_call_costs
 from evenly.parallel.pipeline.stages import CallCost, StagePlan, TensorSite
@@ -218,9 +218,40 @@ def test_sizes_are_those_that_are_stated_where_these_are_of_the_same_tensors() -
         return stages.forward(1, smaller[1], smaller[0], 0, forms=changed(stated))[1]
 
     found = second_stage(lambda stated: [None for _ in stated])
-    assert torch.equal(second_stage(lambda stated: [(*form, *form) for form in stated if form]), found)
+    assert torch.equal(
+        second_stage(lambda stated: [form and ResultForm(form.metas * 2, form.arguments * 2) for form in stated]), found
+    )
     with pytest.raises(RunError, match="receiving argument 0 from an earlier stage"):
         second_stage(lambda stated: stated)
+
+
+def test_a_block_that_returns_its_argument_for_some_sizes_alone_is_not_taken_to_do_so_for_others() -> None:
+    class SomeOfAll(Chain):
+        """Its first block leaves a microbatch of three samples as it is; behind the last its argument is needed too."""
+
+        def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+            given, found = x, self.blocks[0](x)
+            x = found
+            for block in self.blocks[1:]:
+                x = block(x)
+            return x + given + found
+
+    class OfThree(Block):
+        leaves = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if self.leaves and len(x) == 3 else super().forward(x)
+
+    def model() -> nn.Module:
+        made = SomeOfAll(OfThree() for _ in range(LAYERS))
+        made.blocks[0].leaves = True
+        return made
+
+    job = text_job(model=model, precision="float64", eval_data=None)
+    stages, batch = ByHand(job, "pipeline=2"), batches_of(job)[0]
+    assert stages.step(batch, 0) == pytest.approx(on_one_device(job, [batch])[0][0], rel=1e-12)
+    with pytest.raises(RunError, match="that was not sent: the first microbatch did without it"):
+        stages.step(map_tensors(lambda one: one[:-1], batch), 0)
 
 
 def test_an_evaluation_in_stages() -> None:

@@ -199,7 +199,7 @@ class StageRun:
         form = self._forms[self._count - 1] if 0 < self._count <= len(self._forms) else None
         result = self._model.skipped.result(call, self, runs_through=self._runs_through, form=form)
         if self._found_forms is not None:
-            self._found_forms.append(form or form_of(result))
+            self._found_forms.append(form or form_of(result, (call.args, call.kwargs)))
         self._call_ended(now, result)
         call.skip()
         self._end_early()
@@ -235,7 +235,7 @@ class StageRun:
         self._sites.move(now, "inside")
         result = self._run_block(call, args, kwargs)
         if self._found_forms is not None:
-            self._found_forms.append(form_of(result))
+            self._found_forms.append(form_of(result, (args, kwargs)))
         self._call_ended(now, result)
         self._end_early()
         return result

@@ -52,23 +52,35 @@ class TensorMeta:
         return cls(None if dims < 0 else tuple(shape), tuple(strides), DTYPES[dtype], bool(requires_grad))
 
 
-ResultForm = tuple[TensorMeta, ...]  # of the tensors of a block's result, in order
+@dataclass(frozen=True)
+class ResultForm:
+    """Of the tensors of a block's result, in order: their metadata, and as which of its arguments' tensors each was
+    given to the block; -1 for one that is new.
+    """
+
+    metas: tuple[TensorMeta, ...]
+    arguments: tuple[int, ...]
+
+
 ResultForms = list[ResultForm | None]  # of the calls of blocks in order, from the first on; None where it is not known
 
 
-def form_of(result: Any) -> ResultForm | None:
-    """The form of a block's result; None where a tensor has too many dims."""
+def form_of(result: Any, arguments: Any) -> ResultForm | None:
+    """The form of what a block returned for `arguments`; None where a tensor has too many dims."""
     tensors = [tensor for _, tensor in tensors_by_path(result)]
-    return None if any(tensor.dim() > MAX_DIMS for tensor in tensors) else tuple(map(TensorMeta.of, tensors))
+    if any(tensor.dim() > MAX_DIMS for tensor in tensors):
+        return None
+    given = {id(tensor): number for number, (_, tensor) in enumerate(tensors_by_path(arguments))}
+    return ResultForm(tuple(map(TensorMeta.of, tensors)), tuple(given.get(id(tensor), -1) for tensor in tensors))
 
 
 def encoded_forms(forms: ResultForms) -> list[int]:
     """As numbers, of which `decoded_forms` is the inverse: for each form how many tensors, or -1, and these."""
     found: list[int] = []
     for form in forms:
-        found.append(-1 if form is None else len(form))
-        for meta in form or ():
-            found += meta.encode()
+        found.append(-1 if form is None else len(form.metas))
+        for meta, argument in zip(form.metas, form.arguments, strict=True) if form else ():
+            found += [argument, *meta.encode()]
     return found
 
 
@@ -81,6 +93,7 @@ def _decoded(numbers: Sequence[int]) -> Iterator[ResultForm | None]:
     at = 0
     while at < len(numbers):
         tensors = numbers[at]
-        starts = range(at + 1, at + 1 + max(tensors, 0) * META_NUMBERS, META_NUMBERS)
-        yield None if tensors < 0 else tuple(TensorMeta.decode(numbers[n : n + META_NUMBERS]) for n in starts)
-        at += 1 + len(starts) * META_NUMBERS
+        starts = range(at + 1, at + 1 + max(tensors, 0) * (1 + META_NUMBERS), 1 + META_NUMBERS)
+        metas = tuple(TensorMeta.decode(numbers[n + 1 : n + 1 + META_NUMBERS]) for n in starts)
+        yield None if tensors < 0 else ResultForm(metas, tuple(numbers[n] for n in starts))
+        at += 1 + len(starts) * (1 + META_NUMBERS)

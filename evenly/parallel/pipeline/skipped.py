@@ -10,7 +10,7 @@ run on the remote tensors of every run, whose every result may be received.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -50,15 +50,18 @@ class SkippedResult:
     nest: Any
     argument_paths: dict[int, str]
 
-    def of_form(self, form: ResultForm) -> SkippedResult | None:
-        """The same with the sizes of `form`; None where it is of other tensors."""
+    def of_form(self, form: ResultForm, paths: Sequence[str]) -> SkippedResult | None:
+        """The same with the sizes of `form`; None where it is of other tensors. paths: of the arguments' tensors."""
         fakes = [tensor for _, tensor in tensors_by_path(self.nest)]
-        if [(one.dim(), one.dtype) for one in fakes] != [(len(meta.strides), meta.dtype) for meta in form]:
+        if [(one.dim(), one.dtype) for one in fakes] != [(len(meta.strides), meta.dtype) for meta in form.metas]:
+            return None
+        given = [paths[number] if number >= 0 else None for number in form.arguments]
+        if given != [self.argument_paths.get(id(one)) for one in fakes]:
             return None
         with shared_fake_mode(), torch.no_grad():
-            made = {id(one): _fake_of(meta, one.device) for one, meta in zip(fakes, form, strict=True)}
-        paths = {id(made[old]): path for old, path in self.argument_paths.items()}
-        return SkippedResult(map_tensors(lambda one: made.get(id(one), one), self.nest), paths)
+            made = {id(one): _fake_of(meta, one.device) for one, meta in zip(fakes, form.metas, strict=True)}
+        found = {id(made[old]): path for old, path in self.argument_paths.items()}
+        return SkippedResult(map_tensors(lambda one: made.get(id(one), one), self.nest), found)
 
 
 class SkippedBlocks:
@@ -112,7 +115,8 @@ class SkippedBlocks:
         """As `form` says, in the nest that the block has returned for arguments of other sizes; else as it runs."""
         key = self._key(call, sizes=False)
         known = self._of_any_sizes.get(key) if key is not None and form is not None else None
-        found = None if known is None or form is None else known.of_form(form)
+        paths = [path for path, _ in tensors_by_path((call.args, call.kwargs))]
+        found = None if known is None or form is None else known.of_form(form, paths)
         if found is None:
             found = self._run(call)
             if key is not None and not _has_numbers(found.nest):
