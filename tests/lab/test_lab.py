@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -157,7 +158,12 @@ def test_a_slow_node_may_use_so_much_of_a_core_and_no_more() -> None:
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_where_the_maker_is_ended_half_way(signum: int) -> None:
     name = f"{NAME}e"
-    making = subprocess.Popen([*lab_command("up", "150x1", "--name", name)], cwd=ROOT, stderr=subprocess.DEVNULL)
+    making = subprocess.Popen(
+        [*lab_command("up", "150x1", "--name", name)],
+        cwd=ROOT,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # which jobs in a shell's background ignore
+    )
     while len(left_over(name)) < 3 and making.poll() is None:
         time.sleep(0.01)
     making.send_signal(signum)
