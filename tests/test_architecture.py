@@ -379,12 +379,12 @@ PACKAGE_LINES = {
     "hardware": 1157,  # links to the host; variants of devices; links by nodes; numbers beyond all machines
     "launcher": 3824,  # imports without collections; a folder that all nodes see; batch scripts and manifests
     "model": 716,  # fake tensors that are made again; models built without memory; phases; parameters in one memory
-    "nn": 300,  # the loss of a head without its logits
+    "nn": 307,  # the loss of a head without its logits
     "observe": 1929,  # lines of progress; stacks read without frames; loggers, the line of a terminal; stalls
     "parallel": 1,
     "parallel.core": 2372,  # buffers of what is recomputed; groups by name; optimizers that are dealt; stale ones
-    "parallel.data": 3480,  # numbers to a GPU; optimizers of whole parameters; passes of a step; layouts; exact buckets
-    "parallel.tensor": 4405,  # decisions are replayed, heads without logits; noise and no_grad; experts, indices
+    "parallel.data": 3479,  # numbers to a GPU; optimizers of whole parameters; passes of a step; layouts; exact buckets
+    "parallel.tensor": 4404,  # decisions are replayed, heads without logits; noise and no_grad; experts, indices
     "parallel.pipeline": 3595,  # forms of results; stages of each phase; numbers inside blocks, draws; hooks; layouts
     "plan": 1223,  # speeds of ranks; schedules are a table that others add to
     "planner": 7000,  # fake results made again, offloading; rows of equal blocks; what each rank runs; a reserve

@@ -258,12 +258,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: T) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if torch.is_grad_enabled():
-            raise RunError(
-                "a gradient of the gradient of evenly.nn.linear_cross_entropy",
-                "its backward is recorded (create_graph=True), and has gradients that were computed in the forward",
-                "use torch.nn.functional.cross_entropy of all logits",
-            )
+        refuse_recorded_backward(
+            "evenly.nn.linear_cross_entropy", "use torch.nn.functional.cross_entropy of all logits"
+        )
         with without_subclasses():
             # Scaled in place, and so for the first backward only; a second one computes them again.
             found, ctx.ahead = ctx.ahead, None
@@ -288,6 +285,16 @@ def _gradients_again(ctx: Any, gradient: T) -> tuple[T | None, ...]:
             sums.add(rows, head.slopes(rows, found).mul_(factors[rows]))
             del found
     return sums.all
+
+
+def refuse_recorded_backward(function: str, do: str) -> None:
+    """Raises `RunError` in a backward that is to have gradients itself, which would be missing without a word."""
+    if torch.is_grad_enabled():
+        raise RunError(
+            f"a gradient of the gradient of {function}",
+            "its backward is recorded (create_graph=True), and uses what was computed in the forward",
+            do,
+        )
 
 
 def _types_as_given(tensor: T) -> AbstractContextManager[Any]:

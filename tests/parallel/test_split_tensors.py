@@ -363,6 +363,21 @@ def test_parts_are_shown_as_the_whole_within_rules_where_they_ask_for_it(ranks: 
     assert ranks.run(what_is_shown) == [[True, False, True, False, True]] * 2
 
 
+def gradient_of_a_gradient() -> str:
+    """What is said of one of cross entropy over classes that are split."""
+    with axis_of_all() as axis:
+        logits = torch.randn(6, 12, dtype=torch.float64, requires_grad=True)
+        loss = F.cross_entropy(axis.part(logits, Layout.of(1, 1, 12, 1, axis.group.size)), TARGET.flatten())
+        with pytest.raises(RunError, match="create_graph=True") as refused:
+            torch.autograd.grad(loss, logits, create_graph=True)
+        return str(refused.value)
+
+
+def test_a_gradient_of_the_gradient_of_a_split_loss_is_refused(ranks: KeptRanks) -> None:
+    said = ranks.run(gradient_of_a_gradient)
+    assert all("gradient of cross_entropy over a vocabulary that is split" in one for one in said)
+
+
 FAST = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd", "_nested_tensor_from_mask")
 
 

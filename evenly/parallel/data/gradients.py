@@ -33,12 +33,11 @@ from evenly.comm.transport import Pending
 from evenly.errors import RunError, UserError
 from evenly.parallel.core.memory import MemoryCounter
 from evenly.parallel.data.buckets import Bucket, ExactBucket, Slot, share_low_terms
-from evenly.parallel.data.grouping import bucket_members, needs_tail_bucket
+from evenly.parallel.data.grouping import IN_FLIGHT, bucket_members, needs_tail_bucket
 from evenly.parallel.data.last_outputs import LastOutputs
 from evenly.parallel.data.squares import sum_of_squares
 from evenly.torch_private import without_subclasses
 
-IN_FLIGHT = 3  # buckets whose parts are on their way between ranks where sums are exact; bounds their memory
 # Of a norm, relative: a square goes through at most 2**17 additions, each off by 2**-53; the root halves that.
 NORM_ERROR = 2.0**-36
 

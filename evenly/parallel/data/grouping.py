@@ -12,7 +12,7 @@ from dataclasses import dataclass
 # sizes that torch's DistributedDataParallel arrived at.
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
-IN_FLIGHT = 3  # reductions of buckets at a time, where zero cuts gradients; bounds their memory
+IN_FLIGHT = 3  # buckets at a time whose parts are between ranks, under zero and where sums are exact; bounds memory
 SMALL_BYTES = (
     4 << 20
 )  # blocks this small are gathered with the root: a unit of their own costs more latency than memory

@@ -1,4 +1,4 @@
-"""What neighbouring stages of a pipeline send each other: tensors forward, their gradients is_gradient.
+"""What neighbouring stages of a pipeline send each other: tensors forward, and their gradients back.
 
 Shapes may differ from microbatch to microbatch, but are determined by the shapes of the microbatch itself, which every
 rank knows (its *shape key*). The first microbatch of each shape key sends the metadata of its tensors first, and the

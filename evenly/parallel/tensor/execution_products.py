@@ -11,12 +11,11 @@ from string import ascii_letters
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from evenly.comm.collectives import all_gather, all_reduce
 from evenly.errors import RunError
-from evenly.nn.losses import Reduction, SplitVocabulary, loss_in_chunks
+from evenly.nn.losses import Reduction, SplitVocabulary, loss_in_chunks, refuse_recorded_backward
 from evenly.parallel.tensor.attention import multi_head_attention
 from evenly.parallel.tensor.axis import Axis, SplitTensor, is_split
 from evenly.parallel.tensor.execution import elementwise, from_end, own_noise, part_for, repeat_interleave, shape_of
@@ -361,8 +360,8 @@ class _CrossEntropy(torch.autograd.Function):
         return total.log_().sub_(score)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: T) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_recorded_backward("cross_entropy over a vocabulary that is split", "use a plan without tensor")
         softmax, places, elsewhere = ctx.saved_tensors
         change = softmax.scatter_add(ctx.dim, places, elsewhere.to(softmax.dtype) - 1)
         return change.mul_(gradients[0].unsqueeze(ctx.dim)), None, None, None, None
