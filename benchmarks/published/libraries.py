@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from evenly.model.parts import ModelCosts, OpCost, Recompute
+from evenly.model.parts import Collective, ModelCosts, OpCost, Recompute
 from evenly.planner.footprint import Holdings
 from evenly.planner.shape import Shape
 from evenly.planner.shapes import ShapeSource, split_of
@@ -105,7 +105,7 @@ class LibraryKernels(Kernels):
             return [products[1], products[-1], *passes]
         return [*products, *attention, *passes] if self.selective == "all" else []
 
-    def sums_again(self, sums: Sequence[int]) -> Sequence[int]:
+    def sums_again(self, sums: Sequence[Collective]) -> Sequence[Collective]:
         return [] if self.selective in ("attention", "nothing") else super().sums_again(sums)
 
     def saved_bytes(self, shape: Shape, kind: Kind, split: Split) -> dict[Recompute, int]:

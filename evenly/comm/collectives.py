@@ -30,6 +30,7 @@ import torch.distributed as dist
 from evenly.comm.groups import Group
 from evenly.comm.transport import (
     ADDED,
+    FEW_BYTES,
     P,
     Pending,
     Reduction,
@@ -43,6 +44,7 @@ from evenly.comm.transport import (
     enter,
     exchange_packed,
     is_plain,
+    post_all_gather,
     post_recv,
     post_send,
     put_back,
@@ -56,7 +58,7 @@ from evenly.comm.transport import (
     works_of,
 )
 from evenly.errors import EvenlyError, UserError
-from evenly.torch_private import begin_all_gather, reduce_scatter_single
+from evenly.torch_private import reduce_scatter_single
 
 AT_ONCE = 1 << 26  # bytes of what is gathered on the first rank
 
@@ -162,7 +164,7 @@ def all_gather(
         own = torch.cat([own, own.new_empty(longest - own.shape[0], *own.shape[1:])])
     own = contiguous(own)
     whole = own.new_empty(group.size * longest, *own.shape[1:]) if into is None else into
-    works = works_of(begin_all_gather(group.handle, as_bytes(whole), as_bytes(own)) if own.numel() else None)
+    works, polled = post_all_gather(as_bytes(own), as_bytes(whole), group)
 
     def finish() -> torch.Tensor:
         if min(lengths) == longest:
@@ -170,7 +172,7 @@ def all_gather(
         starts = range(0, group.size * longest, longest)
         return torch.cat([whole[s : s + n] for s, n in zip(starts, lengths, strict=True)]).movedim(0, dim)
 
-    return Pending(group, serial, works, finish)
+    return Pending(group, serial, works, finish, polled=polled)
 
 
 @Operation
@@ -183,7 +185,8 @@ def exchange(packed: torch.Tensor, group: Group, *, label: str = "") -> Pending[
     if group.size == 1 or not packed.numel():
         return Pending(group, serial, (), lambda: packed)
     ranks, length = packed.shape
-    coming = exchange_packed(contiguous(packed).view(-1), [length] * ranks, [length] * ranks, group)
+    lengths, few = [length] * ranks, packed.nbytes <= FEW_BYTES
+    coming = exchange_packed(contiguous(packed).view(-1), lengths, lengths, group, few=few)
     return Pending(group, serial, (), lambda: coming.wait().view(ranks, length))
 
 
@@ -247,7 +250,8 @@ def reduce_scatter(
         return Pending(group, serial, works_of(work), lambda: finish(landing))
     row, piece = carried[0].numel(), (lengths[group.position], *carried.shape[1:])
     mine = row * lengths[group.position]
-    exchange = exchange_packed(carried.view(-1), [row * n for n in lengths], [mine] * group.size, group)
+    counts, few = [row * length for length in lengths], carried.nbytes <= FEW_BYTES
+    exchange = exchange_packed(carried.view(-1), counts, [mine] * group.size, group, few=few)
 
     def add_up() -> torch.Tensor:
         received = exchange.wait().split(mine)

@@ -11,13 +11,10 @@ from evenly.comm.groups import Group
 from evenly.comm.transport import Pending, even_sizes
 
 
-def fake_group(name: str, size: int, summed: Callable[[int], object]) -> Group:
-    """The group of the first of so many ranks, of which there is only this one.
-
-    summed: gets the bytes of each tensor that would be added up over ranks; half of those of one that would be gathered
-    or scattered, which is half of adding up.
-    """
-    fake = FakeCollectives(summed)
+def fake_group(name: str, size: int, note: Callable[[str, int], object]) -> Group:
+    """The group of the first of so many ranks, of which there is only this one; `note` gets each
+    collective: its name, and bytes of the tensor while it is whole."""
+    fake = FakeCollectives(note)
     return Group(name, range(size), own=0, handle=None, device=torch.device("cpu"), fake=fake)
 
 
@@ -25,10 +22,10 @@ def fake_group(name: str, size: int, summed: Callable[[int], object]) -> Group:
 class FakeCollectives:
     """The collectives that gradients flow through: they allocate what they would on the CPU, and do nothing."""
 
-    summed: Callable[[int], object]
+    note: Callable[[str, int], object]
 
     def all_reduce(self, tensor: torch.Tensor, group: Group) -> Pending[torch.Tensor]:
-        self.summed(tensor.nbytes)
+        self.note("all_reduce", tensor.nbytes)
         return Pending(group, 0, (), lambda: tensor)
 
     def all_gather(
@@ -39,7 +36,7 @@ class FakeCollectives:
         if own.shape[0] < longest:
             own = torch.cat([own, own.new_empty(longest - own.shape[0], *own.shape[1:])])
         whole = own.contiguous().new_empty(group.size * longest, *own.shape[1:])
-        self.summed(whole.nbytes // 2)
+        self.note("all_gather", whole.nbytes)
         starts = range(0, group.size * longest, longest)
         pieces = [whole[start : start + length] for start, length in zip(starts, lengths, strict=True)]
         return Pending(group, 0, (), lambda: (whole if min(lengths) == longest else torch.cat(pieces)).movedim(0, dim))
@@ -49,7 +46,7 @@ class FakeCollectives:
     ) -> Pending[torch.Tensor]:
         lengths = even_sizes(tensor.shape[dim], group.size) if sizes is None else sizes
         sent = tensor.movedim(dim, 0).contiguous()
-        self.summed(sent.nbytes // 2)
+        self.note("reduce_scatter", sent.nbytes)
         received = [torch.empty_like(sent)]  # the ranks' pieces
 
         def finish() -> torch.Tensor:

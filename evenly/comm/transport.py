@@ -15,13 +15,15 @@ from evenly.comm.groups import Group
 from evenly.errors import RunError, UserError
 from evenly.observe.diagnosis import disagreement
 from evenly.observe.recorder import LONGEST_TEXT, CollectiveCall, call_from, call_text, here
-from evenly.torch_private import all_gather_single
+from evenly.torch_private import all_gather_single, begin_all_gather
 
 DTYPES = {d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
 # On the CPU a rank that waits for a collective polls it for so long, yielding its core, before it sleeps.
 POLL_S = 0.002
 WORTH_NUMPY = 1 << 14  # elements
+FEW_BYTES = 1 << 14  # of a rank, that cross in turns as fast; gloo's own works can be polled
+_TAG = 1 << 30  # of messages that collectives are made of; those of `send` have smaller ones
 _yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: sleep(0))
 Reduction = Literal["sum", "mean", "min", "max", "product"]
 P = ParamSpec("P")
@@ -105,17 +107,20 @@ def _poll(work: _Work) -> None:
         _yield_core()
 
 
-class PolledWork(dist.Work):
-    """A work of torch's on the CPU that is polled for a moment before the thread that waits for it sleeps."""
+class WorkOfMessages(dist.Work):
+    """Works of the CPU as one work of torch's; polled: as in `Pending`."""
 
-    def __init__(self, work: dist.Work) -> None:
+    def __init__(self, works: Sequence[_Work], polled: bool) -> None:
         super().__init__()
-        self._work = work
+        self._works, self._polled = works, polled
 
-    def wait(self, *args: Any, **kwargs: Any) -> bool:
-        """Returns once the work is done."""
-        _poll(self._work)
-        return self._work.wait(*args, **kwargs)
+    def wait(self, *_: Any, **__: Any) -> bool:
+        """Returns once all are done."""
+        for work in self._works:
+            if self._polled:
+                _poll(work)
+            work.wait()
+        return True
 
 
 def enter(
@@ -313,14 +318,44 @@ def exchange_numbers(numbers: Sequence[int], group: Group) -> list[int]:
 
 
 def exchange_packed(
-    sent: torch.Tensor, counts: Sequence[int], expected: Sequence[int], group: Group
+    sent: torch.Tensor, counts: Sequence[int], expected: Sequence[int], group: Group, *, few: bool = False
 ) -> Pending[torch.Tensor]:
-    """Piece i of `sent`, 1D, goes to position i; the received ones are packed likewise. Lengths in elements."""
+    """Piece i of `sent`, 1D, goes to position i; the received ones are packed likewise. Lengths in elements.
+
+    few: whether all ranks know that no rank sends more than `FEW_BYTES`.
+    """
     width, landing = sent.element_size(), sent.new_empty(sum(expected))
     there, back = ([width * count for count in one] for one in (counts, expected))
-    # The group's own method, as in `all_reduce`.
-    work = group.handle.alltoall_base(as_bytes(landing), as_bytes(sent), back, there)
-    return Pending(group, 0, [work], lambda: landing)
+    messages = group.device.type == "cpu" and not few
+    if messages:
+        works = post_exchange(as_bytes(sent).split(there), as_bytes(landing).split(back), group)
+    else:  # the group's own method, as in `all_reduce`
+        works = [group.handle.alltoall_base(as_bytes(landing), as_bytes(sent), back, there)]
+    return Pending(group, 0, works, lambda: landing, polled=not messages)
+
+
+def post_exchange(going: Sequence[torch.Tensor], coming: Sequence[torch.Tensor], group: Group) -> list[_Work]:
+    """The works that send `going[i]` to position i and receive `coming[i]` from there, over gloo: bytes, 1D.
+
+    A rank posts all that it receives before it sends. gloo's own all_to_all and all_gather send first: their word that
+    a rank is ready to receive queues behind its own data, and what two ranks have for each other crosses a network
+    in turns, in up to twice the time.
+    """
+    own, ranks = group.position, group.size
+    if going[own].data_ptr() != coming[own].data_ptr():
+        coming[own].copy_(going[own])
+    sources = ((own - step) % ranks for step in range(1, ranks))
+    targets = ((own + step) % ranks for step in range(1, ranks))
+    works: list[_Work] = [group.handle.recv([coming[one]], one, _TAG) for one in sources if coming[one].numel()]
+    works += [group.handle.send([going[one]], one, _TAG) for one in targets if going[one].numel()]
+    return works
+
+
+def post_all_gather(own: torch.Tensor, whole: torch.Tensor, group: Group) -> tuple[list[_Work], bool]:
+    """The works that gather all ranks' `own` in `whole`: bytes, 1D, as many on each. And whether they can be polled."""
+    if group.device.type == "cpu" and own.numel() > FEW_BYTES:
+        return post_exchange([own] * group.size, whole.split(own.numel()), group), False
+    return works_of(begin_all_gather(group.handle, whole, own) if own.numel() else None), True
 
 
 def even_sizes(length: int, parts: int) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Kind = Literal["matmul", "attention", "memory", "host"]
 Recompute = Literal["none", "selective", "full"]
@@ -39,6 +39,13 @@ class OpCost:
     dtype: str = ""
 
 
+class Collective(NamedTuple):
+    """One collective, by the name that links are measured by, and bytes of the tensor while it is whole."""
+
+    operation: str
+    bytes: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockCost:
     """One part of a model on one rank, for one microbatch.
@@ -49,9 +56,8 @@ class BlockCost:
     saved_bytes:     what its forward pass leaves for the backward pass, under each recomputation, its input included.
                     Empty where something else counts memory.
     backward_peak_bytes: the most that a backward pass holds beyond saved activations and the gradients of parameters.
-    tensor_bytes:   what the tensor axis reduces in the forward pass (and again in the backward pass), in bytes of the
-                    whole tensor of every all-reduce. tensor_bytes_again: of those that a part which recomputes
-                    selectively repeats in the backward pass.
+    collectives:    of the tensor axis in the forward pass; collectives_backward: in the backward pass, None for the
+                    same. collectives_again: those that a part which recomputes selectively repeats there.
     logits:         elements of what the part predicts.
     """
 
@@ -62,8 +68,9 @@ class BlockCost:
     input_bytes: int
     saved_bytes: dict[Recompute, int] = field(default_factory=dict[Recompute, int])
     backward_peak_bytes: int = 0
-    tensor_bytes: Sequence[int] = ()
-    tensor_bytes_again: Sequence[int] = ()
+    collectives: Sequence[Collective] = ()
+    collectives_backward: Sequence[Collective] | None = None
+    collectives_again: Sequence[Collective] = ()
     logits: int = 0
 
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import pairwise
 from math import floor
 
-from evenly.model.parts import ModelCosts
+from evenly.model.parts import BlockCost, ModelCosts
 from evenly.plan import Plan
 from evenly.plan.cut import cut
 from evenly.planner.prediction import CAUSES_OF_TIME, MemoryByCause, Prediction, TimeByCause
@@ -135,7 +135,7 @@ def sent_bytes(one: CostedPlan) -> float:
     """What a rank sends in a step, by rings."""
     config, parts, library = one.config, one.parts, one.machine.library
     share = 1 / config.pipeline
-    reduced = sum(sum(part.tensor_bytes) for part in parts.blocks) * share
+    reduced = sum(map(_summed_bytes, parts.blocks)) * share
     tensor = 2 * 2 * (config.tensor - 1) / config.tensor * reduced * config.microbatches
     parameters = sum(part.parameters for part in parts.blocks) * share + parts.before.parameters
     ring = (config.replicas - 1) / config.replicas
@@ -144,6 +144,11 @@ def sent_bytes(one: CostedPlan) -> float:
     data = ring * parameters * (gathers * library.weight_bytes + reduces * library.gradient_bytes)
     messages = 2 * config.microbatches * config.stages_per_rank * parts.after.input_bytes * (config.pipeline > 1)
     return tensor + data + messages
+
+
+def _summed_bytes(part: BlockCost) -> float:
+    """Of all-reduces in its forward pass; to gather or to scatter sends half of what adding up does."""
+    return sum(one.bytes * (1.0 if one.operation == "all_reduce" else 0.5) for one in part.collectives)
 
 
 def binding(time: TimeByCause) -> str:

@@ -83,7 +83,9 @@ class EqualCalls:
             },
             works={(one, n): short.works[one, p] for one in PASSES for n, p in at if (one, p) in short.works},
             branch_bytes={number: short.branch_bytes[place] for number, place in at if place in short.branch_bytes},
-            summed={(one, n): short.summed[one, p] for one in PASSES for n, p in at if (one, p) in short.summed},
+            collectives={
+                (one, n): short.collectives[one, p] for one in PASSES for n, p in at if (one, p) in short.collectives
+            },
         )
 
     def _parameter(self, name: str, short: Profile) -> Parameter:
@@ -140,7 +142,7 @@ def _does(profile: Profile, groups: tuple[_Intervals, _Intervals], number: int) 
     found: list[Any] = [call.input_bytes, call.output_bytes, profile.branch_bytes.get(number)]
     found.append({name.removeprefix(inside) for name in profile.used.get(number, ())})
     for one in PASSES:
-        found += [profile.works.get((one, number)), profile.summed.get((one, number))]
+        found += [profile.works.get((one, number)), profile.collectives.get((one, number))]
     for name, parameter in profile.parameters.items():
         if name.startswith(inside):
             found.append((name.removeprefix(inside), parameter.shape, parameter.dtype, parameter.trained))

@@ -26,6 +26,7 @@ from evenly.hardware.devices import Device
 from evenly.job import Job
 from evenly.model.blocks import Block, find_blocks, find_recomputed
 from evenly.model.fake import parameters_on_meta
+from evenly.model.parts import Collective
 from evenly.parallel.core.calls import WrappedForwards
 from evenly.parallel.core.recompute import CachesOff, RecomputedBackward, hands_caches, recomputing
 from evenly.parallel.core.statistics import rules_of
@@ -239,7 +240,7 @@ class JobProfiler:
             batch,
             change=changes.applied,
             around=changes.around,
-            tensor_sums=changes.tensor_sums,
+            collectives=changes.collectives,
             without=without,
             results=self._results,
         )
@@ -307,7 +308,7 @@ class _Changes:
 
     profiler: JobProfiler
     plan: Plan
-    tensor_sums: list[int] = field(default_factory=list[int])
+    collectives: list[Collective] = field(default_factory=list[Collective])
     _axis: AbstractContextManager[Any] = field(default_factory=nullcontext[Any])
 
     def around(self) -> AbstractContextManager[Any]:
@@ -331,6 +332,9 @@ class _Changes:
                 self._axis = RecomputedBackward(plan.recompute, self._axis)
             yield
 
+    def _note(self, operation: str, size: int) -> None:
+        self.collectives.append(Collective(operation, size))
+
     def _split(self, model: nn.Module, stack: ExitStack) -> Any:
         """Leaves of the model what the first rank of the tensor axis holds."""
         from evenly.parallel.tensor.model import SplitModel  # takes seconds to import
@@ -339,7 +343,7 @@ class _Changes:
         split = SplitModel(
             model,
             {name: layout for name, layout in self.profiler.layouts(plan).items() if name in names},
-            fake_group("tensor", plan.tensor.size, self.tensor_sums.append),
+            fake_group("tensor", plan.tensor.size, self._note),
             sequence=plan.tensor.sequence_parallel,
             recomputed=plan.recompute == "selective",
         )

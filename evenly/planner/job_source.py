@@ -200,7 +200,7 @@ def _least_of(whole: ModelCosts, ranks: int) -> ModelCosts:
 def _computed(part: BlockCost, config: TrainingConfig, made: dict[object, BlockCost]) -> BlockCost:
     """`part` in the type that the config multiplies, or the one in `made` that is alike."""
     forward, backward = _works(part.forward, config), _works(part.backward, config)
-    key = (part.name, part.parameters, forward, backward, part.tensor_bytes, part.input_bytes)
+    key = (part.name, part.parameters, forward, backward, part.collectives, part.collectives_backward, part.input_bytes)
     return made.setdefault(key, replace(part, forward=forward, backward=backward))
 
 

@@ -18,7 +18,7 @@ from typing import Literal
 
 import torch
 
-from evenly.model.parts import BlockCost, ModelCosts, OpCost
+from evenly.model.parts import BlockCost, Collective, ModelCosts, OpCost
 
 Pass = Literal["forward", "backward"]
 AFTER = 1 << 30  # added to a call's number, the place after it
@@ -103,7 +103,7 @@ class Profile:
     works:      operations by pass and place.
     branch_bytes: by place, of the results of operations on parameters: a backward pass that leaves the gradients of
                 parameters for later keeps the gradients of these.
-    summed:     by pass and place, bytes of each tensor that the tensor axis adds up over ranks.
+    collectives: of the tensor axis, by pass and place.
     output_bytes: of what the model returned to the loss. elements: of the batch's tensors.
     """
 
@@ -114,7 +114,9 @@ class Profile:
     used: dict[int, frozenset[str]]
     works: dict[tuple[Pass, int], tuple[OpCost, ...]]
     branch_bytes: dict[int, int]
-    summed: dict[tuple[Pass, int], tuple[int, ...]] = field(default_factory=dict[tuple[Pass, int], tuple[int, ...]])
+    collectives: dict[tuple[Pass, int], tuple[Collective, ...]] = field(
+        default_factory=dict[tuple[Pass, int], tuple[Collective, ...]]
+    )
     output_bytes: int = 0
     elements: int = 0
 
@@ -172,14 +174,18 @@ def _blended(few: Profile, many: Profile, at: float, elements: int) -> Profile:
     )
     branches = {place: middle(few.branch_bytes.get(place, 0), size) for place, size in many.branch_bytes.items()}
     works = {key: _between_works(few.works.get(key, ()), many.works[key], at, few is many) for key in many.works}
-    summed = {key: tuple(round(size * elements / many.elements) for size in many.summed[key]) for key in many.summed}
+    grown = elements / many.elements
+    collectives = {
+        key: tuple(one._replace(bytes=round(one.bytes * grown)) for one in found)
+        for key, found in many.collectives.items()
+    }
     return replace(
         many,
         intervals=intervals,
         calls=calls,
         branch_bytes=branches,
         works=works,
-        summed=summed,
+        collectives=collectives,
         output_bytes=middle(few.output_bytes, many.output_bytes),
         elements=elements,
     )
@@ -223,7 +229,8 @@ def _part(profile: Profile, place: int) -> BlockCost:
         forward=profile.works.get(("forward", place), ()),
         backward=profile.works.get(("backward", place), ()),
         input_bytes=0,
-        tensor_bytes=profile.summed.get(("forward", place), ()),
+        collectives=profile.collectives.get(("forward", place), ()),
+        collectives_backward=profile.collectives.get(("backward", place), ()),
     )
 
 

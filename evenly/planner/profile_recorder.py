@@ -21,7 +21,7 @@ from evenly.model.blocks import Block, find_blocks
 from evenly.model.costs import flops_of, moves_bytes
 from evenly.model.fake import fake_model, running_fake
 from evenly.model.modes import in_training
-from evenly.model.parts import Kind, OpCost
+from evenly.model.parts import Collective, Kind, OpCost
 from evenly.planner.fake_results import FakeResults, Form
 from evenly.planner.partly_fake import PartlyFake
 from evenly.planner.profile import AFTER, MODEL, Bytes, Event, Interval, Parameter, Pass, Profile, ProfiledCall
@@ -42,7 +42,7 @@ def profile_module(
     *,
     change: Callable[[nn.Module, Sequence[Block]], AbstractContextManager[Any]] | None = None,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    tensor_sums: Sequence[int] = (),
+    collectives: Sequence[Collective] = (),
     without: Collection[str] = (),
     results: FakeResults | None = None,
 ) -> Profile:
@@ -51,7 +51,7 @@ def profile_module(
     model: on any device, meta among them. batch: any nest of tensors; its numbers count only where shapes within the
     model follow from them.
     change: what a plan does to the model and its blocks, in place; around: within what forward and backward run.
-    tensor_sums: a list to which `change` appends bytes of what the tensor axis adds up over ranks, as it happens.
+    collectives: a list to which `change` appends those of the tensor axis, as they happen.
     without: names of modules to leave out. results: what operations make, as other runs have found.
 
     Raises `UserError`, naming the operation, where the code needs numbers or does not run without them.
@@ -63,7 +63,7 @@ def profile_module(
             blocks, nest = find_blocks(faked), map_tensors(torch.clone, batch)
             changed = nullcontext() if change is None else change(faked, blocks)
             with mode, changed, torch.enable_grad():
-                recorder = _ProfileRecorder(faked, blocks, mode, tensor_sums, known.notes)
+                recorder = _ProfileRecorder(faked, blocks, mode, collectives, known.notes)
                 return recorder.profile(partial(loss, faked, nest), nest, around)
         except EvenlyError:
             raise
@@ -82,7 +82,7 @@ class _ProfileRecorder:
     model: nn.Module
     blocks: Sequence[Block]
     mode: PartlyFake
-    tensor_sums: Sequence[int] = ()
+    collectives: Sequence[Collective] = ()
     known_works: dict[Form, list[OpCost]] = field(default_factory=dict[Form, list[OpCost]])
     calls: list[ProfiledCall] = field(default_factory=list[ProfiledCall])
     inside: list[int] = field(default_factory=list[int])
@@ -100,16 +100,16 @@ class _ProfileRecorder:
         self.turned = False  # whether the model's backward has begun
         self.returned: tuple[int, list[weakref.ref[torch.Tensor]]] = (MODEL, [])  # by the last call
         self.next: dict[int, int] = {}  # call -> the one that is given what it returned
-        self.summed: dict[tuple[Pass, int], list[int]] = {}
-        self.summed_before = len(self.tensor_sums)
+        self.collectives_by_place: dict[tuple[Pass, int], list[Collective]] = {}
+        self.collectives_before = len(self.collectives)
         self.output_bytes = 0
         self.memory = _Memory(self)
 
     def end_interval(self, event: Event) -> None:
-        """Ends an interval; what the tensor axis has added up in it belongs to where the model was."""
-        if len(self.tensor_sums) > self.summed_before:
-            self.summed.setdefault((self.stage, self.place), []).extend(self.tensor_sums[self.summed_before :])
-            self.summed_before = len(self.tensor_sums)
+        """Ends an interval; collectives in it belong to where the model was."""
+        if new := self.collectives[self.collectives_before :]:
+            self.collectives_by_place.setdefault((self.stage, self.place), []).extend(new)
+            self.collectives_before += len(new)
         self.memory.end_interval(event)
 
     def profile(
@@ -148,7 +148,7 @@ class _ProfileRecorder:
             used={place: frozenset(names) for place, names in self.used.items()},
             works=self._joined(works),
             branch_bytes={place: sum(found) for (_, place), found in self._joined(branches).items()},
-            summed=self._joined(self.summed),
+            collectives=self._joined(self.collectives_by_place),
             output_bytes=self.output_bytes,
             elements=sum(tensor.numel() for tensor in tensors_in(batch)),
         )

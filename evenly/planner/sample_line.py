@@ -57,7 +57,7 @@ def _computes_between(few: Profile, found: Profile, many: Profile) -> bool:
     if [one.event for one in few.intervals] != [one.event for one in many.intervals]:
         return False
     expected = between(few, many, found.elements)
-    same = ("calls", "output_bytes", "summed", "used", "parameters", "buffer_bytes")
+    same = ("calls", "output_bytes", "collectives", "used", "parameters", "buffer_bytes")
     return all(getattr(found, name) == getattr(expected, name) for name in same) and (
         found.works.keys() == expected.works.keys() == few.works.keys()
         and all(_alike(found.works[key], expected.works[key]) for key in found.works)

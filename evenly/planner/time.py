@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from evenly.hardware.cluster import Cluster
 from evenly.hardware.network import LinkedRanks, place, seconds
-from evenly.model.parts import BlockCost, ModelCosts, OpCost
+from evenly.model.parts import BlockCost, Collective, ModelCosts, OpCost
 from evenly.plan.schedule import SCHEDULES, rank_of_stage, runnable
 from evenly.planner.prediction import TimeByCause
 from evenly.planner.speeds import Library, Speeds, host_bandwidth
@@ -91,20 +91,21 @@ def overlapped(one: float, other: float) -> float:
 def forward_pass(part: BlockCost, config: TrainingConfig, machine: Machine, *, host: float = 1.0) -> Pass:
     """The forward pass of `part`; `host`: how much its host works for it, in forward passes of a block."""
     found = _computed(part.forward, machine)
-    found.tensor = _tensor_seconds(part.tensor_bytes, config, machine)
+    found.tensor = _tensor_seconds(part.collectives, config, machine)
     return _with_host(found, host, config, machine)
 
 
 def backward_pass(part: BlockCost, config: TrainingConfig, machine: Machine, *, host: float = 1.0) -> Pass:
     """The backward pass of `part`, with what it computes again."""
     found = _computed(part.backward, machine)
-    found.tensor = _tensor_seconds(part.tensor_bytes, config, machine)
+    own = part.collectives if part.collectives_backward is None else part.collectives_backward
+    found.tensor = _tensor_seconds(own, config, machine)
     found = _with_host(found, 1.5 * host, config, machine)
     if config.recompute == "full" and host:
         found.recompute += forward_pass(part, config, machine, host=host).seconds
     elif config.recompute == "selective":
         again = _computed([work for work in part.forward if work.recomputed], machine)
-        found.recompute += again.seconds + _tensor_seconds(part.tensor_bytes_again, config, machine)
+        found.recompute += again.seconds + _tensor_seconds(part.collectives_again, config, machine)
     return found
 
 
@@ -117,10 +118,10 @@ def _computed(works: Sequence[OpCost], machine: Machine) -> Pass:
     return found
 
 
-def _tensor_seconds(sizes: Sequence[int], config: TrainingConfig, machine: Machine) -> float:
+def _tensor_seconds(collectives: Sequence[Collective], config: TrainingConfig, machine: Machine) -> float:
     library = machine.library
     exposed, group = 1 - library.tensor_hidden, place(config.tensor, 1, machine.cluster)
-    talks = (seconds("all_reduce", size, group, machine.cluster) for size in sizes)
+    talks = (seconds(one.operation, one.bytes, group, machine.cluster) for one in collectives)
     return exposed * sum(talk + library.tensor_s for talk in talks)
 
 

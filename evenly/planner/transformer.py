@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from evenly.model.parts import BlockCost, ModelCosts, OpCost, Recompute
+from evenly.model.parts import BlockCost, Collective, ModelCosts, OpCost, Recompute
 from evenly.planner.shape import Shape
 
 
@@ -54,7 +54,7 @@ class Kernels:
         """What selective recomputation computes again in the backward pass: all but matrix products and attention."""
         return passes
 
-    def sums_again(self, sums: Sequence[int]) -> Sequence[int]:
+    def sums_again(self, sums: Sequence[Collective]) -> Sequence[Collective]:
         """Sums over the tensor axis that selective recomputation repeats; a block's last one is not needed again."""
         return sums[:-1]
 
@@ -161,7 +161,8 @@ def _block(shape: Shape, kind: Kind, split: Split, kernels: Kernels) -> BlockCos
     if kind.cross:
         attention += kernels.attend(shape, split, causal=False)
     passes = [_passes(shape, kind, split, kernels)]
-    sums = [split.tokens * shape.hidden * split.element_bytes] * (2 + kind.cross) if split.tensor > 1 else []
+    added = Collective("all_reduce", split.tokens * shape.hidden * split.element_bytes)
+    sums = [added] * (2 + kind.cross) if split.tensor > 1 else []
     again = {id(one) for one in kernels.recomputed(products, attention, passes)}
     return BlockCost(
         name="block",
@@ -171,8 +172,8 @@ def _block(shape: Shape, kind: Kind, split: Split, kernels: Kernels) -> BlockCos
         input_bytes=int(split.own_tokens * shape.hidden * split.element_bytes),
         saved_bytes=kernels.saved_bytes(shape, kind, split),
         backward_peak_bytes=int(_widest(shape, kind, split) * split.element_bytes),
-        tensor_bytes=sums,
-        tensor_bytes_again=kernels.sums_again(sums),
+        collectives=sums,
+        collectives_again=kernels.sums_again(sums),
     )
 
 
@@ -313,7 +314,7 @@ def _embedding(shape: Shape, split: Split) -> BlockCost:
         backward=[replace(look, of_weights=True)],
         input_bytes=0,
         saved_bytes=dict.fromkeys(("none", "selective", "full"), 0),
-        tensor_bytes=_summed_once(shape, split),
+        collectives=_summed_once(shape, split),
     )
 
 
@@ -337,11 +338,12 @@ def _head(shape: Shape, split: Split, kernels: Kernels) -> BlockCost:
         ],
         input_bytes=stream,
         saved_bytes=dict.fromkeys(("none", "selective", "full"), 2 * stream),
-        tensor_bytes=_summed_once(shape, split),
+        collectives=_summed_once(shape, split),
         logits=scores,
     )
 
 
-def _summed_once(shape: Shape, split: Split) -> Sequence[int]:
+def _summed_once(shape: Shape, split: Split) -> Sequence[Collective]:
     """Embedding and head are summed over the tensor axis in one of the two passes: half in each."""
-    return [split.tokens * shape.hidden * split.element_bytes // 2] if split.tensor > 1 else []
+    half = Collective("all_reduce", split.tokens * shape.hidden * split.element_bytes // 2)
+    return [half] if split.tensor > 1 else []

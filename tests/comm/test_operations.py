@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import operations_ranks
 import pairs_ranks
 import pytest
@@ -12,7 +14,7 @@ from kept_ranks import KeptRanks
 from evenly.comm.collectives import gather_to_first
 from evenly.comm.groups import Group, mesh_lines
 from evenly.comm.operations import all_gather, all_reduce, gather_values
-from evenly.comm.transport import PolledWork, even_sizes
+from evenly.comm.transport import WorkOfMessages, even_sizes, post_exchange
 
 SIZES = [2, 3, 4, 8]
 
@@ -77,9 +79,26 @@ class Slow(dist.Work):
 def test_who_waits_for_torchs_work_stays_awake_until_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evenly.comm.transport.POLL_S", 60)
     slow = Slow()
-    awake = PolledWork(slow)
+    awake = WorkOfMessages([slow], polled=True)
     assert isinstance(awake, dist.Work) and awake.wait()
     assert (slow.asked, slow.waited) == (3, 1)
+
+
+def test_all_that_comes_is_waited_for_before_anything_is_sent() -> None:
+    """What two ranks have for each other then crosses at the same time."""
+
+    class Handle:
+        def __init__(self) -> None:
+            self.posted: list[tuple[str, int]] = []
+
+        def __getattr__(self, name: str) -> object:
+            return lambda tensors, position, tag: self.posted.append((name, position))
+
+    group = SimpleNamespace(position=1, size=4, handle=(handle := Handle()))
+    going, coming = torch.arange(8, dtype=torch.uint8), torch.zeros(7, dtype=torch.uint8)
+    works = post_exchange(going.split([2, 3, 2, 1]), coming.split([3, 3, 0, 1]), group)  # type: ignore[arg-type]
+    assert handle.posted == [("recv", 0), ("recv", 3), ("send", 2), ("send", 3), ("send", 0)]
+    assert len(works) == 5 and coming.tolist() == [0, 0, 0, 2, 3, 4, 0]
 
 
 def test_even_sizes() -> None:

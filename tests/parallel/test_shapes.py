@@ -44,7 +44,7 @@ CASES: dict[str, tuple[shapes.Decide, Callable[..., Any], list[tuple[tuple[Any, 
 
 
 def axis() -> Axis:
-    return Axis(fake_group("tensor", RANKS, lambda _: None))
+    return Axis(fake_group("tensor", RANKS, lambda *_: None))
 
 
 def part_of(whole: T, layout: Layout, among: Axis) -> SplitTensor:
@@ -151,7 +151,7 @@ def test_products_take_the_part_of_a_parameter_itself_and_all_else_a_view_of_it(
     torch.manual_seed(0)
     model, x = nn.Linear(4, 6, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
     plain, by_rows = copy.deepcopy(model), Layout.of(0, 1, 6, 1, RANKS)
-    group = fake_group("tensor", RANKS, lambda _: None)
+    group = fake_group("tensor", RANKS, lambda *_: None)
     split = SplitModel(model, {"weight": by_rows, "bias": by_rows}, group)
     split.show_parameters(model)
     axis, part, viewed = split.axis, model.weight, list[T]()

@@ -156,7 +156,7 @@ def talk_of_a_step(whole_bytes: int = 0) -> tuple[list[str], set[tuple[torch.dty
     order: list[str] = []
     types: set[tuple[torch.dtype, torch.dtype]] = set()
     gather, add, exchange = (
-        shard_collectives.all_gather_single,
+        shard_collectives.post_all_gather,
         shard_collectives.ExactSum.add,
         shard_collectives.exchange.begin,
     )
@@ -177,12 +177,12 @@ def talk_of_a_step(whole_bytes: int = 0) -> tuple[list[str], set[tuple[torch.dty
             types.add((values.dtype, total.high.dtype))
             add(total, values, start)
 
-        shard_collectives.all_gather_single, shard_collectives.exchange.begin = gathered, exchanged  # pyright: ignore
+        shard_collectives.post_all_gather, shard_collectives.exchange.begin = gathered, exchanged  # pyright: ignore
         shard_collectives.ExactSum.add = added  # pyright: ignore
         try:
             run.step(next(run.batches()))
         finally:
-            shard_collectives.all_gather_single, shard_collectives.exchange.begin, shard_collectives.ExactSum.add = (
+            shard_collectives.post_all_gather, shard_collectives.exchange.begin, shard_collectives.ExactSum.add = (
                 gather,
                 exchange,
                 add,

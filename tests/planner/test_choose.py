@@ -156,7 +156,7 @@ def test_what_the_tensor_axis_splits_is_in_the_parts() -> None:
         for text in ("data=1", "data=1 tensor=2")
     )
     assert split.blocks[0].parameters < whole.blocks[0].parameters
-    assert split.blocks[0].tensor_bytes and not whole.blocks[0].tensor_bytes
+    assert split.blocks[0].collectives and not whole.blocks[0].collectives
 
 
 def test_a_job_without_a_microbatch_leaves_it_to_the_plans() -> None:

@@ -115,11 +115,11 @@ def test_the_tensor_axis_sums_twice_per_block_once_more_for_the_encoder_and_once
     whole = 2 * SBH
     for sp in (False, True):
         model = parts(tensor=4, split_sequence=sp)
-        assert [*model.blocks[0].tensor_bytes] == [whole] * 2
-        assert [*model.before.tensor_bytes] == [*model.after.tensor_bytes] == [whole // 2]
+        assert [*model.blocks[0].collectives] == [("all_reduce", whole)] * 2
+        assert [*model.before.collectives] == [*model.after.collectives] == [("all_reduce", whole // 2)]
     encoder, *_, decoder = parts(replace(GPT, encoder_layers=2), tensor=4).blocks
-    assert (len(encoder.tensor_bytes), len(decoder.tensor_bytes)) == (2, 3)
-    assert not parts().blocks[0].tensor_bytes and not parts().after.tensor_bytes
+    assert (len(encoder.collectives), len(decoder.collectives)) == (2, 3)
+    assert not parts().blocks[0].collectives and not parts().after.collectives
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
@@ -207,7 +207,7 @@ def test_wider_activations_keep_more_but_statistics_stay(element: int, times: in
 
 def test_selective_recomputation_computes_again_what_multiplies_nothing() -> None:
     block = parts(tensor=2).blocks[0]
-    assert {work.kind for work in again(block)} == {"memory"} and len(block.tensor_bytes_again) == 1
+    assert {work.kind for work in again(block)} == {"memory"} and len(block.collectives_again) == 1
     assert not any(work.recomputed for work in block.backward)
 
 

@@ -142,7 +142,7 @@ def test_selective_recomputation_computes_again_what_its_library_does(
 ) -> None:
     block = parts(kernels=LibraryKernels(selective=selective), tensor=2).blocks[0]
     assert {work.kind for work in again(block)} == kinds
-    assert len(block.tensor_bytes_again) == sums
+    assert len(block.collectives_again) == sums
     assert not any(work.recomputed for work in block.backward)
     if selective == "rest":
         (once,) = (work for work in block.forward if not work.recomputed)

@@ -11,8 +11,7 @@ from evenly.comm.collectives import exchange, reduce_scatter
 from evenly.comm.exact_reduce import begin_exact_all_reduce
 from evenly.comm.exact_sum import ExactSum
 from evenly.comm.groups import Group
-from evenly.comm.transport import PolledWork
-from evenly.torch_private import all_gather_single
+from evenly.comm.transport import WorkOfMessages, as_bytes, post_all_gather
 
 
 class NewMemory:
@@ -25,11 +24,14 @@ class NewMemory:
 class AsyncAllGather(NewMemory):
     """An all-gather that waits on the CPU only where the result is needed."""
 
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> Any:
-        work = all_gather_single(output_tensor, input_tensor, group=group, async_op=True)
-        return None if work is None else PolledWork(work)
+        own, whole = as_bytes(input_tensor), as_bytes(output_tensor)
+        return WorkOfMessages(*post_all_gather(own, whole, self._group))
 
 
 class SumReduceScatter(NewMemory):

@@ -438,7 +438,7 @@ def _set_up_units(units: Sequence[FSDPModule], shards: Group, turned: Turned) ->
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
         unit.set_reduce_scatter_unused_params(True)
         if adds_here(shards) and shards.size > 1:
-            unit.set_custom_all_gather(cast(Any, AsyncAllGather()))
+            unit.set_custom_all_gather(cast(Any, AsyncAllGather(shards)))
     for unit, following in pairwise(units):
         unit.set_modules_to_forward_prefetch([following])
 
