@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-Kind = Literal["matmul", "attention", "memory", "host"]
+Kind = Literal["matmul", "convolution", "attention", "memory", "host"]
 Recompute = Literal["none", "selective", "full"]
 
 
@@ -18,8 +18,8 @@ Recompute = Literal["none", "selective", "full"]
 class OpCost:
     """One operation, done `times` times.
 
-    kind:        "matmul" rows x inner x columns; "attention" one fused kernel; "memory" anything that moves bytes;
-                 "host" a call from Python, for which only a device waits that is its own host.
+    kind:        "matmul" rows x inner x columns; "convolution"; "attention" one fused kernel; "memory" anything
+                 that moves bytes; "host" a call from Python, for which only a device waits that is its own host.
     flops:       multiplications and additions, of one of them. moved_bytes: read and written.
     rows, inner, columns: of a matmul; 0 where unknown.
     recomputed:  whether a part that recomputes selectively does it again in the backward pass.

@@ -358,7 +358,11 @@ def _works_of(func: Any, args: Any, kwargs: Any, results: Any) -> list[OpCost]:
     flops = flops_of(func, args, kwargs, results)
     if not moved and not flops:
         return []
-    kind: Kind = "attention" if packet in (*ATTENTION, *ATTENTION_BACKWARD) else "matmul" if flops else "memory"
+    kind: Kind = "memory"
+    if packet in (*ATTENTION, *ATTENTION_BACKWARD):
+        kind = "attention"
+    elif flops:
+        kind = "convolution" if "conv" in packet.__name__ else "matmul"
     rows, inner, columns = _sizes(packet, args) if kind == "matmul" else (0, 0, 0)
     work = OpCost(
         kind=kind,

@@ -35,7 +35,8 @@ class Speeds:
     bandwidth: bytes/s that operations without products reach.
     start_s:   of an operation, from the end of the one before it. call_s: of a call from Python besides.
     narrow:    a product whose smallest size is n takes (1 + narrow / n) times as long.
-    traffic:   share of a product's bytes that is not hidden by its multiplying.
+    traffic:   share of a product's bytes that is not hidden by its multiplying. relayout: the same of a convolution,
+               whose kernels on a CPU take tensors in an order of their own: they are copied, and the result is back.
     uneven:    by which it takes longer for every factor of 2 that its sizes lack to be multiples of 64.
     processors: multiprocessors that share the tiles of a product; 0 where that is not known.
     idle:      share of the time that those without a tile in the last round cost, less what libraries split further.
@@ -51,6 +52,7 @@ class Speeds:
     uneven: float
     processors: int
     idle: float
+    relayout: float
 
     def seconds(self, work: OpCost, library: Library) -> float:
         """The seconds of one operation of `library`, as often as it is done."""
@@ -61,6 +63,8 @@ class Speeds:
             once = work.flops * (1 + self.narrow / smallest) / self.matmul[work.dtype]
             once *= self.misaligned(work, library) * self.waves(work)
             once += self.traffic * work.moved_bytes / self.bandwidth
+        elif work.kind == "convolution":
+            once = work.flops / self.matmul[work.dtype] + self.relayout * work.moved_bytes / self.bandwidth
         elif work.kind == "attention":
             # Without tensor cores, kernels of attention are slower as products are.
             share = min(1.0, self.matmul[work.dtype] / _half(self.matmul)) if work.dtype else 1.0
@@ -236,6 +240,7 @@ def speeds_of_device(device: Device, tables: Mapping[str, Any] | None = None) ->
         attention=attention,
         bandwidth=bandwidth,
         processors=fitted.get("processors", 0),
+        relayout=fitted.get("relayout", operations["traffic"]),
         **operations,
     )
 

@@ -113,7 +113,8 @@ def _computed(works: Sequence[OpCost], machine: Machine) -> Pass:
     found = Pass()
     for work in works:
         spent = machine.speeds.seconds(work, machine.library)
-        setattr(found, work.kind, getattr(found, work.kind) + spent)
+        cause = "matmul" if work.kind == "convolution" else work.kind
+        setattr(found, cause, getattr(found, cause) + spent)
         found.weights += spent if work.of_weights else 0.0
     return found
 

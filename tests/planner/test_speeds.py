@@ -89,6 +89,16 @@ def test_a_cpu_starts_its_operations_itself_and_minds_narrow_products_less() -> 
     assert cpu.misaligned(replace(PRODUCT, columns=4097), library) == 1  # nor odd ones
 
 
+def test_a_convolution_on_a_cpu_also_takes_what_its_kernels_copy() -> None:
+    cpu, gpu = speeds_of_device(find_device("cpu")), speeds_of(H100)
+    large = replace(PRODUCT, kind="convolution", rows=0, inner=0, columns=0, dtype="float32")
+    few = replace(large, flops=large.flops / 1000)  # of few images: what it reads are weights
+    for speeds in (cpu, gpu):
+        assert speeds.seconds(large, EVENLY) > speeds.seconds(few, EVENLY) > speeds.seconds(large, EVENLY) / 1000
+    assert cpu.relayout * few.moved_bytes / cpu.bandwidth > few.flops / cpu.matmul["float32"]
+    assert cpu.relayout > 1 > gpu.relayout == gpu.traffic
+
+
 def test_more_takes_longer_and_as_often_as_it_is_done() -> None:
     speeds, library = speeds_of(H100), EVENLY
     once = speeds.seconds(PRODUCT, library)

@@ -58,12 +58,13 @@ class Ties:
             gradient = by_name.get(name)
             if mine not in ranks or gradient is None:
                 continue
-            sent = [send.begin(gradient, rank, self._group, tag=number) for rank in ranks if rank != mine]
             received: dict[int, Pending[torch.Tensor]] = {}
             for rank in ranks:
                 if rank != mine:
                     buffer = torch.empty_like(gradient, memory_format=torch.contiguous_format)
                     received[rank] = recv.begin(buffer, rank, self._group, tag=number)
+            # After what comes, as in `transport.post_exchange`: both ways of a network are used at the same time.
+            sent = [send.begin(gradient, rank, self._group, tag=number) for rank in received]
             # All add in the order of ranks, so that all have the same bits.
             parts = [gradient if rank == mine else received[rank].wait() for rank in ranks]
             total = parts[0].clone()
