@@ -142,7 +142,7 @@ def test_decisions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_layouts_of_one_split_are_one_object_for_each_dim() -> None:
     layout = Layout.of(1, 3, 4, 2, 2)
     assert layout.at(1) is layout and layout.at(-1) is layout.at(0).at(-1) and layout.at(0).at(1) is layout
-    assert layout.at(2) == Layout(2, 3, 2, 4, 2) and layout.at(2).matches(layout)
+    assert layout.at(2) == Layout(2, 3, 2, 4, 2) and layout.at(2).at(layout.dim) == layout
 
 
 def test_products_take_the_part_of_a_parameter_itself_and_all_else_a_view_of_it(

@@ -70,9 +70,12 @@ def by_hand(q: T, k: T, v: T) -> T:
     return (F.softmax(scores, dim=-1) @ v).transpose(1, 2).flatten(2)
 
 
-def packed(x: T) -> T:
-    q, k, v = x.chunk(3, dim=-1)
+def packed_of(q: T, k: T, v: T) -> T:
     return q * k + v
+
+
+def packed(x: T) -> T:
+    return packed_of(*x.chunk(3, dim=-1))
 
 
 def changed(x: T, y: T) -> T:
@@ -222,6 +225,8 @@ CASES = {
     "packed": Case(packed, ((2, 3, 18),), {0: (2, 3, 6)}),
     "packed-view": Case(lambda x: x.view(2, 3, 3, 6, 2).unbind(2)[1].transpose(1, 2), ((2, 3, 36),), {0: (2, 3, 6)}),
     "packed-sizes": Case(lambda x: x.split([12, 6], -1)[0].unflatten(-1, (2, 6)), ((2, 18),), {0: (1, 3, 6)}),
+    "unpacked": Case(lambda x: packed_of(*x), ((3, 2, 6),), {0: (2, 1, 6)}),
+    "unpacked-along-the-split": Case(lambda x: packed_of(*x), ((3, 2),), {0: (0, 1, 3)}, gathered=3),
     "crossing": Case(lambda x: x.chunk(4, -1)[1], ((2, 12),), {0: (1, 1, 6)}, gathered=1),
     "shapes": Case(
         lambda x: (

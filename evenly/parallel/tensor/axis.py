@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, TypeGuard
 
 import torch
@@ -321,13 +322,14 @@ class SplitTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        run = compute
-        if len(types) > 1:
-            if any(getattr(one, "computes_mixed", False) for one in types):
-                return NotImplemented  # torch asks that class
-            run = compute_shown if any(issubclass(one, PartParameter) for one in types) else compute
+        run = _computation(types)
+        if run is None:
+            return NotImplemented  # torch asks that class
         with without_subclasses():
             return run(func, args, kwargs or {})
+
+    def __iter__(self) -> Iterator[torch.Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return iter(self.unbind(0))  # torch's own asks for the number of dims first
 
     def __repr__(self, **_: Any) -> str:
         """Local: printing on one rank must not wait for the others."""
@@ -359,7 +361,7 @@ class PartParameter(SplitTensor, torch.nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if len(types) > 1 and any(getattr(one, "computes_mixed", False) for one in types):
+        if _computation(types) is None:
             return NotImplemented  # torch asks that class
         with without_subclasses():
             for one in args:
@@ -407,6 +409,14 @@ def compute_shown(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
     result = compute(func, map_tensors(view, args), map_tensors(view, kwargs))
     return first if first is not None and result is view(first) else result  # changed in place
+
+
+@cache
+def _computation(types: tuple[type, ...]) -> Callable[..., Any] | None:
+    """What computes functions of tensors of these classes, of which one is split; None where another class does."""
+    if len(types) > 1 and any(getattr(one, "computes_mixed", False) for one in types):
+        return None
+    return compute_shown if any(issubclass(one, PartParameter) for one in types) else compute
 
 
 _PLAIN = (torch.Tensor, SplitTensor, FullCopy)  # others are fake, say

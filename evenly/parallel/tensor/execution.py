@@ -77,7 +77,8 @@ def register_hook(func: Any, tensor: SplitTensor, hook: Callable[[T], T | None])
 # ----------------------------------------------------------------------------------------- element by element
 def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     first = args[0]
-    if isinstance(first, SplitTensor) and not any(isinstance(value, T) for value in (*args[1:], *kwargs.values())):
+    alone = len(args) == 1 and not kwargs
+    if isinstance(first, SplitTensor) and (alone or not any(isinstance(v, T) for v in (*args[1:], *kwargs.values()))):
         result = func(*args, **kwargs)  # of one tensor
         return first.axis.split(result, first.split_as) if isinstance(result, T) else NotImplemented
     parts = _aligned([*args, *kwargs.values()])
@@ -128,8 +129,7 @@ def from_end(tensor: SplitTensor) -> Layout:
 def part_for(tensor: T, layout: Layout, axis: Axis) -> T | None:
     """What of `tensor` meets parts of `layout` (dim from the end) in an operation by elements."""
     if isinstance(tensor, SplitTensor):
-        own = tensor.split_as
-        if own.dim - tensor.dim() == layout.dim and own.matches(layout):
+        if from_end(tensor) == layout:
             # What autograd keeps for a recomputed block must look as it did: a part.
             return tensor if tensor.requires_grad else tensor.detach()
         tensor = axis.gather_full(tensor)
@@ -224,11 +224,6 @@ def narrow(_: Any, tensor: SplitTensor, dim: int, start: Any, length: int) -> An
     if dim % tensor.dim() == tensor.split_as.dim:
         return NotImplemented
     return tensor.axis.split(tensor.narrow(dim, start, length), tensor.split_as)
-
-
-def iterate(func: Any, tensor: SplitTensor) -> Any:
-    parts = UNBIND(func, tensor)
-    return parts if parts is NotImplemented else iter(parts)
 
 
 def cat(_: Any, tensors: Sequence[T], dim: int = 0, *, axis: int | None = None, out: Any = None) -> Any:

@@ -227,10 +227,9 @@ def attention(
     else:
         parts = [part_for(tensor, layout, axis) for tensor in (key, value)]
     mask = None if attn_mask is None else part_for(attn_mask, layout, axis)
-    if any(part is None for part in parts) or (attn_mask is not None and mask is None):
-        return NotImplemented
     own_key, own_value = parts
-    assert own_key is not None and own_value is not None
+    if own_key is None or own_value is None or (attn_mask is not None and mask is None):
+        return NotImplemented
     if dropout_p:
         if query.is_cuda:
             return NotImplemented  # its kernels draw in an order of their own

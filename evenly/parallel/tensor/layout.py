@@ -82,10 +82,6 @@ class Layout(_Numbers):
             vars(known)["_moved"] = self._moved
         return known
 
-    def matches(self, other: Layout) -> bool:
-        """Whether both put the same indices of their dim, wherever it stands, on every rank."""
-        return self[1:] == other[1:]
-
     def stretched(self, times: int) -> Self:
         """The layout of a dim in which every element of this one is repeated `times` times."""
         return self._replace(inner=self.inner * times)

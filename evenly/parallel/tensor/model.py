@@ -139,10 +139,10 @@ class SplitModel:
             # A DTensor where the data axis has not gathered it, as it does for the module's own forward; another tensor
             # where `functional_call` has put it there, or in a copy of the module.
             # Outside of a loss it is a plain parameter in a block that `fully_shard` has gathered, and no other.
-            if is_part(local):
-                return None  # functions of torch know it
+            if name not in layouts or is_part(local):
+                return None  # functions of torch know a part
             active = axis.computing or (axis.shown and type(local) is nn.Parameter)
-            if not active or name not in layouts or is_dtensor(local):
+            if not active or is_dtensor(local):
                 return None
             if not isinstance(local, nn.Parameter) or local.numel() != sizes[name]:
                 return None

@@ -175,7 +175,6 @@ QUERIES: dict[Callable[..., Any], e.Execution] = {
     **dict.fromkeys([torch.is_floating_point, torch.is_complex, torch.is_tensor], e.same_as_local),
     T.__format__: e.text,
     T.__len__: e.length,
-    T.__iter__: e.iterate,
     T.register_hook: e.register_hook,
     F.multi_head_attention_forward: products.attention_module,
 }
