@@ -383,7 +383,7 @@ PACKAGE_LINES = {
     "observe": 1929,  # lines of progress; stacks read without frames; loggers, the line of a terminal; stalls
     "parallel": 1,
     "parallel.core": 2372,  # buffers of what is recomputed; groups by name; optimizers that are dealt; stale ones
-    "parallel.data": 3481,  # numbers to a GPU; optimizers of whole parameters; passes of a step; layouts; exact buckets
+    "parallel.data": 3590,  # neighbours packed at once; optimizers of whole parameters; passes of a step; exact buckets
     "parallel.tensor": 4404,  # decisions are replayed, heads without logits; noise and no_grad; experts, indices
     "parallel.pipeline": 3596,  # forms of results; stages of each phase; numbers inside blocks, draws; hooks; layouts
     "plan": 1223,  # speeds of ranks; schedules are a table that others add to

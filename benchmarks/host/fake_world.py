@@ -47,11 +47,23 @@ class _Done(dist.Work):
         return True
 
 
-def without_polling() -> None:
-    """torch's fake works are never completed: `evenly` would wait for each as long as it polls at most."""
+def without_waiting() -> None:
+    """torch's fake works are never completed, and its fake messages leave memory as it was.
+
+    `evenly` would wait for each as long as it polls at most. What comes of an exchange is what this rank sends.
+    """
     from evenly.comm import transport
 
     transport.POLL_S = 0
+    post = getattr(transport, "post_exchange", None)  # not in older checkouts
+
+    def exchanged(going: Any, coming: Any, group: Any) -> Any:
+        for one, landing in zip(going, coming, strict=True):
+            landing.copy_(one) if one.numel() == landing.numel() else landing.zero_()
+        return post(going, coming, group)
+
+    if post is not None:
+        transport.post_exchange = exchanged
 
 
 def with_losses_elsewhere() -> None:

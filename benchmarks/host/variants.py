@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import workload
-from fake_world import pretend, with_losses_elsewhere, without_polling
+from fake_world import pretend, with_losses_elsewhere, without_waiting
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -144,7 +144,7 @@ def evenly(plan: str, ranks: int = 1, data: int = 1) -> Callable[[str, ExitStack
             name="host",
         )
         if ranks > 1:
-            without_polling()
+            without_waiting()
         if plan.startswith("pipeline"):
             with_losses_elsewhere()
         run = contexts.enter_context(evenly.start(job, plan=plan))

@@ -11,10 +11,11 @@ from jobs import Points, classifier_job
 from kept_ranks import KeptRanks
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import evenly
 from evenly.errors import RunError
-from evenly.parallel.data.row_layout import RowLayout
+from evenly.parallel.data.row_layout import RowLayout, RowPacker
 from evenly.verify.compare import RankComparison, judge
 from evenly.verify.ranks import compare_job, keep_reference
 
@@ -44,6 +45,77 @@ def test_pieces_are_those_of_torch_and_join_to_the_whole(ranks: int) -> None:
         assert torch.equal(again, tensor)
     places[0].pack(None, packed)
     assert packed[:, : places[0].length].eq(0).all()
+
+
+def layouts_of(shapes: list[tuple[int, ...]], ranks: int) -> list[RowLayout]:
+    layouts: list[RowLayout] = []
+    for shape in shapes:
+        offset = layouts[-1].offset + layouts[-1].length if layouts else 0
+        layouts.append(RowLayout.of(shape, ranks, offset))
+    return layouts
+
+
+def nothing_yet(layouts: list[RowLayout], ranks: int, dtype: torch.dtype) -> torch.Tensor:
+    """Packed rows of a bucket, which nothing is in."""
+    return torch.full((ranks, layouts[-1].offset + layouts[-1].length), torch.nan, dtype=dtype)
+
+
+# Even for 2 ranks, for 3 and for 5; uneven; fewer rows than ranks; no rows, no elements.
+MIXED: list[tuple[int, ...]] = [(6, 3), (10,), (30, 2), (7, 3), (30, 4), (0, 2), (60, 0), (30, 2, 2), (1, 4), (30,)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_bucket_is_packed_as_its_parameters_are_one_by_one(ranks: int, dtype: torch.dtype) -> None:
+    layouts = layouts_of(MIXED, ranks)
+    tensors = [torch.randn(shape) for shape in MIXED]
+    tensors[4] = torch.randn(4, 30).t()  # any strides
+    given = [None if number == 7 else tensor for number, tensor in enumerate(tensors)]
+    expected, packed = nothing_yet(layouts, ranks, dtype), nothing_yet(layouts, ranks, dtype)
+    for layout, tensor in zip(layouts, given, strict=True):
+        layout.pack(tensor, expected)
+    RowPacker(layouts, given, ranks, 0).pack(packed)
+    assert not packed.isnan().any()
+    assert torch.equal(packed, expected)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_a_packed_bucket_becomes_its_parameters_again(ranks: int) -> None:
+    layouts = layouts_of(MIXED, ranks)
+    tensors = [torch.randn(shape) for shape in MIXED]
+    packed = nothing_yet(layouts, ranks, torch.float32)
+    for rank in range(ranks):  # as ranks gather them
+        RowPacker(layouts, tensors, ranks, rank).pack_own(packed[rank])
+    again = [torch.full_like(tensor, torch.nan) for tensor in tensors]
+    again[4] = torch.full((4, 30), torch.nan).t()
+    RowPacker(layouts, again, ranks, 0).unpack(packed)
+    for tensor, other in zip(tensors, again, strict=True):
+        assert torch.equal(tensor, other)
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writing: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            self.writing.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_parameters_that_all_ranks_have_equal_parts_of_are_copied_in_one_call() -> None:
+    shapes: list[tuple[int, ...]] = [(6, 3), (12,)] * 40
+    layouts, tensors = layouts_of(shapes, 2), [torch.randn(shape) for shape in shapes]
+    packed = nothing_yet(layouts, 2, torch.float32)
+    with Operations() as found:
+        packer = RowPacker(layouts, tensors, 2, 1)
+        packer.pack(packed)
+        packer.pack_own(packed[0])
+        packer.unpack(packed)
+    assert found.writing == ["aten.cat.out", "aten.cat.out", "aten.split_with_sizes_copy.out"]
 
 
 class Odd(nn.Module):
@@ -116,3 +188,32 @@ def change(plan: str, what: str) -> str:
 def test_what_is_changed_midway_is_found(plan: str, what: str, said: list[str], ranks: KeptRanks) -> None:
     for text in ranks.run(change, plan, what, size=2):
         assert all(part in text for part in said)
+
+
+def even_model() -> nn.Module:
+    """Two ranks have equally many rows of every parameter."""
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def adafactor(parameters: Any) -> torch.optim.Optimizer:
+    """Dealt whole to ranks, which may give a parameter other memory meanwhile."""
+    return torch.optim.Adafactor(parameters, lr=1e-2)
+
+
+def stepped(plan: str, moving: bool) -> dict[str, torch.Tensor]:
+    """This rank's parameters after a few steps; moving: whether they are given other memory on the way."""
+    with evenly.start(classifier_job(model=even_model, optimizer=adafactor), plan=plan) as run:
+        for number, batch in enumerate(run.batches()):
+            for parameter in run.model.parameters() if moving and number == 2 else ():
+                parameter.data = parameter.data.clone()
+            run.step(batch)
+        return {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
+
+
+@pytest.mark.parametrize("plan", ["zero1", "zero2"])
+def test_parameters_in_other_memory_are_gathered_there(plan: str, ranks: KeptRanks) -> None:
+    expected = ranks.run(stepped, plan, False, size=2)
+    for found, left in zip(ranks.run(stepped, plan, True, size=2), expected, strict=True):
+        assert found.keys() == left.keys()
+        assert all(torch.equal(found[name], left[name]) for name in left)
+        assert all(torch.equal(found[name], expected[0][name]) for name in left)

@@ -195,16 +195,17 @@ def training_in_evaluation_mode(patch: Patch) -> None:
 
 def rows_of_others_not_gathered(patch: Patch) -> None:
     """After an update a rank goes on with the old rows of the others."""
-    patch.setattr(partition.PartitionedGradients, "_unpack", lambda self, bucket, pending: pending.wait())
+    patch.setattr(partition.ShardedBucket, "finish_gather", lambda self, pending: pending.wait())
 
 
 def first_bucket_not_gathered(patch: Patch) -> None:
-    plain = partition.PartitionedGradients._unpack
-    patch.setattr(
-        partition.PartitionedGradients,
-        "_unpack",
-        lambda self, bucket, pending: plain(self, bucket, pending) if bucket is not self.buckets[0] else pending.wait(),
-    )
+    plain = partition.PartitionedGradients.all_gather_parameters
+
+    def gather(self: Any) -> None:
+        self.buckets[0].finish_gather = lambda pending: pending.wait()
+        plain(self)
+
+    patch.setattr(partition.PartitionedGradients, "all_gather_parameters", gather)
 
 
 def rounds_overwrite(patch: Patch) -> None:
@@ -249,7 +250,7 @@ def all_rows_used(patch: Patch) -> None:
 def totals_in_half(patch: Patch) -> None:
     """Gradients are rounded to bfloat16 before they are sent."""
     plain = partition.ShardedBucket.pack
-    patch.setattr(partition.ShardedBucket, "pack", lambda self, ranks: plain(self, ranks).bfloat16().double())
+    patch.setattr(partition.ShardedBucket, "pack", lambda self: plain(self).bfloat16().double())
 
 
 # --- ZeRO 3 ---------------------------------------------------------------------------------------------

@@ -53,11 +53,8 @@ class OwnedRows:
 
     @property
     def address(self) -> int:
-        """The address of `own`."""
-        whole = local(self.parameter)
-        if self.piece is self.parameter or not whole.numel():
-            return whole.data_ptr()
-        return whole.data_ptr() + self.rows.start * whole.stride(0) * whole.element_size()
+        """The address of the memory that the model has of the parameter."""
+        return local(self.parameter).data_ptr()
 
 
 class ShardedOptimizer:

@@ -11,9 +11,9 @@ With shard groups smaller than the data axis (hybrid sharding) the groups hold t
 gradients once per step.
 
 Vocabulary. A *bucket* is a run of parameters that are reduced together, *packed* into one row per rank: all pieces of
-rank 0, then those of rank 1, and so on, each padded with zeros to the same length. A *round* is one reduction of all
-buckets, strictly in their order, so that all ranks agree; a rank that runs fewer microbatches than others sends zeros
-in the remaining rounds. Nothing else in a step depends on what other ranks run.
+rank 0, then those of rank 1, and so on, each padded with zeros to the same length (`row_layout`). A *round* is one
+reduction of all buckets, strictly in their order, so that all ranks agree; a rank that runs fewer microbatches than
+others sends zeros in the remaining rounds. Nothing else in a step depends on what other ranks run.
 
 Exactness. With `accumulate_float64` sums are exact and rounded once, as in `gradients`, and then divided by the weight.
 The ranks exchange what they have, and each adds up its pieces itself.
@@ -51,7 +51,7 @@ from evenly.parallel.data.gradients import (
 from evenly.parallel.data.grouping import IN_FLIGHT
 from evenly.parallel.data.mesh import groups_of, shard_mesh
 from evenly.parallel.data.optimizer import OwnedRows
-from evenly.parallel.data.row_layout import RowLayout
+from evenly.parallel.data.row_layout import RowLayout, RowPacker
 from evenly.torch_private import without_subclasses
 
 NOTHING = torch.empty(0)
@@ -61,13 +61,15 @@ NOTHING = torch.empty(0)
 class RowRange:
     """One parameter of a bucket.
 
-    layout: of its pieces. total: sum of this rank's gradients that are not sent yet; exact: the same, exactly.
+    layout: of its pieces. rows: how many of them this rank's piece has.
+    total:  sum of this rank's gradients that are not sent yet; exact: the same, exactly.
     used:   whether it got a gradient in this step: on this rank, and after `finish_reduce` on any.
     """
 
     name: str
     parameter: nn.Parameter
     layout: RowLayout
+    rows: int
     total: torch.Tensor | None = None
     exact: ExactSum | None = None
     used: bool = False
@@ -76,7 +78,7 @@ class RowRange:
         """Adds `gradient` to the total, which the first one makes, of `dtype`; exact: whether that adds up exactly."""
         self.used = True
         if self.total is None:
-            self.total = gradient.to(dtype)
+            self.total = gradient if gradient.dtype is dtype else gradient.to(dtype)
             self.exact = ExactSum(self.total.view(-1)) if exact else None
         elif self.exact is None:
             add(self.total, gradient)
@@ -98,7 +100,7 @@ class Scalar:
 
 
 class ShardedBucket:
-    """A run of parameters of one dtype and device.
+    """A run of parameters of one dtype and device, whose pieces are on the ranks of `group`.
 
     sums:       1D, in sum_dtype: this rank's pieces of the gradients, summed over ranks; from the first round on.
     gradients:  1D, the same in the parameters' dtype, then divided by the weight; until the next step.
@@ -106,12 +108,16 @@ class ShardedBucket:
     waiting:    number of parts whose gradient of this round is still to come.
     """
 
-    def __init__(self, parts: list[RowRange], *, accumulate_float64: bool, send_narrow: bool) -> None:
+    def __init__(self, parts: list[RowRange], group: Group, *, accumulate_float64: bool, send_narrow: bool) -> None:
         first, last = parts[0], parts[-1]
         self.parts, self.dtype, self.device = parts, first.parameter.dtype, first.parameter.device
+        self.group = group
         self.sum_dtype = torch.float64 if accumulate_float64 else self.dtype
         self.send_dtype = self.dtype if send_narrow else self.sum_dtype
         self.length = last.layout.offset + last.layout.length  # of a rank's row
+        self._layouts = [part.layout for part in parts]
+        self._lengths = [layout.length for layout in self._layouts]
+        self._addresses: list[int] = []  # of the parameters that `_packer` copies
         self.sums = self.gradients = NOTHING
         self.exact = ExactSum(NOTHING) if accumulate_float64 else None  # over `sums`
         self.pairs: list[torch.Tensor] = []  # low terms of the packed gradients that this rank has sent
@@ -122,8 +128,9 @@ class ShardedBucket:
         self.sums = self.gradients = NOTHING
         self.pairs.clear()
 
-    def reduce(self, packed: torch.Tensor, group: Group) -> Pending[Any]:
+    def reduce(self, packed: torch.Tensor) -> Pending[Any]:
         """Begins to sum the ranks' `packed` gradients into `sums`."""
+        group = self.group
         adding = self.sums is not NOTHING
         if not adding:
             self.sums = torch.empty(self.length, dtype=self.sum_dtype, device=self.device)
@@ -142,20 +149,21 @@ class ShardedBucket:
         for row in rows:
             self.exact.add(row)
 
-    def share_low_terms(self, group: Group) -> None:
-        """Adds what the sums of the ranks of `group`, as they were packed, had lost."""
+    def share_low_terms(self) -> None:
+        """Adds what the sums of the ranks, as they were packed, had lost."""
         assert self.exact is not None
+        group = self.group
         own = torch.cat([torch.empty(0, 2, dtype=torch.float64, device=self.device), *self.pairs])
         first = group.position * self.length
         for pairs in (own, pairs_of_others(own, group)):
             inside = (pairs[:, 0] >= first) & (pairs[:, 0] < first + self.length)
             self.exact.add_pairs(pairs[inside] - pairs.new_tensor([first, 0.0]))
 
-    def pack(self, ranks: int) -> torch.Tensor:
+    def pack(self) -> torch.Tensor:
         """This rank's gradients of the round (ranks x elements); drops the totals."""
-        packed = torch.empty((ranks, self.length), dtype=self.send_dtype, device=self.device)
+        packed = torch.empty((self.group.size, self.length), dtype=self.send_dtype, device=self.device)
+        self._packer_of([part.total for part in self.parts]).pack(packed)
         for part in self.parts:
-            part.layout.pack(part.total, packed)
             if part.exact is not None and part.exact.has_low_terms:
                 pairs = part.exact.pairs()
                 pairs[:, 0] = part.layout.packed_index(pairs[:, 0].long(), self.length).double()
@@ -172,6 +180,33 @@ class ShardedBucket:
             self.exact.round_into(self.gradients)
             self.exact = ExactSum(NOTHING)
         self.sums = NOTHING
+
+    def named_pieces(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """This rank's pieces of the gradients, as views; None for a parameter that no rank has used."""
+        if self.gradients is NOTHING:
+            yield from ((part.name, None) for part in self.parts)
+            return
+        regions = self.gradients.split_with_sizes(self._lengths)
+        for part, region in zip(self.parts, regions, strict=True):
+            yield part.name, part.layout.shaped(region, part.rows) if part.used else None
+
+    def begin_gather(self) -> Pending[torch.Tensor]:
+        """Begins to all-gather the parameters, packed."""
+        addresses = [part.parameter.data_ptr() for part in self.parts]
+        if addresses != self._addresses:  # in the first step, and where the job has given a parameter other memory
+            self._packer = self._packer_of([part.parameter.detach() for part in self.parts])
+            self._addresses = addresses
+        row = torch.empty(self.length, dtype=self.dtype, device=self.device)
+        self._packer.pack_own(row)
+        sizes, label = [self.length] * self.group.size, self.label.removeprefix("gradient of ")
+        return all_gather.begin(row, self.group, sizes=sizes, label=label)
+
+    def finish_gather(self, pending: Pending[torch.Tensor]) -> None:
+        """Waits for what `begin_gather` began, and copies it into the parameters."""
+        self._packer.unpack(pending.wait().view(self.group.size, self.length))
+
+    def _packer_of(self, tensors: Sequence[torch.Tensor | None]) -> RowPacker:
+        return RowPacker(self._layouts, tensors, self.group.size, self.group.position)
 
 
 class PartitionedGradients(Gradients):
@@ -204,9 +239,9 @@ class PartitionedGradients(Gradients):
         send_narrow = zero == 2 and (accumulate_float64 or adds_here(self._group))
         self.buckets = [
             ShardedBucket(
-                _parts(group, self._group.size), accumulate_float64=accumulate_float64, send_narrow=send_narrow
+                _parts(some, self._group), self._group, accumulate_float64=accumulate_float64, send_narrow=send_narrow
             )
-            for group in cut
+            for some in cut
         ]
         self._parts = [part for bucket in self.buckets for part in bucket.parts]
         self.cuts = [_cut(part, part.layout.own(self._position), mesh) for part in self._parts]
@@ -230,8 +265,9 @@ class PartitionedGradients(Gradients):
         self._rounds = rounds if self._zero == 2 else 1
         for bucket in self.buckets:
             bucket.begin()
-        for one in (*self._parts, *self._scalars):
-            one.used, one.total, one.parameter.grad = False, None, None
+        with without_subclasses():  # this rank's parts
+            for one in (*self._parts, *self._scalars):
+                one.used, one.total, one.parameter.grad = False, None, None
         for part in self._parts:
             part.exact = None
         self._scalar_sums.high.zero_()
@@ -263,7 +299,7 @@ class PartitionedGradients(Gradients):
             one.used = next(values) > 0
         if next(values) > 0:
             for bucket in self.buckets:
-                bucket.share_low_terms(self._group)
+                bucket.share_low_terms()
         self._sum_across()
         exact_totals = self._exact_scalars()
         for scalar, exact_total in zip(self._scalars, exact_totals, strict=True):
@@ -352,18 +388,19 @@ class PartitionedGradients(Gradients):
 
     def _named_pieces(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         for bucket in self.buckets:
-            for part in bucket.parts:
-                yield part.name, part.layout.piece(bucket.gradients, self._position) if part.used else None
+            yield from bucket.named_pieces()
 
     @torch.no_grad()
     def all_gather_parameters(self) -> None:
         begun = deque[tuple[ShardedBucket, Pending[torch.Tensor]]]()
-        for bucket in self.buckets:
-            begun.append((bucket, self._gather(bucket)))
-            if len(begun) > 1:  # gather one while another is unpacked
-                self._unpack(*begun.popleft())
-        for bucket, pending in begun:
-            self._unpack(bucket, pending)
+        with without_subclasses():  # this rank's parts
+            for bucket in self.buckets:
+                begun.append((bucket, bucket.begin_gather()))
+                if len(begun) > 1:  # gather one while another is unpacked
+                    earlier, pending = begun.popleft()
+                    earlier.finish_gather(pending)
+            for bucket, pending in begun:
+                bucket.finish_gather(pending)
 
     def track(self, counter: MemoryCounter, number: int = 0) -> None:
         for bucket in self.buckets:
@@ -392,7 +429,8 @@ class PartitionedGradients(Gradients):
             with without_subclasses():  # this rank's part
                 gradient, parameter.grad = parameter.grad, None
             assert gradient is not None  # autograd calls the hook with the gradient in place
-            check_gradient(part.name, gradient, sent=index < self._sent)
+            if gradient.layout is not torch.strided or index < self._sent:
+                check_gradient(part.name, gradient, sent=index < self._sent)
             if part.name not in self.dropped:  # what is sent at once is converted when it is sent
                 dtype = gradient.dtype if self._zero == 2 else bucket.sum_dtype
                 part.accumulate(gradient, dtype, exact=self._exact and self._zero == 1)
@@ -428,37 +466,25 @@ class PartitionedGradients(Gradients):
         for bucket in self.buckets[self._sent : end]:
             if len(self._in_flight) == IN_FLIGHT:
                 self._wait_oldest()
-            self._in_flight.append(bucket.reduce(bucket.pack(self._group.size), self._group))
+            self._in_flight.append(bucket.reduce(bucket.pack()))
         self._sent = max(self._sent, end)
 
     def _wait_oldest(self) -> None:
         self._in_flight.popleft().wait()
 
-    # ------------------------------------------------------------------------------------------- helpers
-    def _gather(self, bucket: ShardedBucket) -> Pending[torch.Tensor]:
-        """Begins to all-gather the parameters of `bucket`, packed."""
-        row = torch.empty(bucket.length, dtype=bucket.dtype, device=bucket.device)
-        for part in bucket.parts:
-            part.layout.piece(row, self._position).copy_(part.parameter[part.layout.own(self._position)])
-        sizes, label = [bucket.length] * self._group.size, bucket.label.removeprefix("gradient of ")
-        return all_gather.begin(row, self._group, sizes=sizes, label=label)
-
-    def _unpack(self, bucket: ShardedBucket, pending: Pending[torch.Tensor]) -> None:
-        rows = pending.wait().view(self._group.size, bucket.length)
-        for part in bucket.parts:
-            part.layout.unpack(rows, part.parameter)
-
     def _scalar_gradients(self) -> list[torch.Tensor]:
         return [g for scalar in self._scalars if (g := scalar.parameter.grad) is not None]
 
 
-def _parts(named: Iterable[tuple[str, nn.Parameter]], ranks: int) -> list[RowRange]:
+def _parts(named: Iterable[tuple[str, nn.Parameter]], group: Group) -> list[RowRange]:
     """The parts of a bucket, laid out consecutively."""
     parts: list[RowRange] = []
     offset = 0
     for name, parameter in named:
-        parts.append(RowRange(name, parameter, RowLayout.of(parameter.shape, ranks, offset)))
-        offset += parts[-1].layout.length
+        layout = RowLayout.of(parameter.shape, group.size, offset)
+        rows = layout.own(group.position)
+        parts.append(RowRange(name, parameter, layout, rows.stop - rows.start))
+        offset += layout.length
     return parts
 
 
