@@ -16,6 +16,8 @@ from evenly.torch_private import TensorDict, is_fake, set_tensor_dict, tensor_di
 
 View = Callable[[str, torch.Tensor | None], Any]
 
+_KINDS: tuple[TensorDict, ...] = get_args(TensorDict)  # asked for often
+
 
 class ViewedParameters(dict[str, Any]):
     """The parameters, or the buffers, of a module.
@@ -98,7 +100,7 @@ def viewed_tensors(module: nn.Module, kind: TensorDict) -> ViewedParameters:
 
 def local_tensor(module: nn.Module, name: str) -> torch.Tensor | None:
     """The parameter or buffer `name` of `module` as the engine finds it, even while the job computes."""
-    for kind in get_args(TensorDict):
+    for kind in _KINDS:
         tensors = tensor_dict(module, kind)
         if name in tensors:
             return tensors.local(name) if isinstance(tensors, ViewedParameters) else tensors[name]
