@@ -24,6 +24,8 @@ HEADING = re.compile(r"^(#+) (.*)$", re.MULTILINE)
 LINK = re.compile(r"(!?)\[[^\]]*\]\(([^)]*)\)")
 CODE_SPAN = re.compile(r"`([^`]+)`")
 COMMENT = re.compile(r"(^|\s)# .*$", re.MULTILINE)
+# GitHub does not end bold text where a mark of punctuation stands before the asterisks and a letter behind them.
+UNCLOSED = re.compile(r"[^\w\s*]\*\*\w")
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 
 pages = pytest.mark.parametrize(("english", "korean"), PAGES, ids=[korean.stem for _, korean in PAGES])
@@ -80,7 +82,14 @@ def code_spans(text: str) -> set[str]:
 
 
 def test_pages_are_there() -> None:
-    assert {korean.stem for _, korean in PAGES} >= {"README.ko", "guide", "planning", "checkpoints", "pipeline", "faults"}
+    assert {korean.stem for _, korean in PAGES} >= {
+        "README.ko",
+        "guide",
+        "planning",
+        "checkpoints",
+        "pipeline",
+        "faults",
+    }
     assert [korean.name for english, korean in PAGES if not english.exists()] == []
 
 
@@ -125,3 +134,11 @@ def test_names_and_figures_of_each_section(english: Path, korean: Path) -> None:
         heading = section.partition("\n")[0]
         assert code_spans(translated) == code_spans(section), heading
         assert {*NUMBER.findall(section)} - {*NUMBER.findall(translated)} == set(), heading
+
+
+@pages
+def test_bold_text_ends(english: Path, korean: Path) -> None:
+    """In `**GPU(x)**는` the asterisks would show: a Korean particle follows without a blank."""
+    text = FENCED.sub("", text_of(korean))
+    bold = (match.end() for match in re.finditer(r"\*\*[^*\n]+\*\*", text))
+    assert [text[end - 12 : end + 1] for end in bold if UNCLOSED.fullmatch(text[end - 3 : end + 1])] == []
