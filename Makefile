@@ -1,9 +1,11 @@
-# make venv | demo | test | check | bench      each does everything it needs, from a fresh clone on
+# make venv | demo | test | check | pages | docs | bench      each does everything it needs, from a fresh clone on
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS ?= .work/peers
+DOCS ?= .work/docs
+SITE ?= .work/site
 WORKLOADS ?= W1 W2 W4
 # In a folder of their own, $(VENV)/timm: transformers uses any torchvision that it finds, and this one is built for CUDA.
 TIMM := timm==1.0.31 torchvision==0.28.0
@@ -14,7 +16,7 @@ DEVICES := $(if $(shell nvidia-smi -L 2>/dev/null),,--devices 2)
 # Many processes start from these sources: each file is compiled once, when it is first imported.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: venv demo test check bench
+.PHONY: venv demo test check pages docs bench
 .DELETE_ON_ERROR:
 
 venv: $(READY)
@@ -42,6 +44,21 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# All commands that the pages show, against what they say is printed; takes minutes.
+pages: $(READY)
+	$(BIN)/python -m docs.run_pages
+
+# The pages as a site in $(SITE), which asks no network. The package is read from here; its reference needs no torch.
+docs: $(DOCS)/.ready
+	PYTHONPATH=. $(DOCS)/bin/mkdocs build --quiet --strict --site-dir "$(abspath $(SITE))"
+	@echo "The site: $(SITE)/index.html"
+
+$(DOCS)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet -c constraints.txt $$($(PYTHON) -c "import tomllib; \
+	print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	touch $@
 
 # The rivals have an environment of their own, whose versions they pin. WORKLOADS="W1 W2 W3 W4" for all; takes long.
 bench: $(PEERS)/.ready

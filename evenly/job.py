@@ -71,7 +71,8 @@ class EMA:
 class SWA:
     """The mean of the weights after some steps, by the rule of `torch.optim.swa_utils.get_swa_multi_avg_fn`.
 
-    start: the first of these steps. every: steps from one to the next.
+    start: the first of these steps.
+    every: steps from one to the next.
     """
 
     start: int

@@ -1,0 +1,1 @@
+"""The pages, what generates some of them, and what runs the commands that they show."""

@@ -1,0 +1,93 @@
+"""What mkdocs calls while it builds the site (`make docs`).
+
+It adds the pages that are generated: the reference, and the README as the first page. It makes a link of each path of
+a page (`docs/guide.md`), and plain text of links that leave the folder of the pages.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path, PurePosixPath
+from posixpath import normpath, relpath
+from typing import Any
+
+from docs.generate_reference import pages
+from docs.page_text import LINK, ROOT, headings, prose
+
+GENERATED = {"index.md": "README.md", "ko/index.md": "README.ko.md"}  # page of the site -> file of the repository
+PATH = re.compile(r"(?<!\[)`((?:docs/[\w/.-]+|README(?:\.\w+)?)\.md)`(?!\])")
+
+
+def on_config(config: Any) -> Any:
+    from markdown.extensions.toc import slugify_unicode
+
+    config["mdx_configs"].setdefault("toc", {})["slugify"] = slugify_unicode  # titles in Korean are anchors too
+    if korean := korean_nav():
+        config["nav"].append({"한국어": korean})
+    return config
+
+
+def korean_nav() -> list[dict[str, str]]:
+    """The pages in Korean by their titles, the README first; none where there are none."""
+    readme = [(ROOT / "README.ko.md", "ko/index.md")]
+    folder = ROOT / "docs" / "ko"
+    found = [*readme, *((path, f"ko/{path.relative_to(folder).as_posix()}") for path in sorted(folder.rglob("*.md")))]
+    return [{headings(path.read_text(encoding="utf-8"))[0][1]: uri} for path, uri in found if path.exists()]
+
+
+def on_files(files: Any, config: Any) -> Any:
+    from mkdocs.structure.files import File
+
+    texts = {f"reference/{name}": text for name, text in pages().items()}
+    texts |= {
+        uri: (ROOT / name).read_text(encoding="utf-8") for uri, name in GENERATED.items() if (ROOT / name).exists()
+    }
+    for uri, text in texts.items():
+        files.append(File.generated(config, uri, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    return for_site(markdown, page.file.src_uri)
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    return output.replace('lang="en"', 'lang="ko"', 1) if page.file.src_uri.startswith("ko/") else output
+
+
+def for_site(text: str, uri: str) -> str:
+    """The text of the page `uri` of the site, with its links as they are there."""
+    source = PurePosixPath(GENERATED.get(uri, f"docs/{uri}"))
+    lines = text.splitlines()
+    for number, line in prose(text):
+        line = LINK.sub(lambda link: _moved(link, source, uri), line)
+        lines[number - 1] = PATH.sub(lambda path: _to_page(path, uri), line)
+    return "\n".join(lines) + "\n"
+
+
+def _to_page(path: re.Match[str], uri: str) -> str:
+    """A link to the page whose path is named."""
+    page = page_of(path[1])
+    return path[0] if page in (None, uri) else f"[{path[0]}]({relpath(page, PurePosixPath(uri).parent)})"  # pyright: ignore
+
+
+def _moved(link: re.Match[str], source: PurePosixPath, uri: str) -> str:
+    """A link of the file `source` as it is on the page `uri`; text, where it leads to no page."""
+    sign, text, target = link.groups()
+    path, mark, anchor = target.partition("#")
+    named = normpath(source.parent / path)
+    stays = uri not in GENERATED and named.startswith("docs/")
+    if "://" in target or not path or stays:
+        return link[0]
+    page = page_of(named)
+    if page is None:
+        return f"{text} (`{named}`)"
+    return f"{sign}[{text}]({relpath(page, PurePosixPath(uri).parent)}{mark}{anchor})"
+
+
+def page_of(path: str) -> str | None:
+    """The page or picture of the site for a path of the repository; None where there is none."""
+    generated = {name: uri for uri, name in GENERATED.items()}
+    if path in generated:
+        return generated[path]
+    return path.removeprefix("docs/") if path.startswith("docs/") and Path(ROOT, path).is_file() else None
