@@ -369,7 +369,7 @@ def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, ARGUMENTS = 500, 60, 300, 9
 # Lines of each package: it may shrink, and grows only by a larger number here, with a reason beside it.
 PACKAGE_LINES = {
-    "__init__": 1355,  # fields explained one a line; forms of fake tensors; phases; losses that do not add up; fields of a job: streams, metrics
+    "__init__": 1355,  # pages name checkpoints; private names; phases; losses that do not add up; fields of a job
     "bridges": 1076,  # states of a Trainer's callbacks, its samplers; jobs of a Trainer and of Lightning's modules
     "checkpoint": 2588,  # weights from files; adapters, shards and tokenizers in exports; averages; pieces that overlap
     "cli": 2650,  # runs under Ray; submit, doctor and bench on several nodes; loggers, the screen, exports
@@ -382,7 +382,7 @@ PACKAGE_LINES = {
     "nn": 307,  # the loss of a head without its logits
     "observe": 1929,  # lines of progress; stacks read without frames; loggers, the line of a terminal; stalls
     "parallel": 1,
-    "parallel.core": 2372,  # buffers of what is recomputed; groups by name; optimizers that are dealt; stale ones
+    "parallel.core": 2374,  # buffers of what is recomputed; groups by name; optimizers that are dealt; stale ones
     "parallel.data": 3590,  # neighbours packed at once; optimizers of whole parameters; passes of a step; exact buckets
     "parallel.tensor": 4404,  # decisions are replayed, heads without logits; noise and no_grad; experts, indices
     "parallel.pipeline": 3596,  # forms of results; stages of each phase; numbers inside blocks, draws; hooks; layouts
