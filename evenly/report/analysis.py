@@ -84,7 +84,8 @@ def total_s(run: RunSummary) -> float:
     of_steps = float(sum(row["step_s"] for row in run.steps))
     if not spans:
         return of_steps
-    until = [max(one[-1].time_s, run.changed_s if one is spans[-1] else 0.0) for one in spans]
+    goes_on = spans[-1][-1].event not in ("ended", "failed")
+    until = [max(one[-1].time_s, run.changed_s if goes_on and one is spans[-1] else 0.0) for one in spans]
     return max(of_steps, sum(end - one[0].time_s for one, end in zip(spans, until, strict=True)))
 
 

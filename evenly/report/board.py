@@ -207,7 +207,7 @@ def list_page(root: Path, script: str) -> str:
         "<button class=button id=compare type=button>compare those chosen</button> "
         "<span id=count class=note></span></p>"
         "<div class=scroll tabindex=0 role=region aria-label=runs>"
-        f"<table class=facts><thead><tr>{columns}</tr></thead><tbody id=runs></tbody></table></div>"
+        f"<table class=words><thead><tr>{columns}</tr></thead><tbody id=runs></tbody></table></div>"
         "<noscript><p>The list needs JavaScript.</p></noscript>"
     )
     return document(f"Runs in {root}", body, script=script)

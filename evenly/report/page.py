@@ -102,14 +102,18 @@ def side_by_side(*parts: str) -> str:
     return f"<div class=pair>{''.join(parts)}</div>"
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, label: str = "") -> str:
-    """Cells are text, of which `rows` has one for each of `heads`; no `heads`, no head. label: for what reads aloud."""
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, label: str = "", words: bool = False) -> str:
+    """Cells are text, of which `rows` has one for each of `heads`; no `heads`, no head.
+
+    label: for what reads aloud. words: whether they hold words rather than numbers, and are aligned so.
+    """
     lines = [f"<tr>{''.join(f'<th scope=col>{cut(head)}</th>' for head in heads)}</tr>"] if heads else []
     lines += [_row(row) for row in rows[:MOST_ROWS]]
     left_out = len(rows) - MOST_ROWS
     note = text(f"and {left_out} more", kind="note") if left_out > 0 else ""
     named = f' role=region aria-label="{escape(label)}"' if label else ""
-    return f"<div class=scroll tabindex=0{named}><table>{''.join(lines)}</table></div>{note}"
+    kind = " class=words" if words else ""
+    return f"<div class=scroll tabindex=0{named}><table{kind}>{''.join(lines)}</table></div>{note}"
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -69,8 +69,8 @@ def _parts(
     if (found := prediction.predicted_of(run)) is not None:
         parts.append(prediction.section(run, found))
     if rows := events.rows(run.events, run.slow, folder):
-        parts.append(Section("Starts, faults and restarts", [table(events.HEADS, rows, label="events")]))
-    parts.append(Section("The run in words", [f"<div class=facts>{table((), course_rows(run))}</div>"]))
+        parts.append(Section("Starts, faults and restarts", [table(events.HEADS, rows, label="events", words=True)]))
+    parts.append(Section("The run in words", [table((), course_rows(run), label="the run in words", words=True)]))
     return str(run.plan.get("job")), parts
 
 
@@ -253,7 +253,7 @@ def _speeds(run: RunSummary, columns: int) -> Section:
     ]
     if rows:
         more = f"The {len(rows)} slowest:" if count > len(rows) else "They are:"
-        parts += [text(more), table(SLOW_HEADS, rows, label="slow steps")]
+        parts += [text(more), table(SLOW_HEADS, rows, label="slow steps", words=True)]
     return Section("Time of steps", parts)
 
 
