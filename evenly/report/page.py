@@ -126,6 +126,6 @@ def folded(title: str, *parts: str) -> str:
     return f"<details><summary>{escape(title)}</summary>{''.join(parts)}</details>"
 
 
-def as_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def as_table(heads: Sequence[str], rows: Sequence[Sequence[str]], title: str = "as a table") -> str:
     """The table that says what a picture shows."""
-    return folded("as a table", table(heads, rows, label="as a table"))
+    return folded(title, table(heads, rows, label=title))

@@ -134,7 +134,11 @@ def _share_figures(run: RunSummary) -> list[Figure]:
 
 
 def _communication(run: RunSummary) -> str:
-    return "communication and bubble" if "pipeline=" in str(run.plan.get("plan")) else "communication"
+    return "communication and bubble" if _has_pipeline(run) else "communication"
+
+
+def _has_pipeline(run: RunSummary) -> bool:
+    return "pipeline=" in str(run.plan.get("plan"))
 
 
 def warnings(run: RunSummary) -> list[str]:
@@ -180,7 +184,7 @@ def _losses(run: RunSummary, columns: int) -> Section:
         for row in records
     ]
     if evaluated:
-        parts.append(as_table(("set", "step", "evaluation loss"), evaluated))
+        parts.append(as_table(("set", "step", "evaluation loss"), evaluated, "evaluations as a table"))
     metrics = [*metric_curves(run).items()]
     pictures = [
         _picture(run, name, [Line(of, xs, ys, dots=len(xs) == 1) for of, (xs, ys) in found.items()], columns)
@@ -273,7 +277,10 @@ def _time(run: RunSummary) -> Section | None:
             for one in waits
         ]
         rows = [_wait_row(one, step_s) for one in waits]
-        parts.append(text("Who waits for whom: in each step all wait for the rank that computes for longest."))
+        words = "Who waits for whom: in each step all wait for the rank that computes for longest."
+        if _has_pipeline(run):
+            words += " Stages also wait for each other's messages: see the timeline."
+        parts.append(text(words))
         parts += [stacked(bars[:64], time_in_words, title="seconds of a step"), table(WAIT_HEADS, rows, label="waits")]
     return Section("Where time goes", parts)
 
