@@ -372,25 +372,25 @@ PACKAGE_LINES = {
     "__init__": 1355,  # fields explained one a line; forms of fake tensors; phases; losses that do not add up; streams
     "bridges": 1076,  # states of a Trainer's callbacks, its samplers; jobs of a Trainer and of Lightning's modules
     "checkpoint": 2588,  # weights from files; adapters, shards and tokenizers in exports; averages; pieces that overlap
-    "cli": 2650,  # runs under Ray; submit, doctor and bench on several nodes; loggers, the screen, exports
+    "cli": 2950,  # the board; runs under Ray; submit, doctor and bench on several nodes; loggers, the screen, exports
     "comm": 3155,  # messages that cross at the same time; numbers to a GPU; doctor and bench on several nodes; streams
     "data": 1740,  # streams that split by rank; collate on the rank that trains; streams, samplers and their places
-    "engine": 3185,  # squares of gradients; phases: an updater and stages for each; metrics and outputs; passes
+    "engine": 3220,  # times of passes; squares of gradients; an updater and stages for each phase; metrics, outputs
     "hardware": 1157,  # links to the host; variants of devices; links by nodes; numbers beyond all machines
     "launcher": 3824,  # imports without collections; a folder that all nodes see; batch scripts and manifests
     "model": 723,  # collectives; fake tensors that are made again; models built without memory; phases
     "nn": 307,  # the loss of a head without its logits
-    "observe": 1929,  # lines of progress; stacks read without frames; loggers, the line of a terminal; stalls
+    "observe": 1945,  # operations of a step; progress; stacks read without frames; loggers; stalls
     "parallel": 1,
     "parallel.core": 2374,  # buffers of what is recomputed; groups by name; optimizers that are dealt; stale ones
     "parallel.data": 3590,  # neighbours packed at once; optimizers of whole parameters; passes of a step; exact buckets
     "parallel.tensor": 4404,  # decisions are replayed, heads without logits; noise and no_grad; experts, indices
     "parallel.pipeline": 3596,  # forms of results; stages of each phase; numbers inside blocks, draws; hooks; layouts
-    "plan": 1223,  # speeds of ranks; schedules are a table that others add to
+    "plan": 1235,  # spans of actions; speeds of ranks; schedules are a table that others add to
     "planner": 7031,  # collectives of both passes; fake results, offloading; rows of equal blocks; a reserve
     "ray": 447,  # ranks that Ray places, starts and replaces
-    "report": 1461,  # fuller plans; metrics and averages; tables of splits and pages of plans
-    "train": 3869,  # starting again, of runs here and under Ray; phases; the look at losses
+    "report": 3400,  # a drawing kit; pages of runs, what their records say, comparisons, the board; tables of splits
+    "train": 3960,  # spans of steps; starting again, of runs here and under Ray; phases; the look at losses
     "verify": 2216,  # phases; streams, metrics, averages, groups and frozen parameters in the reference
 }
 # Parameters of a command are the options that it has on the command line.

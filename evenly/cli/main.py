@@ -306,14 +306,33 @@ def plan_command(
 
 @app.command("report")
 def report_command(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a run: runs/NAME-N.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folder of a run (runs/NAME-N), or several.")],
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The page (default: DIR/report.html; of several runs comparison.html)."),
+    ] = None,
     json_only: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Show a run's course and where every device's memory went; draws DIR/report.html."""
+    """Show how a run went, where its time and every device's memory went, and draw it; of several, how they differ."""
     from evenly.cli.report import report
 
-    raise typer.Exit(report(folder, json_only=json_only))
+    raise typer.Exit(report(folders, out=html, json_only=json_only))
+
+
+@app.command("board")
+def board_command(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of runs.")] = Path("runs"),
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="To listen on; beyond 127.0.0.1 a token is asked for.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8265,
+    debug: Debug = False,
+) -> None:
+    """Serve the runs in a folder as live pages, until interrupted."""
+    from evenly.cli.board import board
+
+    raise typer.Exit(board(folder, host=host, port=port))
 
 
 @app.command("export")

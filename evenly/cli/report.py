@@ -1,41 +1,84 @@
-"""`evenly report`: summarizes a run from its folder, as tables and as a page."""
+"""`evenly report`: summarizes a run from its folder, as tables and as a page; or compares several."""
 
 from __future__ import annotations
 
 import json
 import sys
+import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from evenly.cli.tables import print_table
 from evenly.errors import UserError
+from evenly.report import compare
 from evenly.report import predicted as prediction
-from evenly.report.run import MEMORY_HEADS, RunSummary, balance, course_rows, memory_rows, page, read_run
-from evenly.report.spans import read_recorded
-from evenly.report.timeline import HEADS, PipelineView, figures, pipeline_of, pipeline_rows, section, title
+from evenly.report.run import MEMORY_HEADS, RunSummary, balance, course_rows, memory_rows, read_run
+from evenly.report.runpage import page
+from evenly.report.spans import RecordedSpans, read_recorded
+from evenly.report.timeline import (
+    HEADS,
+    STEP_HEADS,
+    PipelineView,
+    StepView,
+    figures,
+    pipeline_of,
+    pipeline_rows,
+    sections_of,
+    step_figures,
+    step_of,
+    step_rows,
+    step_title,
+    title,
+)
 from evenly.report.timeline import trace as trace_of
 
 
-def report(folder: Path, *, json_only: bool) -> int:
-    """Shows the run in `folder`; writes its report.html, and of a pipeline timeline.json. Returns the exit code."""
+def report(folders: Sequence[Path], *, out: Path | None, json_only: bool) -> int:
+    """Shows the run in the one folder, or compares those in several. Returns the exit code.
+
+    out: of the page; by default report.html in the run's folder, or comparison.html here.
+    """
+    return (_one if len(folders) == 1 else _several)(folders, out, json_only=json_only)
+
+
+def _one(folders: Sequence[Path], out: Path | None, *, json_only: bool) -> int:
+    """Also writes timeline.json, where steps were recorded."""
+    (folder,) = folders
     run, recorded = read_run(folder), read_recorded(folder)
     pipeline = pipeline_of(recorded, run.plan) if recorded else None
-    predicted = prediction.predicted_of(run)
-    sections = [prediction.section(run, predicted)] if predicted else []
-    sections += section(pipeline) if pipeline else []
-    _write(folder / "report.html", page(run, *sections))
+    step = step_of(recorded, run.plan) if recorded else None
+    path = out or folder / "report.html"
+    _write(path, page(run, folder, *sections_of(pipeline, step), now_s=time.time()))
     if recorded:
         _write(folder / "timeline.json", json.dumps(trace_of(recorded)))
     if json_only:
-        print(json.dumps({**asdict(run), "pipeline": figures(pipeline) if pipeline else None}))
+        shown = {"pipeline": figures(pipeline) if pipeline else None, "timeline": step_figures(step) if step else None}
+        print(json.dumps({**asdict(run), **shown}))
         return 0
 
-    _show(run, predicted, pipeline)
-    if recorded and not pipeline:
-        print("no step of the pipeline was recorded whole by all ranks", file=sys.stderr)
-    print(f"pictures in {folder / 'report.html'}", file=sys.stderr)
+    _show(run, pipeline, step)
+    _say_of(recorded, pipeline, step, folder)
+    print(f"pictures in {path}", file=sys.stderr)
+    return 0
+
+
+def _say_of(recorded: RecordedSpans | None, pipeline: PipelineView | None, step: StepView | None, folder: Path) -> None:
+    if recorded and not pipeline and not step:
+        print("no step was recorded whole by all ranks", file=sys.stderr)
     if recorded:
         print(f"every span in {folder / 'timeline.json'}, for ui.perfetto.dev", file=sys.stderr)
+
+
+def _several(folders: Sequence[Path], out: Path | None, *, json_only: bool) -> int:
+    runs = compare.named(folders, [read_run(folder) for folder in folders])
+    path = out or Path("comparison.html")
+    _write(path, compare.page(runs, now_s=time.time()))
+    if json_only:
+        print(json.dumps(compare.as_json(runs, time.time())))
+        return 0
+    print_table("", ("", *runs), compare.rows(runs, time.time(), differing=True))
+    print(f"pictures in {path}", file=sys.stderr)
     return 0
 
 
@@ -43,18 +86,20 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8", errors="replace")  # a name may hold what is no letter
     except OSError as problem:
-        raise UserError(f"write {path}", str(problem), "make the folder writable") from None
+        raise UserError(f"write {path}", str(problem), "name a file that can be written: --html FILE") from None
 
 
-def _show(run: RunSummary, predicted: prediction.Predicted | None, pipeline: PipelineView | None) -> None:
+def _show(run: RunSummary, pipeline: PipelineView | None, step: StepView | None) -> None:
     print_table("", ("", ""), course_rows(run))
     if run.memory:
         print_table(
             f"tensors at the peak, MiB; {balance(run.memory)}", MEMORY_HEADS, memory_rows(run.memory), wrapping=()
         )
-    if predicted:
+    if predicted := prediction.predicted_of(run):
         print_table(prediction.STEP_TITLE, prediction.STEP_HEADS, prediction.step_rows(run, predicted), wrapping=())
     if predicted and run.memory:
         print_table(prediction.MEMORY_TITLE, prediction.MEMORY_HEADS, prediction.memory_rows(run, predicted))
     if pipeline:
         print_table(title(pipeline), HEADS, pipeline_rows(pipeline))
+    if step:
+        print_table(step_title(step), STEP_HEADS, step_rows(step))

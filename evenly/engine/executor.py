@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import resource
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ from evenly.job import Job, Loss
 from evenly.parallel.core.memory import HOST, Category, MemoryCounter, on
 from evenly.parallel.data.replicas import Replica
 from evenly.plan import Plan
+from evenly.plan.schedule import ActionSpan, Kind
 
 LossFunction = Callable[[torch.nn.Module, Any], Any]
 
@@ -69,7 +71,7 @@ class Executor(ABC):
         """Runs forward and backward of the batch; the summed gradients are then in `composed.gradients`.
 
         scale: factor on the loss before the backward. stop: called once; whether this rank wants to stop the run.
-        ended: whether the job has asked here to end it. spans: list to append the actions of a pipeline rank to.
+        ended: whether the job has asked here to end it. spans: list to append the passes of this rank to.
         """
         gradients = self.composed.gradients
         for calls in self.composed.calls:
@@ -86,9 +88,10 @@ class Executor(ABC):
             gradients.begin(numbers=builder.size, rounds=self.rounds(batch.share))
             began_s = perf_counter() - self.world.waited_s
             self.run_batch(batch, builder, scale=scale, spans=spans)
-            own_s = (perf_counter() - self.world.waited_s - began_s) / self._work_of(batch)
+            own_s = perf_counter() - self.world.waited_s - began_s
+            times = {"busy_s": own_s * self._is_timed, "own_s": own_s / self._work_of(batch)}
             memory_bytes = [peak_bytes(device) for device in self.devices]
-            numbers = builder.numbers(memory_bytes=memory_bytes, own_s=own_s, stop=stop(), ended=ended)
+            numbers = builder.numbers(memory_bytes=memory_bytes, **times, stop=stop(), ended=ended)
             gradients.start_reduce(self.combine(numbers))
             with on(HOST):
                 batch.microbatches.ahead()
@@ -129,9 +132,14 @@ class Executor(ABC):
         the loop has made have no known cost.
         """
         share = batch.share
-        if self.world.recorder is None or self.world.device != "cpu" or not share.own or batch.made:
+        if not self._is_timed or not share.own or batch.made:
             return inf
         return sum(share.costs[one] if share.costs else len(share.microbatches[one]) for one in share.own) or inf
+
+    @property
+    def _is_timed(self) -> bool:
+        """Whether the time that this rank computes is known."""
+        return self.world.recorder is not None and self.world.device == "cpu"
 
     def evaluate(self, batch: Batch) -> StepTotals:
         """Runs the forward of the batch in evaluation mode; random states and training mode are restored."""
@@ -285,17 +293,18 @@ class MicrobatchExecutor(Executor):
         gradients, replicas = self.composed.gradients, self.composed.replicas
         for microbatches in batch.rounds(len(replicas)):
             self.allocating("activations")
-            losses = [
-                self.training_loss(replica, microbatch, batch.share.step, builder)
-                for replica, microbatch in zip(replicas, microbatches, strict=False)
-            ]
+            losses: list[Loss] = []
+            for replica, microbatch in zip(replicas, microbatches, strict=False):
+                with timed(spans, "forward", microbatch.number):
+                    losses.append(self.training_loss(replica, microbatch, batch.share.step, builder))
             if batch.remaining == 0:
                 gradients.expect_last()
             self.allocating("temporaries")
             for microbatch, loss in zip(microbatches, losses, strict=False):
                 gradients.counting = microbatch.counts and loss.total.requires_grad
-                self._backward(loss, scale)
-                gradients.finish_backward()
+                with timed(spans, "backward", microbatch.number):
+                    self._backward(loss, scale)
+                    gradients.finish_backward()
                 self.track_gradients()
 
     def look_at(self, microbatches: Sequence[Microbatch]) -> tuple[list[float], list[int]]:
@@ -334,6 +343,15 @@ class MicrobatchExecutor(Executor):
         for microbatches in batch.rounds(len(self.composed.replicas)):
             for replica, microbatch in zip(self.composed.replicas, microbatches, strict=False):
                 self.evaluation_loss(replica, microbatch, builder)
+
+
+@contextmanager
+def timed(spans: list[Any] | None, kind: Kind, microbatch: int) -> Generator[None]:
+    """Within, a microbatch passes; when it did is appended to `spans`, if there are any."""
+    clock, began_s = time.time() - perf_counter(), perf_counter()
+    yield
+    if spans is not None:
+        spans.append(ActionSpan(kind, 0, microbatch, clock + began_s, clock + perf_counter()))
 
 
 class SampleSource(Protocol):

@@ -2,9 +2,9 @@
 
 One vector of float64 numbers, each filled by one rank only and zero on all others, so that the sum is exact and the
 same on every rank: per microbatch its total, its weight and the calls of each normalisation layer; per rank its
-devices' memory, the time of its own computing and the names of its metrics (`metrics`); the first rank's clock;
-whether any rank wants to stop, and whether the job has asked to end the run. In training it is reduced with the
-gradients (`Gradients.start_reduce`).
+devices' memory, the time of its own computing (whole, and by work) and the names of its metrics (`metrics`); the first
+rank's clock; whether any rank wants to stop, and whether the job has asked to end the run. In training it is reduced
+with the gradients (`Gradients.start_reduce`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from evenly.job import Loss
 class StepTotals:
     """The results of a step over all ranks; lists are by microbatch, `memory_bytes` by device, rank by rank.
 
-    own_s:   of each rank, what its own computing took per unit of work, in seconds; 0 where that is not known.
+    busy_s:  of each rank, what its own computing took, in seconds; 0 where that is not known.
+    own_s:   the same per unit of work.
     clock_s: of the first rank, for what all ranks have to decide alike.
     ended:   whether the job has asked to end the run.
     marks:   of each rank, which metrics its losses gave. metrics: by name, where there are any.
@@ -40,6 +41,7 @@ class StepTotals:
     memory_bytes: list[int]
     stop: bool
     own_s: list[float] = field(default_factory=list[float])
+    busy_s: list[float] = field(default_factory=list[float])
     clock_s: float = 0.0
     ended: bool = False
     marks: list[float] = field(default_factory=list[float])
@@ -95,6 +97,7 @@ def joined_totals(passes: Sequence[StepTotals]) -> StepTotals:
         calls=[row for one in passes for row in one.calls],
         stop=any(one.stop for one in passes),
         ended=any(one.ended for one in passes),
+        busy_s=[sum(of_rank) for of_rank in zip(*(one.busy_s for one in passes), strict=True)],
         metrics=joined_metrics([one.metrics for one in passes]),
     )
 
@@ -113,7 +116,7 @@ class StepTotalsBuilder:
     @property
     def size(self) -> int:
         """The length of the vector."""
-        return self._cells + self._world.size * (self._devices + 2) + 3
+        return self._cells + self._world.size * (self._devices + 3) + 3
 
     def add(self, number: int, loss: Loss | None, calls: list[int]) -> None:
         """Adds the results of microbatch `number` on this rank; loss None: on a pipeline stage without loss."""
@@ -124,7 +127,13 @@ class StepTotalsBuilder:
             put(self._values, self._on_device, place, value)
 
     def numbers(
-        self, *, memory_bytes: Sequence[int] = (), own_s: float = 0.0, stop: bool = False, ended: bool = False
+        self,
+        *,
+        memory_bytes: Sequence[int] = (),
+        busy_s: float = 0.0,
+        own_s: float = 0.0,
+        stop: bool = False,
+        ended: bool = False,
     ) -> list[float] | torch.Tensor:
         """This rank's vector; a float64 tensor on its GPU if any number is on one.
 
@@ -132,8 +141,9 @@ class StepTotalsBuilder:
         """
         for place, peak in enumerate(memory_bytes, self._cells + self._world.rank * self._devices):
             self._values[place] = peak
-        of_ranks = self._cells + self._world.size * self._devices + self._world.rank
-        self._values[of_ranks], self._values[of_ranks + self._world.size] = own_s, self.metrics.mark
+        of_rank = self._cells + self._world.size * self._devices + self._world.rank
+        for number, value in enumerate((busy_s, own_s, self.metrics.mark)):
+            self._values[of_rank + number * self._world.size] = value
         self._values[-3] = perf_counter() if self._world.rank == 0 else 0.0
         self._values[-2:] = float(stop), float(ended)
         return joined(self._values, self._on_device, self._world.device) if self._on_device else self._values
@@ -146,8 +156,9 @@ class StepTotalsBuilder:
             totals=[row[0] for row in rows],
             weights=[row[1] for row in rows],
             calls=[[round(n) for n in row[2:]] for row in rows],
-            memory_bytes=[round(n) for n in values[self._cells : -3 - 2 * size]],
+            memory_bytes=[round(n) for n in values[self._cells : -3 - 3 * size]],
             stop=values[-2] > 0,
+            busy_s=list(values[-3 - 3 * size : -3 - 2 * size]),
             own_s=list(values[-3 - 2 * size : -3 - size]),
             clock_s=values[-3],
             ended=values[-1] > 0,

@@ -157,6 +157,14 @@ class Recorder:
             _TIME.pack_into(self._memory, _start(serial) + _LEFT_AT, time.time())
         self._ticks += 1
 
+    def entries_since(self, begin_s: float) -> list[Entry]:
+        """Of the newest `ENTRIES` operations those that were entered since, from oldest to newest."""
+        with self._lock:
+            memory = self._memory[:]
+        found = [_entry(memory, slot * SLOT_BYTES) for slot in range(1, ENTRIES + 1)]
+        recent = [entry for entry in found if entry is not None and entry.entered_s >= begin_s]
+        return sorted(recent, key=lambda entry: entry.serial)
+
     def tick(self) -> None:
         """Notes that the rank gets on."""
         self._ticks += 1

@@ -64,8 +64,13 @@ class RunFolder:
         """Events of `rank` (started, evaluated, saved, ended), one JSON object per line."""
         return self.root / "events" / f"rank{rank}.jsonl"
 
+    def ranks_with_events(self) -> list[int]:
+        """The ranks that have written events."""
+        numbers = (path.stem.removeprefix("rank") for path in (self.root / "events").glob("rank*.jsonl"))
+        return sorted(int(number) for number in numbers if number.isdecimal() and len(number) < LONGEST_NUMBER)
+
     def timeline(self, rank: int) -> Path:
-        """The actions of `rank` of a pipeline and their times, one JSON object per line."""
+        """What `rank` did when in a few steps, one JSON object per line."""
         return self.root / "timeline" / f"rank{rank}.jsonl"
 
     def timelines(self) -> Iterator[Path]:

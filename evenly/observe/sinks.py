@@ -25,7 +25,8 @@ class Sink(Protocol):
         stream: "config" has one, before all steps: `rank`, `out` (the run's folder as text, or None), `step` (after
         which the run goes on, 0 for a new one) and `config` (settings of the job, its plain fields, the plan).
         "metrics" has a record for each step and each evaluation, on rank 0 alone; "events" those of this rank, with
-        times; "timeline" the actions of this rank of a pipeline, in a few steps of a run with a folder.
+        times; "timeline" what this rank did when, in a few steps of a run with a folder: its passes (of a pipeline also
+        its sends and receives), and without a pipeline "loading", "operation" and "update".
         """
         ...
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from evenly.errors import PlanError
 
@@ -56,6 +56,16 @@ class Action:
 
     def __str__(self) -> str:
         return f"{LETTERS[self.kind]}{self.stage}.{self.microbatch}"
+
+
+class ActionSpan(NamedTuple):
+    """When a rank ran an action, in seconds of the machine's clock."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+    begin_s: float
+    end_s: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Row = Mapping[str, Any]
@@ -51,16 +51,15 @@ FIT_HEADS = ("operation", "alpha", "1/beta", "most bus bandwidth", "worst error"
 
 def page(bench: Row) -> str:
     """One self-contained HTML file: time and bus bandwidth over size, and both tables."""
-    from evenly.report.page import document, heading, table  # words do without
+    from evenly.report.draw import SECONDS
+    from evenly.report.page import Section, document, table  # words do without
 
     return document(
         f"How fast ranks talk: {bench['ranks']} ranks, {bench['link']}",
-        _picture(bench, "seconds", "time, s"),
-        _picture(bench, "bus_bandwidth", "bus bandwidth, bytes/s"),
-        heading("alpha + beta x size"),
-        table(FIT_HEADS, fit_rows(bench)),
-        heading("Measured"),
-        table(MEASURED_HEADS, measured_rows(bench)),
+        _picture(bench, "seconds", "time", SECONDS),
+        _picture(bench, "bus_bandwidth", "bus bandwidth", ((1.0, "B/s"), (1e6, "MB/s"), (1e9, "GB/s"))),
+        Section("alpha + beta x size", [table(FIT_HEADS, fit_rows(bench), label="fits")]),
+        Section("Measured", [table(MEASURED_HEADS, measured_rows(bench), label="measured")]),
     )
 
 
@@ -92,9 +91,12 @@ def _named(bench: Row, row: Row) -> str:
     return row["operation"] if bench["nodes"] == 1 else f"{row['operation']} {nodes}x{row['ranks'] // nodes}"
 
 
-def _picture(bench: Row, value: str, label: str) -> Any:
-    from evenly.report.pictures import curves
+def _picture(bench: Row, value: str, title: str, units: Sequence[tuple[float, str]]) -> str:
+    from evenly.report.draw import Line, axis, curves
 
-    rows = {_named(bench, row): _of(bench, row) for row in bench["measured"]}
-    points = {name: ([row["size_bytes"] for row in of], [row[value] for row in of]) for name, of in rows.items()}
-    return curves(points, x="size, bytes", y=label, log=True)
+    names = dict.fromkeys(_named(bench, row) for row in bench["measured"])
+    found = {name: [row for row in bench["measured"] if _named(bench, row) == name] for name in names}
+    lines = [Line(name, [row["size_bytes"] for row in of], [row[value] for row in of]) for name, of in found.items()]
+    across = axis((x for line in lines for x in line.xs), "size in bytes", log=True)
+    up = axis((y for line in lines for y in line.ys), title, units=units, log=True)
+    return curves(lines, title=title, across=across, up=up)

@@ -1,37 +1,131 @@
-"""A self-contained HTML page of headings, tables and pictures."""
+"""A self-contained HTML page of sections: figures, tables and text. Asks no network, is readable without scripts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 from html import escape
-from typing import Any
+from pathlib import Path
 
-STYLE = (
-    "body{font:15px sans-serif;margin:2em;max-width:70em}td,th{padding:.15em .9em;text-align:right}"
-    "td:first-child,th:first-child{text-align:left}table{border-collapse:collapse}tr{border-top:1px solid #ddd}"
-    "td{vertical-align:top}pre{white-space:pre-wrap}"
+# Nothing is fetched, also where a text from a run should have come to be markup; `connect` is what a live page asks.
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src {connect}"
 )
+MOST_ROWS = 200
+LONGEST = 600  # letters of a text that a run has given
 
 
-def document(title: str, *parts: Any) -> str:
-    """The page; `title` is text, `parts` are HTML and plotly's figures, whose script it carries itself."""
-    head = f"<!doctype html><html lang=en><meta charset=utf-8><title>evenly: {escape(title)}</title>"
-    texts = [f"{head}<style>{STYLE}</style><h1>{escape(title)}</h1>"]
-    script = True  # for the first figure, which brings it for all
+@dataclass(frozen=True)
+class Section:
+    """A part of a page under a heading of its own; `parts` are HTML."""
+
+    title: str
+    parts: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of a page's head: what it is, the number in words, and what there is to say of it."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+def cut(words: str, most: int = LONGEST) -> str:
+    """`words` as HTML, the end of a very long text left out."""
+    return escape(words if len(words) <= most else f"{words[:most]}...")
+
+
+@cache
+def script_of(name: str) -> str:
+    """The text of a file that belongs to pages."""
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+def document(title: str, *parts: str | Section, lead: str = "", script: str = "") -> str:
+    """The page; `title` and `lead` are text, `parts` HTML and sections, to which it begins with links.
+
+    script: further JavaScript, which may ask the server that the page came from.
+    """
+    policy = POLICY.format(connect="'self'" if script else "'none'")
+    return (
+        "<!doctype html><html lang=en><head><meta charset=utf-8>"
+        f'<meta http-equiv=Content-Security-Policy content="{policy}">'
+        "<meta name=viewport content='width=device-width,initial-scale=1'>"
+        f"<meta name=color-scheme content='light dark'><title>evenly: {cut(title)}</title>"
+        f"<link rel=icon href='data:,'><style>{script_of('page.css')}</style></head>"
+        f"<body><main>{contents(title, *parts, lead=lead)}</main>"
+        f"<script>{script_of('page.js')}{script}</script></body></html>\n"
+    )
+
+
+def contents(title: str, *parts: str | Section, lead: str = "") -> str:
+    """What a page shows, without its head and its scripts."""
+    sections = [part for part in parts if isinstance(part, Section)]
+    links = "".join(f'<a href="#s{at}">{escape(one.title)}</a>' for at, one in enumerate(sections))
+    navigation = f"<nav aria-label=Sections>{links}</nav>" if len(sections) > 2 else ""
+    texts = [f"<h1>{cut(title)}</h1>", f"<p class=lead>{cut(lead)}</p>" if lead else "", navigation]
     for part in parts:
-        is_html = isinstance(part, str)
-        texts.append(part if is_html else part.to_html(full_html=False, include_plotlyjs=script))
-        script = script and is_html
-    return "".join(texts) + "</html>\n"
+        at = sections.index(part) if isinstance(part, Section) else 0
+        texts.append(part if isinstance(part, str) else _section(part, at))
+    return "".join(texts)
 
 
-def heading(text: str) -> str:
-    """The head of a section."""
-    return f"<h2>{escape(text)}</h2>"
+def _section(one: Section, number: int) -> str:
+    return f'<section id="s{number}"><h2>{escape(one.title)}</h2>{"".join(one.parts)}</section>'
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Cells are text; no `heads`, no head."""
-    lines = [f"<tr>{''.join(f'<th>{escape(head)}</th>' for head in heads)}</tr>"] if heads else []
-    lines += [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows]
-    return f"<table>{''.join(lines)}</table>"
+def head(figures: Sequence[Figure]) -> str:
+    """The numbers that matter, as the head of a page."""
+    found = "".join(
+        f"<div><dt>{cut(one.name)}</dt><dd>{cut(one.value)}</dd>"
+        f"{f'<dd class=note>{cut(one.note)}</dd>' if one.note else ''}</div>"
+        for one in figures
+    )
+    return f"<dl class=head>{found}</dl>"
+
+
+def text(words: str, *, kind: str = "") -> str:
+    """A paragraph; kind: "note" or "warn"."""
+    return f"<p{f' class={kind}' if kind else ''}>{cut(words)}</p>"
+
+
+def preformatted(words: str) -> str:
+    """Lines as they are."""
+    return f"<pre>{escape(words)}</pre>"
+
+
+def side_by_side(*parts: str) -> str:
+    """Figures next to each other where there is room."""
+    return f"<div class=pair>{''.join(parts)}</div>"
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, label: str = "", words: bool = False) -> str:
+    """Cells are text, of which `rows` has one for each of `heads`; no `heads`, no head.
+
+    label: for what reads aloud. words: whether they hold words rather than numbers, and are aligned so.
+    """
+    lines = [f"<tr>{''.join(f'<th scope=col>{cut(head)}</th>' for head in heads)}</tr>"] if heads else []
+    lines += [_row(row) for row in rows[:MOST_ROWS]]
+    left_out = len(rows) - MOST_ROWS
+    note = text(f"and {left_out} more", kind="note") if left_out > 0 else ""
+    named = f' role=region aria-label="{escape(label)}"' if label else ""
+    kind = " class=words" if words else ""
+    return f"<div class=scroll tabindex=0{named}><table{kind}>{''.join(lines)}</table></div>{note}"
+
+
+def _row(cells: Sequence[str]) -> str:
+    first, *others = cells or ("",)
+    return f"<tr><th scope=row>{cut(first)}</th>{''.join(f'<td>{cut(cell)}</td>' for cell in others)}</tr>"
+
+
+def folded(title: str, *parts: str) -> str:
+    """Parts that are opened by their title: the table of a picture, say."""
+    return f"<details><summary>{escape(title)}</summary>{''.join(parts)}</details>"
+
+
+def as_table(heads: Sequence[str], rows: Sequence[Sequence[str]], title: str = "as a table") -> str:
+    """The table that says what a picture shows."""
+    return folded(title, table(heads, rows, label=title))

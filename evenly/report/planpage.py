@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from html import escape
 from itertools import groupby
-from typing import Any
 
 from evenly.plan import Plan
 from evenly.plan.orders import compute_orders
@@ -18,8 +16,9 @@ from evenly.planner.time import StageTime, stage_times
 from evenly.planner.timeline import Costs, Orders, Timeline, simulate
 from evenly.planner.training_config import TrainingConfig
 from evenly.report.comm import size_in_words, time_in_words
-from evenly.report.page import document, heading, table
-from evenly.report.pictures import StackedBar, schedule, stacked
+from evenly.report.draw import StackedBar, stacked
+from evenly.report.page import Section, as_table, document, preformatted, table, text
+from evenly.report.pictures import schedule
 from evenly.report.plans import common, heads, plan_rows, reasons, short, title
 
 
@@ -28,33 +27,40 @@ def page(model: str, devices: str, plans: Sequence[Prediction], timeline: Timeli
     best = plans[0]
     return document(
         f"{model} on {devices}",
-        f"<p>{escape(title(model, devices, plans, assumed=assumed))}</p>",
-        table(heads(plans), plan_rows(plans)),
-        f"<pre>{escape(chr(10).join(reasons(plans)))}</pre>",
-        heading(f"Memory of every rank of the pipeline: {short(best.plan, common(plans))}"),
-        _memory(best),
-        heading("A step's time, plan by plan"),
-        _times(plans),
-        heading("The schedule"),
-        f"<p>{_of_schedule(best, timeline)}</p>",
-        schedule([(range(timeline.ranks), timeline)], longest_s=timeline.makespan_s),
+        table(heads(plans), plan_rows(plans), label="plans"),
+        preformatted("\n".join(reasons(plans))),
+        Section("Memory of every rank of the pipeline", [text(short(best.plan, common(plans))), _memory(best)]),
+        Section("A step's time, plan by plan", [_times(plans)]),
+        Section("The schedule", [text(_of_schedule(best, timeline)), _drawn(timeline)]),
+        lead=title(model, devices, plans, assumed=assumed),
     )
 
 
-def _memory(one: Prediction) -> Any:
+def _drawn(timeline: Timeline) -> str:
+    return schedule([(range(timeline.ranks), timeline)], title="simulated", longest_s=timeline.makespan_s)
+
+
+def _memory(one: Prediction) -> str:
     """A bar for every run of ranks that hold the same."""
     bars: list[StackedBar] = []
     for memory, numbers in groupby(range(len(one.memory)), key=one.memory.__getitem__):
         ranks = [*numbers]
         label = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
         bars.append(StackedBar(label, asdict(memory)))
-    return stacked(bars, size_in_words, limit=one.limit_bytes)
+    limit = one.limit_bytes, f"{size_in_words(one.limit_bytes)} per device"
+    return stacked(bars, size_in_words, title="memory by cause", limit=limit) + _in_numbers(bars, size_in_words)
 
 
-def _times(plans: Sequence[Prediction]) -> Any:
+def _times(plans: Sequence[Prediction]) -> str:
     above = common(plans)
     bars = [StackedBar(f"{number}. {short(one.plan, above)}", asdict(one.time)) for number, one in enumerate(plans, 1)]
-    return stacked(bars, time_in_words)
+    return stacked(bars, time_in_words, title="time by cause") + _in_numbers(bars, time_in_words)
+
+
+def _in_numbers(bars: Sequence[StackedBar], words: Callable[[float], str]) -> str:
+    causes = [*dict.fromkeys(cause for bar in bars for cause, amount in bar.parts.items() if amount)]
+    rows = [(bar.label, *(words(bar.parts.get(cause, 0.0)) for cause in causes)) for bar in bars]
+    return as_table(("", *causes), rows)
 
 
 def _of_schedule(best: Prediction, timeline: Timeline) -> str:

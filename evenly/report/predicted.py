@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, TypeGuard, cast
 
-from evenly.report.page import heading, table
-from evenly.report.run import RunSummary
+from evenly.report.comm import size_in_words, time_in_words
+from evenly.report.draw import StackedBar, stacked
+from evenly.report.page import Section, as_table, table, text
+from evenly.report.run import RunSummary, amount
 
 # A column of the table -> what is predicted of it, and what of the counted tensors is compared with that. Whole
 # parameters that zero=3 gathers are counted as parameters, and the wider sums of gradients with these.
@@ -53,7 +55,7 @@ def predicted_of(run: RunSummary) -> Predicted | None:
 
 
 def _is_amount(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+    return amount(value) is not None
 
 
 def _are_amounts(value: Any) -> TypeGuard[dict[str, float]]:
@@ -85,13 +87,10 @@ def _compared(predicted: float, measured: float | None, form: str) -> tuple[str,
 
 
 def memory_rows(run: RunSummary, predicted: Predicted) -> list[tuple[str, ...]]:
-    """For every device two rows, MiB by column of what was predicted of it and of what its tensors took.
-
-    The pipeline axis is the outermost: its ranks are equal runs of devices.
-    """
+    """For every device two rows, MiB by column of what was predicted of it and of what its tensors took."""
     rows: list[tuple[str, ...]] = []
     for number, device in enumerate(run.memory):
-        of_rank = predicted.memory[number * len(predicted.memory) // len(run.memory)]
+        of_rank = _of_device(run, predicted, number)
         rows.append((str(number), "predicted", *_sums(of_rank, [names for names, _ in COLUMNS.values()])))
         rows.append(("", "measured", *_sums(device, [names for _, names in COLUMNS.values()])))
     return rows
@@ -103,9 +102,31 @@ def _sums(amounts: Mapping[str, float], columns: Sequence[tuple[str, ...]]) -> l
     return [f"{size:,.2f}" for size in (*sums, sum(sums))]
 
 
-def section(run: RunSummary, predicted: Predicted) -> str:
-    """Both tables, as HTML."""
-    parts = [heading(STEP_TITLE.capitalize()), table(STEP_HEADS, step_rows(run, predicted))]
+def section(run: RunSummary, predicted: Predicted) -> Section:
+    """Both tables, with bars of the time and of each device's memory."""
+    times = [StackedBar("predicted", predicted.time_s)]
+    if run.steps:
+        times.append(StackedBar("measured", {"measured": median(row["step_s"] for row in run.steps)}))
+    parts = [stacked(times, time_in_words, title="seconds of a step"), table(STEP_HEADS, step_rows(run, predicted))]
     if run.memory:
-        parts += [heading(MEMORY_TITLE.capitalize()), table(MEMORY_HEADS, memory_rows(run, predicted))]
-    return "".join(parts)
+        parts += [
+            text(f"{MEMORY_TITLE.capitalize()}."),
+            stacked(_memory_bars(run, predicted), size_in_words, title="memory of a device"),
+            as_table(MEMORY_HEADS, memory_rows(run, predicted)),
+        ]
+    return Section("Predicted and measured", parts)
+
+
+def _memory_bars(run: RunSummary, predicted: Predicted) -> list[StackedBar]:
+    """A pair for each device, for the first few."""
+    bars: list[StackedBar] = []
+    for number, device in enumerate(run.memory[:16]):
+        for what, amounts, place in (("predicted", _of_device(run, predicted, number), 0), ("measured", device, 1)):
+            parts = {name: float(sum(amounts.get(one, 0) for one in both[place])) for name, both in COLUMNS.items()}
+            bars.append(StackedBar(f"device {number}, {what}", parts))
+    return bars
+
+
+def _of_device(run: RunSummary, predicted: Predicted, number: int) -> Mapping[str, float]:
+    """The pipeline axis is the outermost: its ranks are equal runs of devices."""
+    return predicted.memory[number * len(predicted.memory) // len(run.memory)]

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeGuard
 
 from evenly.errors import UserError
 from evenly.observe.attempts import ended_attempts
 from evenly.observe.run_folder import RunFolder, whole_number
-from evenly.report.comm import size_in_words
-from evenly.report.page import document, heading, table
-from evenly.report.pictures import StackedBar, curves, stacked
+from evenly.report.events import EventReader, RankEvent
+from evenly.report.growing import GrowingFile
 
 Row = Mapping[str, Any]
 
 CATEGORIES = ("parameters", "gradients", "sums", "optimizer", "activations", "temporaries")
+LONGEST_S = 1e9  # no step takes longer
+NEWEST = 40  # steps, where only these are asked for
 MEMORY_HEADS = ("device", *CATEGORIES, "all, MiB", "of the mean")
 
 
@@ -27,12 +29,14 @@ class RunSummary:
     """A run as its folder records it.
 
     plan:   what is in plan.json.
-    steps:  a record per step, without those that a resumed run did again.
+    steps:  a record per step, rising, without those that a resumed run did again.
     evaluations: records with an evaluation loss, of each evaluation set in turn.
     memory: bytes by category of each device, rank by rank, at its peak; empty where they were not
             counted.
     slow:   ranks whose own computing was steadily slower than that of the others, in words.
     no_room: plans that had no room, or could not run the job in their place, in words.
+    events: starts, ends and failures of the ranks, by time.
+    changed_s: when metrics.jsonl was last written, as of `time.time()`.
     """
 
     plan: Row
@@ -41,40 +45,94 @@ class RunSummary:
     memory: Sequence[Mapping[str, int]]
     slow: Sequence[str] = ()
     no_room: Sequence[str] = ()
+    events: Sequence[RankEvent] = ()
+    changed_s: float = 0.0
 
 
 def read_run(folder: Path) -> RunSummary:
     """The run in `folder`; raises `UserError` where there is none, or its files are not a run's."""
-    try:
-        plan = _object(RunFolder(folder).plan.read_text(encoding="utf-8"))
-        lines = RunFolder(folder).metrics.read_text(encoding="utf-8").splitlines()
-        records = [_object(line) for line in lines if line.endswith("}")]  # the last may be half written
-        steps = {record["step"]: record for record in records if _is_step(record)}
-        evaluations = {_set_and_step(record): record for record in records if _is_number(record.get("eval_loss", ""))}
-    except FileNotFoundError as problem:
-        missing = Path(problem.filename).name
-        raise UserError(
-            f"report on {folder}", f"it has no {missing}", "name the folder of a run: runs/NAME-N"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError) as problem:
-        raise UserError(f"report on {folder}", f"its files are not a run's: {problem}", "name another folder") from None
-    counted = [record["memory"] for record in records if _is_memory(record.get("memory"))]
-    slow = [
-        f"rank {record['slow_rank']}: {record['ratio']:.1f} x as long as the others, since step {record.get('step')} "
-        f"({record.get('processor')})"
-        for record in records
-        if isinstance(record.get("slow_rank"), int) and isinstance(record.get("ratio"), float)
-    ]
-    sets = [*dict.fromkeys(name for name, _ in evaluations)]
-    by_set = sorted(evaluations.items(), key=lambda one: sets.index(one[0][0]))
-    return RunSummary(
-        plan,
-        [*steps.values()],
-        [record for _, record in by_set],
-        counted[-1] if counted else [],
-        slow,
-        _no_room(folder),
-    )
+    return RunReader(folder).read()
+
+
+class RunReader:
+    """Reads the run in `folder`, again and again while it is written, no line of it twice."""
+
+    def __init__(self, folder: Path, *, tail_bytes: int | None = None) -> None:
+        """tail_bytes: where only the newest steps are asked for, how much of metrics.jsonl is read at first."""
+        self.folder = folder
+        self._metrics = GrowingFile(RunFolder(folder).metrics, tail_bytes=tail_bytes)
+        self._events, self._only_tail = EventReader(folder), tail_bytes is not None
+        self._found = _Records()
+
+    def read(self) -> RunSummary:
+        """The run as it is; raises `UserError` as `read_run`."""
+        asked = f"report on {self.folder}"
+        try:
+            plan = _object(RunFolder(self.folder).plan.read_text(encoding="utf-8"))
+            changed_s = RunFolder(self.folder).metrics.stat().st_mtime
+            lines = self._metrics.lines()
+            if self._metrics.begun_again:
+                self._found = _Records()
+            for line in lines:
+                if line.endswith("}"):
+                    self._found.add(_object(line))
+        except FileNotFoundError as problem:
+            missing = Path(problem.filename).name
+            raise UserError(asked, f"it has no {missing}", "name the folder of a run: runs/NAME-N") from None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
+            raise UserError(asked, f"its files are not a run's: {problem}", "name another folder") from None
+        found = self._found
+        if self._only_tail:
+            del found.steps[:-NEWEST]
+        return RunSummary(
+            plan,
+            [*found.steps],
+            found.evaluations_by_set(),
+            found.memory,
+            [*found.slow],
+            _no_room(self.folder),
+            self._events.read([0] if self._only_tail else None),
+            changed_s,
+        )
+
+
+@dataclass
+class _Records:
+    """The records of metrics.jsonl so far."""
+
+    steps: list[Row] = field(default_factory=list[Row])
+    evaluations: dict[tuple[str, int], Row] = field(default_factory=dict[tuple[str, int], Row])
+    memory: list[dict[str, int]] = field(default_factory=list[dict[str, int]])
+    slow: list[str] = field(default_factory=list[str])
+
+    def add(self, record: Row) -> None:
+        """Raises `ValueError` for an evaluation after what is no step."""
+        if _is_step(record):
+            self._add_step(record)
+        elif _is_number(record.get("eval_loss", "")):
+            if not is_count(record.get("step")):
+                raise ValueError(f"an evaluation after step {record.get('step')!r}")
+            self.evaluations[str(record.get("eval_set", "")), record["step"]] = record
+        if _is_memory(record.get("memory")):
+            self.memory = record["memory"]
+        if isinstance(record.get("slow_rank"), int) and isinstance(record.get("ratio"), float):
+            self.slow.append(
+                f"rank {record['slow_rank']}: {record['ratio']:.1f} x as long as the others, "
+                f"since step {record.get('step')} ({record.get('processor')})"
+            )
+
+    def _add_step(self, record: Row) -> None:
+        """A step that is done again, by a run that went on, replaces all from it on."""
+        step = record["step"]
+        if self.steps and self.steps[-1]["step"] >= step:
+            while self.steps and self.steps[-1]["step"] >= step:
+                self.steps.pop()
+            self.evaluations = {key: one for key, one in self.evaluations.items() if key[1] < step}
+        self.steps.append(record)
+
+    def evaluations_by_set(self) -> list[Row]:
+        sets = [*dict.fromkeys(name for name, _ in self.evaluations)]
+        return [record for (_, _), record in sorted(self.evaluations.items(), key=lambda one: sets.index(one[0][0]))]
 
 
 def _no_room(folder: Path) -> list[str]:
@@ -85,10 +143,6 @@ def _no_room(folder: Path) -> list[str]:
         then = "the beginning" if one.from_step is None else f"step {one.from_step}"
         found.append(f"{one.plan}: {where or 'a rank'}: {one.found}; went on from {then}")
     return found
-
-
-def _set_and_step(record: Row) -> tuple[str, Any]:
-    return str(record.get("eval_set", "")), record["step"]
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -102,20 +156,33 @@ def _is_number(value: Any) -> bool:
     return value is None or isinstance(value, int | float)  # null is a number that is not finite
 
 
+def is_count(value: Any) -> TypeGuard[int]:
+    """Whether it is a whole number that counts something."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def amount(value: Any) -> float | None:
+    """`value` as a number that is finite and not negative; None for anything else."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and isfinite(value) and value >= 0 else None
+
+
 def _is_step(record: Row) -> bool:
     memory = record.get("memory_bytes")
     return (
-        all(_is_number(record.get(name, "")) for name in ("step", "loss"))
-        and all(isinstance(record.get(name), float) for name in ("step_s", "samples_per_s"))
+        is_count(record.get("step"))
+        and _is_number(record.get("loss", ""))
+        and all(isinstance(record.get(name), float) and isfinite(record[name]) for name in ("step_s", "samples_per_s"))
+        and 0 < record["step_s"] < LONGEST_S
         and isinstance(memory, list)
         and len(memory) > 0  # pyright: ignore[reportUnknownArgumentType]
-        and all(isinstance(size, int) for size in memory)  # pyright: ignore[reportUnknownVariableType]
+        and all(map(is_count, memory))  # pyright: ignore[reportUnknownArgumentType]
     )
 
 
 def _is_memory(value: Any) -> bool:
     return isinstance(value, list) and all(  # pyright: ignore[reportUnknownVariableType]
-        isinstance(device, dict) and all(isinstance(size, int) for size in device.values())  # pyright: ignore[reportUnknownVariableType]
+        isinstance(device, dict) and all(map(is_count, device.values()))  # pyright: ignore[reportUnknownArgumentType]
         for device in value  # pyright: ignore[reportUnknownVariableType]
     )
 
@@ -138,7 +205,7 @@ def course_rows(run: RunSummary) -> list[tuple[str, str]]:
             ("memory per rank", f"{max(max(row['memory_bytes']) for row in steps) / 2**20:,.0f} MiB (largest peak)"),
         ]
         rows += _metric_rows("", steps, "metrics")
-    for name, records in _by_set(run).items():
+    for name, records in by_set(run).items():
         what = f"evaluation of {name}, " if name else "evaluation "
         averaged = " (averaged weights)" if records[-1].get("eval_averaged") is True else ""
         rows.append((f"{what}loss{averaged}", _first_to_last([row["eval_loss"] for row in records])))
@@ -155,7 +222,7 @@ def course_rows(run: RunSummary) -> list[tuple[str, str]]:
     return rows
 
 
-def _by_set(run: RunSummary) -> dict[str, list[Row]]:
+def by_set(run: RunSummary) -> dict[str, list[Row]]:
     """The evaluations of each set by its name, '' for that of a job with one."""
     found: dict[str, list[Row]] = {}
     for record in run.evaluations:
@@ -231,38 +298,12 @@ def balance(memory: Sequence[Mapping[str, int]]) -> str:
     return f"largest / mean {imbalance(memory):.3f}"
 
 
-def page(run: RunSummary, *sections: Any) -> str:
-    """One self-contained HTML file: losses and times as curves, the memory of every device, and further `sections`."""
-    parts: list[Any] = [table((), course_rows(run))]
-    if run.steps:
-        seconds = curves(
-            {"seconds": ([r["step"] for r in run.steps], [r["step_s"] for r in run.steps])}, x="step", mode="markers"
-        )
-        seconds.update_yaxes(rangemode="tozero")
-        parts += [heading("Loss"), _losses(run)]
-        for name, lines in _metric_curves(run).items():
-            parts += [heading(name), curves(lines, x="step")]
-        parts += [heading("Seconds per step"), seconds]
-    if run.memory:
-        bars = [StackedBar(f"device {number}", device) for number, device in enumerate(run.memory)]
-        parts += [heading(f"What tensors take at the peak of each device: {balance(run.memory)}")]
-        parts += [stacked(bars, size_in_words), table(MEMORY_HEADS, memory_rows(run.memory))]
-    return document(f"{run.plan.get('job')}, {run.plan.get('plan')}", *parts, *sections)
-
-
-def _losses(run: RunSummary) -> Any:
-    lines = {"training": ([r["step"] for r in run.steps], [r["loss"] for r in run.steps])}
-    for name, records in _by_set(run).items():
-        lines[name or "evaluation"] = [r["step"] for r in records], [r["eval_loss"] for r in records]
-    return curves(lines, x="step")
-
-
-def _metric_curves(run: RunSummary) -> dict[str, dict[str, tuple[list[Any], list[Any]]]]:
+def metric_curves(run: RunSummary) -> dict[str, dict[str, tuple[list[Any], list[Any]]]]:
     """By the name of a metric, its lines: of training and of each evaluation set."""
     found: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {}
     for metric, line in _metrics(run.steps, "metrics").items():
         found.setdefault(metric, {})["training"] = line
-    for name, records in _by_set(run).items():
+    for name, records in by_set(run).items():
         for metric, line in _metrics(records, "eval_metrics").items():
             found.setdefault(metric, {})[name or "evaluation"] = line
     return found

@@ -1,4 +1,4 @@
-"""A pipeline's steps as run: compared with their simulation, drawn, and as a trace.
+"""Steps as run, drawn and as a trace; those of a pipeline compared with their simulation.
 
 Ranks with the stages of one replica of the model are a *group*; each is simulated with the mean times of its own
 stages and messages. What is shown is the step of median length.
@@ -6,20 +6,23 @@ stages and messages. What is shown is the step of median length.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from statistics import median_low
 from typing import Any
 
 from evenly.plan.schedule import COMPUTE, SCHEDULES, Action, Kind, Schedule
-from evenly.planner.timeline import Timeline, costs_of, ideal_bubble, simulate
+from evenly.planner.timeline import Span, Timeline, costs_of, ideal_bubble, simulate
 from evenly.report.comm import time_in_words
-from evenly.report.page import heading, table
+from evenly.report.page import Section, table, text
+from evenly.report.pictures import OTHERS
 from evenly.report.pictures import schedule as drawn
-from evenly.report.spans import RecordedPipeline, Row
+from evenly.report.pictures import step as drawn_step
+from evenly.report.spans import OtherSpan, RecordedSpans, Row
 
 HEADS = ("rank", "stages", "busy", "bubble as run", "simulated", "in theory")
+STEP_HEADS = ("rank", "computes", "communicates", "of that shown", *(OTHERS[kind] for kind in ("loading", "update")))
 
 
 @dataclass(frozen=True)
@@ -45,11 +48,12 @@ class PipelineView:
 # --- choosing a step, and simulating it ----------------------------------------------------------------
 
 
-def pipeline_of(recorded: RecordedPipeline, plan: Row) -> PipelineView | None:
-    """The step to be shown; `plan` is what plan.json holds. None where no step was recorded whole by all ranks."""
-    groups, world = recorded.groups, plan.get("world")
-    ranks = {rank for group in groups for rank in group}
-    if isinstance(world, int) and (len(ranks) != world or ranks != {*range(len(ranks))}):
+def pipeline_of(recorded: RecordedSpans, plan: Row) -> PipelineView | None:
+    """The step to be shown; `plan` is what plan.json holds. None where no step was recorded whole by all ranks, or they
+    are no pipeline.
+    """
+    groups = recorded.groups
+    if not has_pipeline(recorded) or not _are_all(recorded, plan):
         return None
     steps = set[int].intersection(*({*of_rank} for of_rank in recorded.steps.values()))
     runs = {step: [_run(recorded, group, step) for group in groups] for step in sorted(steps)}
@@ -64,13 +68,56 @@ def pipeline_of(recorded: RecordedPipeline, plan: Row) -> PipelineView | None:
     return PipelineView(schedule, step, len(runs), shown)
 
 
+def has_pipeline(recorded: RecordedSpans) -> bool:
+    """Whether the spans are those of stages."""
+    return not any(recorded.others.values())
+
+
+def _are_all(recorded: RecordedSpans, plan: Row) -> bool:
+    """Whether every rank has recorded something."""
+    world, ranks = plan.get("world"), {*recorded.positions}
+    return not isinstance(world, int) or (len(ranks) == world and ranks == {*range(len(ranks))})
+
+
+@dataclass(frozen=True)
+class StepView:
+    """The step of median length among the `steps` that all ranks have recorded, number `step`, without a pipeline.
+
+    ranks: of each its passes, and what else it did. From `begin_s` on, `seconds` long.
+    """
+
+    step: int
+    steps: int
+    begin_s: float
+    seconds: float
+    ranks: Mapping[int, tuple[Sequence[Span], Sequence[OtherSpan]]]
+
+
+def step_of(recorded: RecordedSpans, plan: Row) -> StepView | None:
+    """The step to be shown of ranks without a pipeline; None where there is none."""
+    if has_pipeline(recorded) or not _are_all(recorded, plan):
+        return None
+    ranks = sorted(recorded.positions)
+    common = set[int].intersection(*({*recorded.others[rank]} & {*recorded.steps[rank]} for rank in ranks))
+    views = [_view(recorded, ranks, step, len(common)) for step in sorted(common)]
+    median = median_low([view.seconds for view in views]) if views else 0.0
+    return next((view for view in views if view.seconds == median), None)
+
+
+def _view(recorded: RecordedSpans, ranks: Sequence[int], step: int, steps: int) -> StepView:
+    found = {rank: (recorded.steps[rank][step], recorded.others[rank][step]) for rank in ranks}
+    spans = [span for both in found.values() for of_kind in both for span in of_kind]
+    begin_s = min(span.begin_s for span in spans)
+    return StepView(step, steps, begin_s, max(span.end_s for span in spans) - begin_s, found)
+
+
 def _schedule(plan: Row) -> Schedule | None:
     words = str(plan.get("plan")).split()
     named = next((word.removeprefix("schedule=") for word in words if word.startswith("schedule=")), "1f1b")
     return named if named in SCHEDULES else None
 
 
-def _run(recorded: RecordedPipeline, group: Sequence[int], step: int) -> Timeline:
+def _run(recorded: RecordedSpans, group: Sequence[int], step: int) -> Timeline:
     spans = (replace(span, rank=at) for at, rank in enumerate(group) for span in recorded.steps[rank].get(step, ()))
     return Timeline(len(group), sorted(spans, key=lambda span: (span.rank, span.begin_s)))
 
@@ -154,39 +201,135 @@ def pipeline_rows(pipeline: PipelineView) -> list[tuple[str, ...]]:
     ]
 
 
-def section(pipeline: PipelineView) -> list[Any]:
-    """The step as parts of a page: as run, simulated, and both in numbers."""
+def section(pipeline: PipelineView) -> Section:
+    """The step as a part of a page: as run, simulated, and both in numbers."""
     groups = pipeline.groups
     longest_s = max(max(group.run.makespan_s, group.simulated.makespan_s) for group in groups)
-    return [
-        heading(title(pipeline)),
-        "<p>As run: a row per rank, the number of the microbatch in its box</p>",
-        drawn([(group.ranks, group.run) for group in groups], longest_s=longest_s),
-        "<p>The same order with the mean times of every stage and message</p>",
-        drawn([(group.ranks, group.simulated) for group in groups], longest_s=longest_s),
-        table(HEADS, pipeline_rows(pipeline)),
-    ]
+    run, simulated = (
+        drawn([(group.ranks, which(group)) for group in groups], title=words, longest_s=longest_s)
+        for words, which in (("as run", _as_run), ("the same order, simulated with mean times", _as_simulated))
+    )
+    return Section(
+        "The timeline of a step",
+        [
+            text(f"{title(pipeline)}. A row for each rank, the number of the microbatch in its box."),
+            run,
+            simulated,
+            table(HEADS, pipeline_rows(pipeline), label="the step in numbers"),
+        ],
+    )
 
 
-def trace(recorded: RecordedPipeline) -> dict[str, Any]:
-    """All spans in the trace format of Chrome, which ui.perfetto.dev opens: a thread per rank, microseconds."""
-    spans = [(step, span) for steps in recorded.steps.values() for step, of_step in steps.items() for span in of_step]
-    first_s = min(span.begin_s for _, span in spans)
-    names = [
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}}
-        for rank in sorted(recorded.positions)
+def _as_run(group: RankRow) -> Timeline:
+    return group.run
+
+
+def _as_simulated(group: RankRow) -> Timeline:
+    return group.simulated
+
+
+def step_title(view: StepView) -> str:
+    """What is shown of ranks without a pipeline."""
+    return f"step {view.step}, {time_in_words(view.seconds)}, the median of {view.steps}"
+
+
+def step_figures(view: StepView) -> list[dict[str, Any]]:
+    """Of each rank what a step's seconds went to; `shown_s`: of communication what no pass of the rank hides."""
+    rows: list[dict[str, Any]] = []
+    for rank, (passes, others) in view.ranks.items():
+        operations = [(one.begin_s, one.end_s) for one in others if one.kind == "operation"]
+        computing = [(span.begin_s, span.end_s) for span in passes]
+        whole, either = covered(operations), covered([*operations, *computing])
+        rest = {kind: sum(one.end_s - one.begin_s for one in others if one.kind == kind) for kind in OTHERS}
+        rows.append(
+            {
+                "rank": rank,
+                "passes_s": covered(computing),
+                "communication_s": whole,
+                "shown_s": either - covered(computing),
+                "loading_s": rest["loading"],
+                "update_s": rest["update"],
+            }
+        )
+    return rows
+
+
+def covered(spans: Sequence[tuple[float, float]]) -> float:
+    """The seconds that lie in at least one of the spans, each from its beginning to its end."""
+    total, until = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
+
+
+def step_rows(view: StepView) -> list[tuple[str, ...]]:
+    """A row for each rank, as `STEP_HEADS`."""
+    return [(str(row["rank"]), *(time_in_words(row[key]) for key in [*row][1:])) for row in step_figures(view)]
+
+
+def step_section(view: StepView) -> Section:
+    """The step as a part of a page."""
+    words = (
+        f"{step_title(view)}. A row for each rank: its passes with the number of the microbatch, and below them what "
+        "was under way between ranks. Operations that wait within a pass make that pass longer."
+    )
+    picture = drawn_step(view.ranks, title="as run", begin_s=view.begin_s, longest_s=view.seconds)
+    return Section(
+        "The timeline of a step",
+        [text(words), picture, table(STEP_HEADS, step_rows(view), label="the step in numbers")],
+    )
+
+
+def sections_of(pipeline: PipelineView | None, step: StepView | None) -> list[Section]:
+    """What a page shows of a step of the ranks, if anything."""
+    return [section(pipeline)] if pipeline else [step_section(step)] if step else []
+
+
+def trace(recorded: RecordedSpans) -> dict[str, Any]:
+    """All spans in the trace format of Chrome, which ui.perfetto.dev opens: a thread per rank, microseconds.
+
+    What else ranks did is in a second thread of each.
+    """
+    passes = [(step, span) for steps in recorded.steps.values() for step, found in steps.items() for span in found]
+    others = [
+        (rank, step, one) for rank, steps in recorded.others.items() for step, found in steps.items() for one in found
     ]
+    first_s = min([span.begin_s for _, span in passes] + [one.begin_s for _, _, one in others])
+    ranks = sorted(recorded.positions)
+    names = [_thread(rank, f"rank {rank}") for rank in ranks]
+    names += [_thread(_second(rank), f"rank {rank}: other") for rank in ranks if recorded.others[rank]]
     events = [
         {
             "name": str(Action(span.kind, span.stage, span.microbatch)),
             "cat": span.kind,
-            "ph": "X",
-            "ts": round((span.begin_s - first_s) * 1e6, 3),
-            "dur": round(span.seconds * 1e6, 3),
-            "pid": 0,
+            **_times(span, first_s),
             "tid": span.rank,
             "args": {"step": step, "stage": span.stage, "microbatch": span.microbatch},
         }
-        for step, span in spans
+        for step, span in passes
+    ]
+    events += [
+        {
+            "name": one.name or one.kind,
+            "cat": one.kind,
+            **_times(one, first_s),
+            "tid": _second(rank),
+            "args": {"step": step},
+        }
+        for rank, step, one in others
     ]
     return {"traceEvents": names + events, "displayTimeUnit": "ms"}
+
+
+def _second(rank: int) -> int:
+    return 1_000_000 + rank
+
+
+def _thread(number: int, name: str) -> dict[str, Any]:
+    return {"name": "thread_name", "ph": "M", "pid": 0, "tid": number, "args": {"name": name}}
+
+
+def _times(span: Span | OtherSpan, first_s: float) -> dict[str, Any]:
+    begin, length = round((span.begin_s - first_s) * 1e6, 3), round((span.end_s - span.begin_s) * 1e6, 3)
+    return {"ph": "X", "ts": begin, "dur": length, "pid": 0}

@@ -17,21 +17,23 @@ from evenly.checkpoint.plain import encode
 from evenly.comm.world import World
 from evenly.errors import RunError, UserError
 from evenly.observe.run_folder import RunFolder
-from evenly.observe.sinks import FolderSink, Sink, writing
+from evenly.observe.sinks import FolderSink, Sink, finite, writing
 from evenly.observe.slow import SlowRank
+from evenly.train.device_memory import memory_limit_bytes
 from evenly.train.reports import Evaluation, StepReport
 
 if TYPE_CHECKING:
     from evenly.train.run import Run
 
-STEPS_WITH_SPANS = 5  # of a pipeline, in which actions are recorded
+PLAIN = (bool, int, float, str, type(None))
+STEPS_WITH_SPANS = 5  # in which passes, and operations between ranks, are recorded
 
 
 class RunRecorder:
     """Passes records of this rank to the sinks.
 
     counted: the step in which the memory of tensors is counted, once the optimizer has state; None without a folder.
-    spanned: the steps in which actions are recorded; after `counted`, since counting makes a step slower.
+    spanned: the steps in which passes are recorded; after `counted`, since counting makes a step slower.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class RunRecorder:
     def step(self, report: StepReport) -> None:
         if self._is_main and self._sinks:
             record = {**vars(report), "samples_per_s": report.samples_per_s, "tokens_per_s": report.tokens_per_s}
-            record["metrics"] = report.metrics or None
+            record |= {"metrics": report.metrics or None, "busy_s": report.busy_s or None}
             self._metrics({name: value for name, value in record.items() if value is not None})
 
     def evaluated(self, step: int, found: Evaluation) -> None:
@@ -87,7 +89,7 @@ class RunRecorder:
         self._event("saved", step=step)
 
     def spans(self, step: int, position: int, spans: Sequence[Any]) -> None:
-        """Records the actions of this rank, at `position` of its pipeline, in `step`."""
+        """Records what this rank, at `position` of its pipeline, did in `step`: named tuples with a kind and times."""
         for span in spans:
             record = {"step": step, "rank": self._rank, "position": position, **span._asdict()}
             for sink in self._sinks:
@@ -120,7 +122,7 @@ def record_decisions(run: Run, predicted: Mapping[str, Any] | None, settings: Ma
     if run.out is not None and run.world.is_main:
         folder = RunFolder(run.out)
         with writing(folder.plan):
-            _write_decisions(run, folder, predicted)
+            _write_decisions(run, folder, predicted, settings)
     run.recorder.begin(_config(run, settings), step=run.steps_done, out=run.out)
 
 
@@ -133,7 +135,9 @@ def _config(run: Run, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"settings": {**settings}, "job": {**plain, "steps": run.steps}, "plan": str(run.plan), **sizes}
 
 
-def _write_decisions(run: Run, folder: RunFolder, predicted: Mapping[str, Any] | None) -> None:
+def _write_decisions(
+    run: Run, folder: RunFolder, predicted: Mapping[str, Any] | None, settings: Mapping[str, Any]
+) -> None:
     folder.root.mkdir(parents=True, exist_ok=True)
     if run.steps_done < run.steps or not folder.plan.exists():  # else keep those of the finished run
         job = run.job
@@ -147,6 +151,8 @@ def _write_decisions(run: Run, folder: RunFolder, predicted: Mapping[str, Any] |
             "microbatch_cost": job.microbatch_cost,
             "seed": job.seed,
             "parameters": run.composed.elements,
+            "memory_limit_bytes": memory_limit_bytes(run.world),
+            "settings": finite({key: one if isinstance(one, PLAIN) else str(one) for key, one in settings.items()}),
         }
         if predicted is not None:
             decisions["predicted"] = predicted

@@ -10,7 +10,7 @@ from evenly.parallel.core.memory import Category
 
 @dataclass(frozen=True)
 class StepReport:
-    """The results of one step; the same on every rank except for `step_s`.
+    """The results of one step; the same on every rank except for `step_s` and `waited_s`.
 
     step:          number of steps done, this one included.
     loss, weight:  of the whole batch.
@@ -25,6 +25,9 @@ class StepReport:
                    left out as `skip_nonfinite` allows; None where there was one.
     left_out:      batches that were left out so far, in the whole run.
     metrics:       those of the loss by name, of the whole batch, but those whose count is 0.
+    busy_s:        of each rank, seconds in its own forwards and backwards, without waiting for others; empty where they
+                   are not known (on GPUs, whose work goes on behind their hosts).
+    waited_s:      seconds of the step in which this rank waited for others; None where `busy_s` is not known.
     """
 
     step: int
@@ -39,6 +42,8 @@ class StepReport:
     skipped: Literal["overflow", "not finite"] | None = None
     left_out: int = 0
     metrics: dict[str, float] = field(default_factory=dict[str, float])
+    busy_s: list[float] = field(default_factory=list[float])
+    waited_s: float | None = None
 
     @property
     def samples_per_s(self) -> float:

@@ -32,6 +32,7 @@ from evenly.parallel.core.memory import HOST, Category, MemoryCounter, local, st
 from evenly.train.look import check_again
 from evenly.train.look_loss import first_loss, warn_of_loss
 from evenly.train.nonfinite import BuffersBefore, is_bad, traced_error
+from evenly.train.record_spans import record_spans
 from evenly.train.reports import PassReport, StepReport
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ class OpenStep:
     updater: of the phase; by default of the job.
     passes:  the batches that it was given, each with its totals. number: of the step, from 1.
     buffers: as it began, where one device may have to put them back.
-    spans:   of the actions of a pipeline, where they are recorded.
+    spans:   of the passes of this rank, where they are recorded.
+    waited_s: for how long this rank had waited for others when the step began.
     """
 
     def __init__(self, run: Run, updater: Updater | None = None) -> None:
@@ -58,6 +60,7 @@ class OpenStep:
         kept = run.plan.devices == 1 and (run.may_leave_out > 0 or run.out is not None)
         self.buffers = BuffersBefore(run.model) if kept else None
         self.spans: list[Any] | None = [] if run.steps_done in run.recorder.spanned else None
+        self.waited_s = run.world.waited_s
         self._earlier: dict[str, torch.Tensor] = {}
 
     def run_pass(self, run: Run, batch: Batch, loss: LossFunction | None) -> StepTotals:
@@ -192,11 +195,13 @@ def train_step(run: Run, batch: Batch | None, loss: LossFunction | None) -> Step
             phases = {"": step.update(run)}
     totals = joined_totals([one.totals for one in phases.values()])
     _end_step(run, totals)
-    if run.composed.pipeline is not None:
-        run.recorder.spans(step.number, run.composed.pipeline.group.position, step.spans or ())
+    waited_s = run.world.waited_s - step.waited_s
+    if step.spans is not None:
+        record_spans(run, step.number, step.spans, began_s=run.clock)
     memory = None if counter is None else [*_memory_of_all(run, counter)]
     now = time.perf_counter()
     step_s, run.clock = now - run.clock, now
+    timed = any(totals.busy_s)
     report = StepReport(
         step=step.number,
         samples=batch.share.samples if run.job.phases and batch else sum(b.share.samples for b, _ in step.passes),
@@ -204,6 +209,8 @@ def train_step(run: Run, batch: Batch | None, loss: LossFunction | None) -> Step
         memory_bytes=totals.memory_bytes,
         memory=memory,
         left_out=run.left_out,
+        busy_s=totals.busy_s if timed else [],
+        waited_s=waited_s if timed else None,
         **figures_of(phases),
     )
     run.recorder.step(report)

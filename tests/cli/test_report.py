@@ -47,7 +47,7 @@ def test_a_report_tells_the_course_and_the_memory_of_every_device(tmp_path: Path
     ):
         assert text in done.stdout
     page = (tmp_path / "report.html").read_text()
-    assert "&lt;b&gt;" in page and "<b>" not in page.split("<script")[0] and page.count("plotly-graph-div") >= 3
+    assert "&lt;b&gt;" in page and "<b>" not in page.split("<script")[0] and page.count("<figure class=chart") >= 5
     document = json.loads(evenly("report", tmp_path, "--json", folder=tmp_path).stdout)
     assert [step["loss"] for step in document["steps"]] == [4.0, 2.5, 2.0] and document["memory"] == MEMORY
 
@@ -123,6 +123,7 @@ def test_what_was_predicted_is_told_beside_what_was_measured(tmp_path: Path) -> 
     assert lines.index(["bubble", "0.15"]) + 1 == lines.index(["matmul", "0.05"]) and ["tensor", "0"] not in lines
     page = (tmp_path / "report.html").read_text()
     assert "<td>predicted</td><td>4.00</td>" in page and "<td>50.0</td><td>40.0</td><td>0.800</td>" in page
+    assert "device 0, predicted" in page
     document = json.loads(evenly("report", tmp_path, "--json", folder=tmp_path).stdout)
     assert document["plan"]["predicted"] == PREDICTED
 
@@ -161,11 +162,29 @@ def test_a_pipeline_is_drawn_and_written_as_a_trace(tmp_path: Path) -> None:
     assert "pipeline 1f1b: 2 stages, 1 microbatch;" in done.stdout and done.stdout.count("50.0%") == 6
     assert "timeline.json" in done.stderr
     assert len(json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]) == 8
-    assert (tmp_path / "report.html").read_text().count('"F0.0: 1 s"') == 2
+    assert (tmp_path / "report.html").read_text().count("&quot;F0.0&quot;") == 2
     document = json.loads(evenly("report", tmp_path, "--json", folder=tmp_path).stdout)
     assert document["pipeline"]["ranks"][1] == {
         "rank": 1, "stages": [1], "busy_s": 3.0, "bubble": 0.5, "simulated_bubble": 0.5, "ideal_bubble": 0.5
     }  # fmt: skip
     (tmp_path / "timeline" / "rank1.jsonl").unlink()
     done = evenly("report", tmp_path, folder=tmp_path)
-    assert done.returncode == 0 and "no step of the pipeline" in done.stderr and "busy" not in done.stdout
+    assert done.returncode == 0 and "no step was recorded whole" in done.stderr and "busy" not in done.stdout
+
+
+def test_several_runs_are_compared(tmp_path: Path) -> None:
+    for name, plan, factor in (("a", "data=2 zero=3", 1.0), ("<i>", "data=2", 2.0)):
+        folder = tmp_path / name
+        folder.mkdir()
+        write(folder, *(record(step, step_s=0.25 * factor, lr=0.1) for step in range(1, 5)))
+        document = {**PLAN, "plan": plan, "settings": {"layers": 4 * factor}}
+        (folder / "plan.json").write_text(json.dumps(document))
+    done = evenly("report", tmp_path / "a", tmp_path / "<i>", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert ["plan:", "zero", "3", "-"] in rows and ["--set", "layers", "4.0", "8.0"] in rows
+    assert ["a", "step", "250", "ms", "500", "ms"] in rows and not any(row[:1] == ["world"] for row in rows)
+    page = (tmp_path / "comparison.html").read_text()
+    assert "&lt;i&gt;" in page and "<i>" not in page and "loss, smoothed" in page
+    found = json.loads(evenly("report", tmp_path / "a", tmp_path / "<i>", "--json", folder=tmp_path).stdout)
+    assert found["runs"]["a"]["losses"][0] == [1, 4.0] and found["runs"]["<i>"]["settings"]["plan: data"] == "2"

@@ -34,9 +34,8 @@ import evenly
 from evenly.data.loader import microbatches_of_step
 from evenly.errors import EvenlyError
 from evenly.parallel.pipeline.orders import orders
-from evenly.parallel.pipeline.schedule_runner import ActionSpan
 from evenly.plan import parse_plan
-from evenly.plan.schedule import COMPUTE
+from evenly.plan.schedule import COMPUTE, ActionSpan
 from evenly.verify.compare import RankComparison, judge
 from evenly.verify.ranks import compare_job, keep_measured_reference
 

@@ -56,8 +56,10 @@ def test_a_ledger_carries_what_was_entered() -> None:
     ledger = StepTotalsBuilder(ALONE, microbatches=3, layers=2)
     ledger.add(2, Loss(torch.tensor(1.5), torch.tensor(4)), [1, 0])
     ledger.add(0, Loss(torch.tensor(2.5), 2.0), [3, 1])
-    account = ledger.read([*ledger.numbers(memory_bytes=[10], own_s=0.5, stop=True)])
-    expected = StepTotals([2.5, 0.0, 1.5], [2.0, 0.0, 4.0], [[3, 1], [0, 0], [1, 0]], [10], True, [0.5], marks=[1.0])
+    account = ledger.read([*ledger.numbers(memory_bytes=[10], busy_s=1.5, own_s=0.5, stop=True)])
+    expected = StepTotals(
+        [2.5, 0.0, 1.5], [2.0, 0.0, 4.0], [[3, 1], [0, 0], [1, 0]], [10], True, [0.5], [1.5], marks=[1.0]
+    )
     assert account.clock_s > 0 and replace(account, clock_s=0.0) == expected
     assert account.weight == 6.0 and account.loss == pytest.approx(4.0 / 6.0)
     two = StepTotalsBuilder(ALONE, microbatches=1, devices=2)

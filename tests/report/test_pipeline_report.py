@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,18 @@ from evenly.parallel.pipeline.orders import orders
 from evenly.plan.schedule import Schedule
 from evenly.planner.timeline import Costs, Span, simulate
 from evenly.report.spans import read_recorded
-from evenly.report.timeline import figures, pipeline_of, pipeline_rows, section, title, trace
+from evenly.report.timeline import (
+    covered,
+    figures,
+    pipeline_of,
+    pipeline_rows,
+    section,
+    step_figures,
+    step_of,
+    step_section,
+    title,
+    trace,
+)
 
 NOON = 1_700_000_000.0
 
@@ -94,16 +106,78 @@ def test_replicas_are_told_apart_and_may_run_different_microbatches(tmp_path: Pa
 
 def test_a_picture_has_a_box_for_every_pass_with_its_microbatch(tmp_path: Path) -> None:
     write(tmp_path, lines(spans_of("interleaved", 2, 2, 4), 1))
-    pictures = [part for part in section(shown(tmp_path, "schedule=interleaved", 2)) if not isinstance(part, str)]
+    pictures = [part for part in section(shown(tmp_path, "schedule=interleaved", 2)).parts if "<svg" in part]
     assert len(pictures) == 2
     for picture in pictures:
-        *passes, waits = picture.data
-        texts = [text for one in passes for text in one.hovertext]
-        assert len(texts) == 4 * 4 * 2 and "F3.2: 1 s" in texts and len(waits.hovertext) > 0
-        assert waits.name == "waiting for a message" and {*waits.text} == {""}
-        assert [number for one in passes for number in one.text].count("3") == 8
-        forward = dict(zip(passes[0].hovertext, passes[0].marker.opacity, strict=True))
-        assert forward["F0.0: 1 s"] == 1 > forward["F2.0: 1 s"]  # a rank's later stage is paler
+        found = drawn_boxes(picture)
+        passes = [(text, classes) for kind, classes, text in found if kind != "waiting for a message"]
+        assert len(passes) == 4 * 4 * 2 and len(found) > len(passes)
+        assert {text for kind, _, text in found if kind == "waiting for a message"} == {""}
+        assert sum(text.endswith(".3") for text, _ in passes) == 8
+        assert dict(passes)["F0.0"] == "box c0" and dict(passes)["F2.0"] == "box c0 pale1"  # a rank's later stage
+
+
+def drawn_boxes(picture: str) -> list[tuple[str, str, str]]:
+    """Of every box its kind, its classes and its text."""
+    found: list[tuple[str, str, str]] = []
+    for classes, kind, texts, path in re.findall(
+        r'<path class="([^"]*)" data-kind="([^"]*)" data-texts="([^"]*)" d="([^"]*)"', picture
+    ):
+        of_path = json.loads(unescape(texts))
+        assert len(of_path) == path.count("M")
+        found += [(kind, classes, text) for text in of_path]
+    return found
+
+
+def write_steps(folder: Path, rank: int, *steps: int, plan: float = 1.0) -> None:
+    (folder / "timeline").mkdir(exist_ok=True)
+    with (folder / "timeline" / f"rank{rank}.jsonl").open("a") as file:
+        for step in steps:
+            at = NOON + 10 * step
+            place = {"step": step, "rank": rank, "position": 0}
+            for row in (
+                {"kind": "forward", "stage": 0, "microbatch": rank, "begin_s": at + 1, "end_s": at + 2},
+                {"kind": "backward", "stage": 0, "microbatch": rank, "begin_s": at + 2, "end_s": at + 4},
+                {"kind": "loading", "name": "", "begin_s": at, "end_s": at + 1},
+                {"kind": "update", "name": "", "begin_s": at + 4, "end_s": at + 4 + plan * step},
+                {"kind": "operation", "name": "all_reduce (<w>)", "begin_s": at + 3, "end_s": at + 5},
+            ):
+                file.write(json.dumps({**place, **row}) + "\n")
+
+
+def test_a_step_without_a_pipeline_is_drawn_with_what_ranks_exchange(tmp_path: Path) -> None:
+    for rank in range(2):
+        write_steps(tmp_path, rank, 1, 2, 3)
+    recorded = read_recorded(tmp_path)
+    assert recorded is not None
+    plan = {"plan": "data=2", "world": 2}
+    view = step_of(recorded, plan)
+    assert view is not None and (view.step, view.steps, view.seconds) == (2, 3, 6.0)
+    assert pipeline_of(recorded, plan) is None
+    assert step_figures(view)[1] == {
+        "rank": 1, "passes_s": 3.0, "communication_s": 2.0, "shown_s": 1.0, "loading_s": 1.0, "update_s": 2.0
+    }  # fmt: skip
+    found = drawn_boxes(step_section(view).parts[1])
+    assert ("communication", "box c1", "all_reduce (<w>)") in found and len(found) == 10
+    assert "<w>" not in step_section(view).parts[1]
+    events = [event for event in trace(recorded)["traceEvents"] if event["ph"] == "X"]
+    assert len(events) == 30 and {event["tid"] for event in events} == {0, 1, 1_000_000, 1_000_001}
+
+
+def test_a_step_that_is_done_again_replaces_what_was_recorded_of_it(tmp_path: Path) -> None:
+    write_steps(tmp_path, 0, 1, 2, 3)
+    write_steps(tmp_path, 0, 2, plan=7.0)
+    write_steps(tmp_path, 0, 2, plan=0.5)  # the same once more
+    recorded = read_recorded(tmp_path)
+    assert recorded is not None and {*recorded.steps[0]} == {1, 2} == {*recorded.others[0]}
+    assert len(recorded.steps[0][2]) == 2 and len(recorded.others[0][2]) == 3
+    view = step_of(recorded, {"world": 1})
+    assert view is not None and view.seconds == 5.0
+    assert step_of(recorded, {"world": 2}) is None
+
+
+def test_seconds_that_lie_in_several_spans_count_once() -> None:
+    assert covered([(3, 4), (0, 2), (1, 3.5), (6, 6)]) == 4.0 and covered([]) == 0.0
 
 
 def test_steps_that_a_resumed_run_did_again_count_once(tmp_path: Path) -> None:
@@ -153,7 +227,7 @@ GOOD = {
     ("line", "message"),
     [
         ("[1]", "no JSON object"),
-        ("{'step': 1}", "line 2 is no span of a pipeline"),
+        ("{'step': 1}", "line 2 is no span"),
         (json.dumps({**GOOD, "step": "one"}), "step is 'one'"),
         (json.dumps({**GOOD, "stage": -1}), "stage is -1"),
         (json.dumps({**GOOD, "kind": "sideways"}), "kind is 'sideways'"),
@@ -162,6 +236,7 @@ GOOD = {
         (json.dumps({**GOOD, "end_s": float("nan")}), "end_s is nan"),
         (json.dumps({**GOOD, "end_s": 0.5}), "ends before it begins"),
         (json.dumps({**GOOD, "rank": 1}), "of rank 1"),
+        (json.dumps({**GOOD, "kind": "operation", "name": 3}), "name is 3"),
     ],
 )
 def test_files_of_another_kind_are_refused(line: str, message: str, tmp_path: Path) -> None:

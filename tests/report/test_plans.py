@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import asdict, replace
+from html import unescape
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from evenly.plan.orders import compute_orders
 from evenly.planner.prediction import MemoryByCause, Prediction, TimeByCause
 from evenly.planner.timeline import Costs, simulate
 from evenly.report.comm import size_in_words, time_in_words
-from evenly.report.pictures import StackedBar, stacked
+from evenly.report.draw import StackedBar, stacked
 from evenly.report.planpage import page
 from evenly.report.plans import common, differences, document, heads, plan_rows, reasons, short, shortage, title
 
@@ -162,48 +164,46 @@ def test_nothing_that_fits_is_said_with_the_change() -> None:
 # --- pictures ------------------------------------------------------------------------------------------
 
 
-def parts_of(figure: Any) -> list[tuple[str, list[float], list[str]]]:
-    """Of every part of stacked bars its name, how long it is in each bar, and what it tells there."""
-    return [(trace.name, [*trace.x], [*trace.hovertext]) for trace in figure.data]
-
-
-def scripts(text: str) -> list[str]:
-    """What the scripts of plotly's figures hold; not plotly's own."""
-    return [one for one in re.findall(r"<script[^>]*>(.*?)</script>", text, re.DOTALL) if "Plotly.newPlot(" in one]
+def widths(picture: str) -> list[list[tuple[str, float]]]:
+    """Of every bar what each part says, and its width in percent."""
+    bars = re.findall(r"<div class=bar>(.*?)</div>", picture)
+    return [
+        [(title, float(width)) for width, title in re.findall(r'width:([\d.]+)%" title="([^"]*)"', bar)] for bar in bars
+    ]
 
 
 def test_bars_are_as_long_as_their_parts_and_follow_each_other() -> None:
-    bars = [StackedBar("one", {"a": 1.0, "b": 3.0, "c": 0.0}), StackedBar("two", {"a": 0.0, "b": 2.0})]
-    figure = stacked(bars, lambda amount: f"{amount:g} s")
-    assert figure.layout.barmode == "stack"
-    assert parts_of(figure) == [("a", [1, 0], ["a: 1 s", "a: 0 s"]), ("b", [3, 2], ["b: 3 s", "b: 2 s"])]
-    assert {trace.y for trace in figure.data} == {("one: 4 s", "two: 2 s")}
+    bars = [StackedBar("one", {"a": 1.0, "b": 3.0, "c": 0.0}), StackedBar("<two>", {"a": 0.0, "b": 2.0})]
+    picture = stacked(bars, lambda amount: f"{amount:g} s", title="times")
+    assert widths(picture) == [[("a: 1 s", 25.0), ("b: 3 s", 75.0)], [("b: 2 s", 50.0)]]
+    assert "<span>&lt;two&gt;</span>" in picture and "<span>4 s</span>" in picture and ">c<" not in picture
 
 
 def test_the_limit_lies_where_a_bar_of_its_length_ends() -> None:
-    figure = stacked([StackedBar("one", {"a": 2.0}), StackedBar("two", {"a": 1.0})], str, limit=2.0)
-    (line,) = figure.layout.shapes
-    assert line.x0 == line.x1 == 2.0 and figure.layout.annotations[0].text == "2.0 per device"
+    picture = stacked([StackedBar("one", {"a": 2.0})], str, title="", limit=(4.0, "4 per device"))
+    assert widths(picture) == [[("a: 2.0", 50.0)]] and 'style="left:100.00%"' in picture and "4 per device" in picture
 
 
 def test_the_page_is_whole_and_asks_no_network() -> None:
     timeline = simulate(compute_orders("1f1b", 2, 1, 4), Costs(forward=[1.0, 1.0], backward=[2.0, 2.0]))
     text = page("gpt2 <x>", "4xH100-80", [prediction(), SLOWER], timeline, assumed=False)
-    assert "gpt2 &lt;x&gt;" in text and not re.findall(r"<(?:script|link|img)[^>]*(?:src|href)", text)
-    memory, time, schedule = scripts(text)
-    assert "activations: 21 GiB" in memory and "tensor: 850 ms" in time
-    assert len(re.findall(r'"[FB][01]\.[0-3]: [12] s"', schedule)) == 16
-    assert "rank 0: 24 GiB" in memory and "40 GiB per device" in memory
+    assert "gpt2 &lt;x&gt;" in text and "<x>" not in text and "http" not in text.replace("http-equiv", "")
+    assert "default-src &#x27;none&#x27;" in text or "default-src 'none'" in text
+    assert "activations: 21 GiB" in text and "tensor: 850 ms" in text
+    (picture,) = re.findall(r"<figure class=.chart rows.*?</figure>", text, re.DOTALL)
+    assert sum(len(json.loads(unescape(texts))) for texts in re.findall(r'data-texts="([^"]*)"', picture)) == 16
+    assert "<span>rank 0</span>" in text and "<span>24 GiB</span>" in text and "40 GiB per device" in text
 
 
 def test_ranks_that_hold_the_same_are_one_bar() -> None:
     timeline = simulate(compute_orders("1f1b", 2, 1, 4), Costs(forward=[1.0, 1.0], backward=[2.0, 2.0]))
     alike = prediction(memory=[memory(parameters=4), memory(parameters=4), memory(parameters=3)])
     text = page("gpt2", "cpu", [alike], timeline, assumed=False)
-    assert "ranks 0 to 1: 4 GiB" in text and "rank 2: 3 GiB" in text
+    assert "<span>ranks 0 to 1</span>" in text and "<span>rank 2</span>" in text
 
 
 def test_every_cause_is_drawn() -> None:
     """No cause of memory or time is left out of the bars: they are as long as the whole."""
     time = TimeByCause(**dict.fromkeys(asdict(TimeByCause()), 1.0))
-    assert len(parts_of(stacked([StackedBar("all", asdict(time))], time_in_words))) == 10
+    (bar,) = widths(stacked([StackedBar("all", asdict(time))], time_in_words, title=""))
+    assert len(bar) == 10 and sum(width for _, width in bar) == pytest.approx(100, abs=0.02)

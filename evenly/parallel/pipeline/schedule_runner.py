@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.utils.checkpoint import CheckpointError
@@ -27,19 +27,9 @@ from evenly.parallel.pipeline.result_forms import ResultForms
 from evenly.parallel.pipeline.stage_discovery import calls_of, stage_plan_for
 from evenly.parallel.pipeline.stages import CallId, StagePlan
 from evenly.plan.axes import PipelineAxis
-from evenly.plan.schedule import Action, Kind, rank_of_stage
+from evenly.plan.schedule import Action, ActionSpan, Kind, rank_of_stage
 
 Pass = tuple[int, int]  # stage, microbatch
-
-
-class ActionSpan(NamedTuple):
-    """When a rank ran an action, in seconds of the machine's clock."""
-
-    kind: Kind
-    stage: int
-    microbatch: int
-    begin_s: float
-    end_s: float
 
 
 class MicrobatchWork(Protocol):

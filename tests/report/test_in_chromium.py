@@ -1,0 +1,108 @@
+"""Pages in a real browser, where there is one: no error on its console, nothing wider than the page, and it zooms."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_runs import record, write_full_run, write_run
+
+from evenly.report import compare
+from evenly.report.board import Board
+from evenly.report.run import read_run
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
+
+# Uses the page as a reader does, and writes what came of it into the title.
+PROBE = """
+<script>addEventListener("load", () => setTimeout(() => {
+  const found = {};
+  try {
+    const page = document.documentElement, area = document.querySelector(".area"), figure = area.closest("figure");
+    found.wider = [...document.querySelectorAll("main *")].filter((one) =>
+      one.getBoundingClientRect().right > page.clientWidth + 1 && !one.closest(".scroll, svg, pre, .ticks, .texts"))
+      .map((one) => `${one.tagName}.${one.className}`).slice(0, 5);
+    const box = area.getBoundingClientRect();
+    const at = (kind, x, more) => area.dispatchEvent(new PointerEvent(kind,
+      { clientX: box.left + x * box.width, clientY: box.top + box.height / 2, bubbles: true, pointerId: 1, ...more }));
+    at("pointermove", 0.5);
+    found.tip = document.querySelector(".tip").textContent;
+    at("pointerdown", 0.25, { pointerType: "touch" });
+    at("pointermove", 0.75, { pointerType: "touch" });
+    at("pointerup", 0.75, { pointerType: "touch" });
+    found.zoomed = figure.querySelector("svg").getAttribute("viewBox").split(" ").map(Number);
+    found.ticks = [...figure.querySelectorAll(".ticks .x")].map((one) => one.textContent);
+    const plot = figure.querySelector(".plot");
+    const press = (key) => plot.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+    press("0");
+    found.whole = figure.querySelector("svg").getAttribute("viewBox");
+    press("ArrowRight");
+    found.key = document.querySelector(".tip").textContent;
+    figure.querySelector(".legend button")?.click();
+    found.hidden = figure.querySelectorAll(".line.hidden").length;
+    found.texts = document.querySelectorAll(".texts b").length;
+    window.evenly.setUp(document);
+    found.still = figure.querySelectorAll(".line.hidden").length;
+  } catch (problem) { found.problem = String(problem.stack); }
+  document.title = JSON.stringify(found);
+}, 50))</script>
+"""
+
+
+def opened(page: str, folder: Path, width: int) -> dict[str, Any]:
+    """What the probe found on `page` in a window of `width` pixels; fails where the console has an error."""
+    (folder / "page.html").write_text(page + PROBE, encoding="utf-8")
+    (folder / "frame.html").write_text(
+        "<!doctype html><title>frame</title>"
+        f"<iframe src=page.html style='width:{width}px;height:900px;border:0'></iframe>"
+        "<script>onload=()=>setInterval(()=>{document.title=frames[0].document.title},20)</script>"
+    )
+    assert CHROMIUM is not None
+    command = [
+        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0",
+        "--allow-file-access-from-files", "--virtual-time-budget=3000", f"--window-size={max(600, width + 50)},1000",
+        f"--user-data-dir={folder / 'profile'}", "--dump-dom", (folder / "frame.html").as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    errors = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    assert done.returncode == 0 and errors == [], done.stderr[-2000:]
+    (title,) = re.findall(r"<title>(.*?)</title>", done.stdout)
+    return json.loads(unescape(title))
+
+
+@pytest.mark.parametrize("width", [1300, 400])
+def test_the_page_of_a_run(width: int, tmp_path: Path) -> None:
+    from test_run_page import drawn
+
+    found = opened(drawn(write_full_run(tmp_path / "run")), tmp_path, width)
+    assert "problem" not in found, found["problem"]
+    assert found["wider"] == [] and found["tip"].startswith("step ") and "smoothed: " in found["tip"]
+    left, _, across, high = found["zoomed"]
+    assert (left, across) == (pytest.approx(250_000, abs=5000), pytest.approx(500_000, abs=10_000)) and high < 100_000
+    assert len(found["ticks"]) >= 2 and found["whole"] == "0 0 1000000 100000"
+    assert found["key"].startswith("step 1\n") and found["hidden"] == 1 == found["still"] and found["texts"] > 0
+
+
+def test_a_comparison(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name, [record(step) for step in range(1, 9)]) for name in ("a", "b")]
+    page = compare.page(compare.named(folders, [read_run(folder) for folder in folders]), now_s=0)
+    found = opened(page, tmp_path, 400)
+    assert "problem" not in found and found["wider"] == [] and "a: " in found["tip"] and "b: " in found["tip"]
+
+
+def test_what_takes_the_place_of_a_page(tmp_path: Path) -> None:
+    """The first figures of a live page, as `live.js` puts them in."""
+    write_full_run(tmp_path / "run")
+    board = Board(tmp_path)
+    page = board.page("run", script="window.live = 1;").text.replace("connect-src 'self'", "connect-src 'none'")
+    replaced = json.dumps(board.page("run").text).replace("</", "<\\/")
+    script = f"<script>document.querySelector('main').innerHTML={replaced};window.evenly.setUp(document)</script>"
+    found = opened(page + script, tmp_path, 1300)
+    assert "problem" not in found and found["tip"].startswith("step ")

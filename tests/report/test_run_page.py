@@ -1,0 +1,137 @@
+"""The page of a run: all sections, no name as markup, small whatever the run."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+from made_runs import MIB, lines, plan, record, write_full_run, write_run
+
+from evenly.report.growing import GrowingFile
+from evenly.report.page import MOST_ROWS, document, table
+from evenly.report.run import RunReader, RunSummary, read_run
+from evenly.report.runpage import figures, page
+from evenly.report.spans import read_recorded
+from evenly.report.timeline import pipeline_of, sections_of, step_of
+
+
+def drawn(folder: Path) -> str:
+    run, recorded = read_run(folder), read_recorded(folder)
+    sections = sections_of(pipeline_of(recorded, run.plan), step_of(recorded, run.plan)) if recorded else []
+    return page(run, folder, *sections, now_s=run.changed_s + 1)
+
+
+def titles(text: str) -> list[str]:
+    return re.findall(r"<h2>(.*?)</h2>", text)
+
+
+def test_a_page_has_all_that_is_known(tmp_path: Path) -> None:
+    text = drawn(write_full_run(tmp_path))
+    assert titles(text) == [
+        "Loss",
+        "Learning rate and gradient",
+        "Time of steps",
+        "Where time goes",
+        "The timeline of a step",
+        "Memory",
+        "Predicted and measured",
+        "Starts, faults and restarts",
+        "The run in words",
+    ]
+    assert text.count("<details>") >= 6 and "rank 1 computed for 800 ms" in text
+    assert "alert(1)" in text and "<script>alert" not in text
+    assert text.count("<script>") == 1 and not re.findall(r"<(?:script|img|iframe|link)[^>]*\ssrc=", text)
+
+
+def test_the_head_says_what_matters(tmp_path: Path) -> None:
+    run = read_run(write_full_run(tmp_path))
+    found = {one.name: (one.value, one.note) for one in figures(run, run.changed_s)}
+    assert found["state"] == ("ended", "step 40 of 40") and found["loss"] == ("0.8000", "from 3.6364")
+    assert found["evaluation loss"] == ("0.8400", "best 0.8400")
+    assert found["speed"] == ("320 tokens/s", "200 ms a step, 40 samples/s")
+    assert found["peak memory"] == ("680 MiB", "17% of 4 GiB")
+    assert found["computing"][0].endswith("%") and "waiting" in found["computing"][1]
+    going = RunSummary(run.plan, run.steps[:20], (), (), events=run.events[:1], changed_s=run.changed_s)
+    left = next(one for one in figures(going, run.changed_s + 1) if one.name == "time left")
+    assert left.value == "0:04"
+
+
+def test_a_run_that_has_done_nothing_has_a_page(tmp_path: Path) -> None:
+    text = drawn(write_run(tmp_path, []))
+    assert titles(text) == ["The run in words"] and "not begun" in text
+
+
+def test_a_page_is_small_however_long_the_run(tmp_path: Path) -> None:
+    chance = random.Random(0)
+    metrics = {f"metric {at}": 0.0 for at in range(30)}
+    records = [
+        record(
+            step,
+            loss=chance.random(),
+            grad_norm=chance.random(),
+            step_s=0.1 + 0.1 * chance.random(),
+            memory_bytes=[(500 + chance.randrange(100)) * MIB for _ in range(64)],
+            busy_s=[0.05 + 0.01 * chance.random() for _ in range(64)],
+            metrics={name: chance.random() for name in metrics},
+        )
+        for step in range(1, 4001)
+    ]
+    records[1234]["loss"] = 7777.0
+    counted = [{"parameters": MIB, "activations": MIB} for _ in range(64)]
+    records[1]["memory"] = counted
+    text = drawn(write_run(tmp_path, records, of_plan=plan(world=64, job="x" * 100_000)))
+    assert len(text.encode()) < 1_000_000
+    (loss,) = re.findall(r'<path class="line c0 faint" data-line="each step" d="([^"]*)"', text)
+    places = [(int(x), int(y)) for x, y in re.findall(r"[ML](\d+),(\d+)", loss)]
+    assert min(places, key=lambda place: place[1])[0] == round(1_000_000 * 1234 / 3999)
+    assert "6 further metrics" in text and "8 of 64 devices" in text
+
+
+def test_what_a_run_names_is_cut_and_escaped() -> None:
+    text = document("a<b", table(["<x>"], [["<y>", "z" * 10_000]] * (MOST_ROWS + 5)), lead="<lead>")
+    assert not {"<x>", "<y>", "<lead>", "a<b"} & {*re.findall(r"<\w+>|a<b", text)}
+    assert "z" * 601 not in text and "and 5 more" in text
+
+
+# --- reading while it grows ----------------------------------------------------------------------------
+
+
+def test_no_line_is_read_twice(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_text('{"a": 1}\n{"b": ')
+    file = GrowingFile(path)
+    assert file.lines() == ['{"a": 1}'] and file.lines() == []
+    with path.open("a") as more:
+        more.write('{"c": {}}')  # is within b, which has not ended
+    assert file.lines() == []
+    with path.open("a") as more:
+        more.write('}\n{"d": 1}')
+    assert file.lines() == ['{"b": {"c": {}}}', '{"d": 1}'] and not file.begun_again
+    path.write_text('{"e": 1}\n')
+    assert file.lines() == ['{"e": 1}'] and file.begun_again
+
+
+def test_the_tail_of_a_long_file_has_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1000)))
+    file = GrowingFile(path, tail_bytes=40)
+    assert file.lines() == ['{"step": 998}', '{"step": 999}']
+    with path.open("a") as more:
+        more.write('{"step": 1000}\n')
+    assert file.lines() == ['{"step": 1000}']
+
+
+@pytest.mark.parametrize("tail_bytes", [None, 2000])
+def test_a_reader_follows_a_run(tail_bytes: int | None, tmp_path: Path) -> None:
+    folder = write_run(tmp_path, [record(step) for step in range(1, 101)])
+    reader = RunReader(folder, tail_bytes=tail_bytes)
+    assert reader.read().steps[-1]["step"] == 100
+    for step in range(101, 171):
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(lines([record(step)]))
+        found = reader.read().steps
+    assert found[-1]["step"] == 170 and len(found) == (170 if tail_bytes is None else 40)
+    write_run(tmp_path, [record(1)])  # another run in the same folder
+    assert [row["step"] for row in reader.read().steps] == [1]
