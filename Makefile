@@ -51,8 +51,8 @@ pages: $(READY)
 
 # The pages as a site in $(SITE), which asks no network. The package is read from here; its reference needs no torch.
 docs: $(DOCS)/.ready
-	PYTHONPATH=. $(DOCS)/bin/mkdocs build --quiet --strict --site-dir "$(abspath $(SITE))"
-	@echo "The site: $(SITE)/index.html"
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(DOCS)/bin/mkdocs build --quiet --strict --site-dir "$(abspath $(SITE))"
+	@echo "The site: $(SITE)/index.html; its search needs a server: $(PYTHON) -m http.server --directory $(SITE)"
 
 $(DOCS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(DOCS)

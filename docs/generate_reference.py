@@ -159,7 +159,9 @@ def parameters(command: Callable[..., Any]) -> Iterator[Parameter]:
         if isinstance(info, ArgumentInfo):
             yield Parameter(info.metavar or name.upper(), "", info.help or "", None)
         else:
-            option = (info.param_decls or [f"--{name.replace('_', '-')}"])[0]
+            # Typer has the first name that an option is given in its place for a default.
+            given = [one for one in (info.default, *(info.param_decls or ())) if isinstance(one, str)]
+            option = next(iter(given), f"--{name.replace('_', '-')}")
             yield Parameter(option, info.metavar or _placeholder(kind), info.help or "", parameter.default)
 
 
@@ -216,8 +218,9 @@ def meaning_of(key: str) -> str:
 
 def _default_of(key: str) -> str:
     axis, field = KEYS[key]
-    if field in SIZES or key in ("precision", "shard"):
-        return {"precision": "the job's", "shard": "all ranks of the axis"}.get(key, "1")
+    derived = {"data": "what other axes leave", "precision": "the job's", "shard": "all ranks of the data axis"}
+    if field in SIZES or key in derived:
+        return derived.get(key, "1")
     plan = PlanSpec(data=2, tensor=2, pipeline=2).complete("float32")
     value = getattr(getattr(plan, axis) if axis else plan, field)
     return "" if value in (None, ()) else in_words(value)

@@ -36,7 +36,7 @@ def korean_nav() -> list[dict[str, str]]:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    from mkdocs.structure.files import File
+    from mkdocs.structure.files import File  # pyright: ignore[reportMissingImports]  of the site's environment alone
 
     texts = {f"reference/{name}": text for name, text in pages().items()}
     texts |= {

@@ -157,6 +157,7 @@ class Job:
     average:         which average of the weights is kept besides them, `EMA` or `SWA`; evaluations are of the average.
     eval_data:       map-style dataset or stream, evaluated whole every `eval_every` steps and after the last; or
                      several by name ({"valid": a, "test": b}), of which the first decides which checkpoint is best.
+    eval_every:      steps between evaluations; without it there is one, after the last step.
     evaluate:        figures that need all predictions: `Loss.outputs` of a whole evaluation, in the order of its
                      samples -> numbers by name; called on the main rank, on the CPU. Or a torchmetrics Metric or
                      MetricCollection, whose `update` takes the outputs.

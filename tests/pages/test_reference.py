@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,9 +91,14 @@ def test_every_field_of_a_job_is_explained(kind: Any) -> None:
 
 def test_every_row_that_a_run_writes_is_there() -> None:
     rows: list[dict[str, Any]] = []
-    sink = SimpleNamespace(write=lambda stream, record: rows.append(dict(record)) if stream == "metrics" else None)
+
+    def keep(stream: str, record: Mapping[str, Any]) -> None:
+        if stream == "metrics":
+            rows.append(dict(record))
+
+    sink: Any = SimpleNamespace(write=keep)
     world: Any = SimpleNamespace(rank=0, is_main=True, size=1)
-    recorder = RunRecorder(None, world, [sink], steps_done=0, steps=2)  # pyright: ignore
+    recorder = RunRecorder(None, world, [sink], steps_done=0, steps=2)
     memory: Any = [{"parameters": 8}]
     recorder.step(StepReport(1, 0.5, 4.0, 1.0, 0.1, 4, 0.2, [8], memory, "overflow", 1, {"accuracy": 0.5}))
     found = Evaluation(0.5, 4.0, 4, {"accuracy": 0.5}, averaged=True)
