@@ -83,7 +83,8 @@ def _stacked(heads: Sequence[str], rows: Rows, below: Sequence[int], width: int)
     from rich.cells import cell_len, set_cell_size
 
     kept = [number for number in range(len(heads)) if number not in below]
-    lines = [[row[number].replace("\n", "") for number in kept] for row in (heads, *rows)]
+    cells = [[head.replace("\n", "") for head in heads], *([cell.replace("\n", " ") for cell in row] for row in rows)]
+    lines = [[row[number] for number in kept] for row in cells]
     widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
     yield ""
     for row, line in zip((heads, *rows), lines, strict=True):
