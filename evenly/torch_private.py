@@ -167,6 +167,41 @@ def run_as_written(*, on: bool) -> None:
         torch.compiler.set_stance("force_eager" if on else "default")
 
 
+@contextmanager
+def as_one_graph() -> Generator[None]:
+    """Within, a compiled function that cannot be one graph raises `graph_errors()` before anything of it has run.
+
+    Functions of numpy are in no graph: torch would draw from its own generator in place of numpy's.
+    """
+    from torch._dynamo import config, error_on_graph_break  # torch's compiler, which takes seconds to import
+
+    with error_on_graph_break(True), config.patch(trace_numpy=False):
+        yield
+
+
+def graph_errors() -> type[Exception]:
+    """What is raised where torch cannot make a graph of a function, or no code of the graph."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return TorchDynamoException
+
+
+def function_modes() -> list[Any]:
+    """The modes that are asked in place of functions of torch, the innermost last."""
+    return torch.overrides._get_current_function_mode_stack()  # pyright: ignore
+
+
+@contextmanager
+def without_function_mode(kind: type) -> Generator[None]:
+    """Within, the innermost mode for functions is not asked if it is of `kind`."""
+    modes = function_modes()
+    if not modes or not isinstance(modes[-1], kind):
+        yield
+        return
+    with torch.overrides._pop_mode_temporarily():  # pyright: ignore
+        yield
+
+
 # What transformation of `torch.func` (vmap, grad, jvp ...) is running, or None.
 in_transform: Callable[[], object] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore
 
@@ -267,6 +302,12 @@ def plain_name(name: str) -> str:
     for part in WRAPPERS:
         name = name.replace(part, "")
     return name
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether anything runs before or after its own forward or backward."""
+    one: Any = module
+    return bool(one._forward_pre_hooks or one._forward_hooks or one._backward_pre_hooks or one._backward_hooks)
 
 
 def forward_hooks(module: nn.Module) -> tuple[list[tuple[Any, bool]], list[tuple[Any, bool]]]:

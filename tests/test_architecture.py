@@ -369,24 +369,24 @@ def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, ARGUMENTS = 500, 60, 300, 9
 # Lines of each package: it may shrink, and grows only by a larger number here, with a reason beside it.
 PACKAGE_LINES = {
-    "__init__": 1356,  # fields explained one a line; forms of fake tensors; phases; losses that do not add up; streams
+    "__init__": 1397,  # functions that are one graph; forms of fake tensors; phases; losses that do not add up
     "bridges": 1076,  # states of a Trainer's callbacks, its samplers; jobs of a Trainer and of Lightning's modules
     "checkpoint": 2588,  # weights from files; adapters, shards and tokenizers in exports; averages; pieces that overlap
     "cli": 2950,  # the board; runs under Ray; submit, doctor and bench on several nodes; loggers, the screen, exports
     "comm": 3155,  # messages that cross at the same time; numbers to a GPU; doctor and bench on several nodes; streams
     "data": 1740,  # streams that split by rank; collate on the rank that trains; streams, samplers and their places
-    "engine": 3220,  # times of passes; squares of gradients; an updater and stages for each phase; metrics, outputs
+    "engine": 3230,  # compilers of blocks; times of passes; squares of gradients; an updater for each phase
     "hardware": 1157,  # links to the host; variants of devices; links by nodes; numbers beyond all machines
     "launcher": 3824,  # imports without collections; a folder that all nodes see; batch scripts and manifests
     "model": 723,  # collectives; fake tensors that are made again; models built without memory; phases
     "nn": 307,  # the loss of a head without its logits
     "observe": 1945,  # operations of a step; progress; stacks read without frames; loggers; stalls
     "parallel": 1,
-    "parallel.core": 2374,  # buffers of what is recomputed; groups by name; optimizers that are dealt; stale ones
+    "parallel.core": 2574,  # compiled blocks with statistics and views; groups by name
     "parallel.data": 3590,  # neighbours packed at once; optimizers of whole parameters; passes of a step; exact buckets
     "parallel.tensor": 4404,  # decisions are replayed, heads without logits; noise and no_grad; experts, indices
     "parallel.pipeline": 3596,  # forms of results; stages of each phase; numbers inside blocks, draws; hooks; layouts
-    "plan": 1235,  # spans of actions; speeds of ranks; schedules are a table that others add to
+    "plan": 1240,  # backwards in parts; spans of actions; speeds of ranks; schedules are a table that others add to
     "planner": 7031,  # collectives of both passes; fake results, offloading; rows of equal blocks; a reserve
     "ray": 447,  # ranks that Ray places, starts and replaces
     "report": 3400,  # a drawing kit; pages of runs, what their records say, comparisons, the board; tables of splits

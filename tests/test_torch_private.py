@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -45,6 +46,7 @@ from evenly.torch_private import (
     TorchDispatchMode,
     all_gather_single,
     apply_outside_transforms,
+    as_one_graph,
     autograd_node,
     backward_number,
     begin_all_gather,
@@ -54,9 +56,12 @@ from evenly.torch_private import (
     fake_mode,
     forward_hooks,
     forward_pre_hooks,
+    function_modes,
     gradient_hooks,
+    graph_errors,
     has_accumulated_hooks,
     has_gradient_hooks,
+    has_hooks,
     has_hooks_for_all_ends,
     has_memory,
     has_step_hooks,
@@ -88,6 +93,7 @@ from evenly.torch_private import (
     version,
     with_torch_function,
     without_fake_mode,
+    without_function_mode,
     without_subclasses,
     without_torch_function,
     wrap_call,
@@ -340,6 +346,42 @@ def test_compiled_code_runs_as_written_where_that_is_asked() -> None:
     assert double(torch.ones(1)).tolist() == [2] and calls
 
 
+def test_what_cannot_be_one_graph_has_not_begun_to_run() -> None:
+    ran: list[str] = []
+
+    def begun(x: torch.Tensor) -> torch.Tensor:
+        ran.append("begun")
+        return x if x.sum().item() > 0 else -x
+
+    function = torch.compile(begun, backend="eager")
+    with as_one_graph(), pytest.raises(graph_errors()):
+        function(torch.ones(2))
+    assert not ran
+    with as_one_graph():
+        assert torch.compile(lambda x: x * 2, backend="eager")(torch.ones(1)).tolist() == [2]
+    assert function(torch.ones(1)).tolist() == [1] and ran == ["begun"]
+    drawn = torch.compile(lambda x: x * numpy.random.random(), backend="eager")
+    with as_one_graph(), pytest.raises(graph_errors()):
+        drawn(torch.ones(1))
+
+
+def test_the_innermost_mode_for_functions_is_left_out() -> None:
+    class Outer(torch.overrides.TorchFunctionMode):
+        pass
+
+    class Inner(Outer):
+        pass
+
+    with Outer() as outer, Inner() as inner:
+        assert function_modes() == [outer, inner]
+        with without_function_mode(Inner):
+            assert function_modes() == [outer]
+            with without_function_mode(Inner):
+                assert function_modes() == [outer]
+        assert function_modes() == [outer, inner]
+    assert function_modes() == []
+
+
 def test_functions_of_lists_have_the_names_of_those_of_one_tensor() -> None:
     assert {"norm", "mul_", "addcmul_", "lerp_", "copy_", "zero_"} <= {*FOREACH.values()}
 
@@ -547,6 +589,18 @@ def test_a_call_is_wrapped_hooks_included_and_unwrapped() -> None:
     seen.clear()
     linear(torch.ones(2))
     assert seen == ["hook"]
+
+
+def test_hooks_of_a_module_of_its_own() -> None:
+    def nothing(*_: Any) -> None: ...
+
+    plain, *hooked = [nn.Linear(2, 2) for _ in range(5)]
+    hooked[0].register_forward_hook(nothing)
+    hooked[1].register_forward_pre_hook(nothing)
+    hooked[2].register_full_backward_hook(nothing)
+    hooked[3].register_full_backward_pre_hook(nothing)
+    assert [has_hooks(one) for one in (plain, *hooked)] == [False, True, True, True, True]
+    assert not has_hooks(nn.Sequential(hooked[0]))
 
 
 def test_names_without_the_parts_of_wrappers() -> None:

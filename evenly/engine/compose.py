@@ -7,7 +7,7 @@ strategies hold on to the parameters that they find.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -20,17 +20,17 @@ from evenly.comm.world import World
 from evenly.errors import PlanError
 from evenly.model.blocks import Block, find_blocks, find_recomputed, recomputable
 from evenly.parallel.core.between_steps import Outside, show_placeholders
-from evenly.parallel.core.calls import BlockCalls, Forward, WrappedForwards
+from evenly.parallel.core.calls import BlockCalls, Change, WrappedForwards
 from evenly.parallel.core.memory import on
 from evenly.parallel.core.recompute import CachesOff, RecomputedBackward, recomputing
 from evenly.parallel.core.statistics import RunningStatistics
 from evenly.parallel.data.gradients import Gradients, GradientSum, Ownership, trainable
 from evenly.parallel.data.replicas import ReplicaGradients, Replicas
 from evenly.plan import Plan
-from evenly.plan.schedule import splits_backward
 from evenly.torch_private import without_subclasses
 
 if TYPE_CHECKING:
+    from evenly.parallel.core.compiled import Compiler
     from evenly.parallel.data.optimizer import OwnedRows
     from evenly.parallel.data.partition import PartitionedGradients
     from evenly.parallel.data.shards import ShardedGradients
@@ -223,7 +223,7 @@ def compose(
         model.to(world.device)
     replicas = Replicas(modules, devices_of(plan, world), output_device=plan.replicas.output_device)
     statistics = _statistics(replicas, plan, world, pipeline, tensor)
-    forwards = _change_blocks(replicas, blocks, plan)
+    forwards = _change_blocks(replicas, blocks, plan, _compilers(replicas, statistics, plan, world, pipeline))
     calls = _wrap_calls(replicas, blocks, pipeline)
     gradients = _gradients(replicas, plan, world, blocks[0], _ownership(pipeline, tensor, world))
     sharded = None if isinstance(gradients, GradientSum | ReplicaGradients) else gradients
@@ -286,7 +286,7 @@ def _gradients(
             ownership=ownership,
             offload=plan.offload == "parameters",
             blocks=blocks,
-            split_backward=_splits_backward(plan),
+            split_backward=plan.splits_backward,
         )
     if plan.data.zero_stage:
         from evenly.parallel.data.partition import PartitionedGradients
@@ -313,11 +313,6 @@ def _offloaded(model: nn.Module, plan: Plan) -> Sequence[OwnedRows]:
     return [OwnedRows(name, p, p, slice(None)) for name, p in trainable(model, required=not plan.pipeline.active)[0]]
 
 
-def _splits_backward(plan: Plan) -> bool:
-    """Whether a stage's backward runs in two parts; not with recomputation, which both would do."""
-    return plan.pipeline.active and splits_backward(plan.pipeline.schedule) and plan.recompute == "none"
-
-
 def _runner(pipeline: Pipeline, plan: Plan, tensor: SplitModel | None, gradients: Gradients) -> ScheduleRunner:
     """The runner of this rank's stages, with the hooks of the other axes."""
     from evenly.parallel.pipeline.schedule_runner import ScheduleRunner
@@ -328,7 +323,7 @@ def _runner(pipeline: Pipeline, plan: Plan, tensor: SplitModel | None, gradients
         plan.pipeline,
         pipeline.group,
         backward_context=_backward_context(plan, tensor),
-        split_backward=_splits_backward(plan),
+        split_backward=plan.splits_backward,
         before_pass=None if hooks is None else hooks.prepare,
         output_transforms=[
             *([] if tensor is None else [tensor.gathered]),
@@ -391,28 +386,49 @@ def _wrap_calls(replicas: Replicas, blocks: Sequence[Sequence[Block]], pipeline:
 
 
 def _change_blocks(
-    replicas: Replicas, blocks: Sequence[Sequence[Block]], plan: Plan
+    replicas: Replicas, blocks: Sequence[Sequence[Block]], plan: Plan, compilers: Sequence[Compiler]
 ) -> list[WrappedForwards | CachesOff]:
-    """Wraps the blocks' forwards: recomputation inside, compilation around it; switches key-value caches off."""
-    changes: dict[str, Callable[[Forward], Forward]] = {}
-    if plan.recompute in ("selective", "full"):
-        selective, alone = plan.recompute == "selective", plan.devices == 1
-        changes[f"recompute={plan.recompute}"] = recomputing(selective=selective, alone=alone)
-        if plan.compile != "blocks" and not plan.pipeline.active:
-            blocks = [find_recomputed(r.module, mine) for r, mine in zip(replicas, blocks, strict=True)]
-        else:
-            blocks = [recomputable(mine) for mine in blocks]
-    if plan.compile == "blocks":
-        from evenly.parallel.core.compiled import check_compilable, compiling
+    """Wraps the blocks' forwards: compilation inside, recomputation around it; switches key-value caches off.
 
-        for replica in replicas:
-            check_compilable(replica.module, replica.device)
-        changes["compile=blocks"] = compiling
-    caches = plan.recompute in ("selective", "full") or plan.pipeline.active
-    off = [CachesOff(replica.module) for replica in replicas] if caches else []
-    if not changes:
+    compilers: of each replica; none where blocks run as they are written.
+    """
+    recomputed = plan.recompute in ("selective", "full")
+    changes: list[list[Change]] = [[one.change] for one in compilers] or [[] for _ in replicas]
+    asked = ["compile=blocks"] if compilers else []
+    if recomputed:
+        asked.append(f"recompute={plan.recompute}")
+        change = recomputing(selective=plan.recompute == "selective", alone=plan.devices == 1)
+        changes = [[*mine, change] for mine in changes]
+        if compilers or plan.pipeline.active:
+            blocks = [recomputable(mine) for mine in blocks]
+        else:
+            blocks = [find_recomputed(r.module, mine) for r, mine in zip(replicas, blocks, strict=True)]
+    off = [CachesOff(replica.module) for replica in replicas] if recomputed or plan.pipeline.active else []
+    if not asked:
         return [*off]
-    return [*(WrappedForwards(mine, [*changes.values()], asked=" ".join(changes)) for mine in blocks), *off]
+    changed = zip(blocks, changes, strict=True)
+    return [*(WrappedForwards(mine, own, asked=" ".join(asked)) for mine, own in changed), *off]
+
+
+def _compilers(
+    replicas: Replicas, statistics: Sequence[RunningStatistics], plan: Plan, world: World, pipeline: Pipeline | None
+) -> list[Compiler]:
+    """What compiles the blocks of each replica, if the plan asks for it."""
+    if plan.compile != "blocks":
+        return []
+    from evenly.parallel.core.compiled import Compiler, check_compilable  # torch's compiler takes seconds to import
+
+    for replica in replicas:
+        check_compilable(replica.device)
+    return [
+        Compiler(
+            own,
+            each_size=plan.pipeline.active and plan.recompute != "none",
+            warns=world.group("data").position == 0,
+            hindrance="" if pipeline is None else pipeline.looks_inside,
+        )
+        for own in statistics
+    ]
 
 
 def devices_of(plan: Plan, world: World) -> list[str]:

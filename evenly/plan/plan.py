@@ -11,6 +11,7 @@ from typing import Any, Literal
 from evenly.errors import PlanError
 from evenly.job import Precision
 from evenly.plan.axes import DataAxis, DeviceReplicas, PipelineAxis, TensorAxis
+from evenly.plan.schedule import splits_backward
 
 Exact = Literal["bitwise", "rounding"]
 Recompute = Literal["none", "selective", "full"]
@@ -93,6 +94,14 @@ class Plan:
     def ranks(self) -> int:
         """World size: the product of the axes."""
         return math.prod(self.axes.values())
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether a stage's backward runs in two parts; not with recomputation, which both would do, nor of compiled
+        blocks, whose backward is one function.
+        """
+        whole = self.recompute != "none" or self.compile == "blocks"
+        return self.pipeline.active and splits_backward(self.pipeline.schedule) and not whole
 
     @property
     def is_replicated(self) -> bool:

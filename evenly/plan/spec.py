@@ -216,7 +216,7 @@ def _check_tensor(spec: PlanSpec) -> Problem:
         return "the tensor axis splits over processes, and replicas share one", "leave out replicas, or tensor"
     if spec.splits_tensors and spec.compile == "blocks":
         return (
-            "compiled blocks do not see what the tensor axis does to their parameters",
+            "the tensor axis splits each function of torch as it is called, and a compiled block calls none",
             "leave out compile, or tensor",
         )
     return None
@@ -231,8 +231,6 @@ def _check_pipeline(spec: PlanSpec) -> Problem:
         )
     if spec.replicas is not None:
         return "replicas share one process, and a pipeline has one per stage", "leave out replicas, or pipeline"
-    if spec.compile == "blocks":
-        return "stages run calls of blocks that it compiles", "leave out compile=blocks, or pipeline"
     if spec.sequence_parallel:
         return "what stages send each other is not split", "leave out sequence_parallel=on, or pipeline"
     return None

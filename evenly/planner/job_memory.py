@@ -11,7 +11,7 @@ from evenly.parallel.data.grouping import deal_out, unit_members
 from evenly.parallel.pipeline.orders import acknowledgements, orders, receives_ahead
 from evenly.plan import Plan
 from evenly.plan.axes import DeviceReplicas
-from evenly.plan.schedule import Action, rank_of_stage, runnable, splits_backward
+from evenly.plan.schedule import Action, rank_of_stage, runnable
 from evenly.planner.job_profile import JobProfiler, Stages
 from evenly.planner.memory import FullSums, Meter, ShardedSums, Sums, norm_bytes, piece_elements, piece_shape, play
 from evenly.planner.optimizer_costs import OptimizerCosts
@@ -149,9 +149,7 @@ class _DataReplay:
     @property
     def split_backward(self) -> bool:
         """Whether gradients of parameters come later than those of inputs."""
-        return self.plan.pipeline.active and (
-            splits_backward(self.plan.pipeline.schedule) and self.plan.recompute == "none"
-        )
+        return self.plan.splits_backward
 
     @property
     def rounds(self) -> int:

@@ -109,7 +109,7 @@ def _changes(base: PlanSpec, offloads: Sequence[Offload]) -> Iterator[dict[str, 
                 changes["sequence_parallel"] = sequence
                 if more > 1:
                     changes |= {"data": data // more, "pipeline": stages * more}
-                    changes |= dict.fromkeys(("compile", "speeds"))
+                    changes["speeds"] = None
                 if more > 1 or schedule != base.schedule:
                     changes |= {"schedule": schedule, "stages_per_rank": None, "split_points": None}
                 if zero == 3:

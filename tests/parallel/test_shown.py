@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from evenly.parallel.core.parameter_views import ViewedParameters, local_parameters, viewed_tensors
+from evenly.parallel.core.parameter_views import ViewedParameters, local_parameters, plain_dicts, viewed_tensors
 
 
 def module() -> nn.BatchNorm1d:
@@ -119,3 +119,18 @@ def test_buffers_are_shown_and_hidden_too() -> None:
     assert "running_var" not in made.state_dict()
     shown.add_view(lambda name, _: torch.ones(3) if name == "running_var" else None)
     assert made.running_var is not None and made.running_var.tolist() == [1.0] * 3
+
+
+def test_for_a_while_there_are_plain_dicts_of_what_is_seen() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+    views = viewed_tensors(model[0], "_buffers")
+    seen, placeholder = torch.ones(2), torch.empty(2, device="meta")
+    views.add_view(lambda name, _: seen if name == "running_mean" else None)
+    views.hide("running_var", placeholder)
+    before = views.local("running_mean")
+    with plain_dicts(model.modules()):
+        assert type(model[0]._buffers) is dict and model[0].running_mean is seen
+        assert "running_var" not in model[0]._buffers
+        model[0].num_batches_tracked = torch.tensor(7)
+    assert model[0]._buffers is views and views.local("running_mean") is before
+    assert views.placeholder("running_var") is placeholder and views["num_batches_tracked"] == 7

@@ -190,7 +190,7 @@ def test_a_schedule_has_its_own_number_of_stages() -> None:
             "stages_per_rank and split_points say how a pipeline runs, and there is none",
         ),
         ("pipeline=2 dp", "replicas share one process, and a pipeline has one per stage"),
-        ("pipeline=2 compile=blocks", "stages run calls of blocks that it compiles"),
+        ("pipeline=2 tensor=2 compile=blocks", "a compiled block calls none"),
         ("pipeline=2 tensor=2 sequence_parallel=on", "what stages send each other is not split"),
         ("pipeline=2 split_points=2|4", "2 stages begin at 1 blocks after the first, and split_points names 2"),
         ("pipeline=3 split_points=4", "3 stages begin at 2 blocks after the first, and split_points names 1"),

@@ -52,9 +52,7 @@ def test_what_a_plan_states_and_others_cannot_keep_is_left_out() -> None:
     assert {spec.speeds for spec in leaner_specs(parse_plan("data=2 speeds=1|2"), on_gpu=False) if spec.zero == 3} == {
         None
     }
-    compiled = leaner_specs(parse_plan("data=2 compile=blocks"), on_gpu=False)
-    assert {spec.compile for spec in compiled if spec.pipeline} == {None}
-    assert {spec.compile for spec in compiled if not spec.pipeline} == {"blocks"}
+    assert {spec.compile for spec in leaner_specs(parse_plan("data=2 compile=blocks"), on_gpu=False)} == {"blocks"}
     grouped = leaner_specs(parse_plan("data=4 zero=3 shard=2"), on_gpu=False)
     assert {spec.shard for spec in grouped if spec.data == 4} == {2, None}
 

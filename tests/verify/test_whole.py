@@ -99,6 +99,7 @@ def test_a_plan_of_another_precision_is_refused(run: Callable[..., Verification]
         ("pp", "sums"),
         ("tensor=2", "forward"),
         ("ddp compile=blocks", "forward"),
+        ("pp compile=blocks", "forward"),
         ("ddp>tensor=2", "forward"),
     ],
 )

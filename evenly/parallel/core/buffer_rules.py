@@ -50,6 +50,9 @@ class BufferRule(ABC):
     def attach(self) -> list[Any]:
         """Begins to record; returns the handles of the hooks."""
 
+    def detach(self) -> None:  # noqa: B027, what `attach` returns is removed by whoever has it
+        """Undoes what `attach` does not return."""
+
     @abstractmethod
     def calls(self, microbatch: int) -> int:
         """How often the forward of `microbatch`, here in this step, called the module."""

@@ -144,6 +144,7 @@ class BlockCalls:
 
 
 Forward = Callable[..., Any]
+Change = Callable[[Block, Forward], Forward]  # what runs in place of a block's forward
 
 
 class WrappedForwards:
@@ -152,15 +153,15 @@ class WrappedForwards:
     asked: the plan's words for that. Raises `PlanError` where there are no blocks.
     """
 
-    def __init__(self, blocks: Sequence[Block], changes: Sequence[Callable[[Forward], Forward]], *, asked: str) -> None:
+    def __init__(self, blocks: Sequence[Block], changes: Sequence[Change], *, asked: str) -> None:
         self._modules = [block.module for block in blocks]
         if not self._modules:
             raise PlanError(
                 asked, "the model has no repeated blocks", f"leave out {asked}, or put its layers into a ModuleList"
             )
-        for module in self._modules:
+        for block in blocks:
             for change in changes:
-                module.forward = change(module.forward)
+                block.module.forward = change(block, block.module.forward)
 
     def close(self) -> None:
         """Gives the blocks their own forward back; safe to call twice."""

@@ -5,12 +5,16 @@ r <- (1 - m) r + m s. After a step r_N = (1 - m)^N r_0 + sum_k m (1 - m)^(N - k)
 momentum None the average is a plain one: r_N = (n_0 r_0 + sum_k s_k) / (n_0 + N).
 
 To record s, a call runs with running statistics of its own and momentum 1: what it leaves there is s itself.
+
+In compiled code this stays the same, but what changes the layer runs around the whole graph, which only appends s to a
+list. That is part of the layer's forward there: of hooks torch's compiler knows those of one block, and would run these
+for all blocks alike.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +27,7 @@ from evenly.parallel.core.buffer_rules import BufferRule
 from evenly.parallel.core.parameter_views import is_placeholder
 from evenly.torch_private import set_tensor_dict
 
+Saved = tuple[Any, Any, Any, Any]  # running_mean, running_var, num_batches_tracked, momentum
 FORWARDS = {nn.BatchNorm1d.forward, nn.InstanceNorm1d.forward}  # the others have the same
 
 
@@ -34,7 +39,10 @@ class Normalisation(BufferRule):
     def __init__(self, name: str, module: nn.Module) -> None:
         super().__init__(name, module)
         self._records: list[tuple[int, int, torch.Tensor]] = []  # (microbatch, call, mean | var)
-        self._saved: Any = None  # (running_mean, running_var, num_batches_tracked, momentum) while a call runs
+        self._saved: Saved | None = None  # while a call runs
+        self._saved_by_graph: Saved | None = None  # while compiled code runs
+        self._in_graph: list[torch.Tensor] = []  # mean | var of each call in it
+        self._hooks: list[Any] = []
 
     @property
     def buffers(self) -> list[str]:
@@ -50,10 +58,39 @@ class Normalisation(BufferRule):
         return 2 * self.module.num_features
 
     def attach(self) -> list[Any]:
-        return [
+        self._hooks = [
             self.module.register_forward_pre_hook(self._enter),
             self.module.register_forward_hook(self._leave, always_call=True),
         ]
+        return self._hooks
+
+    def detach(self) -> None:
+        if not self._hooks:
+            vars(self.module).pop("forward", None)
+
+    def prepare_graphs(self) -> bool:
+        """Records within the layer's forward from here on; False where it has one that is no method of its class."""
+        if not self._hooks:
+            return True
+        if "forward" in vars(self.module):
+            return False
+        while self._hooks:
+            self._hooks.pop().remove()
+        self.module.forward = self._recording_forward()
+        return True
+
+    def begin_graph(self) -> None:
+        """Before compiled code that may call the layer."""
+        self._saved_by_graph = self._swapped(())
+
+    def end_graph(self) -> None:
+        """After it, also where it raised."""
+        if self._saved_by_graph is not None:
+            self._put_back(self._saved_by_graph)
+            self._saved_by_graph = None
+        for s in self._in_graph:
+            self._record(s)
+        self._in_graph.clear()
 
     def calls(self, microbatch: int) -> int:
         return sum(m == microbatch for m, _, _ in self._records)
@@ -94,24 +131,54 @@ class Normalisation(BufferRule):
         momentum: float | None = self.module.momentum
         return momentum if momentum is not None or isinstance(self.module, BATCH_NORMS) else 0.0
 
+    def _recording_forward(self) -> Callable[..., Any]:
+        module, in_graph = self.module, self._in_graph
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                result = type(module).forward(module, *args, **kwargs)
+                if module.training:
+                    in_graph.append(torch.cat([module.running_mean, module.running_var]))
+                return result
+            self._enter(module, args)
+            try:
+                return type(module).forward(module, *args, **kwargs)
+            finally:
+                self._leave()
+
+        return forward
+
     def _enter(self, module: Any, given: Any) -> None:
+        self._saved = self._swapped(given)
+
+    def _leave(self, *_: Any) -> None:
+        if self._saved is None:
+            return
+        own, self._saved = self._put_back(self._saved), None
+        self._record(torch.cat(own))  # after all is as it was: there may be no room for it
+
+    def _swapped(self, given: Iterable[Any]) -> Saved | None:
+        """Gives the layer statistics of its own; returns what it had, None where it keeps that."""
+        module = self.module
         # A stage may run the code of a layer that is another's, on numbers of its own: these come to nothing.
         if not module.training or any(is_placeholder(one) for one in (module.running_mean, *given)):
-            return
-        self._saved = (module.running_mean, module.running_var, module.num_batches_tracked, module.momentum)
+            return None
+        saved = (module.running_mean, module.running_var, module.num_batches_tracked, module.momentum)
         module.running_mean = torch.zeros_like(module.running_mean)
         module.running_var = torch.zeros_like(module.running_var)
         if not is_placeholder(module.num_batches_tracked):  # which no stage has whose layers do not count
             module.num_batches_tracked = None
         module.momentum = 1.0
+        return saved
 
-    def _leave(self, module: Any, _: Any, __: Any) -> None:
-        if self._saved is None:
-            return
+    def _put_back(self, saved: Saved) -> list[torch.Tensor]:
+        """The inverse; returns mean and variance that the layer had meanwhile."""
+        module = self.module
         own = [module.running_mean, module.running_var]
-        module.running_mean, module.running_var, module.num_batches_tracked, module.momentum = self._saved
-        self._saved = None
-        s = torch.cat(own)  # after all is as it was: there may be no room for it
+        module.running_mean, module.running_var, module.num_batches_tracked, module.momentum = saved
+        return own
+
+    def _record(self, s: torch.Tensor) -> None:
         if self.microbatch is not None and self.microbatch >= 0:
             self._records.append((self.microbatch, self.calls(self.microbatch), s))
 

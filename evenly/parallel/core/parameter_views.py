@@ -6,7 +6,8 @@ code find something else while the job computes. What is *hidden* is not on this
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
+from collections.abc import Callable, Generator, ItemsView, Iterable, Iterator, Mapping, ValuesView
+from contextlib import contextmanager
 from typing import Any, get_args
 
 import torch
@@ -96,6 +97,30 @@ def viewed_tensors(module: nn.Module, kind: TensorDict) -> ViewedParameters:
         local = ViewedParameters(local)
         set_tensor_dict(module, kind, local)
     return local
+
+
+@contextmanager
+def plain_dicts(modules: Iterable[nn.Module]) -> Generator[None]:
+    """Within, `modules` have plain dicts of what their code finds: compiled code reads dicts past their methods.
+
+    What the code sets meanwhile is set afterwards.
+    """
+    found: list[tuple[nn.Module, TensorDict, ViewedParameters, dict[str, Any]]] = []
+    for module in modules:
+        for kind in get_args(TensorDict):
+            views = tensor_dict(module, kind)
+            if isinstance(views, ViewedParameters):
+                found.append((module, kind, views, dict(views.items())))
+    for module, kind, _, seen in found:
+        set_tensor_dict(module, kind, {**seen})
+    try:
+        yield
+    finally:
+        for module, kind, views, seen in found:
+            now = tensor_dict(module, kind)
+            set_tensor_dict(module, kind, views)
+            for name in [name for name, value in now.items() if value is not seen.get(name, seen)]:
+                views[name] = now[name]
 
 
 def local_tensor(module: nn.Module, name: str) -> torch.Tensor | None:

@@ -5,12 +5,13 @@ to compute. A recurrent layer changes its products in place: a block that has on
 draws the same random numbers as the first, and leaves no trace in running statistics: it runs outside of
 `RunningStatistics.recording`.
 
-Order: before parameters are cut over ranks, whose hooks must lie around the block.
+Order: around compiled code, of which both forwards run the same; before parameters are cut over ranks, whose hooks must
+lie around the block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -20,7 +21,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from evenly.errors import PlanError, RunError
-from evenly.parallel.core.calls import Forward
+from evenly.model.blocks import Block
+from evenly.parallel.core.calls import Change, Forward
 from evenly.torch_private import ATTENTION, in_backward
 
 _aten = torch.ops.aten
@@ -49,16 +51,15 @@ REFUSALS = (
 )
 
 
-def recomputing(*, selective: bool, alone: bool = False) -> Callable[[Forward], Forward]:
+def recomputing(*, selective: bool, alone: bool = False) -> Change:
     """What makes a forward recompute.
 
     alone: whether one device runs it, which lets it change buffers and use them as it likes.
     """
 
-    def change(forward: Forward) -> Forward:
+    def change(block: Block, forward: Forward) -> Forward:
         how: dict[str, Any] = {"use_reentrant": False}
-        block = getattr(forward, "__self__", None)
-        if selective and not _is_recurrent(block):
+        if selective and not _is_recurrent(block.module):
             how["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
 
         def computed(before: BlockBuffers, *args: Any, **kwargs: Any) -> Any:
@@ -75,7 +76,7 @@ def recomputing(*, selective: bool, alone: bool = False) -> Callable[[Forward], 
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             _refuse_caches((*args, *kwargs.values()))
-            return checkpoint(computed, BlockBuffers(block if alone else None), *args, **how, **kwargs)
+            return checkpoint(computed, BlockBuffers(block.module if alone else None), *args, **how, **kwargs)
 
         return run
 
@@ -85,8 +86,8 @@ def recomputing(*, selective: bool, alone: bool = False) -> Callable[[Forward], 
 class BlockBuffers:
     """The buffers of `block` as a forward of it begins; none for None."""
 
-    def __init__(self, block: Any) -> None:
-        modules = block.modules() if isinstance(block, nn.Module) else ()
+    def __init__(self, block: nn.Module | None) -> None:
+        modules = () if block is None else block.modules()
         self._found = [(one, name, b.clone()) for one in modules for name, b in one.named_buffers(recurse=False)]
 
     @contextmanager
@@ -161,8 +162,8 @@ def _refuse_caches(arguments: Iterable[Any]) -> None:
             )
 
 
-def _is_recurrent(block: Any) -> bool:
-    return isinstance(block, nn.Module) and any(isinstance(module, nn.RNNBase) for module in block.modules())
+def _is_recurrent(block: nn.Module) -> bool:
+    return any(isinstance(module, nn.RNNBase) for module in block.modules())
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

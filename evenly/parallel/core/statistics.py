@@ -139,6 +139,13 @@ class RunningStatistics:
         """Takes the hooks off the layers."""
         for handle in self._handles:
             handle.remove()
+        for rule in self._layers:
+            rule.detach()
+
+    def rules_in(self, module: nn.Module) -> list[BufferRule]:
+        """What changes buffers of `module`, or within it, by a rule."""
+        parts = {id(part) for part in module.modules()}
+        return [rule for rule in self._layers if id(rule.module) in parts]
 
     def _summed(self, parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
         """The sums over ranks of the terms of each layer, one layer after the other."""

@@ -39,7 +39,7 @@ from evenly.parallel.pipeline.result_forms import ResultForms, form_of
 from evenly.parallel.pipeline.result_sites import ResultRecorder, ResultSites
 from evenly.parallel.pipeline.skipped import SkippedBlocks
 from evenly.parallel.pipeline.stages import CallId, StagePlan, TensorSite
-from evenly.torch_private import TensorDict, operation_of, tensor_dict
+from evenly.torch_private import TensorDict, operation_of, tensor_dict, without_function_mode
 
 
 class ModelRun(Protocol):
@@ -241,7 +241,10 @@ class StageRun:
         return result
 
     def _run_block(self, call: BlockCall, args: Any, kwargs: Any) -> Any:
-        return call.run(*args, **kwargs)
+        if self._runs_through:
+            return call.run(*args, **kwargs)
+        with without_function_mode(ResultRecorder):  # nothing inside counts; compiled code is not to see a mode
+            return call.run(*args, **kwargs)
 
     def _call_ended(self, now: CallId, result: Any) -> None:
         self._note(now, "out", result)

@@ -62,6 +62,12 @@ class Pipeline:
             blocks=[block for block in model.blocks if block.name in called],
         )
 
+    @property
+    def looks_inside(self) -> str:
+        """Why a stage has to see what blocks compute inside; "" where none has to."""
+        found = any(one.runs_through for one in self.stage_plans.values())
+        return "there are hooks on blocks, or a later stage needs what a block does not return" if found else ""
+
     def begin(self, phase: str) -> None:
         """From here on stages run the loss of `phase` of the job; without such a loss those of the first."""
         self.model.set_stage_plan(self.stage_plans.get(phase) or next(iter(self.stage_plans.values())))
