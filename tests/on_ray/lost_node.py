@@ -6,6 +6,7 @@ Both nodes are processes of this machine, on loopback addresses of their own. Wr
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -59,6 +60,8 @@ def job(waits: Path | None = None) -> evenly.Job:
 
 def main(folder: Path) -> None:
     sessions = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short, since its sockets are in it
+    os.environ["RAY_TMPDIR"] = sessions
+    Path(sessions, "ray").mkdir()  # where Ray notes the address of the cluster
     plain = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True, "num_cpus": 1}
     plain |= {"temp_dir": sessions, "_system_config": SOON}
     cluster = Cluster(initialize_head=True, head_node_args={**plain, "node_ip_address": HEAD})
