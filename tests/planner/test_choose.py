@@ -159,6 +159,17 @@ def test_what_the_tensor_axis_splits_is_in_the_parts() -> None:
     assert split.blocks[0].collectives and not whole.blocks[0].collectives
 
 
+def test_collectives_of_the_tensor_axis_are_those_of_each_pass() -> None:
+    """Where ranks share the sequence, sums scatter and are gathered, and whole parameters have gradients to add up."""
+    source = JobSource(tower_job())
+    plan = parse_plan("data=1 tensor=2 sequence_parallel=on").complete("float32")
+    block = source.parts(plan, asked(tower_job()).config(plan)).blocks[0]
+    assert block.collectives_backward is not None
+    forward, backward = ({one.operation for one in found} for found in (block.collectives, block.collectives_backward))
+    assert forward == {"reduce_scatter", "all_gather"}
+    assert backward == {"reduce_scatter", "all_gather", "all_reduce"}
+
+
 def test_a_job_without_a_microbatch_leaves_it_to_the_plans() -> None:
     job = even_job(microbatch=None)
     result = search(asked(job, only=PlanSpec(data=2)))
