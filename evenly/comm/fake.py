@@ -12,8 +12,10 @@ from evenly.comm.transport import Pending, even_sizes
 
 
 def fake_group(name: str, size: int, note: Callable[[str, int], object]) -> Group:
-    """The group of the first of so many ranks, of which there is only this one; `note` gets each
-    collective: its name, and bytes of the tensor while it is whole."""
+    """The group of the first of so many ranks, of which there is only this one.
+
+    note: gets each collective: its name, and bytes of the tensor while it is whole.
+    """
     fake = FakeCollectives(note)
     return Group(name, range(size), own=0, handle=None, device=torch.device("cpu"), fake=fake)
 

@@ -94,6 +94,8 @@ def test_a_convolution_on_a_cpu_also_takes_what_its_kernels_copy() -> None:
     large = replace(PRODUCT, kind="convolution", rows=0, inner=0, columns=0, dtype="float32")
     few = replace(large, flops=large.flops / 1000)  # of few images: what it reads are weights
     for speeds in (cpu, gpu):
+        more = replace(few, moved_bytes=2 * few.moved_bytes)
+        assert speeds.seconds(more, EVENLY) > 1.5 * speeds.seconds(few, EVENLY)
         assert speeds.seconds(large, EVENLY) > speeds.seconds(few, EVENLY) > speeds.seconds(large, EVENLY) / 1000
     assert cpu.relayout * few.moved_bytes / cpu.bandwidth > few.flops / cpu.matmul["float32"]
     assert cpu.relayout > 1 > gpu.relayout == gpu.traffic
