@@ -373,9 +373,9 @@ PACKAGE_LINES = {
     "bridges": 1076,  # states of a Trainer's callbacks, its samplers; jobs of a Trainer and of Lightning's modules
     "checkpoint": 2588,  # weights from files; adapters, shards and tokenizers in exports; averages; pieces that overlap
     "cli": 2950,  # the board; runs under Ray; submit, doctor and bench on several nodes; loggers, the screen, exports
-    "comm": 3155,  # messages that cross at the same time; numbers to a GPU; doctor and bench on several nodes; streams
+    "comm": 3157,  # messages that cross at the same time; numbers to a GPU; doctor and bench on several nodes; streams
     "data": 1740,  # streams that split by rank; collate on the rank that trains; streams, samplers and their places
-    "engine": 3230,  # compilers of blocks; times of passes; squares of gradients; an updater for each phase
+    "engine": 3232,  # compilers of blocks; times of passes; squares of gradients; an updater for each phase
     "hardware": 1157,  # links to the host; variants of devices; links by nodes; numbers beyond all machines
     "launcher": 3824,  # imports without collections; a folder that all nodes see; batch scripts and manifests
     "model": 723,  # collectives; fake tensors that are made again; models built without memory; phases

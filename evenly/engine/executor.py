@@ -348,10 +348,12 @@ class MicrobatchExecutor(Executor):
 @contextmanager
 def timed(spans: list[Any] | None, kind: Kind, microbatch: int) -> Generator[None]:
     """Within, a microbatch passes; when it did is appended to `spans`, if there are any."""
+    if spans is None:
+        yield
+        return
     clock, began_s = time.time() - perf_counter(), perf_counter()
     yield
-    if spans is not None:
-        spans.append(ActionSpan(kind, 0, microbatch, clock + began_s, clock + perf_counter()))
+    spans.append(ActionSpan(kind, 0, microbatch, clock + began_s, clock + perf_counter()))
 
 
 class SampleSource(Protocol):
