@@ -70,6 +70,7 @@ def _asked_lab(asked: argparse.Namespace) -> Lab:
         devices=int(devices or 1),
         bandwidth=asked.bandwidth,
         delay=asked.delay,
+        cores=asked.cores,
         slow_links=_by_node(asked.slow_link, str),
         slow_nodes=_by_node(asked.slow_node, float),
     )
@@ -94,6 +95,7 @@ def _arguments() -> tuple[argparse.Namespace, list[str]]:
     every["up"].add_argument("shape", help="nodes x devices: 4x1")
     every["up"].add_argument("--bandwidth", default="", help="of every node's link, both ways: 200mbit")
     every["up"].add_argument("--delay", default="", help="of every packet: 1ms; needs a kernel with netem")
+    every["up"].add_argument("--cores", type=float, default=0.0, metavar="CORES", help="that every node may use")
     every["up"].add_argument("--slow-link", action="append", default=[], metavar="NODE=RATE")
     every["up"].add_argument("--slow-node", action="append", default=[], metavar="NODE=CORES")
     every["on"].add_argument("node", type=int)

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 SPACES = Path("/run/netns")
 STATES = Path("/run/evenly-lab")  # a folder for each lab that is up
 GROUPS = (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup"))  # of version 1, else 2
-PERIOD_US = 100_000
+PERIOD_US = 10_000  # short, as a slow processor is slow all the time
 QUEUE = "100ms"  # that a link holds, beyond which packets are dropped
 LEAST_BURST, BURST_S = 16_384, 5e-4  # bytes that pass at once after a pause
 MOST_NODES = 200
@@ -63,7 +63,8 @@ class Lab:
 
     devices:  of a node; a number for those who start ranks on it. bandwidth: of every node's link, both ways, in the
     words of tc (200mbit); '' for no limit. delay: of every packet that a node sends (1ms), where the kernel has netem.
-    slow_links: node -> its bandwidth. slow_nodes: node -> the cores that it may use, 0.5 for half of one.
+    cores: that every node may use, 0.5 for half of one; 0 for no limit, where nodes that wait lend theirs to others.
+    slow_links: node -> its bandwidth. slow_nodes: node -> its cores.
     """
 
     name: str = "lab"
@@ -71,6 +72,7 @@ class Lab:
     devices: int = 1
     bandwidth: str = ""
     delay: str = ""
+    cores: float = 0.0
     slow_links: dict[int, str] = field(default_factory=dict[int, str])
     slow_nodes: dict[int, float] = field(default_factory=dict[int, float])
 
@@ -83,7 +85,7 @@ class Lab:
                 (self.devices < 1, f"{self.devices} devices"),
                 *((not RATE.fullmatch(rate), f"{rate!r} is no rate as 200mbit") for rate in self._rates if rate),
                 (any(node >= self.nodes for node in (*self.slow_links, *self.slow_nodes)), "no such node"),
-                (any(cores < 0.02 for cores in self.slow_nodes.values()), "less than 0.02 cores"),
+                (any(cores < 0.02 for cores in self._limits.values()), "less than 0.02 cores"),
             )
             if wrong
         ]
@@ -93,6 +95,11 @@ class Lab:
     @property
     def _rates(self) -> list[str]:
         return [self.bandwidth, *self.slow_links.values()]
+
+    @property
+    def _limits(self) -> dict[int, float]:
+        """Node -> the cores that it may use, where they are limited."""
+        return (dict.fromkeys(range(self.nodes), self.cores) if self.cores else {}) | self.slow_nodes
 
     @property
     def state(self) -> Path:
@@ -111,7 +118,7 @@ class Lab:
     def within(self, node: int) -> list[str]:
         """The words before a command that runs on `node`."""
         enter = ["nsenter", f"--net={SPACES / self.space(node)}", "unshare", "--uts", "--mount", "sh", "-c", ENTER]
-        group = str(cpu_group(self.name, node) / "cgroup.procs") if node in self.slow_nodes else ""
+        group = str(cpu_group(self.name, node) / "cgroup.procs") if node in self._limits else ""
         return [*enter, "sh", f"node{node}", str(self.state), str(node), group]
 
     # ------------------------------------------------------------------------------------------------ up
@@ -125,7 +132,7 @@ class Lab:
         _ip(f"-n {self.switch} link set br0 up")
         for node in range(self.nodes):
             self._plug_in(node)
-        for node, cores in self.slow_nodes.items():
+        for node, cores in self._limits.items():
             _limit(cpu_group(self.name, node), cores)
 
     def _write_state(self) -> None:

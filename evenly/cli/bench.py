@@ -116,11 +116,13 @@ def with_links(cluster: Cluster, bench: Bench) -> Cluster:
     not measured are predicted from it.
     """
     backend = bench.link.partition(" on ")[0]
-    links, between = (cluster.links, cluster.between) if cluster.backend == backend else ({}, {})
+    if cluster.backend != backend:
+        cluster = replace(cluster, links={}, between={}, hops={})
     measured = _links_of(bench)
     near = {(name, ranks): link for (name, nodes, ranks), link in measured.items() if nodes == 1}
     far = {key: link for key, link in measured.items() if key[1] > 1}
-    found = replace(cluster, backend=backend, links={**links, **near}, between={**between, **far})
+    links, between, hops = {**cluster.links, **near}, {**cluster.between, **far}, _hops_of(bench) or cluster.hops
+    found = replace(cluster, backend=backend, links=links, between=between, hops=hops)
     sent = measured.get(("send", 2, 1))
     if sent is None:
         return found
@@ -136,6 +138,13 @@ def _links_of(bench: Bench) -> dict[tuple[str, int, int], Link]:
         points.setdefault((one.operation, one.nodes, one.ranks // one.nodes), []).append((one.size_bytes, one.seconds))
     shaped = {(fit.operation, fit.nodes, fit.ranks // fit.nodes): fit for fit in bench.fits}
     return {key: Link(fit.alpha_s, fit.beta_s_per_byte, tuple(points[key])) for key, fit in shaped.items()}
+
+
+def _hops_of(bench: Bench) -> dict[tuple[int, int], Link]:
+    from evenly.comm.bench import fit
+
+    fits = {(hop.node, hop.other): (fit("send", 2, hop.points, nodes=2), hop.points) for hop in bench.hops}
+    return {ends: Link(one.alpha_s, one.beta_s_per_byte, tuple(points)) for ends, (one, points) in fits.items()}
 
 
 def _saved_before(path: Path, devices: int, nodes: int) -> Cluster:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -78,14 +78,27 @@ class Fit:
 
 
 @dataclass(frozen=True)
+class Hop:
+    """Sends from a node to the next on a ring of all nodes, by all ranks of the node at once.
+
+    points: (size in bytes, seconds), from small sizes to large; of the slowest of the node's ranks.
+    """
+
+    node: int
+    other: int
+    points: list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
 class Bench:
-    """What was measured, and on what. `link` is the backend with the kind of device."""
+    """What was measured, and on what. `link` is the backend with the kind of device; `hops` of three nodes or more."""
 
     link: str
     ranks: int
     nodes: int
     measured: list[Measured]
     fits: list[Fit]
+    hops: list[Hop] = field(default_factory=list[Hop])
 
 
 def sizes_up_to(most_bytes: int) -> list[int]:
@@ -147,7 +160,10 @@ def measure(operations: Sequence[str], most_bytes: int) -> Bench:
                 measured += found
                 if len(found) > 1:
                     fits.append(fit(name, ranks, [(one.size_bytes, one.seconds) for one in found], nodes=nodes))
-        return Bench(f"{world.backend} on {world.device.partition(':')[0]}", every.size, world.nodes, measured, fits)
+        hops = _hops(most_bytes, world.nodes, devices, every) if world.nodes > 2 and "send" in operations else []
+        return Bench(
+            f"{world.backend} on {world.device.partition(':')[0]}", every.size, world.nodes, measured, fits, hops
+        )
     finally:
         disconnect(world)
 
@@ -184,8 +200,52 @@ def _measured(operation: str, most_bytes: int, group: Group, every: Group, nodes
             return
 
 
+def hop_rounds(nodes: int) -> list[list[tuple[int, int]]]:
+    """(node, next node) on a ring of three nodes or more, so that none is in two hops of a round."""
+    even, odd = ([(node, node + 1) for node in range(first, nodes - 1, 2)] for first in (0, 1))
+    last = (nodes - 1, 0)
+    return [even, [*odd, last]] if nodes % 2 == 0 else [even, odd, [last]]
+
+
+def _hops(most_bytes: int, nodes: int, devices: int, every: Group) -> list[Hop]:
+    """Of every node to the next, the same on all ranks."""
+    return [hop for hops in hop_rounds(nodes) for hop in _round_of_hops(hops, most_bytes, devices, every)]
+
+
+def _round_of_hops(hops: Sequence[tuple[int, int]], most_bytes: int, devices: int, every: Group) -> list[Hop]:
+    """Of hops that do not disturb each other, at the same time; as long as the slowest takes `LONGEST_ROUND_S`."""
+    points: dict[tuple[int, int], list[tuple[int, float]]] = {hop: [] for hop in hops}
+    for size in sizes_up_to(most_bytes):
+        mine = statistics.median(_times_s(_hop(size, dict(hops), devices, every), every))
+        of_ranks = gather_values(mine, every)
+        for node, other in hops:
+            ends = (*range(node * devices, (node + 1) * devices), *range(other * devices, (other + 1) * devices))
+            points[node, other].append((size, max(of_ranks[rank] for rank in ends)))
+        if max(of_ranks) * GROWTH > LONGEST_ROUND_S:
+            break
+    return [Hop(node, other, found) for (node, other), found in points.items()]
+
+
+def _hop(size_bytes: int, hops: Mapping[int, int], devices: int, every: Group) -> Callable[[], object]:
+    """What this rank does in hops: sends to the rank of its place on the next node, receives from one, or waits."""
+    node, place = divmod(every.position, devices)
+    tensor = _buffer(size_bytes, every)
+    if node in hops:
+        return lambda: send(tensor, hops[node] * devices + place, every)
+    before = {other: one for one, other in hops.items()}
+    return (lambda: recv(tensor, before[node] * devices + place, every)) if node in before else lambda: None
+
+
 def _measure(operation: str, size_bytes: int, group: Group, every: Group, nodes: int) -> Measured:
-    act = OPERATIONS[operation](size_bytes, group)
+    times_s = _times_s(OPERATIONS[operation](size_bytes, group), every)
+    each_slowest = all_reduce(torch.tensor(times_s, dtype=torch.float64, device=every.device), every, "max")
+    seconds = statistics.median(each_slowest.tolist())
+    bandwidth, factor = size_bytes / seconds, bus_factor(operation, group.size)
+    return Measured(operation, group.size, nodes, size_bytes, len(times_s), seconds, bandwidth, bandwidth * factor)
+
+
+def _times_s(act: Callable[[], object], every: Group) -> list[float]:
+    """Of this rank, in as many rounds on all ranks."""
     for _ in range(WARM_ROUNDS):
         _timed(act, every)
     times_s: list[float] = []
@@ -195,10 +255,7 @@ def _measure(operation: str, size_bytes: int, group: Group, every: Group, nodes:
         times_s += [_timed(act, every) for _ in range(ROUNDS_AT_ONCE)]
         decision = len(times_s) < MOST_ROUNDS and time.perf_counter() < until_s
         more = bool(broadcast(torch.tensor([decision], device=every.device), 0, every).item())  # rank 0's
-    each_slowest = all_reduce(torch.tensor(times_s, dtype=torch.float64, device=every.device), every, "max")
-    seconds = statistics.median(each_slowest.tolist())
-    bandwidth, factor = size_bytes / seconds, bus_factor(operation, group.size)
-    return Measured(operation, group.size, nodes, size_bytes, len(times_s), seconds, bandwidth, bandwidth * factor)
+    return times_s
 
 
 def _timed(act: Callable[[], object], group: Group) -> float:

@@ -60,6 +60,7 @@ class Cluster:
     backend:    that the links were measured with, "" where none were.
     links:      measured within a node: (operation, number of ranks) -> its link; or of all devices of the cluster.
     between:    measured over nodes: (operation, nodes, ranks on each) -> its link, while all like it talked.
+    hops:       measured from each node to the next on a ring of all: (node, next node) -> the link of a send.
     rates:      measured of one device; of the slowest, where there were several.
     network_bytes_per_s: one way, per device, to other nodes; None for what is typical of the kind.
     network:    its name in links.toml; None for what is typical of the kind.
@@ -73,6 +74,7 @@ class Cluster:
     backend: str = ""
     links: Mapping[tuple[str, int], Link] = field(default_factory=dict[tuple[str, int], Link])
     between: Mapping[tuple[str, int, int], Link] = field(default_factory=dict[tuple[str, int, int], Link])
+    hops: Mapping[tuple[int, int], Link] = field(default_factory=dict[tuple[int, int], Link])
     rates: Rates = field(default_factory=Rates)
     own: Mapping[str, Any] = field(default_factory=dict[str, Any])
     network_bytes_per_s: float | None = None

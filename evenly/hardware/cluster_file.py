@@ -22,6 +22,10 @@ alpha_s = 1.1e-03
 beta_s_per_byte = 6.1e-08
 points = [[1024, 1.2e-03], [4096, 1.4e-03]]     # may be missing: sizes and seconds, as measured, in place of the line
 
+[links.send.0-1]            # from node 0 to node 1; of all neighbours on a ring of the nodes, or of none
+alpha_s = 6.2e-04
+beta_s_per_byte = 1.6e-07
+
 [rates]                     # of one device
 memory = 1.1e10             # bytes/s of a copy, read and written
 
@@ -95,6 +99,8 @@ def _lines(cluster: Cluster) -> Iterator[str]:
         tables[f"links.{operation}.{ranks}"] = _numbers(link)
     for (operation, nodes, ranks), link in sorted(cluster.between.items()):
         tables[f"links.{operation}.{nodes}x{ranks}"] = _numbers(link)
+    for (node, other), link in sorted(cluster.hops.items()):
+        tables[f"links.send.{node}-{other}"] = _numbers(link)
     tables["rates"] = {} if cluster.rates.memory is None else {"memory": float(cluster.rates.memory)}
     for precision, by_size in cluster.rates.matmul.items():
         tables[f"rates.matmul.{precision}"] = {str(n): float(rate) for n, rate in sorted(by_size.items())}
@@ -129,11 +135,12 @@ def read_cluster(path: Path) -> Cluster:
     if facts["nodes"] * facts["devices"] > MOST_DEVICES:
         found = f"nodes and devices make {facts['nodes'] * facts['devices']} devices"
         raise UserError(asked, found, f"give up to {MOST_DEVICES} in all")
-    links = _links(content, asked)
+    links, hops = _links(content, asked), _hops(content, facts["nodes"], asked)
     cluster = Cluster(
         **facts,
         links={(name, size[0]): link for (name, size), link in links.items() if len(size) == 1},
         between={(name, size[0], size[1]): link for (name, size), link in links.items() if len(size) == 2},
+        hops=hops,
         rates=_rates(content, asked),
         own=_table(content, "device", asked),
         network_bytes_per_s=None if rate is None else rate * 1e9 / 8,
@@ -148,18 +155,40 @@ def _links(content: Mapping[str, Any], asked: str) -> dict[tuple[str, tuple[int,
     links: dict[tuple[str, tuple[int, ...]], Link] = {}
     for operation, by_ranks in _table(content, "links", asked).items():
         for ranks, numbers in _table({operation: by_ranks}, operation, asked).items():
+            if operation == "send" and "-" in ranks:
+                continue
             where = f"links.{operation}.{ranks}"
             size = ranks.split("x")
             if len(size) > 2 or not all(map(_is_count, size)):
                 do = "write it as links.all_reduce.2, or links.all_reduce.4x1 over 4 nodes"
                 raise UserError(asked, f"{where} does not end in a number of ranks", do)
-            table = _table({where: numbers}, where, asked)
-            alpha_s, beta = (
-                _value(table.get(name), f"{where}.{name}", asked, NUMBER) for name in ("alpha_s", "beta_s_per_byte")
-            )
-            points = _value(table.get("points", []), f"{where}.points", asked, POINTS)
-            links[operation, tuple(map(int, size))] = Link(float(alpha_s), float(beta), tuple(map(tuple, points)))
+            links[operation, tuple(map(int, size))] = _link(numbers, where, asked)
     return links
+
+
+def _hops(content: Mapping[str, Any], nodes: int, asked: str) -> dict[tuple[int, int], Link]:
+    """A node and the next on a ring -> the link of a send; of all nodes or of none."""
+    sends = _table(_table(content, "links", asked), "send", asked)
+    found: dict[tuple[int, int], Link] = {}
+    for name, numbers in sends.items():
+        where, (node, dash, other) = f"links.send.{name}", name.partition("-")
+        if not dash:
+            continue
+        if not (_is_count(node) and _is_count(other) and int(node) < nodes and int(other) == (int(node) + 1) % nodes):
+            raise UserError(asked, f"{where} names no neighbours of {nodes} nodes", "write it as links.send.0-1")
+        found[int(node), int(other)] = _link(numbers, where, asked)
+    if 0 < len(found) < nodes:
+        raise UserError(asked, f"{len(found)} of {nodes} links from a node to the next", "give all, or none")
+    return found
+
+
+def _link(numbers: Any, where: str, asked: str) -> Link:
+    table = _table({where: numbers}, where, asked)
+    alpha_s, beta = (
+        _value(table.get(name), f"{where}.{name}", asked, NUMBER) for name in ("alpha_s", "beta_s_per_byte")
+    )
+    points = _value(table.get("points", []), f"{where}.points", asked, POINTS)
+    return Link(float(alpha_s), float(beta), tuple(map(tuple, points)))
 
 
 def _are_points(value: Any) -> bool:

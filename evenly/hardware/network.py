@@ -59,6 +59,21 @@ def seconds(operation: str, size_bytes: float, group: LinkedRanks, cluster: Clus
     return OPERATIONS[operation](size_bytes, group, cluster.fabric)
 
 
+def send_seconds(size_bytes: float, node: int, other: int, group: LinkedRanks, cluster: Cluster) -> float:
+    """Predicted time of a send from one node to another, s: `seconds`, unless nodes were measured each by itself.
+
+    A send takes as long as the slower of its two nodes, and a node as long as the faster of its two measured hops: the
+    other may be slow for its neighbour's sake.
+    """
+    if not cluster.hops or cluster.domain > cluster.devices:
+        return seconds("send", size_bytes, group, cluster)
+    if (node, other) in cluster.hops:
+        return cluster.hops[node, other].seconds(size_bytes)
+    return max(
+        min(link.seconds(size_bytes) for ends, link in cluster.hops.items() if one in ends) for one in (node, other)
+    )
+
+
 def measured_link(operation: str, group: LinkedRanks, cluster: Cluster) -> Link | None:
     """The link measured for such a group, within a node or over nodes; None where none was."""
     if cluster.domain == cluster.devices and group.ranks == group.domains * group.per_node:

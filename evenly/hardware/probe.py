@@ -1,6 +1,8 @@
 """What a device reaches: FLOP/s of square matmuls by precision, and bytes/s of its memory. Imports torch when called.
 
-A CPU is measured with one thread, as a rank runs. Times are medians over rounds, after a warm one.
+A CPU is measured with one thread, as a rank runs. A rate is that of a *window*, in which one operation follows another
+for a tenth of a second: a host that lends its cores in turns, to other ranks or by a control group, does so in shorter
+periods. The median of some windows counts, after a warm operation.
 """
 
 from __future__ import annotations
@@ -19,9 +21,8 @@ if TYPE_CHECKING:
 PRECISIONS = {"cpu": ("float32", "float64", "bfloat16"), "cuda": ("float32", "tf32", "float16", "bfloat16")}
 SIZES = {"cpu": (128, 256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}
 COPIED_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}
-TIME_PER_SIZE_S = 0.2
-LEAST_ROUNDS, MOST_ROUNDS = 3, 200
-LONGEST_ROUND_S = 1.0  # a size that would take longer is left out
+WINDOW_S, WINDOWS = 0.1, 5
+LONGEST_S = 1.0  # of an operation: a size that would take longer is left out
 
 
 def slowest(rates: Sequence[Rates]) -> Rates:
@@ -58,7 +59,7 @@ def _matmul_rates(kind: str, precision: str) -> dict[int, float]:
     rates: dict[int, float] = {}
     for n in SIZES[kind]:
         flops = 2 * n**3
-        if rates and flops / rates[max(rates)] > LONGEST_ROUND_S:
+        if rates and flops / rates[max(rates)] > LONGEST_S:
             break
         rates[n] = flops / _matmul_s(kind, precision, n)
     return rates
@@ -71,7 +72,7 @@ def _matmul_s(kind: str, precision: str, n: int) -> float:
     left, right = (torch.randn(n, n, device=kind).to(dtype) for _ in range(2))
     out = torch.empty(n, n, device=kind, dtype=dtype)
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
-    return _median_s(lambda: torch.mm(left, right, out=out), kind)
+    return seconds_each(lambda: torch.mm(left, right, out=out), kind)
 
 
 def _copy_rate(kind: str) -> float:
@@ -79,26 +80,30 @@ def _copy_rate(kind: str) -> float:
 
     source = torch.zeros(COPIED_BYTES[kind] // 4, device=kind)
     target: torch.Tensor = torch.ones_like(source)
-    return 2 * COPIED_BYTES[kind] / _median_s(lambda: target.copy_(source), kind)
+    return 2 * COPIED_BYTES[kind] / seconds_each(lambda: target.copy_(source), kind)
 
 
-def _median_s(act: Callable[[], object], kind: str) -> float:
-    _timed(act, kind)
-    times_s: list[float] = []
-    until_s = time.perf_counter() + TIME_PER_SIZE_S
-    while len(times_s) < LEAST_ROUNDS or (len(times_s) < MOST_ROUNDS and time.perf_counter() < until_s):
-        times_s.append(_timed(act, kind))
-    return statistics.median(times_s)
+def seconds_each(act: Callable[[], object], kind: str) -> float:
+    """Seconds of one operation, with what its core does for others meanwhile."""
+    _finished(act, kind)
+    return statistics.median(_window_s(act, kind) for _ in range(WINDOWS))
 
 
-def _timed(act: Callable[[], object], kind: str) -> float:
-    began_s = time.perf_counter()
+def _window_s(act: Callable[[], object], kind: str) -> float:
+    count, took_s, began_s = 0, 0.0, time.perf_counter()
+    while took_s < WINDOW_S:
+        _finished(act, kind)
+        count += 1
+        took_s = time.perf_counter() - began_s
+    return took_s / count
+
+
+def _finished(act: Callable[[], object], kind: str) -> None:
     act()
     if kind == "cuda":
         import torch
 
         torch.cuda.synchronize()
-    return time.perf_counter() - began_s
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from evenly.hardware.cluster import Cluster
-from evenly.hardware.network import LinkedRanks, place, seconds
+from evenly.hardware.network import LinkedRanks, place, seconds, send_seconds
 from evenly.model.parts import BlockCost, Collective, ModelCosts, OpCost
 from evenly.plan.schedule import SCHEDULES, rank_of_stage, runnable
 from evenly.planner.prediction import TimeByCause
@@ -285,17 +285,26 @@ def message_seconds(parts: ModelCosts, config: TrainingConfig, machine: Machine)
         return (0.0,) * hops
     if library.messages_split and not config.split_sequence:
         size /= config.tensor
-    stride, domain = config.tensor * config.replicas, machine.cluster.domain
+    cluster, stride, domain = machine.cluster, config.tensor * config.replicas, machine.cluster.domain
+    by_node = bool(cluster.hops) and domain == cluster.devices  # else all that cross are alike
+    through_host = size * min(stride, domain) / library.message_bytes_per_s if library.message_bytes_per_s else 0.0
+    taken: dict[tuple[int, int], float] = {}
+
+    def sent(one: int, other: int) -> float:
+        """From the domain `one` to the domain `other`."""
+        ends = (one, other) if by_node else (0, int(one != other))
+        if ends not in taken and one == other:
+            taken[ends] = seconds("send", size, LinkedRanks(2, 2), cluster)
+        elif ends not in taken:
+            taken[ends] = send_seconds(size, *ends, LinkedRanks(2, 1, sharing=min(stride, domain)), cluster)
+        return taken[ends] + library.message_s + through_host
+
     ranks = rank_of_stage(config.schedule, config.pipeline, config.stages_per_rank)
-    crosses = [one * stride // domain != other * stride // domain for one, other in pairwise(ranks)]
-
-    def sent(far: bool) -> float:
-        group = LinkedRanks(2, 1, sharing=min(stride, domain)) if far else LinkedRanks(2, 2)
-        through_host = size * min(stride, domain) / library.message_bytes_per_s if library.message_bytes_per_s else 0.0
-        return seconds("send", size, group, machine.cluster) + library.message_s + through_host
-
-    taken = {far: sent(far) for far in set(crosses)}
-    return tuple(taken[far] for far in crosses)
+    places = range(stride) if by_node else range(1)  # of a stage's ranks, each of which sends to that of the next stage
+    return tuple(
+        max(sent((one * stride + place) // domain, (other * stride + place) // domain) for place in places)
+        for one, other in pairwise(ranks)
+    )
 
 
 def _reduction_tail(

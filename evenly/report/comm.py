@@ -43,6 +43,16 @@ def fit_rows(bench: Row) -> list[tuple[str, str, str, str, str]]:
         rate = rate_in_words(1 / beta) if beta > 0 else "-"
         worst = f"{fit['worst']:.0%}"
         rows.append((_named(bench, fit), time_in_words(fit["alpha_s"]), rate, rate_in_words(fastest), worst))
+    return [*rows, *_hop_rows(bench)]
+
+
+def _hop_rows(bench: Row) -> list[tuple[str, str, str, str, str]]:
+    """Sends from each node to the next: the time of the smallest, the rate of the largest."""
+    rows: list[tuple[str, str, str, str, str]] = []
+    for hop in sorted(bench.get("hops", ()), key=lambda hop: hop["node"]):
+        (_, least_s), (largest, took_s) = hop["points"][0], hop["points"][-1]
+        rate = rate_in_words(largest / took_s)
+        rows.append((f"send {hop['node']} -> {hop['other']}", time_in_words(least_s), rate, rate, "-"))
     return rows
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from evenly.cli.bench import _saved_before, bench_device, with_links
-from evenly.comm.bench import Bench, Fit, Measured
+from evenly.comm.bench import Bench, Fit, Hop, Measured
 from evenly.errors import UserError
 from evenly.hardware import probe
 from evenly.hardware.cluster import Cluster, Link, Rates
@@ -21,7 +21,7 @@ from evenly.hardware.cluster_file import read_cluster, write_cluster
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "SIZES", {"cpu": (32, 64)})
     monkeypatch.setattr(probe, "COPIED_BYTES", {"cpu": 2**20})
-    monkeypatch.setattr(probe, "TIME_PER_SIZE_S", 0.01)
+    monkeypatch.setattr(probe, "WINDOW_S", 0.002)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
 
@@ -60,6 +60,11 @@ def test_links_are_saved_beside_links_of_the_same_backend_and_rates() -> None:
     assert with_links(before, bench).links == {**before.links, **new}
     assert with_links(before, replace(bench, link="nccl on cuda")).links == new
     assert with_links(before, bench).rates == before.rates
+    ring = [Hop(node, (node + 1) % 3, [(1, 1e-3), (1024, 1e-3 + 1e-6)]) for node in range(3)]
+    with_hops = with_links(before, replace(bench, hops=ring))
+    assert with_hops.hops[2, 0].seconds(1) == 1e-3 and len(with_hops.hops) == 3
+    assert with_links(with_hops, bench).hops == with_hops.hops
+    assert not with_links(with_hops, replace(bench, link="nccl on cuda")).hops
 
 
 def test_a_file_of_one_node_is_completed_to_several_and_one_of_others_refused(tmp_path: Path) -> None:
@@ -76,5 +81,18 @@ def test_a_file_of_other_devices_is_not_mixed_with_these(tmp_path: Path) -> None
 
 
 def test_a_size_that_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "LONGEST_ROUND_S", 0.0)
+    monkeypatch.setattr(probe, "LONGEST_S", 0.0)
     assert all(set(rates) == {32} for rates in probe.probe("cpu").matmul.values())
+
+
+def test_a_core_that_is_lent_in_turns_counts_as_what_it_does_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def act() -> None:
+        clock[0] += 0.001
+        if round(clock[0] * 1000) % 10 == 5:  # gone for as long as it was there
+            clock[0] += 0.005
+
+    monkeypatch.setattr(probe, "WINDOW_S", 0.1)
+    monkeypatch.setattr(probe.time, "perf_counter", lambda: clock[0])
+    assert probe.seconds_each(act, "cpu") == pytest.approx(0.002, rel=0.05)

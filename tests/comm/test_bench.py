@@ -9,7 +9,18 @@ from pathlib import Path
 import pytest
 
 from evenly.cli.bench import bench_comm, parse_size, with_links
-from evenly.comm.bench import OPERATIONS, Bench, Fit, Measured, bus_factor, check_even, fit, group_shapes, sizes_up_to
+from evenly.comm.bench import (
+    OPERATIONS,
+    Bench,
+    Fit,
+    Measured,
+    bus_factor,
+    check_even,
+    fit,
+    group_shapes,
+    hop_rounds,
+    sizes_up_to,
+)
 from evenly.errors import UserError
 from evenly.hardware.cluster import Cluster, Rates
 from evenly.hardware.cluster_file import read_cluster
@@ -45,6 +56,15 @@ def test_groups_within_nodes_and_between_them() -> None:
         for ranks, stride in group_shapes(nodes, devices):
             assert nodes * devices % (ranks * stride) == 0
             assert place(ranks, stride, cluster).sharing in (1, stride)
+
+
+@pytest.mark.parametrize("nodes", [3, 4, 5, 8])
+def test_hops_of_a_round_share_no_node_and_all_make_a_ring(nodes: int) -> None:
+    rounds = hop_rounds(nodes)
+    assert sorted(hop for hops in rounds for hop in hops) == [(node, (node + 1) % nodes) for node in range(nodes)]
+    for hops in rounds:
+        ends = [node for hop in hops for node in hop]
+        assert len(set(ends)) == len(ends)
 
 
 def test_nodes_have_to_have_as_many_ranks() -> None:

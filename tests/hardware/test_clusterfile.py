@@ -19,6 +19,7 @@ FULL = Cluster(
     backend="nccl",
     links={("send", 8): Link(1e-5, 1e-11, ((1, 2e-5), (4, 3e-5)))},
     between={("send", 2, 1): Link(1e-4, 1e-9), ("all_reduce", 4, 8): Link(1e-3, 1e-8, ((16, 1e-3),))},
+    hops={(node, (node + 1) % 4): Link(1e-4, (1 + node) * 1e-9, ((1, 1e-4), (1024, 2e-4))) for node in range(4)},
     rates=Rates(matmul={"bfloat16": {1024: 1e14, 8192: 1.4e14}, "float32": {64: 3.5e13}}, memory=3.1e12),
     own={"memory_gib": 95.1, "link": "nvlink4", "tflops": {"float32": 44, "bfloat16": 148}},
     network_bytes_per_s=50e9,
@@ -55,6 +56,8 @@ def test_files_of_older_versions_are_read(tmp_path: Path) -> None:
         ("cards = 0", "cards is 0"),
         ("in_network = 1", "in_network is 1"),
         ("rates = 3", "rates is 3"),
+        ("[links.send.0-1]\nalpha_s = 1\nbeta_s_per_byte = 1", "links.send.0-1 names no neighbours of 1 nodes"),
+        ("[links.all_reduce.0-1]\nalpha_s = 1\nbeta_s_per_byte = 1", "links.all_reduce.0-1 does not end in a number"),
         ("[rates]\nmemory = -1", "rates.memory is -1"),
         ("[rates.matmul.float32]\nlarge = 1e9", "rates.matmul.float32 has large"),
         ("[rates.matmul.float32]\n64 = 'x'", "rates.matmul.float32.64 is 'x'"),
@@ -108,3 +111,13 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
         read_cluster(tmp_path / "missing.toml")
     with pytest.raises(UserError, match="save the cluster"):
         write_cluster(tmp_path / "no" / "c.toml", CLUSTER)
+
+
+def test_a_ring_of_hops_is_whole_or_not_there(tmp_path: Path) -> None:
+    ring = "nodes = 3\ndevices = 1\nkind = 'cpu'\n"
+    hops = [f"[links.send.{ends}]\nalpha_s = 1e-4\nbeta_s_per_byte = 1e-9\n" for ends in ("0-1", "1-2", "2-0")]
+    (tmp_path / "c.toml").write_text(ring + "".join(hops))
+    assert set(read_cluster(tmp_path / "c.toml").hops) == {(0, 1), (1, 2), (2, 0)}
+    (tmp_path / "c.toml").write_text(ring + "".join(hops[:2]))
+    with pytest.raises(UserError, match="2 of 3 links from a node to the next"):
+        read_cluster(tmp_path / "c.toml")

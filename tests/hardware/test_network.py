@@ -10,7 +10,7 @@ import pytest
 from evenly.hardware.cluster import Cluster, Link
 from evenly.hardware.cluster_text import parse_cluster
 from evenly.hardware.devices import device_names
-from evenly.hardware.network import OPERATIONS, LinkedRanks, place, seconds
+from evenly.hardware.network import OPERATIONS, LinkedRanks, place, seconds, send_seconds
 
 SIZES = [2**power for power in range(10, 36)]
 ONE, FOUR = parse_cluster("8xH100"), parse_cluster("4x8xH100")
@@ -175,3 +175,12 @@ def test_every_kind_talks(name: str) -> None:
     for operation in OPERATIONS:
         for group in (place(4, 1, cluster), place(16, 1, cluster), place(4, 4, cluster)):
             assert 0 < seconds(operation, 2**20, group, cluster) < 1.0
+
+
+def test_a_send_takes_as_long_as_the_slower_node() -> None:
+    slow = 3  # its hops to both neighbours are slow, and these are not
+    hops = {(node, (node + 1) % 4): Link(0.0, 4.0 if slow in (node, (node + 1) % 4) else 1.0) for node in range(4)}
+    measured, one = replace(FOUR, hops=hops), LinkedRanks(2, 1)
+    assert send_seconds(8.0, 0, 1, one, measured) == send_seconds(8.0, 0, 2, one, measured) == 8.0
+    assert send_seconds(8.0, 2, 3, one, measured) == send_seconds(8.0, 1, 3, one, measured) == 32.0
+    assert send_seconds(8.0, 0, 1, one, FOUR) == seconds("send", 8.0, one, FOUR)

@@ -250,6 +250,18 @@ def test_only_messages_that_leave_a_node_are_those_of_the_network() -> None:
     assert message_seconds(parts, looped, on_two) == (near, far, near, far, near, far, near)
 
 
+def test_a_slow_link_holds_up_the_hops_that_cross_it_alone() -> None:
+    parts = transformer_parts(LLAMA, Split(samples=1, sequence=2048), machine().library.kernels)
+    size = parts.after.input_bytes
+    hops = {(node, (node + 1) % 4): Link(0.0, 4e-9 if 3 in (node, (node + 1) % 4) else 1e-9) for node in range(4)}
+    four = machine(Cluster(4, 1, "cpu", "gloo", hops=hops), **CALM)
+    library_s = four.library.message_s
+    fast, slow = size * 1e-9 + library_s, size * 4e-9 + library_s
+    assert message_seconds(parts, TrainingConfig(pipeline=4, batch=16), four) == pytest.approx((fast, fast, slow))
+    of_two = TrainingConfig(pipeline=2, batch=16, data=2)  # from nodes 0 and 1 to nodes 2 and 3
+    assert message_seconds(parts, of_two, four) == pytest.approx((slow,))
+
+
 def test_messages_may_be_under_way_while_another_stage_computes() -> None:
     config = TrainingConfig(pipeline=2, batch=16)
     parts = transformer_parts(LLAMA, Split(samples=1, sequence=2048), machine().library.kernels)
