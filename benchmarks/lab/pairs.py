@@ -21,9 +21,9 @@ LABS: dict[str, Lab] = {
     "2x1-200": Lab(name="r", nodes=2, bandwidth="200mbit"),
     "2x1-1000": Lab(name="r", nodes=2, bandwidth="1000mbit"),
     "2x1-free": Lab(name="r", nodes=2),
-    "4x1-200": Lab(name="r", nodes=4, cores=0.5, bandwidth="200mbit"),
+    "4x1-200": Lab(name="r", nodes=4, bandwidth="200mbit"),
     "4x1-free": Lab(name="r", nodes=4, cores=0.5),
-    "2x2-200": Lab(name="r", nodes=2, devices=2, cores=1.0, bandwidth="200mbit"),
+    "2x2-200": Lab(name="r", nodes=2, devices=2, bandwidth="200mbit"),
     "4x1-slow-link": Lab(name="r", nodes=4, cores=0.5, bandwidth="200mbit", slow_links={3: "50mbit"}),
     "2x1-slow-node": Lab(name="r", nodes=2, bandwidth="200mbit", slow_nodes={1: 0.5}),
 }

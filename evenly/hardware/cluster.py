@@ -45,11 +45,12 @@ class Rates:
     """What a device was measured to reach.
 
     matmul: precision -> n -> FLOP/s of an n x n x n matmul. memory: bytes/s of a copy of large tensors, read and
-    written; None where it was not measured.
+    written. small: operations/s on one number, started from Python, of a CPU. None: not measured.
     """
 
     matmul: Mapping[str, Mapping[int, float]] = field(default_factory=dict[str, Mapping[int, float]])
     memory: float | None = None
+    small: float | None = None
 
 
 @dataclass(frozen=True)

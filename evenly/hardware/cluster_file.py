@@ -28,6 +28,7 @@ beta_s_per_byte = 1.6e-07
 
 [rates]                     # of one device
 memory = 1.1e10             # bytes/s of a copy, read and written
+small = 8.1e5               # of a CPU: operations/s on one number, started from Python
 
 [rates.matmul.float32]      # FLOP/s of n x n x n
 1024 = 7.9e10
@@ -101,7 +102,8 @@ def _lines(cluster: Cluster) -> Iterator[str]:
         tables[f"links.{operation}.{nodes}x{ranks}"] = _numbers(link)
     for (node, other), link in sorted(cluster.hops.items()):
         tables[f"links.send.{node}-{other}"] = _numbers(link)
-    tables["rates"] = {} if cluster.rates.memory is None else {"memory": float(cluster.rates.memory)}
+    measured = {"memory": cluster.rates.memory, "small": cluster.rates.small}
+    tables["rates"] = {name: float(rate) for name, rate in measured.items() if rate is not None}
     for precision, by_size in cluster.rates.matmul.items():
         tables[f"rates.matmul.{precision}"] = {str(n): float(rate) for n, rate in sorted(by_size.items())}
     for name, entries in tables.items():
@@ -205,7 +207,11 @@ def _is_count(text: str) -> bool:
 
 def _rates(content: Mapping[str, Any], asked: str) -> Rates:
     table = _table(content, "rates", asked)
-    memory = float(_value(table["memory"], "rates.memory", asked, NUMBER)) if "memory" in table else None
+    stated = {
+        name: float(_value(table[name], f"rates.{name}", asked, NUMBER))
+        for name in ("memory", "small")
+        if name in table
+    }
     matmul: dict[str, dict[int, float]] = {}
     for precision, by_size in _table(table, "matmul", asked).items():
         where = f"rates.matmul.{precision}"
@@ -213,7 +219,7 @@ def _rates(content: Mapping[str, Any], asked: str) -> Rates:
         if wrong := [size for size in sizes if not _is_count(size)]:
             raise UserError(asked, f"{where} has {', '.join(wrong)}", "name each rate by its n, a whole number")
         matmul[precision] = {int(n): float(_value(sizes[n], f"{where}.{n}", asked, NUMBER)) for n in sizes}
-    return Rates(matmul=matmul, memory=memory)
+    return Rates(matmul=matmul, **stated)
 
 
 def _table(content: Mapping[str, Any], name: str, asked: str) -> dict[str, Any]:

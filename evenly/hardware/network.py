@@ -11,7 +11,7 @@ model, a pipeline that has to fill takes part of its `fill` in proportion to wha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from math import ceil, log2
 
@@ -69,9 +69,19 @@ def send_seconds(size_bytes: float, node: int, other: int, group: LinkedRanks, c
         return seconds("send", size_bytes, group, cluster)
     if (node, other) in cluster.hops:
         return cluster.hops[node, other].seconds(size_bytes)
-    return max(
-        min(link.seconds(size_bytes) for ends, link in cluster.hops.items() if one in ends) for one in (node, other)
-    )
+    return max(_of_node(size_bytes, one, cluster) for one in (node, other))
+
+
+def share_of_slowest(size_bytes: float, nodes: Collection[int], cluster: Cluster) -> float:
+    """How much of a collective's time over the slowest nodes it takes over these, by what sends between nodes take."""
+    if not cluster.hops or cluster.domain > cluster.devices:
+        return 1.0
+    own = [_of_node(size_bytes, node, cluster) for node in range(cluster.nodes)]
+    return max(own[node] for node in nodes) / max(own)
+
+
+def _of_node(size_bytes: float, node: int, cluster: Cluster) -> float:
+    return min(link.seconds(size_bytes) for ends, link in cluster.hops.items() if node in ends)
 
 
 def measured_link(operation: str, group: LinkedRanks, cluster: Cluster) -> Link | None:

@@ -1,4 +1,5 @@
-"""What a device reaches: FLOP/s of square matmuls by precision, and bytes/s of its memory. Imports torch when called.
+"""What a device reaches: FLOP/s of square matmuls by precision, bytes/s of its memory, and how fast a CPU starts
+operations. Imports torch when called.
 
 A CPU is measured with one thread, as a rank runs. A rate is that of a *window*, in which one operation follows another
 for a tenth of a second: a host that lends its cores in turns, to other ranks or by a control group, does so in shorter
@@ -27,14 +28,16 @@ LONGEST_S = 1.0  # of an operation: a size that would take longer is left out
 
 def slowest(rates: Sequence[Rates]) -> Rates:
     """What all of these reach, where they have been measured alike."""
-    first, memories = rates[0], [one.memory for one in rates if one.memory is not None]
+    first = rates[0]
+    memories = [one.memory for one in rates if one.memory is not None]
+    small = [one.small for one in rates if one.small is not None]
     matmul = {
         precision: {
             n: min(one.matmul[precision][n] for one in rates) for n in by_size if _all_have(rates, precision, n)
         }
         for precision, by_size in first.matmul.items()
     }
-    return Rates(matmul=matmul, memory=min(memories, default=None))
+    return Rates(matmul=matmul, memory=min(memories, default=None), small=min(small, default=None))
 
 
 def _all_have(rates: Sequence[Rates], precision: str, n: int) -> bool:
@@ -49,7 +52,7 @@ def probe(kind: str, local: int = 0) -> Rates:
         torch.cuda.set_device(local)
     with _as_a_rank_runs():
         matmul = {precision: _matmul_rates(kind, precision) for precision in PRECISIONS[kind]}
-        return Rates(matmul=matmul, memory=_copy_rate(kind))
+        return Rates(matmul=matmul, memory=_copy_rate(kind), small=_small_rate() if kind == "cpu" else None)
 
 
 def _matmul_rates(kind: str, precision: str) -> dict[int, float]:
@@ -81,6 +84,13 @@ def _copy_rate(kind: str) -> float:
     source = torch.zeros(COPIED_BYTES[kind] // 4, device=kind)
     target: torch.Tensor = torch.ones_like(source)
     return 2 * COPIED_BYTES[kind] / seconds_each(lambda: target.copy_(source), kind)
+
+
+def _small_rate() -> float:
+    import torch
+
+    number = torch.zeros(1)
+    return 1 / seconds_each(lambda: number.add_(1.0), "cpu")
 
 
 def seconds_each(act: Callable[[], object], kind: str) -> float:

@@ -40,6 +40,7 @@ class Speeds:
     uneven:    by which it takes longer for every factor of 2 that its sizes lack to be multiples of 64.
     processors: multiprocessors that share the tiles of a product; 0 where that is not known.
     idle:      share of the time that those without a tile in the last round cost, less what libraries split further.
+    small:     of a CPU, operations/s on one number where start_s and call_s are from; 0 elsewhere.
     """
 
     matmul: Mapping[str, float]
@@ -53,6 +54,7 @@ class Speeds:
     processors: int
     idle: float
     relayout: float
+    small: float = 0.0
 
     def seconds(self, work: OpCost, library: Library) -> float:
         """The seconds of one operation of `library`, as often as it is done."""
@@ -119,7 +121,8 @@ class Library:
     contention:     share of a collective's time by which computing besides it gets slower.
     reduces_whole:  whether every rank gets all reduced gradients though zero=1 cuts the update.
     weight_bytes, gradient_bytes: of a weight as gathered, and of a gradient as reduced.
-    optimizer_bytes: moved per parameter by the update.
+    optimizer_bytes: moved per parameter by the update. sum_bytes: by adding a microbatch's gradient to the step's.
+    step_sums:      numbers that all ranks add up in a step besides: its loss and weight, the gradient's norm.
     holdings:       what it keeps in memory.
     jitter:         by which a step gets longer with every doubling of nodes.
     """
@@ -150,6 +153,8 @@ class Library:
     weight_bytes: float = 2.0
     gradient_bytes: float = 2.0
     optimizer_bytes: float = 31.0
+    sum_bytes: float = 0.0
+    step_sums: int = 0
     jitter: float = 0.006
 
 
@@ -201,7 +206,8 @@ def own_library(precision: Precision, *, bitwise: bool, on_cpu: bool) -> Library
         reduces_each=True,
         whole_bytes=WHOLE_BYTES,
     )
-    return replace(found, **ON_CPUS) if on_cpu else found
+    # On GPUs neither was measured.
+    return replace(found, **ON_CPUS, sum_bytes=gradient + 2 * reduced, step_sums=2) if on_cpu else found
 
 
 def speeds_of(cluster: Cluster, tables: Mapping[str, Any] | None = None) -> Speeds:
@@ -211,8 +217,16 @@ def speeds_of(cluster: Cluster, tables: Mapping[str, Any] | None = None) -> Spee
     # Of the largest products: smaller ones stay in caches.
     matmul = {**found.matmul, **{dtype: of[max(of)] for dtype, of in measured.matmul.items() if of}}
     faster = _half(matmul) / _half(found.matmul)
+    slower = found.small / measured.small if found.small and measured.small else 1.0
     attention = {kernel: rate * faster for kernel, rate in found.attention.items()}
-    return replace(found, matmul=matmul, attention=attention, bandwidth=measured.memory or found.bandwidth)
+    return replace(
+        found,
+        matmul=matmul,
+        attention=attention,
+        bandwidth=measured.memory or found.bandwidth,
+        start_s=found.start_s * slower,
+        call_s=found.call_s * slower,
+    )
 
 
 def _half(matmul: Mapping[str, float]) -> float:
@@ -241,6 +255,7 @@ def speeds_of_device(device: Device, tables: Mapping[str, Any] | None = None) ->
         bandwidth=bandwidth,
         processors=fitted.get("processors", 0),
         relayout=fitted.get("relayout", operations["traffic"]),
+        small=fitted.get("small", 0.0),
         **operations,
     )
 

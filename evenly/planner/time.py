@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from evenly.hardware.cluster import Cluster
-from evenly.hardware.network import LinkedRanks, place, seconds, send_seconds
+from evenly.hardware.network import LinkedRanks, place, seconds, send_seconds, share_of_slowest
 from evenly.model.parts import BlockCost, Collective, ModelCosts, OpCost
 from evenly.plan.schedule import SCHEDULES, rank_of_stage, runnable
 from evenly.planner.prediction import TimeByCause
@@ -24,6 +24,7 @@ from evenly.planner.training_config import TrainingConfig
 
 COPIES = 3  # of a value or a gradient over the host's link, in an update there
 HOST_SHARE = 0.76  # of the peak of that link: 24 of 31.5 and 48 of 63 GB/s, as links.toml has it of PCIe
+NUMBERS_BYTES = 64  # of the few numbers that are added up in a step
 SHARPNESS = 6  # of the change between two that overlap: the slower counts, and a little of the other
 
 
@@ -98,6 +99,8 @@ def forward_pass(part: BlockCost, config: TrainingConfig, machine: Machine, *, h
 def backward_pass(part: BlockCost, config: TrainingConfig, machine: Machine, *, host: float = 1.0) -> Pass:
     """The backward pass of `part`, with what it computes again."""
     found = _computed(part.backward, machine)
+    own_share = config.shards if config.zero == 3 else 1
+    found.memory += part.parameters / own_share * machine.library.sum_bytes / machine.speeds.bandwidth
     own = part.collectives if part.collectives_backward is None else part.collectives_backward
     found.tensor = _tensor_seconds(own, config, machine)
     found = _with_host(found, 1.5 * host, config, machine)
@@ -228,6 +231,7 @@ def step_time(parts: ModelCosts, config: TrainingConfig, machine: Machine) -> tu
     last = _stages_of(max(range(len(busy)), key=lambda rank: _parameters_of(rank, stages, config)), config)
     tail = _reduction_tail(stages, config, machine, sum(stages[stage].backward.seconds for stage in last))
     tail += _reductions_before(stages, config, machine, sum(stages[stage].both.seconds for stage in last))
+    tail += _step_sums(config, machine)
     optimizer = update_seconds(_most_parameters(stages, config) / config.shards, config, machine)
     nodes = machine.cluster.nodes
     found = TimeByCause(
@@ -244,6 +248,14 @@ def step_time(parts: ModelCosts, config: TrainingConfig, machine: Machine) -> tu
         optimizer=optimizer,
     )
     return _jittered(found, machine.library.jitter, nodes), 1 - sum(busy) / (len(busy) * makespan)
+
+
+def _step_sums(config: TrainingConfig, machine: Machine) -> float:
+    """What all ranks add up once in a step: a few numbers at a time."""
+    ranks = config.replicas * config.tensor * config.pipeline
+    return machine.library.step_sums * seconds(
+        "all_reduce", NUMBERS_BYTES, place(ranks, 1, machine.cluster), machine.cluster
+    )
 
 
 def update_seconds(elements: float, config: TrainingConfig, machine: Machine) -> float:
@@ -312,11 +324,27 @@ def _reduction_tail(
 ) -> float:
     """What shows of the gradients' reduction and, where zero cuts the update, of gathering the weights.
 
+    Where nodes were measured each by itself, stages on slow ones take longer. last_pass_s: as `_rank_tail`.
+    """
+    cluster, stride = machine.cluster, config.tensor * config.replicas
+    if not cluster.hops or config.pipeline == 1:
+        return _rank_tail(_most_parameters(stages, config), config, machine, last_pass_s)
+    tails: list[float] = []
+    for rank in range(config.pipeline):
+        elements = _parameters_of(rank, stages, config)
+        nodes = {place // cluster.devices for place in range(rank * stride, (rank + 1) * stride)}
+        share = share_of_slowest(elements * machine.library.gradient_bytes, nodes, cluster)
+        tails.append(share * _rank_tail(elements, config, machine, last_pass_s))
+    return max(tails)
+
+
+def _rank_tail(elements: float, config: TrainingConfig, machine: Machine, last_pass_s: float) -> float:
+    """`_reduction_tail` of a rank of the pipeline with so many elements.
+
     Ranks among which zero cuts reduce to a share each, and those with equal shares add these up. last_pass_s: of the
     last backward pass, which hides no more than it takes itself.
     """
     library, cluster = machine.library, machine.cluster
-    elements = _most_parameters(stages, config)
     copies = place(config.replicas // config.shards, config.tensor * config.shards, cluster)
     talk, gather = seconds("all_reduce", elements / config.shards * library.gradient_bytes, copies, cluster), 0.0
     if config.zero in (1, 2):
@@ -399,10 +427,13 @@ def part_seconds(part: BlockCost, config: TrainingConfig, machine: Machine) -> f
 
 
 def tail_seconds(parts: ModelCosts, config: TrainingConfig, machine: Machine) -> float:
-    """The least that follows the last pass: what shows of the reduction, and the update, of equal shares."""
+    """The least that follows the last pass: what shows of the reduction, and the update, of equal shares.
+
+    Where nodes were measured each by itself, the stage on the slowest may have few parameters: the update alone.
+    """
     elements = sum(part.parameters for part in parts.blocks) / config.pipeline
-    stage = StageTime(parameters=int(elements))
     update = update_seconds(elements / config.shards, config, machine)
-    return update + _reduction_tail([stage] * (config.pipeline * config.stages_per_rank), config, machine) / (
-        config.stages_per_rank
-    )
+    if machine.cluster.hops and config.pipeline > 1:
+        return update
+    stages = [StageTime(parameters=int(elements))] * (config.pipeline * config.stages_per_rank)
+    return update + _reduction_tail(stages, config, machine) / config.stages_per_rank

@@ -20,7 +20,7 @@ FULL = Cluster(
     links={("send", 8): Link(1e-5, 1e-11, ((1, 2e-5), (4, 3e-5)))},
     between={("send", 2, 1): Link(1e-4, 1e-9), ("all_reduce", 4, 8): Link(1e-3, 1e-8, ((16, 1e-3),))},
     hops={(node, (node + 1) % 4): Link(1e-4, (1 + node) * 1e-9, ((1, 1e-4), (1024, 2e-4))) for node in range(4)},
-    rates=Rates(matmul={"bfloat16": {1024: 1e14, 8192: 1.4e14}, "float32": {64: 3.5e13}}, memory=3.1e12),
+    rates=Rates(matmul={"bfloat16": {1024: 1e14, 8192: 1.4e14}, "float32": {64: 3.5e13}}, memory=3.1e12, small=8e5),
     own={"memory_gib": 95.1, "link": "nvlink4", "tflops": {"float32": 44, "bfloat16": 148}},
     network_bytes_per_s=50e9,
     network="efa",

@@ -89,6 +89,14 @@ def test_a_cpu_starts_its_operations_itself_and_minds_narrow_products_less() -> 
     assert cpu.misaligned(replace(PRODUCT, columns=4097), library) == 1  # nor odd ones
 
 
+def test_a_slow_core_takes_as_much_longer_to_start_operations() -> None:
+    cpu = Cluster(1, 2, "cpu")
+    plain = speeds_of(cpu)
+    half = speeds_of(replace(cpu, rates=Rates(small=plain.small / 2)))
+    assert plain.small > 0 and (half.start_s, half.call_s) == (2 * plain.start_s, 2 * plain.call_s)
+    assert speeds_of(replace(H100, rates=Rates(small=1.0))).start_s == speeds_of(H100).start_s
+
+
 def test_a_convolution_on_a_cpu_also_takes_what_its_kernels_copy() -> None:
     cpu, gpu = speeds_of_device(find_device("cpu")), speeds_of(H100)
     large = replace(PRODUCT, kind="convolution", rows=0, inner=0, columns=0, dtype="float32")

@@ -16,7 +16,16 @@ from evenly.planner.prediction import TimeByCause
 from evenly.planner.shape import parameters
 from evenly.planner.shapes import split_of
 from evenly.planner.speeds import host_bandwidth, own_library, speeds_of
-from evenly.planner.time import Machine, even_counts, message_seconds, overlapped, stage_times, step_time
+from evenly.planner.time import (
+    Machine,
+    StageTime,
+    _reduction_tail,  # pyright: ignore[reportPrivateUsage]
+    even_counts,
+    message_seconds,
+    overlapped,
+    stage_times,
+    step_time,
+)
 from evenly.planner.training_config import TrainingConfig
 from evenly.planner.transformer import Split, transformer_parts
 
@@ -250,6 +259,20 @@ def test_only_messages_that_leave_a_node_are_those_of_the_network() -> None:
     assert message_seconds(parts, looped, on_two) == (near, far, near, far, near, far, near)
 
 
+def test_on_a_cpu_gradients_of_microbatches_are_added_up_and_ranks_sum_a_few_numbers() -> None:
+    cluster = Cluster(1, 4, "cpu", "gloo", {("all_reduce", ranks): Link(0.5, 0.0) for ranks in (2, 4)})
+    library = own_library("float32", bitwise=False, on_cpu=True)
+    assert (library.sum_bytes, library.step_sums) == (12, 2)  # reads a gradient and the sum, writes the sum
+    config, on = TrainingConfig(data=4, batch=16), Machine(cluster, speeds_of(cluster), library)
+    without = step(config, replace(on, library=replace(library, sum_bytes=0.0, step_sums=0)))
+    with_sums, with_both = step(config, replace(on, library=replace(library, sum_bytes=0.0))), step(config, on)
+    assert with_sums.step_s - without.step_s == pytest.approx(2 * 0.5)
+    added = config.microbatches * parameters(LLAMA) * 12 / on.speeds.bandwidth
+    assert with_both.step_s - with_sums.step_s == pytest.approx(added, rel=0.05)
+    alone = replace(config, data=1, batch=4)
+    assert step(alone, on) == step(alone, replace(on, library=replace(library, step_sums=0)))
+
+
 def test_a_slow_link_holds_up_the_hops_that_cross_it_alone() -> None:
     parts = transformer_parts(LLAMA, Split(samples=1, sequence=2048), machine().library.kernels)
     size = parts.after.input_bytes
@@ -260,6 +283,19 @@ def test_a_slow_link_holds_up_the_hops_that_cross_it_alone() -> None:
     assert message_seconds(parts, TrainingConfig(pipeline=4, batch=16), four) == pytest.approx((fast, fast, slow))
     of_two = TrainingConfig(pipeline=2, batch=16, data=2)  # from nodes 0 and 1 to nodes 2 and 3
     assert message_seconds(parts, of_two, four) == pytest.approx((slow,))
+
+
+def test_gradients_of_stages_that_a_slow_link_does_not_join_are_reduced_sooner() -> None:
+    hops = {(node, (node + 1) % 4): Link(0.0, 4e-9 if 3 in (node, (node + 1) % 4) else 1e-9) for node in range(4)}
+    between = {("all_reduce", 2, 1): Link(0.0, 8e-9)}  # of the slowest pair of nodes
+    plain = machine(Cluster(4, 1, "cpu", "gloo", between=between), **CALM, data_hidden=0.0, weights_wait=True)
+    each = replace(plain, cluster=replace(plain.cluster, hops=hops))
+    config = TrainingConfig(pipeline=2, data=2, batch=16)  # nodes 2 and 3 have the last stage
+    bytes_each = plain.library.gradient_bytes * 8e-9
+    for first, last, slowest in ((3, 1, 1.0), (8, 1, 2.0), (1, 3, 3.0)):
+        stages = [StageTime(parameters=first * 1000), StageTime(parameters=last * 1000)]
+        assert _reduction_tail(stages, config, plain) == pytest.approx(max(first, last) * 1000 * bytes_each)
+        assert _reduction_tail(stages, config, each) == pytest.approx(slowest * 1000 * bytes_each)
 
 
 def test_messages_may_be_under_way_while_another_stage_computes() -> None:
