@@ -67,10 +67,16 @@ def predict_row(row: Cells) -> Predicted:
 
 
 def machine_of(case: Case, library: PublishedLibrary, tables: Mapping[str, Any] | None = None) -> Machine:
-    """What a case runs on, with the types in which it gathers. tables: in the place of speeds.toml's."""
-    if re.search(r"(fp|float)8 all-gather", text(case.row, "precision")):
-        library = replace(library, weight_bytes=1.0)
-    return Machine(case.cluster, speeds_of(case.cluster, tables), library)
+    """What a case runs on. tables: in the place of speeds.toml's."""
+    return Machine(case.cluster, speeds_of(case.cluster, tables), gathering(case, library))
+
+
+def gathering(case: Case, library: PublishedLibrary) -> PublishedLibrary:
+    """The library with the type in which it gathers the weights of a case."""
+    narrow = case.config.dtype == library.gathers
+    if narrow or re.search(r"(fp|float)8 all-gather", text(case.row, "precision")):
+        return replace(library, weight_bytes=1.0)
+    return library
 
 
 def seconds_of(case: Case, parts: ModelCosts, machine: Machine) -> float:
@@ -113,7 +119,7 @@ def holdings_of(case: Case, library: PublishedLibrary) -> Holdings:
 
 
 def _of_2024(row: Cells) -> bool:
-    return any(words in text(row, "source_ref") for words in ("202412", "PR #165", "Dec 2024"))
+    return any(words in text(row, "source_ref") for words in ("202412", "PR #165", "Dec 2024", "(2024-"))
 
 
 def case_of(row: Cells) -> Case:
@@ -211,8 +217,14 @@ def library_of(row: Cells) -> str:
     if source.startswith("nvidia-dgxc"):
         return "nemo"
     if source == "torchtitan":
-        return "torchtitan-compiled" if text(row, "compile").lower() == "true" else "torchtitan"
+        return "torchtitan-compiled" if _is_compiled(row) else "torchtitan"
     return LIBRARIES.get(source) or _library_by_facts(row)
+
+
+def _is_compiled(row: Cells) -> bool:
+    """Whether blocks are: as the row says, else as its notes say of the recipe's file."""
+    stated = text(row, "compile").lower() or ("true" if "toml: true" in text(row, "notes") else "")
+    return stated == "true"
 
 
 def _library_by_facts(row: Cells) -> str:
@@ -286,6 +298,7 @@ def _shape(row: Cells, library: str) -> Shape:
         vocab=vocab,
         outputs=vocab,
         sequence=_needed(row, "seq_len"),
+        window=SQUAD_TOKENS if library in PACKING and "SFT" in text(row, "model") else None,
         activation=activation,
         norm="rmsnorm" if activation == "swiglu" else "layernorm",
         positions="rotary" if plain else "learned",
@@ -303,6 +316,11 @@ def _padded(vocab: int, library: str, tensor: int) -> int:
     multiple = 128 * tensor if library in PADDING else tensor
     return -(-vocab // multiple) * multiple
 
+
+# Tokens of a question of SQuAD with its text and answer, in round numbers. Recipes for fine-tuning of NeMo and
+# Megatron-Bridge pack as many as a sequence has room for (packed_sequence=True), each of which attends to itself alone.
+SQUAD_TOKENS = 200
+PACKING = ("nemo", "megatron-bridge")
 
 SCHEDULES = {"": "1f1b", "1F1B": "1f1b", "interleaved 1F1B": "interleaved", "ZB-1p": "zero-bubble"}
 SCHEDULES |= {"ZB-2p": "zb-2p", "ZB-V": "zbv", "GPipe": "gpipe", "AFAB": "gpipe"}

@@ -49,7 +49,7 @@ def compared(row: Row) -> tuple[cases.Case, float, Prediction | None] | None:
         return None
     if published is None or measured(row).step_s is None:
         return None
-    library = library_named(case.library)
+    library = cases.gathering(case, library_named(case.library))
     request = LibraryRequest(
         source=PublishedSource(case.shape, library.kernels),
         cluster=case.cluster,

@@ -169,10 +169,13 @@ class PublishedLibrary(Library):
     """splits_sequence: whether its tensor axis shares the tokens too, in every plan that it chooses itself.
 
     turn_s: of each rank that zero cuts over, one after another, when it sends what it has updated.
+    gathers: the type of 8 bits in which weights are gathered where products take them in it. Megatron-core's
+             fp8_param_gather does so for scales of whole tensors; MXFP8 is made of 16 bits that have been gathered.
     """
 
     splits_sequence: bool = False
     turn_s: float = 0.0
+    gathers: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

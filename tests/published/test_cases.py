@@ -339,6 +339,9 @@ TITAN = {"source": "torchtitan", "tp": "1", "pp": "1", "dp": "16", "zero_stage":
 def test_torchtitan_is_compiled_or_not_and_its_loss_since_2025() -> None:
     names = [case_of(run(**TITAN, compile=compiled)).library for compiled in ("", "False", "True")]
     assert names == ["torchtitan", "torchtitan", "torchtitan-compiled"]
+    by_file = "compile not stated (toml: true)."
+    names = [case_of(run(**TITAN, compile=compiled, notes=by_file)).library for compiled in ("", "False")]
+    assert names == ["torchtitan-compiled", "torchtitan"]
 
     def logit(**cells: str) -> float:
         case = case_of(run(**TITAN, **cells))
@@ -390,6 +393,12 @@ def test_what_is_gathered_in_8_bits_is_sent_in_8_bits() -> None:
     assert [machine.library.weight_bytes for machine in machines] == [2.0, 1.0, 2.0]
 
 
+@pytest.mark.parametrize(("stated", "size"), [("BF16", 2.0), ("FP8-CS", 1.0), ("FP8-MX", 2.0), ("NVFP4", 2.0)])
+def test_megatron_gathers_weights_in_8_bits_where_one_scale_is_of_a_whole_tensor(stated: str, size: float) -> None:
+    case = case_of(run(**BRIDGE | {"precision": stated}))
+    assert machine_of(case, library_named(case.library)).library.weight_bytes == size
+
+
 def recipe_row(size: int, kind: str, recipe: Recipe, *, wide: bool) -> dict[str, str]:
     """A run of a recipe, on as many devices as it is shipped for."""
     shape = next(row for row in ROWS if row["source"] == "megatron-bridge" and row["params_b"].startswith(f"{size}."))
@@ -411,3 +420,14 @@ def test_recipes_fit_on_the_devices_that_they_are_shipped_for() -> None:
             if found.peak_bytes > found.limit_bytes:
                 too_large.add((size, kind))
     assert too_large == {(405, "B300")}  # with a tensor axis of 2 and no context axis
+
+
+def test_samples_packed_for_fine_tuning_attend_to_themselves() -> None:
+    def operations(**cells: str) -> float:
+        case = case_of(run(**cells))
+        block = parts_of(case, library_named(case.library)).blocks[0]
+        return sum(work.flops for work in block.forward if work.kind == "attention")
+
+    whole, packed = (operations(source="nvidia-dgxc", model=model) for model in ("Llama3-8B", "Llama3-8B SFT"))
+    assert packed < 0.1 * whole
+    assert operations(source="internevo", model="Llama3-8B SFT") == whole
