@@ -1,4 +1,4 @@
-# make venv | demo | test | check | pages | docs | bench      each does everything it needs, from a fresh clone on
+# make venv | demo | test | check | pages | tutorial | docs | bench      each does everything it needs, from a fresh clone on
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -16,7 +16,7 @@ DEVICES := $(if $(shell nvidia-smi -L 2>/dev/null),,--devices 2)
 # Many processes start from these sources: each file is compiled once, when it is first imported.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: venv demo test check pages docs bench
+.PHONY: venv demo test check pages tutorial docs bench
 .DELETE_ON_ERROR:
 
 venv: $(READY)
@@ -48,6 +48,10 @@ check: $(READY)
 # All commands that the pages show, against what they say is printed; takes minutes.
 pages: $(READY)
 	$(BIN)/python -m docs.run_pages
+
+# All chapters of the tutorial as pages and as notebooks, against what they show; takes long.
+tutorial: $(READY)
+	$(BIN)/python -m docs.notebooks
 
 # The pages as a site in $(SITE), which asks no network. The package is read from here; its reference needs no torch.
 docs: $(DOCS)/.ready

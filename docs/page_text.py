@@ -106,6 +106,12 @@ def blocks(text: str) -> Iterator[Block]:
         begun = None
 
 
+def file_of(block: Block) -> str | None:
+    """The name of the file that a block of Python is, as its first line says; None where it is none."""
+    named = re.match(r"# (\w+\.py)$", block.lines[0]) if block.language == "python" and block.lines else None
+    return named[1] if named is not None else None
+
+
 def shown_commands(text: str) -> list[str]:
     """The commands of all blocks, without prompts, comments and what they print."""
     found: list[str] = []

@@ -2,15 +2,19 @@
 
     python -m docs.run_pages                        all pages; exit code 1 where anything differs
     python -m docs.run_pages docs/start.md --quick  these pages, without the blocks that are marked slow
-    python -m docs.run_pages --write                puts what was printed into the pages
+    python -m docs.run_pages --write                puts what was printed and drawn into the pages
 
-Each page is run from top to bottom in an empty folder of its own, with `examples/` in it:
+Each page is run from top to bottom in an empty folder of its own, with `examples/` in it. `python`, `torchrun` and
+`evenly` are those of this environment, with one thread for each process:
 
 - A Python block whose first line is `# NAME.py` is written to that file.
 - A block with lines `$ COMMAND`: each command is run, on a terminal of 100 columns without colours, and has to print
   what stands below it. A line `...` stands for any lines, and `(exit code N)` at the end for the exit code, else 0.
 - A block without such lines is left alone, unless it is marked `run`: then each line is a command that has to end
   with exit code 0.
+
+- A picture in `docs/pictures/tutorial/` is drawn by the page that shows it: its commands have to write a file of that
+  name, with the texts of the picture that is there. Figures in these texts, and all else, may differ from run to run.
 
 A block is marked by a comment in the line above it, a page by one in its first line: `<!-- commands: run -->`,
 `<!-- commands: slow -->`, `<!-- commands: run, slow -->` or `<!-- commands: not run, needs Slurm -->`.
@@ -22,6 +26,7 @@ another language are not run: `tests/docs` sees to it that their commands are th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import os
 import pty
@@ -37,15 +42,19 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import unified_diff
+from html import unescape
 from itertools import pairwise
 from pathlib import Path
 
-from docs.page_text import COMMENT, ROOT, Block, blocks, original_of, pages
+from docs.page_text import COMMENT, ROOT, Block, blocks, file_of, links, original_of, pages
 
 COLUMNS = 100
 LIMIT_S = 300
 ANY = "..."
 EXIT_CODE = re.compile(r"^\(exit code (\d+)\)$")
+DRAWN = re.compile(r"\bpictures/tutorial/[\w.-]+\.svg$")  # what a page shows and draws itself
+# A text of a picture; those of the classes `tick`, `total` and `in` are figures.
+PICTURE_TEXT = re.compile(r"<text(?![^>]*class=\"(?:tick|total|in)\b)[^>]*>([^<]*)<")
 
 # What the same command prints differently on another day or machine, and what is compared in its place.
 VARYING: list[tuple[str, str]] = [
@@ -73,10 +82,44 @@ class Command:
 
 
 @dataclass(frozen=True)
+class Drawn:
+    """A picture that the page shows, and the file that its commands should have written.
+
+    text: of the file; None where there is none.
+    """
+
+    picture: Path
+    line: int
+    text: str | None
+
+    @property
+    def what(self) -> str:
+        return f"the picture {self.picture.name}"
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with the picture that is there, as text; empty where nothing is."""
+        if self.text is None:
+            return f"no command has written {self.picture.name}"
+        if not self.picture.exists():
+            return "there is no such file (--write puts it there)"
+        shown, drawn = picture_texts(self.picture.read_text(encoding="utf-8")), picture_texts(self.text)
+        return "\n".join(unified_diff(shown, drawn, "texts of the picture", "drawn", lineterm=""))
+
+
+@dataclass(frozen=True)
 class Ran:
     command: Command
     printed: list[str]
     exit_code: int
+
+    @property
+    def line(self) -> int:
+        return self.command.line
+
+    @property
+    def what(self) -> str:
+        return self.command.text
 
     @property
     def problem(self) -> str:
@@ -118,6 +161,11 @@ def agrees(shown: Sequence[str], printed: Sequence[str]) -> bool:
     )
 
 
+def picture_texts(svg: str) -> list[str]:
+    """What the picture says, in its order, without figures."""
+    return [re.sub(r"\d+(?:\.\d+)?", "N", unescape(text)) for text in PICTURE_TEXT.findall(svg)]
+
+
 # ------------------------------------------------------------------------------------------------------ what is run
 def commands_of(block: Block) -> Iterator[Command]:
     """The commands of a block that is run."""
@@ -138,43 +186,55 @@ def _marks(block: Block) -> list[str]:
     return [mark.strip() for mark in block.mark.split(",")]
 
 
-def run_page(page: Path, *, quick: bool) -> Iterator[Ran]:
-    """The results of all commands of `page`; quick: but those that are marked slow."""
-    found = [
-        block
-        for block in blocks(page.read_text(encoding="utf-8"))
-        if "not run" not in _marks(block) and not (quick and "slow" in _marks(block))
-    ]
-    if not any(True for block in found for _ in commands_of(block)):
+def run_page(page: Path, *, quick: bool, folder: Path | None = None) -> Iterator[Ran | Drawn]:
+    """The results of all commands of `page`, then its pictures; quick: but those that are marked slow.
+
+    folder: where it is run, which is empty; by default one that is removed.
+    """
+    text = page.read_text(encoding="utf-8")
+    found = [block for block in blocks(text) if "not run" not in _marks(block)]
+    chosen = [block for block in found if not (quick and "slow" in _marks(block))]
+    if not any(True for block in chosen for _ in commands_of(block)):
         return
-    with tempfile.TemporaryDirectory(prefix="evenly-pages-") as name:
+    with contextlib.nullcontext(folder) if folder else tempfile.TemporaryDirectory(prefix="evenly-pages-") as name:
         folder = Path(name)
-        (folder / "examples").symlink_to(ROOT / "examples")
-        environment = _environment(folder)
-        for block in found:
-            _write_file(block, folder)
+        environment = prepare(folder)
+        for block in chosen:
+            if (named := file_of(block)) is not None:
+                (folder / named).write_text("\n".join(block.lines) + "\n", encoding="utf-8")
             yield from (run_command(command, folder, environment) for command in commands_of(block))
+        if chosen == found:
+            yield from drawn_in(folder, page)
 
 
-def _write_file(block: Block, folder: Path) -> None:
-    named = re.match(r"# (\w+\.py)$", block.lines[0]) if block.language == "python" and block.lines else None
-    if named is not None:
-        (folder / named[1]).write_text("\n".join(block.lines) + "\n", encoding="utf-8")
+def drawn_in(folder: Path, page: Path) -> Iterator[Drawn]:
+    """The pictures of `page` that its commands draw, which were run in `folder`."""
+    for link in links(page.read_text(encoding="utf-8")):
+        if link.is_picture and DRAWN.search(link.target):
+            picture = (page.parent / link.target).resolve()
+            written = folder / picture.name
+            yield Drawn(picture, link.line, written.read_text(encoding="utf-8") if written.exists() else None)
 
 
-def _environment(folder: Path) -> dict[str, str]:
-    """In which `evenly` is this package under this Python."""
+def prepare(folder: Path) -> dict[str, str]:
+    """Makes an empty folder one in which pages are run; returns the environment of their commands.
+
+    `evenly` is there this package under this Python. A process has one thread: torchrun says so with a warning where
+    nothing is set, and two ranks of several threads each would wait for each other on a machine with two cores.
+    """
+    (folder / "examples").symlink_to(ROOT / "examples")
     programs = folder / ".programs"
     programs.mkdir()
-    script = programs / "evenly"
-    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m evenly "$@"\n')
-    script.chmod(0o755)
+    for name, module in (("evenly", "-m evenly"), ("torchrun", "-m torch.distributed.run"), ("python", "")):
+        script = programs / name
+        script.write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
+        script.chmod(0o755)
     inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     paths = {
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
     }
-    return {**inherited, **paths, "TERM": "dumb", "NO_COLOR": "1"}
+    return {**inherited, **paths, "TERM": "dumb", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
 
 
 def run_command(command: Command, folder: Path, environment: dict[str, str]) -> Ran:
@@ -198,8 +258,7 @@ def run_command(command: Command, folder: Path, environment: dict[str, str]) -> 
     if time.monotonic() >= deadline:
         os.killpg(process.pid, signal.SIGKILL)
     exit_code = process.wait(LIMIT_S)
-    lines = text.decode(errors="replace").replace(str(folder), ".").splitlines()
-    return Ran(command, _without_blank_ends([line.rstrip() for line in lines]), exit_code)
+    return Ran(command, printed_lines(text.decode(errors="replace"), folder), exit_code)
 
 
 def _read(terminal: int, deadline: float) -> bytes:
@@ -212,21 +271,31 @@ def _read(terminal: int, deadline: float) -> bytes:
         return b""
 
 
-def _without_blank_ends(lines: list[str]) -> list[str]:
+def printed_lines(text: str, folder: Path) -> list[str]:
+    """What a command has printed, without blank ends, its folder as `.`."""
+    lines = [line.rstrip() for line in text.replace(str(folder), ".").splitlines()]
     while lines and not lines[-1]:
         lines.pop()
     return lines
 
 
 # -------------------------------------------------------------------------------------------------------- the pages
-def write(page: Path, results: Sequence[Ran]) -> None:
-    """Puts what was printed into `page` where it differs; below commands with `...` nothing is changed."""
+def write(page: Path, results: Sequence[Ran | Drawn]) -> None:
+    """Puts what was printed into `page` where it differs, and its pictures to their places.
+
+    Below commands with `...` nothing is changed.
+    """
     lines = page.read_text(encoding="utf-8").splitlines()
-    for ran in reversed(results):
-        shown = ran.command.shown
-        if shown is not None and ran.problem and ANY not in shown:
-            stated = [f"(exit code {ran.exit_code})"] if ran.exit_code else []
-            lines[ran.command.line : ran.command.line + len(shown)] = [*ran.printed, *stated]
+    for result in reversed(results):
+        if isinstance(result, Drawn):
+            if result.text is not None:
+                result.picture.parent.mkdir(parents=True, exist_ok=True)
+                result.picture.write_text(result.text, encoding="utf-8")
+            continue
+        shown = result.command.shown
+        if shown is not None and result.problem and ANY not in shown:
+            stated = [f"(exit code {result.exit_code})"] if result.exit_code else []
+            lines[result.line : result.line + len(shown)] = [*result.printed, *stated]
     page.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -238,17 +307,17 @@ def main() -> int:
     asked = parser.parse_args()
     differing = total = 0
     for page in asked.pages or [page for page in pages() if original_of(page) is None]:
-        results: list[Ran] = []
-        for ran in run_page(page, quick=asked.quick):
-            results.append(ran)
-            problem = ran.problem
-            print(f"{page}:{ran.command.line}: {'differs' if problem else 'as shown'}: {ran.command.text}", flush=True)
+        results: list[Ran | Drawn] = []
+        for result in run_page(page.resolve(), quick=asked.quick):
+            results.append(result)
+            problem = result.problem
+            print(f"{page}:{result.line}: {'differs' if problem else 'as shown'}: {result.what}", flush=True)
             if problem:
                 print(problem, flush=True)
-        total, differing = total + len(results), differing + sum(bool(ran.problem) for ran in results)
+        total, differing = total + len(results), differing + sum(bool(result.problem) for result in results)
         if asked.write:
             write(page, results)
-    print(f"{total} commands, {differing} of which differ")
+    print(f"{total} commands and pictures, {differing} of which differ")
     return 1 if differing else 0
 
 

@@ -1,4 +1,5 @@
 """Pictures as parts of a page: curves, boxes in rows, and stacked bars. Pure; `page.css` and `page.js` belong to it.
+`standalone` makes files of them.
 
 A picture is as wide as its page. Its SVG is stretched to that width, while strokes and text are not: texts are HTML
 around it. So it is readable on a phone and without a script, and follows light and dark by its classes `c0` to `c7`.
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 from math import ceil, floor, isfinite, log10
+
+from evenly.report.standalone import standalone as standalone
 
 ACROSS, UP, ROW = 1_000_000, 100_000, 100  # units of an SVG: the width, the height of curves, the height of a row
 COLOURS = 8

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 KOREAN = ROOT / "docs" / "ko"
 GLOSSARY = KOREAN / "glossary.md"  # has no English counterpart
 PAGES = [(ROOT / "README.md", ROOT / "README.ko.md")] + [
-    (ROOT / "docs" / page.name, page) for page in sorted(KOREAN.glob("*.md")) if page != GLOSSARY
+    (ROOT / "docs" / page.relative_to(KOREAN), page) for page in sorted(KOREAN.rglob("*.md")) if page != GLOSSARY
 ]
 TRANSLATED = {english.resolve(): korean.resolve() for english, korean in PAGES}
 
@@ -91,6 +91,11 @@ def test_pages_are_there() -> None:
         "faults",
     }
     assert [korean.name for english, korean in PAGES if not english.exists()] == []
+
+
+def test_the_whole_tutorial_is_in_korean() -> None:
+    english, korean = ({page.name for page in (docs / "tutorial").glob("*.md")} for docs in (ROOT / "docs", KOREAN))
+    assert korean == english
 
 
 @pages

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))  # docs is no installed packa
 
 from docs.generate_reference import commands, parameters
 from docs.generate_reference import pages as reference
-from docs.hooks import for_site
+from docs.hooks import add_pages, for_site
 from docs.page_text import ROOT, Block, anchors, blocks, headings, links, original_of, pages, prose
 from docs.run_pages import Command, Ran, agrees, commands_of, run_page, write
 
@@ -102,12 +102,11 @@ def nav_pages(entries: list[object]) -> Iterator[str]:
 
 def test_every_page_is_in_the_navigation() -> None:
     config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-    named = [*nav_pages(config["nav"])]
+    add_pages(config["nav"])
     docs = ROOT / "docs"
-    written = [
-        page.relative_to(docs).as_posix() for page in pages() if page.is_relative_to(docs) and not original_of(page)
-    ]
-    assert sorted(named) == sorted(["index.md", *written, *(f"reference/{name}" for name in reference())])
+    written = [page.relative_to(docs).as_posix() for page in pages() if page.is_relative_to(docs)]
+    generated = ["index.md", "ko/index.md", *(f"reference/{name}" for name in reference())]
+    assert sorted(nav_pages(config["nav"])) == sorted([*written, *generated])
 
 
 @pytest.mark.parametrize("page", pages(), ids=name_of)
@@ -135,7 +134,7 @@ def test_marks_are_those_that_are_known(page: Path) -> None:
 @pytest.mark.parametrize("page", RUN_IN_CI, ids=name_of)
 def test_commands_print_what_is_shown(page: Path) -> None:
     """But those that take long, which `make pages` runs."""
-    assert {ran.command.text: ran.problem for ran in run_page(page, quick=True) if ran.problem} == {}
+    assert {result.what: result.problem for result in run_page(page, quick=True) if result.problem} == {}
 
 
 # ------------------------------------------------------------------------------------------------------- the parts
@@ -191,7 +190,7 @@ def test_a_page_is_run_from_top_to_bottom_and_can_be_written(tmp_path: Path) -> 
     page = tmp_path / "page.md"
     page.write_text(PAGE)
     results = [*run_page(page, quick=False)]
-    assert [(ran.command.text, ran.command.line) for ran in results] == [
+    assert [(ran.what, ran.line) for ran in results] == [
         ("echo one", 5), ("cat job.py", 14), ("false", 18), ("echo two", 20),
     ]  # fmt: skip
     assert [bool(ran.problem) for ran in results] == [False, False, False, True]
