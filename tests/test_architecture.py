@@ -478,7 +478,7 @@ def test_the_words_are_the_field_s() -> None:
         f"{path.relative_to(root)}:{number}: {match[0]}"
         for path in texts
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if (match := DIALECT.search(line)) is not None
+        if (match := DIALECT.search(line)) is not None and line != "<summary>Answer</summary>"  # of an exercise
     ]
     assert found == []
 

@@ -16,7 +16,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 WIDTH, FONT, LINE, GAP = 760, 13, 20, 14  # pixels: of the picture, its letters, a line of text, between figures
-LEFT, RIGHT, AREA = 84, 14, 240  # beside the area of curves and rows, and the height of that of curves
+LEFT, RIGHT, AREA = 84, 14, 240  # left and right of the area of curves and rows, and the height of that of curves
 BAR, LABEL, TOTAL = 26, 170, 90  # height of a bar's row, width of its label and of its total
 # Rules of `page.css` that the SVG needs: colours, light and dark, strokes and fills of what holds the data.
 NEEDED = re.compile(
