@@ -4,8 +4,8 @@
     python benchmarks/equality/run.py --again --only gpt2,t5 --plans "zero3;tensor=2"   some rows again
 
 Each example is made small by its settings, and trains `STEPS` steps in float64 in a plain loop on one device, then
-under each plan, as `evenly verify` does. A row is kept in benchmarks/results/equality.json as soon as it is known. At the end
-docs/equality.md is written; the exit code is 1 if a row is neither equal nor refused.
+under each plan, as `evenly verify` does. A row is kept in benchmarks/results/equality.json as soon as it is known. At
+the end docs/equality.md is written; the exit code is 1 if a row is neither equal nor refused.
 """
 
 from __future__ import annotations
@@ -157,12 +157,12 @@ def page(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
     commits = ", ".join(sorted({row["commit"] for row in every}))
     yield "# Every example under every plan"
     yield ""
-    yield f"The job files of `examples/`, each made small by its settings, train {STEPS} steps in float64 in a plain loop on"
-    yield "one device, then under each plan, on CPUs over gloo. A cell has the largest relative difference of a parameter;"
-    yield "losses, norms and the optimizer's state are held against one device's as well. *same bits*: all parameters have"
-    yield "the bits of one device, under `exact=bitwise`. *refused*: before the first step, in a sentence, which stands below"
-    yield "the table. Written by `benchmarks/equality/run.py` from `benchmarks/results/equality.json`: what was not run is not"
-    yield "there."
+    yield f"The job files of `examples/`, each made small by its settings, train {STEPS} steps in float64 in a plain"
+    yield "loop on one device, then under each plan, on CPUs over gloo. A cell has the largest relative difference of a"
+    yield "parameter; losses, norms and the optimizer's state are held against one device's as well. *same bits*: all"
+    yield "parameters have the bits of one device, under `exact=bitwise`. *refused*: before the first step, in a sentence,"
+    yield "which stands below the table. Written by `benchmarks/equality/run.py` from `benchmarks/results/equality.json`:"
+    yield "what was not run is not there."
     yield ""
     yield f"{len(every)} rows: {numbers}. Commits: {commits}."
     yield ""
