@@ -3,9 +3,10 @@
     python benchmarks/equality/run.py                                                   goes on where it was cut off
     python benchmarks/equality/run.py --again --only gpt2,t5 --plans "zero3;tensor=2"   some rows again
 
-Each example is made small by its settings, and trains `STEPS` steps in float64 in a plain loop on one device, then
-under each plan, as `evenly verify` does. A row is kept in benchmarks/results/equality.json as soon as it is known. At
-the end docs/equality.md is written; the exit code is 1 if a row is neither equal nor refused.
+Each example is made small by its settings, and trains `STEPS` steps in float64 (with `exact=bitwise` in float32) in
+a plain loop on one device, then under each plan, as `evenly verify` does. A row is kept in
+benchmarks/results/equality.json as soon as it is known. At the end docs/equality.md is written; the exit code is 1 if
+a row is neither equal nor refused.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from evenly.cli.verify import PRELOAD
+from evenly.job import Precision
 from evenly.jobfile import libraries_of
 from evenly.launcher.agent import warm_up
 from evenly.plan.schedule import SCHEDULES
@@ -92,8 +94,8 @@ def main() -> None:
     for example in asked.only:
         known = rows.setdefault(example, {})
         due = [plan for plan in asked.plans if asked.again or plan not in known]
-        if due:
-            verify_example(example, due, known, commit, rows)
+        for dtype, of_dtype in by_dtype(due).items():
+            verify_example(example, of_dtype, dtype, known, commit, rows)
     PAGE.write_text("\n".join(page(rows)) + "\n", encoding="utf-8")
     sys.exit(any(row["status"] not in ("equal", "unsupported") for of in rows.values() for row in of.values()))
 
@@ -109,8 +111,21 @@ def arguments() -> argparse.Namespace:
     return asked
 
 
+def by_dtype(plans: list[str]) -> dict[Precision, list[str]]:
+    """What plans are verified in: `exact=bitwise` adds in a wider type than the gradients', and float64 has none."""
+    found: dict[Precision, list[str]] = {}
+    for plan in plans:
+        found.setdefault("float32" if "exact=bitwise" in plan else "float64", []).append(plan)
+    return found
+
+
 def verify_example(
-    example: str, plans: list[str], known: dict[str, dict[str, Any]], commit: str, rows: dict[str, dict[str, Any]]
+    example: str,
+    plans: list[str],
+    dtype: Precision,
+    known: dict[str, dict[str, Any]],
+    commit: str,
+    rows: dict[str, dict[str, Any]],
 ) -> None:
     """Adds the rows of `example` under `plans` to `known`, and keeps all `rows` after each."""
     path = ROOT / "examples" / f"{example}.py"
@@ -126,7 +141,7 @@ def verify_example(
         diff = row.param_diff or 0.0
         print(f"{example:10} {row.plan:48} {row.status:11} {diff:.1e} {seconds:5.1f} s {row.reason}", flush=True)
 
-    request = VerifyRequest(path, SETTINGS[example], STEPS, "float64")
+    request = VerifyRequest(path, SETTINGS[example], STEPS, dtype)
     verify(request, plans, devices=None, report=lambda _: None, judged=judged)
 
 
@@ -152,17 +167,17 @@ def commit_of_tree() -> str:
 def page(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
     """The lines of docs/equality.md."""
     every = [row for of in rows.values() for row in of.values()]
-    counts = Counter(WORDS.get(row["status"], row["status"]) for row in every)
+    counts = Counter(map(word_of, every))
     numbers = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
     commits = ", ".join(sorted({row["commit"] for row in every}))
     yield "# Every example under every plan"
     yield ""
-    yield f"The job files of `examples/`, each made small by its settings, train {STEPS} steps in float64 in a plain"
-    yield "loop on one device, then under each plan, on CPUs over gloo. A cell has the largest relative difference of a"
-    yield "parameter; losses, norms and the optimizer's state are held against one device's as well. *same bits*: all"
-    yield "parameters have the bits of one device, under `exact=bitwise`. *refused*: before the first step, in a sentence,"
-    yield "which stands below the table. Written by `benchmarks/equality/run.py` from `benchmarks/results/equality.json`:"
-    yield "what was not run is not there."
+    yield f"The job files of `examples/`, each made small by its settings, train {STEPS} steps in float64 (under"
+    yield "`exact=bitwise` in float32) in a plain loop on one device, then under each plan, on CPUs over gloo. A cell"
+    yield "has the largest relative difference of a parameter; losses, norms and the optimizer's state are held against"
+    yield "one device's as well. *same bits*: all parameters have one device's. *refused*: before the first step, in"
+    yield "a sentence, which stands below the table. An empty cell was not run. Written by `benchmarks/equality/run.py`"
+    yield "from `benchmarks/results/equality.json`."
     yield ""
     yield f"{len(every)} rows: {numbers}. Commits: {commits}."
     yield ""
@@ -187,11 +202,16 @@ def table(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
         yield f"- {where}: {reason}"
 
 
+def word_of(row: dict[str, Any]) -> str:
+    status: str = row["status"]
+    return WORDS.get(status, status)
+
+
 def cell(row: dict[str, Any] | None) -> str:
     if row is None:
         return ""
     if row["status"] != "equal":
-        return WORDS.get(row["status"], row["status"])
+        return word_of(row)
     return "same bits" if row["bits_differ"] == 0 else f"{row['param_diff']:.0e}"
 
 
