@@ -373,10 +373,10 @@ PACKAGE_LINES = {
     "bridges": 1076,  # states of a Trainer's callbacks, its samplers; jobs of a Trainer and of Lightning's modules
     "checkpoint": 2588,  # weights from files; adapters, shards and tokenizers in exports; averages; pieces that overlap
     "cli": 2950,  # the board; runs under Ray; submit, doctor and bench on several nodes; loggers, the screen, exports
-    "comm": 3157,  # messages that cross at the same time; numbers to a GPU; doctor and bench on several nodes; streams
+    "comm": 3314,  # sums in shared memory; messages that cross; numbers to a GPU; doctor and bench on several nodes
     "data": 1740,  # streams that split by rank; collate on the rank that trains; streams, samplers and their places
-    "engine": 3232,  # compilers of blocks; times of passes; squares of gradients; an updater for each phase
-    "hardware": 1157,  # links to the host; variants of devices; links by nodes; numbers beyond all machines
+    "engine": 3241,  # compilers of blocks; times of passes; squares of gradients; an updater for each phase
+    "hardware": 1160,  # links to the host; variants of devices; links by nodes; numbers beyond all machines
     "launcher": 3824,  # imports without collections; a folder that all nodes see; batch scripts and manifests
     "model": 723,  # collectives; fake tensors that are made again; models built without memory; phases
     "nn": 307,  # the loss of a head without its logits
@@ -391,7 +391,7 @@ PACKAGE_LINES = {
     "ray": 447,  # ranks that Ray places, starts and replaces
     "report": 3670,  # pictures as files; a drawing kit; pages of runs, what records say, comparisons, the board
     "train": 3960,  # spans of steps; starting again, of runs here and under Ray; phases; the look at losses
-    "verify": 2216,  # phases; streams, metrics, averages, groups and frozen parameters in the reference
+    "verify": 2225,  # verdicts as they come; phases; streams, metrics, averages and groups in the reference
 }
 # Parameters of a command are the options that it has on the command line.
 COMMANDS = PACKAGE / "cli" / "main.py"

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from evenly.comm.collectives import gather_values
+from evenly.comm.collectives import gather_values, sum_at_once
 from evenly.comm.connect import connect, disconnect
 from evenly.comm.groups import Group
 from evenly.comm.operations import (
@@ -35,6 +35,7 @@ from evenly.comm.operations import (
     send,
 )
 from evenly.comm.ring import ring_all_reduce
+from evenly.comm.shared_memory import share_memory
 from evenly.comm.transport import even_sizes
 from evenly.errors import UserError
 from evenly.hardware.cluster import Rates
@@ -121,7 +122,7 @@ def group_shapes(nodes: int, devices: int) -> list[tuple[int, int]]:
 
 def bus_factor(operation: str, ranks: int) -> float:
     """Bus bandwidth / algorithm bandwidth."""
-    if operation in ("all_reduce", "ring_all_reduce"):
+    if operation in ("all_reduce", "sum", "ring_all_reduce"):
         return 2 * (ranks - 1) / ranks
     shared = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
     return (ranks - 1) / ranks if operation in shared else 1.0
@@ -155,6 +156,8 @@ def measure(operations: Sequence[str], most_bytes: int) -> Bench:
             sizes = {"apart": every.size // (ranks * stride), "measured": ranks, "between": stride}
             group = every if ranks == every.size else every.mesh(sizes)["measured"]
             nodes = ranks // min(ranks, devices // stride)
+            if world.nodes == 1:  # as the tensor axis has it
+                group.shared = share_memory(group)
             for name in operations:
                 found = [*_measured(name, most_bytes, group, every, nodes)]
                 measured += found
@@ -322,6 +325,7 @@ OPERATIONS: dict[str, Callable[[int, Group], Callable[[], object]]] = {
     "scatter": _cut(lambda cut, g: scatter(None if g.position else cut.whole, 0, g, sizes=cut.sizes)),
     "gather": _cut(lambda cut, group: gather(cut.piece, 0, group, sizes=cut.sizes)),
     "all_reduce": _whole(lambda tensor, group: all_reduce(tensor, group)),
+    "sum": _whole(sum_at_once),
     "ring_all_reduce": _whole(ring_all_reduce),
     "all_gather": _cut(lambda cut, group: all_gather(cut.piece, group, sizes=cut.sizes)),
     "reduce_scatter": _cut(lambda cut, group: reduce_scatter(cut.whole, group, sizes=cut.sizes)),

@@ -133,8 +133,13 @@ def sum_at_once(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     plain = tensor.dtype in ADDED and is_plain(tensor) and tensor.numel() > 0
     if not plain or group.size == 1 or group.fake is not None:
         return all_reduce(tensor, group)
-    serial = enter(group, "all_reduce", tensor, detail="sum")
-    wait_for((group.handle.allreduce([tensor]),), group, serial, polled=group.device.type == "cpu")
+    serial, polled = enter(group, "all_reduce", tensor, detail="sum"), group.device.type == "cpu"
+    if group.shared is None or not group.shared.takes(tensor):
+        wait_for((group.handle.allreduce([tensor]),), group, serial, polled=polled)
+        return tensor
+    group.shared.add_up(tensor, lambda one: wait_for((group.handle.allreduce([one]),), group, 0, polled=polled))
+    if group.recorder is not None:
+        group.recorder.leave(serial)
     return tensor
 
 

@@ -25,6 +25,7 @@ from evenly.observe.recorder import Recorder
 
 if TYPE_CHECKING:
     from evenly.comm.fake import FakeCollectives
+    from evenly.comm.shared_memory import SharedMemory
 
 
 class Group:
@@ -36,6 +37,7 @@ class Group:
     device:  what tensors must be on for this group's backend.
     checked: whether every operation first compares what all ranks ask for.
     fake:    what its collectives do in place of torch's, for a group of which there is one rank only.
+    shared:  memory in which its sums are made (`shared_memory.share_memory`), where its ranks have that.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Group:
         self.size = len(self.ranks)
         self.rank = self.ranks.index(own) if own in self.ranks else None
         self.recorder, self.checked, self.fake = recorder, checked, fake
+        self.shared: SharedMemory | None = None
         self.label = f"{name} [{number_ranges(ranks)}]"
         self.operations = 0  # begun so far; the same on all its ranks when they agree
         self._handle, self._own = handle, own
@@ -169,7 +172,7 @@ class Group:
             return
         while self._children:
             self._children.pop().close()
-        self._closed = True
+        self._closed, self.shared = True, None
         if self._handle is not None and dist.is_initialized():
             dist.destroy_process_group(self._handle)
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from evenly.comm.groups import Group
+from evenly.comm.shared_memory import share_memory
 from evenly.comm.world import World
 from evenly.errors import PlanError
 from evenly.model.blocks import Block, find_blocks, find_recomputed, recomputable
@@ -218,7 +219,7 @@ def compose(
     model = modules[0]
     pipeline = _pipeline(*stages, plan, world) if stages is not None else None
     blocks = [find_blocks(module) for module in modules] if pipeline is None else [pipeline.blocks]
-    tensor = None if splits is None else _split(model, splits, world.group("tensor"), plan)
+    tensor = None if splits is None else _split(model, splits, _tensor_group(world), plan)
     if plan.data.zero_stage < 3 and (pipeline or tensor):
         model.to(world.device)
     replicas = Replicas(modules, devices_of(plan, world), output_device=plan.replicas.output_device)
@@ -336,6 +337,14 @@ def _backward_context(plan: Plan, tensor: SplitModel | None) -> AbstractContextM
     """What is entered around every backward: recomputation runs the model."""
     context: AbstractContextManager[object] = nullcontext() if tensor is None else tensor.axis
     return context if plan.recompute not in ("selective", "full") else RecomputedBackward(plan.recompute, context)
+
+
+def _tensor_group(world: World) -> Group:
+    """The group of the tensor axis, whose ranks share memory where they are on one machine."""
+    group: Group = world.group("tensor")
+    if world.nodes == 1 and group.shared is None:
+        group.shared = share_memory(group)
+    return group
 
 
 def _split(model: nn.Module, splits: Mapping[str, ParameterSplit], group: Group, plan: Plan) -> SplitModel:

@@ -48,12 +48,15 @@ def place(ranks: int, stride: int, cluster: Cluster) -> LinkedRanks:
 def seconds(operation: str, size_bytes: float, group: LinkedRanks, cluster: Cluster) -> float:
     """Predicted time of one operation, s; 0 for a group of one rank.
 
-    operation: all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, or send (between two ranks).
+    operation: all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, or send (between two ranks); sum: an
+    all_reduce of the tensor axis, which CPUs of one machine make in shared memory.
     Links measured for this operation and this group win. Raises `KeyError` for an operation not named above.
     """
     if group.ranks < 2 or size_bytes <= 0:
         return 0.0
     link = measured_link(operation, group, cluster) if cluster.links or cluster.between else None
+    if link is None and operation == "sum":
+        return seconds("all_reduce", size_bytes, group, cluster)
     if link is not None:
         return link.seconds(size_bytes)
     return OPERATIONS[operation](size_bytes, group, cluster.fabric)

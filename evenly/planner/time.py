@@ -125,7 +125,8 @@ def _computed(works: Sequence[OpCost], machine: Machine) -> Pass:
 def _tensor_seconds(collectives: Sequence[Collective], config: TrainingConfig, machine: Machine) -> float:
     library = machine.library
     exposed, group = 1 - library.tensor_hidden, place(config.tensor, 1, machine.cluster)
-    talks = (seconds(one.operation, one.bytes, group, machine.cluster) for one in collectives)
+    names = ("sum" if one.operation == "all_reduce" else one.operation for one in collectives)
+    talks = (seconds(name, one.bytes, group, machine.cluster) for name, one in zip(names, collectives, strict=True))
     return exposed * sum(talk + library.tensor_s for talk in talks)
 
 

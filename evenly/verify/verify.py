@@ -55,16 +55,25 @@ class VerifyRequest:
 
 
 def verify(
-    request: VerifyRequest, plans: list[str], *, devices: int | None, report: Callable[[str], None]
+    request: VerifyRequest,
+    plans: list[str],
+    *,
+    devices: int | None,
+    report: Callable[[str], None],
+    judged: Callable[[Row], None] = lambda _: None,
 ) -> Verification:
     """Runs each of `plans` and compares it with one device that runs the same microbatches.
 
     devices: of plans that state no sizes; by default the smallest world that shows the plan. report: called with a
-    line of progress. Raises what the first run of the reference raises.
+    line of progress; judged: with the verdict on each plan as it is known. Raises what the first run of the reference
+    raises.
     """
+    rows: list[Row] = []
     with TemporaryDirectory(prefix="evenly-verify-") as name:
         references = _ReferenceRuns(request, Path(name), report)
-        rows = [_verify_plan(request, text, references, devices=devices, report=report) for text in plans]
+        for text in plans:
+            rows.append(_verify_plan(request, text, references, devices=devices, report=report))
+            judged(rows[-1])
     return Verification(str(request.path), request.steps, request.dtype, rows, references.found.notes)
 
 

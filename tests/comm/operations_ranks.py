@@ -5,13 +5,15 @@ Every rank can make the tensor of every other, so each holds the operation again
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from kept_ranks import group_of_all
 
-from evenly.comm import collectives
+from evenly.comm import collectives, shared_memory
 from evenly.comm.collectives import gather_to_first, sum_at_once
 from evenly.comm.groups import Group
 from evenly.comm.operations import (
@@ -29,6 +31,7 @@ from evenly.comm.operations import (
     scatter,
     send,
 )
+from evenly.comm.shared_memory import WORTH_BYTES, share_memory
 from evenly.comm.transport import even_sizes
 from evenly.errors import EvenlyError, UserError
 
@@ -366,3 +369,64 @@ def gathered_to_first(at_once: int) -> list[str]:
         if value["text"] != ["x" * position]:
             found.append(f"text of position {position}: {value['text']}")
     return found
+
+
+# ------------------------------------------------------------------------------------------------- shared memory
+def shared_sums() -> list[str]:
+    """Sums in shared memory, one after the other, of all lengths; in each another rank comes late."""
+    findings, place_bytes = Findings(), 2 * WORTH_BYTES
+    with mock.patch.object(shared_memory, "PLACE_BYTES", place_bytes), group_of_all() as group:
+        group.shared = share_memory(group)
+        if group.shared is None:
+            findings.append("the ranks share no memory")
+        for turn in range(24):
+            dtype = (torch.float32, torch.float64)[turn % 2]
+            few = WORTH_BYTES // dtype.itemsize
+            place = place_bytes // dtype.itemsize
+            length = (few, few - 1, few + 3, place, 2 * place + 5)[turn % 5]
+            of_ranks = [drawn(length, dtype, (turn, position)) for position in range(group.size)]
+            given = of_ranks[group.position].clone().view(-1, 1)
+            if turn % group.size == group.position:
+                time.sleep(0.004)
+            found = sum_at_once(given, group)
+            expected = reduced(of_ranks, "sum").view(-1, 1)
+            if length * dtype.itemsize < WORTH_BYTES:  # by gloo, in an order of its own
+                torch.testing.assert_close(found, expected)
+            else:
+                findings.same(f"turn {turn}", found, expected)
+            findings.same(f"turn {turn} in place", given, found)
+    return findings
+
+
+def drawn(length: int, dtype: torch.dtype, seeds: tuple[int, int]) -> torch.Tensor:
+    """Numbers whose sums depend on the order of adding."""
+    generator = torch.Generator().manual_seed(100 * seeds[0] + seeds[1])
+    return torch.randn(length, generator=generator, dtype=dtype)
+
+
+def lengths_that_differ() -> list[str]:
+    """A sum of tensors of two lengths is refused on all ranks."""
+    findings = Findings()
+    with group_of_all() as group:
+        group.shared = share_memory(group)
+        length = WORTH_BYTES * (1 + group.position)
+        findings.refused("lengths", lambda: sum_at_once(torch.ones(length), group), "another length")
+    return findings
+
+
+def memory_that_one_rank_does_not_see(hidden: str) -> list[str]:
+    """No rank uses what the last does not see, or in whose place it sees another's memory."""
+    findings, opened = Findings(), shared_memory._open  # pyright: ignore[reportPrivateUsage]
+
+    def opened_by_last(offer: Any, size: int) -> Any:
+        return None if hidden == "missing" else opened(offer._replace(token=b"of another"), size)
+
+    with group_of_all() as group:
+        last = group.position == group.size - 1
+        with mock.patch.object(shared_memory, "_open", opened_by_last if last else opened):
+            group.shared = share_memory(group)
+        if group.shared is not None:
+            findings.append("memory is shared all the same")
+        total = sum_at_once(torch.ones(WORTH_BYTES), group)
+        findings.same("by gloo", total, torch.full((WORTH_BYTES,), float(group.size)))
+    return findings

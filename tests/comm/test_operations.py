@@ -52,6 +52,20 @@ def test_differences_are_named_before_anything_is_sent(ranks: KeptRanks) -> None
     assert flat(ranks.run(operations_ranks.checked, size=3)) == []
 
 
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_sums_in_shared_memory_are_those_of_the_ranks_in_their_order(ranks: KeptRanks, size: int) -> None:
+    assert flat(ranks.run(operations_ranks.shared_sums, size=size)) == []
+
+
+def test_a_sum_of_two_lengths_in_shared_memory_is_refused(ranks: KeptRanks) -> None:
+    assert flat(ranks.run(operations_ranks.lengths_that_differ, size=2)) == []
+
+
+@pytest.mark.parametrize("hidden", ["missing", "of another"])
+def test_memory_is_shared_by_all_ranks_or_none(ranks: KeptRanks, hidden: str) -> None:
+    assert flat(ranks.run(operations_ranks.memory_that_one_rank_does_not_see, hidden, size=3)) == []
+
+
 def test_a_group_of_one_is_the_identity() -> None:
     alone, tensor = Group.alone(), torch.arange(3.0)
     assert all_reduce(tensor, alone, "mean") is tensor

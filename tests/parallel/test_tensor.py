@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from torch import nn
 
 import evenly
 from evenly.comm import collectives as comm_collectives
-from evenly.comm import operations
+from evenly.comm import operations, shared_memory
+from evenly.comm.shared_memory import SharedMemory
 from evenly.errors import EvenlyError
 from evenly.parallel.data.gradients import Ownership
 from evenly.verify.compare import RankComparison, judge
@@ -88,6 +90,31 @@ def test_a_split_model_computes_what_one_device_does(
     assert 0 < row.param_diff < 1e-11
     assert row.sharded is not None
     assert row.sharded >= sharded
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "size"),
+    [("packed", "tensor=2", 2), ("decoder", "tensor=4", 4), ("norm first", "data=2 tensor=2 zero=3 recompute=full", 4)],
+)
+def test_sums_in_shared_memory_make_no_difference(
+    name: str, plan: str, size: int, references: References, ranks: KeptRanks
+) -> None:
+    row = judge(plan, ranks.run(compared_in_shared_memory, name, plan, references(name), size=size))
+    assert row.status == "equal", row.reason
+
+
+def compared_in_shared_memory(name: str, plan: str, folder: Path) -> RankComparison:
+    """All sums of the tensor axis go that way, as those of larger models do."""
+    add_up, sums = SharedMemory.add_up, Counter[str]()
+
+    def counted(*given: Any) -> None:
+        sums["made"] += 1
+        add_up(*given)
+
+    with mock.patch.object(shared_memory, "WORTH_BYTES", 1), mock.patch.object(SharedMemory, "add_up", counted):
+        found = compared(name, plan, folder)
+    assert sums["made"] >= 4 * BLOCKS * STEPS
+    return found
 
 
 def test_sixteen_bits_agree_up_to_rounding(tmp_path: Path, ranks: KeptRanks) -> None:
