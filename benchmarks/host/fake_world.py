@@ -1,7 +1,8 @@
 """This process as the first of several ranks that do not exist: torch's fake process group, for every library in it.
 
 What ranks would gather are copies of this rank's tensors, what they would add up is this rank's own, and what they
-would send is zeros. So the numbers mean nothing, and every rank's Python runs as it does among real ones.
+would send is ones: a gradient of zeros would be none to `evenly`, and a vote of zero a no to torch's pipelining. So the
+numbers mean nothing, and every rank's Python runs as it does among real ones.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend
+from torch.distributed import distributed_c10d
 
 
 def pretend(ranks: int) -> None:
@@ -34,11 +36,16 @@ def pretend(ranks: int) -> None:
         return open_group(*given, **{**named, "backend": "fake"})
 
     dist.init_process_group, dist.new_group = joined, opened
-    dist.irecv = _received
+    dist.recv = dist.irecv = distributed_c10d.irecv = _received  # the last is what batches of messages are checked by
+    dist.ProcessGroup.recv = lambda _, tensors, *__: [_received(one) for one in tensors][-1]
+    dist.ProcessGroup.alltoall_base = lambda _, landing, *__: _received(landing)
 
 
 def _received(tensor: torch.Tensor, *_: Any, **__: Any) -> _Done:
-    tensor.zero_()
+    """`evenly` receives bytes: here those of numbers of float32."""
+    with torch.no_grad():
+        bytes_of_numbers = tensor.dtype is torch.uint8 and tensor.numel() % 4 == 0
+        (tensor.view(torch.float32) if bytes_of_numbers else tensor).fill_(1)
     return _Done()
 
 

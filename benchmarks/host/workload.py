@@ -1,7 +1,7 @@
 """The model of benchmarks/host: twelve blocks so small that a step is Python and what torch does around its kernels.
 
 `gpt` is the GPT of benchmarks/peers, written in plain layers, which rivals can be written for by hand; `gpt2` that of
-transformers. A rank runs two microbatches of one sample of 16 tokens in a step.
+transformers. A rank runs two microbatches of one sample of 16 tokens in a step, four under a pipeline.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import workloads
 
 LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY = 12, 32, 4, 16, 256
 MICROBATCHES = 2  # of one sample, that each rank runs in a step
+PIPELINED = 4  # the same under a pipeline: as many as the most stages
 CLIP_NORM, LR = 1.0, 1e-4
 
 
@@ -32,6 +33,22 @@ def model(kind: str, layers: int = LAYERS) -> nn.Module:
     how: Any = dict(n_positions=LENGTH, n_embd=WIDTH, n_layer=layers, n_head=HEADS, bos_token_id=0, eos_token_id=0)
     no_dropout: Any = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **how, **no_dropout))
+
+
+class FirstStage(nn.Module):
+    """The first of `stages` stages of `gpt`, cut by hand: embeddings and an equal share of the blocks."""
+
+    def __init__(self, stages: int) -> None:
+        super().__init__()
+        whole: Any = model("gpt")
+        self.tok, self.pos, self.blocks = whole.tok, whole.pos, whole.blocks[: LAYERS // stages]
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Ids [B, LENGTH] -> [B, LENGTH, WIDTH]."""
+        x = self.tok(ids) + self.pos.weight[: ids.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return x
 
 
 def summed_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
