@@ -374,18 +374,18 @@ PACKAGE_LINES = {
     "checkpoint": 2588,  # weights from files; adapters, shards and tokenizers in exports; averages; pieces that overlap
     "cli": 2950,  # the board; runs under Ray; submit, doctor and bench on several nodes; loggers, the screen, exports
     "comm": 3157,  # messages that cross at the same time; numbers to a GPU; doctor and bench on several nodes; streams
-    "data": 1740,  # streams that split by rank; collate on the rank that trains; streams, samplers and their places
-    "engine": 3232,  # compilers of blocks; times of passes; squares of gradients; an updater for each phase
+    "data": 1749,  # tensors of nests without generators; streams that split by rank; collate on the rank that trains
+    "engine": 3235,  # batches of stages copied where needed; compilers of blocks; times of passes; squares of gradients
     "hardware": 1157,  # links to the host; variants of devices; links by nodes; numbers beyond all machines
     "launcher": 3824,  # imports without collections; a folder that all nodes see; batch scripts and manifests
     "model": 723,  # collectives; fake tensors that are made again; models built without memory; phases
     "nn": 307,  # the loss of a head without its logits
     "observe": 1945,  # operations of a step; progress; stacks read without frames; loggers; stalls
     "parallel": 1,
-    "parallel.core": 2574,  # compiled blocks with statistics and views; groups by name
-    "parallel.data": 3590,  # neighbours packed at once; optimizers of whole parameters; passes of a step; exact buckets
-    "parallel.tensor": 4404,  # decisions are replayed, heads without logits; noise and no_grad; experts, indices
-    "parallel.pipeline": 3596,  # forms of results; stages of each phase; numbers inside blocks, draws; hooks; layouts
+    "parallel.core": 2617,  # views that are not asked within blocks; compiled blocks with statistics; groups by name
+    "parallel.data": 3633,  # small gradients squared at once; neighbours packed at once; optimizers of whole parameters
+    "parallel.tensor": 4408,  # views that are not asked; decisions are replayed, heads without logits; experts, indices
+    "parallel.pipeline": 3615,  # dicts of a stage alone; forms of results; stages of each phase; numbers inside blocks
     "plan": 1240,  # backwards in parts; spans of actions; speeds of ranks; schedules are a table that others add to
     "planner": 7031,  # collectives of both passes; fake results, offloading; rows of equal blocks; a reserve
     "ray": 447,  # ranks that Ray places, starts and replaces

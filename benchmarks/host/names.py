@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-SCHEDULES = ("gpipe", "1f1b", "zero-bubble")
+SCHEDULES = {2: ("gpipe", "1f1b", "zero-bubble", "interleaved"), 4: ("gpipe", "1f1b", "zero-bubble")}  # by ranks
+LOOPED = {"interleaved": 2}  # stages of a rank, where there are several
 ALL_AXES = "data=2 tensor=2 pipeline=2 zero=1"
 
 
@@ -24,20 +25,20 @@ class Group(NamedTuple):
         return (self.base, *self.plans, *self.rivals)
 
 
-def plan_of(stages: int, schedule: str) -> str:
-    return f"pipeline={stages} schedule={schedule}"
+def plan_of(ranks: int, schedule: str) -> str:
+    return f"pipeline={ranks} schedule={schedule}"
 
 
-def rival_of(stages: int, schedule: str) -> str:
-    return f"torch's pipelining: {stages} stages {schedule}"
+def rival_of(ranks: int, schedule: str) -> str:
+    return f"torch's pipelining ({ranks} ranks {schedule})"
 
 
-def _pipelines(base: str, stages: int, *more: str) -> Group:
-    plans, rivals = ([name(stages, one) for one in SCHEDULES] for name in (plan_of, rival_of))
+def _pipelines(base: str, ranks: int, *more: str) -> Group:
+    plans, rivals = ([name(ranks, one) for one in SCHEDULES[ranks]] for name in (plan_of, rival_of))
     return Group(base, (*plans, *more), (*rivals,))
 
 
-LOOP, HALF, QUARTER = "loop by hand", "first half by hand", "first quarter by hand"
+LOOP, HALF, QUARTER = "loop by hand", "first half by hand", "first quarter by hand"  # of a pipeline the first stage
 DDP, FSDP, MEGATRON, DTENSOR = "DDP by hand", "FSDP2 by hand", "Megatron's layers by hand", "DTensor"
 
 GROUPS = {

@@ -4,6 +4,7 @@ python benchmarks/host/run.py                                   all variants of 
 python benchmarks/host/run.py --only "tensor=2,DTensor" --model gpt --rounds 20
 python benchmarks/host/run.py --only tensor=2 --old ../old   the same of another checkout of evenly, in turns
 python benchmarks/host/run.py --only tensor=2 --profile FILE    where the time goes, as text
+python benchmarks/host/run.py --write-docs      the tables of docs/speed.md, of the rows that are kept; measures nothing
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from names import GROUPS, Group
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RESULTS = HERE.parent / "results" / "host.json"
+PAGE = ROOT / "docs" / "speed.md"
+BEGIN, END = "<!-- host: python benchmarks/host/run.py --write-docs -->", "<!-- end of host -->"
+MODELS = {"gpt": "GPT of plain layers", "gpt2": "GPT-2 of transformers"}
 OLD = " (before)"
 
 
@@ -103,12 +107,22 @@ def table(kind: str, rows: list[dict]) -> str:
     columns = {"to_base": "to that by hand"}
     if any("to_before" in one for one in rows):
         columns |= {"before_to_base": "before", "to_before": "to before"}
-    lines = [f"| {kind} | ms a step | {' | '.join(columns.values())} |", "|---|---|" + "---|" * len(columns)]
+    lines = [f"| {MODELS[kind]} | ms a step | {' | '.join(columns.values())} |", "|---|---|" + "---|" * len(columns)]
     for one in rows:
         name = f"`{one['name']}`" if one["plan"] else one["name"]
         ratios = [f"{one[key]:.2f}" if one.get(key) is not None else "" for key in columns]
         lines.append(f"| {name} | {one['step_ms']:.1f} | {' | '.join(ratios)} |")
     return "\n".join(lines)
+
+
+def page(text: str, kept: dict) -> str:
+    """`text` of docs/speed.md with the tables of the rows that are kept, and when and on what they were measured."""
+    before, _, rest = text.partition(BEGIN)
+    where = kept["environment"]
+    said = f"{where['date']}, torch {where['torch']}, {where['cores']} cores, load {where['load'][0]} at the end"
+    said += f"; before: commit {where['before']}." if where["before"] else "."
+    tables = [table(kind, rows) for kind, rows in kept["rows"].items()]
+    return before + "\n\n".join([BEGIN, *tables, f"Measured {said}", END]) + rest.partition(END)[2]
 
 
 def main() -> None:
@@ -120,7 +134,11 @@ def main() -> None:
     parser.add_argument("--old", type=Path, help="another checkout of evenly")
     parser.add_argument("--profile", type=Path, help="file for where the time goes, which is added to")
     parser.add_argument("--json", type=Path, help=f"file for the rows, by default none; those kept are in {RESULTS}")
+    parser.add_argument("--write-docs", action="store_true", help="write the kept rows' tables to docs/speed.md")
     args = parser.parse_args()
+    if args.write_docs:
+        PAGE.write_text(page(PAGE.read_text(), json.loads(RESULTS.read_text())))
+        return
     only, kept = args.only.split(",") if args.only else None, {}
     for kind in [args.model] if args.model else GROUPS:
         kept[kind] = []

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import workload
 from fake_world import pretend, with_losses_elsewhere, without_waiting
-from names import ALL_AXES, DDP, DTENSOR, FSDP, HALF, LOOP, MEGATRON, QUARTER, SCHEDULES, plan_of, rival_of
+from names import ALL_AXES, DDP, DTENSOR, FSDP, HALF, LOOP, LOOPED, MEGATRON, QUARTER, SCHEDULES, plan_of, rival_of
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
@@ -67,38 +67,47 @@ def plain(kind: str, _: ExitStack) -> Step:
     return looped(model.parameters(), lambda batch: workload.summed_loss(model, batch))
 
 
-def first_stage(stages: int) -> Make:
-    """The first of `stages` stages by itself: the gradient of what it gives is of ones, as it is received elsewhere."""
+def first_stage(ranks: int) -> Make:
+    """The first stage on one of `ranks`: the gradient of what it gives is of ones, as it is received elsewhere."""
 
     def make(_: str, __: ExitStack) -> Step:
-        part = workload.FirstStage(stages)
+        part = workload.Stage(ranks)
         return looped(part.parameters(), lambda batch: part(batch[:, :-1]).sum(), microbatches=workload.PIPELINED)
 
     return make
 
 
-def pipelining(stages: int, schedule: str) -> Make:
-    """The first stage under `torch.distributed.pipelining`, with what a loop by hand does around its schedules."""
+def pipelining(ranks: int, schedule: str) -> Make:
+    """The first rank under `torch.distributed.pipelining`, with what a loop by hand does around its schedules."""
 
     def make(_: str, __: ExitStack) -> Step:
         from torch.distributed.pipelining import (
             PipelineStage,
             Schedule1F1B,
             ScheduleGPipe,
+            ScheduleInterleaved1F1B,
             ScheduleInterleavedZeroBubble,
         )
 
         dist.init_process_group()
-        part, count = workload.FirstStage(stages), workload.PIPELINED
+        stages, count = ranks * LOOPED.get(schedule, 1), workload.PIPELINED
+        parts = [workload.Stage(stages, number) for number in range(0, stages, ranks)]
         ids = torch.zeros(1, workload.LENGTH, dtype=torch.int64)
-        stage = PipelineStage(part, 0, stages, torch.device("cpu"), input_args=ids, output_args=part(ids))
+        given = parts[0](ids).detach().requires_grad_()
+        own_stages = [
+            PipelineStage(
+                part, number, stages, torch.device("cpu"), input_args=given if number else ids, output_args=given
+            )
+            for part, number in zip(parts, range(0, stages, ranks), strict=True)
+        ]
         how: Any = {"loss_fn": F.cross_entropy, "scale_grads": False}  # the last stage's
         runner = {
-            "gpipe": lambda: ScheduleGPipe(stage, count, **how),
-            "1f1b": lambda: Schedule1F1B(stage, count, **how),
-            "zero-bubble": lambda: ScheduleInterleavedZeroBubble([stage], count, **how),
+            "gpipe": lambda: ScheduleGPipe(own_stages[0], count, **how),
+            "1f1b": lambda: Schedule1F1B(own_stages[0], count, **how),
+            "zero-bubble": lambda: ScheduleInterleavedZeroBubble(own_stages, count, **how),
+            "interleaved": lambda: ScheduleInterleaved1F1B(own_stages, count, **how),
         }[schedule]()
-        own = list(part.parameters())
+        own = [parameter for part in parts for parameter in part.parameters()]
         optimizer, data = torch.optim.AdamW(own, lr=workload.LR), workload.Tokens()
         at = 0
 
@@ -175,7 +184,7 @@ def of_tensor_benchmark(name: str) -> Make:
 
 
 def evenly(plan: str, *, data: int = 1, stages: int = 1) -> Make:
-    """The same model as a job under `plan`. data: ranks among which microbatches are dealt."""
+    """The same model as a job under `plan`. data: ranks among which microbatches are dealt. stages: on all ranks."""
 
     def make(kind: str, contexts: ExitStack) -> Step:
         import evenly
@@ -222,11 +231,11 @@ VARIANTS = {
     MEGATRON: Variant(of_tensor_benchmark("megatron"), 2),
     DTENSOR: Variant(of_tensor_benchmark("dtensor"), 2),
 }
-for _stages in (2, 4):
-    for _schedule in SCHEDULES:
-        _plan = plan_of(_stages, _schedule)
-        VARIANTS[_plan] = Variant(evenly(_plan, stages=_stages), _stages)
-        VARIANTS[rival_of(_stages, _schedule)] = Variant(pipelining(_stages, _schedule), _stages)
+for _ranks, _schedules in SCHEDULES.items():
+    for _schedule in _schedules:
+        _plan = plan_of(_ranks, _schedule)
+        VARIANTS[_plan] = Variant(evenly(_plan, stages=_ranks * LOOPED.get(_schedule, 1)), _ranks)
+        VARIANTS[rival_of(_ranks, _schedule)] = Variant(pipelining(_ranks, _schedule), _ranks)
 
 
 def make_step(name: str, kind: str, contexts: ExitStack) -> Step:

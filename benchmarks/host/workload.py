@@ -35,17 +35,21 @@ def model(kind: str, layers: int = LAYERS) -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **how, **no_dropout))
 
 
-class FirstStage(nn.Module):
-    """The first of `stages` stages of `gpt`, cut by hand: embeddings and an equal share of the blocks."""
+class Stage(nn.Module):
+    """One of `stages` stages of `gpt`, not the last: an equal share of the blocks, and the first the embeddings."""
 
-    def __init__(self, stages: int) -> None:
+    def __init__(self, stages: int, number: int = 0) -> None:
         super().__init__()
         whole: Any = model("gpt")
-        self.tok, self.pos, self.blocks = whole.tok, whole.pos, whole.blocks[: LAYERS // stages]
+        share = LAYERS // stages
+        self.embeddings = nn.ModuleList() if number else nn.ModuleList([whole.tok, whole.pos])
+        self.blocks = whole.blocks[number * share : (number + 1) * share]
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Ids [B, LENGTH] -> [B, LENGTH, WIDTH]."""
-        x = self.tok(ids) + self.pos.weight[: ids.shape[1]]
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Ids [B, LENGTH], or [B, LENGTH, WIDTH] of the stage before -> [B, LENGTH, WIDTH]."""
+        if self.embeddings:
+            tok, pos = self.embeddings
+            x = tok(x) + pos.weight[: x.shape[1]]
         for block in self.blocks:
             x = block(x)
         return x
