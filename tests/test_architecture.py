@@ -382,10 +382,10 @@ PACKAGE_LINES = {
     "nn": 307,  # the loss of a head without its logits
     "observe": 1945,  # operations of a step; progress; stacks read without frames; loggers; stalls
     "parallel": 1,
-    "parallel.core": 2574,  # compiled blocks with statistics and views; groups by name
-    "parallel.data": 3590,  # neighbours packed at once; optimizers of whole parameters; passes of a step; exact buckets
-    "parallel.tensor": 4404,  # decisions are replayed, heads without logits; noise and no_grad; experts, indices
-    "parallel.pipeline": 3596,  # forms of results; stages of each phase; numbers inside blocks, draws; hooks; layouts
+    "parallel.core": 2617,  # views that are not asked within blocks; compiled blocks with statistics; groups by name
+    "parallel.data": 3633,  # small gradients squared at once; neighbours packed at once; optimizers of whole parameters
+    "parallel.tensor": 4408,  # views that are not asked; decisions are replayed, heads without logits; experts, indices
+    "parallel.pipeline": 3615,  # dicts of a stage alone; forms of results; stages of each phase; numbers inside blocks
     "plan": 1240,  # backwards in parts; spans of actions; speeds of ranks; schedules are a table that others add to
     "planner": 7031,  # collectives of both passes; fake results, offloading; rows of equal blocks; a reserve
     "ray": 447,  # ranks that Ray places, starts and replaces

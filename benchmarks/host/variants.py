@@ -13,41 +13,44 @@ import torch
 import torch.distributed as dist
 import workload
 from fake_world import pretend, with_losses_elsewhere, without_waiting
+from names import ALL_AXES, DDP, DTENSOR, FSDP, HALF, LOOP, LOOPED, MEGATRON, QUARTER, SCHEDULES, plan_of, rival_of
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
 HERE = Path(__file__).resolve().parent
 Step = Callable[[], float]
+Make = Callable[[str, ExitStack], Step]
 
 
 @dataclass(frozen=True)
 class Variant:
-    """make: a step of a model of that kind. ranks: of the world. base: the plain loop it is compared with."""
+    """make: a step of a model of that kind. ranks: of the world."""
 
-    make: Callable[[str, ExitStack], Step]
+    make: Make
     ranks: int = 1
-    base: str = "plain"
 
 
 def looped(
     parameters: Iterable[nn.Parameter],
     loss_of: Callable[[torch.Tensor], torch.Tensor],
     *,
+    microbatches: int = workload.MICROBATCHES,
     clip: Callable[[], object] | None = None,
     not_yet: Callable[[bool], Any] = lambda last: nullcontext(),
 ) -> Step:
-    """A loop by hand: two microbatches, clipping, AdamW. not_yet: a context for each, given whether it is the last."""
+    """A loop by hand: microbatches, clipping, AdamW. not_yet: a context for each, given whether it is the last."""
     own = list(parameters)
     optimizer, data = torch.optim.AdamW(own, lr=workload.LR), workload.Tokens()
     at = 0
 
     def step() -> float:
         nonlocal at
-        total, tokens = 0.0, workload.MICROBATCHES * workload.LENGTH
-        for number in range(workload.MICROBATCHES):
+        total, tokens = 0.0, microbatches * workload.LENGTH
+        for number in range(microbatches):
             batch = torch.stack([data[at]])
             at += 1
-            with not_yet(number == workload.MICROBATCHES - 1):
+            with not_yet(number == microbatches - 1):
                 loss = loss_of(batch) / tokens
                 loss.backward()
             total += loss.item()
@@ -59,14 +62,71 @@ def looped(
     return step
 
 
-def plain(kind: str, _: ExitStack, layers: int = workload.LAYERS) -> Step:
-    model = workload.model(kind, layers)
+def plain(kind: str, _: ExitStack) -> Step:
+    model = workload.model(kind)
     return looped(model.parameters(), lambda batch: workload.summed_loss(model, batch))
 
 
-def half(kind: str, contexts: ExitStack) -> Step:
-    """What one of two stages has of the model."""
-    return plain(kind, contexts, workload.LAYERS // 2)
+def first_stage(ranks: int) -> Make:
+    """The first stage on one of `ranks`: the gradient of what it gives is of ones, as it is received elsewhere."""
+
+    def make(_: str, __: ExitStack) -> Step:
+        part = workload.Stage(ranks)
+        return looped(part.parameters(), lambda batch: part(batch[:, :-1]).sum(), microbatches=workload.PIPELINED)
+
+    return make
+
+
+def pipelining(ranks: int, schedule: str) -> Make:
+    """The first rank under `torch.distributed.pipelining`, with what a loop by hand does around its schedules."""
+
+    def make(_: str, __: ExitStack) -> Step:
+        from torch.distributed.pipelining import (
+            PipelineStage,
+            Schedule1F1B,
+            ScheduleGPipe,
+            ScheduleInterleaved1F1B,
+            ScheduleInterleavedZeroBubble,
+        )
+
+        dist.init_process_group()
+        stages, count = ranks * LOOPED.get(schedule, 1), workload.PIPELINED
+        parts = [workload.Stage(stages, number) for number in range(0, stages, ranks)]
+        ids = torch.zeros(1, workload.LENGTH, dtype=torch.int64)
+        given = parts[0](ids).detach().requires_grad_()
+        own_stages = [
+            PipelineStage(
+                part, number, stages, torch.device("cpu"), input_args=given if number else ids, output_args=given
+            )
+            for part, number in zip(parts, range(0, stages, ranks), strict=True)
+        ]
+        how: Any = {"loss_fn": F.cross_entropy, "scale_grads": False}  # the last stage's
+        runner = {
+            "gpipe": lambda: ScheduleGPipe(own_stages[0], count, **how),
+            "1f1b": lambda: Schedule1F1B(own_stages[0], count, **how),
+            "zero-bubble": lambda: ScheduleInterleavedZeroBubble(own_stages, count, **how),
+            "interleaved": lambda: ScheduleInterleaved1F1B(own_stages, count, **how),
+        }[schedule]()
+        own = [parameter for part in parts for parameter in part.parameters()]
+        optimizer, data = torch.optim.AdamW(own, lr=workload.LR), workload.Tokens()
+        at = 0
+
+        def step() -> float:
+            nonlocal at
+            batch = torch.stack([data[at + number] for number in range(count)])
+            at += count
+            runner.step(batch[:, :-1])
+            norm = nn.utils.get_total_norm([parameter.grad for parameter in own if parameter.grad is not None])
+            numbers = torch.stack([torch.zeros(()), norm.square()])  # the loss, which the last stage has, and squares
+            dist.all_reduce(numbers)
+            nn.utils.clip_grads_with_norm_(own, workload.CLIP_NORM, numbers[1].sqrt())
+            optimizer.step()
+            optimizer.zero_grad()
+            return float(numbers[0])
+
+        return step
+
+    return make
 
 
 def ddp_by_hand(kind: str, _: ExitStack) -> Step:
@@ -98,7 +158,7 @@ def fsdp_by_hand(kind: str, _: ExitStack) -> Step:
     return looped(model.parameters(), lambda batch: workload.summed_loss(model, batch))
 
 
-def of_tensor_benchmark(name: str) -> Callable[[str, ExitStack], Step]:
+def of_tensor_benchmark(name: str) -> Make:
     """`megatron` and `dtensor` of benchmarks/tensor, whose losses are means over the tokens of a microbatch."""
 
     def make(kind: str, contexts: ExitStack) -> Step:
@@ -123,8 +183,8 @@ def of_tensor_benchmark(name: str) -> Callable[[str, ExitStack], Step]:
     return make
 
 
-def evenly(plan: str, ranks: int = 1, data: int = 1) -> Callable[[str, ExitStack], Step]:
-    """The same model as a job under `plan`. data: ranks among which microbatches are dealt."""
+def evenly(plan: str, *, data: int = 1, stages: int = 1) -> Make:
+    """The same model as a job under `plan`. data: ranks among which microbatches are dealt. stages: on all ranks."""
 
     def make(kind: str, contexts: ExitStack) -> Step:
         import evenly
@@ -132,22 +192,25 @@ def evenly(plan: str, ranks: int = 1, data: int = 1) -> Callable[[str, ExitStack
         def loss(model: nn.Module, batch: torch.Tensor) -> evenly.Loss:
             return evenly.Loss(workload.summed_loss(model, batch), batch[:, 1:].numel())
 
+        microbatches = workload.MICROBATCHES if stages == 1 else workload.PIPELINED
         job = evenly.Job(
             model=lambda: workload.model(kind),
             loss=loss,
             data=workload.Tokens(),
             optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=workload.LR),
-            global_batch=workload.MICROBATCHES * data,
+            global_batch=microbatches * data,
             microbatch=1,
             steps=10**5,
             clip_norm=workload.CLIP_NORM,
             name="host",
         )
-        if ranks > 1:
-            without_waiting()
-        if plan.startswith("pipeline"):
+        without_waiting()
+        asked = plan
+        if stages > 1:
             with_losses_elsewhere()
-        run = contexts.enter_context(evenly.start(job, plan=plan))
+            begins = range(workload.LAYERS // stages, workload.LAYERS, workload.LAYERS // stages)
+            asked = f"{plan} split_points={'|'.join(map(str, begins))}"
+        run = contexts.enter_context(evenly.start(job, plan=asked))
         batches = run.batches()
         return lambda: run.step(next(batches)).loss
 
@@ -155,24 +218,24 @@ def evenly(plan: str, ranks: int = 1, data: int = 1) -> Callable[[str, ExitStack
 
 
 VARIANTS = {
-    "plain": Variant(plain),
-    "plain-half": Variant(half),
-    "single": Variant(evenly("single")),
-    "recompute": Variant(evenly("single recompute=full")),
-    "ddp": Variant(evenly("ddp", 2, 2), 2),
-    "bitwise": Variant(evenly("ddp exact=bitwise", 2, 2), 2),
-    "zero1": Variant(evenly("zero1", 2, 2), 2),
-    "zero2": Variant(evenly("zero2", 2, 2), 2),
-    "zero3": Variant(evenly("zero3", 2, 2), 2),
-    "tensor=2": Variant(evenly("tensor=2", 2), 2),
-    "tensor=2 sequence": Variant(evenly("tensor=2 sequence_parallel=on", 2), 2),
-    "tensor=4": Variant(evenly("tensor=4", 4), 4),
-    "pipeline=2": Variant(evenly("pipeline=2", 2), 2, base="plain-half"),
-    "ddp by hand": Variant(ddp_by_hand, 2),
-    "fsdp by hand": Variant(fsdp_by_hand, 2),
-    "megatron": Variant(of_tensor_benchmark("megatron"), 2),
-    "dtensor": Variant(of_tensor_benchmark("dtensor"), 2),
+    LOOP: Variant(plain),
+    HALF: Variant(first_stage(2)),
+    QUARTER: Variant(first_stage(4)),
+    **{plan: Variant(evenly(plan)) for plan in ("single", "single recompute=full")},
+    **{plan: Variant(evenly(plan, data=2), 2) for plan in ("ddp", "ddp exact=bitwise", "zero1", "zero2", "zero3")},
+    **{plan: Variant(evenly(plan), 2) for plan in ("tensor=2", "tensor=2 sequence_parallel=on")},
+    "tensor=4": Variant(evenly("tensor=4"), 4),
+    ALL_AXES: Variant(evenly(ALL_AXES, data=2, stages=2), 8),
+    DDP: Variant(ddp_by_hand, 2),
+    FSDP: Variant(fsdp_by_hand, 2),
+    MEGATRON: Variant(of_tensor_benchmark("megatron"), 2),
+    DTENSOR: Variant(of_tensor_benchmark("dtensor"), 2),
 }
+for _ranks, _schedules in SCHEDULES.items():
+    for _schedule in _schedules:
+        _plan = plan_of(_ranks, _schedule)
+        VARIANTS[_plan] = Variant(evenly(_plan, stages=_ranks * LOOPED.get(_schedule, 1)), _ranks)
+        VARIANTS[rival_of(_ranks, _schedule)] = Variant(pipelining(_ranks, _schedule), _ranks)
 
 
 def make_step(name: str, kind: str, contexts: ExitStack) -> Step:

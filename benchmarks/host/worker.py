@@ -1,23 +1,19 @@
 """Steps of one variant in a process of its own: builds it, warms up, and runs as many steps as each line of stdin says.
 
-Writes a line of JSON per line read: the processor time of each step in seconds, and the loss of the last. `profile N
-FILE` runs N steps under cProfile and keeps where their time went, by function, as text.
+Writes a line of JSON per line read: the processor time of each step in seconds, and the loss of the last. `profile N`
+runs N steps three times more, and writes as text where their time went.
 """
 
 from __future__ import annotations
 
-import cProfile
 import gc
 import json
 import os
-import pstats
 import sys
 from contextlib import ExitStack
-from pathlib import Path
 from time import process_time
 
 WARM = 6
-ROWS = 70
 
 
 def main() -> None:
@@ -36,8 +32,9 @@ def main() -> None:
         for line in sys.stdin:
             asked = line.split()
             if asked[0] == "profile":
-                profile(step, int(asked[1]), Path(asked[2]), name)
-                found = {}
+                from profiles import profile
+
+                found = profile(step, int(asked[1]))
             else:
                 found = timed(step, int(asked[1]))
             print(json.dumps(found), file=answers, flush=True)
@@ -52,18 +49,6 @@ def timed(step, count: int) -> dict:
         loss = step()
         seconds.append(process_time() - began)
     return {"seconds": seconds, "loss": loss}
-
-
-def profile(step, count: int, file: Path, name: str) -> None:
-    profiler = cProfile.Profile()
-    profiler.enable()
-    for _ in range(count):
-        step()
-    profiler.disable()
-    with file.open("w") as text:
-        print(f"{name}: {count} steps under cProfile, which makes each call dearer", file=text)
-        for order in ("tottime", "cumulative"):
-            pstats.Stats(profiler, stream=text).sort_stats(order).print_stats(ROWS)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The model of benchmarks/host: twelve blocks so small that a step is Python and what torch does around its kernels.
 
 `gpt` is the GPT of benchmarks/peers, written in plain layers, which rivals can be written for by hand; `gpt2` that of
-transformers. A rank runs two microbatches of one sample of 16 tokens in a step.
+transformers. A rank runs two microbatches of one sample of 16 tokens in a step, four under a pipeline.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import workloads
 
 LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY = 12, 32, 4, 16, 256
 MICROBATCHES = 2  # of one sample, that each rank runs in a step
+PIPELINED = 4  # the same under a pipeline: as many as the most stages
 CLIP_NORM, LR = 1.0, 1e-4
 
 
@@ -32,6 +33,26 @@ def model(kind: str, layers: int = LAYERS) -> nn.Module:
     how: Any = dict(n_positions=LENGTH, n_embd=WIDTH, n_layer=layers, n_head=HEADS, bos_token_id=0, eos_token_id=0)
     no_dropout: Any = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **how, **no_dropout))
+
+
+class Stage(nn.Module):
+    """One of `stages` stages of `gpt`, not the last: an equal share of the blocks, and the first the embeddings."""
+
+    def __init__(self, stages: int, number: int = 0) -> None:
+        super().__init__()
+        whole: Any = model("gpt")
+        share = LAYERS // stages
+        self.embeddings = nn.ModuleList() if number else nn.ModuleList([whole.tok, whole.pos])
+        self.blocks = whole.blocks[number * share : (number + 1) * share]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Ids [B, LENGTH], or [B, LENGTH, WIDTH] of the stage before -> [B, LENGTH, WIDTH]."""
+        if self.embeddings:
+            tok, pos = self.embeddings
+            x = tok(x) + pos.weight[: x.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return x
 
 
 def summed_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:

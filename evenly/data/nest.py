@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ def map_tensors(function: Callable[[torch.Tensor], Any], nest: Any) -> Any:
     """
     if isinstance(nest, torch.Tensor):
         return function(nest)
+    if type(nest) is tuple or type(nest) is list:  # most of all there is; the questions below take longer
+        return type(nest)([map_tensors(function, value) for value in nest])
     if isinstance(nest, Mapping):
         kind: Any = type(nest)
         return kind({key: map_tensors(function, value) for key, value in nest.items()})
@@ -34,22 +36,29 @@ def map_tensors(function: Callable[[torch.Tensor], Any], nest: Any) -> Any:
     return nest
 
 
-def tensors_by_path(nest: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_by_path(nest: Any) -> list[tuple[str, torch.Tensor]]:
     """Every tensor of a nest with its path, such as `0.mask`, in the order of `map_tensors`."""
+    found: list[tuple[str, torch.Tensor]] = []
+    _collect(nest, "", found)
+    return found
+
+
+def _collect(nest: Any, path: str, found: list[tuple[str, torch.Tensor]]) -> None:
     if isinstance(nest, torch.Tensor):
-        yield path, nest
+        found.append((path, nest))
         return
     for key, value in _items(nest):
-        yield from tensors_by_path(value, f"{path}.{key}" if path else str(key))
+        _collect(value, f"{path}.{key}" if path else str(key), found)
 
 
-def _items(nest: Any) -> Iterator[tuple[Any, Any]]:
+def _items(nest: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(nest, list | tuple):
+        return enumerate(nest)
     if isinstance(nest, Mapping):
-        yield from nest.items()
-    elif isinstance(nest, list | tuple):
-        yield from enumerate(nest)
-    elif dataclasses.is_dataclass(nest) and not isinstance(nest, type):
-        yield from ((f.name, getattr(nest, f.name)) for f in dataclasses.fields(nest) if f.init)
+        return nest.items()
+    if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
+        return [(f.name, getattr(nest, f.name)) for f in dataclasses.fields(nest) if f.init]
+    return ()
 
 
 def tensors_in(arguments: Any) -> Iterator[torch.Tensor]:

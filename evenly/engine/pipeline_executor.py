@@ -146,9 +146,11 @@ class _Evaluating:
     def forward(self, microbatch: int) -> torch.Tensor | None:
         """Runs the forward of a stage, which may end by `StageEnd`; returns the loss to differentiate, if any.
 
-        Each stage of a rank runs the code from its beginning, on a batch of its own.
+        Each stage of a rank runs the code from its beginning, on a batch of its own: code may change that in place.
         """
-        found = self.microbatches[microbatch].copied()
+        found = self.microbatches[microbatch]
+        if self.executor.plan.pipeline.stages_per_rank > 1 or not self.microbatches[-1].counts:
+            found = found.copied()  # another stage of this rank, or a filler, runs the code on it too
         try:
             return self._compute(found)
         finally:
@@ -173,7 +175,7 @@ class _Evaluating:
 
     def before_backward(self, *, last: bool) -> None: ...
 
-    def after_backward(self) -> None: ...
+    def after_backward(self, *, written: bool) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -216,8 +218,9 @@ class _Training(_Evaluating):
         if last:
             self.executor.composed.gradients.expect_last()
 
-    def after_backward(self) -> None:
-        self.executor.composed.gradients.collect()
+    def after_backward(self, *, written: bool) -> None:
+        if written:
+            self.executor.composed.gradients.collect()
         self.executor.composed.gradients.finish_backward()
         self.executor.track_gradients()
         self.executor.allocating("activations")  # what is received until the next pass

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
@@ -20,7 +20,7 @@ import torch
 
 from evenly.parallel.data.grouping import IN_FLIGHT, bucket_members, needs_tail_bucket
 from evenly.parallel.data.row_layout import RowLayout
-from evenly.parallel.data.squares import SQUARED_AT_ONCE
+from evenly.parallel.data.squares import SQUARED_AT_ONCE, squared_together
 from evenly.planner.prediction import MemoryByCause
 from evenly.planner.profile import Interval, Parameter
 
@@ -327,14 +327,10 @@ def play(meter: Meter, sums: Sums, intervals: Iterable[Interval]) -> None:
 
 
 def norm_bytes(lengths: Iterable[int], itemsize: int) -> int:
-    """What squaring gradients takes for a while: two neighbouring parts in float64."""
-    if itemsize == FLOAT64_BYTES:
-        return 0
-    parts = [0, *(part for length in lengths for part in _parts(length))]
-    return max((FLOAT64_BYTES * (one + other) for one, other in pairwise(parts)), default=0)
-
-
-def _parts(length: int) -> Iterator[int]:
-    while length > 0:
-        yield min(length, SQUARED_AT_ONCE)
-        length -= SQUARED_AT_ONCE
+    """What squaring gradients takes for a while: a chunk in float64, and what was joined for it."""
+    given, widened = [*lengths], 0 if itemsize == FLOAT64_BYTES else FLOAT64_BYTES
+    groups = squared_together(given)
+    return max(
+        ((itemsize * (len(one) > 1) + widened) * min(sum(given[n] for n in one), SQUARED_AT_ONCE) for one in groups),
+        default=0,
+    )

@@ -169,6 +169,16 @@ def test_a_parameter_that_is_an_output() -> None:
     assert w.grad is not None and w.grad.tolist() == [1.0 + 1.0 + 4.0] * 3
 
 
+def test_without_inputs_the_second_part_is_the_whole_backward() -> None:
+    """Of a first stage: autograd tells who watches gradients of parameters, as in one."""
+    w, watched = nn.Parameter(torch.full((3,), 2.0)), list[int]()
+    w.register_post_accumulate_grad_hook(lambda _: watched.append(1))
+    rest = begin_backward([w.square()], [torch.ones(3)], [], [w])
+    assert w.grad is None
+    rest()
+    assert w.grad is not None and w.grad.tolist() == [4.0] * 3 and watched == [1]
+
+
 def test_nothing_to_differentiate() -> None:
     w = nn.Parameter(torch.ones(3))
     backward([], [])

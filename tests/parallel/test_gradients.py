@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -13,6 +14,7 @@ from evenly.comm.groups import Group
 from evenly.errors import RunError, UserError
 from evenly.parallel.data import grouping
 from evenly.parallel.data.gradients import GradientSum, fill_buckets
+from evenly.parallel.data.squares import JOINED, SQUARED_AT_ONCE, squared_together, sum_of_squares
 
 
 class Two(nn.Module):
@@ -134,6 +136,24 @@ def test_numbers_come_back_whatever_their_count(accumulate_float64: bool) -> Non
         assert total.finish_reduce() == numbers.tolist()
         total.divide(2.0)
         assert model.b.bias.grad.tolist() == [0.5, 0.5] and model.a.bias.grad is None
+
+
+def test_small_neighbours_are_squared_together() -> None:
+    assert squared_together([3, JOINED - 3, 1, JOINED + 1, 0, 2, 5]) == [
+        [0, 1],
+        [2],
+        [3],
+        [4],
+        [5, 6],
+    ]
+    torch.manual_seed(0)
+    shapes = [(3, 2), (7,), (SQUARED_AT_ONCE + 5,), (), (4, 5), (0,)]
+    numbers = [torch.randn(shape, dtype=dtype) for shape in shapes for dtype in (torch.float32, torch.bfloat16)]
+    numbers.append(torch.randn(5, 3).t())
+    exact = math.fsum(float(one) ** 2 for tensor in numbers for one in tensor.flatten().tolist())
+    found = sum_of_squares(iter(numbers))
+    assert found.dtype is torch.float64 and float(found) == pytest.approx(exact, rel=1e-13)
+    assert float(sum_of_squares([])) == 0
 
 
 def test_parameters_of_several_types_are_kept_apart() -> None:

@@ -27,6 +27,7 @@ from evenly.engine.step_totals import as_loss
 from evenly.errors import EvenlyError, PlanError, RunError
 from evenly.model.blocks import find_blocks
 from evenly.parallel.core.calls import BlockCall, BlockCalls
+from evenly.parallel.core.parameter_views import ViewedParameters
 from evenly.parallel.pipeline.backward import backward, non_view_alias
 from evenly.parallel.pipeline.model import StagedModel
 from evenly.parallel.pipeline.pipeline import Pipeline
@@ -36,6 +37,7 @@ from evenly.parallel.pipeline.skipped import SkippedBlocks
 from evenly.parallel.pipeline.stage_discovery import find_call_costs
 from evenly.parallel.pipeline.stages import CallCost, StagePlan, TensorSite
 from evenly.plan import Plan, parse_plan
+from evenly.torch_private import tensor_dict
 
 Gradients = dict[str, torch.Tensor | None]
 
@@ -203,6 +205,29 @@ def test_what_a_stage_has_run_no_other_one_finds_out_again_for_other_sizes(
     assert len({str(map_tensors(lambda one: one.shape, batch)) for batch in batches}) > 1
     assert sorted(found) == sorted(skipped)  # once each
     assert losses == pytest.approx(on_one_device(job, batches)[0], rel=1e-12)
+
+
+def test_within_its_own_blocks_a_stage_finds_parameters_without_asking() -> None:
+    job = PIPELINE_JOBS["chain"](precision="float64", eval_data=None)
+    stages, batch = ByHand(job, "pipeline=2"), batches_of(job)[0]
+    views = [tensor_dict(one, "_parameters") for model in stages.models for one in model.model.modules()]
+    asked: list[bool] = []
+
+    def note(block: nn.Module, *_: Any) -> None:
+        asked.extend(tensor_dict(one, "_parameters").asked for one in block.modules() if [*one.parameters(False)])
+
+    def fail(*_: Any) -> None:
+        raise ValueError("in a block")
+
+    for model in stages.models:
+        for block in model.blocks:
+            block.module.register_forward_pre_hook(note)
+    assert stages.step(batch, 0) == pytest.approx(on_one_device(job, [batch])[0][0], rel=1e-12)
+    assert asked and not any(asked)
+    stages.models[0].blocks[0].module.register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="in a block"):
+        stages.step(batch, 0)
+    assert all(one.asked for one in views if isinstance(one, ViewedParameters))
 
 
 def test_sizes_are_those_that_are_stated_where_these_are_of_the_same_tensors() -> None:

@@ -257,7 +257,8 @@ def test_causes_add_up_to_the_peak() -> None:
             assert meter.by_cause.peak == meter.peak
 
 
-def test_the_norm_takes_two_parts_of_gradients_in_float64() -> None:
-    assert norm_bytes([10, 20, 5], 4) == 8 * 30
-    assert norm_bytes([1 << 17], 4) == 8 * (1 << 17)
-    assert norm_bytes([10, 20], 8) == 0
+def test_the_norm_takes_a_chunk_of_gradients_in_float64_and_what_was_joined() -> None:
+    assert norm_bytes([10, 20, 5], 4) == (4 + 8) * 35
+    assert norm_bytes([1 << 17, 10], 4) == 8 * (1 << 16)
+    assert norm_bytes([10, 20], 8) == 8 * 30
+    assert norm_bytes([10], 8) == norm_bytes([], 4) == 0

@@ -123,7 +123,7 @@ def show_placeholders(model: nn.Module, placeholders: Mapping[str, Any], outside
             show_remote(placeholder, name, outside)
     for module in model.modules():
         tensors = tensor_dict(module, "_parameters")
-        if isinstance(tensors, ViewedParameters):
+        if isinstance(tensors, ViewedParameters) and any(map(tensors.is_hidden, tensors)):
             tensors.add_view(partial(_placeholder_of, tensors, outside))
 
 

@@ -33,9 +33,9 @@ class ForwardEnded(Exception):
     """Ends a forward pass on purpose, before the model's code has come to its end."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen: a small step feels what making one of each call takes
 class BlockCall:
-    """One call of a block.
+    """One call of a block; nobody changes it.
 
     number: how often the microbatch called it before.
     """

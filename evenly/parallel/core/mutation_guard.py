@@ -17,6 +17,7 @@ from evenly.parallel.core.parameter_views import local_tensor
 from evenly.torch_private import is_fake, version
 
 Kind = tuple[int, torch.dtype | None]  # version and type: a module's cast leaves the tensor and its version
+State = tuple[torch.Tensor | None, Kind]
 
 
 class MutationGuard:
@@ -53,13 +54,10 @@ class MutationGuard:
     @contextmanager
     def watching(self) -> Generator[None]:
         """Around a forward. Raises `RunError` that names what has changed."""
-        now = [local_tensor(module, name) for _, module, name in self._watched]
-        before = [(tensor, _kind(tensor)) for tensor in now]
+        before = self._state()
         self._remember(before)
         first, self._first = self._first, False
-        # What stands in for a tensor of another stage has no numbers.
-        here = [t for t in now if t is not None and _has_numbers(type(t)) and not t.is_meta]
-        prints = {id(tensor): fingerprint(tensor) for tensor in here if first and not tensor.requires_grad}
+        prints = _prints([tensor for tensor, _ in before]) if first else {}
         try:
             yield
         except ForwardEnded:
@@ -67,21 +65,28 @@ class MutationGuard:
             raise
         self._compare(before, prints)
 
-    def _remember(self, before: Sequence[tuple[torch.Tensor | None, Kind]]) -> None:
+    def _state(self) -> list[State]:
+        now = [local_tensor(module, name) for _, module, name in self._watched]
+        return [(tensor, _kind(tensor)) for tensor in now]
+
+    def _remember(self, before: Sequence[State]) -> None:
         """Takes the fingerprints of buffers, of each once unless it is changed between forwards."""
         for (full, _, _), (tensor, (count, _)) in zip(self._watched, before, strict=True):
+            if type(tensor) is nn.Parameter:
+                continue  # most are
             if tensor is not None and not isinstance(tensor, nn.Parameter) and not is_fake(type(tensor)):
                 known = self._buffers.get(full)
                 if known is None or known[:2] != (id(tensor), count):
                     self._buffers[full] = id(tensor), count, fingerprint(tensor)
 
-    def _compare(self, before: Sequence[tuple[torch.Tensor | None, Kind]], prints: dict[int, int]) -> None:
-        for (full, module, name), (tensor, kind) in zip(self._watched, before, strict=True):
-            now = local_tensor(module, name)
+    def _compare(self, before: Sequence[State], prints: dict[int, int]) -> None:
+        for (full, _, _), (tensor, kind), (now, kind_now) in zip(self._watched, before, self._state(), strict=True):
             if now is None or tensor is None:
                 continue  # of another rank
+            if now is tensor and kind_now == kind and not prints:
+                continue
             written = id(tensor) in prints and now is tensor and fingerprint(tensor) != prints[id(tensor)]
-            changed = now is not tensor or _kind(tensor) != kind
+            changed = now is not tensor or kind_now != kind
             if not written and not (changed and not self._has_its_values(full, now)):
                 continue
             if self.noticed is not None and not isinstance(tensor, nn.Parameter):
@@ -96,6 +101,12 @@ class MutationGuard:
 
 def _kind(tensor: torch.Tensor | None) -> Kind:
     return (0, None) if tensor is None else (version(tensor), tensor.dtype)
+
+
+def _prints(tensors: Sequence[torch.Tensor | None]) -> dict[int, int]:
+    """The fingerprints of those that are not trained, by id. What stands in for one of another stage has no numbers."""
+    here = [one for one in tensors if one is not None and _has_numbers(type(one)) and not one.is_meta]
+    return {id(one): fingerprint(one) for one in here if not one.requires_grad}
 
 
 def _has_numbers(kind: type) -> bool:

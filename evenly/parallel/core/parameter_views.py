@@ -6,7 +6,7 @@ code find something else while the job computes. What is *hidden* is not on this
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, ItemsView, Iterable, Iterator, Mapping, ValuesView
+from collections.abc import Callable, Generator, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from contextlib import contextmanager
 from typing import Any, get_args
 
@@ -25,22 +25,35 @@ class ViewedParameters(dict[str, Any]):
 
     A view is given a name and the local tensor (a placeholder, if it is hidden), and returns what the module's code
     finds, or None to leave that to the next view.
+
+    asked: whether views are, where code looks a name up; False while they are known to leave it to the local tensor.
     """
 
     def __init__(self, local: Mapping[str, torch.Tensor | None]) -> None:
         super().__init__(local)
         self._hidden: set[str] = set()
         self._views: list[View] = []
+        self.asked = True
         self.kept_as: Callable[[Any], Any] = lambda value: value  # of what is set, what is kept
 
     def add_view(self, view: View, *, first: bool = False) -> None:
         """From now on `view` is asked, last of all or before all others."""
         self._views.insert(0 if first else len(self._views), view)
+        self.asked = True
+
+    @property
+    def viewers(self) -> int:
+        """How many views there are."""
+        return len(self._views)
 
     def hide(self, name: str, placeholder: torch.Tensor) -> None:
         """Lets go of the local tensor."""
         super().__setitem__(name, placeholder)
         self._hidden.add(name)
+
+    def is_hidden(self, name: str) -> bool:
+        """Whether this rank has a placeholder of it alone."""
+        return name in self._hidden
 
     def placeholder(self, name: str) -> torch.Tensor | None:
         """What has the place of a hidden tensor; None where it is not hidden."""
@@ -54,12 +67,14 @@ class ViewedParameters(dict[str, Any]):
         """Sets the local tensor; what stands in for a tensor leaves it as it is."""
         if name not in self or not is_placeholder(value):
             super().__setitem__(name, self.kept_as(value))
+            self.asked = True
 
     def __getitem__(self, name: str) -> Any:
         local = dict.__getitem__(self, name)
-        for view in self._views:
-            if (viewed := view(name, local)) is not None:
-                return viewed
+        if self.asked:
+            for view in self._views:
+                if (viewed := view(name, local)) is not None:
+                    return viewed
         return local
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -97,6 +112,23 @@ def viewed_tensors(module: nn.Module, kind: TensorDict) -> ViewedParameters:
         local = ViewedParameters(local)
         set_tensor_dict(module, kind, local)
     return local
+
+
+def dicts_in(module: nn.Module) -> set[int]:
+    """The ids of the dicts of parameters and buffers in it."""
+    return {id(tensor_dict(one, kind)) for one in module.modules() for kind in _KINDS}
+
+
+@contextmanager
+def unasked(dicts: Sequence[ViewedParameters]) -> Generator[None]:
+    """Within, what `dicts` have is found as it is, in those of one view: it is known to leave that to the tensor."""
+    for views in dicts:
+        views.asked = views.viewers > 1
+    try:
+        yield
+    finally:
+        for views in dicts:
+            views.asked = True
 
 
 @contextmanager

@@ -107,7 +107,10 @@ class Bucket:
             slot.used = True
 
     def _add(self, slot: Slot, gradient: torch.Tensor) -> None:
-        add(slot.sum, gradient)
+        if self.sum_dtype is self.dtype:
+            slot.sum.add_(gradient)
+        else:
+            add(slot.sum, gradient)
 
     def send(self) -> None:
         """Begins to sum over ranks; zeros for what this rank did not use."""

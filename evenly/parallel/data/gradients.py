@@ -20,6 +20,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 import torch
@@ -174,6 +175,7 @@ class GradientSum(Gradients):
         groups: by name, of the parameters that not all ranks of `group` replicate, the ranks that do.
         """
         self._ownership = ownership
+        self._splits = ownership is not None and ownership.tensor_group is not None
         self._pipelined = ownership is not None and ownership.pipeline_group is not None
         named, self._frozen = trainable(model, required=ownership is None or ownership.pipeline_group is None)
         by_group: dict[Group, list[tuple[str, nn.Parameter]]] = {}
@@ -316,16 +318,15 @@ class GradientSum(Gradients):
             handle.remove()
 
     def _hook(self, bucket: Bucket, slot: Slot) -> Callable[[torch.Tensor], None]:
-        def accumulate(parameter: torch.Tensor) -> None:
-            with without_subclasses():  # this rank's part
-                gradient = parameter.grad
-                assert gradient is not None  # autograd calls the hook with the gradient in place
-                self._accumulate(bucket, slot, gradient)
-                parameter.grad = None
+        """What autograd calls with each gradient of each microbatch; a small step feels every line of it."""
+        return partial(self._take_part if self._splits else self._take, bucket, slot)
 
-        return accumulate
+    def _take_part(self, bucket: Bucket, slot: Slot, parameter: torch.Tensor) -> None:
+        with without_subclasses():  # this rank's part
+            self._take(bucket, slot, parameter)
 
-    def _accumulate(self, bucket: Bucket, slot: Slot, gradient: torch.Tensor) -> None:
+    def _take(self, bucket: Bucket, slot: Slot, parameter: torch.Tensor) -> None:
+        gradient = taken(parameter)
         if gradient.layout is not torch.strided or bucket.sending or (bucket.once and slot.used):
             check_gradient(slot.name, gradient, sent=bucket.sending or (bucket.once and slot.used))
         if gradient.dtype is not bucket.dtype:
@@ -446,6 +447,19 @@ def check_gradient(name: str, gradient: torch.Tensor, *, sent: bool) -> None:
             "it arrived a second time within one backward",
             "checkpoint with use_reentrant=False, and leave calling backward to evenly",
         )
+
+
+def taken(parameter: torch.Tensor) -> torch.Tensor:
+    """The gradient that autograd has left with `parameter`, which then has none."""
+    gradient, parameter.grad = parameter.grad, None
+    assert gradient is not None  # autograd calls hooks with it in place
+    return gradient
+
+
+def taken_of_part(parameter: torch.Tensor) -> torch.Tensor:
+    """The same of what may be this rank's part."""
+    with without_subclasses():
+        return taken(parameter)
 
 
 def in_backward_order(named: Iterable[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:

@@ -54,7 +54,8 @@ class OwnedRows:
     @property
     def address(self) -> int:
         """The address of the memory that the model has of the parameter."""
-        return local(self.parameter).data_ptr()
+        whole = local(self.parameter) if self.piece is self.parameter else self.parameter  # `local` takes a while
+        return whole.data_ptr()
 
 
 class ShardedOptimizer:

@@ -46,6 +46,8 @@ from evenly.parallel.data.gradients import (
     in_backward_order,
     norm_of_shards,
     refuse_unfrozen,
+    taken,
+    taken_of_part,
     trainable,
 )
 from evenly.parallel.data.grouping import IN_FLIGHT
@@ -425,10 +427,12 @@ class PartitionedGradients(Gradients):
         self._begin_round(sending=self._rounds > 0)
 
     def _hook(self, index: int, bucket: ShardedBucket, part: RowRange) -> Callable[[torch.Tensor], None]:
+        """What autograd calls with each gradient of each microbatch; a small step feels every line of it."""
+        splits = self._ownership is not None and self._ownership.tensor_group is not None
+        take = taken_of_part if splits else taken
+
         def accumulate(parameter: torch.Tensor) -> None:
-            with without_subclasses():  # this rank's part
-                gradient, parameter.grad = parameter.grad, None
-            assert gradient is not None  # autograd calls the hook with the gradient in place
+            gradient = take(parameter)
             if gradient.layout is not torch.strided or index < self._sent:
                 check_gradient(part.name, gradient, sent=index < self._sent)
             if part.name not in self.dropped:  # what is sent at once is converted when it is sent
@@ -436,15 +440,14 @@ class PartitionedGradients(Gradients):
                 part.accumulate(gradient, dtype, exact=self._exact and self._zero == 1)
             if self._sending:
                 bucket.waiting -= 1
-                self._send_full()
+                if bucket.waiting == 0:
+                    self._send_full()
 
         return accumulate
 
     def _scalar_hook(self, number: int, scalar: Scalar) -> Callable[[torch.Tensor], None]:
         def accumulate(parameter: torch.Tensor) -> None:
-            with without_subclasses():  # this rank's part
-                gradient, parameter.grad = parameter.grad, None
-            assert gradient is not None  # autograd calls the hook with the gradient in place
+            gradient = taken_of_part(parameter)
             if scalar.name in self.dropped:
                 return
             scalar.used = True

@@ -37,6 +37,8 @@ def begin_backward(
     parameters: Iterable[nn.Parameter],
 ) -> Callable[[], None]:
     """Accumulates the gradients of `inputs` (leaves); returns a function that accumulates those of `parameters`."""
+    if not inputs:  # of the first stage: nobody waits for the first part
+        return partial(backward, outputs, gradients)
     output_gradients = [torch.ones_like(o) if g is None else g for o, g in zip(outputs, gradients, strict=True)]
     graph = _Graph([output.grad_fn for output in outputs])
     input_path = graph.ancestors(_leaf(leaf) for leaf in inputs)

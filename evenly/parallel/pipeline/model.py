@@ -20,9 +20,9 @@ from torch import nn
 
 from evenly.data.nest import map_tensors, tensors_by_path
 from evenly.errors import RunError
-from evenly.model.blocks import find_blocks
+from evenly.model.blocks import Block, find_blocks
 from evenly.parallel.core.calls import BlockCall, ForwardEnded
-from evenly.parallel.core.parameter_views import ViewedParameters, viewed_tensors
+from evenly.parallel.core.parameter_views import ViewedParameters, dicts_in, unasked, viewed_tensors
 from evenly.parallel.core.statistics import changing_buffers
 from evenly.parallel.pipeline.messages import Payload
 from evenly.parallel.pipeline.needs import Needs
@@ -100,6 +100,8 @@ class StageRun:
             site for inputs in self._stage_inputs[stage + 1 :] for site in inputs if site.call is not None
         }
         self._inbox = dict(zip(self._stage_inputs[stage], inbox, strict=True)) if stage else {}
+        self._notes_calls = bool(self._sent_sites) or any(site.call is not None for site in self._inbox)
+        self.records_results = stage_plan.records_results(training=training)
         self._draws = training in stage_plan.mixed_draws
         self._runs_through = training in stage_plan.runs_through
         self.shaped = 0  # times that a shape followed from numbers
@@ -229,8 +231,10 @@ class StageRun:
             tensor.fill(value)
 
     def _run(self, call: BlockCall, now: CallId) -> Any:
-        args, kwargs = map_tensors(materialized, (call.args, call.kwargs))
-        self._check((args, kwargs), call)
+        args, kwargs = call.args, call.kwargs
+        if any(isinstance(tensor, RemoteTensor) for _, tensor in tensors_by_path((args, kwargs))):
+            args, kwargs = map_tensors(materialized, (args, kwargs))
+            self._check((args, kwargs), call)
         self._note(now, "in", (args, kwargs))
         self._sites.move(now, "inside")
         result = self._run_block(call, args, kwargs)
@@ -243,8 +247,11 @@ class StageRun:
     def _run_block(self, call: BlockCall, args: Any, kwargs: Any) -> Any:
         if self._runs_through:
             return call.run(*args, **kwargs)
-        with without_function_mode(ResultRecorder):  # nothing inside counts; compiled code is not to see a mode
-            return call.run(*args, **kwargs)
+        with unasked(self._model.own_views(call.block, self.stage)):
+            if not self.records_results:
+                return call.run(*args, **kwargs)
+            with without_function_mode(ResultRecorder):  # nothing inside counts; compiled code is not to see a mode
+                return call.run(*args, **kwargs)
 
     def _call_ended(self, now: CallId, result: Any) -> None:
         self._note(now, "out", result)
@@ -262,7 +269,7 @@ class StageRun:
         return sent
 
     def _note(self, call: CallId, side: str, nest: Any) -> None:
-        if self._sent_sites or any(site.call is not None for site in self._inbox):
+        if self._notes_calls:
             for path, tensor in tensors_by_path(nest):
                 self._note_at(TensorSite(call, side, path), tensor)
 
@@ -323,6 +330,7 @@ class StagedModel:
         self.skipped = SkippedBlocks(self)
         self.needs = Needs()
         self._places: list[tuple[ViewedParameters, str, StageTensor]] = []
+        self._own_views: dict[tuple[str, int], list[ViewedParameters]] = {}  # as `own_views`
         self.blocks = find_blocks(model)
         # Runs after the hooks that gather parameters, which are always prepended.
         model.register_forward_pre_hook(self._begin)
@@ -341,6 +349,7 @@ class StagedModel:
     def set_stage_plan(self, stage_plan: StagePlan) -> None:
         """Sets the stages."""
         self._stage_plan = stage_plan
+        self._own_views.clear()
 
     def move(self, device: str) -> None:
         """Makes remote tensors report `device` from now on."""
@@ -356,9 +365,18 @@ class StagedModel:
         """The types of the parameters and buffers of stages, by name."""
         return {one.name: tensor.dtype for tensor, one in self.local_tensors()}
 
+    def own_views(self, block: Block, stage: int) -> list[ViewedParameters]:
+        """The dicts of `block` whose tensors all belong to `stage`, whose code finds them as they are."""
+        key = block.name, stage
+        if key not in self._own_views:
+            inside, owners = dicts_in(block.module), self.stage_plan.owners
+            others = {id(views) for views, _, one in self._places if stage not in owners[one.name]}
+            self._own_views[key] = [*{id(v): v for v, _, _ in self._places if id(v) in inside - others}.values()]
+        return self._own_views[key]
+
     def names_in(self, module: nn.Module) -> set[str]:
         """The names of the stage tensors of `module` and its children."""
-        inside = {id(tensor_dict(child, kind)) for child in module.modules() for kind in get_args(TensorDict)}
+        inside = dicts_in(module)
         return {one.name for views, _, one in self._places if id(views) in inside}
 
     def keep_stages(self, stage_plan: StagePlan, own: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -366,7 +384,7 @@ class StagedModel:
 
         All ranks visit all tensors in the same order: reading one may gather it from their shards.
         """
-        self._stage_plan = stage_plan
+        self.set_stage_plan(stage_plan)
         placeholders: dict[str, torch.Tensor] = {}
         tensors = {one.name: views[name] for views, name, one in reversed(self._places)}
         for name in self.stage_tensors:
@@ -414,14 +432,14 @@ class StagedModel:
             self, stage, inbox, training=training, stage_plan=stage_plan, forms=forms, found_forms=found_forms
         )
         try:
-            return self._forward(run, compute, recorded=stage_plan.records_results(training=training))
+            return self._forward(run, compute)
         finally:
             run.release()
 
-    def _forward(self, run: StageRun, compute: Callable[[], Any], *, recorded: bool) -> tuple[Payload | None, Any]:
+    def _forward(self, run: StageRun, compute: Callable[[], Any]) -> tuple[Payload | None, Any]:
         self.running = run
         try:
-            with ResultRecorder(run) if recorded else nullcontext():
+            with ResultRecorder(run) if run.records_results else nullcontext():
                 result = compute()
         except StageEnd as ended:
             if ended.run is not run:

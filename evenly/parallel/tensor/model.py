@@ -17,7 +17,7 @@ from torch import nn
 
 import evenly.parallel.tensor.ops  # noqa: F401  # pyright: ignore  # what its tensors compute with
 from evenly.comm.groups import Group
-from evenly.parallel.core.parameter_views import View, viewed_tensors
+from evenly.parallel.core.parameter_views import View, ViewedParameters, viewed_tensors
 from evenly.parallel.tensor.axis import (
     Axis,
     SplitTensor,
@@ -57,11 +57,14 @@ class SplitModel:
         self._full_shapes = {name: tuple(named[name].shape) for name in layouts}
         elements = sum(parameter.numel() for parameter in named.values())
         self.share = sum(named[name].numel() for name in layouts) / elements
+        self._viewed: list[tuple[ViewedParameters, list[str]]] = []
         by_parameter = {id(named[name]): layout for name, layout in layouts.items()}
         for module in model.modules():
             own = module.named_parameters(recurse=False, remove_duplicate=False)
             if mine := {name: by_parameter[id(p)] for name, p in own if id(p) in by_parameter}:
-                viewed_tensors(module, "_parameters").add_view(self._view(module, mine))
+                views = viewed_tensors(module, "_parameters")
+                views.add_view(self._view(module, mine))
+                self._viewed.append((views, [*mine]))
             if any(True for _ in module.buffers(recurse=False)):
                 viewed_tensors(module, "_buffers").kept_as = whole_of
         for name, layout in layouts.items():
@@ -102,6 +105,8 @@ class SplitModel:
         for name, parameter in model.named_parameters():
             if name in self.layouts and type(parameter) is nn.Parameter:
                 show(parameter, self.layouts[name], self.axis)
+        for views, names in self._viewed:  # until another takes the place of a part: functions of torch know parts
+            views.asked = views.viewers > 1 or not all(is_part(views.local(one)) for one in names)
 
     def full_shape(self, name: str, shape: Sequence[int]) -> torch.Size:
         """The shape of `full_view` of a tensor of `shape`."""
