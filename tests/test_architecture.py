@@ -389,7 +389,7 @@ PACKAGE_LINES = {
     "plan": 1240,  # backwards in parts; spans of actions; speeds of ranks; schedules are a table that others add to
     "planner": 7031,  # collectives of both passes; fake results, offloading; rows of equal blocks; a reserve
     "ray": 447,  # ranks that Ray places, starts and replaces
-    "report": 3400,  # a drawing kit; pages of runs, what their records say, comparisons, the board; tables of splits
+    "report": 3470,  # logged figures; a drawing kit; pages of runs, what their records say, comparisons, the board
     "train": 3960,  # spans of steps; starting again, of runs here and under Ray; phases; the look at losses
     "verify": 2216,  # phases; streams, metrics, averages, groups and frozen parameters in the reference
 }
