@@ -63,7 +63,6 @@ def _explain(options: PlanOptions) -> int:
     from evenly.cli.explain import explain
 
     ignored = ("clusters", "prices", "tokens", "batch", "sequence", "memory", "reserve", "max_devices", "step_s", "top")
-    ignored += ("html",)
     if stated := [
         field.name for field in fields(PlanOptions) if field.name in ignored and getattr(options, field.name)
     ]:
@@ -72,7 +71,8 @@ def _explain(options: PlanOptions) -> int:
             f"it says what --only makes of a model; {', '.join(map(option_name, stated))} is for predictions",
             "leave out either",
         )
-    return explain(Path(options.target), options.only, [*options.settings], json_only=options.json_only)
+    job, settings = Path(options.target), [*options.settings]
+    return explain(job, options.only, settings, json_only=options.json_only, html=options.html)
 
 
 # --- the result ----------------------------------------------------------------------------------------

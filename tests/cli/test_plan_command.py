@@ -318,6 +318,16 @@ def test_the_page_of_pictures(only: str, tmp_path: Path) -> None:
     )  # from 0 on, as long as it takes
 
 
+def test_pictures_of_what_a_plan_does(tmp_path: Path) -> None:
+    arguments = ("--explain", "--only", "data=2 tensor=2 zero=1", "--set", "layers=2", "--html", "plan.html")
+    done = evenly("plan", GPT2, *arguments, folder=tmp_path)
+    assert done.returncode == 0 and "are split over 2 ranks" in done.stdout, done.stderr
+    text = (tmp_path / "plan.html").read_text()
+    assert "Weights split by the tensor axis" in text and "transformer.h.*.attn.c_attn.weight" in text
+    done = evenly("plan", JOB, "--explain", "--only", "data=2", "--html", "plan.html", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "") and "The steps of a ring" in (tmp_path / "plan.html").read_text()
+
+
 def test_clusters_and_their_prices(tmp_path: Path) -> None:
     clusters = ("--cluster", "8xH100", "--cluster", "8xA100-80", "--cluster", "1xT4")
     prices = ("--price", "3", "--price", "0.5", "--price", "0.5")

@@ -153,6 +153,15 @@ def test_the_page_of_plans(width: int, tmp_path: Path) -> None:
     assert found["marked"] and found["before"] == ["8 16"] and found["after"] == ["32 16", "32", "32"]
 
 
+@pytest.mark.parametrize("width", [1300, 400])
+def test_the_page_of_mechanisms(width: int, tmp_path: Path) -> None:
+    from test_mechanisms_page import drawn_mechanisms
+
+    found = opened(drawn_mechanisms(), tmp_path, width)
+    assert "problem" not in found, found["problem"]
+    assert found["wider"] == [] and found["tip"].startswith("rank 1") and found["texts"] > 10
+
+
 def test_the_page_of_prices(tmp_path: Path) -> None:
     from test_prices import FAST, NONE, SLOW
 
