@@ -52,9 +52,9 @@ def _dealt(found: Mechanisms) -> Section:
     drawn, rows, longest = list[Box](), list[tuple[str, ...]](), 0.0
     for rank, own in enumerate(found.dealt):
         at = 0.0
-        for number in own:
+        for place, number in enumerate(own):
             words = _of_microbatch(found.microbatches[number], number)
-            drawn.append(Box(rank, at, at + costs[number], RUNS, words))
+            drawn.append(Box(rank, at, at + costs[number], RUNS, words, pale=place % 2))
             at += costs[number]
         longest = max(longest, at)
         rows.append((f"rank {rank}", ", ".join(map(str, own)) or "none", f"{at:,.6g}"))
@@ -107,7 +107,9 @@ def _buckets(found: Mechanisms) -> list[Section]:
         (str(number), size_in_words(one.bytes), str(len(one.parameters)), f"{one.begin:.0%}", f"{one.end:.0%}")
         for number, one in enumerate(found.buckets)
     ]
-    hidden = sum(one.bytes for one in found.buckets if one.end < 1) / (sum(one.bytes for one in found.buckets) or 1)
+    hidden = sum(one.bytes for one in found.buckets if one.end < 1 - 1e-6) / (
+        sum(one.bytes for one in found.buckets) or 1
+    )
     words = (
         f"A {what} is sent as soon as its last gradient is there, while the backward goes on: {hidden:.0%} of the "
         "bytes before its end. What a message takes depends on the link: evenly report draws it as measured."

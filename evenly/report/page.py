@@ -130,7 +130,12 @@ class SortedCell:
 
 
 def sortable(
-    heads: Sequence[str], rows: Sequence[Sequence[SortedCell]], *, label: str, keys: Sequence[str] = (), words: str = ""
+    heads: Sequence[str],
+    rows: Sequence[Sequence[SortedCell]],
+    *,
+    label: str,
+    keys: Sequence[str] = (),
+    words: str | None = None,
 ) -> str:
     """A table that a click on a head sorts, or Enter on it.
 

@@ -196,10 +196,10 @@ def page(model: str, offers: Sequence[Offer], batch: int, *, assumed: bool) -> s
 def _figures(offers: Sequence[Offer]) -> list[Figure]:
     found = list[Figure]()
     for one, mark in zip(offers, marks(offers), strict=True):
-        for word in filter(None, mark.split(" and ")):
+        if mark:
             time = time_in_words(one.best.step_s) + " a step"
             time += f", {duration(one.run_s)} the run" if one.run_s is not None else ""
-            found.append(Figure(word, one.cluster, f"{time}{_costs(one)}"))
+            found.append(Figure(mark, one.cluster, f"{time}{_costs(one)}"))
     return found
 
 
