@@ -372,8 +372,8 @@ PACKAGE_LINES = {
     "__init__": 1397,  # functions that are one graph; forms of fake tensors; phases; losses that do not add up
     "bridges": 1076,  # states of a Trainer's callbacks, its samplers; jobs of a Trainer and of Lightning's modules
     "checkpoint": 2588,  # weights from files; adapters, shards and tokenizers in exports; averages; pieces that overlap
-    "cli": 2950,  # the board; runs under Ray; submit, doctor and bench on several nodes; loggers, the screen, exports
-    "comm": 3314,  # sums in shared memory; messages that cross; numbers to a GPU; doctor and bench on several nodes
+    "cli": 3140,  # clusters compared; the board; runs under Ray; submit, doctor and bench on nodes; loggers, the screen
+    "comm": 3157,  # messages that cross at the same time; numbers to a GPU; doctor and bench on several nodes; streams
     "data": 1740,  # streams that split by rank; collate on the rank that trains; streams, samplers and their places
     "engine": 3241,  # compilers of blocks; times of passes; squares of gradients; an updater for each phase
     "hardware": 1160,  # links to the host; variants of devices; links by nodes; numbers beyond all machines
@@ -387,9 +387,9 @@ PACKAGE_LINES = {
     "parallel.tensor": 4408,  # views that are not asked; decisions are replayed, heads without logits; experts, indices
     "parallel.pipeline": 3615,  # dicts of a stage alone; forms of results; stages of each phase; numbers inside blocks
     "plan": 1240,  # backwards in parts; spans of actions; speeds of ranks; schedules are a table that others add to
-    "planner": 7031,  # collectives of both passes; fake results, offloading; rows of equal blocks; a reserve
+    "planner": 7425,  # questions around a question, mechanisms; collectives of both passes; fake results; equal blocks
     "ray": 447,  # ranks that Ray places, starts and replaces
-    "report": 3670,  # pictures as files; a drawing kit; pages of runs, what records say, comparisons, the board
+    "report": 4340,  # sorted tables, points, prices, mechanisms; a drawing kit; pages of runs, comparisons, the board
     "train": 3960,  # spans of steps; starting again, of runs here and under Ray; phases; the look at losses
     "verify": 2225,  # verdicts as they come; phases; streams, metrics, averages and groups in the reference
 }

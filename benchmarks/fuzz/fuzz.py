@@ -29,7 +29,7 @@ from unittest import mock
 from evenly.checkpoint.folder import CheckpointFolder
 from evenly.checkpoint.manifest import Manifest, TensorForm, Unsound, from_text, to_text
 from evenly.cli import main as command_line
-from evenly.cli.plan import parse_memory
+from evenly.cli.plan_request import parse_memory
 from evenly.errors import EvenlyError
 from evenly.hardware.cluster_text import parse_cluster
 from evenly.jobfile import check_settings, parse_settings

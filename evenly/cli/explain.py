@@ -1,4 +1,4 @@
-"""`evenly plan --explain`: how a plan splits and cuts a job's model, as tables or as JSON."""
+"""`evenly plan --explain`: how a plan splits and cuts a job's model, as tables, JSON, and pictures."""
 
 from __future__ import annotations
 
@@ -15,16 +15,30 @@ from evenly.jobfile import load_job, parse_settings, read_with
 from evenly.plan import PlanSpec, parse_plan
 
 
-def explain(job: Path, only: str, settings: list[str], *, json_only: bool) -> int:
-    """Explains; returns the exit code."""
+def explain(job: Path, only: str, settings: list[str], *, json_only: bool, html: Path | None = None) -> int:
+    """Explains; returns the exit code. html: where pictures go."""
     parsed, values = read_with(job, lambda: parse_plan(only)), parse_settings(settings)
     with redirect_stdout(sys.stderr):  # what the job prints is no part of the answer
-        documents = _explained(job, parsed, values)
+        cuts = parsed.splits_tensors or parsed.splits_blocks
+        documents = _explained(job, parsed, values) if cuts or html is None else []
+        page = None if html is None else _pictures(job, parsed, values, documents)
     if json_only:
         print(json.dumps({key: value for document in documents for key, value in document.items()}))
     for document in () if json_only else documents:
         (_print_stages if "stages" in document else _print_tables)(document)
+    if html is not None and page is not None:
+        from evenly.cli.pages import write_page
+
+        write_page(html, page)
     return 0
+
+
+def _pictures(job: Path, plan: PlanSpec, values: dict[str, Any], documents: list[dict[str, Any]]) -> str:
+    """The page of what `plan` does with the job, which shows the documents too."""
+    from evenly.planner.mechanisms import mechanisms_of
+    from evenly.report.mechanisms import page
+
+    return page(str(job), mechanisms_of(load_job(job, values), plan), documents)
 
 
 def _explained(job: Path, plan: PlanSpec, values: dict[str, Any]) -> list[dict[str, Any]]:

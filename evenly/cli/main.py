@@ -38,6 +38,17 @@ Skipped = Annotated[
 ]
 Devices = Annotated[int | None, typer.Option(min=1, help="Ranks on this machine (default: all GPUs, else CPU cores).")]
 
+Clusters = Annotated[
+    list[str],
+    typer.Option(
+        metavar="TEXT", help="For example 4x8xH100, local or FILE.toml (default of a job: local). Several are compared."
+    ),
+]
+Prices = Annotated[
+    list[float], typer.Option(metavar="MONEY", help="Of a device for an hour: of each --cluster, or of all.")
+]
+Tokens = Annotated[float | None, typer.Option(metavar="N", help="Tokens of the whole run, for its time and cost.")]
+
 PlanText = Annotated[
     str | None,
     typer.Option(help="How to split, for example zero3 or tensor=2; auto seeks the fastest that fits (default: ddp)."),
@@ -251,10 +262,9 @@ def plan_command(
             help="A job file; or a model by name, as transformer:layers=24,hidden=2048,heads=16, or by config.json.",
         ),
     ],
-    cluster: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="For example 4x8xH100, local or FILE.toml (default of a job: local)."),
-    ] = None,
+    cluster: Clusters = [],  # noqa: B006
+    price: Prices = [],  # noqa: B006
+    tokens: Tokens = None,
     only: Annotated[str, typer.Option(metavar="TEXT", help="What plans have to state, for example tensor=2.")] = "auto",
     top: Annotated[int | None, typer.Option(min=1, help="Plans to show (default: 5).")] = None,
     global_batch: Annotated[
@@ -288,7 +298,9 @@ def plan_command(
     options = PlanOptions(
         target=target,
         only=only,
-        cluster=cluster,
+        clusters=cluster,
+        prices=price,
+        tokens=tokens,
         batch=global_batch,
         sequence=sequence,
         memory=memory,

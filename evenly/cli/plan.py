@@ -6,68 +6,45 @@ import json
 import math
 import sys
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from shutil import get_terminal_size
 from textwrap import fill
 from typing import TYPE_CHECKING
 
+from evenly.cli.plan_request import WIDTH_OF_FILES, PlanOptions, is_job, option_name, plan_request
 from evenly.errors import EvenlyError, UserError
-from evenly.jobfile import read_with
 from evenly.launcher.frozen import importing
 from evenly.observe.progress import busy_line
-from evenly.plan import parse_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from evenly.hardware.cluster import Cluster
     from evenly.planner.prediction import Prediction
     from evenly.planner.request import CostSource, PlanRequest, PlanResult
 
-WIDTH_OF_FILES = 100  # columns, where the output is read by no terminal
-TOKENS_ASSUMED = 2**20  # of a step, where no batch is stated
-LEAST_MEMORY = 2**20
 SOON_S = 1.0  # after which a search says what it does
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """What is asked, as the command line has it; None for what is left open.
-
-    target: a job file or a model. batch: samples. sequence: tokens of a sample. memory: of a device, as text.
-    reserve: percent of it that plans are to leave free. step_s: seconds that a step may take. html: where pictures go.
-    """
-
-    target: str
-    only: str = "auto"
-    cluster: str | None = None
-    batch: int | None = None
-    sequence: int | None = None
-    memory: str | None = None
-    reserve: float | None = None
-    max_devices: int | None = None
-    step_s: float | None = None
-    top: int | None = None
-    html: Path | None = None
-    settings: Sequence[str] = ()
-    explain: bool = False
-    json_only: bool = False
 
 
 def plan(options: PlanOptions) -> int:
     """Plans; returns the exit code. Raises `EvenlyError` (exit code 1) where no plan does."""
     if options.explain:
         return _explain(options)
-    is_job = _is_job(options)
-    line = busy_line(f"loading {options.target}", after_s=0.0 if is_job else SOON_S)
+    if len(options.clusters) > 1 or options.prices:
+        from evenly.cli.plan_clusters import compare_clusters
+
+        return compare_clusters(options)
+    if options.tokens is not None:
+        raise UserError("--tokens without --price", "it is what a run's cost is of", "add --price, or leave it out")
+    of_job = is_job(options)
+    line = busy_line(f"loading {options.target}", after_s=0.0 if of_job else SOON_S)
     with redirect_stdout(sys.stderr), line as show:  # what a job prints is no part of the result
         from evenly.planner.search import search
 
-        with importing() if is_job else nullcontext():
-            request, assumed = _plan_request(options)
+        with importing() if of_job else nullcontext():
+            request, assumed = plan_request(options)
             request = replace(request, watch=show)
-            request = _reading(request) if is_job else request
+            request = _reading(request) if of_job else request
         result = search(request)
     _show(request, result, options, assumed=assumed)
     if (refusal := _refusal(request, result)) is not None:
@@ -85,140 +62,17 @@ def _reading(request: PlanRequest) -> PlanRequest:
 def _explain(options: PlanOptions) -> int:
     from evenly.cli.explain import explain
 
-    ignored = ("cluster", "batch", "sequence", "memory", "reserve", "max_devices", "step_s", "top", "html")
+    ignored = ("clusters", "prices", "tokens", "batch", "sequence", "memory", "reserve", "max_devices", "step_s", "top")
     if stated := [
         field.name for field in fields(PlanOptions) if field.name in ignored and getattr(options, field.name)
     ]:
         raise UserError(
             "evenly plan --explain",
-            f"it tells what --only makes of a model; {', '.join(map(_option, stated))} is for predictions",
+            f"it says what --only makes of a model; {', '.join(map(option_name, stated))} is for predictions",
             "leave out either",
         )
-    return explain(Path(options.target), options.only, [*options.settings], json_only=options.json_only)
-
-
-def _option(name: str) -> str:
-    named = {"batch": "global-batch", "step_s": "step-time"}
-    return f"--{named.get(name, name.replace('_', '-'))}"
-
-
-# --- the request --------------------------------------------------------------------------------------
-
-
-def _plan_request(options: PlanOptions) -> tuple[PlanRequest, bool]:
-    """What is asked of the search, and whether its batch is an assumption."""
-    from evenly.planner.request import RESERVE, PlanRequest
-
-    if options.step_s is not None and not 0 < options.step_s < math.inf:
-        raise UserError(f"--step-time {options.step_s:g}", "no step takes so long", "give seconds: --step-time 2.5")
-    only = read_with(Path(options.target), lambda: parse_plan(options.only))
-    memory = None if options.memory is None else parse_memory(options.memory)
-    cluster = _cluster(options)
-    source, batch = _source(options)
-    if only.ranks and only.ranks > cluster.size:
-        raise UserError(
-            f"--only {options.only!r} on {cluster}",
-            f"such a plan takes {only.ranks} devices, and there are {cluster.size}",
-            "name a larger --cluster, or smaller sizes",
-        )
-    devices = only.ranks or min(cluster.size, options.max_devices or cluster.size)
-    request = PlanRequest(
-        source=source,
-        cluster=cluster,
-        batch=batch or assumed_batch(source.sequence, devices),
-        only=only,
-        memory_bytes=memory,
-        reserve=RESERVE if options.reserve is None else options.reserve / 100,
-        max_devices=options.max_devices,
-        step_s=options.step_s,
-        top=options.top or 5,
-    )
-    return request, batch is None
-
-
-def _is_job(options: PlanOptions) -> bool:
-    return options.target.endswith(".py")
-
-
-def _cluster(options: PlanOptions) -> Cluster:
-    from evenly.hardware.cluster_text import parse_cluster
-
-    if options.cluster is None and not _is_job(options):
-        _source(options)  # an unknown model is reported first
-        raise UserError(
-            f"evenly plan {options.target} without --cluster",
-            "the devices are not stated, and those of this machine are hardly meant",
-            "add --cluster 8xH100, 4x8xA100-80 (nodes x devices x kind), local or FILE.toml",
-        )
-    return read_with(Path(options.target), lambda: parse_cluster(options.cluster or "local"))
-
-
-def _source(options: PlanOptions) -> tuple[CostSource, int | None]:
-    """What is planned for, and its global batch where that is stated."""
-    return _job(options) if _is_job(options) else (_known(options), options.batch)
-
-
-def _job(options: PlanOptions) -> tuple[CostSource, int]:
-    """The job of a file, with its batch."""
-    if stated := [name for name in ("batch", "sequence") if getattr(options, name)]:
-        raise UserError(
-            f"{' and '.join(map(_option, stated))} for the job {options.target}",
-            "a job states its batch and has its data, and a run trains with these",
-            "leave it out, or change the job (with --set, where job() takes it as a setting)",
-        )
-    from evenly.jobfile import load_job, parse_settings
-    from evenly.planner.job_source import JobSource
-
-    job = load_job(Path(options.target), parse_settings([*options.settings]))
-    return JobSource(job), job.global_batch
-
-
-def _known(options: PlanOptions) -> CostSource:
-    from evenly.planner.known import find_shape
-    from evenly.planner.shapes import ShapeSource
-
-    asked = f"plan for {options.target}"
-    if Path(f"{options.target}.py").is_file():
-        raise UserError(asked, "it is no model, but a job file of that name is here", f"name {options.target}.py")
-    shape = find_shape(options.target)
-    if options.settings:
-        raise UserError(
-            f"{asked} --set {options.settings[0]}",
-            "--set passes settings to job(), and this is a model",
-            f"describe the model instead, for example {shape.name}:layers=4",
-        )
-    if parse_plan(options.only).tensor_exclude is not None:
-        raise UserError(
-            f"{asked} --only {options.only!r}",
-            "tensor_exclude names parameters, and a model's shape has none",
-            "leave it out",
-        )
-    if options.sequence is not None:
-        shape = replace(shape, sequence=options.sequence)
-        if problems := [*shape.problems()]:
-            raise UserError(f"{asked} --sequence {options.sequence}", "; ".join(problems), "give fewer tokens")
-    return ShapeSource(shape)
-
-
-def assumed_batch(sequence: int | None, devices: int) -> int:
-    """Samples of about a million tokens, as many for every device; 1024 samples where these are no sequences.
-
-    Large models are trained with that (GPT-3 with 0.5 to 3.2 million tokens: Brown et al. 2020, table 2.1).
-    """
-    samples = max(1, TOKENS_ASSUMED // (sequence or 1024))
-    return devices * max(1, -(-samples // devices))
-
-
-def parse_memory(text: str) -> float:
-    """'80GB', '40GiB', '40G' or a number of bytes -> bytes; GB is 10^9, GiB and G are 2^30. Raises `UserError`."""
-    from evenly.hardware.variants import size_bytes
-
-    size = size_bytes(text)
-    if size is None:
-        raise UserError(f"--memory {text!r}", "it is no size", "give bytes, or a number with a unit: 80GB, 40GiB")
-    if size < LEAST_MEMORY:
-        raise UserError(f"--memory {text!r}", f"{size:.0f} bytes hold no model", f"add a unit: {text.strip()}GiB")
-    return size
+    job, settings = Path(options.target), [*options.settings]
+    return explain(job, options.only, settings, json_only=options.json_only, html=options.html)
 
 
 # --- the result ----------------------------------------------------------------------------------------
@@ -258,15 +112,26 @@ def _print(request: PlanRequest, plans: Sequence[Prediction], *, assumed: bool) 
 
 
 def _draw(path: Path, request: PlanRequest, plans: Sequence[Prediction], *, assumed: bool) -> None:
+    from evenly.cli.pages import write_page
+    from evenly.planner.around import grid_of
     from evenly.report.planpage import page, preview
 
+    with redirect_stdout(sys.stderr), busy_line("looking at other numbers of devices and batches") as show:
+        request = replace(request, watch=show)
+        grid = grid_of(request, plans[0].plan.devices, source_of=_with_batch(request.source))
     timeline = preview(request, plans[0].plan)
-    text = page(request.source.name, _devices(request, plans), plans, timeline, assumed=assumed)
-    try:
-        path.write_text(text, encoding="utf-8", errors="replace")
-    except OSError as problem:
-        raise UserError(f"write {path}", str(problem), "name a file that can be written") from None
-    print(f"pictures in {path}", file=sys.stderr)
+    write_page(path, page(request.source.name, _devices(request, plans), grid, timeline, assumed=assumed))
+
+
+def _with_batch(source: CostSource) -> Callable[[int], CostSource]:
+    """What is planned for with another batch, of which a job's is a part."""
+    if not source.is_run:
+        return lambda batch: source
+    from evenly.planner.job_source import JobSource
+
+    assert isinstance(source, JobSource)
+    job = source.job
+    return lambda batch: JobSource(replace(job, global_batch=batch))
 
 
 def _refusal(request: PlanRequest, result: PlanResult) -> EvenlyError | None:

@@ -1,11 +1,12 @@
-"""Pictures as parts of a page: curves, boxes in rows, and stacked bars. Pure; `page.css` and `page.js` belong to it.
-`standalone` makes files of them.
+"""Pictures as parts of a page: curves, points, boxes in rows, stacked bars and cut matrices. Pure; `page.css` and
+`page.js` belong to it. `standalone` makes files of them.
 
 A picture is as wide as its page. Its SVG is stretched to that width, while strokes and text are not: texts are HTML
 around it. So it is readable on a phone and without a script, and follows light and dark by its classes `c0` to `c7`.
 
-The SVG of curves and rows holds the data and no second copy does: x runs from 0 to `ACROSS` over the axis, y of curves
-from 0 at the top to `UP`. `page.js` reads from there what it says under the pointer, and zooms by the view box.
+The SVG of curves, points and rows holds the data and no second copy does: x runs from 0 to `ACROSS` over the axis, y of
+curves from 0 at the top to `UP`. `page.js` reads from there what it says under the pointer, and zooms by the view box;
+`page.css` has the colours.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ COLUMNS = 1000  # of a picture, in each of which a line keeps its least and its 
 LEAST_COLUMNS = 25
 POINTS = 12_000  # of all lines of a picture
 MOST_BOXES = 6000
-LONGEST = 80  # letters of a name
+LONGEST, LONGEST_TEXT = 80, 300  # letters of a name, of what is said of a point
 TICKS = 5
 
 Number = float | int | None
@@ -173,16 +174,7 @@ def curves(
     numbered = [(line, number if line.colour is None else line.colour) for number, line in enumerate(lines)]
     ordered = sorted(numbered, key=lambda one: not one[0].faint)
     paths = "".join(_path(line, colour, across, up, columns) for line, colour in ordered)
-    rule = ""
-    if limit is not None and 0 <= up.share(limit[0]) <= 1:
-        share = up.share(limit[0])
-        rule = f'<p class=limit data-share={share:.5f} style="bottom:{100 * share:.2f}%">{escape(limit[1])}</p>'
-    legend = "".join(
-        f'<button type=button class=c{colour % COLOURS} aria-pressed=true data-line="{escape(line.name[:LONGEST])}">'
-        f"{escape(line.name[:LONGEST])}</button>"
-        for line, colour in numbered
-        if line.name
-    )
+    legend = "".join(_legend_button(line.name, f"c{colour % COLOURS}") for line, colour in numbered if line.name)
     legend = f"<span class=legend>{legend}</span>" if len(lines) > 1 else ""
     described = (
         f"{title[:LONGEST]}: {', '.join(line.name[:LONGEST] for line in lines if line.name)} over {across.title}"
@@ -192,8 +184,13 @@ def curves(
         f"<figcaption>{escape(title[:LONGEST])}{legend}</figcaption>"
         f'<div class=plot tabindex=0 role=group aria-label="{escape(described)}"><div class=area>'
         f"{_ticks(across, up)}<svg viewBox='0 0 {ACROSS} {UP}' preserveAspectRatio=none aria-hidden=true>{paths}</svg>"
-        f"{rule}</div><p class=across>{escape(across.title)}</p></div></figure>"
+        f"{_rule(limit, up)}</div><p class=across>{escape(across.title)}</p></div></figure>"
     )
+
+
+def _legend_button(name: str, colour: str) -> str:
+    name = escape(name[:LONGEST])
+    return f'<button type=button class={colour} aria-pressed=true data-line="{name}">{name}</button>'
 
 
 def _path(line: Line, colour: int, across: ChartAxis, up: ChartAxis, columns: int) -> str:
@@ -233,13 +230,80 @@ def _tick(one: ChartAxis, value: float) -> str:
     return escape(f"{short(value / one.scale)} {one.unit}".strip())
 
 
+# --- points --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Point:
+    """A mark at (`x`, `y`) in its kind's colour. text: what it is. key: of the table's row that says more of it."""
+
+    x: float
+    y: float
+    kind: str
+    text: str
+    key: str = ""
+
+
+def points(
+    found: Sequence[Point],
+    colours: Mapping[str, str],
+    *,
+    title: str,
+    across: ChartAxis,
+    up: ChartAxis,
+    limit: tuple[float, str] | None = None,
+    frontier: Sequence[tuple[float, float]] = (),
+) -> str:
+    """Points over one pair of axes, each of which is named where a reader points at it.
+
+    colours: of each kind the class, in the order of the legend. limit: as of `curves`.
+    frontier: points from left to right that a line goes through in steps, as nothing lies below it.
+    """
+    kinds = [kind for kind in colours if any(one.kind == kind for one in found)]
+    buttons = "".join(_legend_button(kind, colours[kind]) for kind in kinds)
+    paths = "".join(_points([one for one in found if one.kind == kind], colours[kind], across, up) for kind in kinds)
+    if len(frontier) > 1:
+        steps = [place for (_, before), (x, y) in pairwise(frontier) for place in ((x, before), (x, y))]
+        line = "L".join(_place(place, across, up) for place in [frontier[0], *steps])
+        paths = f'<path class="line faint c7" data-line=frontier d="M{line}"/>{paths}'
+    described = f"{title[:LONGEST]}: {len(found)} points, {up.title} over {across.title}"
+    return (
+        f'<figure class="chart points" data-x="{across.as_data()}" data-y="{up.as_data()}">'
+        f"<figcaption>{escape(title[:LONGEST])}<span class=legend>{buttons}</span></figcaption>"
+        f'<div class=plot tabindex=0 role=group aria-label="{escape(described)}"><div class=area>'
+        f"{_ticks(across, up)}<svg viewBox='0 0 {ACROSS} {UP}' preserveAspectRatio=none aria-hidden=true>{paths}</svg>"
+        f"{_rule(limit, up)}</div><p class=across>{escape(across.title)}</p></div></figure>"
+    )
+
+
+def _points(alike: Sequence[Point], colour: str, across: ChartAxis, up: ChartAxis) -> str:
+    drawn = "".join(f"M{_place((one.x, one.y), across, up)}h0" for one in alike)
+    texts, keys = (
+        json.dumps(words, separators=(",", ":"))
+        for words in zip(*((one.text[:LONGEST_TEXT], one.key) for one in alike), strict=True)
+    )
+    return (
+        f'<path class="line dots {colour}" data-line="{escape(alike[0].kind)}" data-texts="{escape(texts)}" '
+        f'data-keys="{escape(keys)}" d="{drawn}"/>'
+    )
+
+
+def _rule(limit: tuple[float, str] | None, up: ChartAxis) -> str:
+    """A line across at a value of `up`, with what it is; none beyond the axis."""
+    if limit is None or not 0 <= up.share(limit[0]) <= 1:
+        return ""
+    share = up.share(limit[0])
+    return f'<p class=limit data-share={share:.5f} style="bottom:{100 * share:.2f}%">{escape(limit[1])}</p>'
+
+
 # --- boxes in rows -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Box:
-    """In `row` from `begin` to `end`, in the kind's colour. text: what it is; what follows the last dot stands in it.
+    """In `row` from `begin` to `end`, in the kind's colour.
 
+    text: what it is; behind a tab what stands in the box, else what follows the last dot does.
     pale: how much paler, 0 to 2. lower: in the lower third of its row, where others may lie above it.
     """
 
@@ -253,9 +317,15 @@ class Box:
 
 
 def boxes(
-    labels: Sequence[str], found: Sequence[Box], colours: Mapping[str, str], *, title: str, longest: float
+    labels: Sequence[str],
+    found: Sequence[Box],
+    colours: Mapping[str, str],
+    *,
+    title: str,
+    longest: float,
+    across: ChartAxis | None = None,
 ) -> str:
-    """A row for each label with its boxes, on one scale of seconds from 0 to `longest`.
+    """A row for each label with its boxes, on one scale of seconds from 0 to `longest`, or of `across`.
 
     colours: of each kind the class, in the order of the legend. Of more than `MOST_BOXES` the shortest lower ones are
     left out, then the last rows, then the shortest of all; a line says so.
@@ -263,7 +333,8 @@ def boxes(
     kept = _longest([box for box in found if not box.lower], [box for box in found if box.lower])
     shown = _rows_shown(len(labels), kept)
     kept = _longest([], [box for box in kept if box.row < shown])
-    across = axis((0.0, longest or 1.0), "seconds", units=SECONDS)
+    in_time = axis((0.0, longest or 1.0), "time", units=SECONDS)
+    across, of = (across, " data-plain") if across is not None else (in_time, "")
     groups: dict[tuple[str, int], list[Box]] = {}
     for box in kept:
         groups.setdefault((box.kind, box.pale), []).append(box)
@@ -279,13 +350,13 @@ def boxes(
     left_out = f"<p class=note>{len(kept)} of {len(found)} boxes" if len(kept) < len(found) else ""
     left_out += f", of rows 0 to {shown - 1} of {len(labels)}" if shown < len(labels) else ""
     return (
-        f'<figure class="chart rows" data-x="{across.as_data()}">'
+        f'<figure class="chart rows" data-x="{across.as_data()}"{of}>'
         f"<figcaption>{escape(title)}<span class=legend>{legend}</span></figcaption>"
         f'<div class=plot tabindex=0 role=group aria-label="{escape(title)}">'
         f'<div class=area style="height:{_height(shown)}px">{_ticks(across, None)}'
         f"<svg viewBox='0 0 {ACROSS} {ROW * shown}' preserveAspectRatio=none aria-hidden=true>{paths}</svg>"
         f"<div class=labels aria-hidden=true>{rows}</div><div class=texts aria-hidden=true></div></div>"
-        f"<p class=across>time</p></div>{left_out}</figure>"
+        f"<p class=across>{escape(across.title)}</p></div>{left_out}</figure>"
     )
 
 
@@ -366,4 +437,44 @@ def _parts(bar: StackedBar, names: Sequence[str], longest: float, words: Callabl
         f'title="{escape(f"{name}: {words(length)}")}"></i>'
         for at, name in enumerate(names)
         if (length := bar.parts.get(name, 0.0)) > 0
+    )
+
+
+# --- cut matrices --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CutMatrix:
+    """A matrix, or a vector, of `shape`; along `dim` it is dealt to `ranks` in turn, `times` over. dim None: whole."""
+
+    name: str
+    shape: Sequence[int]
+    dim: int | None
+    ranks: int
+    times: int = 1
+
+
+def matrices(found: Sequence[CutMatrix], *, title: str) -> str:
+    """Matrices next to each other, about as wide and high as they are to each other, a colour for each rank's part."""
+    most = max((max(one.shape, default=1) for one in found), default=1)
+    ranks = max((one.ranks for one in found), default=1)
+    legend = "".join(f"<span class=c{rank % COLOURS}>rank {rank}</span>" for rank in range(min(ranks, COLOURS)))
+    drawn = "".join(_matrix(one, most) for one in found)
+    return (
+        f"<figure class=matrices><figcaption>{escape(title)}<span class=legend>{legend}</span></figcaption>"
+        f"<div class=shelf>{drawn}</div></figure>"
+    )
+
+
+def _matrix(one: CutMatrix, most: int) -> str:
+    """Sides grow with the square root, so that a thin one can be seen."""
+    rows, columns = (*one.shape, 1, 1)[:2] if len(one.shape) != 1 else (one.shape[0], 1)
+    high, wide = (max(0.9, 8 * (side / most) ** 0.5) for side in (rows, columns))
+    parts = one.ranks * one.times if one.dim in (0, 1) else 0
+    stripes = "".join(f"<i class=c{at % one.ranks % COLOURS}></i>" for at in range(min(parts, 96)))
+    size = " x ".join(f"{side:,}" for side in one.shape)
+    kind = "matrix across" if one.dim == 1 else "matrix"
+    return (
+        f'<div class="{kind}"><b style="height:{high:.2f}rem;width:{wide:.2f}rem">{stripes}</b>'
+        f"<span>{escape(one.name[:LONGEST])}</span><span class=note>{size}</span></div>"
     )

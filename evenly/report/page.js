@@ -51,11 +51,19 @@ window.evenly = (() => {
     for (const [, x, y] of path.getAttribute("d").matchAll(/[ML](-?\d+),(-?\d+)/g)) xs.push(+x), ys.push(+y);
     return { name: path.dataset.line, path, xs, ys };
   }
+  function labelled(text) { // what is said of a box, and what stands in it
+    const at = text.lastIndexOf("\t");
+    return at < 0 ? { text, label: text.slice(text.lastIndexOf(".") + 1) } : { text: text.slice(0, at), label: text.slice(at + 1) };
+  }
   function readBoxes(path) {
     const texts = JSON.parse(path.dataset.texts), found = [];
     for (const [, x, y, width, height] of path.getAttribute("d").matchAll(/M(\d+),(\d+)h(\d+)v(\d+)/g))
-      found.push({ x: +x, y: +y, width: +width, height: +height, kind: path.dataset.kind, text: texts[found.length] });
+      found.push({ x: +x, y: +y, width: +width, height: +height, kind: path.dataset.kind, ...labelled(texts[found.length]) });
     return found;
+  }
+  function readPoints(path) {
+    const texts = JSON.parse(path.dataset.texts), keys = JSON.parse(path.dataset.keys), line = readLine(path);
+    return line.xs.map((x, at) => ({ x, y: line.ys[at], kind: line.name, text: texts[at], key: keys[at] }));
   }
   function nearest(sorted, value) {
     let low = 0, high = sorted.length - 1;
@@ -80,8 +88,10 @@ window.evenly = (() => {
       this.svg = figure.querySelector("svg");
       this.x = new Axis(figure.dataset.x);
       this.y = figure.dataset.y ? new Axis(figure.dataset.y) : null;
+      this.plain = "plain" in figure.dataset;
       this.lines = [...this.svg.querySelectorAll(".line")].map(readLine).filter((line) => line.xs.length);
       this.boxes = [...this.svg.querySelectorAll(".box")].flatMap(readBoxes).sort((a, b) => a.x - b.x);
+      this.points = [...this.svg.querySelectorAll("[data-keys]")].flatMap(readPoints).sort((a, b) => a.x - b.x);
       this.labels = [...figure.querySelectorAll(".labels i")].map((label) => label.textContent);
       this.depth = this.y ? UP : ROW * this.labels.length;
       this.key = figure.querySelector("figcaption").firstChild.textContent;
@@ -172,7 +182,7 @@ window.evenly = (() => {
       if (this.area.clientHeight / this.labels.length < 14) return;
       let room = 800;
       for (const box of this.boxes) {
-        const text = box.text.slice(box.text.lastIndexOf(".") + 1), pixels = (box.width / (this.right - this.left)) * width;
+        const text = box.label, pixels = (box.width / (this.right - this.left)) * width;
         if (box.height < 50 || !text || pixels < 8 * text.length + 3) continue;
         if (box.x + box.width < this.left || box.x > this.right || !room--) continue;
         const label = element("b", "", text);
@@ -186,7 +196,7 @@ window.evenly = (() => {
     // --- what is said
     tell(x, row) {
       this.cursor = x;
-      const words = this.y ? this.valuesAt(x) : this.boxAt(x, row);
+      const words = this.points.length ? this.pointAt(x, row) : this.y ? this.valuesAt(x) : this.boxAt(x, row);
       if (!words) return this.hush();
       this.rule ??= this.area.appendChild(element("div", "rule"));
       if (!this.tip) {
@@ -200,7 +210,10 @@ window.evenly = (() => {
       this.tip.style.right = place < 50 ? "" : `calc(${100 - place}% + 12px)`;
       this.rule.hidden = this.tip.hidden = false;
     }
-    hush() { if (this.tip) this.rule.hidden = this.tip.hidden = true; }
+    hush() {
+      if (this.tip) this.rule.hidden = this.tip.hidden = true;
+      if (this.mark) this.mark.hidden = true;
+    }
     valuesAt(x) {
       const found = this.seen().map((line) => ({ line, at: nearest(line.xs, x) }));
       if (!found.length) return null;
@@ -212,19 +225,41 @@ window.evenly = (() => {
       const title = this.figure.querySelector(".across").textContent;
       return { x: at, text: [`${title} ${this.x.words(this.x.value(at / ACROSS))}`, ...texts].join("\n") };
     }
+    pointAt(x, y) { // the nearest on the screen
+      const wide = this.area.clientWidth / (this.right - this.left), high = this.area.clientHeight / (this.bottom - this.top);
+      const far = (one) => Math.hypot((one.x - x) * wide, (one.y - y) * high);
+      const shown = this.points.filter((one) => !this.kept.hidden.has(one.kind));
+      if (!shown.length) return null;
+      return this.wordsOfPoint(shown.reduce((one, other) => (far(other) < far(one) ? other : one)));
+    }
+    wordsOfPoint(point) {
+      this.at = point;
+      this.mark ??= this.area.appendChild(element("div", "mark"));
+      this.mark.hidden = false;
+      this.mark.style.left = `${this.across(point.x)}%`;
+      this.mark.style.top = `${(100 * (point.y - this.top)) / (this.bottom - this.top)}%`;
+      return { x: point.x, text: `${point.text}\n${point.kind}` };
+    }
+    find(key) { // says what the point is that a row of a table tells more of
+      const point = this.points.find((one) => one.key === key);
+      if (!point) return;
+      this.keepInView(point.x);
+      this.tell(point.x, point.y);
+    }
     boxAt(x, y) {
       const least = (this.right - this.left) / this.area.clientWidth; // a pixel
       const found = this.boxes.filter((box) =>
         box.x - least <= x && x <= box.x + box.width + least && box.y <= y && y <= box.y + box.height);
       const label = this.labels[Math.floor(y / ROW)];
       if (label === undefined) return null;
-      const where = `${label}, ${seconds(this.x.value(x / ACROSS))}`;
+      const where = this.plain ? label : `${label}, ${seconds(this.x.value(x / ACROSS))}`;
       if (!found.length) return { x, text: `${where}: nothing` };
       const box = found[found.length - 1], words = this.wordsOf(box);
       return { x, text: `${label}: ${words}` };
     }
     wordsOf(box) {
       const [begin, end] = [box.x, box.x + box.width].map((place) => this.x.value(place / ACROSS));
+      if (this.plain) return `${box.kind}${box.text ? " " + box.text : ""}`; // an axis of no time
       return `${box.kind}${box.text ? " " + box.text : ""}\n${seconds(end - begin)}, from ${seconds(begin)} on`;
     }
 
@@ -234,7 +269,7 @@ window.evenly = (() => {
         const frame = this.area.getBoundingClientRect();
         const share = (event.clientX - frame.left) / frame.width;
         return [this.left + Math.min(1, Math.max(0, share)) * (this.right - this.left),
-          ((event.clientY - frame.top) / frame.height) * this.depth];
+          this.top + ((event.clientY - frame.top) / frame.height) * (this.bottom - this.top)];
       };
       let began = null;
       this.area.addEventListener("pointerdown", (event) => {
@@ -255,6 +290,9 @@ window.evenly = (() => {
         if (far && event.type === "pointerup") {
           const [x] = place(event);
           this.show(Math.min(x, this.from), Math.max(x, this.from));
+        } else if (event.type === "pointerup" && this.points.length) {
+          this.tell(...place(event));
+          this.go();
         }
       };
       this.area.addEventListener("pointerup", end);
@@ -294,7 +332,8 @@ window.evenly = (() => {
       const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
       if (event.ctrlKey || event.metaKey || event.altKey) return;
       if (step && event.shiftKey) this.pan(step * 0.25);
-      else if (step) this.y ? this.stepPoint(step) : this.stepBox(step, 0);
+      else if (step) this.points.length ? this.stepMark(step) : this.y ? this.stepPoint(step) : this.stepBox(step, 0);
+      else if (event.key === "Enter" && this.points.length) this.go();
       else if (!this.y && event.key === "ArrowUp") this.stepBox(0, -1);
       else if (!this.y && event.key === "ArrowDown") this.stepBox(0, 1);
       else if (event.key === "+" || event.key === "=") this.zoom(0.5);
@@ -310,6 +349,14 @@ window.evenly = (() => {
       const at = Math.min(line.xs.length - 1, Math.max(0, now + step));
       this.keepInView(line.xs[at]);
       this.tell(line.xs[at], 0);
+    }
+    stepMark(step) {
+      const shown = this.points.filter((one) => !this.kept.hidden.has(one.kind)), now = shown.indexOf(this.at);
+      const at = now < 0 ? (step > 0 ? 0 : shown.length - 1) : Math.min(shown.length - 1, Math.max(0, now + step));
+      if (shown.length) this.find(shown[at].key);
+    }
+    go() { // to the row of the point
+      if (this.at?.key) window.evenly.showRow(this.at.key);
     }
     stepBox(step, rows) {
       const row = Math.min(this.labels.length - 1, Math.max(0, Math.floor((this.at?.y ?? 0) / ROW) + rows));
@@ -331,8 +378,11 @@ window.evenly = (() => {
   let figures = [];
   function setUp(root) {
     figures = [...root.querySelectorAll("figure.chart")].map((figure) => new Figure(figure));
+    window.evenly?.setUpControls(root);
   }
-  addEventListener("resize", () => figures.forEach((figure) => figure.draw()));
+  const redraw = () => figures.forEach((figure) => figure.draw());
+  const point = (key) => figures.forEach((figure) => (key ? figure.find(key) : figure.points.length && figure.hush()));
+  addEventListener("resize", redraw);
   setUp(document);
-  return { setUp };
+  return { setUp, redraw, point };
 })();

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from html import escape
@@ -57,7 +57,7 @@ def document(title: str, *parts: str | Section, lead: str = "", script: str = ""
         f"<meta name=color-scheme content='light dark'><title>evenly: {cut(title)}</title>"
         f"<link rel=icon href='data:,'><style>{script_of('page.css')}</style></head>"
         f"<body><main>{contents(title, *parts, lead=lead)}</main>"
-        f"<script>{script_of('page.js')}{script}</script></body></html>\n"
+        f"<script>{script_of('page.js')}{script_of('controls.js')}{script}</script></body></html>\n"
     )
 
 
@@ -119,6 +119,71 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, label: str = "
 def _row(cells: Sequence[str]) -> str:
     first, *others = cells or ("",)
     return f"<tr><th scope=row>{cut(first)}</th>{''.join(f'<td>{cut(cell)}</td>' for cell in others)}</tr>"
+
+
+@dataclass(frozen=True)
+class SortedCell:
+    """A cell of a table that readers sort: its words, and by what number it is sorted, if not by its words."""
+
+    words: str
+    value: float | None = None
+
+
+def sortable(
+    heads: Sequence[str],
+    rows: Sequence[Sequence[SortedCell]],
+    *,
+    label: str,
+    keys: Sequence[str] = (),
+    words: str | None = None,
+) -> str:
+    """A table that a click on a head sorts, or Enter on it.
+
+    keys: of each row, what points of pictures call it, whose first cell then shows its point. words: the head of a
+    column of sentences, if there is one.
+    """
+    head = "".join(f"<th scope=col{' class=sentence' * (one == words)}>{cut(one)}</th>" for one in heads)
+    body = ""
+    for at, row in enumerate(rows):
+        cells = [_sorted_cell(one, first=not column, words=heads[column] == words) for column, one in enumerate(row)]
+        key = f' data-key="{escape(keys[at])}"' if keys else ""
+        body += f"<tr{key}>{''.join(cells)}</tr>"
+    return (
+        f'<div class=scroll tabindex=0 role=region aria-label="{escape(label)}">'
+        f"<table class=sortable><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _sorted_cell(cell: SortedCell, *, first: bool, words: bool) -> str:
+    name = "th" if first else "td"
+    value = "" if cell.value is None else f" data-value={cell.value:.6g}"
+    return f"<{name}{' scope=row' * first}{' class=sentence' * words}{value}>{cut(cell.words)}</{name}>"
+
+
+@dataclass(frozen=True)
+class Slider:
+    """A choice among `values`, of which `at` is chosen first."""
+
+    name: str
+    values: Sequence[int]
+    at: int
+
+
+def panes(sliders: Sequence[Slider], found: Mapping[tuple[int, ...], str]) -> str:
+    """Of the HTML in `found`, by a value of each slider, the one that the sliders choose; without scripts the first."""
+    inputs = "".join(
+        f"<label>{escape(one.name)} <input type=range min=0 max={len(one.values) - 1} value={one.values.index(one.at)} "
+        f'data-values="{" ".join(map(str, one.values))}"><output>{one.at:,}</output></label>'
+        for one in sliders
+        if len(one.values) > 1
+    )
+    first, moved = tuple(one.at for one in sliders), [len(one.values) > 1 for one in sliders]
+    parts = "".join(
+        f'<div class=pane data-at="{" ".join(str(value) for value, can in zip(at, moved, strict=True) if can)}"'
+        f"{' hidden' * (at != first)}>{html}</div>"
+        for at, html in found.items()
+    )
+    return f"<div class=panes><div class=sliders hidden>{inputs}</div>{parts}</div>" if inputs else parts
 
 
 def folded(title: str, *parts: str) -> str:

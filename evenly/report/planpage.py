@@ -1,4 +1,6 @@
-"""Predictions of plans as one self-contained HTML page: memory and time by cause, and the best plan's schedule."""
+"""Predictions of plans as one self-contained HTML page: all plans and those around what was asked, and of the first
+ones memory and time by cause, and the best one's schedule.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from itertools import groupby
 from evenly.plan import Plan
 from evenly.plan.orders import compute_orders
 from evenly.plan.schedule import Action, runnable
+from evenly.planner.around import Grid
 from evenly.planner.costed_plan import costed_plan_of, layers_of
 from evenly.planner.prediction import Prediction
 from evenly.planner.request import PlanRequest
@@ -17,20 +20,26 @@ from evenly.planner.timeline import Costs, Orders, Timeline, simulate
 from evenly.planner.training_config import TrainingConfig
 from evenly.report.comm import size_in_words, time_in_words
 from evenly.report.draw import StackedBar, stacked
-from evenly.report.page import Section, as_table, document, preformatted, table, text
+from evenly.report.page import Section, as_table, document, text
 from evenly.report.pictures import schedule
-from evenly.report.plans import common, heads, plan_rows, reasons, short, title
+from evenly.report.plans import common, short, title
+from evenly.report.plantable import explorer
+
+MOST_TIMES = 12  # plans whose times are drawn
 
 
-def page(model: str, devices: str, plans: Sequence[Prediction], timeline: Timeline, *, assumed: bool) -> str:
-    """The page; `timeline`: the first plan's schedule with a few microbatches. It asks no network."""
+def page(model: str, devices: str, grid: Grid, timeline: Timeline, *, assumed: bool) -> str:
+    """The page; `timeline`: the best plan's schedule with a few microbatches. It asks no network."""
+    plans = grid.cells[grid.asked].plans[:MOST_TIMES]
     best = plans[0]
     return document(
         f"{model} on {devices}",
-        table(heads(plans), plan_rows(plans), label="plans"),
-        preformatted("\n".join(reasons(plans))),
-        Section("Memory of every rank of the pipeline", [text(short(best.plan, common(plans))), _memory(best)]),
-        Section("A step's time, plan by plan", [_times(plans)]),
+        Section("Plans", [explorer(grid)]),
+        Section(
+            "Memory of every rank of the pipeline",
+            [text(f"Plan 1 as asked: {short(best.plan, common(plans))}"), _memory(best)],
+        ),
+        Section("A step's time, plan by plan", [text("Plans as asked, as they are numbered above."), _times(plans)]),
         Section("The schedule", [text(_of_schedule(best, timeline)), _drawn(timeline)]),
         lead=title(model, devices, plans, assumed=assumed),
     )

@@ -85,7 +85,7 @@ def plan_rows(plans: Sequence[Prediction]) -> list[tuple[str, ...]]:
             short(one.plan, common_words),
             size_in_words(one.peak_bytes),
             _full(one),
-            _worst(one),
+            worst_rank(one),
             time_in_words(one.step_s),
             f"{rate:,.0f}" if (rate := rate_per_device(one)) >= 100 else f"{rate:.3g}",
             f"{one.mfu:.1%}",
@@ -106,7 +106,7 @@ def is_fuller(one: Prediction) -> bool:
     return one.fits and not one.leaves_reserve
 
 
-def _worst(one: Prediction) -> str:
+def worst_rank(one: Prediction) -> str:
     """The rank whose memory is meant; where there are several of them that hold the same, all."""
     return "all" if len({rank.peak for rank in one.memory}) == 1 else str(one.worst)
 
@@ -122,7 +122,8 @@ def _largest(time: TimeByCause) -> str:
 
 def reasons(plans: Sequence[Prediction]) -> list[str]:
     """Where the first plan's time and memory go, and of every other one which terms it loses by."""
-    found = [*_of_the_best(plans[0]), *(_against(plans[0], one, number) for number, one in enumerate(plans[1:], 2))]
+    others = (f"{number}. {against(plans[0], one)}" for number, one in enumerate(plans[1:], 2))
+    found = [*_of_the_best(plans[0]), *others]
     fuller = [str(number) for number, one in enumerate(plans, 1) if is_fuller(one)]
     if not fuller:
         return found
@@ -139,22 +140,28 @@ def _of_the_fuller(one: Prediction, numbers: Sequence[str]) -> str:
     return f"fuller: {which} less than {share} of the memory (--reserve)"
 
 
+def time_in_causes(one: Prediction) -> str:
+    """The causes that take a step's time, the largest first."""
+    time = by_cause(one.time)
+    return f"time: {', '.join(f'{cause} {time_in_words(time[cause])}' for cause in _main_causes(time))}"
+
+
 def _of_the_best(best: Prediction) -> list[str]:
-    time, memory = by_cause(best.time), by_cause(best.memory[best.worst])
-    where = "every rank" if _worst(best) == "all" else f"rank {best.worst} of the pipeline"
+    memory = by_cause(best.memory[best.worst])
+    where = "every rank" if worst_rank(best) == "all" else f"rank {best.worst} of the pipeline"
     return [
-        f"1. time: {', '.join(f'{cause} {time_in_words(time[cause])}' for cause in _main_causes(time))}",
+        f"1. {time_in_causes(best)}",
         f"   memory of {where}: {', '.join(f'{name} {size_in_words(memory[name])}' for name in _main_causes(memory))}",
         f"   in full: {best.plan}",
     ]
 
 
-def _against(best: Prediction, other: Prediction, number: int) -> str:
+def against(best: Prediction, other: Prediction) -> str:
     """How another plan compares with the first, and what would have to change for it to win."""
     more = other.step_s - best.step_s
     lost = differences(best, other)
     words = [f"{cause} {'+' if seconds > 0 else '-'}{time_in_words(abs(seconds))}" for cause, seconds in lost.items()]
-    line = f"{number}. {_compared(best, other)}{': ' * bool(words)}{', '.join(words[:4])}"
+    line = f"{_compared(best, other)}{': ' * bool(words)}{', '.join(words[:4])}"
     return line + (_to_win(lost, other, more) if more > 0 else "")
 
 
@@ -194,7 +201,7 @@ def _to_win(lost: Mapping[str, float], other: Prediction, more: float) -> str:
 def shortage(nearest: Prediction) -> str:
     """What a plan that does not fit needs more than there is, and what takes it."""
     amounts = by_cause(nearest.memory[nearest.worst])
-    where = "a rank" if _worst(nearest) == "all" else f"rank {nearest.worst} of its pipeline"
+    where = "a rank" if worst_rank(nearest) == "all" else f"rank {nearest.worst} of its pipeline"
     causes = ", ".join(f"{cause} {size_in_words(amounts[cause])}" for cause in _main_causes(amounts, 4))
     return (
         f"nearest is {short(nearest.plan, common([nearest]))}: {where} needs {size_in_words(nearest.peak_bytes)} of "
@@ -223,13 +230,13 @@ def document(
         "model": model,
         "cluster": cluster,
         "assumed": ["global_batch"] if assumed else [],
-        "plans": [_as_json(one) for one in plans],
-        **({"fuller": [_as_json(one) for one in fuller]} if fuller else {}),
+        "plans": [prediction_as_json(one) for one in plans],
+        **({"fuller": [prediction_as_json(one) for one in fuller]} if fuller else {}),
         **({"change": change} if change else {}),
     }
 
 
-def _as_json(one: Prediction) -> dict[str, Any]:
+def prediction_as_json(one: Prediction) -> dict[str, Any]:
     worst = one.memory[one.worst]
     return {
         "plan": str(one.plan),

@@ -36,6 +36,7 @@ class RunSummary:
     slow:   ranks whose own computing was steadily slower than that of the others, in words.
     no_room: plans that had no room, or could not run the job in their place, in words.
     events: starts, ends and failures of the ranks, by time.
+    logged: records of what the job logged by `run.log`, with the number of steps done.
     changed_s: when metrics.jsonl was last written, as of `time.time()`.
     """
 
@@ -47,6 +48,7 @@ class RunSummary:
     no_room: Sequence[str] = ()
     events: Sequence[RankEvent] = ()
     changed_s: float = 0.0
+    logged: Sequence[Row] = ()
 
 
 def read_run(folder: Path) -> RunSummary:
@@ -83,7 +85,7 @@ class RunReader:
             raise UserError(asked, f"its files are not a run's: {problem}", "name another folder") from None
         found = self._found
         if self._only_tail:
-            del found.steps[:-NEWEST]
+            del found.steps[:-NEWEST], found.logged[:]
         return RunSummary(
             plan,
             [*found.steps],
@@ -93,6 +95,7 @@ class RunReader:
             _no_room(self.folder),
             self._events.read([0] if self._only_tail else None),
             changed_s,
+            [*found.logged],
         )
 
 
@@ -104,6 +107,7 @@ class _Records:
     evaluations: dict[tuple[str, int], Row] = field(default_factory=dict[tuple[str, int], Row])
     memory: list[dict[str, int]] = field(default_factory=list[dict[str, int]])
     slow: list[str] = field(default_factory=list[str])
+    logged: list[Row] = field(default_factory=list[Row])
 
     def add(self, record: Row) -> None:
         """Raises `ValueError` for an evaluation after what is no step."""
@@ -113,6 +117,8 @@ class _Records:
             if not is_count(record.get("step")):
                 raise ValueError(f"an evaluation after step {record.get('step')!r}")
             self.evaluations[str(record.get("eval_set", "")), record["step"]] = record
+        elif is_count(record.get("step")) and "slow_rank" not in record:
+            self.logged.append(record)
         if _is_memory(record.get("memory")):
             self.memory = record["memory"]
         if isinstance(record.get("slow_rank"), int) and isinstance(record.get("ratio"), float):
@@ -128,6 +134,7 @@ class _Records:
             while self.steps and self.steps[-1]["step"] >= step:
                 self.steps.pop()
             self.evaluations = {key: one for key, one in self.evaluations.items() if key[1] < step}
+            self.logged = [one for one in self.logged if one["step"] < step]
         self.steps.append(record)
 
     def evaluations_by_set(self) -> list[Row]:
@@ -306,6 +313,18 @@ def metric_curves(run: RunSummary) -> dict[str, dict[str, tuple[list[Any], list[
     for name, records in by_set(run).items():
         for metric, line in _metrics(records, "eval_metrics").items():
             found.setdefault(metric, {})[name or "evaluation"] = line
+    return found
+
+
+def logged_curves(run: RunSummary) -> dict[str, tuple[list[int], list[Any]]]:
+    """The numbers that the job logged, by name: steps done, and values."""
+    found: dict[str, tuple[list[int], list[Any]]] = {}
+    for record in run.logged:
+        for name, value in record.items():
+            if name != "step" and _is_number(value) and not isinstance(value, bool):
+                steps, values = found.setdefault(name, ([], []))
+                steps.append(record["step"])
+                values.append(value)
     return found
 
 

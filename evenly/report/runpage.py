@@ -23,6 +23,7 @@ from evenly.report.run import (
     by_set,
     course_rows,
     is_count,
+    logged_curves,
     memory_rows,
     metric_curves,
 )
@@ -33,6 +34,7 @@ MOST_METRICS = 24  # that are drawn, each in a picture of its own
 ALL_COLUMNS = 16_000  # of all lines of a page, which keeps it under a megabyte
 SLOW_HEADS = ("step", "time", "of the median", "rank", "why")
 WAIT_HEADS = ("rank", "computes", "waits for slower ranks", "of a step", "mostly for")
+LOGGED_HEADS = ("figure", "first", "last", "least", "largest", "times")
 GROWTH_HEADS = ("device", "peak", "rose in the second half")
 
 
@@ -60,7 +62,7 @@ def _parts(
     parts: list[str | Section] = [head(figures(run, now_s)), *warnings(run)]
     if run.steps:
         columns = _columns(run)
-        parts += [_losses(run, columns), _rates(run, columns), _speeds(run, columns)]
+        parts += [_losses(run, columns), *_logged(run, columns), _rates(run, columns), _speeds(run, columns)]
         if (time := _time(run)) is not None:
             parts.append(time)
     parts += timeline
@@ -76,7 +78,7 @@ def _parts(
 
 def _columns(run: RunSummary) -> int:
     lines = 12 + len(by_set(run)) + min(MOST_DEVICES, len(run.steps[-1]["memory_bytes"]))
-    lines += sum(map(len, [*metric_curves(run).values()][:MOST_METRICS]))
+    lines += sum(map(len, [*metric_curves(run).values()][:MOST_METRICS])) + min(MOST_METRICS, len(logged_curves(run)))
     return min(COLUMNS, ALL_COLUMNS // lines)
 
 
@@ -196,6 +198,35 @@ def _losses(run: RunSummary, columns: int) -> Section:
             text(f"{len(metrics) - MOST_METRICS} further metrics are among the run's words below", kind="note")
         )
     return Section("Loss", parts)
+
+
+def _logged(run: RunSummary, columns: int) -> list[Section]:
+    """What the job logged by `run.log`, each number in a picture of its own, as names say nothing of its scale."""
+    found = logged_curves(run)
+    if not found:
+        return []
+    steps = run.steps[0]["step"], run.steps[-1]["step"]
+    pictures = [
+        curves(
+            [Line(name, xs, ys, dots=len(xs) <= 60, colour=5)],
+            title=name,
+            across=axis([*steps, *xs], "step"),
+            up=axis(ys, name),
+            columns=columns,
+        )
+        for name, (xs, ys) in [*found.items()][:MOST_METRICS]
+    ]
+    rows = [_logged_row(name, ys) for name, (_, ys) in found.items()]
+    parts = [side_by_side(*pictures), as_table(LOGGED_HEADS, rows)]
+    if len(found) > MOST_METRICS:
+        parts.append(text(f"{len(found) - MOST_METRICS} further figures are in the table", kind="note"))
+    return [Section("What the job logged", parts)]
+
+
+def _logged_row(name: str, values: Sequence[Any]) -> tuple[str, ...]:
+    finite = [value for value in values if value is not None and isfinite(value)]
+    ends = [values[0], values[-1], *((min(finite), max(finite)) if finite else (None, None))]
+    return (name, *map(_short, ends), str(len(values)))
 
 
 def _sampled(rows: Sequence[Row], cells: Callable[[int], tuple[str, ...]]) -> list[tuple[str, ...]]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from command import JOB, Done, environment, evenly
 
-from evenly.cli.plan import assumed_batch, parse_memory
+from evenly.cli.plan_request import assumed_batch, parse_memory
 from evenly.errors import UserError
 from evenly.hardware.cluster_text import parse_cluster
 from evenly.plan import parse_plan
@@ -155,6 +155,11 @@ REFUSALS = {
     "impossible sequence": (["gpt2", *EIGHT, "--sequence", "1000000001"], "is not between 1 and 1000000000"),
     "job without its ending": ([GPT2.with_suffix(""), *EIGHT], f"name {GPT2}"),
     "batch of a job": ([JOB, "--global-batch", "8"], "a job states its batch"),
+    "prices of no cluster": (["gpt2", *EIGHT, "--price", "1", "--price", "2"], "2 times --price for 1 cluster"),
+    "no price": (["gpt2", *EIGHT, "--price", "0"], "it is no price"),
+    "tokens of a job": ([JOB, "--price", "1", "--tokens", "1e9"], "a job states its steps"),
+    "tokens without a price": (["gpt2", *EIGHT, "--tokens", "1e9"], "it is what a run's cost is of"),
+    "no common batch": (["gpt2", *(f"--cluster={n}x1xA100-80" for n in (7, 11, 13, 17))], "state the batch"),
     "more devices than there are": (["gpt2", *EIGHT, "--only", "data=16"], "takes 16 devices, and there are 8"),
     "explained cluster": ([JOB, "--explain", "--only", "tensor=2", *EIGHT], "--cluster is for predictions"),
     "no file to plan": (["no_such_job.py"], "no such file"),
@@ -311,6 +316,34 @@ def test_the_page_of_pictures(only: str, tmp_path: Path) -> None:
     assert re.search(
         r'data-texts="\[&quot;F0\.0&quot;[^"]*" d="M0,\d+h[1-9]\d+v', text
     )  # from 0 on, as long as it takes
+
+
+def test_pictures_of_what_a_plan_does(tmp_path: Path) -> None:
+    arguments = ("--explain", "--only", "data=2 tensor=2 zero=1", "--set", "layers=2", "--html", "plan.html")
+    done = evenly("plan", GPT2, *arguments, folder=tmp_path)
+    assert done.returncode == 0 and "are split over 2 ranks" in done.stdout, done.stderr
+    text = (tmp_path / "plan.html").read_text()
+    assert "Weights split by the tensor axis" in text and "transformer.h.*.attn.c_attn.weight" in text
+    done = evenly("plan", JOB, "--explain", "--only", "data=2", "--html", "plan.html", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "") and "The steps of a ring" in (tmp_path / "plan.html").read_text()
+
+
+def test_clusters_and_their_prices(tmp_path: Path) -> None:
+    clusters = ("--cluster", "8xH100", "--cluster", "8xA100-80", "--cluster", "1xT4")
+    prices = ("--price", "3", "--price", "0.5", "--price", "0.5")
+    arguments = ("llama-3.1-8b", *clusters, *prices, "--tokens", "1e9")
+    found = planned(*arguments, folder=tmp_path)
+    fast, slow, none = found["clusters"]
+    assert (fast["cluster"], fast["is"], none["plan"]) == ("8xH100-80", "fastest", None) and none["refused"]
+    steps = -(-1e9 // fast["plan"]["tokens"]) if "tokens" in fast["plan"] else fast["run_steps"]
+    assert fast["run_steps"] == steps and fast["run_s"] == pytest.approx(steps * fast["plan"]["step_s"])
+    assert fast["run_cost"] == pytest.approx(3 * 8 * fast["run_s"] / 3600)
+    assert slow["plan"]["global_batch"] == fast["plan"]["global_batch"] == found["global_batch"]
+    done = evenly("plan", *arguments, "--html", "clusters.html", folder=tmp_path)
+    assert done.returncode == 0 and "8xA100-80" in done.stdout and "cheapest" in done.stdout
+    assert "clusters and costs" in (tmp_path / "clusters.html").read_text()
+    done = evenly("plan", "llama-3.1-70b", "--cluster", "1xT4", "--price", "1", folder=tmp_path)
+    assert done.returncode == 1 and "nothing fits" in done.stderr
 
 
 def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from made_runs import record, write_full_run, write_run
 
 from evenly.report import compare
 from evenly.report.board import Board
+from evenly.report.prices import page as prices_page
 from evenly.report.run import read_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -56,9 +57,52 @@ PROBE = """
 """
 
 
-def opened(page: str, folder: Path, width: int) -> dict[str, Any]:
+# Sorts by a click and by a key, points at a point, goes from a row to its point, and moves a slider.
+PROBE_OF_PLANS = """
+<script>addEventListener("load", () => setTimeout(() => {
+  const found = {};
+  try {
+    const page = document.documentElement, table = document.querySelector("table.sortable");
+    found.wider = [...document.querySelectorAll("main *")].filter((one) =>
+      one.getBoundingClientRect().right > page.clientWidth + 1 && !one.closest(".scroll, svg, pre, .ticks, .texts"))
+      .map((one) => `${one.tagName}.${one.className}`).slice(0, 5);
+    const column = (at) => [...table.tBodies[0].rows].map((row) => Number(row.cells[at].dataset.value));
+    const heads = [...table.tHead.querySelectorAll("button")];
+    found.first = column(3);
+    heads[3].click();
+    found.sorted = column(3);
+    heads[3].focus();
+    heads[3].click();
+    found.down = [column(3), heads[3].closest("th").getAttribute("aria-sort"), document.activeElement === heads[3]];
+    const row = table.tBodies[0].rows[1];
+    row.querySelector("button").focus();
+    found.named = document.querySelector(".tip").textContent;
+    found.number = row.cells[0].textContent;
+    row.querySelector("button").blur();
+    const area = document.querySelector("figure.points .area"), box = area.getBoundingClientRect();
+    const mark = () => document.querySelector("figure.points .mark");
+    area.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + 0.9 * box.width, clientY: box.top + 1 }));
+    found.hovered = [document.querySelector(".tip").textContent, mark().hidden];
+    const plot = document.querySelector("figure.points .plot");
+    const press = (key) => plot.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+    press("Escape"), press("ArrowLeft"), press("ArrowLeft"), press("Enter");
+    found.marked = document.querySelector("tr.on")?.cells[0].textContent;
+    const panes = [...document.querySelectorAll(".pane")];
+    const shown = () => panes.filter((pane) => !pane.hidden).map((pane) => pane.dataset.at);
+    found.before = shown();
+    const slider = document.querySelector("input[type=range]");
+    slider.value = slider.max;
+    slider.dispatchEvent(new Event("input"));
+    found.after = [...shown(), slider.nextElementSibling.textContent, slider.getAttribute("aria-valuetext")];
+  } catch (problem) { found.problem = String(problem.stack); }
+  document.title = JSON.stringify(found);
+}, 50))</script>
+"""
+
+
+def opened(page: str, folder: Path, width: int, probe: str = PROBE) -> dict[str, Any]:
     """What the probe found on `page` in a window of `width` pixels; fails where the console has an error."""
-    (folder / "page.html").write_text(page + PROBE, encoding="utf-8")
+    (folder / "page.html").write_text(page + probe, encoding="utf-8")
     (folder / "frame.html").write_text(
         "<!doctype html><title>frame</title>"
         f"<iframe src=page.html style='width:{width}px;height:900px;border:0'></iframe>"
@@ -95,6 +139,36 @@ def test_a_comparison(tmp_path: Path) -> None:
     page = compare.page(compare.named(folders, [read_run(folder) for folder in folders]), now_s=0)
     found = opened(page, tmp_path, 400)
     assert "problem" not in found and found["wider"] == [] and "a: " in found["tip"] and "b: " in found["tip"]
+
+
+@pytest.mark.parametrize("width", [1300, 400])
+def test_the_page_of_plans(width: int, tmp_path: Path) -> None:
+    from test_plan_page import drawn_plans
+
+    found = opened(drawn_plans(), tmp_path, width, PROBE_OF_PLANS)
+    assert "problem" not in found, found["problem"]
+    assert found["wider"] == [] and found["sorted"] == sorted(found["first"]) != found["first"]
+    assert found["down"] == [sorted(found["first"], reverse=True), "descending", True]
+    assert found["named"].startswith(f"{found['number']}. data=") and found["hovered"][0] and not found["hovered"][1]
+    assert found["marked"] and found["before"] == ["8 16"] and found["after"] == ["32 16", "32", "32"]
+
+
+@pytest.mark.parametrize("width", [1300, 400])
+def test_the_page_of_mechanisms(width: int, tmp_path: Path) -> None:
+    from test_mechanisms_page import drawn_mechanisms
+
+    found = opened(drawn_mechanisms(), tmp_path, width)
+    assert "problem" not in found, found["problem"]
+    assert found["wider"] == [] and found["tip"].startswith("rank 1") and found["texts"] > 10
+
+
+def test_the_page_of_prices(tmp_path: Path) -> None:
+    from test_prices import FAST, NONE, SLOW
+
+    page = prices_page("gpt2", [SLOW, FAST, NONE], 8, assumed=False)
+    of_prices = PROBE_OF_PLANS.replace("column(3)", "column(2)").replace("heads[3]", "heads[2]")
+    found = opened(page, tmp_path, 400, of_prices)
+    assert found["wider"] == [] and found["named"].startswith("<4xA100>\n4 s a step")
 
 
 def test_what_takes_the_place_of_a_page(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from evenly.plan import parse_plan
 from evenly.plan.orders import compute_orders
+from evenly.planner.around import Grid, GridCell
 from evenly.planner.prediction import MemoryByCause, Prediction, TimeByCause
 from evenly.planner.timeline import Costs, simulate
 from evenly.report.comm import size_in_words, time_in_words
@@ -184,9 +185,13 @@ def test_the_limit_lies_where_a_bar_of_its_length_ends() -> None:
     assert widths(picture) == [[("a: 2.0", 50.0)]] and 'style="left:100.00%"' in picture and "4 per device" in picture
 
 
+def asked(*plans: Prediction) -> Grid:
+    return Grid(asked=(4, 8), cells={(4, 8): GridCell(devices=4, batch=8, cluster="4xH100-80", plans=plans)}, alone={})
+
+
 def test_the_page_is_whole_and_asks_no_network() -> None:
     timeline = simulate(compute_orders("1f1b", 2, 1, 4), Costs(forward=[1.0, 1.0], backward=[2.0, 2.0]))
-    text = page("gpt2 <x>", "4xH100-80", [prediction(), SLOWER], timeline, assumed=False)
+    text = page("gpt2 <x>", "4xH100-80", asked(prediction(), SLOWER), timeline, assumed=False)
     assert "gpt2 &lt;x&gt;" in text and "<x>" not in text and "http" not in text.replace("http-equiv", "")
     assert "default-src &#x27;none&#x27;" in text or "default-src 'none'" in text
     assert "activations: 21 GiB" in text and "tensor: 850 ms" in text
@@ -198,7 +203,7 @@ def test_the_page_is_whole_and_asks_no_network() -> None:
 def test_ranks_that_hold_the_same_are_one_bar() -> None:
     timeline = simulate(compute_orders("1f1b", 2, 1, 4), Costs(forward=[1.0, 1.0], backward=[2.0, 2.0]))
     alike = prediction(memory=[memory(parameters=4), memory(parameters=4), memory(parameters=3)])
-    text = page("gpt2", "cpu", [alike], timeline, assumed=False)
+    text = page("gpt2", "cpu", asked(alike), timeline, assumed=False)
     assert "<span>ranks 0 to 1</span>" in text and "<span>rank 2</span>" in text
 
 

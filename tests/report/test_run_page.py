@@ -11,7 +11,7 @@ from made_runs import MIB, lines, plan, record, write_full_run, write_run
 
 from evenly.report.growing import GrowingFile
 from evenly.report.page import MOST_ROWS, document, table
-from evenly.report.run import RunReader, RunSummary, read_run
+from evenly.report.run import RunReader, RunSummary, logged_curves, read_run
 from evenly.report.runpage import figures, page
 from evenly.report.spans import read_recorded
 from evenly.report.timeline import pipeline_of, sections_of, step_of
@@ -135,3 +135,24 @@ def test_a_reader_follows_a_run(tail_bytes: int | None, tmp_path: Path) -> None:
     assert found[-1]["step"] == 170 and len(found) == (170 if tail_bytes is None else 40)
     write_run(tmp_path, [record(1)])  # another run in the same folder
     assert [row["step"] for row in reader.read().steps] == [1]
+
+
+def test_what_a_job_logs_is_drawn(tmp_path: Path) -> None:
+    records = [record(step) for step in range(1, 9)]
+    logged = [{"step": step, "<reward>": step / 4, "phase": "warm", "on": True, "each": [1, 2]} for step in (0, 2, 6)]
+    run = read_run(write_run(tmp_path / "run", [*logged[:1], *records[:4], logged[1], *records[4:], *logged[2:]]))
+    assert logged_curves(run) == {"<reward>": ([0, 2, 6], [0.0, 0.5, 1.5])}
+    text = drawn(tmp_path / "run")
+    section = re.findall(r"<h2>What the job logged</h2>(.*?)</section>", text, re.DOTALL)[0]
+    assert section.count("<figure ") == 1 and "&lt;reward&gt;" in section and "<reward>" not in text
+    assert "M0,100000h0" in section and f"M{round(1e6 * 6 / 8)},0h0" in section
+    assert "What the job logged" not in drawn(write_run(tmp_path / "none", records))
+
+
+def test_what_a_job_logs_again_is_drawn_once(tmp_path: Path) -> None:
+    def both(*steps: int) -> list[dict[str, object]]:
+        return [row for step in steps for row in (record(step), {"step": step, "reward": float(step)})]
+
+    run = read_run(write_run(tmp_path, [*both(1, 2, 3), {"step": 3, "reward": None}, *both(3, 4)]))
+    assert logged_curves(run) == {"reward": ([1, 2, 3, 4], [1.0, 2.0, 3.0, 4.0])}
+    assert [*read_run(tmp_path).evaluations] == []

@@ -1,0 +1,298 @@
+"""Looks at every page in a browser: runs of all examples and all axes of plans, plans, clusters, mechanisms, the board.
+
+    python docs/pictures/pages.py FOLDER               everything: some minutes on two cores
+    python docs/pictures/pages.py FOLDER digits plan   what has these words in its name
+
+Makes the runs and the pages in FOLDER, opens each page in chromium at 1300 and 400 pixels, light and dark, and leaves
+`FOLDER/shots/NAME-light.png` with both widths next to each other, and `-dark.png`. A line for each page says its size
+and what the browser complained of; the exit code is 1 where a page has an error on its console, is wider than its
+window or larger than a megabyte. What exists in FOLDER is not made again.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+from evenly.cli.board import open_board
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+EVENLY = [sys.executable, "-m", "evenly"]
+STEPS = 8
+WIDE, NARROW, HIGH = 1300, 400, 2600
+MOST_BYTES = 1_000_000
+FINISHED, GROWING = 200, 3
+
+# Every example, on two devices under a plan that suits it.
+RUNS: dict[str, list[str]] = {
+    f"example-{name}": [f"examples/{name}.py", "--plan", plan, "--devices", "2"]
+    for name, plan in {
+        "bert": "ddp",
+        "digits": "ddp",
+        "digits_own_loop": "ddp",
+        "gpt2": "zero3",
+        "llama": "tensor=2",
+        "recurrent": "ddp",
+        "resnet": "zero1",
+        "stdlib_lm": "ddp",
+        "t5": "pipeline=2",
+        "vit": "zero2",
+    }.items()
+}
+# Every axis, and every schedule of a pipeline.
+PLANS = {
+    "single": ("single", 1),
+    "dp": ("dp replicas=2", 1),
+    "ddp": ("ddp", 2),
+    "zero1": ("zero1", 2),
+    "zero2": ("zero2", 2),
+    "zero3": ("zero3", 2),
+    "hsdp": ("hsdp", 4),
+    "tensor": ("tensor=2", 2),
+    "2d": ("2d", 4),
+    "tensor-pipeline": ("tensor=2 pipeline=2", 4),
+    "3d": ("3d", 8),
+    "recompute": ("ddp recompute=full", 2),
+    "bitwise": ("ddp exact=bitwise", 2),
+    **{
+        f"pipeline-{schedule}": (f"pipeline=2 schedule={schedule}", 2)
+        for schedule in ("naive", "gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev")
+    },
+}
+RUNS |= {
+    f"plan-{name}": ["examples/gpt2.py", "--plan", plan, "--devices", str(devices), "--set", "layers=4"]
+    for name, (plan, devices) in PLANS.items()
+}
+PAGES: dict[str, list[str]] = {
+    "planned-llama": ["plan", "llama-3.1-8b", "--cluster", "8xH100", "--top", "3"],
+    "planned-job": ["plan", "examples/gpt2.py", "--cluster", "4xA100-80"],
+    "planned-nothing-fits": ["plan", "llama-3.1-70b", "--cluster", "4xH100"],
+    "clusters": [
+        *("plan", "llama-3.1-8b", "--tokens", "1e12"),
+        *("--cluster", "8xH100", "--price", "2.9", "--cluster", "2x8xA100-80", "--price", "1.5"),
+        *("--cluster", "8xB200", "--price", "5.2", "--cluster", "8xL40S", "--price", "0.9"),
+    ],
+    "mechanisms-data": ["plan", "examples/gpt2.py", "--explain", "--only", "data=4 zero=2", "--set", "width=256"],
+    "mechanisms-ragged": ["plan", "examples/stdlib_lm.py", "--explain", "--only", "data=3 zero=3"],
+    "mechanisms-3d": ["plan", "examples/gpt2.py", "--explain", "--only", "data=2 tensor=2 pipeline=2"],
+}
+
+# What is wrong with a page is written to its console, as errors of scripts are.
+CHECK = """<script>addEventListener("load", () => setTimeout(() => {
+  for (const one of document.querySelectorAll("main *"))
+    if (one.getBoundingClientRect().right > document.documentElement.clientWidth + 1
+        && !one.closest(".scroll, svg, pre, .ticks, .texts, details:not([open])")) {
+      console.error(`wider than the page: ${one.tagName}.${one.className}`);
+      break;
+    }
+}, 200))</script>"""
+
+
+def main() -> int:
+    """Makes what is missing, looks at all of it; returns the exit code."""
+    folder, words = Path(sys.argv[1]).resolve(), sys.argv[2:]
+    (folder / "shots").mkdir(parents=True, exist_ok=True)
+    bad = 0
+    for name, page in chain(_reports(folder, words), _planned(folder, words)):
+        bad += _looked_at(name, page, folder)
+    if not words or "board" in words:
+        bad += _board(folder)
+    return 1 if bad else 0
+
+
+def _wanted(name: str, words: list[str]) -> bool:
+    return not words or any(word in name for word in words)
+
+
+def _reports(folder: Path, words: list[str]) -> Iterator[tuple[str, Path]]:
+    for name, arguments in RUNS.items():
+        run = folder / "runs" / name
+        if not _wanted(name, words):
+            continue
+        if not (run / "report.html").exists():
+            shutil.rmtree(run, ignore_errors=True)
+            _call([*EVENLY, "run", *arguments, "--steps", str(STEPS), "--out", str(run)], name)
+            _call([*EVENLY, "report", str(run)], name)
+        if (run / "report.html").exists():
+            yield name, run / "report.html"
+    compared = [folder / "runs" / name for name in ("plan-ddp", "plan-zero3", "plan-pipeline-1f1b")]
+    if _wanted("comparison", words) and all(run.exists() for run in compared):
+        page = folder / "comparison.html"
+        _call([*EVENLY, "report", *map(str, compared), "--html", str(page)], "comparison")
+        yield "comparison", page
+
+
+def _planned(folder: Path, words: list[str]) -> Iterator[tuple[str, Path]]:
+    for name, arguments in PAGES.items():
+        page = folder / f"{name}.html"
+        if _wanted(name, words):
+            if not page.exists():
+                _call([*EVENLY, *arguments, "--html", str(page)], name)
+            if page.exists():
+                yield name, page
+
+
+def _call(command: list[str], name: str) -> None:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    if done.returncode:
+        print(f"{name}: exit code {done.returncode}: {done.stderr.strip()[-600:]}", flush=True)
+
+
+# --- the browser ---------------------------------------------------------------------------------------
+
+
+def _looked_at(name: str, page: Path, folder: Path) -> bool:
+    """Takes both screenshots; whether anything is wrong with the page."""
+    size = page.stat().st_size
+    with tempfile.TemporaryDirectory() as temporary:
+        copy = Path(temporary) / "page.html"
+        copy.write_text(page.read_text(encoding="utf-8") + CHECK, encoding="utf-8")
+        found = [
+            line
+            for scheme in ("light", "dark")
+            for line in screenshot("page.html", Path(temporary), folder / "shots" / f"{name}-{scheme}.png", scheme)
+        ]
+    print(f"{name}: {size:,} bytes{''.join(f'; {line}' for line in dict.fromkeys(found))}", flush=True)
+    return bool(found) or size > MOST_BYTES
+
+
+def screenshot(address: str, folder: Path, picture: Path, scheme: str) -> list[str]:
+    """A picture of the page in windows of both widths; what its console has. `folder` takes files of the browser.
+
+    A page of the board, which no other page may frame, is seen in the wide window alone.
+    """
+    if address.startswith("http:"):
+        return _chromium(address, folder, scheme, f"--screenshot={picture}")[1]
+    frames = "".join(
+        f"<iframe src='{address}' style='width:{width}px;height:{HIGH}px;border:0;margin-right:20px'></iframe>"
+        for width in (WIDE, NARROW)
+    )
+    frame = folder / "frame.html"
+    frame.write_text(
+        "<!doctype html><meta name=color-scheme content='light dark'>"
+        f"<body style='margin:0;white-space:nowrap;background:#888'>{frames}"
+    )
+    return _chromium(frame.as_uri(), folder, scheme, f"--screenshot={picture}")[1]
+
+
+def _chromium(address: str, folder: Path, scheme: str, *options: str) -> tuple[str, list[str]]:
+    """What it prints, and the lines of the console."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or "google-chrome"
+    command = [
+        *(chromium, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"),
+        *("--hide-scrollbars", "--allow-file-access-from-files", "--virtual-time-budget=4000"),
+        f"--window-size={WIDE + NARROW + 40},{HIGH}",
+        f"--user-data-dir={folder / 'profile'}",
+        f"--blink-settings=preferredColorScheme={int(scheme == 'light')}",
+        *(*options, address),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    lines = [line.split("CONSOLE", 1)[1][:300] for line in done.stderr.splitlines() if "CONSOLE" in line]
+    return done.stdout, lines + ([f"chromium ended with {done.returncode}"] if done.returncode else [])
+
+
+# --- the board -----------------------------------------------------------------------------------------
+
+
+def _board(folder: Path) -> bool:
+    """A board of runs that grow, and of many that have ended: what it shows follows, and it loads at once."""
+    source = next((folder / "runs").glob("*/metrics.jsonl"), None)
+    if source is None:
+        print("board: no run to copy", flush=True)
+        return True
+    board = folder / "board"
+    shutil.rmtree(board, ignore_errors=True)
+    for number in range(FINISHED):
+        _copied(source.parent, board / f"finished-{number:03}")
+    for number in range(GROWING):
+        _copied(source.parent, board / f"growing-{number}", records=1)
+    with _growing(board, source), _served(board) as address, tempfile.TemporaryDirectory() as temporary:
+        loads = [_fetched(address), _fetched(address)]
+        before = _steps(address)
+        found = screenshot(address, Path(temporary), folder / "shots" / "board-light.png", "light")
+        found += screenshot(f"{address}run/growing-0", Path(temporary), folder / "shots" / "board-run-dark.png", "dark")
+        text, _ = _chromium(address, Path(temporary), "light", "--dump-dom")
+        after = _steps(address)
+    grew = all(after[name] > before[name] for name in before if name.startswith("growing"))
+    listed = text.count("run/finished-")
+    print(
+        f"board: {FINISHED} finished runs in {loads[0]:.2f} s, again in {loads[1]:.2f} s, {listed} in the page; "
+        f"{GROWING} that grow {'followed' if grew else 'NOT followed'}{''.join(f'; {line}' for line in found)}",
+        flush=True,
+    )
+    return bool(found) or not grew or listed != FINISHED
+
+
+def _copied(run: Path, to: Path, records: int | None = None) -> None:
+    """A copy of what the board reads of a run; records: lines of metrics.jsonl, all by default."""
+    shutil.copytree(run / "events", to / "events")
+    shutil.copy(run / "plan.json", to)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (to / "metrics.jsonl").write_text("".join(lines[:records]))
+
+
+@contextmanager
+def _growing(board: Path, source: Path) -> Iterator[None]:
+    """Runs that do a step every quarter of a second."""
+    ended = Event()
+    record = next(one for one in map(json.loads, source.read_text().splitlines()) if "step_s" in one)
+    for run in board.glob("growing-*"):  # which have not ended
+        for file in run.glob("events/*.jsonl"):
+            file.write_text("".join(line + "\n" for line in file.read_text().splitlines() if '"ended"' not in line))
+
+    def grow() -> None:
+        step = 1
+        while not ended.wait(0.25):
+            step += 1
+            for run in board.glob("growing-*"):
+                with (run / "metrics.jsonl").open("a") as file:
+                    file.write(json.dumps(record | {"step": step, "loss": 3.0 / step + 1}) + "\n")
+
+    thread = Thread(target=grow)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextmanager
+def _served(board: Path) -> Iterator[str]:
+    server = open_board(board, port=0)
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(server.serve_forever, poll_interval=0.05)
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/"
+        finally:
+            server.shutdown()
+    server.server_close()
+
+
+def _fetched(address: str) -> float:
+    """Seconds until the list is there."""
+    began = time.perf_counter()
+    _steps(address)
+    return time.perf_counter() - began
+
+
+def _steps(address: str) -> dict[str, Any]:
+    with urllib.request.urlopen(f"{address}runs.json", timeout=60) as answer:
+        return {row["name"]: row["step"] for row in json.load(answer)["runs"]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
