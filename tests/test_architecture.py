@@ -465,7 +465,7 @@ DIALECT = re.compile(
     r"\b(anew|beside|told|mend(s|ed|ing)?|numberless|without numbers|absent|parked|thawed|barred|[Aa]toms?|turnings?"
     r"|stagework|StageWork|[Ll]edger|silent_group|take_over|give_back|not_a_sum|staging_of|[Ff]ates?|Trouble|Parking"
     r"|Absent|Shown|Staging|Segment|Meeting|Mail|Course|Apart|Unchanged|BlockForwards|JobReader|Setup|Leave|Ending"
-    r"|Question|Stretch|Decision|Candidate|Answer|Subject|Account|Gathered|Choice|is_taken|of_first|pass_by|narrowing"
+    r"|Question|Stretch|Decision|Candidate|Subject|Account|Gathered|Choice|is_taken|of_first|pass_by|narrowing"
     r"|on_the_way|taken_by|stage_ended|as_saved|as_shown|as_held|_shown|_held|unbarred|hollow|kept_bytes|in_parts"
     r"|how manieth|passed by|let be|hand back|has the word)\b"
 )
