@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import chain
@@ -37,7 +37,7 @@ MOST_BYTES = 1_000_000
 FINISHED, GROWING = 200, 3
 
 # Every example, on two devices under a plan that suits it.
-RUNS: dict[str, list[str]] = {
+OF_EXAMPLES: dict[str, list[str]] = {
     f"example-{name}": [f"examples/{name}.py", "--plan", plan, "--devices", "2"]
     for name, plan in {
         "bert": "ddp",
@@ -72,10 +72,11 @@ PLANS = {
         for schedule in ("naive", "gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev")
     },
 }
-RUNS |= {
+OF_PLANS = {
     f"plan-{name}": ["examples/gpt2.py", "--plan", plan, "--devices", str(devices), "--set", "layers=4"]
     for name, (plan, devices) in PLANS.items()
 }
+RUNS = OF_EXAMPLES | OF_PLANS
 PAGES: dict[str, list[str]] = {
     "planned-llama": ["plan", "llama-3.1-8b", "--cluster", "8xH100", "--top", "3"],
     "planned-job": ["plan", "examples/gpt2.py", "--cluster", "4xA100-80"],
@@ -245,7 +246,7 @@ def _copied(run: Path, to: Path, records: int | None = None) -> None:
 
 
 @contextmanager
-def _growing(board: Path, source: Path) -> Iterator[None]:
+def _growing(board: Path, source: Path) -> Generator[None]:
     """Runs that do a step every quarter of a second."""
     ended = Event()
     record = next(one for one in map(json.loads, source.read_text().splitlines()) if "step_s" in one)
@@ -271,7 +272,7 @@ def _growing(board: Path, source: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _served(board: Path) -> Iterator[str]:
+def _served(board: Path) -> Generator[str]:
     server = open_board(board, port=0)
     with ThreadPoolExecutor(1) as threads:
         threads.submit(server.serve_forever, poll_interval=0.05)
