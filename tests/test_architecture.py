@@ -373,10 +373,10 @@ PACKAGE_LINES = {
     "bridges": 1076,  # states of a Trainer's callbacks, its samplers; jobs of a Trainer and of Lightning's modules
     "checkpoint": 2588,  # weights from files; adapters, shards and tokenizers in exports; averages; pieces that overlap
     "cli": 3140,  # clusters compared; the board; runs under Ray; submit, doctor and bench on nodes; loggers, the screen
-    "comm": 3157,  # messages that cross at the same time; numbers to a GPU; doctor and bench on several nodes; streams
-    "data": 1740,  # streams that split by rank; collate on the rank that trains; streams, samplers and their places
-    "engine": 3241,  # compilers of blocks; times of passes; squares of gradients; an updater for each phase
-    "hardware": 1160,  # links to the host; variants of devices; links by nodes; numbers beyond all machines
+    "comm": 3371,  # sums in shared memory; links from node to node; messages that cross; numbers to a GPU; doctor
+    "data": 1749,  # tensors of nests without generators; streams that split by rank; collate on the rank that trains
+    "engine": 3244,  # batches of stages copied where needed; compilers of blocks; times of passes; squares of gradients
+    "hardware": 1238,  # links from node to node, cores that are shared; links to the host; variants of devices
     "launcher": 3824,  # imports without collections; a folder that all nodes see; batch scripts and manifests
     "model": 723,  # collectives; fake tensors that are made again; models built without memory; phases
     "nn": 307,  # the loss of a head without its logits
@@ -387,9 +387,9 @@ PACKAGE_LINES = {
     "parallel.tensor": 4408,  # views that are not asked; decisions are replayed, heads without logits; experts, indices
     "parallel.pipeline": 3615,  # dicts of a stage alone; forms of results; stages of each phase; numbers inside blocks
     "plan": 1240,  # backwards in parts; spans of actions; speeds of ranks; schedules are a table that others add to
-    "planner": 7425,  # questions around a question, mechanisms; collectives of both passes; fake results; equal blocks
+    "planner": 7453,  # slow nodes of stages; questions around a question, mechanisms; collectives of both passes
     "ray": 447,  # ranks that Ray places, starts and replaces
-    "report": 4340,  # sorted tables, points, prices, mechanisms; a drawing kit; pages of runs, comparisons, the board
+    "report": 4583,  # sorted tables, points, prices, mechanisms; pictures as files; a drawing kit; pages of runs
     "train": 3960,  # spans of steps; starting again, of runs here and under Ray; phases; the look at losses
     "verify": 2225,  # verdicts as they come; phases; streams, metrics, averages and groups in the reference
 }
