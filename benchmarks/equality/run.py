@@ -170,7 +170,7 @@ def page(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
     counts = Counter(map(word_of, every))
     numbers = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
     commits = ", ".join(sorted({row["commit"] for row in every}))
-    yield "# Every example under every plan"
+    yield "# Examples under plans, held against one device"
     yield ""
     yield f"The job files of `examples/`, each made small by its settings, train {STEPS} steps in float64 (under"
     yield "`exact=bitwise` in float32) in a plain loop on one device, then under each plan, on CPUs over gloo. A cell"
