@@ -40,6 +40,11 @@ TUTORIAL = ROOT / "docs" / "tutorial"
 FOLDER = ROOT / ".work" / "tutorial"
 DETAILS = re.compile(r"(<details.*?</details>)", re.DOTALL)
 TAG = re.compile(r"</?details[^>]*>\n?|<summary>(.*?)</summary>")
+# The first cell: a kernel sets TERM and FORCE_COLOR for its commands, which then draw progress and colours.
+SETUP = f"""import os
+
+os.environ.pop("FORCE_COLOR", None)
+os.environ.update(TERM="dumb", NO_COLOR="1", COLUMNS="{COLUMNS}", OMP_NUM_THREADS="1")  # as on the page"""
 EXIT_CODE = "print(_exit_code)"  # of the last command, as IPython has it
 
 
@@ -62,6 +67,7 @@ def as_file(notebook: dict[str, Any]) -> str:
 
 def cells_of(page: Path) -> Iterator[tuple[dict[str, Any], Command | None]]:
     """The cells, and of those that run a command of the page which one."""
+    yield _code(SETUP), None
     text = page.read_text(encoding="utf-8")
     lines, done = text.splitlines(), 0
     code: dict[int, tuple[int, Block]] = {  # line of the opening fence -> of the closing one, the block
@@ -129,9 +135,8 @@ def run_notebook(page: Path, folder: Path, saved: Path) -> list[Ran | Drawn]:
     import nbformat
     from nbclient import NotebookClient
 
-    environment = {**prepare(folder), "COLUMNS": str(COLUMNS)}
     commands = [command for _, command in cells_of(page)]
-    notebook = nbformat.from_dict(notebook_of(page))  # pyright: ignore[reportUnknownMemberType]
+    notebook: Any = nbformat.from_dict(notebook_of(page))
     client = NotebookClient(notebook, timeout=LIMIT_S, resources={"metadata": {"path": str(folder)}})
     client.create_kernel_manager()
     # A kernel of this Python, whatever is installed.
@@ -140,7 +145,7 @@ def run_notebook(page: Path, folder: Path, saved: Path) -> list[Ran | Drawn]:
     with tempfile.TemporaryDirectory(prefix="evenly-") as sockets:  # no port; a socket's path must be short
         client.km.transport, client.km.ip = "ipc", f"{sockets}/kernel"  # pyright: ignore
         try:
-            with client.setup_kernel(env=environment):
+            with client.setup_kernel(env=prepare(folder)):
                 for number, command in enumerate(commands):
                     cell = notebook.cells[number]
                     client.execute_cell(cell, number)
@@ -159,7 +164,7 @@ def _exit_code(client: Any) -> int:
     """Asked by a cell that the notebook does not keep."""
     import nbformat
 
-    cell: Any = nbformat.v4.new_code_cell(EXIT_CODE)  # pyright: ignore[reportUnknownMemberType]
+    cell: Any = nbformat.v4.new_code_cell(EXIT_CODE)
     client.nb.cells.append(cell)
     client.execute_cell(cell, len(client.nb.cells) - 1, store_history=False)
     client.nb.cells.pop()

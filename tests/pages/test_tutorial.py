@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # docs is no installed package
 
-from docs.notebooks import TUTORIAL, as_file, chapters, notebook_of, run_chapter, run_notebook
+from docs.notebooks import SETUP, TUTORIAL, as_file, chapters, notebook_of, run_chapter, run_notebook
 from docs.page_text import ROOT, headings, links
 from docs.run_pages import Drawn, Ran, picture_texts, run_page, write
 
@@ -101,6 +101,7 @@ def test_a_page_becomes_a_notebook(page: Path) -> None:
     nbformat.validate(nbformat.reads(as_file(made), as_version=4))
     cells: list[Any] = made["cells"]
     assert [cell["source"] for cell in cells] == [
+        SETUP,
         "# 0. A chapter\n\nSee [another](01-other.ipynb), a page and [a site](https://example.org).",
         f"%%writefile picture.py\n# picture.py\n{DRAW}",
         "!python picture.py",
@@ -109,7 +110,7 @@ def test_a_page_becomes_a_notebook(page: Path) -> None:
         '!python -c "raise SystemExit(3)"',
         '<details markdown="1">\n<summary>Answer</summary>\n\nWithout `code`.\n\n</details>',
     ]
-    assert cells[2]["outputs"][0]["text"] == "drawn\n"
+    assert cells[3]["outputs"][0]["text"] == "drawn\n"
 
 
 def test_a_notebook_is_executed(page: Path, tmp_path: Path) -> None:
@@ -118,7 +119,7 @@ def test_a_notebook_is_executed(page: Path, tmp_path: Path) -> None:
     results = run_notebook(page, tmp_path / "run", tmp_path / "00-page.ipynb")
     assert [result.problem for result in results] == ["", "", ""]
     saved: Any = nbformat.read(tmp_path / "00-page.ipynb", as_version=4)
-    assert "image/svg+xml" in saved.cells[3].outputs[0].data and len(saved.cells) == 7
+    assert "image/svg+xml" in saved.cells[4].outputs[0].data and len(saved.cells) == 8
     page.write_text(PAGE.replace("\ndrawn\n", "\nsomething else\n"))
     (tmp_path / "again").mkdir()
     results = run_notebook(page, tmp_path / "again", tmp_path / "00-page.ipynb")
