@@ -3,7 +3,8 @@
 The tensor is cut into as many *chunks* as there are ranks, p. In p - 1 *reduce-scatter* steps every rank sends one
 chunk to the rank after it and adds what comes from the rank before it; then each rank has one chunk that is complete.
 In p - 1 *all-gather* steps the complete chunks go round. Each rank sends 2 (p - 1) / p of the tensor, whatever p: no
-all-reduce sends less (Patarasuk and Yuan, 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations").
+all-reduce sends less (Patarasuk and Yuan, 2009, "Bandwidth optimal all-reduce algorithms for clusters of
+workstations").
 
 The steps are data (`steps_of`), made without processes. A chunk is sent in *slices*, so that one slice is added while
 the next is on its way.
