@@ -10,6 +10,7 @@ What a lab consists of is found by its name alone, so that a lab whose maker was
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -26,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 SPACES = Path("/run/netns")
 STATES = Path("/run/evenly-lab")  # a folder for each lab that is up
 GROUPS = (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup"))  # of version 1, else 2
-PERIOD_US = 2_000  # short, as a slow processor is slow all the time
+PERIOD_US, LEAST_QUOTA_US = 2_000, 1_000  # short, as a slow processor is slow all the time; Linux takes no less
 QUEUE = "100ms"  # that a link holds, beyond which packets are dropped
 LEAST_BURST, BURST_S = 16_384, 5e-4  # bytes that pass at once after a pause
 MOST_NODES = 200
@@ -206,13 +207,14 @@ def _shape(space: str, interface: str, rate: str) -> None:
 
 
 def _limit(group: Path, cores: float) -> None:
-    quota = int(cores * PERIOD_US)
+    period = max(PERIOD_US, math.ceil(LEAST_QUOTA_US / cores))
+    quota = max(LEAST_QUOTA_US, int(cores * period))
     try:
         group.mkdir()
         if (group / "cpu.max").exists():
-            (group / "cpu.max").write_text(f"{quota} {PERIOD_US}")
+            (group / "cpu.max").write_text(f"{quota} {period}")
         else:
-            (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+            (group / "cpu.cfs_period_us").write_text(str(period))
             (group / "cpu.cfs_quota_us").write_text(str(quota))
     except OSError as problem:
         raise LabError(f"no control group for a slow node: {problem}") from None

@@ -130,16 +130,20 @@ def all_reduce(
 
 def sum_at_once(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     """`all_reduce(tensor, group)` by the shortest way: each block that is split over the tensor axis asks for four."""
-    plain = tensor.dtype in ADDED and is_plain(tensor) and tensor.numel() > 0
-    if not plain or group.size == 1 or group.fake is not None:
+    if tensor.dtype not in ADDED or not tensor.numel() or group.size == 1 or group.fake is not None:
         return all_reduce(tensor, group)
-    serial, polled = enter(group, "all_reduce", tensor, detail="sum"), group.device.type == "cpu"
-    if group.shared is None or not group.shared.takes(tensor):
-        wait_for((group.handle.allreduce([tensor]),), group, serial, polled=polled)
-        return tensor
-    group.shared.add_up(tensor, lambda one: wait_for((group.handle.allreduce([one]),), group, 0, polled=polled))
-    if group.recorder is not None:
-        group.recorder.leave(serial)
+    polled = group.device.type == "cpu"
+    # Whether memory is shared is decided by what all ranks have in common: strides are each rank's own.
+    if group.shared is not None and group.shared.takes(tensor):
+        landing, serial = contiguous(tensor), enter(group, "all_reduce", tensor, detail="sum")
+        group.shared.add_up(landing, lambda one: wait_for((group.handle.allreduce([one]),), group, 0, polled=polled))
+        if group.recorder is not None:
+            group.recorder.leave(serial)
+        return put_back(landing, tensor)
+    if not is_plain(tensor):
+        return all_reduce(tensor, group)
+    serial = enter(group, "all_reduce", tensor, detail="sum")
+    wait_for((group.handle.allreduce([tensor]),), group, serial, polled=polled)
     return tensor
 
 

@@ -58,7 +58,7 @@ class SharedMemory:
 
     @staticmethod
     def takes(tensor: torch.Tensor) -> bool:
-        """Whether `add_up` is for such a tensor, which is contiguous and asks for no gradient."""
+        """Whether `add_up` is for such a tensor, made contiguous and without gradient: the same on all ranks."""
         return tensor.dtype in TYPES and tensor.nbytes >= WORTH_BYTES
 
     def add_up(self, tensor: torch.Tensor, meet: Callable[[torch.Tensor], object]) -> None:

@@ -80,7 +80,7 @@ def share_of_slowest(size_bytes: float, nodes: Collection[int], cluster: Cluster
     if not cluster.hops or cluster.domain > cluster.devices:
         return 1.0
     own = [_of_node(size_bytes, node, cluster) for node in range(cluster.nodes)]
-    return max(own[node] for node in nodes) / max(own)
+    return max(own[node] for node in nodes) / max(own) if max(own) else 1.0
 
 
 def _of_node(size_bytes: float, node: int, cluster: Cluster) -> float:

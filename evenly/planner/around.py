@@ -77,7 +77,12 @@ def grid_of(
             break
         scaled = on_devices(replace(request, batch=batch), count)
         if batch != request.batch and source_of is not None:
-            scaled = replace(scaled, source=source_of(batch))
+            try:
+                scaled = replace(scaled, source=source_of(batch))
+            except EvenlyError as problem:  # a job with fewer samples
+                refused = GridCell(devices=count, batch=batch, cluster=str(scaled.cluster), refused=problem.found)
+                cells[count, batch] = refused
+                continue
         less = LESS_MEMORY if (count, batch) == asked else ()
         cells[count, batch] = _searched(scaled, count, less, more_time=lambda: now_s() - begin_s < within_s / 3)
     return Grid(asked=asked, cells=cells, left_out=[one for one in ordered if one not in cells], alone=alone)
@@ -119,7 +124,8 @@ def on_devices(request: PlanRequest, count: int) -> PlanRequest:
 
 
 def grown(cluster: Cluster, count: int) -> Cluster:
-    """A cluster of more devices: first a node is filled, as its kind is sold; then there are more nodes."""
+    """A cluster of more devices: first a node is filled, as its kind is sold; then there are more nodes, like any."""
+    cluster = replace(cluster, hops={})
     full = cluster.device.node
     if cluster.nodes == 1 and cluster.devices < count <= full and cluster.device.kind != "cpu":
         return replace(cluster, devices=count)

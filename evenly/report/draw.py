@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
-from math import ceil, floor, isfinite, log10
+from math import ceil, floor, log10
 
 from evenly.report.standalone import standalone as standalone
 
@@ -87,7 +87,7 @@ def axis(
 
 def is_drawn(value: Number, *, log: bool = False) -> bool:
     """Whether it is a number with a place on an axis."""
-    return value is not None and isfinite(value) and abs(value) < 1e30 and (value > 1e-30 or not log)
+    return value is not None and abs(value) < 1e30 and (value > 1e-30 or not log)
 
 
 def round_values(low: float, high: float, most: int = TICKS) -> list[float]:

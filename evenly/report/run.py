@@ -324,7 +324,7 @@ def logged_curves(run: RunSummary) -> dict[str, tuple[list[int], list[Any]]]:
             if name != "step" and _is_number(value) and not isinstance(value, bool):
                 steps, values = found.setdefault(name, ([], []))
                 steps.append(record["step"])
-                values.append(value)
+                values.append(value if isinstance(value, float) or abs(value) < 1e300 else None)
     return found
 
 

@@ -414,6 +414,19 @@ def lengths_that_differ() -> list[str]:
     return findings
 
 
+def strides_that_differ() -> list[str]:
+    """Ranks whose results lie in memory in other orders meet in one way: each has its strides from its own kernels."""
+    findings, shape = Findings(), (4, 8, 32, 32)
+    with group_of_all() as group:
+        group.shared = share_memory(group)
+        order = torch.channels_last if group.position == 0 else torch.contiguous_format
+        numbers = torch.arange(4 * 8 * 32 * 32, dtype=torch.float32).view(shape)
+        given = numbers.clone(memory_format=order)
+        findings.same("strides", sum_at_once(given, group), group.size * numbers)
+        findings.same("in place", given, group.size * numbers)
+    return findings
+
+
 def memory_that_one_rank_does_not_see(hidden: str) -> list[str]:
     """No rank uses what the last does not see, or in whose place it sees another's memory."""
     findings, opened = Findings(), shared_memory._open  # pyright: ignore[reportPrivateUsage]

@@ -61,6 +61,10 @@ def test_a_sum_of_two_lengths_in_shared_memory_is_refused(ranks: KeptRanks) -> N
     assert flat(ranks.run(operations_ranks.lengths_that_differ, size=2)) == []
 
 
+def test_ranks_with_other_strides_share_memory_all_the_same(ranks: KeptRanks) -> None:
+    assert flat(ranks.run(operations_ranks.strides_that_differ, size=2)) == []
+
+
 @pytest.mark.parametrize("hidden", ["missing", "of another"])
 def test_memory_is_shared_by_all_ranks_or_none(ranks: KeptRanks, hidden: str) -> None:
     assert flat(ranks.run(operations_ranks.memory_that_one_rank_does_not_see, hidden, size=3)) == []

@@ -989,3 +989,57 @@ def test_microbatches_that_run_otherwise_than_the_first_are_found() -> None:
     assert "the loss needs a tensor of an earlier stage" in str(failure(jobs[Sometimes]))
     assert "aten._local_scalar_dense needs numbers of an earlier stage that was not" in str(failure(jobs[Looks]))
     assert "came to its end before the next stage began" in str(failure(jobs[Catches]))
+
+
+class Notes(Block):
+    """A block that leaves something in a list that it is given."""
+
+    def forward(self, x: torch.Tensor, notes: list[torch.Tensor]) -> torch.Tensor:  # pyright: ignore
+        notes.append(x.square().mean())
+        return super().forward(x)
+
+
+class Collects(Chain):
+    """Adds up what its blocks have left in a list."""
+
+    def __init__(self) -> None:
+        super().__init__(Notes() for _ in range(LAYERS))
+
+    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        notes: list[torch.Tensor] = []
+        for block in self.blocks:
+            x = block(x, notes)
+        assert len(notes) == LAYERS
+        return x + sum((number + 1) * one for number, one in enumerate(notes))
+
+
+class ReadsLast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, seen: list[torch.Tensor]) -> torch.Tensor:
+        return torch.tanh(self.up(seen[-1]))
+
+
+class Grows(Chain):
+    """Gives each block the list of all results so far."""
+
+    def __init__(self) -> None:
+        super().__init__(ReadsLast() for _ in range(LAYERS))
+
+    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        seen = [x]
+        for block in self.blocks:
+            seen.append(block(seen))
+        return seen[-1]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_list_of_all_results_is_given_to_every_block(ranks: int) -> None:
+    assert_as_on_one_device(text_job(model=Grows, precision="float64"), f"pipeline={ranks}")
+
+
+def test_what_blocks_of_several_stages_leave_in_one_list_is_refused() -> None:
+    with pytest.raises(RunError, match="needs a tensor of an earlier stage"):
+        assert_as_on_one_device(text_job(model=Collects, precision="float64"), "pipeline=2")

@@ -36,9 +36,9 @@ from evenly.comm.transport import Pending
 from evenly.comm.world import World
 from evenly.errors import PlanError, RunError
 from evenly.model.blocks import Block, find_blocks
+from evenly.parallel.core.argument_containers import ArgumentContainers
 from evenly.parallel.core.memory import HOST, MemoryCounter, local
 from evenly.parallel.core.parameter_views import local_parameters, viewed_tensors
-from evenly.parallel.data.argument_containers import ArgumentContainers
 from evenly.parallel.data.gathered_guard import GatheredGuard
 from evenly.parallel.data.gradients import Gradients, Ownership, begin_numbers, refuse_unfrozen, trainable
 from evenly.parallel.data.grouping import unit_members

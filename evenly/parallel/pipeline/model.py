@@ -21,6 +21,7 @@ from torch import nn
 from evenly.data.nest import map_tensors, tensors_by_path
 from evenly.errors import RunError
 from evenly.model.blocks import Block, find_blocks
+from evenly.parallel.core.argument_containers import carried_over
 from evenly.parallel.core.calls import BlockCall, ForwardEnded
 from evenly.parallel.core.parameter_views import ViewedParameters, dicts_in, unasked, viewed_tensors
 from evenly.parallel.core.statistics import changing_buffers
@@ -237,7 +238,8 @@ class StageRun:
             self._check((args, kwargs), call)
         self._note(now, "in", (args, kwargs))
         self._sites.move(now, "inside")
-        result = self._run_block(call, args, kwargs)
+        with carried_over((call.args, call.kwargs), (args, kwargs)) if args is not call.args else nullcontext():
+            result = self._run_block(call, args, kwargs)
         if self._found_forms is not None:
             self._found_forms.append(form_of(result, (args, kwargs)))
         self._call_ended(now, result)

@@ -1,17 +1,19 @@
-"""Lists and dicts that a unit of `fully_shard` is given, and changes.
+"""Lists and dicts that a part of the model is given, and changes.
 
-Before a unit's forward `fully_shard` takes its arguments apart and puts them together again, so that the unit gets
-containers of its own: what it appends to a list, counts in one or caches in a dict would be lost for its caller.
+Where its arguments are taken apart and put together again (by `fully_shard`, and where a stage fills in what other ones
+have sent), the part gets containers of its own: what it appends to a list, counts in one or caches in a dict would be
+lost for its caller.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-Pair = tuple[Any, Any, Any]  # the caller's container, the unit's, and a copy of the latter before the forward
+Pair = tuple[Any, Any, Any]  # the caller's container, the part's, and a copy of the latter before the forward
 
 
 class ArgumentContainers:
@@ -34,13 +36,25 @@ class ArgumentContainers:
         self._pairs.append([*_pairs_of(self._given.pop(), (args, kwargs))])
 
     def _carry_over(self, _: nn.Module, __: Any, ___: Any) -> None:
-        for callers, own, before in self._pairs.pop() if self._pairs else ():
-            if isinstance(own, dict):
-                _carry_over_dict(callers, own, before)
-            elif len(own) != len(before) or any(a is not b for a, b in zip(own, before, strict=True)):
-                callers[:] = [
-                    callers[n] if n < len(before) and item is before[n] else item for n, item in enumerate(own)
-                ]
+        _carry_over(self._pairs.pop() if self._pairs else ())
+
+
+@contextmanager
+def carried_over(callers: Any, own: Any) -> Generator[None]:
+    """Within, a part of the model runs on `own`, a nest as that of its caller; what it changes is changed there too."""
+    pairs = [*_pairs_of(callers, own)]
+    try:
+        yield
+    finally:
+        _carry_over(pairs)
+
+
+def _carry_over(pairs: Iterable[Pair]) -> None:
+    for callers, own, before in pairs:
+        if isinstance(own, dict):
+            _carry_over_dict(callers, own, before)
+        elif len(own) != len(before) or any(a is not b for a, b in zip(own, before, strict=True)):
+            callers[:] = [callers[n] if n < len(before) and item is before[n] else item for n, item in enumerate(own)]
 
 
 def _carry_over_dict(callers: dict[Any, Any], own: dict[Any, Any], before: dict[Any, Any]) -> None:
@@ -52,7 +66,7 @@ def _carry_over_dict(callers: dict[Any, Any], own: dict[Any, Any], before: dict[
 
 
 def _pairs_of(callers: Any, own: Any) -> Iterator[Pair]:
-    """The containers of two nests of one form that the unit may change."""
+    """The containers of two nests of one form that the part may change."""
     if isinstance(callers, list | tuple) and isinstance(own, list | tuple):
         if callers is not own and isinstance(callers, list):
             yield callers, own, [*own]
