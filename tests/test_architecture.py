@@ -373,7 +373,7 @@ PACKAGE_LINES = {
     "bridges": 1076,  # states of a Trainer's callbacks, its samplers; jobs of a Trainer and of Lightning's modules
     "checkpoint": 2588,  # weights from files; adapters, shards and tokenizers in exports; averages; pieces that overlap
     "cli": 3140,  # clusters compared; the board; runs under Ray; submit, doctor and bench on nodes; loggers, the screen
-    "comm": 3371,  # sums in shared memory; links from node to node; messages that cross; numbers to a GPU; doctor
+    "comm": 3376,  # sums in shared memory; links from node to node; messages that cross; numbers to a GPU; doctor
     "data": 1749,  # tensors of nests without generators; streams that split by rank; collate on the rank that trains
     "engine": 3244,  # batches of stages copied where needed; compilers of blocks; times of passes; squares of gradients
     "hardware": 1238,  # links from node to node, cores that are shared; links to the host; variants of devices
@@ -382,12 +382,12 @@ PACKAGE_LINES = {
     "nn": 307,  # the loss of a head without its logits
     "observe": 1945,  # operations of a step; progress; stacks read without frames; loggers; stalls
     "parallel": 1,
-    "parallel.core": 2617,  # views that are not asked within blocks; compiled blocks with statistics; groups by name
+    "parallel.core": 2696,  # lists that parts of the model change; views that are not asked within blocks
     "parallel.data": 3633,  # small gradients squared at once; neighbours packed at once; optimizers of whole parameters
     "parallel.tensor": 4408,  # views that are not asked; decisions are replayed, heads without logits; experts, indices
-    "parallel.pipeline": 3615,  # dicts of a stage alone; forms of results; stages of each phase; numbers inside blocks
+    "parallel.pipeline": 3616,  # lists that blocks change; dicts of a stage alone; forms of results
     "plan": 1240,  # backwards in parts; spans of actions; speeds of ranks; schedules are a table that others add to
-    "planner": 7453,  # slow nodes of stages; questions around a question, mechanisms; collectives of both passes
+    "planner": 7459,  # slow nodes of stages; questions around a question, mechanisms; collectives of both passes
     "ray": 447,  # ranks that Ray places, starts and replaces
     "report": 4583,  # sorted tables, points, prices, mechanisms; pictures as files; a drawing kit; pages of runs
     "train": 3960,  # spans of steps; starting again, of runs here and under Ray; phases; the look at losses

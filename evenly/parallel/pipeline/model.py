@@ -226,8 +226,7 @@ class StageRun:
             self._fill(site, self._tensors.get(site))
 
     def _fill(self, site: TensorSite, tensor: torch.Tensor | None) -> None:
-        value = self._inbox.get(site)
-        if value is not None and isinstance(tensor, RemoteTensor):
+        if (value := self._inbox.get(site)) is not None and isinstance(tensor, RemoteTensor):
             _check_meta(site, tensor, value)
             tensor.fill(value)
 
@@ -238,7 +237,7 @@ class StageRun:
             self._check((args, kwargs), call)
         self._note(now, "in", (args, kwargs))
         self._sites.move(now, "inside")
-        with carried_over((call.args, call.kwargs), (args, kwargs)) if args is not call.args else nullcontext():
+        with carried_over((call.args, call.kwargs), (args, kwargs)):
             result = self._run_block(call, args, kwargs)
         if self._found_forms is not None:
             self._found_forms.append(form_of(result, (args, kwargs)))
