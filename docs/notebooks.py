@@ -174,15 +174,21 @@ def _exit_code(client: Any) -> int:
 # ------------------------------------------------------------------------------------------------------ the tutorial
 def run_chapter(page: Path, folder: Path) -> tuple[float, float, list[str]]:
     """Seconds as a page and as a notebook, both run in new folders below `folder`, and what differs, in words."""
+    from nbclient.exceptions import CellExecutionError
+
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "page").mkdir(parents=True)
     (folder / "notebook").mkdir()
     begin = time.monotonic()
     as_page = [*run_page(page, quick=False, folder=folder / "page")]
     between = time.monotonic()
-    as_notebook = run_notebook(page, folder / "notebook", folder / f"{page.stem}.ipynb")
+    broken, as_notebook = "", []
+    try:
+        as_notebook = run_notebook(page, folder / "notebook", folder / f"{page.stem}.ipynb")
+    except CellExecutionError as problem:
+        broken = f"{page.relative_to(ROOT)}, as a notebook: {problem.ename}: {problem.evalue}"
     end = time.monotonic()
-    differing = [
+    differing = [broken] * bool(broken) + [
         f"{page.relative_to(ROOT)}:{result.line}, as a {form}: {result.what}\n{result.problem}"
         for form, results in (("page", as_page), ("notebook", as_notebook))
         for result in results
