@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2]))  # docs is no installed package
 
 from docs.notebooks import SETUP, TUTORIAL, as_file, chapters, notebook_of, run_chapter, run_notebook
-from docs.page_text import ROOT, headings, links
+from docs.page_text import ROOT, blocks, headings, links
 from docs.run_pages import Drawn, Ran, picture_texts, run_page, write
 
 DRAW = """from evenly.report import draw
@@ -140,6 +140,14 @@ def test_the_form_of_a_chapter(chapter: Path) -> None:
     assert [title.partition(":")[0] for title in exercises] == ["Exercise 1", "Exercise 2", "Exercise 3"]
     assert len(re.findall(r"^<summary>Answer</summary>$", text, re.MULTILINE)) == 3
     assert f"../pictures/tutorial/{chapter.stem}.svg" in {link.target for link in links(text) if link.is_picture}
+    for link in links(text):  # a notebook shows the file that a command above has written
+        name = link.target.rpartition("/")[2]
+        drawing = [
+            block.line + len(block.lines)
+            for block in blocks(text)
+            if block.language == "python" and name in "".join(block.lines)
+        ]
+        assert not link.is_picture or min(drawing) < link.line, f"{name} stands above what draws it"
 
 
 def test_the_list_has_all_chapters() -> None:
