@@ -1014,7 +1014,8 @@ class Collects(Chain):
         found: list[torch.Tensor] = []
         for block in self.blocks:
             x = block(x, found)
-        return x + sum((number + 1) * one for number, one in enumerate(found))
+        total = sum((number + 1) * one for number, one in enumerate(found))
+        return x + total * torch.linspace(0, 1, WIDTH, dtype=x.dtype)  # what all columns share, the norm takes away
 
 
 class ReadsLast(nn.Module):
@@ -1044,6 +1045,6 @@ def test_a_list_of_all_results_is_given_to_every_block(ranks: int) -> None:
     assert_as_on_one_device(text_job(model=Grows, precision="float64"), f"pipeline={ranks}")
 
 
-@pytest.mark.parametrize("first", [0, LAYERS // 2])
+@pytest.mark.parametrize("first", [LAYERS // 2])
 def test_what_blocks_leave_in_a_list_that_they_are_given(first: int) -> None:
     assert_as_on_one_device(text_job(model=lambda: Collects(first), precision="float64"), "pipeline=2")
