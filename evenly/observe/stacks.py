@@ -77,8 +77,7 @@ def _plain(text: str) -> str:
     return _ESCAPED.sub(lambda found: chr(int(found[1] or found[2] or found[3], 16)), text) if "\\" in text else text
 
 
-@lru_cache(maxsize=4096)
-@lru_cache(maxsize=1024)  # operations of a step come from the same places every time
+@lru_cache(maxsize=4096)  # operations of a step come from the same places every time
 def place_text(file: str, function: str, line: int) -> str:
     """`Lines.__getitem__ (data.py:31)`; of a module's own code `data.py:31`."""
     place = f"{Path(file).name}:{line}"
