@@ -10,7 +10,7 @@ from jobs import losses_of
 from kept_ranks import KeptRanks
 from torch import nn
 
-from evenly.parallel.data.argument_containers import ArgumentContainers
+from evenly.parallel.core.argument_containers import ArgumentContainers
 
 
 class Caching(nn.Module):
