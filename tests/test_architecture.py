@@ -382,10 +382,10 @@ PACKAGE_LINES = {
     "nn": 307,  # the loss of a head without its logits
     "observe": 1945,  # operations of a step; progress; stacks read without frames; loggers; stalls
     "parallel": 1,
-    "parallel.core": 2696,  # lists that parts of the model change; views that are not asked within blocks
+    "parallel.core": 2785,  # lists that parts of the model change; views that are not asked within blocks
     "parallel.data": 3633,  # small gradients squared at once; neighbours packed at once; optimizers of whole parameters
     "parallel.tensor": 4408,  # views that are not asked; decisions are replayed, heads without logits; experts, indices
-    "parallel.pipeline": 3616,  # lists that blocks change; dicts of a stage alone; forms of results
+    "parallel.pipeline": 3636,  # lists that blocks change; dicts of a stage alone; forms of results
     "plan": 1240,  # backwards in parts; spans of actions; speeds of ranks; schedules are a table that others add to
     "planner": 7459,  # slow nodes of stages; questions around a question, mechanisms; collectives of both passes
     "ray": 447,  # ranks that Ray places, starts and replaces

@@ -27,6 +27,7 @@ from evenly.engine.step_totals import as_loss
 from evenly.errors import EvenlyError, PlanError, RunError
 from evenly.model.blocks import find_blocks
 from evenly.parallel.core.calls import BlockCall, BlockCalls
+from evenly.parallel.core.left_behind import LeftBehind
 from evenly.parallel.core.parameter_views import ViewedParameters
 from evenly.parallel.pipeline.backward import backward, non_view_alias
 from evenly.parallel.pipeline.model import StagedModel
@@ -195,9 +196,9 @@ def test_what_a_stage_has_run_no_other_one_finds_out_again_for_other_sizes(
     found: list[str] = []
     run = SkippedBlocks._run
 
-    def counted(self: SkippedBlocks, call: BlockCall) -> Any:
+    def counted(self: SkippedBlocks, call: BlockCall, left: LeftBehind) -> Any:
         found.append(call.block.name)
-        return run(self, call)
+        return run(self, call, left)
 
     monkeypatch.setattr(SkippedBlocks, "_run", counted)
     losses = [stages.step(batch, key) for key, batch in enumerate(batches)]
@@ -1045,6 +1046,68 @@ def test_a_list_of_all_results_is_given_to_every_block(ranks: int) -> None:
     assert_as_on_one_device(text_job(model=Grows, precision="float64"), f"pipeline={ranks}")
 
 
-@pytest.mark.parametrize("first", [LAYERS // 2])
-def test_what_blocks_leave_in_a_list_that_they_are_given(first: int) -> None:
-    assert_as_on_one_device(text_job(model=lambda: Collects(first), precision="float64"), "pipeline=2")
+@pytest.mark.parametrize("first", [0, LAYERS // 2])
+@pytest.mark.parametrize("plan", ["pipeline=2", "pipeline=4"])
+def test_what_blocks_leave_in_a_list_that_they_are_given(first: int, plan: str) -> None:
+    assert_as_on_one_device(text_job(model=lambda: Collects(first), precision="float64"), plan)
+
+
+class Shared:
+    """What all blocks hold, or are given; of one forward."""
+
+    def __init__(self) -> None:
+        self.calls, self.total, self.names = 0, torch.zeros(()), dict[str, Any]()
+
+
+class Leaving(Block):
+    """A block that leaves something behind in `held` or in what it is given, as `how` says."""
+
+    def __init__(self, how: str, held: Shared) -> None:
+        super().__init__()
+        self.how, self.held = how, held
+
+    def forward(self, x: torch.Tensor, given: Any = None) -> torch.Tensor:  # pyright: ignore
+        if self.how == "counts":
+            self.held.calls += 1
+            x = x * self.held.calls
+        elif self.how == "adds":
+            self.held.total = self.held.total + x.square().mean()
+        elif self.how == "counts in a dict":
+            given["calls"] = given.get("calls", 0) + 1
+            x = x * given["calls"]
+        elif self.how == "adds in a dict":
+            given["total"] = given.get("total", 0) + x.square().mean()
+        elif self.how == "names":
+            self.held.names[f"block {len(self.held.names)}"] = len(self.held.names)
+            x = x * (1 + sum(self.held.names.values()))
+        elif self.how == "numbers":
+            given["calls"] = given.get("calls", 0) + int(x.detach().isfinite().all())
+        return super().forward(x)
+
+
+class LeavesBehind(Chain):
+    """Uses at its end what its blocks have left behind."""
+
+    def __init__(self, how: str) -> None:
+        held = Shared()
+        super().__init__(Leaving(how, held) for _ in range(LAYERS))
+        self.held = held
+
+    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        self.held.__init__()
+        given: dict[str, Any] = {}
+        for block in self.blocks:
+            x = block(x, given) if given or "dict" in block.how or block.how == "numbers" else block(x)
+        left = self.held.calls + self.held.total + len(self.held.names) + sum(given.values())
+        return x + left * torch.linspace(0, 1, WIDTH, dtype=x.dtype)
+
+
+@pytest.mark.parametrize("how", ["counts", "adds", "counts in a dict", "adds in a dict", "names"])
+@pytest.mark.parametrize("plan", ["pipeline=2", "pipeline=4"])
+def test_what_blocks_leave_behind_is_there_in_every_microbatch(how: str, plan: str) -> None:
+    assert_as_on_one_device(text_job(model=lambda: LeavesBehind(how), precision="float64"), plan)
+
+
+def test_a_block_that_needs_numbers_and_leaves_something_behind_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"blocks\.0 needs numbers inside and changes a list, a dict or an object"):
+        staged(text_job(model=lambda: LeavesBehind("numbers"), precision="float64"), "pipeline=2")

@@ -29,6 +29,8 @@ class StageEnded(Exception):
 class InputDiscovery(StageRun):
     """A run of one stage that finds the tensors it must receive; fake tensors take their place."""
 
+    discovers = True
+
     def __init__(self, model: StagedModel, stage: int, *, training: bool, examples: bool) -> None:
         super().__init__(model, stage, [None] * len(model.stage_plan.stage_inputs[training][stage]), training=training)
         self.stack, self.random, self._examples = ExitStack(), Draws(), examples

@@ -78,6 +78,8 @@ class StageRun:
     found_forms: takes the forms of what blocks return, up to the next stage; None where nobody asks.
     """
 
+    discovers = False  # finds out what the stage has to receive
+
     def __init__(
         self,
         model: StagedModel,
@@ -95,8 +97,7 @@ class StageRun:
         self.entered = stage == 0
         self._calls = stage_plan.calls[training]
         self._stage_inputs = stage_plan.stage_inputs[training]
-        last = stage_plan.stage_of[self._calls[-1]] if self._calls else stage_plan.stages - 1
-        self._ends_early = last < stage_plan.stages - 1  # no block of the last stage is called
+        self._ends_early = bool(self._calls) and stage_plan.stage_of[self._calls[-1]] < stage_plan.stages - 1
         self._sent_sites = {
             site for inputs in self._stage_inputs[stage + 1 :] for site in inputs if site.call is not None
         }
@@ -126,9 +127,7 @@ class StageRun:
     def value_of(self, tensor: RemoteTensor) -> torch.Tensor | None:
         """The parameter itself, if this stage owns it and is entered; None for a tensor that was not received."""
         site = self._remote_places.get(id(tensor))
-        if site is None or not self._owns(site[2]):
-            return None
-        return getattr(site[0], site[1])
+        return getattr(site[0], site[1]) if site is not None and self._owns(site[2]) else None
 
     def note_inputs(self, tensors: list[torch.Tensor]) -> None:
         """Nothing to note."""

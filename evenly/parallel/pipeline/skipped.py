@@ -21,6 +21,7 @@ from evenly.data.nest import map_tensors, tensors_by_path
 from evenly.errors import PlanError
 from evenly.model.fake import shared_fake_mode
 from evenly.parallel.core.calls import BlockCall
+from evenly.parallel.core.left_behind import LeftBehind
 from evenly.parallel.pipeline.example_tensor import ExampleTensor, example_of, example_weight, examples
 from evenly.parallel.pipeline.hooks import run_with_hooks
 from evenly.parallel.pipeline.remote_tensor import (
@@ -39,16 +40,21 @@ from evenly.torch_private import version
 if TYPE_CHECKING:
     from evenly.parallel.pipeline.model import StagedModel, StageRun, StageTensor
 
+NEEDS_NUMBERS = "needs numbers inside"
+LEAVES = "changes a list, a dict or an object that other code has too"
+
 
 @dataclass(frozen=True)
 class SkippedResult:
     """What a skipped block returns: a nest of fake tensors.
 
     argument_paths: id of a fake tensor -> path of the argument that the block returns in its place.
+    leaves_tensors: whether the block has also put a tensor into an attribute.
     """
 
     nest: Any
     argument_paths: dict[int, str]
+    leaves_tensors: bool = False
 
     def of_form(self, form: ResultForm, paths: Sequence[str]) -> SkippedResult | None:
         """The same with the sizes of `form`; None where it is of other tensors. paths: of the arguments' tensors."""
@@ -94,7 +100,7 @@ class SkippedBlocks:
         given = dict(tensors_by_path((call.args, call.kwargs)))
         key = self._key(call) if cached else None
         found = self._cached.get(key) if key is not None else None
-        if found is None:
+        if found is None or (found.leaves_tensors and owner.discovers):
             before = owner.shaped
             found = self._found(call, form if cached else None)
             if key is not None and owner.shaped == before and not self._model.stage_plan.shapes_vary:
@@ -118,20 +124,28 @@ class SkippedBlocks:
         paths = [path for path, _ in tensors_by_path((call.args, call.kwargs))]
         found = None if known is None or form is None else known.of_form(form, paths)
         if found is None:
-            found = self._run(call)
-            if key is not None and not _has_numbers(found.nest):
+            left = LeftBehind(call.block.module, (call.args, call.kwargs))
+            found = self._run(call, left)
+            if self._key(call) is not None and left.values():  # else it runs every time
+                raise _refusal(call, LEAVES)
+            found = replace(found, leaves_tensors=left.tensors())
+            if key is not None and not _has_numbers(found.nest) and not found.leaves_tensors:
                 self._of_any_sizes[key] = found
         return found
 
-    def _run(self, call: BlockCall) -> SkippedResult:
+    def _run(self, call: BlockCall, left: LeftBehind) -> SkippedResult:
         paths = {id(tensor): path for path, tensor in tensors_by_path((call.args, call.kwargs))}
         if call.block.name in self._need_numbers:
             return self._run_on_examples(call)
         try:
             return _skipped_result(_forward(call, call.args, call.kwargs), paths)
         except Exception as problem:
+            if left.values():
+                raise _refusal(call, f"{NEEDS_NUMBERS} and {LEAVES}") from problem
             try:
                 found = self._run_on_examples(call)
+            except PlanError:
+                raise
             except Exception:
                 raise problem from None
             self._need_numbers.add(call.block.name)
@@ -156,13 +170,16 @@ class SkippedBlocks:
                 made = {id(t): as_example(path, t) for path, t in tensors_by_path((call.args, call.kwargs))}
                 args, kwargs = map_tensors(lambda tensor: made[id(tensor)], (call.args, call.kwargs))
                 versions = [version(copy) for copy in copies]
+                left = LeftBehind(call.block.module, (args, kwargs))
                 found = _skipped_result(result := _forward(call, args, kwargs), paths)
         finally:
             model.running = before
         if [version(copy) for copy in copies] != versions:
-            raise _refusal(call, "writes into a tensor that every stage has")
+            raise _refusal(call, f"{NEEDS_NUMBERS} and writes into a tensor that every stage has")
+        if left.values():
+            raise _refusal(call, f"{NEEDS_NUMBERS} and {LEAVES}")
         if _has_numbers(result):
-            raise _refusal(call, "computes a number from its tensors and returns it")
+            raise _refusal(call, f"{NEEDS_NUMBERS} and returns a number that it computes from its tensors")
         return found
 
 
@@ -213,4 +230,6 @@ def _has_numbers(nest: Any) -> bool:
 
 
 def _refusal(call: BlockCall, found: str) -> PlanError:
-    return PlanError(RUNNING_STAGE, f"block {call.block.name} needs numbers inside, and {found}", OTHER_PLAN)
+    return PlanError(
+        RUNNING_STAGE, f"block {call.block.name} {found}", f"have it return what others use, or {OTHER_PLAN}"
+    )
