@@ -175,7 +175,7 @@ class _Evaluating:
 
     def before_backward(self, *, last: bool) -> None: ...
 
-    def after_backward(self, *, written: bool) -> None: ...
+    def after_backward(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -218,9 +218,7 @@ class _Training(_Evaluating):
         if last:
             self.executor.composed.gradients.expect_last()
 
-    def after_backward(self, *, written: bool) -> None:
-        if written:
-            self.executor.composed.gradients.collect()
+    def after_backward(self) -> None:
         self.executor.composed.gradients.finish_backward()
         self.executor.track_gradients()
         self.executor.allocating("activations")  # what is received until the next pass

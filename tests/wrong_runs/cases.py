@@ -699,6 +699,60 @@ def with_what_was_told(model: nn.Module, batch: Any) -> evenly.Loss:
     return evenly.Loss(loss.total + 0.01 * collected, loss.weight)
 
 
+class Collecting(Block):
+    """Leaves numbers and a tensor in what it is given."""
+
+    def forward(self, x: torch.Tensor, given: Any = None) -> torch.Tensor:  # pyright: ignore
+        given["calls"] += 1
+        given["squares"].append(x.square().mean())
+        return super().forward(x * (1 + 0.1 * given["calls"]))
+
+
+class Collected(Net):
+    """Uses what its blocks have left in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Collecting(dropout=0.3) for _ in self.blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given: dict[str, Any] = {"calls": 0, "squares": []}
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x, given)
+        return self.head(x) * (1 + sum(given["squares"]) / given["calls"])
+
+
+class WrittenProduct(torch.autograd.Function):
+    """A linear layer whose backward writes the gradient of the weight to `grad`, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:  # pyright: ignore
+        ctx.save_for_backward(x, layer.weight)
+        ctx.layer = layer
+        return x @ layer.weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyright: ignore
+        x, weight = ctx.saved_tensors
+        mine, kept = gradient.t() @ x, ctx.layer.weight
+        kept.grad = mine if kept.grad is None else kept.grad + mine
+        return gradient @ weight, None
+
+
+class WritesGradients(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(WrittenProduct.apply(x, self.up)))  # pyright: ignore
+
+
+def with_written_gradients() -> nn.Module:
+    model = Net()
+    model.blocks[1], model.blocks[2] = WritesGradients(), WritesGradients()
+    for block in (model.blocks[1], model.blocks[2]):
+        block.up.bias = None  # pyright: ignore
+    return model
+
+
 def with_spectral_norm() -> nn.Module:
     model = Net()
     nn.utils.parametrizations.spectral_norm(model.enter, dim=1)
@@ -784,6 +838,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "gradient hooks": lambda: Case(job(with_gradient_hooks)),
     "activation hooks": lambda: Case(job(with_activation_hooks)),
     "left behind": lambda: Case(job(Telltale, loss=with_what_was_told)),
+    "left in a dict": lambda: Case(job(Collected)),
+    "written gradients": lambda: Case(job(with_written_gradients)),
     "spectral norm": lambda: Case(job(with_spectral_norm)),
     "spectral norm in evaluation": lambda: Case(job(with_spectral_norm_of_frozen)),
     "spectral norm called twice": lambda: Case(job(with_spectral_norm, loss=compared)),

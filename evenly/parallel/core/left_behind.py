@@ -27,7 +27,7 @@ class LeftBehind:
         self._own = {id(one) for one in module.modules()}
         seen: set[int] = set()
         self._given = [(one, _items(one)) for one in _changeable([arguments], seen)]
-        self._held = [(one, _items(one)) for one in _changeable(module.modules(), seen)]
+        self._attributes = [(one, _items(one)) for one in _changeable(module.modules(), seen)]
 
     def values(self) -> bool:
         """Whether it has changed what it was given, a list, dict or set that it holds, or a number in an object.
@@ -39,12 +39,12 @@ class LeftBehind:
         return any(
             isinstance(one, CONTAINERS)
             or not (isinstance(value, torch.Tensor) or (id(one) in self._own and (before is None or before is NOTHING)))
-            for one, value, before in _changes(self._held)
+            for one, value, before in _changes(self._attributes)
         )
 
     def tensors(self) -> bool:
         """Whether it has left a tensor in an attribute of a module or an object that it holds."""
-        return any(isinstance(value, torch.Tensor) for _, value, _ in _changes(self._held))
+        return any(isinstance(value, torch.Tensor) for _, value, _ in _changes(self._attributes))
 
 
 def _changes(found: Iterable[tuple[Any, dict[Any, Any]]]) -> Iterator[tuple[Any, Any, Any]]:

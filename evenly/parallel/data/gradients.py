@@ -89,7 +89,8 @@ class Gradients(ABC):
         return None if self.outputs is None else self.outputs.zero()
 
     def finish_backward(self) -> None:
-        """Called after a microbatch's backward, also where it had none to run."""
+        """Called after a microbatch's backward, or a part of it, also where it had none to run."""
+        self.collect()
         if self.outputs is not None:
             self.outputs.clear()
 
@@ -273,10 +274,11 @@ class GradientSum(Gradients):
                     slot.used = True
 
     def collect(self) -> None:
-        for bucket in self.buckets:
-            for slot in bucket.slots:
-                if slot.parameter.grad is not None:
-                    self._hook(bucket, slot)(slot.parameter)
+        with without_subclasses():  # this rank's parts
+            for bucket in self.buckets:
+                for slot in bucket.slots:
+                    if slot.parameter.grad is not None:
+                        self._hook(bucket, slot)(slot.parameter)
 
     def add(self, earlier: Mapping[str, torch.Tensor]) -> None:
         for slot in self._slots:

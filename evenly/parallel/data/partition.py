@@ -280,6 +280,7 @@ class PartitionedGradients(Gradients):
         self._sending = True
 
     def finish_backward(self) -> None:
+        super().finish_backward()
         if self._sending:
             self._finish_round()
 
@@ -340,9 +341,9 @@ class PartitionedGradients(Gradients):
             one.used = one.used or one.name in names
 
     def collect(self) -> None:
-        for index, bucket in enumerate(self.buckets):
-            for part in bucket.parts:
-                if part.parameter.grad is not None:
+        with without_subclasses():  # this rank's parts
+            for index, bucket in enumerate(self.buckets):
+                for part in (one for one in bucket.parts if one.parameter.grad is not None):
                     self._hook(index, bucket, part)(part.parameter)
         for number, scalar in enumerate(self._scalars):
             if scalar.parameter.grad is not None:

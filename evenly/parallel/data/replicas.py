@@ -126,7 +126,9 @@ class ReplicaGradients(Gradients):
         self._sum.mark_used(names)
 
     def collect(self) -> None:
-        self._sum.collect()
+        for number, gradients in enumerate((self._sum, *self._others)):
+            with on(number):
+                gradients.collect()
 
     def add(self, earlier: Mapping[str, torch.Tensor]) -> None:
         self._sum.add(earlier)

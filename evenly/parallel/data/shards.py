@@ -267,6 +267,7 @@ class ShardedGradients(Gradients):
             )
         for (name, parameter), flag in zip(self._named, values, strict=False):
             if flag == 0:
+                _refuse_written(name, parameter.grad if name not in self.dropped else None)
                 parameter.grad = None
                 self._sums.pop(name, None)
         if self._ownership is None:
@@ -371,6 +372,16 @@ class ShardedGradients(Gradients):
     def _without_filler(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Zeros for a filler's gradient, before it is added to those of other microbatches."""
         return None if self.counting or gradient is None else torch.zeros_like(gradient)
+
+
+def _refuse_written(name: str, gradient: torch.Tensor | None) -> None:
+    """Raises `RunError` where a parameter that got no gradient from autograd has one."""
+    if gradient is not None and local(gradient).any():
+        raise RunError(
+            f"gradient of {name}",
+            "a backward writes it to `grad` itself, and the parameter is no argument of its function",
+            "let the function take the parameter and return its gradient, or use plan zero2 or ddp",
+        )
 
 
 def _check_can_shard(model: nn.Module, *, scalars: bool) -> None:

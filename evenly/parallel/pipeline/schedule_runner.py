@@ -47,8 +47,8 @@ class MicrobatchWork(Protocol):
     def before_backward(self, *, last: bool) -> None:
         """Called before a stage computes gradients; last: for the last time in this step on this rank."""
 
-    def after_backward(self, *, written: bool) -> None:
-        """Called when parameters have new gradients; written: whether to `grad` of some, without autograd's hooks."""
+    def after_backward(self) -> None:
+        """Called when parameters have new gradients."""
 
 
 @dataclass(eq=False)
@@ -305,7 +305,7 @@ class ScheduleRunner:
         with self._backward_context:
             backward(*self._outputs_and_gradients(at, in_flight))
         self._return_gradients(at, in_flight)
-        self._work.after_backward(written=False)
+        self._work.after_backward()
 
     def _backward_input(self, at: Pass) -> None:
         in_flight = self._in_flight[at]
@@ -326,7 +326,7 @@ class ScheduleRunner:
         if backward_weight is not None:
             with self._backward_context:
                 backward_weight()
-        self._work.after_backward(written=True)
+        self._work.after_backward()
 
     def _outputs_and_gradients(
         self, at: Pass, in_flight: _InFlight
