@@ -1,10 +1,10 @@
 """Buckets of gradients that are reduced together; see `gradients` for the vocabulary.
 
-A `Bucket` is all-reduced in the type that it is added in. An `ExactBucket` adds up exactly, over microbatches and over
-ranks, which no all-reduce does: each rank sums one *region* over the ranks, from their parts of it, rounds it, and
-sends it to all. That moves 12 bytes an element where an all-reduce of float64 moves 16. Where no rank has more than one
-microbatch, parts are gradients, sent in their own type: 8 bytes of float32. A bucket with a tail is small: there every
-rank gets all and sums all, which takes one collective.
+A `Bucket` is added up in the parameters' type, as autograd does. An `ExactBucket` adds up exactly, over microbatches
+and over ranks, which no all-reduce does: each rank sums one *region* over the ranks, from their parts of it, rounds it,
+and sends it to all. That moves 12 bytes an element where an all-reduce of float64 moves 16. Where no rank has more than
+one microbatch, parts are gradients, sent in their own type: 8 bytes of float32. A bucket with a tail is small: there
+every rank gets all and sums all, which takes one collective.
 
 What a rank's part is beyond that (the low terms of `ExactSum`) is not sent along, since there hardly ever is any. The
 tail tells all ranks whether there is, and then they exchange it.
@@ -22,7 +22,7 @@ from evenly.comm.collectives import all_gather, all_reduce, exchange
 from evenly.comm.exact_reduce import pairs_of_others
 from evenly.comm.exact_sum import ExactSum
 from evenly.comm.groups import Group
-from evenly.comm.transport import Pending, add
+from evenly.comm.transport import Pending
 
 
 @dataclass(eq=False)
@@ -40,12 +40,13 @@ class Slot:
 class Bucket:
     """Neighbouring parameters of one dtype and device, added up and summed over the ranks of `group` together.
 
-    sums:      1D, of the dtype that gradients are added in.
+    sums:      1D, of the dtype that is summed over ranks.
     tail:      what numbers lie behind the sums, 1D; `sent` is both.
     gradients: 1D, of the parameters' dtype; the same memory as `sums` where the dtypes are the same.
     waiting:   slots whose last gradient of this step is still to come.
     sending:   whether this step's sums have been sent.
     once:      whether nothing has to be added up before it is sent; then `gradients` is sent, and not `sums`.
+    leaves_sums: whether autograd may add to a slot by itself, as the parameter's `grad`.
     """
 
     once = False
@@ -56,7 +57,7 @@ class Bucket:
         self.slots, self.group, self.device = slots, group, device
         self.dtype, self.sum_dtype = dtype, sum_dtype
         self.waiting = 0
-        self.sending = False
+        self.sending = self.leaves_sums = False
         self.label = f"gradient of {slots[0].name} to {slots[-1].name}" if slots else ""
         self.length = self._padded(sum(slot.parameter.numel() for slot in slots))
         self._allocate(tail=0)
@@ -92,11 +93,11 @@ class Bucket:
     # ------------------------------------------------------------------------------------------- a step
     def begin(self, *, once: bool = False) -> None:
         """Forgets the last step; once: whether every parameter gets at most one gradient on each rank in this one."""
-        self.sending = False
+        self.sending, self.leaves_sums = False, not once
 
     def part_of(self, slot: Slot) -> torch.Tensor:
         """Where this rank's gradients of `slot` are added up before `send`."""
-        return slot.sum
+        return slot.gradient
 
     def accumulate(self, slot: Slot, gradient: torch.Tensor) -> None:
         """Adds `gradient`, shaped as the parameter, to this rank's sum."""
@@ -107,10 +108,7 @@ class Bucket:
             slot.used = True
 
     def _add(self, slot: Slot, gradient: torch.Tensor) -> None:
-        if self.sum_dtype is self.dtype:
-            slot.sum.add_(gradient)
-        else:
-            add(slot.sum, gradient)
+        slot.gradient.add_(gradient)
 
     def send(self) -> None:
         """Begins to sum over ranks; zeros for what this rank did not use."""
@@ -121,6 +119,8 @@ class Bucket:
         self._begin_sum()
 
     def _begin_sum(self) -> None:
+        if self.sum_dtype is not self.dtype:
+            self.sums.copy_(self.gradients)
         self._pending = all_reduce.begin(self.sent, self.group, label=self.label)
 
     def receive(self) -> None:
@@ -158,7 +158,7 @@ class ExactBucket(Bucket):
 
     def begin(self, *, once: bool = False) -> None:
         super().begin()
-        self.once = once
+        self.once, self.leaves_sums = once, False
         self.exact.clear()
         self._pairs: torch.Tensor | None = None
 

@@ -2,13 +2,14 @@
 are all-reduced once per step, while the last backward is still running.
 
 Vocabulary. A *slot* is a parameter's place in a *bucket*, one flat tensor. A gradient is *accumulated* into its slot as
-soon as autograd has finished it, and freed. Buckets are filled roughly in the order in which a backward finishes
-parameters (the reverse of their definition) and are *sent* strictly by index, so that all ranks agree on the order
-of collectives whatever their own order of events. A bucket is summed over its *group*: the data axis, or fewer ranks
-for parameters that not all of those replicate. The last bucket of a group is always one of float64 and ends in the
-*tail*: first one *flag* per parameter of the group, which says how many ranks used it in this step, since a parameter
-that no rank used keeps `grad=None` (an optimizer does more with a gradient of zeros than with none: weight decay,
-momentum); then, in the very last, numbers of the caller's, which so need no collective of their own.
+soon as autograd has finished it, and freed; the slot is then the parameter's `grad`, to which autograd adds those of
+further microbatches by itself, unless sums are exact. Buckets are filled roughly in the order in which a backward
+finishes parameters (the reverse of their definition) and are *sent* strictly by index, so that all ranks agree on the
+order of collectives whatever their own order of events. A bucket is summed over its *group*: the data axis, or fewer
+ranks for parameters that not all of those replicate. The last bucket of a group is always one of float64 and ends in
+the *tail*: first one *flag* per parameter of the group, which says how many ranks used it in this step, since a
+parameter that no rank used keeps `grad=None` (an optimizer does more with a gradient of zeros than with none: weight
+decay, momentum); then, in the very last, numbers of the caller's, which so need no collective of their own.
 
 Exactness. With `accumulate_float64` sums are exact (`comm.exact_sum`), over microbatches and over ranks, and rounded
 once: the same bits whoever added what, at any magnitude. Float64 alone would not do: a sum of float32 numbers may lie
@@ -277,7 +278,7 @@ class GradientSum(Gradients):
         with without_subclasses():  # this rank's parts
             for bucket in self.buckets:
                 for slot in bucket.slots:
-                    if slot.parameter.grad is not None:
+                    if slot.parameter.grad is not None and slot.parameter.grad is not slot.gradient:
                         self._hook(bucket, slot)(slot.parameter)
 
     def add(self, earlier: Mapping[str, torch.Tensor]) -> None:
@@ -328,9 +329,17 @@ class GradientSum(Gradients):
             self._take(bucket, slot, parameter)
 
     def _take(self, bucket: Bucket, slot: Slot, parameter: torch.Tensor) -> None:
-        gradient = taken(parameter)
-        if gradient.layout is not torch.strided or bucket.sending or (bucket.once and slot.used):
-            check_gradient(slot.name, gradient, sent=bucket.sending or (bucket.once and slot.used))
+        if parameter.grad is not slot.gradient or bucket.sending:  # else autograd has added to the sum
+            self._add(bucket, slot, parameter)
+        if self._last:
+            bucket.waiting -= 1
+            if bucket.waiting == 0:
+                self._send_full()
+
+    def _add(self, bucket: Bucket, slot: Slot, parameter: torch.Tensor) -> None:
+        gradient, sent = taken(parameter), bucket.sending or (bucket.once and slot.used)
+        if gradient.layout is not torch.strided or sent:
+            check_gradient(slot.name, gradient, sent=sent)
         if gradient.dtype is not bucket.dtype:
             raise RunError(
                 f"gradient of {slot.name}",
@@ -338,11 +347,9 @@ class GradientSum(Gradients):
                 "let the model cast what it computes, not its parameters; or train in the type that it casts them to",
             )
         if slot.name not in self.dropped:
+            slot.used = slot.used and not bucket.leaves_sums  # else what is in `grad` is the sum
             bucket.accumulate(slot, gradient)
-        if self._last:
-            bucket.waiting -= 1
-            if bucket.waiting == 0:
-                self._send_full()
+            parameter.grad = slot.gradient if bucket.leaves_sums else None
 
     def _send_full(self) -> None:
         """Sends buckets while the next in order is full; those with a tail wait for `start_reduce`, which fills it."""

@@ -231,12 +231,12 @@ class StageRun:
 
     def _run(self, call: BlockCall, now: CallId) -> Any:
         args, kwargs = call.args, call.kwargs
-        if any(isinstance(tensor, RemoteTensor) for _, tensor in tensors_by_path((args, kwargs))):
+        if fills := any(isinstance(one, RemoteTensor) for _, one in tensors_by_path((args, kwargs))):
             args, kwargs = map_tensors(materialized, (args, kwargs))
             self._check((args, kwargs), call)
         self._note(now, "in", (args, kwargs))
         self._sites.move(now, "inside")
-        with carried_over((call.args, call.kwargs), (args, kwargs)):
+        with carried_over((call.args, call.kwargs), (args, kwargs)) if fills else nullcontext():
             result = self._run_block(call, args, kwargs)
         if self._found_forms is not None:
             self._found_forms.append(form_of(result, (args, kwargs)))
@@ -348,8 +348,9 @@ class StagedModel:
 
     def set_stage_plan(self, stage_plan: StagePlan) -> None:
         """Sets the stages."""
+        if stage_plan is not self._stage_plan:
+            self._own_views.clear()
         self._stage_plan = stage_plan
-        self._own_views.clear()
 
     def move(self, device: str) -> None:
         """Makes remote tensors report `device` from now on."""
