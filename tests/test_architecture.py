@@ -376,7 +376,7 @@ PACKAGE_LINES = {
     "comm": 3376,  # sums in shared memory; links from node to node; messages that cross; numbers to a GPU; doctor
     "data": 1749,  # tensors of nests without generators; streams that split by rank; collate on the rank that trains
     "engine": 3244,  # batches of stages copied where needed; compilers of blocks; times of passes; squares of gradients
-    "hardware": 1238,  # links from node to node, cores that are shared; links to the host; variants of devices
+    "hardware": 1256,  # sums of 16 bits on CPUs; links from node to node, shared cores; the host; variants of devices
     "launcher": 3824,  # imports without collections; a folder that all nodes see; batch scripts and manifests
     "model": 723,  # collectives; fake tensors that are made again; models built without memory; phases
     "nn": 307,  # the loss of a head without its logits
@@ -387,9 +387,9 @@ PACKAGE_LINES = {
     "parallel.tensor": 4408,  # views that are not asked; decisions are replayed, heads without logits; experts, indices
     "parallel.pipeline": 3637,  # lists that blocks change; dicts of a stage alone; forms of results
     "plan": 1240,  # backwards in parts; spans of actions; speeds of ranks; schedules are a table that others add to
-    "planner": 7459,  # slow nodes of stages; questions around a question, mechanisms; collectives of both passes
+    "planner": 7476,  # sums on CPUs, by type and in shared memory; slow nodes; questions around a question, mechanisms
     "ray": 447,  # ranks that Ray places, starts and replaces
-    "report": 4583,  # sorted tables, points, prices, mechanisms; pictures as files; a drawing kit; pages of runs
+    "report": 4592,  # numbers that jobs log; sorted tables, points, prices, mechanisms; pictures; pages of runs
     "train": 3960,  # spans of steps; starting again, of runs here and under Ray; phases; the look at losses
     "verify": 2225,  # verdicts as they come; phases; streams, metrics, averages and groups in the reference
 }

@@ -47,12 +47,12 @@ class Part(nn.Module):
 
 
 class ByHand:
-    """What somebody would write with torch's pipelining; starts with the weights that `model` holds here."""
+    """What somebody would write with torch's pipelining; starts with the weights of `whole`."""
 
-    def __init__(self, job: evenly.Job, model: nn.Module) -> None:
+    def __init__(self, job: evenly.Job, whole: nn.Module) -> None:
         self.rank = dist.get_rank()
         self.part = Part(tower := job.model(), self.rank)
-        tower.load_state_dict({name: held.detach() for name, held in model.named_parameters()}, strict=False)
+        tower.load_state_dict(whole.state_dict())
         self.optimizer = job.optimizer(self.part.parameters())
         stage = PipelineStage(self.part, self.rank, RANKS, torch.device("cpu"))
         self.schedule = Schedule1F1B(
@@ -89,7 +89,9 @@ def train(exact: str, steps: int) -> tuple[Seconds, Seconds, list[float]]:
     bind()
     job = tower_job(MICROBATCHES, steps=WARM + steps)
     with evenly.start(job, plan=f"pipeline={RANKS} schedule=1f1b exact={exact}") as run:
-        by_hand, batches, losses = ByHand(job, run.model), run.batches(), [0.0, 0.0]
+        with run.whole_model() as whole:
+            by_hand = ByHand(job, whole)
+        batches, losses = run.batches(), [0.0, 0.0]
 
         def ours() -> None:
             losses[0] = run.step(next(batches)).loss

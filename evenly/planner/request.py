@@ -155,8 +155,9 @@ class PlanRequest:
 
     def library(self, plan: Plan) -> Library:
         """The library that runs a complete plan."""
-        on_cpu = self.cluster.device.kind == "cpu"
-        return own_library(plan.precision, bitwise=plan.exact == "bitwise", on_cpu=on_cpu)
+        on_cpu, on_one = self.cluster.device.kind == "cpu", plan.devices <= self.cluster.devices
+        tensor = plan.tensor.size if on_cpu and on_one else 1
+        return own_library(plan.precision, bitwise=plan.exact == "bitwise", on_cpu=on_cpu, tensor=tensor)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -486,7 +486,7 @@ def _change(request: PlanRequest, least: Prediction) -> str:
     need, limit = least.peak_bytes, request.limit_bytes
     words = f"devices with {need / GIB:.1f} GiB ({need / limit - 1:.0%} more) would do for {least.plan}"
     for factor in (2, 4, 8, 16, 32, 64):
-        larger = replace(request.cluster, nodes=request.cluster.nodes * factor, hops={})  # measured of fewer nodes
+        larger = replace(request.cluster, nodes=request.cluster.nodes * factor)
         more = replace(
             request, cluster=larger, batch=max(request.batch, larger.size), max_devices=None, only=PlanSpec()
         )

@@ -170,6 +170,9 @@ BYTES = {
 }
 CASTING = ("bfloat16", "float16")  # from float32 weights
 
+# Of evenly on CPUs, as `comm.shared_memory` has them: a rank's places, if it touches them all, and who has such.
+SHARED_BYTES, MOST_SHARING, SHARED_TYPES = 8 << 20, 8, ("float32", "float64")
+
 ON_CPUS: Mapping[str, Any] = {
     "host_s": 0.0,
     "data_hidden": 0.0,
@@ -179,12 +182,18 @@ ON_CPUS: Mapping[str, Any] = {
 }
 
 
+def shares_memory(precision: Precision, tensor: int) -> bool:
+    """Whether so many CPU ranks of a tensor axis, all on one machine, sum in memory that they share."""
+    return precision in SHARED_TYPES and 1 < tensor <= MOST_SHARING
+
+
 @cache
-def own_library(precision: Precision, *, bitwise: bool, on_cpu: bool) -> Library:
+def own_library(precision: Precision, *, bitwise: bool, on_cpu: bool, tensor: int = 1) -> Library:
     """evenly, as it is under a precision, and where bits are to agree.
 
     On a CPU no driver holds anything of a process's memory, and nothing is started ahead of what computes. What carries
-    messages takes the core that computes. Products may have any sizes.
+    messages takes the core that computes. Products may have any sizes. tensor: ranks of the tensor axis that are on one
+    machine, as CPUs share memory for their sums.
     """
     weight, gradient, sum_bytes, state = BYTES[precision]
     reduced = sum_bytes if bitwise else gradient
@@ -195,7 +204,7 @@ def own_library(precision: Precision, *, bitwise: bool, on_cpu: bool) -> Library
         gathered=weight,
         reduced=reduced,
         casts=2.0 if precision in CASTING else 0.0,
-        rest=0.0 if on_cpu else REST,
+        rest=REST if not on_cpu else SHARED_BYTES if shares_memory(precision, tensor) else 0.0,
     )
     found = Library(
         holdings=holdings,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from evenly.hardware.cluster import Cluster
-from evenly.hardware.network import LinkedRanks, place, seconds, send_seconds, share_of_slowest
+from evenly.hardware.network import LinkedRanks, all_reduce_seconds, place, seconds, send_seconds, share_of_slowest
 from evenly.model.parts import BlockCost, Collective, ModelCosts, OpCost
 from evenly.plan.schedule import SCHEDULES, rank_of_stage, runnable
 from evenly.planner.prediction import TimeByCause
@@ -124,10 +124,15 @@ def _computed(works: Sequence[OpCost], machine: Machine) -> Pass:
 
 def _tensor_seconds(collectives: Sequence[Collective], config: TrainingConfig, machine: Machine) -> float:
     library = machine.library
-    exposed, group = 1 - library.tensor_hidden, place(config.tensor, 1, machine.cluster)
-    names = ("sum" if one.operation == "all_reduce" else one.operation for one in collectives)
-    talks = (seconds(name, one.bytes, group, machine.cluster) for name, one in zip(names, collectives, strict=True))
-    return exposed * sum(talk + library.tensor_s for talk in talks)
+    exposed, cluster = 1 - library.tensor_hidden, machine.cluster
+    group = place(config.tensor, 1, cluster)
+
+    def talk_s(one: Collective) -> float:
+        if one.operation == "all_reduce":
+            return all_reduce_seconds(one.bytes, config.dtype, group, cluster, at_once=True)
+        return seconds(one.operation, one.bytes, group, cluster)
+
+    return exposed * sum(talk_s(one) + library.tensor_s for one in collectives)
 
 
 def _with_host(found: Pass, host: float, config: TrainingConfig, machine: Machine) -> Pass:
@@ -347,7 +352,9 @@ def _rank_tail(elements: float, config: TrainingConfig, machine: Machine, last_p
     """
     library, cluster = machine.library, machine.cluster
     copies = place(config.replicas // config.shards, config.tensor * config.shards, cluster)
-    talk, gather = seconds("all_reduce", elements / config.shards * library.gradient_bytes, copies, cluster), 0.0
+    reduced_in = config.dtype if library.gradient_bytes == 2 else "float32"
+    talk = all_reduce_seconds(elements / config.shards * library.gradient_bytes, reduced_in, copies, cluster)
+    gather = 0.0
     if config.zero in (1, 2):
         group = place(config.shards, config.tensor, cluster)
         reduce = "all_reduce" if library.reduces_whole else "reduce_scatter"

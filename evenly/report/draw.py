@@ -78,9 +78,11 @@ def axis(
     found = [value for value in values if value is not None and is_drawn(value, log=log)]
     low, high = (min(found), max(found)) if found else (1.0, 10.0)
     low = min(low, 0.0) if zero and not log else low
-    if high - low <= max(1e-30, 1e-12 * max(abs(low), abs(high))):  # no more than rounding
-        low, high = (low / 2, high * 2) if log else (low - abs(low) / 2 - 0.5 * (not low), high + abs(high) / 2 or 0.5)
     largest = max(abs(low), abs(high))
+    if high - low <= max(1e-30, 1e-12 * largest):  # no more than rounding
+        margin = largest / 2 if largest > 1e-30 else 0.5
+        low, high = (low / 2, high * 2) if log else (low - margin, high + margin)
+        largest = max(abs(low), abs(high))
     scale, unit = next((one for one in reversed(units) if largest >= one[0]), units[0])
     return ChartAxis(low, high, title, scale, unit, log)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 from evenly.errors import UserError
 from evenly.observe.attempts import ended_attempts
-from evenly.observe.run_folder import RunFolder, whole_number
+from evenly.observe.run_folder import LONGEST_NUMBER, RunFolder, whole_number
 from evenly.report.events import EventReader, RankEvent
 from evenly.report.growing import GrowingFile
 
@@ -77,7 +77,7 @@ class RunReader:
                 self._found = _Records()
             for line in lines:
                 if line.endswith("}"):
-                    self._found.add(_object(line))
+                    self._found.add(_object(line, _logged_number))
         except FileNotFoundError as problem:
             missing = Path(problem.filename).name
             raise UserError(asked, f"it has no {missing}", "name the folder of a run: runs/NAME-N") from None
@@ -152,8 +152,15 @@ def _no_room(folder: Path) -> list[str]:
     return found
 
 
-def _object(text: str) -> dict[str, Any]:
-    value = json.loads(text, parse_int=whole_number)
+def _logged_number(text: str) -> int | float | None:
+    """A whole number, of which a job may log any: a long one as a float, None where that overflows."""
+    if len(text) <= LONGEST_NUMBER:
+        return int(text)
+    return value if isfinite(value := float(text)) else None
+
+
+def _object(text: str, parse_int: Callable[[str], Any] = whole_number) -> dict[str, Any]:
+    value = json.loads(text, parse_int=parse_int)
     if not isinstance(value, dict):
         raise ValueError(f"{text[:40]!r} is no JSON object")
     return value  # pyright: ignore[reportUnknownVariableType]
@@ -324,7 +331,7 @@ def logged_curves(run: RunSummary) -> dict[str, tuple[list[int], list[Any]]]:
             if name != "step" and _is_number(value) and not isinstance(value, bool):
                 steps, values = found.setdefault(name, ([], []))
                 steps.append(record["step"])
-                values.append(value if isinstance(value, float) or abs(value) < 1e300 else None)
+                values.append(value)
     return found
 
 

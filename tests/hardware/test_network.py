@@ -10,7 +10,7 @@ import pytest
 from evenly.hardware.cluster import Cluster, Link
 from evenly.hardware.cluster_text import parse_cluster
 from evenly.hardware.devices import device_names
-from evenly.hardware.network import OPERATIONS, LinkedRanks, place, seconds, send_seconds
+from evenly.hardware.network import OPERATIONS, LinkedRanks, place, seconds, send_seconds, share_of_slowest
 
 SIZES = [2**power for power in range(10, 36)]
 ONE, FOUR = parse_cluster("8xH100"), parse_cluster("4x8xH100")
@@ -184,3 +184,11 @@ def test_a_send_takes_as_long_as_the_slower_node() -> None:
     assert send_seconds(8.0, 0, 1, one, measured) == send_seconds(8.0, 0, 2, one, measured) == 8.0
     assert send_seconds(8.0, 2, 3, one, measured) == send_seconds(8.0, 1, 3, one, measured) == 32.0
     assert send_seconds(8.0, 0, 1, one, FOUR) == seconds("send", 8.0, one, FOUR)
+
+
+def test_a_collective_takes_a_share_of_its_time_over_the_slowest_nodes() -> None:
+    hops = {(node, (node + 1) % 4): Link(0.0, 4.0 if 3 in (node, (node + 1) % 4) else 1.0) for node in range(4)}
+    measured = replace(FOUR, hops=hops)
+    assert [share_of_slowest(8.0, nodes, measured) for nodes in ([0, 1], [1, 3], [3])] == [0.25, 1.0, 1.0]
+    assert share_of_slowest(8.0, [0, 1], FOUR) == 1.0  # whose links are all alike
+    assert share_of_slowest(0.0, [0, 1], measured) == 1.0  # of nothing to reduce, which takes no time anywhere

@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from evenly.hardware.cluster import Link
 from evenly.hardware.cluster_text import parse_cluster
+from evenly.job import Job
 from evenly.plan import parse_plan
 from evenly.planner.around import device_counts, frontier, grid_of, grown, halved_and_doubled, on_devices
 from evenly.planner.known import find_shape
-from evenly.planner.request import PlanRequest
+from evenly.planner.request import CostSource, PlanRequest
 from evenly.planner.search import search
 from evenly.planner.shapes import ShapeSource
+from evenly.report.plantable import explorer
 
 
 def request(cluster: str = "2x4xA100-80", batch: int = 16) -> PlanRequest:
@@ -64,6 +70,17 @@ def test_more_devices_fill_a_node_first(cluster: str, count: int, expected: str)
     assert str(grown(parse_cluster(cluster), count)) == expected
 
 
+def test_links_measured_from_node_to_node_are_none_of_more_nodes() -> None:
+    measured = replace(parse_cluster("3x2xcpu"), hops={(node, (node + 1) % 3): Link(0.0, 1e-9) for node in range(3)})
+    assert grown(measured, 12) == replace(measured, nodes=6, hops={})
+    fewer = on_devices(replace(request(), cluster=measured), 4)
+    assert fewer.cluster.hops == measured.hops and fewer.max_devices == 4
+    asked = replace(request(), cluster=measured, only=parse_plan("pipeline=6"))
+    assert search(asked).plans
+    more = search(on_devices(replace(asked, only=parse_plan("pipeline=12")), 12))  # crosses nodes that were not there
+    assert more.plans[0].plan.devices == 12
+
+
 def test_a_cell_is_the_answer_to_its_question() -> None:
     asked = request("8xA100-80")
     found = grid_of(asked, 8, source_of=lambda _: asked.source, within_s=float("inf"))
@@ -84,6 +101,27 @@ def test_the_nearest_come_first_and_the_rest_is_named() -> None:
     assert len(found.cells) + len(found.left_out) == 25 and (2, 4) in found.left_out
     alone = grid_of(asked, 8, source_of=None, within_s=0.0, now_s=clock(1.0))
     assert [*alone.cells] == [(8, 16)] and {batch for _, batch in alone.left_out} == {16}
+
+
+def zero(model: nn.Module, batch: Any) -> torch.Tensor:
+    return torch.zeros(())
+
+
+def test_a_batch_that_the_job_has_no_samples_for_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a job with 40 samples a batch of 16 may become 32, and not 64."""
+    asked, jobs = request("8xA100-80"), list[int]()
+
+    def source_of(batch: int) -> CostSource:
+        job = Job(model=nn.Identity, loss=zero, data=[0.0] * 40, optimizer=torch.optim.SGD, global_batch=batch, steps=1)
+        jobs.append(job.global_batch)
+        return asked.source
+
+    monkeypatch.setattr("evenly.planner.around.FEW", 1)
+    found = grid_of(replace(asked, max_devices=2), 2, source_of=source_of, within_s=float("inf"))
+    assert {*jobs} == {4, 8, 32} and {batch for _, batch in found.cells} == {4, 8, 16, 32, 64} and not found.left_out
+    for (_, batch), cell in found.cells.items():
+        assert ("40 samples" in cell.refused) == (batch == 64) and bool(cell.plans) == (batch != 64)
+    assert "40 samples" in explorer(found)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=12))

@@ -10,6 +10,7 @@ import pytest
 from predicted import predict_plan
 
 from evenly.errors import PlanError, UserError
+from evenly.hardware.cluster import Link
 from evenly.hardware.cluster_text import parse_cluster
 from evenly.plan import PlanSpec, parse_plan
 from evenly.plan.cut import cut
@@ -131,6 +132,14 @@ def test_nothing_fits_and_a_change_that_would_do_is_told() -> None:
     assert predict_plan(larger, parse_plan(told[3]).complete("bfloat16")).fits
     half = replace(larger, cluster=replace(larger.cluster, nodes=larger.cluster.nodes // 2))
     assert not search(replace(half, only=parse_plan("offload=none"))).plans  # nor do fewer
+
+
+def test_links_measured_from_node_to_node_do_not_keep_more_nodes_from_being_named() -> None:
+    """Those of nodes that are not there were not measured; whether a plan has room does not depend on them."""
+    asked = replace(request("llama-3.1-8b", "3x1xA100-40", 12), memory_bytes=16 * 2**30)
+    hops = {(node, (node + 1) % 3): Link(1e-5, 1e-10) for node in range(3)}
+    measured = search(replace(asked, cluster=replace(asked.cluster, hops=hops)))
+    assert not measured.plans and "; or " in measured.change and measured.change == search(asked).change
 
 
 def test_a_batch_that_no_plan_can_split() -> None:

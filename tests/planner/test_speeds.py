@@ -6,11 +6,19 @@ from dataclasses import replace
 from math import isfinite
 
 import pytest
+from predicted import predict_plan
 
+from evenly.comm.shared_memory import MOST_RANKS, PLACE_BYTES, SETS, TYPES
 from evenly.hardware.cluster import Cluster, Rates
+from evenly.hardware.cluster_text import parse_cluster
 from evenly.hardware.devices import device_names, find_device
+from evenly.job import Precision
 from evenly.model.parts import OpCost
-from evenly.planner.speeds import own_library, shipped, speeds_of, speeds_of_device
+from evenly.plan import parse_plan
+from evenly.planner.known import find_shape
+from evenly.planner.request import PlanRequest
+from evenly.planner.shapes import ShapeSource
+from evenly.planner.speeds import SHARED_TYPES, own_library, shipped, speeds_of, speeds_of_device
 
 PRECISIONS = ("float64", "float32", "bfloat16", "float16", "float8", "mxfp8", "nvfp4")
 EVENLY = own_library("bfloat16", bitwise=False, on_cpu=False)
@@ -87,6 +95,27 @@ def test_a_cpu_starts_its_operations_itself_and_minds_narrow_products_less() -> 
     library = own_library("float32", bitwise=False, on_cpu=True)
     assert library.host_s == 0 < EVENLY.host_s
     assert cpu.misaligned(replace(PRODUCT, columns=4097), library) == 1  # nor odd ones
+
+
+def test_memory_that_cpu_ranks_of_one_machine_share_is_counted() -> None:
+    """Each rank's places in it, as `comm.shared_memory` makes them for the tensor axis of a world on one node."""
+
+    def counted(text: str, cluster: str = "8xcpu", precision: Precision = "float32") -> float:
+        source, plan = ShapeSource(find_shape("gpt2")), parse_plan(f"{text} microbatch=1").complete(precision)
+        request = PlanRequest(source=source, cluster=parse_cluster(cluster), batch=4)
+        return predict_plan(request, plan).memory[0].context
+
+    assert counted("data=2 tensor=2") == SETS * PLACE_BYTES == counted(f"data=1 tensor={MOST_RANKS}", "16xcpu")
+    assert (
+        counted("data=2")
+        == counted("data=1 tensor=2", precision="bfloat16")
+        == counted("data=2 tensor=2", "2x2xcpu")
+        == 0
+    )
+    assert counted("data=1 tensor=16", "16xcpu") == 0 and counted("data=1 tensor=2", "8xA100") == counted(
+        "data=2", "8xA100"
+    )
+    assert {f"torch.{name}" for name in SHARED_TYPES} == {*map(str, TYPES)}
 
 
 def test_a_slow_core_takes_as_much_longer_to_start_operations() -> None:

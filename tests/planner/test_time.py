@@ -7,9 +7,10 @@ from math import inf
 
 import pytest
 
+from evenly.comm.shared_memory import TYPES
 from evenly.hardware.cluster import Cluster, Link
 from evenly.hardware.devices import device_names
-from evenly.hardware.network import LinkedRanks, seconds
+from evenly.hardware.network import NARROW_ON_CPUS, LinkedRanks, seconds
 from evenly.model.parts import Recompute
 from evenly.planner.known import find_shape
 from evenly.planner.prediction import TimeByCause
@@ -271,6 +272,25 @@ def test_on_a_cpu_gradients_of_microbatches_are_added_up_and_ranks_sum_a_few_num
     assert with_both.step_s - with_sums.step_s == pytest.approx(added, rel=0.05)
     alone = replace(config, data=1, batch=4)
     assert step(alone, on) == step(alone, replace(on, library=replace(library, step_sums=0)))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sums_of_16_bits_share_no_memory_on_cpus_and_take_gloo_longer(dtype: str) -> None:
+    links = {("all_reduce", 2): Link(0.0, 3e-9), ("sum", 2): Link(0.0, 1e-9)}
+    cluster = Cluster(1, 2, "cpu", "gloo", links=links)
+    split, whole = TrainingConfig(tensor=2, batch=2), TrainingConfig(data=2, batch=2)
+
+    def tensor_s(dtype: str) -> float:
+        return step(replace(split, dtype=dtype), machine(cluster, **CALM, tensor_s=0.0)).tensor
+
+    def data_s(dtype: str, gradient_bytes: float) -> float:
+        on = machine(cluster, **CALM, data_hidden=0.0, gradient_bytes=gradient_bytes)
+        return step(replace(whole, dtype=dtype), on).data
+
+    assert not {f"torch.{narrow}" for narrow in NARROW_ON_CPUS} & {*map(str, TYPES)}
+    assert tensor_s(dtype) == pytest.approx(NARROW_ON_CPUS[dtype] * 3 * tensor_s("float32") / 2, rel=1e-6)
+    assert data_s(dtype, 2) == pytest.approx(NARROW_ON_CPUS[dtype] * data_s("float32", 4) / 2, rel=1e-6)
+    assert data_s(dtype, 4) == pytest.approx(data_s("float32", 4), rel=1e-6)  # gradients of float32 weights
 
 
 def test_a_slow_link_holds_up_the_hops_that_cross_it_alone() -> None:

@@ -55,6 +55,7 @@ def test_each_column_keeps_its_least_and_its_largest(ys: list[float], columns: i
 def test_what_is_no_number_leaves_a_gap() -> None:
     assert thinned(range(5), [1, None, 2, math.nan, math.inf], 100) == [(0, 1.0), None, (2, 2.0)]
     assert thinned(range(3), [None] * 3, 100) == []
+    assert thinned(range(3), [1, 10**400, 2], 100) == [(0, 1.0), None, (2, 2.0)]  # whole, and larger than any float
 
 
 def points(picture: str) -> list[tuple[int, int]]:
@@ -92,7 +93,9 @@ def test_axes_have_round_ticks_in_the_unit_of_their_size() -> None:
     ]
 
 
-@pytest.mark.parametrize("values", [[], [0.0], [5], [-3.0, -3.0], [None, math.nan], [1e29, -1e29], [10**25]])
+@pytest.mark.parametrize(
+    "values", [[], [0.0], [5], [-3.0, -3.0], [None, math.nan], [1e29, -1e29], [10**25], [10**400], [5e-324]]
+)
 def test_no_values_make_an_axis_of_no_length(values: list[float | None]) -> None:
     one = axis(values, "x")
     assert one.low < one.high and all(math.isfinite(one.share(tick)) for tick in one.ticks())

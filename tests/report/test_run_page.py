@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from made_runs import MIB, lines, plan, record, write_full_run, write_run
 
+from evenly.observe.sinks import finite
 from evenly.report.growing import GrowingFile
 from evenly.report.page import MOST_ROWS, document, table
 from evenly.report.run import RunReader, RunSummary, logged_curves, read_run
@@ -156,3 +157,16 @@ def test_what_a_job_logs_again_is_drawn_once(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path, [*both(1, 2, 3), {"step": 3, "reward": None}, *both(3, 4)]))
     assert logged_curves(run) == {"reward": ([1, 2, 3, 4], [1.0, 2.0, 3.0, 4.0])}
     assert [*read_run(tmp_path).evaluations] == []
+
+
+@pytest.mark.parametrize(
+    ("logged", "read"),
+    [(None, None), (10**25, 10**25), (-(10**25), -(10**25)), (-(10**40), -1e40), (10**400, None), (float("nan"), None)],
+    ids=("null", "whole", "negative", "beyond 30 digits", "beyond floats", "not finite"),
+)
+def test_any_number_that_a_job_logs_has_a_page(tmp_path: Path, logged: float | None, read: float | None) -> None:
+    """10**400 is whole and no float; what is not finite is in the file as null."""
+    strict = {**finite({"step": 1, "count": logged})}
+    run = read_run(write_run(tmp_path, [record(1), {"step": 0, "count": 7}, strict, record(2)]))
+    assert logged_curves(run) == {"count": ([0, 1], [7, read])} and len(run.steps) == 2
+    assert "<h2>What the job logged</h2>" in drawn(tmp_path)
