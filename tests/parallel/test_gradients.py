@@ -70,6 +70,31 @@ def test_microbatches_are_added_up_and_divided(
         model.zero_grad()
 
 
+@pytest.mark.parametrize("accumulate_float64", [False, True])
+def test_gradients_of_autograd_and_of_backwards_that_write_them_are_added_up(accumulate_float64: bool) -> None:
+    """In any order: b, autograd, which adds by itself; w, a backward that writes to `grad` past its hooks."""
+    for order in ("bbb", "www", "bwb", "wbw", "bbw", "wbb", "wwb"):
+        model = nn.ParameterList([nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(3))])
+        total = GradientSum(model, group=Group.alone(), accumulate_float64=accumulate_float64)
+        total.begin(rounds=len(order))
+        for number, how in enumerate(order):
+            own, factor = model[0], 10.0**number
+            if number == len(order) - 1:
+                total.expect_last()
+            if how == "b":
+                (own.sum() * factor + model[1].sum()).backward()
+            else:
+                mine = torch.full_like(own, factor)
+                own.grad = mine if own.grad is None else own.grad + mine
+                model[1].sum().backward()
+            total.finish_backward()
+        total.start_reduce()
+        total.finish_reduce()
+        assert model[0].grad is not None and model[0].grad.tolist() == [111.0] * 5, order
+        assert model[1].grad is not None and model[1].grad.tolist() == [3.0] * 3, order
+        total.close()
+
+
 def test_wide_sums_have_the_same_bits_in_any_order() -> None:
     numbers = [torch.randn(1000) * 10 ** random.Random(i).uniform(-4, 4) for i in range(9)]
     sums: list[torch.Tensor] = []

@@ -35,6 +35,7 @@ class Slot:
     sum: torch.Tensor = field(init=False)  # view of the bucket's `sums`, shaped as the parameter
     gradient: torch.Tensor = field(init=False)  # view of the bucket's `gradients`, shaped as the parameter
     used: bool = False  # in this step, on this rank
+    left: bool = False  # to autograd, as the parameter's `grad`
 
 
 class Bucket:

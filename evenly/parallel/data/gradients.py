@@ -203,7 +203,7 @@ class GradientSum(Gradients):
             bucket.begin(once=once)
         with without_subclasses():  # this rank's parts
             for slot in self._slots:
-                slot.used, slot.parameter.grad = False, None
+                slot.used, slot.left, slot.parameter.grad = False, False, None
         for bucket, slots in self._tails:
             bucket.resize_tail(len(slots) + self._exact + (numbers if bucket is self.buckets[-1] else 0))
 
@@ -279,7 +279,7 @@ class GradientSum(Gradients):
             for bucket in self.buckets:
                 for slot in bucket.slots:
                     if slot.parameter.grad is not None and slot.parameter.grad is not slot.gradient:
-                        self._hook(bucket, slot)(slot.parameter)
+                        self._take(bucket, slot, slot.parameter, leaves_sum=False)
 
     def add(self, earlier: Mapping[str, torch.Tensor]) -> None:
         for slot in self._slots:
@@ -328,15 +328,15 @@ class GradientSum(Gradients):
         with without_subclasses():  # this rank's part
             self._take(bucket, slot, parameter)
 
-    def _take(self, bucket: Bucket, slot: Slot, parameter: torch.Tensor) -> None:
+    def _take(self, bucket: Bucket, slot: Slot, parameter: torch.Tensor, leaves_sum: bool = True) -> None:
         if parameter.grad is not slot.gradient or bucket.sending:  # else autograd has added to the sum
-            self._add(bucket, slot, parameter)
+            self._add(bucket, slot, parameter, leaves_sum and bucket.leaves_sums)
         if self._last:
             bucket.waiting -= 1
             if bucket.waiting == 0:
                 self._send_full()
 
-    def _add(self, bucket: Bucket, slot: Slot, parameter: torch.Tensor) -> None:
+    def _add(self, bucket: Bucket, slot: Slot, parameter: torch.Tensor, leaves_sum: bool) -> None:
         gradient, sent = taken(parameter), bucket.sending or (bucket.once and slot.used)
         if gradient.layout is not torch.strided or sent:
             check_gradient(slot.name, gradient, sent=sent)
@@ -347,9 +347,9 @@ class GradientSum(Gradients):
                 "let the model cast what it computes, not its parameters; or train in the type that it casts them to",
             )
         if slot.name not in self.dropped:
-            slot.used = slot.used and not bucket.leaves_sums  # else what is in `grad` is the sum
+            slot.used = slot.used and not slot.left  # else what is in `grad` is the sum
             bucket.accumulate(slot, gradient)
-            parameter.grad = slot.gradient if bucket.leaves_sums else None
+            slot.left, parameter.grad = leaves_sum, slot.gradient if leaves_sum else None
 
     def _send_full(self) -> None:
         """Sends buckets while the next in order is full; those with a tail wait for `start_reduce`, which fills it."""
