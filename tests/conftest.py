@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for kept_ranks and jobs
@@ -18,6 +19,12 @@ from kept_ranks import KeptRanks
 
 import evenly.launcher.no_collection  # noqa: F401  until all tests are imported
 from evenly.launcher.frozen import freeze_imports
+
+# How fast examples come says how busy the machine is.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 _cache = tempfile.TemporaryDirectory(prefix="evenly-cache-")  # gone with this process
 os.environ["XDG_CACHE_HOME"] = _cache.name

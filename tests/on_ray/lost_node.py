@@ -23,6 +23,7 @@ from torch import nn
 
 import evenly
 import evenly.ray
+from evenly.checkpoint.folder import CheckpointFolder
 
 HEAD, OTHER = "127.0.0.2", "127.0.0.3"  # Ray takes 127.0.0.1 for a name of the machine's own address
 SOON = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 3}
@@ -68,7 +69,7 @@ def main(folder: Path) -> None:
     try:
         other = cluster.add_node(num_cpus=1, node_ip_address=OTHER)
         ray.init(address=cluster.address, _node_ip_address=HEAD, log_to_driver=False)
-        threading.Thread(target=lose, args=(cluster, other, folder / "waits"), daemon=True).start()
+        threading.Thread(target=lose, args=(cluster, other, folder), daemon=True).start()
         made = partial(job, folder / "waits")
         summary = evenly.ray.run(made, workers=(1, 2), plan="zero3", out=folder / "out", failures=2)
         (folder / "summary.json").write_text(json.dumps(asdict(summary)))
@@ -78,8 +79,8 @@ def main(folder: Path) -> None:
         shutil.rmtree(sessions, ignore_errors=True)
 
 
-def lose(cluster: Cluster, node: object, waits: Path) -> None:
-    while not waits.exists():
+def lose(cluster: Cluster, node: object, folder: Path) -> None:
+    while not (folder / "waits").exists() or WAITS_AT - 1 not in CheckpointFolder(folder / "out").steps():
         time.sleep(0.05)
     cluster.remove_node(node, allow_graceful=False)
 

@@ -163,7 +163,8 @@ def alternating_job() -> evenly.Job:
     def loss(model: nn.Module, x: torch.Tensor) -> Any:
         return model(x).square().sum()
 
-    return classifier_job(model=model, loss=loss, data=torch.randn(20, 4), collate=torch.stack, eval_data=None)
+    data = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
+    return classifier_job(model=model, loss=loss, data=data, collate=torch.stack, eval_data=None)
 
 
 def test_a_block_that_keeps_other_tensors_the_second_time_is_refused() -> None:

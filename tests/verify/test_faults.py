@@ -492,9 +492,15 @@ def lost_weight_decay(patch: Patch) -> None:
 
 
 def sums_in_bfloat16(patch: Patch) -> None:
-    """Gradients of microbatches are rounded to bfloat16 before they are added."""
-    plain = buckets.add
-    patch.setattr(buckets, "add", lambda total, gradient: plain(total, gradient.bfloat16().to(gradient.dtype)))
+    """Sums of gradients over microbatches are rounded to bfloat16."""
+    plain = gradients.GradientSum._take
+
+    def take(self: Any, bucket: Any, slot: Any, parameter: torch.Tensor, *leaves: bool) -> None:
+        assert parameter.grad is not None
+        parameter.grad.copy_(parameter.grad.bfloat16())
+        plain(self, bucket, slot, parameter, *leaves)
+
+    patch.setattr(gradients.GradientSum, "_take", take)
 
 
 def one_lost_element(patch: Patch) -> None:

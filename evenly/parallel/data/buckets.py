@@ -36,6 +36,7 @@ class Slot:
     gradient: torch.Tensor = field(init=False)  # view of the bucket's `gradients`, shaped as the parameter
     used: bool = False  # in this step, on this rank
     left: bool = False  # to autograd, as the parameter's `grad`
+    lies_alike: bool = field(init=False)  # in memory as the parameter, as autograd wants it of a gradient
 
 
 class Bucket:
@@ -85,6 +86,7 @@ class Bucket:
             slot.start = start
             slot.sum = self.sums[start:end].view(slot.parameter.shape)
             slot.gradient = self.gradients[start:end].view(slot.parameter.shape)
+            slot.lies_alike = slot.gradient.stride() == slot.parameter.stride()
             start = end
 
     def _zeros(self, tail: int) -> torch.Tensor:

@@ -330,7 +330,7 @@ class GradientSum(Gradients):
 
     def _take(self, bucket: Bucket, slot: Slot, parameter: torch.Tensor, leaves_sum: bool = True) -> None:
         if parameter.grad is not slot.gradient or bucket.sending:  # else autograd has added to the sum
-            self._add(bucket, slot, parameter, leaves_sum and bucket.leaves_sums)
+            self._add(bucket, slot, parameter, leaves_sum and bucket.leaves_sums and slot.lies_alike)
         if self._last:
             bucket.waiting -= 1
             if bucket.waiting == 0:
