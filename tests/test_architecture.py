@@ -372,7 +372,7 @@ PACKAGE_LINES = {
     "__init__": 1397,  # functions that are one graph; forms of fake tensors; phases; losses that do not add up
     "bridges": 1076,  # states of a Trainer's callbacks, its samplers; jobs of a Trainer and of Lightning's modules
     "checkpoint": 2588,  # weights from files; adapters, shards and tokenizers in exports; averages; pieces that overlap
-    "cli": 3140,  # clusters compared; the board; runs under Ray; submit, doctor and bench on nodes; loggers, the screen
+    "cli": 3144,  # clusters compared; the board; runs under Ray; submit, doctor and bench on nodes; loggers, the screen
     "comm": 3376,  # sums in shared memory; links from node to node; messages that cross; numbers to a GPU; doctor
     "data": 1749,  # tensors of nests without generators; streams that split by rank; collate on the rank that trains
     "engine": 3244,  # batches of stages copied where needed; compilers of blocks; times of passes; squares of gradients

@@ -45,10 +45,15 @@ def run_as_rank(request: RunRequest, place: ProcessInfo) -> int:
     """Trains as the rank at `place`; the exit code. Where ranks fail one of them raises, and the others exit alike."""
     if place.launcher != "torchrun":
         end_with_parent()
+    ended: list[int] = []
+    # The last of all that is done at exit: threads of torch now and then abort the interpreter's way out, and what has
+    # started the ranks takes the run for one that failed.
+    atexit.register(lambda: [*map(_end_at_once, ended)])
     try:
         _check(request, place)
         import_quiet_torch()
-        return _run(request, place)
+        ended.append(_run(request, place))
+        return ended[0]
     except (Exception, KeyboardInterrupt) as error:
         found = describe(place.rank, error)
         said = _to_say(found, place)
