@@ -1059,6 +1059,11 @@ class Shared:
         self.calls, self.total, self.names = 0, torch.zeros(()), dict[str, Any]()
 
 
+class Count:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
 class Leaving(Block):
     """A block that leaves something behind in `held` or in what it is given, as `how` says."""
 
@@ -1080,6 +1085,9 @@ class Leaving(Block):
         elif self.how == "names":
             self.held.names[f"block {len(self.held.names)}"] = len(self.held.names)
             x = x * (1 + sum(self.held.names.values()))
+        elif self.how == "objects in a dict":
+            given["calls"] = Count(given["calls"].number + 1 if given else 1)
+            x = x * given["calls"].number
         elif self.how == "numbers":
             given["calls"] = given.get("calls", 0) + int(x.detach().isfinite().all())
         return super().forward(x)
@@ -1098,11 +1106,16 @@ class LeavesBehind(Chain):
         given: dict[str, Any] = {}
         for block in self.blocks:
             x = block(x, given) if given or "dict" in block.how or block.how == "numbers" else block(x)
-        left = self.held.calls + self.held.total + len(self.held.names) + sum(given.values())
+        left = (
+            self.held.calls
+            + self.held.total
+            + len(self.held.names)
+            + sum(one.number if isinstance(one, Count) else one for one in given.values())
+        )
         return x + left * torch.linspace(0, 1, WIDTH, dtype=x.dtype)
 
 
-@pytest.mark.parametrize("how", ["counts", "adds", "counts in a dict", "adds in a dict", "names"])
+@pytest.mark.parametrize("how", ["counts", "adds", "counts in a dict", "adds in a dict", "objects in a dict", "names"])
 @pytest.mark.parametrize("plan", ["pipeline=2", "pipeline=4"])
 def test_what_blocks_leave_behind_is_there_in_every_microbatch(how: str, plan: str) -> None:
     assert_as_on_one_device(text_job(model=lambda: LeavesBehind(how), precision="float64"), plan)

@@ -124,9 +124,9 @@ class SkippedBlocks:
         paths = [path for path, _ in tensors_by_path((call.args, call.kwargs))]
         found = None if known is None or form is None else known.of_form(form, paths)
         if found is None:
-            left = LeftBehind(call.block.module, (call.args, call.kwargs))
+            left, runs_once = LeftBehind(call.block.module, (call.args, call.kwargs)), self._key(call) is not None
             found = self._run(call, left)
-            if self._key(call) is not None and left.values():  # else it runs every time
+            if runs_once and left.values():
                 raise _refusal(call, LEAVES)
             found = replace(found, leaves_tensors=left.tensors())
             if key is not None and not _has_numbers(found.nest) and not found.leaves_tensors:
