@@ -6,7 +6,7 @@ code find something else while the job computes. What is *hidden* is not on this
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Generator, ItemsView, Iterable, Iterator, Mapping, ValuesView
 from contextlib import contextmanager
 from typing import Any, get_args
 
@@ -119,16 +119,16 @@ def dicts_in(module: nn.Module) -> set[int]:
     return {id(tensor_dict(one, kind)) for one in module.modules() for kind in _KINDS}
 
 
-@contextmanager
-def unasked(dicts: Sequence[ViewedParameters]) -> Generator[None]:
-    """Within, what `dicts` have is found as it is, in those of one view: it is known to leave that to the tensor."""
+def leave_unasked(dicts: Iterable[ViewedParameters]) -> None:
+    """From here on code finds what `dicts` have as it is, where their one view is known to leave that to the tensor."""
     for views in dicts:
-        views.asked = views.viewers > 1
-    try:
-        yield
-    finally:
-        for views in dicts:
-            views.asked = True
+        views.asked = len(views._views) > 1
+
+
+def ask_again(dicts: Iterable[ViewedParameters]) -> None:
+    """Undoes `leave_unasked`."""
+    for views in dicts:
+        views.asked = True
 
 
 @contextmanager

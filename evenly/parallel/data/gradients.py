@@ -35,6 +35,7 @@ from evenly.comm.transport import Pending
 from evenly.errors import RunError, UserError
 from evenly.parallel.core.memory import MemoryCounter
 from evenly.parallel.data.buckets import Bucket, ExactBucket, Slot, share_low_terms
+from evenly.parallel.data.gradient_hooks import GradientHook, check_gradient
 from evenly.parallel.data.grouping import IN_FLIGHT, bucket_members, needs_tail_bucket
 from evenly.parallel.data.last_outputs import LastOutputs
 from evenly.parallel.data.squares import sum_of_squares
@@ -188,22 +189,24 @@ class GradientSum(Gradients):
         self.buckets = [*chain.from_iterable(buckets[:-1] for buckets in filled), *(buckets[-1] for buckets in filled)]
         self._tails = [(buckets[-1], [slot for bucket in buckets for slot in bucket.slots]) for buckets in filled]
         self._slots = [slot for bucket in self.buckets for slot in bucket.slots]
-        self._last, self._sent = False, 0
+        self._counts_all = ownership is not None and ownership.counts_all(slot.name for slot in self._slots)
+        self._last, self._sent, self._paused = False, 0, False
         self._exact = accumulate_float64
-        self._handles = [
-            slot.parameter.register_post_accumulate_grad_hook(self._hook(bucket, slot))
+        self._hooks = {
+            slot: GradientHook(slot.parameter, self._hook(bucket, slot))
             for bucket in self.buckets
             for slot in bucket.slots
-        ]
+        }
 
     def begin(self, *, numbers: int = 0, rounds: int = 1) -> None:
-        self._last, self._sent = False, 0
+        self._last, self._sent, self._paused = False, 0, False
         once = rounds == 1 and not self._pipelined  # a pipeline may run a microbatch's backward in several pieces
         for bucket in self.buckets:
             bucket.begin(once=once)
         with without_subclasses():  # this rank's parts
-            for slot in self._slots:
+            for slot, hook in self._hooks.items():
                 slot.used, slot.left, slot.parameter.grad = False, False, None
+                hook.resume()
         for bucket, slots in self._tails:
             bucket.resize_tail(len(slots) + self._exact + (numbers if bucket is self.buckets[-1] else 0))
 
@@ -212,6 +215,8 @@ class GradientSum(Gradients):
         self._last = True
         for bucket in self.buckets:
             bucket.waiting = len(bucket.slots)
+            for slot in bucket.slots if bucket.group.size > 1 else ():
+                self._hooks[slot].resume()
 
     def start_reduce(self, numbers: Sequence[float] | torch.Tensor = ()) -> None:
         refuse_unfrozen(self._frozen)
@@ -278,8 +283,13 @@ class GradientSum(Gradients):
         with without_subclasses():  # this rank's parts
             for bucket in self.buckets:
                 for slot in bucket.slots:
-                    if slot.parameter.grad is not None and slot.parameter.grad is not slot.gradient:
+                    if (gradient := slot.parameter.grad) is not slot.gradient and gradient is not None:
                         self._take(bucket, slot, slot.parameter, leaves_sum=False)
+        if not (self._paused or self._last):
+            self._paused = True
+            for slot, hook in self._hooks.items():
+                if slot.left:
+                    hook.pause()  # autograd adds what comes by itself
 
     def add(self, earlier: Mapping[str, torch.Tensor]) -> None:
         for slot in self._slots:
@@ -291,9 +301,10 @@ class GradientSum(Gradients):
                 slot.gradient.add_(gradient)
 
     def norm(self) -> torch.Tensor:
-        if self._ownership is not None:
-            return self._ownership.norm(self.named_gradients())
-        return sum_of_squares(bucket.gradients for bucket in self.buckets).sqrt()
+        owned, buckets = self._ownership, [bucket.gradients for bucket in self.buckets]
+        if owned is None:
+            return sum_of_squares(buckets).sqrt()
+        return owned.norm((("", one) for one in buckets) if self._counts_all else self.named_gradients())
 
     def exact_norm(self) -> float:
         return exact_norm((bucket.gradients for bucket in self.buckets), None)
@@ -317,8 +328,8 @@ class GradientSum(Gradients):
                 counter.track([bucket.sums], "sums", number)
 
     def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        for hook in self._hooks.values():
+            hook.remove()
 
     def _hook(self, bucket: Bucket, slot: Slot) -> Callable[[torch.Tensor], None]:
         """What autograd calls with each gradient of each microbatch; a small step feels every line of it."""
@@ -329,15 +340,18 @@ class GradientSum(Gradients):
             self._take(bucket, slot, parameter)
 
     def _take(self, bucket: Bucket, slot: Slot, parameter: torch.Tensor, leaves_sum: bool = True) -> None:
-        if parameter.grad is not slot.gradient or bucket.sending:  # else autograd has added to the sum
-            self._add(bucket, slot, parameter, leaves_sum and bucket.leaves_sums and slot.lies_alike)
+        gradient = parameter.grad
+        assert gradient is not None  # autograd calls hooks with it in place
+        if gradient is not slot.gradient or bucket.sending:  # else autograd has added to the sum
+            parameter.grad = None
+            self._add(bucket, slot, gradient, leaves_sum and bucket.leaves_sums and slot.lies_alike)
         if self._last:
             bucket.waiting -= 1
             if bucket.waiting == 0:
                 self._send_full()
 
-    def _add(self, bucket: Bucket, slot: Slot, parameter: torch.Tensor, leaves_sum: bool) -> None:
-        gradient, sent = taken(parameter), bucket.sending or (bucket.once and slot.used)
+    def _add(self, bucket: Bucket, slot: Slot, gradient: torch.Tensor, leaves_sum: bool) -> None:
+        sent = bucket.sending or (bucket.once and slot.used)
         if gradient.layout is not torch.strided or sent:
             check_gradient(slot.name, gradient, sent=sent)
         if gradient.dtype is not bucket.dtype:
@@ -349,7 +363,9 @@ class GradientSum(Gradients):
         if slot.name not in self.dropped:
             slot.used = slot.used and not slot.left  # else what is in `grad` is the sum
             bucket.accumulate(slot, gradient)
-            slot.left, parameter.grad = leaves_sum, slot.gradient if leaves_sum else None
+            slot.left = leaves_sum
+            if leaves_sum:
+                slot.parameter.grad = slot.gradient
 
     def _send_full(self) -> None:
         """Sends buckets while the next in order is full; those with a tail wait for `start_reduce`, which fills it."""
@@ -422,6 +438,10 @@ class Ownership:
     pipeline_group: Group | None = None
     counted_elsewhere: Container[str] = ()
 
+    def counts_all(self, names: Iterable[str]) -> bool:
+        """Whether this rank has all of these parameters whole, and counts them in the norm."""
+        return not any(name in self.split_names or name in self.counted_elsewhere for name in names)
+
     def norm(
         self, gradients: Iterable[tuple[str, torch.Tensor | None]], shard_group: Group | None = None
     ) -> torch.Tensor:
@@ -444,31 +464,6 @@ class Ownership:
         if (group := self.pipeline_group) is not None:
             total = all_reduce(total.to(group.device, copy=True), group, label="norm of the gradient")
         return total.sqrt()
-
-
-def check_gradient(name: str, gradient: torch.Tensor, *, sent: bool) -> None:
-    """Raises `RunError` for a gradient that cannot be accumulated; sent: whether its bucket is already sent."""
-    if gradient.layout is not torch.strided:
-        raise RunError(f"gradient of {name}", f"its layout is {gradient.layout}", "use dense gradients")
-    if sent:
-        raise RunError(
-            f"gradient of {name}",
-            "it arrived a second time within one backward",
-            "checkpoint with use_reentrant=False, and leave calling backward to evenly",
-        )
-
-
-def taken(parameter: torch.Tensor) -> torch.Tensor:
-    """The gradient that autograd has left with `parameter`, which then has none."""
-    gradient, parameter.grad = parameter.grad, None
-    assert gradient is not None  # autograd calls hooks with it in place
-    return gradient
-
-
-def taken_of_part(parameter: torch.Tensor) -> torch.Tensor:
-    """The same of what may be this rank's part."""
-    with without_subclasses():
-        return taken(parameter)
 
 
 def in_backward_order(named: Iterable[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:

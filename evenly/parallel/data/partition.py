@@ -38,16 +38,14 @@ from evenly.comm.groups import Group
 from evenly.comm.transport import Pending, add
 from evenly.comm.world import World
 from evenly.parallel.core.memory import MemoryCounter
+from evenly.parallel.data.gradient_hooks import check_gradient, taken, taken_of_part
 from evenly.parallel.data.gradients import (
     Gradients,
     Ownership,
     begin_numbers,
-    check_gradient,
     in_backward_order,
     norm_of_shards,
     refuse_unfrozen,
-    taken,
-    taken_of_part,
     trainable,
 )
 from evenly.parallel.data.grouping import IN_FLIGHT

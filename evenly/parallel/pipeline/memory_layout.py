@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
+from evenly.comm.transport import is_plain
+
 
 def packed_size(shape: Sequence[int], strides: Sequence[int]) -> int:
     """How many numbers `packed` returns for a tensor of that layout."""
@@ -23,6 +25,8 @@ def packed(tensor: torch.Tensor, strides: Sequence[int] | None = None) -> torch.
 
     Those of a dim that is expanded come once.
     """
+    if (strides is None or tensor.stride() == strides) and is_plain(tensor):  # most of all there is
+        return tensor.as_strided((tensor.numel(),), (1,))
     strides = tensor.stride() if strides is None else strides
     for dim, size in enumerate(_unexpanded(tensor.shape, strides)):
         tensor = tensor.narrow(dim, 0, size)
@@ -32,6 +36,8 @@ def packed(tensor: torch.Tensor, strides: Sequence[int] | None = None) -> torch.
 
 def laid_out(numbers: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
     """The inverse of `packed`, in the memory of `numbers` where that layout has no gaps and nothing overlaps."""
+    if _is_contiguous(shape, strides):
+        return numbers.as_strided(shape, strides)
     once = _unexpanded(shape, strides)
     if not is_dense(once, strides):
         order = _memory_order(strides)
@@ -50,11 +56,23 @@ def gradient_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether a tensor of that layout fills its memory without gaps, each number in a place of its own."""
+    if _is_contiguous(shape, strides):
+        return True
     expected = 1
     for dim in reversed(_memory_order(strides)):
         if shape[dim] != 1 and strides[dim] != expected:
             return 0 in shape  # nothing has any layout
         expected *= shape[dim]
+    return True
+
+
+def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether numbers lie in the order of the dims, and nothing is expanded."""
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if stride != expected:
+            return False
+        expected *= size
     return True
 
 

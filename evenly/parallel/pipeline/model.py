@@ -18,18 +18,19 @@ from typing import Any, Protocol, get_args
 import torch
 from torch import nn
 
-from evenly.data.nest import map_tensors, tensors_by_path
+from evenly.data.nest import has_tensor, map_tensors, tensors_by_path
 from evenly.errors import RunError
-from evenly.model.blocks import Block, find_blocks
+from evenly.model.blocks import find_blocks
 from evenly.parallel.core.argument_containers import carried_over
 from evenly.parallel.core.calls import BlockCall, ForwardEnded
-from evenly.parallel.core.parameter_views import ViewedParameters, dicts_in, unasked, viewed_tensors
+from evenly.parallel.core.parameter_views import ViewedParameters, ask_again, dicts_in, leave_unasked, viewed_tensors
 from evenly.parallel.core.statistics import changing_buffers
 from evenly.parallel.pipeline.messages import Payload
 from evenly.parallel.pipeline.needs import Needs
 from evenly.parallel.pipeline.remote_tensor import (
     OTHER_PLAN,
     RemoteTensor,
+    check_received,
     fake_like,
     is_remote,
     materialized,
@@ -106,6 +107,9 @@ class StageRun:
         self.records_results = stage_plan.records_results(training=training)
         self._draws = training in stage_plan.mixed_draws
         self._runs_through = training in stage_plan.runs_through
+        looks = self._notes_calls or self.records_results or self._runs_through or self._draws
+        self._follows = looks or self.discovers  # where the code is
+        self._unasked: Sequence[ViewedParameters] = ()
         self.shaped = 0  # times that a shape followed from numbers
         self._count = 0  # calls so far
         self._sites = ResultSites(inside=self._runs_through)
@@ -118,6 +122,7 @@ class StageRun:
         """Drops all tensors: the run and its remote tensors reference each other."""
         for tensors in (self._inbox, self._tensors, self._remote, self._remote_places, self._sites):
             tensors.clear()
+        ask_again(self._unasked)
 
     # ------------------------------------------------------------------------------- TensorOwner
     @property
@@ -226,32 +231,40 @@ class StageRun:
 
     def _fill(self, site: TensorSite, tensor: torch.Tensor | None) -> None:
         if (value := self._inbox.get(site)) is not None and isinstance(tensor, RemoteTensor):
-            _check_meta(site, tensor, value)
+            check_received(site, tensor, value)
             tensor.fill(value)
 
     def _run(self, call: BlockCall, now: CallId) -> Any:
+        """Every line of it is felt by a small step."""
         args, kwargs = call.args, call.kwargs
-        if fills := any(isinstance(one, RemoteTensor) for _, one in tensors_by_path((args, kwargs))):
+        fills = bool(self.stage or self._remote) and has_tensor(RemoteTensor, (args, kwargs))
+        if fills:
             args, kwargs = map_tensors(materialized, (args, kwargs))
             self._check((args, kwargs), call)
-        self._note(now, "in", (args, kwargs))
-        self._sites.move(now, "inside")
-        with carried_over((call.args, call.kwargs), (args, kwargs)) if fills else nullcontext():
+        if self._follows:
+            self._note(now, "in", (args, kwargs))
+            self._sites.move(now, "inside")
+        if fills:
+            with carried_over((call.args, call.kwargs), (args, kwargs)):
+                result = self._run_block(call, args, kwargs)
+        else:
             result = self._run_block(call, args, kwargs)
         if self._found_forms is not None:
             self._found_forms.append(form_of(result, (args, kwargs)))
-        self._call_ended(now, result)
-        self._end_early()
+        if self._follows:
+            self._call_ended(now, result)
+        if self._ends_early:
+            self._end_early()
         return result
 
     def _run_block(self, call: BlockCall, args: Any, kwargs: Any) -> Any:
-        if self._runs_through:
+        if not self._unasked:
+            self._unasked = self._model.own_views(self.stage)
+            leave_unasked(self._unasked)
+        if self._runs_through or not self.records_results:
             return call.run(*args, **kwargs)
-        with unasked(self._model.own_views(call.block, self.stage)):
-            if not self.records_results:
-                return call.run(*args, **kwargs)
-            with without_function_mode(ResultRecorder):  # nothing inside counts; compiled code is not to see a mode
-                return call.run(*args, **kwargs)
+        with without_function_mode(ResultRecorder):  # nothing inside counts; compiled code is not to see a mode
+            return call.run(*args, **kwargs)
 
     def _call_ended(self, now: CallId, result: Any) -> None:
         self._note(now, "out", result)
@@ -306,17 +319,6 @@ class StageRun:
         )
 
 
-def _check_meta(site: TensorSite, tensor: RemoteTensor, value: torch.Tensor) -> None:
-    """Raises `RunError` where a received tensor differs in shape or dtype from the remote one at the same site."""
-    if tensor.shape != value.shape or tensor.dtype is not value.dtype:
-        raise RunError(
-            f"receiving {site} from an earlier stage",
-            f"it has shape {tuple(value.shape)} and type {value.dtype}, "
-            f"and here {tuple(tensor.shape)} and {tensor.dtype}",
-            f"let the model's code do the same on every stage, or {OTHER_PLAN}",
-        )
-
-
 class StagedModel:
     """A model whose code, while a stage runs, sees that stage's parameters only.
 
@@ -330,7 +332,7 @@ class StagedModel:
         self.skipped = SkippedBlocks(self)
         self.needs = Needs()
         self._places: list[tuple[ViewedParameters, str, StageTensor]] = []
-        self._own_views: dict[tuple[str, int], list[ViewedParameters]] = {}  # as `own_views`
+        self._own_views: dict[int, list[ViewedParameters]] = {}  # as `own_views`
         self.blocks = find_blocks(model)
         # Runs after the hooks that gather parameters, which are always prepended.
         model.register_forward_pre_hook(self._begin)
@@ -366,14 +368,13 @@ class StagedModel:
         """The types of the parameters and buffers of stages, by name."""
         return {one.name: tensor.dtype for tensor, one in self.local_tensors()}
 
-    def own_views(self, block: Block, stage: int) -> list[ViewedParameters]:
-        """The dicts of `block` whose tensors all belong to `stage`, whose code finds them as they are."""
-        key = block.name, stage
-        if key not in self._own_views:
-            inside, owners = dicts_in(block.module), self.stage_plan.owners
+    def own_views(self, stage: int) -> list[ViewedParameters]:
+        """The dicts whose tensors all belong to `stage`, in which code finds them as they are once that is entered."""
+        if stage not in self._own_views:
+            owners = self.stage_plan.owners
             others = {id(views) for views, _, one in self._places if stage not in owners[one.name]}
-            self._own_views[key] = [*{id(v): v for v, _, _ in self._places if id(v) in inside - others}.values()]
-        return self._own_views[key]
+            self._own_views[stage] = [*{id(v): v for v, _, _ in self._places if id(v) not in others}.values()]
+        return self._own_views[stage]
 
     def names_in(self, module: nn.Module) -> set[str]:
         """The names of the stage tensors of `module` and its children."""

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from evenly.data.nest import map_tensors, tensors_in
-from evenly.errors import PlanError
+from evenly.errors import PlanError, RunError
 from evenly.model.fake import DeferredTensor, shared_fake_mode
 from evenly.parallel.pipeline.example_tensor import example_of, remotes_are_examples
 from evenly.parallel.pipeline.memory_layout import laid_out, packed_size
@@ -169,6 +169,17 @@ def materialized(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, RemoteTensor) and (value := tensor.value) is not None:
         return value
     return tensor
+
+
+def check_received(site: object, tensor: RemoteTensor, value: torch.Tensor) -> None:
+    """Raises `RunError` where a received tensor differs in shape or dtype from the remote one at the same site."""
+    if tensor.shape != value.shape or tensor.dtype is not value.dtype:
+        raise RunError(
+            f"receiving {site} from an earlier stage",
+            f"it has shape {tuple(value.shape)} and type {value.dtype}, "
+            f"and here {tuple(tensor.shape)} and {tensor.dtype}",
+            f"let the model's code do the same on every stage, or {OTHER_PLAN}",
+        )
 
 
 def cache_key(nest: Any, *, sizes: bool = True) -> tuple[Any, ...] | None:

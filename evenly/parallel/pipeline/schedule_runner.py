@@ -253,7 +253,9 @@ class ScheduleRunner:
         if payload is not None:
             for transform in self._output_transforms:
                 payload = transform(payload)
-        outputs = [None if one is None else non_view_alias(one) for one in (found if payload is None else payload)]
+        outputs = found if payload is None else payload
+        if self._split_backward and stage:  # whose two parts begin at an output's own node
+            outputs = [None if one is None else non_view_alias(one) for one in outputs]
         if payload is not None and self._ranks[stage + 1] == self._group.position:
             self._inputs[stage + 1, microbatch] = [
                 None if one is None else one.detach().requires_grad_(one.requires_grad) for one in outputs

@@ -1,0 +1,57 @@
+"""What autograd calls with the gradient of a parameter, each time that it has added to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from evenly.errors import RunError
+from evenly.torch_private import without_subclasses
+
+
+class GradientHook:
+    """A hook of `parameter`, which can be paused: each call takes a microsecond of every gradient of a microbatch."""
+
+    def __init__(self, parameter: torch.Tensor, call: Callable[[torch.Tensor], None]) -> None:
+        self._handle, self._call = parameter.register_post_accumulate_grad_hook(call), call
+        hooks = self._handle.hooks_dict_ref()
+        assert hooks is not None  # the parameter keeps them alive
+        self._hooks = hooks
+
+    def pause(self) -> None:
+        """Autograd no longer calls it."""
+        self._hooks.pop(self._handle.id, None)
+
+    def resume(self) -> None:
+        """Autograd calls it again."""
+        self._hooks[self._handle.id] = self._call
+
+    def remove(self) -> None:
+        """For good."""
+        self._handle.remove()
+
+
+def check_gradient(name: str, gradient: torch.Tensor, *, sent: bool) -> None:
+    """Raises `RunError` for a gradient that cannot be accumulated; sent: whether its bucket is already sent."""
+    if gradient.layout is not torch.strided:
+        raise RunError(f"gradient of {name}", f"its layout is {gradient.layout}", "use dense gradients")
+    if sent:
+        raise RunError(
+            f"gradient of {name}",
+            "it arrived a second time within one backward",
+            "checkpoint with use_reentrant=False, and leave calling backward to evenly",
+        )
+
+
+def taken(parameter: torch.Tensor) -> torch.Tensor:
+    """The gradient that autograd has left with `parameter`, which then has none."""
+    gradient, parameter.grad = parameter.grad, None
+    assert gradient is not None  # autograd calls hooks with it in place
+    return gradient
+
+
+def taken_of_part(parameter: torch.Tensor) -> torch.Tensor:
+    """The same of what may be this rank's part."""
+    with without_subclasses():
+        return taken(parameter)

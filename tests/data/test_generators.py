@@ -1,0 +1,48 @@
+"""Whether Python's or numpy's generator was drawn from."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+
+import numpy as np
+import pytest
+
+from evenly.data import generators
+from evenly.data.generators import drawn_past_torch, position_past_torch, seed_past_torch, undisturbed_past_torch
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        random.random,
+        lambda: random.getrandbits(3),
+        lambda: np.random.rand(),
+        lambda: np.random.randint(5),
+        lambda: np.random.shuffle([1, 2, 3]),
+    ],
+)
+def test_any_draw_is_seen(draw) -> None:
+    with undisturbed_past_torch():
+        seed_past_torch(5)
+        assert not drawn_past_torch()
+        before = position_past_torch()
+        draw()
+        assert drawn_past_torch()
+        assert position_past_torch() != before
+
+
+def test_numpys_position_is_that_of_its_state() -> None:
+    with undisturbed_past_torch():
+        seed_past_torch(5)
+        for _ in range(700):
+            np.random.randint(2**31, dtype=np.int32)
+            assert position_past_torch()[1] == np.random.get_state()[2]
+
+
+def test_memory_of_another_form_is_not_read() -> None:
+    memory = (ctypes.c_int * (generators.FRESH + 1))()
+    memory[generators.FRESH] = generators.FRESH
+    before = np.random.get_state()
+    assert generators._position_at(ctypes.addressof(memory)) is None
+    assert all(np.array_equal(mine, its) for mine, its in zip(np.random.get_state(), before, strict=True))
