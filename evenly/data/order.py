@@ -15,6 +15,7 @@ Only integers are used: the order is the same on every machine and under every v
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import isqrt
 
 import numpy as np
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 
 from evenly.data.stream import stream_key
 
+BLOCK = 1024  # positions
 ROUND_PAIRS = 6  # with 4, orders of fewer than ten samples are visibly uneven
 _MASK = 2**64 - 1
 _ROUND_STEP = 0x9E3779B97F4A7C15  # odd, so that the keys of all rounds differ
@@ -48,7 +50,18 @@ def batch_indices(*, seed: int, step: int, length: int, global_batch: int, shuff
     if not shuffle:
         return list(range(first, last))
     key = stream_key(seed, "order", epoch, length)
-    return _permute(np.arange(first, last, dtype=np.uint64), length, key).tolist()
+    if last - first > BLOCK:
+        return _permute(np.arange(first, last, dtype=np.uint64), length, key).tolist()
+    own, begin = first // BLOCK, first // BLOCK * BLOCK
+    found = _block(key, length, own)[first - begin : last - begin]
+    return found if last <= begin + BLOCK else found + _block(key, length, own + 1)[: last - begin - BLOCK]
+
+
+@lru_cache(maxsize=4)  # steps take their samples one after the other
+def _block(key: int, length: int, number: int) -> list[int]:
+    """The indices at `BLOCK` neighbouring positions, computed together: for one of a few samples it takes as long."""
+    positions = np.arange(number * BLOCK, min((number + 1) * BLOCK, length), dtype=np.uint64)
+    return _permute(positions, length, key).tolist()
 
 
 def _permute(positions: NDArray[np.uint64], length: int, key: int) -> NDArray[np.uint64]:

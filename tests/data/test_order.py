@@ -38,6 +38,12 @@ def orders(length: int, seeds: int) -> np.ndarray:
     return np.array([epoch(length, seed=seed) for seed in range(seeds)])
 
 
+def test_the_order_of_an_epoch_follows_from_no_batch_size():
+    whole = epoch(5000)
+    for global_batch in (1, 7, 1000, 1023, 1024, 1025, 3000):
+        assert epoch(5000, global_batch=global_batch) == whole
+
+
 def test_epoch_of_any_small_dataset_holds_every_sample_once():
     for length in range(1, 301):
         assert sorted(epoch(length, seed=length)) == list(range(length))
