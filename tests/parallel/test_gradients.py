@@ -9,10 +9,12 @@ import pytest
 import torch
 from kept_ranks import KeptRanks, group_of_all
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from evenly.comm.groups import Group
 from evenly.errors import RunError, UserError
 from evenly.parallel.data import grouping
+from evenly.parallel.data.buckets import Bucket, Slot
 from evenly.parallel.data.gradients import GradientSum, fill_buckets
 from evenly.parallel.data.squares import JOINED, SQUARED_AT_ONCE, squared_together, sum_of_squares
 
@@ -93,6 +95,76 @@ def test_gradients_of_autograd_and_of_backwards_that_write_them_are_added_up(acc
         assert model[0].grad is not None and model[0].grad.tolist() == [111.0] * 5, order
         assert model[1].grad is not None and model[1].grad.tolist() == [3.0] * 3, order
         total.close()
+
+
+class Sizes(nn.Module):
+    """Parameters of several sizes, one of which lies in memory otherwise than its shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.few = nn.ParameterList(nn.Parameter(torch.randn(5, 600, dtype=torch.float64)) for _ in range(9))
+        self.many = nn.Parameter(torch.randn(9, 600, dtype=torch.float64))
+        self.turned = nn.Parameter(torch.randn(4, 600, dtype=torch.float64).T)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.many.cos() * x
+        for number, one in enumerate(self.few):
+            x = x + (one * (number + 1)).sin().sum(0)
+        return x.square().mean() + (self.turned.T * x[0]).sum()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_parameter_gets_all_gradients_whatever_their_size_and_number_in_a_backward(reentrant: bool) -> None:
+    model = Sizes()
+    xs = [torch.randn(600, dtype=torch.float64, requires_grad=True) for _ in range(4)]
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        if reentrant:  # each part is a backward of its own within the backward
+            return model(x) + checkpoint(model, x * 0.5, use_reentrant=True) + checkpoint(model, -x, use_reentrant=True)
+        return model(x) + model(x * 0.5) + model(-x)
+
+    for x in xs:
+        loss(x).backward()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    total = GradientSum(model, group=Group.alone(), accumulate_float64=False)
+    for _ in range(2):
+        total.begin(rounds=len(xs))
+        for x in xs:
+            loss(x).backward()
+            total.finish_backward()
+        total.start_reduce()
+        total.finish_reduce()
+        for name, gradient in total.named_gradients():
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-13, atol=1e-13)
+    total.close()
+
+
+def test_autograd_calls_nothing_for_what_it_adds_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    take = GradientSum._take
+
+    def noted(self: GradientSum, bucket: Bucket, slot: Slot, *rest: torch.Tensor) -> None:
+        calls.append(slot.name)
+        take(self, bucket, slot, *rest)
+
+    monkeypatch.setattr(GradientSum, "_take", noted)
+    model, names = Two(), {"a.weight", "a.bias", "b.weight", "b.bias"}
+    total = GradientSum(model, group=Group.alone(), accumulate_float64=False)
+    for _ in range(2):
+        total.begin(rounds=3)
+        for number, heard in enumerate((names, set(), set())):
+            calls.clear()
+            if number == 2:
+                total.expect_last()
+            model(torch.randn(4, 3)).sum().backward()
+            total.finish_backward()
+            assert {*calls} == heard, number
+        total.start_reduce()
+        total.finish_reduce()
+    total.close()
+    model(torch.randn(4, 3)).sum().backward()
+    assert {*calls} == set()
 
 
 def test_wide_sums_have_the_same_bits_in_any_order() -> None:
@@ -198,8 +270,6 @@ def test_a_gradient_that_arrives_twice_in_the_only_round_is_refused() -> None:
 
 
 def test_a_gradient_that_arrives_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.utils.checkpoint import checkpoint
-
     monkeypatch.setattr(grouping, "FIRST_BUCKET_BYTES", 1)
     monkeypatch.setattr(grouping, "BUCKET_BYTES", 1)
     model = Two()

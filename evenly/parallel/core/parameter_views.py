@@ -26,14 +26,12 @@ class ViewedParameters(dict[str, Any]):
     A view is given a name and the local tensor (a placeholder, if it is hidden), and returns what the module's code
     finds, or None to leave that to the next view.
 
-    asked: whether views are, where code looks a name up; False while they are known to leave it to the local tensor.
     """
 
     def __init__(self, local: Mapping[str, torch.Tensor | None]) -> None:
         super().__init__(local)
         self._hidden: set[str] = set()
         self._views: list[View] = []
-        self.asked = True
         self.kept_as: Callable[[Any], Any] = lambda value: value  # of what is set, what is kept
 
     def add_view(self, view: View, *, first: bool = False) -> None:
@@ -69,12 +67,20 @@ class ViewedParameters(dict[str, Any]):
             super().__setitem__(name, self.kept_as(value))
             self.asked = True
 
+    @property
+    def asked(self) -> bool:
+        """Whether views are, where code looks a name up; not while they are known to leave it to the local tensor."""
+        return self.__class__ is ViewedParameters
+
+    @asked.setter
+    def asked(self, asked: bool) -> None:
+        self.__class__ = ViewedParameters if asked else _Unasked  # pyright: ignore[reportAttributeAccessIssue]
+
     def __getitem__(self, name: str) -> Any:
         local = dict.__getitem__(self, name)
-        if self.asked:
-            for view in self._views:
-                if (viewed := view(name, local)) is not None:
-                    return viewed
+        for view in self._views:
+            if (viewed := view(name, local)) is not None:
+                return viewed
         return local
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -100,6 +106,12 @@ class ViewedParameters(dict[str, Any]):
         return None
 
 
+class _Unasked(ViewedParameters):
+    """What `ViewedParameters` are while their views are not asked: code looks names up as fast as in a dict."""
+
+    __getitem__ = dict.__getitem__  # pyright: ignore[reportAssignmentType]
+
+
 def is_placeholder(value: Any) -> bool:
     """Whether `value` stands in for a tensor that another rank has."""
     return is_fake(type(value)) or not getattr(value, "arrived", True)
@@ -122,13 +134,14 @@ def dicts_in(module: nn.Module) -> set[int]:
 def leave_unasked(dicts: Iterable[ViewedParameters]) -> None:
     """From here on code finds what `dicts` have as it is, where their one view is known to leave that to the tensor."""
     for views in dicts:
-        views.asked = len(views._views) > 1
+        if views.viewers < 2:
+            views.__class__ = _Unasked
 
 
 def ask_again(dicts: Iterable[ViewedParameters]) -> None:
     """Undoes `leave_unasked`."""
     for views in dicts:
-        views.asked = True
+        views.__class__ = ViewedParameters
 
 
 @contextmanager

@@ -199,7 +199,7 @@ class GradientSum(Gradients):
         }
 
     def begin(self, *, numbers: int = 0, rounds: int = 1) -> None:
-        self._last, self._sent, self._paused = False, 0, False
+        self._last, self._sent, self._paused, self._left = False, 0, False, []
         once = rounds == 1 and not self._pipelined  # a pipeline may run a microbatch's backward in several pieces
         for bucket in self.buckets:
             bucket.begin(once=once)
@@ -281,6 +281,8 @@ class GradientSum(Gradients):
 
     def collect(self) -> None:
         with without_subclasses():  # this rank's parts
+            if self._autograd_has_added_all():
+                return
             for bucket in self.buckets:
                 for slot in bucket.slots:
                     if (gradient := slot.parameter.grad) is not slot.gradient and gradient is not None:
@@ -290,6 +292,13 @@ class GradientSum(Gradients):
             for slot, hook in self._hooks.items():
                 if slot.left:
                     hook.pause()  # autograd adds what comes by itself
+            self._left = [(slot.parameter, slot.gradient) for slot in self._slots]
+
+    def _autograd_has_added_all(self) -> bool:
+        for parameter, gradient in self._left:
+            if parameter.grad is not gradient:
+                return False
+        return bool(self._left)
 
     def add(self, earlier: Mapping[str, torch.Tensor]) -> None:
         for slot in self._slots:
