@@ -117,7 +117,7 @@ HEAD = """# Runs that are disturbed
 Each of {run} runs was disturbed by one fault, on a rank, in a step and at a place that were chosen beforehand. It
 then went on, and its results were compared with those of an undisturbed run, tensor by tensor, in float64:
 `python -m benchmarks.faults`. This page and `benchmarks/results/faults.json` are written by `--summary`, from what was
-run: {run} of {asked} rows{skipped}.
+run, a row for each run: {run} of {asked} rows{skipped}.
 
 The job has {steps} steps and writes a checkpoint every {save_every}. Its samples have uneven weights, it has dropout
 and a buffer, and its sizes do not divide evenly. The plans, on CPUs with gloo: {plans}.
