@@ -20,33 +20,33 @@ KILLS = ROOT / "benchmarks" / "results" / "kills.json"
 Row = Mapping[str, Any]
 
 WORDS = {
-    "none": "nothing is done to it",
+    "none": "no fault",
     "kill": "a rank is killed (SIGKILL)",
     "segfault": "a rank dies of SIGSEGV",
     "abort": "a rank dies of SIGABRT",
     "stop": "a rank is stopped (SIGSTOP)",
-    "hang": "a rank waits without end",
+    "hang": "a rank waits forever",
     "sys.exit(0)": "a rank calls `sys.exit(0)`",
     "os._exit(0)": "a rank calls `os._exit(0)`",
     "os._exit(3)": "a rank calls `os._exit(3)`",
     "exception": "the job's code raises on one rank",
-    "nan": "a number becomes nan on one rank",
+    "nan": "a value becomes nan on one rank",
     "memory": "an allocation fails on one rank",
     "disk-full": "the run's disk is full",
     "disk-error": "a rank gets EIO while it saves",
-    "read-only": "the run's folder can no longer be written",
+    "read-only": "the run's folder becomes read-only",
     "folder-gone": "the run's folder is removed",
-    "truncated": "the largest file of the newest checkpoint is cut",
-    "bit-flipped": "one bit of that file is another",
+    "truncated": "the largest file of the newest checkpoint is truncated",
+    "bit-flipped": "one bit of that file is flipped",
     "file-missing": "the largest file of the newest checkpoint is removed",
-    "manifest-torn": "the newest manifest is cut",
+    "manifest-torn": "the newest manifest is truncated",
     "manifest-missing": "the newest manifest is removed",
     "manifest-altered": "the newest manifest names another step",
-    "partial-left": "a folder that was being written is left",
+    "partial-left": "a half-written folder is left",
     "empty-folder": "an empty folder has the name of a checkpoint",
-    "foreign-file": "the newest checkpoint has a file too many",
+    "foreign-file": "the newest checkpoint has an extra file",
     "foreign-job": "the newest checkpoint is another job's, and sound",
-    "all-damaged": "all checkpoints are cut",
+    "all-damaged": "all checkpoints are truncated",
     "port-taken": "the port of the rendezvous is taken",
     "node-gone": "the launcher of the second node is killed",
     "cut-5s": "the network is cut for 5 s",
@@ -114,16 +114,17 @@ def figures(rows: Sequence[Row]) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------------- the page
 HEAD = """# Runs that are disturbed
 
-{run} runs, each with one fault that is planted in a rank, a step and a place, go on and are held against a run that
-nothing disturbs, tensor by tensor, in float64: `python -m benchmarks.faults`. This page and
-`benchmarks/results/faults.json` are written by `--summary`, from what was run: {run} of {asked} rows{skipped}.
+Each of {run} runs was disturbed by one fault, on a rank, in a step and at a place that were chosen beforehand. It
+then went on, and its results were compared with those of an undisturbed run, tensor by tensor, in float64:
+`python -m benchmarks.faults`. This page and `benchmarks/results/faults.json` are written by `--summary`, from what was
+run, a row for each run: {run} of {asked} rows{skipped}.
 
-The job has {steps} steps, a checkpoint every {save_every}, uneven weights of samples, dropout, a buffer and odd sizes.
-The plans, on CPUs with gloo: {plans}.
-A run goes on by `--restarts 3`, by a second command with `--resume`, or by itself. Where something stands still the
-limit is `--stall-limit 5`. Rows by commit: {commits}.
+The job has {steps} steps and writes a checkpoint every {save_every}. Its samples have uneven weights, it has dropout
+and a buffer, and its sizes do not divide evenly. The plans, on CPUs with gloo: {plans}.
+A run goes on by `--restarts 3`, by a second command with `--resume`, or by itself. Where a fault may make ranks stand
+still, the run has `--stall-limit 5`. Rows by commit: {commits}.
 
-| | all | but what stands still |
+| | all | without stalls |
 |---|---|---|
 | rows | {all[rows]} | {but[rows]} |
 | fell short | {all[short]} | {but[short]} |
@@ -134,26 +135,32 @@ limit is `--stall-limit 5`. Rows by commit: {commits}.
 | steps done again, at most | {all[lost_most]} | {but[lost_most]} |
 | runs that left a process or a file | {all[left]} | {but[left]} |
 
-*noticed*: from the fault to the first line about it; of what is done before a command, from its start. *named*: the
-message has the rank and the cause that the campaign expects (`benchmarks/faults/cases.expected`). *done again*: a
-checkpoint is written while the next steps run, so that a rank that dies meanwhile takes the run back to the one before.
-*left*: processes, files in the temporary folder and in `/dev/shm`, hidden folders among the checkpoints.
+*stalls*: the faults after which something stands still (`stop`, `hang`, `node-gone`, `cut`). *fell short*: rows of
+which numbers, message, exit code, checkpoints, steps done again or what was left are not as they have to be.
+*noticed*: the time from the fault to the first line about it; of a fault before a command, from that command's start.
+*named*: rows whose message has the rank and the cause that the campaign expects (`benchmarks/faults/cases.expected`).
+*done again*: a checkpoint is written while the next steps run; if a rank dies meanwhile, the run goes back to the
+checkpoint before. *left*: processes, files in the temporary folder and in `/dev/shm`, hidden folders among the
+checkpoints.
 """
 
 
 FOUND = """## What it has found
 
-Rows fell short at first. Those causes are gone, each with a test but the last, and such rows were run again:
+Some rows fell short at first. Each cause below is gone, all but the last have a test, and these rows were run again.
 
-- an update that made parameters nan right before a checkpoint was due: the checkpoint kept them: no run could go on;
-- storage that hangs while a checkpoint is written: the run waited without bound;
-- `os._exit(0)` of one rank: the error named the rank that had lost it, and other nodes, where there was one;
-- a rank that aborted, on a busy machine: it was said to have exited with code 0; among eight ranks another was named;
-- a sample that one rank alone could not read at the start: said to be another job;
-- ranks lost in the first forward: said to be a fault of the plan;
-- an error of one rank in a checkpoint: another rank was said to have failed;
-- a rank that hangs under `zero3`: now and then the one that waits for it was named;
-- a network that is cut for good: no end (since then, launchers of several nodes watch each other).
+- An update made parameters nan right before a checkpoint was due. The checkpoint kept them, and no run could go on
+  from it.
+- Storage that hung while a checkpoint was written let the run wait without bound.
+- When a rank called `os._exit(0)`, the error named the rank that had lost its connection to it; with more nodes,
+  other nodes too.
+- On a busy machine a rank that aborted was reported as having exited with code 0. Among eight ranks another one was
+  named.
+- When one rank alone could not read a sample at the start, the error spoke of different jobs.
+- Ranks lost in the first forward were put down to the plan.
+- When one rank failed in a checkpoint, another was said to have failed.
+- When a rank hung under `zero3`, the rank that waited for it was sometimes named.
+- When the network was cut for good, the run did not end. For this reason launchers of several nodes watch each other.
 """
 
 
@@ -219,9 +226,9 @@ def _short(rows: Sequence[Row]) -> str:
 
 def _kills(kills: Sequence[Mapping[str, Any]]) -> str:
     lines = [
-        "`benchmarks/faults/kills.py`: 2,000 steps, a rank killed every few steps, `--restarts`.",
+        "`benchmarks/faults/kills.py`: 2,000 steps, a rank is killed every few steps, and `--restarts` goes on.",
         "",
-        "| plan | checkpoint every | snapshot every | kills | steps done again | after one kill | difference |",
+        "| plan | checkpoint every | snapshot every | kills | steps done again | at most after one kill | difference |",
         "|---|---|---|---|---|---|---|",
     ]
     for one in kills:
