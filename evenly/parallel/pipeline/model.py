@@ -175,8 +175,7 @@ class StageRun:
         if self._count >= len(self._calls) or self._calls[self._count] != now:
             raise self._unexpected_call(now)
         self._count += 1
-        stage = self._model.stage_plan.stage_of[now]
-        if stage < self.stage:
+        if (stage := self._model.stage_plan.stage_of[now]) < self.stage:
             return self._skip(call, now)
         if not self.entered:
             self._enter(call)
