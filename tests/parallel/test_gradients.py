@@ -140,7 +140,20 @@ def test_a_parameter_gets_all_gradients_whatever_their_size_and_number_in_a_back
     total.close()
 
 
-def test_autograd_calls_nothing_for_what_it_adds_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+TWO = {"a.weight", "a.bias", "b.weight", "b.bias"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "exact", "heard"),
+    [
+        (1, False, [TWO, set(), set()]),
+        (2, False, [TWO, set(), TWO]),  # in the last backward buckets are sent as they fill up
+        (1, True, [TWO, TWO, TWO]),  # nothing is left to autograd
+    ],
+)
+def test_autograd_calls_only_where_there_is_something_to_do(
+    ranks: int, exact: bool, heard: list[set[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[str] = []
     take = GradientSum._take
 
@@ -149,22 +162,25 @@ def test_autograd_calls_nothing_for_what_it_adds_by_itself(monkeypatch: pytest.M
         take(self, bucket, slot, *rest)
 
     monkeypatch.setattr(GradientSum, "_take", noted)
-    model, names = Two(), {"a.weight", "a.bias", "b.weight", "b.bias"}
-    total = GradientSum(model, group=Group.alone(), accumulate_float64=False)
+    model = Two()
+    group = Group("data", range(ranks), own=0, handle=None, device=torch.device("cpu"))
+    total = GradientSum(model, group=group, accumulate_float64=exact)
     for _ in range(2):
         total.begin(rounds=3)
-        for number, heard in enumerate((names, set(), set())):
+        for number, names in enumerate(heard):
             calls.clear()
             if number == 2:
                 total.expect_last()
             model(torch.randn(4, 3)).sum().backward()
             total.finish_backward()
-            assert {*calls} == heard, number
-        total.start_reduce()
-        total.finish_reduce()
+            assert {*calls} == names, number
+        if ranks == 1:
+            total.start_reduce()
+            total.finish_reduce()
     total.close()
+    calls.clear()
     model(torch.randn(4, 3)).sum().backward()
-    assert {*calls} == set()
+    assert calls == []
 
 
 def test_wide_sums_have_the_same_bits_in_any_order() -> None:
