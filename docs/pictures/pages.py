@@ -4,9 +4,10 @@
     python docs/pictures/pages.py FOLDER digits plan   what has these words in its name
 
 Makes the runs and the pages in FOLDER, opens each page in chromium at 1300 and 400 pixels, light and dark, and leaves
-`FOLDER/shots/NAME-light.png` with both widths next to each other, and `-dark.png`. A line for each page says its size
-and what the browser complained of; the exit code is 1 where a page has an error on its console, is wider than its
-window or larger than a megabyte. What exists in FOLDER is not made again.
+`FOLDER/shots/NAME-light.png` with both widths next to each other, from head to foot, and `-dark.png`. A line for each
+page says its size and what the browser complained of; the exit code is 1 where a page could not be made, has an error
+on its console, is wider than its window or larger than a megabyte. Runs and plans in FOLDER are not made again; the
+pages of runs are.
 """
 
 from __future__ import annotations
@@ -33,8 +34,13 @@ EXAMPLES = ROOT / "examples"
 EVENLY = [sys.executable, "-m", "evenly"]
 STEPS = 8
 WIDE, NARROW, HIGH = 1300, 400, 2600
+HIGHEST = 12_000
 MOST_BYTES = 1_000_000
 FINISHED, GROWING = 200, 3
+BOARD_SHOTS = [
+    *(("board", "light", ""), ("board", "dark", ""), ("board-run", "light", "run/growing-0")),
+    *(("board-run", "dark", "run/growing-0"), ("board-compared", "light", "compare?run=growing-0&run=finished-000")),
+]
 
 # Every example, on two devices under a plan that suits it.
 OF_EXAMPLES: dict[str, list[str]] = {
@@ -55,7 +61,7 @@ OF_EXAMPLES: dict[str, list[str]] = {
 # Every axis, and every schedule of a pipeline.
 PLANS = {
     "single": ("single", 1),
-    "dp": ("dp replicas=2", 1),
+    "dp": ("dp replicas=2", 2),
     "ddp": ("ddp", 2),
     "zero1": ("zero1", 2),
     "zero2": ("zero2", 2),
@@ -102,6 +108,17 @@ CHECK = """<script>addEventListener("load", () => setTimeout(() => {
 }, 200))</script>"""
 
 
+# Frames as high as the pages in them, and that height as the title.
+WHOLE = """<script>addEventListener("load", () => setTimeout(() => {
+  const heights = [...document.querySelectorAll("iframe")].map((one) => {
+    const high = one.contentDocument.querySelector("main").getBoundingClientRect().height + 20;
+    one.style.height = `${high}px`;
+    return Math.ceil(high);
+  });
+  document.title = Math.max(...heights);
+}, 400))</script>"""
+
+
 def main() -> int:
     """Makes what is missing, looks at all of it; returns the exit code."""
     folder, words = Path(sys.argv[1]).resolve(), sys.argv[2:]
@@ -126,9 +143,8 @@ def _reports(folder: Path, words: list[str]) -> Iterator[tuple[str, Path]]:
         if not (run / "report.html").exists():
             shutil.rmtree(run, ignore_errors=True)
             _call([*EVENLY, "run", *arguments, "--steps", str(STEPS), "--out", str(run)], name)
-            _call([*EVENLY, "report", str(run)], name)
-        if (run / "report.html").exists():
-            yield name, run / "report.html"
+        _call([*EVENLY, "report", str(run)], name)
+        yield name, run / "report.html"
     compared = [folder / "runs" / name for name in ("plan-ddp", "plan-zero3", "plan-pipeline-1f1b")]
     if _wanted("comparison", words) and all(run.exists() for run in compared):
         page = folder / "comparison.html"
@@ -142,8 +158,7 @@ def _planned(folder: Path, words: list[str]) -> Iterator[tuple[str, Path]]:
         if _wanted(name, words):
             if not page.exists():
                 _call([*EVENLY, *arguments, "--html", str(page)], name)
-            if page.exists():
-                yield name, page
+            yield name, page
 
 
 def _call(command: list[str], name: str) -> None:
@@ -157,45 +172,46 @@ def _call(command: list[str], name: str) -> None:
 
 def _looked_at(name: str, page: Path, folder: Path) -> bool:
     """Takes both screenshots; whether anything is wrong with the page."""
+    if not page.exists():
+        return True
     size = page.stat().st_size
     with tempfile.TemporaryDirectory() as temporary:
         copy = Path(temporary) / "page.html"
         copy.write_text(page.read_text(encoding="utf-8") + CHECK, encoding="utf-8")
-        found = [
-            line
-            for scheme in ("light", "dark")
-            for line in screenshot("page.html", Path(temporary), folder / "shots" / f"{name}-{scheme}.png", scheme)
-        ]
+        found = screenshots("page.html", Path(temporary), folder / "shots" / name)
     print(f"{name}: {size:,} bytes{''.join(f'; {line}' for line in dict.fromkeys(found))}", flush=True)
     return bool(found) or size > MOST_BYTES
 
 
-def screenshot(address: str, folder: Path, picture: Path, scheme: str) -> list[str]:
-    """A picture of the page in windows of both widths; what its console has. `folder` takes files of the browser.
+def screenshots(page: str, folder: Path, picture: Path) -> list[str]:
+    """Pictures `PICTURE-light.png` and `-dark.png` of a page in `folder`, in windows of both widths, whole.
 
-    A page of the board, which no other page may frame, is seen in the wide window alone.
+    Returns what its console has. `folder` takes files of the browser.
     """
-    if address.startswith("http:"):
-        return _chromium(address, folder, scheme, f"--screenshot={picture}")[1]
     frames = "".join(
-        f"<iframe src='{address}' style='width:{width}px;height:{HIGH}px;border:0;margin-right:20px'></iframe>"
+        f"<iframe src='{page}' style='width:{width}px;height:{HIGH}px;border:0;margin-right:20px;vertical-align:top'>"
+        "</iframe>"
         for width in (WIDE, NARROW)
     )
     frame = folder / "frame.html"
     frame.write_text(
         "<!doctype html><meta name=color-scheme content='light dark'>"
-        f"<body style='margin:0;white-space:nowrap;background:#888'>{frames}"
+        f"<body style='margin:0;white-space:nowrap;background:#888'>{frames}{WHOLE}"
     )
-    return _chromium(frame.as_uri(), folder, scheme, f"--screenshot={picture}")[1]
+    text, found = _chromium(frame.as_uri(), folder, "light", "--dump-dom")
+    high = min(HIGHEST, int(text.partition("<title>")[2].partition("<")[0] or HIGH))
+    for scheme in ("light", "dark"):
+        found += _chromium(frame.as_uri(), folder, scheme, f"--screenshot={picture}-{scheme}.png", high=high)[1]
+    return found
 
 
-def _chromium(address: str, folder: Path, scheme: str, *options: str) -> tuple[str, list[str]]:
-    """What it prints, and the lines of the console."""
+def _chromium(address: str, folder: Path, scheme: str, *options: str, high: int = HIGH) -> tuple[str, list[str]]:
+    """What it prints, and the lines of the console, of a window so `high` that it has room for both widths."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or "google-chrome"
     command = [
         *(chromium, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"),
         *("--hide-scrollbars", "--allow-file-access-from-files", "--virtual-time-budget=4000"),
-        f"--window-size={WIDE + NARROW + 40},{HIGH}",
+        f"--window-size={WIDE + NARROW + 40},{high}",
         f"--user-data-dir={folder / 'profile'}",
         f"--blink-settings=preferredColorScheme={int(scheme == 'light')}",
         *(*options, address),
@@ -223,8 +239,10 @@ def _board(folder: Path) -> bool:
     with _growing(board, source), _served(board) as address, tempfile.TemporaryDirectory() as temporary:
         loads = [_fetched(address), _fetched(address)]
         before = _steps(address)
-        found = screenshot(address, Path(temporary), folder / "shots" / "board-light.png", "light")
-        found += screenshot(f"{address}run/growing-0", Path(temporary), folder / "shots" / "board-run-dark.png", "dark")
+        found = list[str]()
+        for name, scheme, page in BOARD_SHOTS:  # in the wide window alone: no other page may frame one of the board
+            shot = f"--screenshot={folder / 'shots' / f'{name}-{scheme}.png'}"
+            found += _chromium(address + page, Path(temporary), scheme, shot)[1]
         text, _ = _chromium(address, Path(temporary), "light", "--dump-dom")
         after = _steps(address)
     grew = all(after[name] > before[name] for name in before if name.startswith("growing"))

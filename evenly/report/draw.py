@@ -28,6 +28,7 @@ POINTS = 12_000  # of all lines of a picture
 MOST_BOXES = 6000
 LONGEST, LONGEST_TEXT = 80, 300  # letters of a name, of what is said of a point
 TICKS = 5
+ROOM = 0.05  # of an axis, above and below what is drawn: marks and lines at its edges are seen whole
 
 Number = float | int | None
 BYTES = tuple((2.0 ** (10 * power), unit) for power, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB")))
@@ -72,9 +73,18 @@ class ChartAxis:
 
 
 def axis(
-    values: Iterable[Number], title: str, *, units: Units = ((1.0, ""),), log: bool = False, zero: bool = False
+    values: Iterable[Number],
+    title: str,
+    *,
+    units: Units = ((1.0, ""),),
+    log: bool = False,
+    zero: bool = False,
+    room: float = 0.0,
 ) -> ChartAxis:
-    """The axis over all finite `values`, in the largest of `units` that its largest value reaches; zero: from 0 on."""
+    """The axis over all finite `values`, in the largest of `units` that its largest value reaches; zero: from 0 on.
+
+    room: a share of the axis that is added at both ends, but below 0 where no value is.
+    """
     found = [value for value in values if value is not None and is_drawn(value, log=log)]
     low, high = (min(found), max(found)) if found else (1.0, 10.0)
     low = min(low, 0.0) if zero and not log else low
@@ -83,6 +93,9 @@ def axis(
         margin = largest / 2 if largest > 1e-30 else 0.5
         low, high = (low / 2, high * 2) if log else (low - margin, high + margin)
         largest = max(abs(low), abs(high))
+    elif room and not log:
+        more = room * (high - low)
+        low, high = (low if low >= 0 and low - more < 0 else low - more), high + more
     scale, unit = next((one for one in reversed(units) if largest >= one[0]), units[0])
     return ChartAxis(low, high, title, scale, unit, log)
 
@@ -176,7 +189,11 @@ def curves(
     numbered = [(line, number if line.colour is None else line.colour) for number, line in enumerate(lines)]
     ordered = sorted(numbered, key=lambda one: not one[0].faint)
     paths = "".join(_path(line, colour, across, up, columns) for line, colour in ordered)
-    legend = "".join(_legend_button(line.name, f"c{colour % COLOURS}") for line, colour in numbered if line.name)
+    legend = "".join(
+        _legend_button(line.name, f"c{colour % COLOURS}{' faint' * line.faint}")
+        for line, colour in numbered
+        if line.name
+    )
     legend = f"<span class=legend>{legend}</span>" if len(lines) > 1 else ""
     described = (
         f"{title[:LONGEST]}: {', '.join(line.name[:LONGEST] for line in lines if line.name)} over {across.title}"
@@ -192,7 +209,7 @@ def curves(
 
 def _legend_button(name: str, colour: str) -> str:
     name = escape(name[:LONGEST])
-    return f'<button type=button class={colour} aria-pressed=true data-line="{name}">{name}</button>'
+    return f'<button type=button class="{colour}" aria-pressed=true data-line="{name}">{name}</button>'
 
 
 def _path(line: Line, colour: int, across: ChartAxis, up: ChartAxis, columns: int) -> str:
@@ -412,21 +429,29 @@ class StackedBar:
 
 
 def stacked(
-    bars: Sequence[StackedBar], words: Callable[[float], str], *, title: str, limit: tuple[float, str] | None = None
+    bars: Sequence[StackedBar],
+    words: Callable[[float], str],
+    *,
+    title: str,
+    limit: tuple[float, str] | None = None,
+    in_legend: bool = False,
 ) -> str:
     """The bars below each other on one scale, their parts in the same order and colours.
 
-    words: a length in words. limit: the length at which a rule crosses all bars, and what it is.
+    words: a length in words. limit: the length at which a rule crosses all bars, and what it is. in_legend: whether the
+    legend says how long the parts of the only bar are, and not the end of the bar how long it is.
     """
     names = [*dict.fromkeys(name for bar in bars for name, length in bar.parts.items() if length > 0)]
     totals = [sum(bar.parts.values()) for bar in bars]
     longest = max([*totals, limit[0] if limit else 0.0]) or 1.0
-    legend = "".join(f"<span class=c{at % COLOURS}>{escape(name)}</span>" for at, name in enumerate(names))
+    entries = [f"{name} {words(bars[0].parts[name])}" if in_legend else name for name in names]
+    legend = "".join(f"<span class=c{at % COLOURS}>{escape(entry)}</span>" for at, entry in enumerate(entries))
     rule = f'<b style="left:{100 * limit[0] / longest:.2f}%"></b>' if limit else ""
+    ends = ["" if in_legend else words(total) for total in totals]
     rows = "".join(
         f"<div class=bar><span>{escape(bar.label[:LONGEST])}</span>"
-        f"<span class=track>{_parts(bar, names, longest, words)}{rule}</span><span>{escape(words(total))}</span></div>"
-        for bar, total in zip(bars, totals, strict=True)
+        f"<span class=track>{_parts(bar, names, longest, words)}{rule}</span><span>{escape(end)}</span></div>"
+        for bar, end in zip(bars, ends, strict=True)
     )
     named = f"<p class=note>the line: {escape(limit[1])}</p>" if limit else ""
     caption = f"<figcaption>{escape(title)}<span class=legend>{legend}</span></figcaption>"

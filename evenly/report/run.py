@@ -263,7 +263,7 @@ def _metrics(records: Sequence[Row], key: str) -> dict[str, tuple[list[Any], lis
 
 
 def _first_to_last(values: Sequence[float | None]) -> str:
-    return f"{_number(values[0])} -> {_number(values[-1])}"
+    return f"{_number(values[0])} -> {_number(values[-1])}" if len(values) > 1 else _number(values[0])
 
 
 def memory_rows(memory: Sequence[Mapping[str, int]]) -> list[tuple[str, ...]]:

@@ -216,7 +216,9 @@ def _data(area: Node, left: float, top: float, wide: float, high: float, *, rows
     paths = [*svg.all("path")]
     drawn = "".join(f'<path class="{escape(" ".join(p.classes))}" d="{escape(p.attributes["d"])}"/>' for p in paths)
     place = f'x="{left:.1f}" y="{top:.1f}" width="{wide:.1f}" height="{high:.1f}"'
-    parts = [f'<svg {place} viewBox="0 0 {across:.0f} {up:.0f}" preserveAspectRatio="none">{drawn}</svg>']
+    parts = [
+        f'<svg {place} viewBox="0 0 {across:.0f} {up:.0f}" preserveAspectRatio="none" overflow="visible">{drawn}</svg>'
+    ]
     if rows and high / rows >= 14:
         parts += [part for path in paths for part in _in_boxes(path, left, top, wide / across, high / up)]
     return parts

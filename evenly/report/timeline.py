@@ -22,7 +22,13 @@ from evenly.report.pictures import step as drawn_step
 from evenly.report.spans import OtherSpan, RecordedSpans, Row
 
 HEADS = ("rank", "stages", "busy", "bubble as run", "simulated", "in theory")
-STEP_HEADS = ("rank", "computes", "communicates", "of that shown", *(OTHERS[kind] for kind in ("loading", "update")))
+STEP_HEADS = (
+    "rank",
+    "computes",
+    "communicates",
+    "of that not hidden",
+    *(OTHERS[kind] for kind in ("loading", "update")),
+)
 
 
 @dataclass(frozen=True)
@@ -265,7 +271,8 @@ def covered(spans: Sequence[tuple[float, float]]) -> float:
 
 def step_rows(view: StepView) -> list[tuple[str, ...]]:
     """A row for each rank, as `STEP_HEADS`."""
-    return [(str(row["rank"]), *(time_in_words(row[key]) for key in [*row][1:])) for row in step_figures(view)]
+    rows = step_figures(view)
+    return [(str(row["rank"]), *(time_in_words(row[key]) if row[key] else "-" for key in [*row][1:])) for row in rows]
 
 
 def step_section(view: StepView) -> Section:

@@ -19,11 +19,13 @@ from evenly.report.draw import (
     Box,
     ChartAxis,
     Line,
+    StackedBar,
     axis,
     boxes,
     curves,
     round_values,
     short,
+    stacked,
     thinned,
 )
 
@@ -99,6 +101,23 @@ def test_axes_have_round_ticks_in_the_unit_of_their_size() -> None:
 def test_no_values_make_an_axis_of_no_length(values: list[float | None]) -> None:
     one = axis(values, "x")
     assert one.low < one.high and all(math.isfinite(one.share(tick)) for tick in one.ticks())
+
+
+def test_what_lies_at_the_edges_has_room() -> None:
+    one = axis([1.0, 3.0], "y", room=0.05)
+    assert (one.low, one.high) == pytest.approx((0.9, 3.1))
+    assert (axis([0.0, 3.0], "y", room=0.05).low, axis([0.01, 3.0], "y", room=0.05).low) == (0.0, 0.01)
+    assert axis([-1.0, 1.0], "y", room=0.05).low == pytest.approx(-1.1)
+    assert axis([1.0, 100.0], "y", log=True, room=0.05) == axis([1.0, 100.0], "y", log=True)
+
+
+def test_the_legend_says_how_long_the_parts_of_one_bar_are() -> None:
+    bar = StackedBar("a step", {"computing": 0.75, "waiting": 0.0, "rest": 0.25})
+    drawn = stacked([bar], "{:.0%}".format, title="shares", in_legend=True)
+    assert re.findall(r"<span class=c\d>(.*?)</span>", drawn) == ["computing 75%", "rest 25%"] and "100%" not in re.sub(
+        "<.*?>", "", drawn
+    )
+    assert "100%" in stacked([bar], "{:.0%}".format, title="shares")
 
 
 def test_no_name_is_markup() -> None:
