@@ -28,6 +28,8 @@ POINTS = 12_000  # of all lines of a picture
 MOST_BOXES = 6000
 LONGEST, LONGEST_TEXT = 80, 300  # letters of a name, of what is said of a point
 TICKS = 5
+ROUNDING = 1e-6  # of a value: what differs by no more lies on one line, and no axis is zoomed to that
+ALIKE, DASH = 0.004, 7  # of the height of a picture, by which curves cannot be told apart; pixels of such a curve
 ROOM = 0.05  # of an axis, above and below what is drawn: marks and lines at its edges are seen whole
 
 Number = float | int | None
@@ -89,7 +91,7 @@ def axis(
     low, high = (min(found), max(found)) if found else (1.0, 10.0)
     low = min(low, 0.0) if zero and not log else low
     largest = max(abs(low), abs(high))
-    if high - low <= max(1e-30, 1e-12 * largest):  # no more than rounding
+    if high - low <= max(1e-30, ROUNDING * largest):
         margin = largest / 2 if largest > 1e-30 else 0.5
         low, high = (low / 2, high * 2) if log else (low - margin, high + margin)
         largest = max(abs(low), abs(high))
@@ -188,11 +190,12 @@ def curves(
     columns = max(LEAST_COLUMNS, min(columns, POINTS // (2 * max(1, len(lines)))))
     numbered = [(line, number if line.colour is None else line.colour) for number, line in enumerate(lines)]
     ordered = sorted(numbered, key=lambda one: not one[0].faint)
-    paths = "".join(_path(line, colour, across, up, columns) for line, colour in ordered)
+    styles = _styles_of_alike([line for line, _ in ordered], up)
+    paths = "".join(
+        _path(line, colour, across, up, columns, style) for (line, colour), style in zip(ordered, styles, strict=True)
+    )
     legend = "".join(
-        _legend_button(line.name, f"c{colour % COLOURS}{' faint' * line.faint}")
-        for line, colour in numbered
-        if line.name
+        _legend_button(line.name, f"{_colour(colour)}{' faint' * line.faint}") for line, colour in numbered if line.name
     )
     legend = f"<span class=legend>{legend}</span>" if len(lines) > 1 else ""
     described = (
@@ -207,13 +210,51 @@ def curves(
     )
 
 
+def _colour(number: int) -> str:
+    """The class of a colour; from the ninth on the first ones come again, with stripes or dashes."""
+    return f"c{number % COLOURS}{' again' * (number >= COLOURS)}"
+
+
+def _styles_of_alike(lines: Sequence[Line], up: ChartAxis) -> list[str]:
+    """How those lines are drawn that lie on each other, so that all are seen: dashed in turns, marks around marks."""
+    groups: list[list[int]] = []
+    for at, line in enumerate(lines):
+        group = next((one for one in groups if not line.faint and _are_alike(lines[one[0]], line, up)), None)
+        if group is None:
+            groups.append([at])
+        else:
+            group.append(at)
+    styles = [""] * len(lines)
+    for group in groups:
+        for place, at in enumerate(group if len(group) > 1 else ()):
+            if lines[at].dots:
+                styles[at] = f"stroke-width:{7 + 4 * min(3, len(group) - 1 - place)}px"
+            elif place:
+                apart, begin = DASH * (len(group) - 1), DASH * place
+                styles[at] = f"stroke-dasharray:{DASH} {apart};stroke-dashoffset:-{begin};stroke-linecap:butt"
+    return styles
+
+
+def _are_alike(one: Line, other: Line, up: ChartAxis) -> bool:
+    """Whether their values are at the same places, and as high as can be told."""
+    if (one.dots, one.faint, len(one.xs)) != (other.dots, other.faint, len(other.xs)) or list(one.xs) != list(other.xs):
+        return False
+    return all(
+        abs(up.share(y or 0.0) - up.share(z or 0.0)) <= ALIKE
+        if is_drawn(y, log=up.log) and is_drawn(z, log=up.log)
+        else is_drawn(y, log=up.log) == is_drawn(z, log=up.log)
+        for y, z in zip(one.ys, other.ys, strict=True)
+    )
+
+
 def _legend_button(name: str, colour: str) -> str:
     name = escape(name[:LONGEST])
     return f'<button type=button class="{colour}" aria-pressed=true data-line="{name}">{name}</button>'
 
 
-def _path(line: Line, colour: int, across: ChartAxis, up: ChartAxis, columns: int) -> str:
-    classes = f"line c{colour % COLOURS}{' faint' * line.faint}{' dots' * line.dots}"
+def _path(line: Line, colour: int, across: ChartAxis, up: ChartAxis, columns: int, style: str) -> str:
+    classes = f"line {_colour(colour)}{' faint' * line.faint}{' dots' * line.dots}"
+    styled = f' style="{style}"' if style else ""
     name = escape(line.name[:LONGEST])
     pairs = [(x, y) for x, y in zip(line.xs, line.ys, strict=True) if is_drawn(x, log=across.log)]
     xs, ys = [x for x, _ in pairs], [y if is_drawn(y, log=up.log) else None for _, y in pairs]
@@ -228,7 +269,7 @@ def _path(line: Line, colour: int, across: ChartAxis, up: ChartAxis, columns: in
         for before, point in pairwise([None, *points])
         if point is not None
     )
-    return f'<path class="{classes}" data-line="{name}" d="{text}"/>'
+    return f'<path class="{classes}" data-line="{name}"{styled} d="{text}"/>'
 
 
 def _place(point: tuple[float, float], across: ChartAxis, up: ChartAxis) -> str:
@@ -445,11 +486,11 @@ def stacked(
     totals = [sum(bar.parts.values()) for bar in bars]
     longest = max([*totals, limit[0] if limit else 0.0]) or 1.0
     entries = [f"{name} {words(bars[0].parts[name])}" if in_legend else name for name in names]
-    legend = "".join(f"<span class=c{at % COLOURS}>{escape(entry)}</span>" for at, entry in enumerate(entries))
+    legend = "".join(f"<span class='{_colour(at)}'>{escape(entry)}</span>" for at, entry in enumerate(entries))
     rule = f'<b style="left:{100 * limit[0] / longest:.2f}%"></b>' if limit else ""
     ends = ["" if in_legend else words(total) for total in totals]
     rows = "".join(
-        f"<div class=bar><span>{escape(bar.label[:LONGEST])}</span>"
+        f"<div class=bar><span>{escape(bar.label[:LONGEST_TEXT])}</span>"
         f"<span class=track>{_parts(bar, names, longest, words)}{rule}</span><span>{escape(end)}</span></div>"
         for bar, end in zip(bars, ends, strict=True)
     )
@@ -460,7 +501,7 @@ def stacked(
 
 def _parts(bar: StackedBar, names: Sequence[str], longest: float, words: Callable[[float], str]) -> str:
     return "".join(
-        f'<i class=c{at % COLOURS} style="width:{100 * length / longest:.3f}%" '
+        f'<i class="{_colour(at)}" style="width:{100 * length / longest:.3f}%" '
         f'title="{escape(f"{name}: {words(length)}")}"></i>'
         for at, name in enumerate(names)
         if (length := bar.parts.get(name, 0.0)) > 0

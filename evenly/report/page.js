@@ -58,7 +58,8 @@ window.evenly = (() => {
   function readBoxes(path) {
     const texts = JSON.parse(path.dataset.texts), found = [];
     for (const [, x, y, width, height] of path.getAttribute("d").matchAll(/M(\d+),(\d+)h(\d+)v(\d+)/g))
-      found.push({ x: +x, y: +y, width: +width, height: +height, kind: path.dataset.kind, ...labelled(texts[found.length]) });
+      found.push({ x: +x, y: +y, width: +width, height: +height, kind: path.dataset.kind, pale: /pale/.test(path.className.baseVal),
+        ...labelled(texts[found.length]) });
     return found;
   }
   function readPoints(path) {
@@ -192,7 +193,7 @@ window.evenly = (() => {
         const text = box.label, pixels = (box.width / (this.right - this.left)) * width;
         if (box.height < 50 || !text || pixels < 8 * text.length + 3) continue;
         if (box.x + box.width < this.left || box.x > this.right || !room--) continue;
-        const label = element("b", "", text);
+        const label = element("b", box.pale ? "pale" : "", text);
         label.style.left = `${this.across(box.x + box.width / 2)}%`;
         label.style.top = `${(100 * (box.y + box.height / 2)) / this.depth}%`;
         found.append(label);
