@@ -13,22 +13,23 @@ pages of runs are.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from signal import SIGINT
 from threading import Event, Thread
-from typing import Any
+from typing import Any, TypeVar
 
-from evenly.cli.board import open_board
-
+Result = TypeVar("Result")
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 EVENLY = [sys.executable, "-m", "evenly"]
@@ -36,7 +37,8 @@ STEPS = 8
 WIDE, NARROW, HIGH = 1300, 400, 2600
 HIGHEST = 12_000
 MOST_BYTES = 1_000_000
-FINISHED, GROWING = 200, 3
+FINISHED, OF_FINISHED, GROWING = 200, 1000, 3  # runs that have ended, their steps, and runs that go on
+LIST_EVERY_S, PAGE_EVERY_S, FOLLOWED_S = 2, 3, 60  # as board.js and live.js ask
 BOARD_SHOTS = [
     *(("board", "light", ""), ("board", "dark", ""), ("board-run", "light", "run/growing-0")),
     *(("board-run", "dark", "run/growing-0"), ("board-compared", "light", "compare?run=growing-0&run=finished-000")),
@@ -225,7 +227,7 @@ def _chromium(address: str, folder: Path, scheme: str, *options: str, high: int 
 
 
 def _board(folder: Path) -> bool:
-    """A board of runs that grow, and of many that have ended: what it shows follows, and it loads at once."""
+    """A board of runs that grow, and of many that have ended: what it shows follows, it loads at once, and is cheap."""
     source = next((folder / "runs").glob("*/metrics.jsonl"), None)
     if source is None:
         print("board: no run to copy", flush=True)
@@ -233,41 +235,51 @@ def _board(folder: Path) -> bool:
     board = folder / "board"
     shutil.rmtree(board, ignore_errors=True)
     for number in range(FINISHED):
-        _copied(source.parent, board / f"finished-{number:03}")
+        _copied(source.parent, board / f"finished-{number:03}", OF_FINISHED)
     for number in range(GROWING):
-        _copied(source.parent, board / f"growing-{number}", records=1)
-    with _growing(board, source), _served(board) as address, tempfile.TemporaryDirectory() as temporary:
-        loads = [_fetched(address), _fetched(address)]
+        _copied(source.parent, board / f"growing-{number}", 1)
+    with _growing(board, source), _served(board) as (address, process), tempfile.TemporaryDirectory() as temporary:
+        first, again = (_measured(process, lambda: _steps(address)) for _ in range(2))
         before = _steps(address)
         found = list[str]()
         for name, scheme, page in BOARD_SHOTS:  # in the wide window alone: no other page may frame one of the board
             shot = f"--screenshot={folder / 'shots' / f'{name}-{scheme}.png'}"
             found += _chromium(address + page, Path(temporary), scheme, shot)[1]
-        text, _ = _chromium(address, Path(temporary), "light", "--dump-dom")
+        whole_s, (text, _) = _timed(lambda: _chromium(address, Path(temporary), "light", "--dump-dom"))
+        share = _followed(address, process)
         after = _steps(address)
     grew = all(after[name] > before[name] for name in before if name.startswith("growing"))
     listed = text.count("run/finished-")
     print(
-        f"board: {FINISHED} finished runs in {loads[0]:.2f} s, again in {loads[1]:.2f} s, {listed} in the page; "
-        f"{GROWING} that grow {'followed' if grew else 'NOT followed'}{''.join(f'; {line}' for line in found)}",
+        f"board: {FINISHED} finished runs of {OF_FINISHED:,} steps and {GROWING} that grow in {first[0]:.2f} s "
+        f"({first[1]:.2f} s of processor time), again in {again[0]:.3f} s ({again[1]:.3f} s); a browser starts, shows "
+        f"{listed} of them and ends in {whole_s:.1f} s; followed for {FOLLOWED_S} s by a list and {GROWING} pages: "
+        f"{share:.2%} of a core{'' if grew else ', but NOT all grew'}{''.join(f'; {line}' for line in found)}",
         flush=True,
     )
-    return bool(found) or not grew or listed != FINISHED
+    return bool(found) or not grew or listed != FINISHED or first[0] > 2 or share > 0.01
 
 
-def _copied(run: Path, to: Path, records: int | None = None) -> None:
-    """A copy of what the board reads of a run; records: lines of metrics.jsonl, all by default."""
+def _copied(run: Path, to: Path, steps: int) -> None:
+    """A copy of what the board reads of a run, as if it had done so many steps; the last one as the run's."""
     shutil.copytree(run / "events", to / "events")
-    shutil.copy(run / "plan.json", to)
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (to / "metrics.jsonl").write_text("".join(lines[:records]))
+    plan = json.loads((run / "plan.json").read_text())
+    (to / "plan.json").write_text(json.dumps(plan | {"steps": max(steps, OF_FINISHED)}))
+    for events in to.glob("events/*.jsonl"):
+        done = [json.loads(line) for line in events.read_text().splitlines()]
+        events.write_text("".join(json.dumps(one | {"step": steps if one["step"] else 0}) + "\n" for one in done))
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    done = [one for one in records if "step_s" in one]
+    lines = [done[number * len(done) // steps] | {"step": number + 1} for number in range(steps)]
+    lines += [one | {"step": steps} for one in records if "eval_loss" in one][-1:]
+    (to / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
 
 
 @contextmanager
 def _growing(board: Path, source: Path) -> Generator[None]:
     """Runs that do a step every quarter of a second."""
     ended = Event()
-    record = next(one for one in map(json.loads, source.read_text().splitlines()) if "step_s" in one)
+    record = [one for one in map(json.loads, source.read_text().splitlines()) if "step_s" in one][-1]
     for run in board.glob("growing-*"):  # which have not ended
         for file in run.glob("events/*.jsonl"):
             file.write_text("".join(line + "\n" for line in file.read_text().splitlines() if '"ended"' not in line))
@@ -290,22 +302,66 @@ def _growing(board: Path, source: Path) -> Generator[None]:
 
 
 @contextmanager
-def _served(board: Path) -> Generator[str]:
-    server = open_board(board, port=0)
-    with ThreadPoolExecutor(1) as threads:
-        threads.submit(server.serve_forever, poll_interval=0.05)
+def _served(board: Path) -> Generator[tuple[str, int]]:
+    """The address of a board of its own process, and that process."""
+    command = [*EVENLY, "board", str(board), "--port", "0"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
         try:
-            yield f"http://127.0.0.1:{server.server_port}/"
+            yield process.stderr.readline().split()[-1], process.pid
         finally:
-            server.shutdown()
-    server.server_close()
+            process.send_signal(SIGINT)
 
 
-def _fetched(address: str) -> float:
-    """Seconds until the list is there."""
+def _followed(address: str, process: int) -> float:
+    """The share of a core that the board takes for a reader of its list and of the pages of all runs that grow."""
+    ended = Event()
+    pages = [f"run/growing-{number}/contents" for number in range(GROWING)]
+    readers = [
+        Thread(target=_ask, args=(f"{address}{page}", every_s, ended))
+        for page, every_s in [("runs.json", LIST_EVERY_S), *((page, PAGE_EVERY_S) for page in pages)]
+    ]
+
+    def wait() -> None:
+        for reader in readers:
+            reader.start()
+        ended.wait(FOLLOWED_S)
+        ended.set()
+
+    seconds, of_processor = _measured(process, wait)
+    for reader in readers:
+        reader.join()
+    return of_processor / seconds
+
+
+def _ask(address: str, every_s: float, ended: Event) -> None:
+    """As a page's script does: again and again, with the tag of what it has."""
+    tag = ""
+    while not ended.wait(every_s):
+        try:
+            with urllib.request.urlopen(urllib.request.Request(address, headers={"If-None-Match": tag})) as answer:
+                answer.read()
+                tag = answer.headers["ETag"]
+        except urllib.error.HTTPError as problem:  # 304: nothing is new
+            problem.close()
+
+
+def _measured(process: int, work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds that it takes, and those of the processor that `process` takes meanwhile."""
+    before = _processor_s(process)
+    seconds, _ = _timed(work)
+    return seconds, _processor_s(process) - before
+
+
+def _processor_s(process: int) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _timed(work: Callable[[], Result]) -> tuple[float, Result]:
     began = time.perf_counter()
-    _steps(address)
-    return time.perf_counter() - began
+    found = work()
+    return time.perf_counter() - began, found
 
 
 def _steps(address: str) -> dict[str, Any]:

@@ -218,12 +218,18 @@ def section(pipeline: PipelineView) -> Section:
     return Section(
         "The timeline of a step",
         [
-            text(f"{title(pipeline)}. A row for each rank, the number of the microbatch in its box."),
+            text(f"{title(pipeline)}. A row for each rank, the number of the microbatch in its box{_paler(pipeline)}."),
             run,
             simulated,
             table(HEADS, pipeline_rows(pipeline), label="the step in numbers"),
         ],
     )
+
+
+def _paler(pipeline: PipelineView) -> str:
+    """What is said of the boxes of ranks with several stages."""
+    shown = figures(pipeline)
+    return "; paler: a rank's later stages" if any(len(row["stages"]) > 1 for row in shown["ranks"]) else ""
 
 
 def _as_run(group: RankRow) -> Timeline:

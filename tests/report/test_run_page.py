@@ -7,14 +7,15 @@ import re
 from pathlib import Path
 
 import pytest
-from made_runs import MIB, lines, plan, record, write_full_run, write_run
+from made_runs import MIB, PREDICTED, lines, plan, record, write_full_run, write_run
 
 from evenly.observe.sinks import finite
 from evenly.report.analysis import SMOOTHED
 from evenly.report.draw import ROOM
 from evenly.report.growing import GrowingFile
 from evenly.report.page import MOST_ROWS, Figure, document, head, table
-from evenly.report.run import RunReader, RunSummary, logged_curves, read_run
+from evenly.report.predicted import predicted_of, step_rows
+from evenly.report.run import RunReader, RunSummary, course_rows, logged_curves, read_run
 from evenly.report.runpage import figures, page
 from evenly.report.spans import read_recorded
 from evenly.report.timeline import pipeline_of, sections_of, step_of
@@ -74,6 +75,18 @@ def test_a_curve_is_smoothed_where_that_is_another(tmp_path: Path) -> None:
         text = drawn(write_run(tmp_path / str(count), [record(step, loss=step % 7) for step in range(1, count + 1)]))
         assert (text.count('data-line="smoothed"') > 0) == named
         assert text.count('data-line="each step"') == (6 if named else 3)  # a curve, and its button in a legend
+
+
+def test_a_page_says_one_time_of_a_step(tmp_path: Path) -> None:
+    """The usual steps' in its head, its table and next to the prediction, however long the first one took."""
+    counted = [{"parameters": MIB}] * 2
+    records = [record(1, step_s=5.0), record(2, step_s=3.0, memory=counted), record(3, step_s=0.25)]
+    run = read_run(write_run(tmp_path, records, of_plan=plan(predicted=PREDICTED)))
+    found = {one.name: one.note for one in figures(run, run.changed_s)}
+    assert found["speed"].startswith("250 ms a step")
+    assert dict(course_rows(run))["seconds per step"] == "0.25 (median)"
+    prediction = predicted_of(run)
+    assert prediction is not None and step_rows(run, prediction)[0][:3] == ("seconds per step", "0.15", "0.25")
 
 
 def test_a_run_that_has_done_nothing_has_a_page(tmp_path: Path) -> None:
