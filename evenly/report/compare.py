@@ -127,7 +127,7 @@ def page(runs: Runs, *, now_s: float) -> str:
             "In which settings they differ",
             [
                 table(("", *runs), different, label="differences") if different else text("In none."),
-                as_table(("", *runs), setting_rows(runs, differing=False)),
+                as_table(("", *runs), setting_rows(runs, differing=False), "all settings"),
             ],
         ),
     ]

@@ -326,8 +326,8 @@ def _time(run: RunSummary) -> Section | None:
 
 def _wait_row(one: analysis.RankWaits, step_s: float) -> tuple[str, ...]:
     mostly = "-" if one.waited_for is None else f"rank {one.waited_for} ({one.of_that:.0%})"
-    waits = f"{one.waits_s / step_s:.1%}"
-    return (str(one.rank), time_in_words(one.busy_s), time_in_words(one.waits_s), waits, mostly)
+    waits = (time_in_words(one.waits_s), f"{one.waits_s / step_s:.1%}") if one.waits_s else ("-", "-")
+    return (str(one.rank), time_in_words(one.busy_s), *waits, mostly)
 
 
 # --- memory --------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evenly.report.axes import round_values, short
 from evenly.report.draw import (
     ACROSS,
     BYTES,
@@ -23,8 +24,6 @@ from evenly.report.draw import (
     axis,
     boxes,
     curves,
-    round_values,
-    short,
     stacked,
     standalone,
     thinned,

@@ -72,7 +72,7 @@ def test_a_matrix_has_a_stripe_for_each_part() -> None:
     text = matrices([CutMatrix("<qkv>", (64, 192), 1, 2, 3), CutMatrix("bias", (8,), None, 2)], title="t")
     first, second = text.split("&lt;qkv&gt;")
     assert re.findall(r"<i class=(c\d)>", first) == ["c0", "c1"] * 3 and "<i" not in second
-    assert '"matrix across"' in first and "64 x 192" in second
+    assert '"matrix columns"' in first and "64 x 192" in second
 
 
 @pytest.mark.parametrize(
