@@ -2,6 +2,7 @@
 
     python docs/pictures/pages.py FOLDER               everything: some minutes on two cores
     python docs/pictures/pages.py FOLDER digits plan   what has these words in its name
+    python docs/pictures/pages.py FOLDER pictures      draws the pictures that the documentation shows of pages
 
 Makes the runs and the pages in FOLDER, opens each page in chromium at 1300 and 400 pixels, light and dark, and leaves
 `FOLDER/shots/NAME-light.png` with both widths next to each other, from head to foot, and `-dark.png`. A line for each
@@ -23,6 +24,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from signal import SIGINT
@@ -35,7 +37,7 @@ EXAMPLES = ROOT / "examples"
 EVENLY = [sys.executable, "-m", "evenly"]
 STEPS = 8
 WIDE, NARROW, HIGH = 1300, 400, 2600
-HIGHEST = 12_000
+BOTH, HIGHEST = WIDE + NARROW + 40, 12_000  # of a window with room for both widths
 MOST_BYTES = 1_000_000
 FINISHED, OF_FINISHED, GROWING = 200, 1000, 3  # runs that have ended, their steps, and runs that go on
 LIST_EVERY_S, PAGE_EVERY_S, FOLLOWED_S = 2, 3, 60  # as board.js and live.js ask
@@ -85,6 +87,7 @@ OF_PLANS = {
     for name, (plan, devices) in PLANS.items()
 }
 RUNS = OF_EXAMPLES | OF_PLANS
+WIDER = ["--set", "width=512", "--set", "layers=8"]
 PAGES: dict[str, list[str]] = {
     "planned-llama": ["plan", "llama-3.1-8b", "--cluster", "8xH100", "--top", "3"],
     "planned-job": ["plan", "examples/gpt2.py", "--cluster", "4xA100-80"],
@@ -94,10 +97,40 @@ PAGES: dict[str, list[str]] = {
         *("--cluster", "8xH100", "--price", "2.9", "--cluster", "2x8xA100-80", "--price", "1.5"),
         *("--cluster", "8xB200", "--price", "5.2", "--cluster", "8xL40S", "--price", "0.9"),
     ],
-    "mechanisms-data": ["plan", "examples/gpt2.py", "--explain", "--only", "data=4 zero=2", "--set", "width=256"],
+    "mechanisms-data": ["plan", "examples/gpt2.py", "--explain", "--only", "data=4 zero=2", *WIDER],
     "mechanisms-ragged": ["plan", "examples/stdlib_lm.py", "--explain", "--only", "data=3 zero=3"],
     "mechanisms-3d": ["plan", "examples/gpt2.py", "--explain", "--only", "data=2 tensor=2 pipeline=2"],
 }
+
+# Of the documentation's pictures, the runs that they are of.
+PICTURED = {
+    "ddp": ["examples/digits.py", "--plan", "ddp", "--devices", "2"],
+    "zero3": ["examples/digits.py", "--plan", "zero3", "--devices", "2"],
+    "pipeline": ["examples/digits.py", "--plan", "pipeline=2", "--devices", "2"],
+    "slower": ["examples/digits.py", "--plan", "ddp", "--devices", "2", "--set", "lr=0.01"],
+}
+
+
+@dataclass(frozen=True)
+class Screen:
+    """A picture of the beginning of a page in FOLDER, in pixels; `columns`: screens of a phone next to each other."""
+
+    page: str
+    high: int
+    scheme: str = "light"
+    wide: int = 1300
+    columns: int = 1
+
+
+SCREENS = {
+    "report": Screen("pictured/ddp/report.html", 1500),
+    "report-phone": Screen("pictured/ddp/report.html", 900, "dark", 400, columns=3),
+    "comparison": Screen("pictured/comparison.html", 1160),
+    "plans": Screen("planned-llama.html", 1080),
+    "clusters": Screen("clusters.html", 900, "dark"),
+    "mechanisms": Screen("mechanisms-data.html", 1560),
+}
+BOARD_HIGH = 500
 
 # What is wrong with a page is written to its console, as errors of scripts are.
 CHECK = """<script>addEventListener("load", () => setTimeout(() => {
@@ -130,6 +163,8 @@ def main() -> int:
         bad += _looked_at(name, page, folder)
     if not words or "board" in words:
         bad += _board(folder)
+    if "pictures" in words:
+        _pictures(folder)
     return 1 if bad else 0
 
 
@@ -203,17 +238,20 @@ def screenshots(page: str, folder: Path, picture: Path) -> list[str]:
     text, found = _chromium(frame.as_uri(), folder, "light", "--dump-dom")
     high = min(HIGHEST, int(text.partition("<title>")[2].partition("<")[0] or HIGH))
     for scheme in ("light", "dark"):
-        found += _chromium(frame.as_uri(), folder, scheme, f"--screenshot={picture}-{scheme}.png", high=high)[1]
+        found += _chromium(frame.as_uri(), folder, scheme, f"--screenshot={picture}-{scheme}.png", size=(BOTH, high))[1]
     return found
 
 
-def _chromium(address: str, folder: Path, scheme: str, *options: str, high: int = HIGH) -> tuple[str, list[str]]:
-    """What it prints, and the lines of the console, of a window so `high` that it has room for both widths."""
+def _chromium(
+    address: str, folder: Path, scheme: str, *options: str, size: tuple[int, int] = (BOTH, HIGH)
+) -> tuple[str, list[str]]:
+    """What it prints, and the lines of the console; size: of the window."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or "google-chrome"
     command = [
         *(chromium, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"),
         *("--hide-scrollbars", "--allow-file-access-from-files", "--virtual-time-budget=4000"),
-        f"--window-size={WIDE + NARROW + 40},{high}",
+        "--run-all-compositor-stages-before-draw",  # else parts of a large window may be missing
+        f"--window-size={size[0]},{size[1]}",
         f"--user-data-dir={folder / 'profile'}",
         f"--blink-settings=preferredColorScheme={int(scheme == 'light')}",
         *(*options, address),
@@ -221,6 +259,47 @@ def _chromium(address: str, folder: Path, scheme: str, *options: str, high: int 
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     lines = [line.split("CONSOLE", 1)[1][:300] for line in done.stderr.splitlines() if "CONSOLE" in line]
     return done.stdout, lines + ([f"chromium ended with {done.returncode}"] if done.returncode else [])
+
+
+# --- the documentation's pictures ----------------------------------------------------------------------
+
+
+def _pictures(folder: Path) -> None:
+    """Draws `SCREENS` next to this file, and the board as `_board` has left it in FOLDER."""
+    runs = {name: folder / "pictured" / name for name in PICTURED}
+    for name, arguments in PICTURED.items():
+        if not (runs[name] / "report.html").exists():
+            _call([*EVENLY, "run", *arguments, "--out", str(runs[name])], name)
+        _call([*EVENLY, "report", str(runs[name])], name)
+    page = folder / "pictured" / "comparison.html"
+    _call([*EVENLY, "report", *map(str, runs.values()), "--html", str(page)], "comparison")
+    for name, one in SCREENS.items():
+        _drawn(one, folder, Path(__file__).with_name(f"{name}.png"))
+    board, source = folder / "board" / "runs", next((folder / "runs").glob("*/metrics.jsonl"))
+    with _growing(board, source), _served(board) as (address, _), tempfile.TemporaryDirectory() as temporary:
+        time.sleep(5)
+        shot = f"--screenshot={Path(__file__).with_name('board.png')}"
+        _chromium(address, Path(temporary), "light", shot, size=(WIDE, BOARD_HIGH))
+
+
+def _drawn(one: Screen, folder: Path, picture: Path) -> None:
+    frames = "".join(
+        f"<div style='display:inline-block;vertical-align:top;width:{one.wide}px;height:{one.high}px;overflow:hidden;"
+        "margin-right:16px'>"
+        f"<iframe src='page.html' style='width:{one.wide}px;height:{one.high * one.columns}px;"
+        f"border:0;margin-top:-{one.high * at}px'></iframe></div>"
+        for at in range(one.columns)
+    )
+    with tempfile.TemporaryDirectory() as temporary:
+        shutil.copy(folder / one.page, Path(temporary) / "page.html")
+        frame = Path(temporary) / "frame.html"
+        frame.write_text(
+            "<!doctype html><meta name=color-scheme content='light dark'>"
+            f"<body style='margin:0;white-space:nowrap;background:#888'>{frames}"
+        )
+        shot, wide = f"--screenshot={picture}", one.columns * (one.wide + 16) - 16
+        _chromium(frame.as_uri(), Path(temporary), one.scheme, shot, size=(wide, one.high))
+    print(f"{picture.name}: {picture.stat().st_size:,} bytes", flush=True)
 
 
 # --- the board -----------------------------------------------------------------------------------------
@@ -232,7 +311,7 @@ def _board(folder: Path) -> bool:
     if source is None:
         print("board: no run to copy", flush=True)
         return True
-    board = folder / "board"
+    board = folder / "board" / "runs"
     shutil.rmtree(board, ignore_errors=True)
     for number in range(FINISHED):
         _copied(source.parent, board / f"finished-{number:03}", OF_FINISHED)
@@ -304,8 +383,8 @@ def _growing(board: Path, source: Path) -> Generator[None]:
 @contextmanager
 def _served(board: Path) -> Generator[tuple[str, int]]:
     """The address of a board of its own process, and that process."""
-    command = [*EVENLY, "board", str(board), "--port", "0"]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+    command, environment = [*EVENLY, "board", board.name, "--port", "0"], os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=board.parent, env=environment, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
             yield process.stderr.readline().split()[-1], process.pid
