@@ -128,7 +128,7 @@ SCREENS = {
     "comparison": Screen("pictured/comparison.html", 1160),
     "plans": Screen("planned-llama.html", 1080),
     "clusters": Screen("clusters.html", 900, "dark"),
-    "mechanisms": Screen("mechanisms-data.html", 1560),
+    "mechanisms": Screen("mechanisms-data.html", 1630),
 }
 BOARD_HIGH = 500
 
@@ -250,13 +250,15 @@ def _chromium(
     command = [
         *(chromium, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"),
         *("--hide-scrollbars", "--allow-file-access-from-files", "--virtual-time-budget=4000"),
-        "--run-all-compositor-stages-before-draw",  # else parts of a large window may be missing
         f"--window-size={size[0]},{size[1]}",
         f"--user-data-dir={folder / 'profile'}",
         f"--blink-settings=preferredColorScheme={int(scheme == 'light')}",
         *(*options, address),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    except subprocess.TimeoutExpired:
+        return "", ["chromium did not end within two minutes"]
     lines = [line.split("CONSOLE", 1)[1][:300] for line in done.stderr.splitlines() if "CONSOLE" in line]
     return done.stdout, lines + ([f"chromium ended with {done.returncode}"] if done.returncode else [])
 
@@ -286,7 +288,7 @@ def _drawn(one: Screen, folder: Path, picture: Path) -> None:
     frames = "".join(
         f"<div style='display:inline-block;vertical-align:top;width:{one.wide}px;height:{one.high}px;overflow:hidden;"
         "margin-right:16px'>"
-        f"<iframe src='page.html' style='width:{one.wide}px;height:{one.high * one.columns}px;"
+        f"<iframe src='page.html' style='width:{one.wide}px;height:{one.high * one.columns + 400}px;"
         f"border:0;margin-top:-{one.high * at}px'></iframe></div>"
         for at in range(one.columns)
     )
