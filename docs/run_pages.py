@@ -12,6 +12,7 @@ Each page is run from top to bottom in an empty folder of its own, with `example
   what stands below it. A line `...` stands for any lines, and `(exit code N)` at the end for the exit code, else 0.
 - A block without such lines is left alone, unless it is marked `run`: then each line is a command that has to end
   with exit code 0.
+- `evenly board` serves until it is interrupted, which it is as soon as it has said where; any exit code is right then.
 
 - A picture in `docs/pictures/tutorial/` is drawn by the page that shows it: its commands have to write a file of that
   name, with the texts of the picture that is there. Figures in these texts, and all else, may differ from run to run.
@@ -51,6 +52,7 @@ from docs.page_text import COMMENT, ROOT, Block, blocks, file_of, links, origina
 COLUMNS = 100
 LIMIT_S = 300
 ANY = "..."
+SERVES = re.compile(r"^evenly board\b")
 EXIT_CODE = re.compile(r"^\(exit code (\d+)\)$")
 DRAWN = re.compile(r"\bpictures/tutorial/[\w.-]+\.svg$")  # what a page shows and draws itself
 # A text of a picture; those of the classes `tick`, `total` and `in` are figures.
@@ -251,14 +253,17 @@ def run_command(command: Command, folder: Path, environment: dict[str, str]) -> 
         start_new_session=True,
     )
     os.close(theirs)
-    text, deadline = b"", time.monotonic() + LIMIT_S
+    text, deadline, interrupted = b"", time.monotonic() + LIMIT_S, False
     while piece := _read(ours, deadline):
         text += piece
+        if SERVES.match(command.text) and b"http://" in text and not interrupted:
+            os.killpg(process.pid, signal.SIGINT)
+            interrupted = True
     os.close(ours)
     if time.monotonic() >= deadline:
         os.killpg(process.pid, signal.SIGKILL)
     exit_code = process.wait(LIMIT_S)
-    return Ran(command, printed_lines(text.decode(errors="replace"), folder), exit_code)
+    return Ran(command, printed_lines(text.decode(errors="replace"), folder), 0 if interrupted else exit_code)
 
 
 def _read(terminal: int, deadline: float) -> bytes:

@@ -389,7 +389,7 @@ PACKAGE_LINES = {
     "plan": 1240,  # backwards in parts; spans of actions; speeds of ranks; schedules are a table that others add to
     "planner": 7476,  # sums on CPUs, by type and in shared memory; slow nodes; questions around a question, mechanisms
     "ray": 447,  # ranks that Ray places, starts and replaces
-    "report": 4592,  # numbers that jobs log; sorted tables, points, prices, mechanisms; pictures; pages of runs
+    "report": 4770,  # curves on each other; numbers that jobs log; sorted tables, prices, mechanisms; pages of runs
     "train": 3960,  # spans of steps; starting again, of runs here and under Ray; phases; the look at losses
     "verify": 2225,  # verdicts as they come; phases; streams, metrics, averages and groups in the reference
 }

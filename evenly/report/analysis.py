@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from evenly.report.comm import time_in_words
 from evenly.report.events import starts
-from evenly.report.run import LONGEST_S, Row, RunSummary, amount, is_count
+from evenly.report.run import LONGEST_S, Row, RunSummary, amount, first_steps, is_count, usual_steps
 
 SMOOTHED = 60  # a smoothed value is a mean over about so many of all steps
 RECENT_STEPS = 20  # of which a speed is taken, while a run goes on
@@ -118,17 +118,6 @@ def numbers_of(rows: Sequence[Row], key: str) -> list[float | None]:
 
 
 # --- steps ---------------------------------------------------------------------------------------------
-
-
-def first_steps(run: RunSummary) -> set[int]:
-    """The first steps after each start: torch allocates, compiles and finds out shapes in them."""
-    return {1} | {one.step + 1 for one in starts(run.events)}
-
-
-def usual_steps(run: RunSummary) -> list[Row]:
-    """Without the first of each start, and those in which tensors were counted."""
-    first = first_steps(run)
-    return [row for row in run.steps if row["step"] not in first and "memory" not in row]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@
     if (whole < 5400) return `${Math.round(whole / 60)} min`;
     return whole < 172800 ? `${Math.round(whole / 3600)} h` : `${Math.round(whole / 86400)} d`;
   }
-  function cell(row, text, className = "") {
+  function cell(row, text, className = "short") {
     const made = row.insertCell();
     made.textContent = text;
     made.className = className;
@@ -30,9 +30,9 @@
     row.insertCell().append(box);
     link.href = `run/${encodeURIComponent(run.name)}`;
     link.textContent = run.name;
-    row.insertCell().append(link);
-    cell(row, run.state, `state-${run.state.replace(" ", "-")}`);
-    cell(row, run.world > 1 ? `${run.plan}, ${run.world} ranks` : run.plan);
+    cell(row, "").append(link);
+    cell(row, run.state, `short state-${run.state.replace(" ", "-")}`);
+    cell(row, run.world > 1 ? `${run.plan}, ${run.world} ranks` : run.plan, "");
     cell(row, run.steps === null ? grouped(run.step) : `${grouped(run.step)} of ${grouped(run.steps)}`);
     cell(row, number(run.loss, 4));
     cell(row, number(run.evaluation, 4));

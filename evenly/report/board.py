@@ -43,9 +43,13 @@ class Reply:
 
 @dataclass
 class _Listed:
+    """A run of the list. files: those that change where its row does. row: of the state that it names."""
+
     reader: RunReader
+    files: Sequence[Path]
     stamp: Stamp = ()
     run: RunSummary | None = None
+    row: dict[str, Any] | None = None
 
 
 @dataclass
@@ -73,8 +77,15 @@ class Board:
         return {
             entry.name: Path(entry.path)
             for entry in entries
-            if entry.is_dir(follow_symlinks=False) and RunFolder(Path(entry.path)).plan.is_file()
+            if entry.is_dir(follow_symlinks=False) and (entry.name in self._listed or _is_run(Path(entry.path)))
         }
+
+    def _folder(self, name: str) -> Path:
+        """That of a run in the list, which is looked through again where it is not there, or not any more."""
+        listed = self._listed.get(name)
+        if listed is not None and _is_run(listed.reader.folder):
+            return listed.reader.folder
+        return self.folders()[name]
 
     # --- the list
     def listing(self) -> Reply:
@@ -86,10 +97,12 @@ class Board:
         folders = self.folders()
         self._listed = {name: self._listed.get(name) or _new(folder) for name, folder in folders.items()}
         for name, one in self._listed.items():
-            if (stamp := _stamp(RunFolder(one.reader.folder))) != one.stamp:
-                one.stamp, one.run = stamp, _read(one.reader)
+            if (stamp := _stamp(one.files)) != one.stamp:
+                one.stamp, one.run, one.row = stamp, _read(one.reader), None
             if one.run is not None:
-                found.append((one.run.changed_s, row_of(name, one.run, now_s)))
+                if one.row is None or one.row["state"] != analysis.state_of(one.run, now_s):
+                    one.row = row_of(name, one.run, now_s)
+                found.append((one.run.changed_s, one.row))
         return (row for _, row in sorted(found, key=lambda pair: (-pair[0], pair[1]["name"])))
 
     # --- a page
@@ -98,7 +111,7 @@ class Board:
 
         Raises `KeyError` for a name of no run, and `UserError` as `read_run`.
         """
-        folder = self.folders()[name]
+        folder = self._folder(name)
         if script:
             run = self._follow(name, folder).reader.read()
             return Reply.of(page(run, folder, *_timeline(run, folder), now_s=time.time(), script=script))
@@ -106,8 +119,10 @@ class Board:
 
     def _contents(self, name: str, folder: Path) -> Reply:
         one, now_s = self._follow(name, folder), time.time()
-        stamp = (_stamp(RunFolder(folder)), self._state(name, now_s))
-        if one.reply is not None and (stamp == one.stamp or time.monotonic() < self._not_before_s):
+        if one.reply is not None and time.monotonic() < self._not_before_s:
+            return one.reply
+        stamp = (_stamp(_files_of_page(RunFolder(folder))), self._state(name, now_s))
+        if one.reply is not None and stamp == one.stamp:
             return one.reply
         began_s = time.monotonic()
         run = one.reader.read()
@@ -140,8 +155,13 @@ class Board:
         return Reply.of(compare.page(runs, now_s=time.time()))
 
 
+def _is_run(folder: Path) -> bool:
+    """Whether it is a folder of its own, with a plan."""
+    return not folder.is_symlink() and RunFolder(folder).plan.is_file()
+
+
 def _new(folder: Path) -> _Listed:
-    return _Listed(RunReader(folder, tail_bytes=TAIL_BYTES))
+    return _Listed(RunReader(folder, tail_bytes=TAIL_BYTES), _files_of_row(RunFolder(folder)))
 
 
 def _read(reader: RunReader) -> RunSummary | None:
@@ -151,10 +171,20 @@ def _read(reader: RunReader) -> RunSummary | None:
         return None
 
 
-def _stamp(folder: RunFolder) -> Stamp:
-    """Sizes and times of the files that a run writes; another after each step."""
+def _files_of_row(folder: RunFolder) -> list[Path]:
+    """What the list has a run's row from; one of them is written at each step."""
+    return [folder.plan, folder.metrics, folder.events(0)]
+
+
+def _files_of_page(folder: RunFolder) -> list[Path]:
+    """What a run's page may change by."""
+    return [*_files_of_row(folder), folder.attempts, folder.timeline(0)]
+
+
+def _stamp(files: Sequence[Path]) -> Stamp:
+    """Sizes and times."""
     found: list[tuple[int, int]] = []
-    for path in (folder.plan, folder.metrics, folder.events(0), folder.attempts, folder.timeline(0)):
+    for path in files:
         try:
             status = path.stat()
             found.append((status.st_size, status.st_mtime_ns))

@@ -9,7 +9,7 @@ from typing import Any
 from evenly.observe.progress import duration
 from evenly.report import analysis
 from evenly.report.comm import size_in_words, time_in_words
-from evenly.report.draw import BYTES, SECONDS, ChartAxis, Line, axis, curves
+from evenly.report.draw import BYTES, ROOM, SECONDS, ChartAxis, Line, axis, curves
 from evenly.report.page import Section, as_table, document, side_by_side, table, text
 from evenly.report.run import RunSummary, by_set
 
@@ -127,7 +127,7 @@ def page(runs: Runs, *, now_s: float) -> str:
             "In which settings they differ",
             [
                 table(("", *runs), different, label="differences") if different else text("In none."),
-                as_table(("", *runs), setting_rows(runs, differing=False)),
+                as_table(("", *runs), setting_rows(runs, differing=False), "all settings"),
             ],
         ),
     ]
@@ -147,7 +147,7 @@ def _loss_section(runs: Runs) -> Section:
         Line(name, [row["step"] for row in run.steps], analysis.smoothed(analysis.numbers_of(run.steps, "loss")))
         for name, run in runs.items()
     ]
-    up = axis((y for line in lines for y in line.ys), "loss")
+    up = axis(_values(lines), "loss", room=ROOM)
     parts = [curves(lines, title="loss, smoothed", across=_across(runs), up=up, columns=COLUMNS)]
     evaluated = [
         Line(f"{name}{f', {of_set}' if of_set else ''}", *_evaluations(records), dots=len(records) == 1, colour=number)
@@ -155,7 +155,7 @@ def _loss_section(runs: Runs) -> Section:
         for of_set, records in by_set(run).items()
     ]
     if evaluated:
-        up = axis((y for line in evaluated for y in line.ys), "loss")
+        up = axis(_values(evaluated), "loss", room=ROOM)
         parts.append(curves(evaluated, title="evaluation loss", across=_across(runs), up=up, columns=COLUMNS))
     return Section("Loss", parts)
 
@@ -174,7 +174,9 @@ def _speed_section(runs: Runs) -> Section:
         for name, run in runs.items()
     ]
     pictures = [
-        curves(lines, title=title, across=_across(runs), up=axis(_values(lines), title, units=units, zero=True))
+        curves(
+            lines, title=title, across=_across(runs), up=axis(_values(lines), title, units=units, zero=True, room=ROOM)
+        )
         for lines, title, units in (
             (times, "seconds per step, smoothed", SECONDS),
             (memory, "peak memory of the fullest device", BYTES),

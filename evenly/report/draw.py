@@ -12,12 +12,17 @@ curves from 0 at the top to `UP`. `page.js` reads from there what it says under 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
-from math import ceil, floor, log10
 
+from evenly.report.axes import BYTES as BYTES
+from evenly.report.axes import ROOM as ROOM
+from evenly.report.axes import SECONDS as SECONDS
+from evenly.report.axes import ChartAxis as ChartAxis
+from evenly.report.axes import Number, is_drawn, short
+from evenly.report.axes import axis as axis
 from evenly.report.standalone import standalone as standalone
 
 ACROSS, UP, ROW = 1_000_000, 100_000, 100  # units of an SVG: the width, the height of curves, the height of a row
@@ -27,85 +32,8 @@ LEAST_COLUMNS = 25
 POINTS = 12_000  # of all lines of a picture
 MOST_BOXES = 6000
 LONGEST, LONGEST_TEXT = 80, 300  # letters of a name, of what is said of a point
-TICKS = 5
-
-Number = float | int | None
-BYTES = tuple((2.0 ** (10 * power), unit) for power, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB")))
-SECONDS = ((1e-6, "us"), (1e-3, "ms"), (1.0, "s"))
-Units = Sequence[tuple[float, str]]
-
-
-# --- axes ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class ChartAxis:
-    """The values from `low` to `high`, which differ; shown divided by `scale`, with `unit` behind.
-
-    log: whether distances are those of logarithms; `low` is above 0 then.
-    """
-
-    low: float
-    high: float
-    title: str = ""
-    scale: float = 1.0
-    unit: str = ""
-    log: bool = False
-
-    def share(self, value: float) -> float:
-        """Where `value` lies, 0 to 1."""
-        if self.log:
-            return log10(value / self.low) / log10(self.high / self.low)
-        return (value - self.low) / (self.high - self.low)
-
-    def ticks(self) -> list[float]:
-        """Round values between the ends."""
-        if self.log:
-            powers = [*range(ceil(log10(self.low) - 1e-9), floor(log10(self.high) + 1e-9) + 1)]
-            return [10.0**power for power in powers[:: 1 + len(powers) // (TICKS + 2)]]
-        return [value * self.scale for value in round_values(self.low / self.scale, self.high / self.scale)]
-
-    def as_data(self) -> str:
-        """What `page.js` has to know, as the value of an attribute."""
-        fields = [self.low, self.high, self.scale, self.unit, int(self.log)]
-        return escape(json.dumps(fields, separators=(",", ":")))
-
-
-def axis(
-    values: Iterable[Number], title: str, *, units: Units = ((1.0, ""),), log: bool = False, zero: bool = False
-) -> ChartAxis:
-    """The axis over all finite `values`, in the largest of `units` that its largest value reaches; zero: from 0 on."""
-    found = [value for value in values if value is not None and is_drawn(value, log=log)]
-    low, high = (min(found), max(found)) if found else (1.0, 10.0)
-    low = min(low, 0.0) if zero and not log else low
-    largest = max(abs(low), abs(high))
-    if high - low <= max(1e-30, 1e-12 * largest):  # no more than rounding
-        margin = largest / 2 if largest > 1e-30 else 0.5
-        low, high = (low / 2, high * 2) if log else (low - margin, high + margin)
-        largest = max(abs(low), abs(high))
-    scale, unit = next((one for one in reversed(units) if largest >= one[0]), units[0])
-    return ChartAxis(low, high, title, scale, unit, log)
-
-
-def is_drawn(value: Number, *, log: bool = False) -> bool:
-    """Whether it is a number with a place on an axis."""
-    return value is not None and abs(value) < 1e30 and (value > 1e-30 or not log)
-
-
-def round_values(low: float, high: float, most: int = TICKS) -> list[float]:
-    """At most about `most` values between `low` and `high`: multiples of 1, 2 or 5 times a power of ten."""
-    raw = (high - low) / most
-    power = 10.0 ** floor(log10(raw))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
-    return [number * step for number in range(ceil(low / step - 1e-9), floor(high / step + 1e-9) + 1)]
-
-
-def short(value: float) -> str:
-    """A number with four digits: `1234`, `12.3k`, `0.0012`, `1.2e-07`."""
-    for factor, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= 10 * factor or (abs(value) >= factor and factor > 1e3):
-            return f"{float(f'{value / factor:.4g}'):g}{letter}"
-    return f"{float(f'{value:.4g}'):g}"
+ALIKE = 0.004  # of the height of a picture: curves that are no further apart look like one
+DASH = 7  # pixels of such a curve, before another one has its turn
 
 
 # --- curves --------------------------------------------------------------------------------------------
@@ -175,8 +103,13 @@ def curves(
     columns = max(LEAST_COLUMNS, min(columns, POINTS // (2 * max(1, len(lines)))))
     numbered = [(line, number if line.colour is None else line.colour) for number, line in enumerate(lines)]
     ordered = sorted(numbered, key=lambda one: not one[0].faint)
-    paths = "".join(_path(line, colour, across, up, columns) for line, colour in ordered)
-    legend = "".join(_legend_button(line.name, f"c{colour % COLOURS}") for line, colour in numbered if line.name)
+    styles = _styles_of_alike([line for line, _ in ordered], up)
+    paths = "".join(
+        _path(line, colour, across, up, columns, style) for (line, colour), style in zip(ordered, styles, strict=True)
+    )
+    legend = "".join(
+        _legend_button(line.name, f"{_colour(colour)}{' faint' * line.faint}") for line, colour in numbered if line.name
+    )
     legend = f"<span class=legend>{legend}</span>" if len(lines) > 1 else ""
     described = (
         f"{title[:LONGEST]}: {', '.join(line.name[:LONGEST] for line in lines if line.name)} over {across.title}"
@@ -190,13 +123,51 @@ def curves(
     )
 
 
+def _colour(number: int) -> str:
+    """The class of a colour; from the ninth on the first ones come again, with stripes or dashes."""
+    return f"c{number % COLOURS}{' again' * (number >= COLOURS)}"
+
+
+def _styles_of_alike(lines: Sequence[Line], up: ChartAxis) -> list[str]:
+    """How those lines are drawn that lie on each other, so that all are seen: dashed in turns, marks around marks."""
+    groups: list[list[int]] = []
+    for at, line in enumerate(lines):
+        group = next((one for one in groups if not line.faint and _are_alike(lines[one[0]], line, up)), None)
+        if group is None:
+            groups.append([at])
+        else:
+            group.append(at)
+    styles = [""] * len(lines)
+    for group in groups:
+        for place, at in enumerate(group if len(group) > 1 else ()):
+            if lines[at].dots:
+                styles[at] = f"stroke-width:{7 + 4 * min(3, len(group) - 1 - place)}px"
+            elif place:
+                apart, begin = DASH * (len(group) - 1), DASH * place
+                styles[at] = f"stroke-dasharray:{DASH} {apart};stroke-dashoffset:-{begin};stroke-linecap:butt"
+    return styles
+
+
+def _are_alike(one: Line, other: Line, up: ChartAxis) -> bool:
+    """Whether their values are at the same places and look as high."""
+    if (one.dots, one.faint, len(one.xs)) != (other.dots, other.faint, len(other.xs)) or list(one.xs) != list(other.xs):
+        return False
+    return all(
+        abs(up.share(y or 0.0) - up.share(z or 0.0)) <= ALIKE
+        if is_drawn(y, log=up.log) and is_drawn(z, log=up.log)
+        else is_drawn(y, log=up.log) == is_drawn(z, log=up.log)
+        for y, z in zip(one.ys, other.ys, strict=True)
+    )
+
+
 def _legend_button(name: str, colour: str) -> str:
     name = escape(name[:LONGEST])
-    return f'<button type=button class={colour} aria-pressed=true data-line="{name}">{name}</button>'
+    return f'<button type=button class="{colour}" aria-pressed=true data-line="{name}">{name}</button>'
 
 
-def _path(line: Line, colour: int, across: ChartAxis, up: ChartAxis, columns: int) -> str:
-    classes = f"line c{colour % COLOURS}{' faint' * line.faint}{' dots' * line.dots}"
+def _path(line: Line, colour: int, across: ChartAxis, up: ChartAxis, columns: int, style: str) -> str:
+    classes = f"line {_colour(colour)}{' faint' * line.faint}{' dots' * line.dots}"
+    styled = f' style="{style}"' if style else ""
     name = escape(line.name[:LONGEST])
     pairs = [(x, y) for x, y in zip(line.xs, line.ys, strict=True) if is_drawn(x, log=across.log)]
     xs, ys = [x for x, _ in pairs], [y if is_drawn(y, log=up.log) else None for _, y in pairs]
@@ -211,7 +182,7 @@ def _path(line: Line, colour: int, across: ChartAxis, up: ChartAxis, columns: in
         for before, point in pairwise([None, *points])
         if point is not None
     )
-    return f'<path class="{classes}" data-line="{name}" d="{text}"/>'
+    return f'<path class="{classes}" data-line="{name}"{styled} d="{text}"/>'
 
 
 def _place(point: tuple[float, float], across: ChartAxis, up: ChartAxis) -> str:
@@ -412,21 +383,29 @@ class StackedBar:
 
 
 def stacked(
-    bars: Sequence[StackedBar], words: Callable[[float], str], *, title: str, limit: tuple[float, str] | None = None
+    bars: Sequence[StackedBar],
+    words: Callable[[float], str],
+    *,
+    title: str,
+    limit: tuple[float, str] | None = None,
+    in_legend: bool = False,
 ) -> str:
     """The bars below each other on one scale, their parts in the same order and colours.
 
-    words: a length in words. limit: the length at which a rule crosses all bars, and what it is.
+    words: a length in words. limit: the length at which a rule crosses all bars, and what it is. in_legend: whether the
+    legend says how long the parts of the only bar are, and not the end of the bar how long it is.
     """
     names = [*dict.fromkeys(name for bar in bars for name, length in bar.parts.items() if length > 0)]
     totals = [sum(bar.parts.values()) for bar in bars]
     longest = max([*totals, limit[0] if limit else 0.0]) or 1.0
-    legend = "".join(f"<span class=c{at % COLOURS}>{escape(name)}</span>" for at, name in enumerate(names))
+    entries = [f"{name} {words(bars[0].parts[name])}" if in_legend else name for name in names]
+    legend = "".join(f"<span class='{_colour(at)}'>{escape(entry)}</span>" for at, entry in enumerate(entries))
     rule = f'<b style="left:{100 * limit[0] / longest:.2f}%"></b>' if limit else ""
+    ends = ["" if in_legend else words(total) for total in totals]
     rows = "".join(
-        f"<div class=bar><span>{escape(bar.label[:LONGEST])}</span>"
-        f"<span class=track>{_parts(bar, names, longest, words)}{rule}</span><span>{escape(words(total))}</span></div>"
-        for bar, total in zip(bars, totals, strict=True)
+        f"<div class=bar><span>{escape(bar.label[:LONGEST_TEXT])}</span>"
+        f"<span class=track>{_parts(bar, names, longest, words)}{rule}</span><span>{escape(end)}</span></div>"
+        for bar, end in zip(bars, ends, strict=True)
     )
     named = f"<p class=note>the line: {escape(limit[1])}</p>" if limit else ""
     caption = f"<figcaption>{escape(title)}<span class=legend>{legend}</span></figcaption>"
@@ -435,7 +414,7 @@ def stacked(
 
 def _parts(bar: StackedBar, names: Sequence[str], longest: float, words: Callable[[float], str]) -> str:
     return "".join(
-        f'<i class=c{at % COLOURS} style="width:{100 * length / longest:.3f}%" '
+        f'<i class="{_colour(at)}" style="width:{100 * length / longest:.3f}%" '
         f'title="{escape(f"{name}: {words(length)}")}"></i>'
         for at, name in enumerate(names)
         if (length := bar.parts.get(name, 0.0)) > 0
@@ -475,7 +454,7 @@ def _matrix(one: CutMatrix, most: int) -> str:
     parts = one.ranks * one.times if one.dim in (0, 1) else 0
     stripes = "".join(f"<i class=c{at % one.ranks % COLOURS}></i>" for at in range(min(parts, 96)))
     size = " x ".join(f"{side:,}" for side in one.shape)
-    kind = "matrix across" if one.dim == 1 else "matrix"
+    kind = "matrix columns" if one.dim == 1 else "matrix"
     return (
         f'<div class="{kind}"><b style="height:{high:.2f}rem;width:{wide:.2f}rem">{stripes}</b>'
         f"<span>{escape(one.name[:LONGEST])}</span><span class=note>{size}</span></div>"

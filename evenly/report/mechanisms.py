@@ -107,15 +107,21 @@ def _buckets(found: Mechanisms) -> list[Section]:
         (str(number), size_in_words(one.bytes), str(len(one.parameters)), f"{one.begin:.0%}", f"{one.end:.0%}")
         for number, one in enumerate(found.buckets)
     ]
-    hidden = sum(one.bytes for one in found.buckets if one.end < 1 - 1e-6) / (
-        sum(one.bytes for one in found.buckets) or 1
-    )
     words = (
-        f"A {what} is sent as soon as its last gradient is there, while the backward goes on: {hidden:.0%} of the "
-        "bytes before its end. What a message takes depends on the link: evenly report draws it as measured."
+        f"A {what} is sent as soon as its last gradient is there, while the backward goes on: "
+        f"{_before_its_end(found)}. What a message takes depends on the link: evenly report draws it as measured."
     )
     table = as_table((what, "size", "parameters", "first gradient at", "sent at"), rows)
     return [Section(f"{what.capitalize()}s of gradients under the backward", [text(words), picture, table])]
+
+
+def _before_its_end(found: Mechanisms) -> str:
+    """How much of the gradients is sent while the backward goes on."""
+    early = sum(one.bytes for one in found.buckets if one.end < 1 - 1e-6)
+    share = early / (sum(one.bytes for one in found.buckets) or 1)
+    if not early:
+        return "here all is full only when it ends"
+    return f"{share:.0%} of the bytes before its end" if share >= 0.01 else "less than 1% of the bytes before its end"
 
 
 # --- the ring ------------------------------------------------------------------------------------------

@@ -58,7 +58,8 @@ window.evenly = (() => {
   function readBoxes(path) {
     const texts = JSON.parse(path.dataset.texts), found = [];
     for (const [, x, y, width, height] of path.getAttribute("d").matchAll(/M(\d+),(\d+)h(\d+)v(\d+)/g))
-      found.push({ x: +x, y: +y, width: +width, height: +height, kind: path.dataset.kind, ...labelled(texts[found.length]) });
+      found.push({ x: +x, y: +y, width: +width, height: +height, kind: path.dataset.kind, pale: /pale/.test(path.className.baseVal),
+        ...labelled(texts[found.length]) });
     return found;
   }
   function readPoints(path) {
@@ -146,14 +147,21 @@ window.evenly = (() => {
     across(x) { return (100 * (x - this.left)) / (this.right - this.left); } // in percent of the area
     draw() {
       this.svg.setAttribute("viewBox", `${this.left} ${this.top} ${this.right - this.left} ${this.bottom - this.top}`);
-      const ticks = this.figure.querySelector(".ticks"), narrow = this.area.clientWidth < 420;
+      const ticks = this.figure.querySelector(".ticks");
       ticks.textContent = "";
-      this.x.ticks(this.left / ACROSS, this.right / ACROSS).forEach((value, number) => {
-        if (narrow && number % 2) return;
-        const tick = element("i", "x", this.tick(this.x, value, this.left / ACROSS, this.right / ACROSS));
-        tick.style.left = `${this.across(ACROSS * this.x.share(value))}%`;
+      const found = this.x.ticks(this.left / ACROSS, this.right / ACROSS).map((value) => ({
+        place: this.across(ACROSS * this.x.share(value)), // in percent
+        text: this.tick(this.x, value, this.left / ACROSS, this.right / ACROSS),
+      }));
+      const apart = found.length > 1 ? ((found[1].place - found[0].place) / 100) * this.area.clientWidth : Infinity;
+      const every = Math.ceil((7 * Math.max(0, ...found.map((one) => one.text.length)) + 10) / Math.max(1, apart));
+      for (const one of found.filter((_, number) => number % every === 0)) {
+        const tick = element("i", "x", one.text);
+        tick.style.left = `${one.place}%`;
+        const beyond = ((one.place - 100) / 100) * this.area.clientWidth + 3.5 * one.text.length - 12; // of what is free
+        if (beyond > 0) tick.style.setProperty("--beyond", `${beyond}px`);
         ticks.append(tick);
-      });
+      }
       if (this.y) {
         const low = 1 - this.bottom / UP, high = 1 - this.top / UP;
         for (const value of this.y.ticks(low, high)) {
@@ -185,7 +193,7 @@ window.evenly = (() => {
         const text = box.label, pixels = (box.width / (this.right - this.left)) * width;
         if (box.height < 50 || !text || pixels < 8 * text.length + 3) continue;
         if (box.x + box.width < this.left || box.x > this.right || !room--) continue;
-        const label = element("b", "", text);
+        const label = element("b", box.pale ? "pale" : "", text);
         label.style.left = `${this.across(box.x + box.width / 2)}%`;
         label.style.top = `${(100 * (box.y + box.height / 2)) / this.depth}%`;
         found.append(label);

@@ -13,6 +13,8 @@ POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src {connect}"
 )
 MOST_ROWS = 200
+MOST_IN_A_ROW = 7  # figures of a head
+SHORT = 16  # letters of a cell whose words are not broken
 LONGEST = 600  # letters of a text that a run has given
 
 
@@ -80,11 +82,20 @@ def _section(one: Section, number: int) -> str:
 def head(figures: Sequence[Figure]) -> str:
     """The numbers that matter, as the head of a page."""
     found = "".join(
-        f"<div><dt>{cut(one.name)}</dt><dd>{cut(one.value)}</dd>"
+        f"<div><dt>{cut(one.name)}</dt><dd>{_with_unit(one.value)}</dd>"
         f"{f'<dd class=note>{cut(one.note)}</dd>' if one.note else ''}</div>"
         for one in figures
     )
-    return f"<dl class=head>{found}</dl>"
+    rows = -(-len(figures) // MOST_IN_A_ROW) or 1
+    return f'<dl class=head style="--in-a-row:{-(-len(figures) // rows)}">{found}</dl>'
+
+
+def _with_unit(value: str) -> str:
+    """A number with its unit smaller, behind it; other values as they are."""
+    words = value.split(" ")
+    if len(words) != 2 or not value[0].isdigit():
+        return cut(value)
+    return f"{cut(words[0])} <small>{cut(words[1])}</small>"
 
 
 def text(words: str, *, kind: str = "") -> str:
@@ -118,7 +129,11 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, label: str = "
 
 def _row(cells: Sequence[str]) -> str:
     first, *others = cells or ("",)
-    return f"<tr><th scope=row>{cut(first)}</th>{''.join(f'<td>{cut(cell)}</td>' for cell in others)}</tr>"
+    return f"<tr><th scope=row>{cut(first)}</th>{''.join(map(_cell, others))}</tr>"
+
+
+def _cell(words: str) -> str:
+    return f"<td{' class=short' * (' ' in words and len(words) <= SHORT)}>{cut(words)}</td>"
 
 
 @dataclass(frozen=True)

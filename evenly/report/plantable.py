@@ -70,7 +70,7 @@ def _figures(best: Prediction) -> list[Figure]:
         Figure("step", time_in_words(best.step_s), short(best.plan, common([best]))),
         Figure(f"{unit}/s of all", whole, f"{each} of each device"),
         Figure("peak memory", size_in_words(best.peak_bytes), f"{best.peak_bytes / best.limit_bytes:.0%} of a device"),
-        Figure("MFU", f"{best.mfu:.1%}", f"bubble {best.bubble:.1%}"),
+        Figure("MFU", f"{best.mfu:.1%}", f"bubble {best.bubble:.1%}" if best.bubble else ""),
     ]
 
 
@@ -129,7 +129,7 @@ def _table(cell: GridCell, where: str) -> str:
             SortedCell(worst_rank(one)),
             SortedCell(number_in_words(rate_per_device(one)), rate_per_device(one)),
             SortedCell(f"{one.mfu:.1%}", one.mfu),
-            SortedCell(f"{one.bubble:.1%}", one.bubble),
+            SortedCell(f"{one.bubble:.1%}" if one.bubble else "-", one.bubble),
             SortedCell(_why(plans[0], one, number), number),
         )
         for number, one in enumerate(plans, 1)
@@ -139,8 +139,8 @@ def _table(cell: GridCell, where: str) -> str:
 
 
 def _why(best: Prediction, one: Prediction, number: int) -> str:
-    if number == 1:
-        return time_in_causes(one)
     left = f"does not fit: {one.peak_bytes / one.limit_bytes - 1:.0%} too much. " if not one.fits else ""
+    if number == 1:
+        return left + time_in_causes(one)
     left = f"leaves less than {one.reserve_bytes / one.limit_bytes:.0%} of the memory. " if is_fuller(one) else left
     return left + against(best, one)

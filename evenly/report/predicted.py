@@ -10,7 +10,7 @@ from typing import Any, TypeGuard, cast
 from evenly.report.comm import size_in_words, time_in_words
 from evenly.report.draw import StackedBar, stacked
 from evenly.report.page import Section, as_table, table, text
-from evenly.report.run import RunSummary, amount
+from evenly.report.run import RunSummary, amount, usual_steps
 
 # A column of the table -> what is predicted of it, and what of the counted tensors is compared with that. Whole
 # parameters that zero=3 gathers are counted as parameters, and the wider sums of gradients with these.
@@ -68,8 +68,8 @@ def step_rows(run: RunSummary, predicted: Predicted) -> list[tuple[str, ...]]:
     peak = max(rank.get("peak", 0) - rank.get("context", 0) for rank in predicted.memory) / 2**20
     step_s = samples_per_s = measured = None
     if run.steps:
-        step_s = median(row["step_s"] for row in run.steps)
-        samples_per_s = median(row["samples_per_s"] for row in run.steps)
+        usual = usual_steps(run) or run.steps
+        step_s, samples_per_s = (median(row[name] for row in usual) for name in ("step_s", "samples_per_s"))
         measured = max(max(row["memory_bytes"]) for row in run.steps) / 2**20
     causes = sorted(predicted.time_s.items(), key=lambda cause: -cause[1])
     return [
@@ -106,7 +106,9 @@ def section(run: RunSummary, predicted: Predicted) -> Section:
     """Both tables, with bars of the time and of each device's memory."""
     times = [StackedBar("predicted", predicted.time_s)]
     if run.steps:
-        times.append(StackedBar("measured", {"measured": median(row["step_s"] for row in run.steps)}))
+        times.append(
+            StackedBar("measured", {"measured": median(row["step_s"] for row in usual_steps(run) or run.steps)})
+        )
     parts = [stacked(times, time_in_words, title="seconds of a step"), table(STEP_HEADS, step_rows(run, predicted))]
     if run.memory:
         parts += [

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 from evenly.errors import UserError
 from evenly.observe.attempts import ended_attempts
 from evenly.observe.run_folder import LONGEST_NUMBER, RunFolder, whole_number
-from evenly.report.events import EventReader, RankEvent
+from evenly.report.events import EventReader, RankEvent, starts
 from evenly.report.growing import GrowingFile
 
 Row = Mapping[str, Any]
@@ -49,6 +49,17 @@ class RunSummary:
     events: Sequence[RankEvent] = ()
     changed_s: float = 0.0
     logged: Sequence[Row] = ()
+
+
+def first_steps(run: RunSummary) -> set[int]:
+    """The first steps after each start: torch allocates, compiles and finds out shapes in them."""
+    return {1} | {one.step + 1 for one in starts(run.events)}
+
+
+def usual_steps(run: RunSummary) -> list[Row]:
+    """Without the first of each start, and those in which tensors were counted."""
+    first = first_steps(run)
+    return [row for row in run.steps if row["step"] not in first and "memory" not in row]
 
 
 def read_run(folder: Path) -> RunSummary:
@@ -212,10 +223,11 @@ def course_rows(run: RunSummary) -> list[tuple[str, str]]:
         ("steps", f"{steps[-1]['step'] if steps else 0} of {plan.get('steps')}"),
     ]
     if steps:
+        usual = usual_steps(run) or steps
         rows += [
             ("loss", _first_to_last([row["loss"] for row in steps])),
-            ("seconds per step", f"{median(row['step_s'] for row in steps):.4g} (median)"),
-            ("samples per second", f"{median(row['samples_per_s'] for row in steps):,.0f} (median)"),
+            ("seconds per step", f"{median(row['step_s'] for row in usual):.4g} (median)"),
+            ("samples per second", f"{median(row['samples_per_s'] for row in usual):,.0f} (median)"),
             ("memory per rank", f"{max(max(row['memory_bytes']) for row in steps) / 2**20:,.0f} MiB (largest peak)"),
         ]
         rows += _metric_rows("", steps, "metrics")
@@ -263,7 +275,7 @@ def _metrics(records: Sequence[Row], key: str) -> dict[str, tuple[list[Any], lis
 
 
 def _first_to_last(values: Sequence[float | None]) -> str:
-    return f"{_number(values[0])} -> {_number(values[-1])}"
+    return f"{_number(values[0])} -> {_number(values[-1])}" if len(values) > 1 else _number(values[0])
 
 
 def memory_rows(memory: Sequence[Mapping[str, int]]) -> list[tuple[str, ...]]:

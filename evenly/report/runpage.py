@@ -12,7 +12,7 @@ from evenly.observe.progress import duration
 from evenly.report import analysis, events
 from evenly.report import predicted as prediction
 from evenly.report.comm import size_in_words, time_in_words
-from evenly.report.draw import BYTES, COLUMNS, SECONDS, ChartAxis, Line, StackedBar, axis, curves, stacked
+from evenly.report.draw import BYTES, COLUMNS, ROOM, SECONDS, ChartAxis, Line, StackedBar, axis, curves, stacked
 from evenly.report.page import Figure, Section, as_table, contents, document, head, side_by_side, table, text
 from evenly.report.run import (
     MEMORY_HEADS,
@@ -35,6 +35,7 @@ ALL_COLUMNS = 16_000  # of all lines of a page, which keeps it under a megabyte
 SLOW_HEADS = ("step", "time", "of the median", "rank", "why")
 WAIT_HEADS = ("rank", "computes", "waits for slower ranks", "of a step", "mostly for")
 LOGGED_HEADS = ("figure", "first", "last", "least", "largest", "times")
+REST = "samples, update and the rest"
 GROWTH_HEADS = ("device", "peak", "rose in the second half")
 
 
@@ -113,7 +114,8 @@ def _speed_figures(run: RunSummary, state: analysis.State) -> list[Figure]:
     else:
         rate, further = f"{speed.samples_per_s:,.0f} samples/s", ""
     found = [Figure("speed", rate, f"{time_in_words(speed.step_s)} a step{further}")]
-    left_s, total = analysis.left_s(run), duration(analysis.total_s(run))
+    left_s, total_s = analysis.left_s(run), analysis.total_s(run)
+    total = duration(total_s) if total_s >= 10 else time_in_words(total_s)
     if state == "running" and left_s is not None:
         return [*found, Figure("time left", duration(left_s), f"{total} so far")]
     return [*found, Figure("time", total, "all starts, evaluations and checkpoints")]
@@ -132,6 +134,8 @@ def _share_figures(run: RunSummary) -> list[Figure]:
     if shares is None:
         return []
     note = f"{shares.waiting:.0%} waiting, {shares.communication:.0%} {_communication(run)}"
+    if run.plan.get("world") == 1:
+        note = f"{shares.rest:.0%} {REST}"
     return [Figure("computing", f"{shares.computing:.0%}", note)]
 
 
@@ -165,15 +169,25 @@ def _across(run: RunSummary) -> ChartAxis:
 
 
 def _picture(run: RunSummary, title: str, lines: Sequence[Line], columns: int, **how: Any) -> str:
-    up = axis((y for line in lines for y in line.ys), title, **how)
+    up = axis((y for line in lines for y in line.ys), title, room=ROOM, **how)
     return curves(lines, title=title, across=_across(run), up=up, columns=columns)
+
+
+def _with_smoothed(run: RunSummary, values: Sequence[float | None], colour: int) -> list[Line]:
+    """The values of all steps, behind their smoothed curve where there are so many that it is another."""
+    xs = _steps(run.steps)
+    if len(values) <= analysis.SMOOTHED:
+        return [Line("each step", xs, values, colour=colour)]
+    return [
+        Line("each step", xs, values, faint=True, colour=colour),
+        Line("smoothed", xs, analysis.smoothed(values), colour=colour),
+    ]
 
 
 def _losses(run: RunSummary, columns: int) -> Section:
     losses = analysis.numbers_of(run.steps, "loss")
     smooth = analysis.smoothed(losses)
-    lines = [Line("each step", _steps(run.steps), losses, faint=True, colour=0)]
-    lines.append(Line("smoothed", _steps(run.steps), smooth, colour=0))
+    lines = _with_smoothed(run, losses, 0)
     for number, (name, records) in enumerate(by_set(run).items(), 1):
         values = analysis.numbers_of(records, "eval_loss")
         few = len(records) <= 60
@@ -211,7 +225,7 @@ def _logged(run: RunSummary, columns: int) -> list[Section]:
             [Line(name, xs, ys, dots=len(xs) <= 60, colour=5)],
             title=name,
             across=axis([*steps, *xs], "step"),
-            up=axis(ys, name),
+            up=axis(ys, name, room=ROOM),
             columns=columns,
         )
         for name, (xs, ys) in [*found.items()][:MOST_METRICS]
@@ -238,14 +252,9 @@ def _sampled(rows: Sequence[Row], cells: Callable[[int], tuple[str, ...]]) -> li
 
 def _rates(run: RunSummary, columns: int) -> Section:
     rates, norms = analysis.numbers_of(run.steps, "lr"), analysis.numbers_of(run.steps, "grad_norm")
-    xs = _steps(run.steps)
-    lines = [
-        Line("each step", xs, norms, faint=True, colour=1),
-        Line("smoothed", xs, analysis.smoothed(norms), colour=1),
-    ]
     pictures = [
-        _picture(run, "learning rate", [Line("learning rate", xs, rates, colour=3)], columns, zero=True),
-        _picture(run, "gradient norm, before clipping", lines, columns, zero=True),
+        _picture(run, "learning rate", [Line("", _steps(run.steps), rates, colour=3)], columns, zero=True),
+        _picture(run, "gradient norm, before clipping", _with_smoothed(run, norms, 1), columns, zero=True),
     ]
     rows = _sampled(run.steps, lambda at: (_short(rates[at]), _short(norms[at])))
     heads = ("step", "learning rate", "gradient norm")
@@ -262,13 +271,11 @@ def _short(value: float | None) -> str:
 def _speeds(run: RunSummary, columns: int) -> Section:
     times = analysis.step_times(run)
     assert times is not None  # there are steps
-    xs, seconds = _steps(run.steps), [row["step_s"] for row in run.steps]
+    seconds = [row["step_s"] for row in run.steps]
     slow = sorted(times.slowest, key=lambda one: one.step)
-    lines = [
-        Line("each step", xs, seconds, faint=True, colour=2),
-        Line("smoothed", xs, analysis.smoothed(seconds), colour=2),
-        Line("slow steps", [one.step for one in slow], [one.step_s for one in slow], dots=True, colour=6),
-    ]
+    lines = _with_smoothed(run, seconds, 2)
+    if slow:
+        lines.append(Line("slow steps", [one.step for one in slow], [one.step_s for one in slow], dots=True, colour=6))
     words = (
         f"{time_in_words(times.median_s)} in the median, 9 of 10 steps between {time_in_words(times.low_s)} and "
         f"{time_in_words(times.high_s)}"
@@ -287,8 +294,8 @@ def _speeds(run: RunSummary, columns: int) -> Section:
         for one in times.slowest
     ]
     if rows:
-        more = f"The {len(rows)} slowest:" if count > len(rows) else "They are:"
-        parts += [text(more), table(SLOW_HEADS, rows, label="slow steps", words=True)]
+        which = f"The {len(rows)} slowest" if count > len(rows) else f"The slow step{'s' * (count != 1)}"
+        parts += [text(f"{which}:"), table(SLOW_HEADS, rows, label="slow steps", words=True)]
     return Section("Time of steps", parts)
 
 
@@ -296,10 +303,11 @@ def _time(run: RunSummary) -> Section | None:
     shares, waits = analysis.shares_of(run), analysis.waits_of(run)
     if shares is None:
         return None
-    names = {"communication": _communication(run), "rest": "samples, update and the rest"}
+    names = {"communication": _communication(run), "rest": REST}
     bar = StackedBar("a step, mean of all ranks", {names.get(name, name): x for name, x in asdict(shares).items()})
     numbers = [(name, f"{share:.1%}") for name, share in bar.parts.items()]
-    parts = [stacked([bar], lambda share: f"{share:.0%}", title="shares of a step"), as_table(("", "share"), numbers)]
+    picture = stacked([bar], lambda share: f"{share:.0%}", title="shares of a step", in_legend=True)
+    parts = [picture, as_table(("", "share"), numbers)]
     if waits:
         speed = analysis.speed_of(run)
         step_s = speed.step_s if speed else 1.0
@@ -318,8 +326,8 @@ def _time(run: RunSummary) -> Section | None:
 
 def _wait_row(one: analysis.RankWaits, step_s: float) -> tuple[str, ...]:
     mostly = "-" if one.waited_for is None else f"rank {one.waited_for} ({one.of_that:.0%})"
-    waits = f"{one.waits_s / step_s:.1%}"
-    return (str(one.rank), time_in_words(one.busy_s), time_in_words(one.waits_s), waits, mostly)
+    waits = (time_in_words(one.waits_s), f"{one.waits_s / step_s:.1%}") if one.waits_s else ("-", "-")
+    return (str(one.rank), time_in_words(one.busy_s), *waits, mostly)
 
 
 # --- memory --------------------------------------------------------------------------------------------
@@ -333,7 +341,7 @@ def _memory(run: RunSummary, columns: int) -> Section:
     peak = analysis.peak_bytes(run) or 0
     near = limit is not None and limit < 2 * peak
     values = [y for line in lines for y in line.ys] + ([limit] if near else [])
-    up = axis(values, "memory", units=BYTES, zero=True)
+    up = axis(values, "memory", units=BYTES, zero=True, room=ROOM)
     rule = (limit, f"{size_in_words(limit)}, all there is") if near and limit is not None else None
     parts = [curves(lines, title="peak so far", across=_across(run), up=up, limit=rule, columns=columns)]
     if len(devices) < len(growth):
@@ -346,8 +354,11 @@ def _memory(run: RunSummary, columns: int) -> Section:
     parts.append(as_table(GROWTH_HEADS, rows))
     if run.memory:
         bars = [StackedBar(f"device {number}", device) for number, device in enumerate(run.memory)]
-        words = f"What tensors take at the peak of each device: {balance(run.memory)}."
-        parts += [text(words), stacked(bars[:64], size_in_words, title="tensors by category")]
+        words = f" of each device: {balance(run.memory)}" if len(bars) > 1 else ""
+        parts += [
+            text(f"What tensors take at the peak{words}."),
+            stacked(bars[:64], size_in_words, title="tensors by category"),
+        ]
         parts.append(as_table(MEMORY_HEADS, memory_rows(run.memory)))
     return Section("Memory", parts)
 

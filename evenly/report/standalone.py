@@ -26,7 +26,8 @@ NEEDED = re.compile(
 TEXTS = (
     f"text{{font:{FONT}px system-ui,sans-serif;fill:var(--ink)}}"
     "text.soft{fill:var(--soft)}text.warn{fill:var(--warn)}"
-    "text.in{font-size:11px;font-weight:600;fill:var(--paper)}.swatch{fill:var(--c)}.track{fill:var(--card)}"
+    "text.in{font-size:11px;font-weight:600;fill:var(--paper)}.swatch{fill:var(--c)}.swatch.again{fill-opacity:.5}.swatch.faint{fill-opacity:.38}"
+    "text.pale{fill:var(--ink)}.track{fill:var(--card)}"
     ".rule{stroke:var(--rule)}.edge{stroke:var(--soft)}.limit{stroke:var(--warn);stroke-width:1.5;stroke-dasharray:5 4}"
 )
 VOID = ("br", "img", "path")
@@ -142,7 +143,7 @@ def _caption_of(figure: Node) -> tuple[str, list[tuple[str, str]]]:
     title = "".join(child for child in caption.children if isinstance(child, str))
     legends = [*caption.all("span", "legend")]
     entries = [one for one in legends[0].children if isinstance(one, Node)] if legends else []
-    return title, [(one.classes[0], one.text) for one in entries]
+    return title, [(" ".join(one.classes), one.text) for one in entries]
 
 
 def _caption(figure: Node, top: float) -> tuple[list[str], float]:
@@ -214,12 +215,19 @@ def _data(area: Node, left: float, top: float, wide: float, high: float, *, rows
     (svg,) = area.all("svg")
     across, up = map(float, svg.attributes["viewbox"].split()[2:])
     paths = [*svg.all("path")]
-    drawn = "".join(f'<path class="{escape(" ".join(p.classes))}" d="{escape(p.attributes["d"])}"/>' for p in paths)
+    drawn = "".join(map(_path, paths))
     place = f'x="{left:.1f}" y="{top:.1f}" width="{wide:.1f}" height="{high:.1f}"'
-    parts = [f'<svg {place} viewBox="0 0 {across:.0f} {up:.0f}" preserveAspectRatio="none">{drawn}</svg>']
+    parts = [
+        f'<svg {place} viewBox="0 0 {across:.0f} {up:.0f}" preserveAspectRatio="none" overflow="visible">{drawn}</svg>'
+    ]
     if rows and high / rows >= 14:
         parts += [part for path in paths for part in _in_boxes(path, left, top, wide / across, high / up)]
     return parts
+
+
+def _path(path: Node) -> str:
+    style = f' style="{escape(path.attributes["style"])}"' if "style" in path.attributes else ""
+    return f'<path class="{escape(" ".join(path.classes))}"{style} d="{escape(path.attributes["d"])}"/>'
 
 
 def _in_boxes(path: Node, left: float, top: float, scale_x: float, scale_y: float) -> Iterator[str]:
@@ -230,7 +238,8 @@ def _in_boxes(path: Node, left: float, top: float, scale_x: float, scale_y: floa
         shown = text.rpartition(".")[2]
         if int(height) >= 50 and shown and int(width) * scale_x >= 8 * len(shown) + 3:
             middle = left + (int(x) + int(width) / 2) * scale_x
-            yield _text(middle, top + (int(y) + int(height) / 2) * scale_y + 4, shown, "in", anchor="middle")
+            pale = " pale" * any(one.startswith("pale") for one in path.classes)
+            yield _text(middle, top + (int(y) + int(height) / 2) * scale_y + 4, shown, f"in{pale}", anchor="middle")
 
 
 # --- stacked bars --------------------------------------------------------------------------------------
@@ -260,7 +269,7 @@ def _track(track: Node, left: float, y: float) -> Sequence[str]:
         width = wide * one.percent("width")
         place = f'x="{x:.1f}" y="{y + 3}" width="{max(0.5, width - 1):.1f}" height="{BAR - 6}"'
         name = escape(one.attributes.get("title", ""))
-        parts.append(f'<rect class="swatch {one.classes[0]}" {place}><title>{name}</title></rect>')
+        parts.append(f'<rect class="swatch {" ".join(one.classes)}" {place}><title>{name}</title></rect>')
         x += width
     for rule in track.all("b"):
         at = left + wide * rule.percent("left")

@@ -22,7 +22,13 @@ from evenly.report.pictures import step as drawn_step
 from evenly.report.spans import OtherSpan, RecordedSpans, Row
 
 HEADS = ("rank", "stages", "busy", "bubble as run", "simulated", "in theory")
-STEP_HEADS = ("rank", "computes", "communicates", "of that shown", *(OTHERS[kind] for kind in ("loading", "update")))
+STEP_HEADS = (
+    "rank",
+    "computes",
+    "communicates",
+    "of that not hidden",
+    *(OTHERS[kind] for kind in ("loading", "update")),
+)
 
 
 @dataclass(frozen=True)
@@ -212,12 +218,18 @@ def section(pipeline: PipelineView) -> Section:
     return Section(
         "The timeline of a step",
         [
-            text(f"{title(pipeline)}. A row for each rank, the number of the microbatch in its box."),
+            text(f"{title(pipeline)}. A row for each rank, the number of the microbatch in its box{_paler(pipeline)}."),
             run,
             simulated,
             table(HEADS, pipeline_rows(pipeline), label="the step in numbers"),
         ],
     )
+
+
+def _paler(pipeline: PipelineView) -> str:
+    """What is said of the boxes of ranks with several stages."""
+    shown = figures(pipeline)
+    return "; paler: a rank's later stages" if any(len(row["stages"]) > 1 for row in shown["ranks"]) else ""
 
 
 def _as_run(group: RankRow) -> Timeline:
@@ -265,7 +277,8 @@ def covered(spans: Sequence[tuple[float, float]]) -> float:
 
 def step_rows(view: StepView) -> list[tuple[str, ...]]:
     """A row for each rank, as `STEP_HEADS`."""
-    return [(str(row["rank"]), *(time_in_words(row[key]) for key in [*row][1:])) for row in step_figures(view)]
+    rows = step_figures(view)
+    return [(str(row["rank"]), *(time_in_words(row[key]) if row[key] else "-" for key in [*row][1:])) for row in rows]
 
 
 def step_section(view: StepView) -> Section:

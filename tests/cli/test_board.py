@@ -117,6 +117,44 @@ def test_what_is_read_is_read_once(runs: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(read) == 45 + 11
 
 
+def test_a_row_is_made_again_where_its_run_has_changed(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from evenly.report import board as module
+
+    made: list[str] = []
+    row_of = module.row_of
+
+    def counting(name: str, *rest: Any) -> dict[str, Any]:
+        made.append(name)
+        return row_of(name, *rest)
+
+    monkeypatch.setattr(module, "row_of", counting)
+    board = Board(runs)
+    for _ in range(3):
+        board.listing()
+    assert sorted(made) == ["first <b>", "second"]
+    with (runs / "second" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(record(11)) + "\n")
+    board.listing()
+    assert made[2:] == ["second"]
+    later = module.time.time() + 3600
+    monkeypatch.setattr(module.time, "time", lambda: later)  # nothing was written for an hour
+    states = {row["name"]: row["state"] for row in json.loads(board.listing().text)["runs"]}
+    assert states == {"first <b>": "ended", "second": "silent"} and made[3:] == ["second"]
+
+
+def test_a_run_that_was_listed_is_looked_for_again(runs: Path) -> None:
+    board = Board(runs)
+    board.listing()
+    board.page("second")
+    (runs / "second").rename(runs / "third")
+    with pytest.raises(KeyError):
+        board.page("second")
+    (runs / "second").symlink_to(runs.parent / "secret")
+    with pytest.raises(KeyError):
+        board.page("second")
+    assert {row["name"] for row in json.loads(board.listing().text)["runs"]} == {"first <b>", "third"}
+
+
 def test_a_page_shows_its_run_and_follows_it(runs: Path) -> None:
     with served(runs) as server:
         status, headers, text = get(server, "/run/first%20%3Cb%3E")

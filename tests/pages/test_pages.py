@@ -200,6 +200,16 @@ def test_a_page_is_run_from_top_to_bottom_and_can_be_written(tmp_path: Path) -> 
     assert not any(ran.problem for ran in run_page(page, quick=False))
 
 
+def test_what_serves_is_interrupted_once_it_says_where(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "<!-- commands: run -->\n```\nmkdir runs\nevenly board runs --port 0   # live\nevenly board none\n```\n"
+    )
+    _, served, none = run_page(page, quick=False)
+    assert not served.problem and isinstance(served, Ran) and "http://127.0.0.1" in served.printed[0]
+    assert "there is no such folder" in none.problem
+
+
 def test_an_exit_code_that_is_not_shown_is_a_difference() -> None:
     assert Ran(Command("x", 1, []), [], 1).problem.startswith("exit code 1, not 0")
     assert not Ran(Command("x", 1, ["(exit code 1)"]), [], 1).problem

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evenly.report.axes import round_values, short
 from evenly.report.draw import (
     ACROSS,
     BYTES,
@@ -19,11 +20,12 @@ from evenly.report.draw import (
     Box,
     ChartAxis,
     Line,
+    StackedBar,
     axis,
     boxes,
     curves,
-    round_values,
-    short,
+    stacked,
+    standalone,
     thinned,
 )
 
@@ -101,6 +103,22 @@ def test_no_values_make_an_axis_of_no_length(values: list[float | None]) -> None
     assert one.low < one.high and all(math.isfinite(one.share(tick)) for tick in one.ticks())
 
 
+def test_what_lies_at_the_edges_has_room() -> None:
+    one = axis([1.0, 3.0], "y", room=0.05)
+    assert (one.low, one.high) == pytest.approx((0.9, 3.1))
+    assert (axis([0.0, 3.0], "y", room=0.05).low, axis([0.01, 3.0], "y", room=0.05).low) == (0.0, 0.01)
+    assert axis([-1.0, 1.0], "y", room=0.05).low == pytest.approx(-1.1)
+    assert axis([1.0, 100.0], "y", log=True, room=0.05) == axis([1.0, 100.0], "y", log=True)
+
+
+def test_the_legend_says_how_long_the_parts_of_one_bar_are() -> None:
+    bar = StackedBar("a step", {"computing": 0.75, "waiting": 0.0, "rest": 0.25})
+    drawn = stacked([bar], "{:.0%}".format, title="shares", in_legend=True)
+    assert re.findall(r"<span class='c\d'>(.*?)</span>", drawn) == ["computing 75%", "rest 25%"]
+    assert "100%" not in re.sub("<.*?>", "", drawn)
+    assert "100%" in stacked([bar], "{:.0%}".format, title="shares")
+
+
 def test_no_name_is_markup() -> None:
     one = ChartAxis(0, 1, NAME, 1, NAME)
     drawn = curves([Line(NAME, [0, 1], [0, 1])] * 2, title=NAME, across=one, up=one, limit=(0.5, NAME))
@@ -133,3 +151,36 @@ def test_a_picture_is_bounded_however_many_lines_there_are() -> None:
     many = [Line(f"rank {at}", xs, [chance.random() for _ in xs]) for at in range(20)]
     drawn = curves(many, title="memory", across=axis([0, xs[-1]], "step"), up=axis([0, 1], "y"))
     assert len(drawn) < 250_000
+
+
+def test_curves_on_each_other_are_all_seen() -> None:
+    up = axis([0, 1], "loss")
+    lines = [
+        Line("a", [1, 2, 3], [0.5, 0.4, None]),
+        Line("b", [1, 2, 3], [0.5, 0.4001, None]),
+        Line("c", [1, 2, 3], [0.5, 0.6, None]),
+        Line("d", [1, 2, 3], [0.5, 0.4, 0.3]),
+        Line("e", [1, 2, 3], [0.5, 0.3999, None]),
+    ]
+    drawn = curves(lines, title="", across=axis([1, 3], "step"), up=up)
+    styles = dict(re.findall(r'<path[^>]*data-line="(\w)"(?: style="([^"]*)")?', drawn))
+    assert styles["a"] == styles["c"] == styles["d"] == ""
+    assert styles["b"].startswith("stroke-dasharray:7 14;stroke-dashoffset:-7;")
+    assert styles["e"].startswith("stroke-dasharray:7 14;stroke-dashoffset:-14;")
+    marks = [Line(name, [1], [0.5], dots=True) for name in "ab"]
+    drawn = curves(marks, title="", across=axis([1, 3], "step"), up=up)
+    assert re.findall(r"stroke-width:(\d+)px", drawn) == ["11", "7"]
+    assert 'style="stroke-width:11px"' in standalone(drawn)
+
+
+def test_what_differs_by_rounding_is_not_zoomed_to() -> None:
+    close = axis([4.120720085, 4.120720065], "loss")
+    assert close.low < 3 and close.high > 5
+    assert axis([4.1207, 4.1208], "loss").high < 4.121
+
+
+def test_no_two_of_many_parts_look_the_same() -> None:
+    drawn = stacked([StackedBar("plan", {f"cause {at}": 1.0 for at in range(10)})], "{:g} s".format, title="time")
+    classes = re.findall(r"<span class='(.*?)'>", drawn)
+    assert len({*classes}) == 10 and classes[8] == "c0 again" == re.findall(r'<i class="(.*?)"', drawn)[8]
+    assert 'class="swatch c0 again"' in standalone(drawn)

@@ -127,7 +127,7 @@ def test_the_page_of_a_run(width: int, tmp_path: Path) -> None:
 
     found = opened(drawn(write_full_run(tmp_path / "run")), tmp_path, width)
     assert "problem" not in found, found["problem"]
-    assert found["wider"] == [] and found["tip"].startswith("step ") and "smoothed: " in found["tip"]
+    assert found["wider"] == [] and found["tip"].startswith("step ") and "each step: " in found["tip"]
     left, _, across, high = found["zoomed"]
     assert (left, across) == (pytest.approx(250_000, abs=5000), pytest.approx(500_000, abs=10_000)) and high < 100_000
     assert len(found["ticks"]) >= 2 and found["whole"] == "0 0 1000000 100000"

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 from html import unescape
 
+import pytest
 from jobs import language_job
 from jobs_pipeline import job as chain_job
 
@@ -71,4 +72,18 @@ def test_a_matrix_has_a_stripe_for_each_part() -> None:
     text = matrices([CutMatrix("<qkv>", (64, 192), 1, 2, 3), CutMatrix("bias", (8,), None, 2)], title="t")
     first, second = text.split("&lt;qkv&gt;")
     assert re.findall(r"<i class=(c\d)>", first) == ["c0", "c1"] * 3 and "<i" not in second
-    assert '"matrix across"' in first and "64 x 192" in second
+    assert '"matrix columns"' in first and "64 x 192" in second
+
+
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [
+        ([1.0], "here all is full only when it ends"),
+        ([0.1, 1.0], "less than 1% of the bytes before its end"),
+        ([1.0, 0.5], "99% of the bytes before its end"),
+    ],
+)
+def test_how_much_is_sent_under_the_backward(ends: list[float], words: str) -> None:
+    found = mechanisms()
+    buckets = [replace(found.buckets[0], bytes=size, end=end) for size, end in zip((80, 9920), ends, strict=False)]
+    assert words in page("job", replace(found, buckets=buckets), [])

@@ -7,12 +7,15 @@ import re
 from pathlib import Path
 
 import pytest
-from made_runs import MIB, lines, plan, record, write_full_run, write_run
+from made_runs import MIB, PREDICTED, lines, plan, record, write_full_run, write_run
 
 from evenly.observe.sinks import finite
+from evenly.report.analysis import SMOOTHED
+from evenly.report.draw import ROOM
 from evenly.report.growing import GrowingFile
-from evenly.report.page import MOST_ROWS, document, table
-from evenly.report.run import RunReader, RunSummary, logged_curves, read_run
+from evenly.report.page import MOST_ROWS, Figure, document, head, table
+from evenly.report.predicted import predicted_of, step_rows
+from evenly.report.run import RunReader, RunSummary, course_rows, logged_curves, read_run
 from evenly.report.runpage import figures, page
 from evenly.report.spans import read_recorded
 from evenly.report.timeline import pipeline_of, sections_of, step_of
@@ -57,6 +60,33 @@ def test_the_head_says_what_matters(tmp_path: Path) -> None:
     going = RunSummary(run.plan, run.steps[:20], (), (), events=run.events[:1], changed_s=run.changed_s)
     left = next(one for one in figures(going, run.changed_s + 1) if one.name == "time left")
     assert left.value == "0:04"
+
+
+def test_figures_of_a_head_fill_its_rows() -> None:
+    in_a_row = [re.findall(r"--in-a-row:(\d+)", head([Figure("loss", "1.2 s")] * count))[0] for count in (6, 7, 8, 15)]
+    assert in_a_row == ["6", "7", "4", "5"]
+    values = ("4,742 samples/s", "3 d 4 h", "not finite", "0:07", "8xH100")
+    found = re.findall(r"</dt><dd>(.*?)</dd>", head([Figure("", value) for value in values]))
+    assert found == ["4,742 <small>samples/s</small>", *values[1:]]
+
+
+def test_a_curve_is_smoothed_where_that_is_another(tmp_path: Path) -> None:
+    for count, named in ((SMOOTHED, False), (SMOOTHED + 1, True)):
+        text = drawn(write_run(tmp_path / str(count), [record(step, loss=step % 7) for step in range(1, count + 1)]))
+        assert (text.count('data-line="smoothed"') > 0) == named
+        assert text.count('data-line="each step"') == (6 if named else 3)  # a curve, and its button in a legend
+
+
+def test_a_page_says_one_time_of_a_step(tmp_path: Path) -> None:
+    """The usual steps' in its head, its table and next to the prediction, however long the first one took."""
+    counted = [{"parameters": MIB}] * 2
+    records = [record(1, step_s=5.0), record(2, step_s=3.0, memory=counted), record(3, step_s=0.25)]
+    run = read_run(write_run(tmp_path, records, of_plan=plan(predicted=PREDICTED)))
+    found = {one.name: one.note for one in figures(run, run.changed_s)}
+    assert found["speed"].startswith("250 ms a step")
+    assert dict(course_rows(run))["seconds per step"] == "0.25 (median)"
+    prediction = predicted_of(run)
+    assert prediction is not None and step_rows(run, prediction)[0][:3] == ("seconds per step", "0.15", "0.25")
 
 
 def test_a_run_that_has_done_nothing_has_a_page(tmp_path: Path) -> None:
@@ -146,7 +176,8 @@ def test_what_a_job_logs_is_drawn(tmp_path: Path) -> None:
     text = drawn(tmp_path / "run")
     section = re.findall(r"<h2>What the job logged</h2>(.*?)</section>", text, re.DOTALL)[0]
     assert section.count("<figure ") == 1 and "&lt;reward&gt;" in section and "<reward>" not in text
-    assert "M0,100000h0" in section and f"M{round(1e6 * 6 / 8)},0h0" in section
+    top = round(1e5 * (1 - 1.5 / (1.5 + ROOM * 1.5)))
+    assert "M0,100000h0" in section and f"M{round(1e6 * 6 / 8)},{top}h0" in section
     assert "What the job logged" not in drawn(write_run(tmp_path / "none", records))
 
 
