@@ -176,13 +176,13 @@ class ScheduleRunner:
                 self._is_last_backward = number == last
                 self._post_receives(receives_ahead(actions, number))
                 begin = clock + time.perf_counter()
-                getattr(self, f"_{action.kind}")((action.stage, action.microbatch))
+                arrived_s = getattr(self, f"_{action.kind}")((action.stage, action.microbatch))
                 for sent in acknowledged_by.get(action, ()):
                     is_gradient = sent.kind == "send_backward"
                     self._channel.acknowledged(sent.stage + (not is_gradient), sent.microbatch, is_gradient=is_gradient)
                 if spans is not None:
-                    end = clock + time.perf_counter()
-                    spans.append(ActionSpan(action.kind, action.stage, action.microbatch, begin, end))
+                    end, arrived = clock + time.perf_counter(), None if arrived_s is None else clock + arrived_s
+                    spans.append(ActionSpan(action.kind, action.stage, action.microbatch, begin, end, arrived))
             self._channel.finish()
         except CheckpointError as problem:
             raise several_stages_together("what the model has checkpointed") from problem
@@ -213,10 +213,12 @@ class ScheduleRunner:
                 return
 
     # -------------------------------------------------------------------------------------------------- forward
-    def _recv_forward(self, at: Pass) -> None:
+    def _recv_forward(self, at: Pass) -> float | None:
+        """Returns when the message was there, if that is known."""
         self._begin_recv_inputs(at)
         incoming = self._incoming.pop(at)
         self._inputs[at], self._forms[at] = incoming.wait(), incoming.forms
+        return incoming.arrived_s
 
     def _begin_recv_inputs(self, at: Pass) -> None:
         if at not in self._incoming and at not in self._inputs:
@@ -286,9 +288,12 @@ class ScheduleRunner:
         """The kinds of actions that compute gradients of parameters."""
         return ("backward", "backward_weight") if self._split_backward else ("backward", "backward_input")
 
-    def _recv_backward(self, at: Pass) -> None:
+    def _recv_backward(self, at: Pass) -> float | None:
+        """Returns when the message was there, if that is known."""
         self._begin_recv_gradients(at)
-        self._in_flight[at].gradients = self._incoming_gradients.pop(at).wait()
+        incoming = self._incoming_gradients.pop(at)
+        self._in_flight[at].gradients = incoming.wait()
+        return incoming.arrived_s
 
     def _begin_recv_gradients(self, at: Pass) -> None:
         in_flight = self._in_flight.get(at)
