@@ -110,6 +110,8 @@ class ScheduleRunner:
         self._incoming: dict[Pass, IncomingTensors] = {}
         self._incoming_gradients: dict[Pass, IncomingGradients] = {}
         self._local_gradients: dict[Pass, list[torch.Tensor | None]] = {}
+        self._inputs_to_return: Payload = []  # whose gradients are to be sent next
+        self._is_backward_open = False
 
     # --------------------------------------------------------------------------------------------------- a pass
     def step(self, microbatches: int, work: MicrobatchWork, spans: list[ActionSpan] | None = None) -> None:
@@ -310,7 +312,15 @@ class ScheduleRunner:
         with self._backward_context:
             backward(*self._outputs_and_gradients(at, in_flight))
         self._return_gradients(at, in_flight)
-        self._work.after_backward()
+        self._is_backward_open = True
+        if not self._inputs_to_return:
+            self._end_backward()
+
+    def _end_backward(self) -> None:
+        """What follows a whole backward, once its gradients are sent: the stage before needs no sum of other ranks."""
+        if self._is_backward_open:
+            self._is_backward_open = False
+            self._work.after_backward()
 
     def _backward_input(self, at: Pass) -> None:
         in_flight = self._in_flight[at]
@@ -364,3 +374,4 @@ class ScheduleRunner:
         to = self._ranks[stage - 1]
         self._channel.send_gradients(self._inputs_to_return, to, stage=stage, microbatch=microbatch)
         self._inputs_to_return = []
+        self._end_backward()
