@@ -65,6 +65,12 @@ class _InFlight:
     backward_weight: Callable[[], None] | None = None
 
 
+def _span(action: Action, begin_s: float, clock: float, arrived_s: float | None) -> ActionSpan:
+    """Of an action that ends here; clock: the machine's less `time.perf_counter`, on which `arrived_s` is."""
+    end_s, arrived = clock + time.perf_counter(), None if arrived_s is None else clock + arrived_s
+    return ActionSpan(action.kind, action.stage, action.microbatch, begin_s, end_s, arrived)
+
+
 class ScheduleRunner:
     """Runs one rank's part of the pipeline.
 
@@ -110,8 +116,6 @@ class ScheduleRunner:
         self._incoming: dict[Pass, IncomingTensors] = {}
         self._incoming_gradients: dict[Pass, IncomingGradients] = {}
         self._local_gradients: dict[Pass, list[torch.Tensor | None]] = {}
-        self._inputs_to_return: Payload = []  # whose gradients are to be sent next
-        self._is_backward_open = False
 
     # --------------------------------------------------------------------------------------------------- a pass
     def step(self, microbatches: int, work: MicrobatchWork, spans: list[ActionSpan] | None = None) -> None:
@@ -183,8 +187,7 @@ class ScheduleRunner:
                     is_gradient = sent.kind == "send_backward"
                     self._channel.acknowledged(sent.stage + (not is_gradient), sent.microbatch, is_gradient=is_gradient)
                 if spans is not None:
-                    end, arrived = clock + time.perf_counter(), None if arrived_s is None else clock + arrived_s
-                    spans.append(ActionSpan(action.kind, action.stage, action.microbatch, begin, end, arrived))
+                    spans.append(_span(action, begin, clock, arrived_s))
             self._channel.finish()
         except CheckpointError as problem:
             raise several_stages_together("what the model has checkpointed") from problem
@@ -216,7 +219,6 @@ class ScheduleRunner:
 
     # -------------------------------------------------------------------------------------------------- forward
     def _recv_forward(self, at: Pass) -> float | None:
-        """Returns when the message was there, if that is known."""
         self._begin_recv_inputs(at)
         incoming = self._incoming.pop(at)
         self._inputs[at], self._forms[at] = incoming.wait(), incoming.forms
@@ -291,7 +293,6 @@ class ScheduleRunner:
         return ("backward", "backward_weight") if self._split_backward else ("backward", "backward_input")
 
     def _recv_backward(self, at: Pass) -> float | None:
-        """Returns when the message was there, if that is known."""
         self._begin_recv_gradients(at)
         incoming = self._incoming_gradients.pop(at)
         self._in_flight[at].gradients = incoming.wait()
@@ -311,15 +312,7 @@ class ScheduleRunner:
         self._work.before_backward(last=self._is_last_backward)
         with self._backward_context:
             backward(*self._outputs_and_gradients(at, in_flight))
-        self._return_gradients(at, in_flight)
-        self._is_backward_open = True
-        if not self._inputs_to_return:
-            self._end_backward()
-
-    def _end_backward(self) -> None:
-        """What follows a whole backward, once its gradients are sent: the stage before needs no sum of other ranks."""
-        if self._is_backward_open:
-            self._is_backward_open = False
+        if not self._return_gradients(at, in_flight):
             self._work.after_backward()
 
     def _backward_input(self, at: Pass) -> None:
@@ -359,19 +352,21 @@ class ScheduleRunner:
         ]
         return [one for one, _ in both], [gradient for _, gradient in both]
 
-    def _return_gradients(self, at: Pass, in_flight: _InFlight) -> None:
-        """Makes the gradients of the stage's inputs available to the stage before it."""
+    def _return_gradients(self, at: Pass, in_flight: _InFlight) -> bool:
+        """Makes the gradients of the stage's inputs available to the stage before it; whether they are to be sent."""
         stage, microbatch = at
         if stage and self._ranks[stage - 1] == self._group.position:
             self._local_gradients[stage - 1, microbatch] = [
                 None if one is None else one.grad for one in in_flight.inputs
             ]
-        elif stage:
-            self._inputs_to_return = in_flight.inputs
+            return False
+        self._inputs_to_return = in_flight.inputs
+        return stage > 0
 
     def _send_backward(self, at: Pass) -> None:
         stage, microbatch = at
         to = self._ranks[stage - 1]
         self._channel.send_gradients(self._inputs_to_return, to, stage=stage, microbatch=microbatch)
         self._inputs_to_return = []
-        self._end_backward()
+        if at not in self._in_flight:  # a whole backward, whose end may wait for other ranks
+            self._work.after_backward()
