@@ -375,7 +375,7 @@ PACKAGE_LINES = {
     "cli": 3146,  # clusters compared; the board; runs under Ray; submit, doctor and bench on nodes; loggers, the screen
     "comm": 3439,  # operations that are timed; sums in shared memory; links from node to node; messages that cross
     "data": 1749,  # tensors of nests without generators; streams that split by rank; collate on the rank that trains
-    "engine": 3244,  # batches of stages copied where needed; compilers of blocks; times of passes; squares of gradients
+    "engine": 3252,  # sums under products; batches of stages copied where needed; compilers of blocks; times of passes
     "hardware": 1256,  # sums of 16 bits on CPUs; links from node to node, shared cores; the host; variants of devices
     "launcher": 3824,  # imports without collections; a folder that all nodes see; batch scripts and manifests
     "model": 723,  # collectives; fake tensors that are made again; models built without memory; phases
@@ -384,7 +384,7 @@ PACKAGE_LINES = {
     "parallel": 1,
     "parallel.core": 2785,  # lists that parts of the model change; views that are not asked within blocks
     "parallel.data": 3633,  # small gradients squared at once; neighbours packed at once; optimizers of whole parameters
-    "parallel.tensor": 4408,  # views that are not asked; decisions are replayed, heads without logits; experts, indices
+    "parallel.tensor": 4550,  # sums under products; views that are not asked; decisions that are replayed; heads
     "parallel.pipeline": 3669,  # when messages arrive; lists that blocks change; dicts of a stage alone
     "plan": 1244,  # backwards in parts; spans of actions; speeds of ranks; schedules are a table that others add to
     "planner": 7476,  # sums on CPUs, by type and in shared memory; slow nodes; questions around a question, mechanisms
