@@ -61,7 +61,8 @@ def write_timeline(folder: Path, *, ranks: int = 2, microbatches: int = 4) -> No
         end = NOON + 0.02 + microbatches * 0.036
         rows.append({"kind": "loading", "name": "", "begin_s": NOON, "end_s": NOON + 0.02})
         rows.append({"kind": "update", "name": "", "begin_s": at, "end_s": end + 0.01})
-        rows.append({"kind": "operation", "name": "all_reduce (gradients)", "begin_s": at - 0.02, "end_s": end})
+        rows.append({"kind": "operation", "name": "all_reduce (gradients)", "axis": "data"})
+        rows[-1] |= {"begin_s": at - 0.02, "end_s": end, "waited_s": 0.01}
         place = {"step": 4, "rank": rank, "position": 0}
         (folder / "timeline" / f"rank{rank}.jsonl").write_text(lines({**place, **row} for row in rows))
 
@@ -81,6 +82,10 @@ def write_full_run(folder: Path) -> Path:
     for step in range(1, 41):
         more: dict[str, Any] = {"metrics": {"accuracy": step / 50}, "memory_bytes": [500 * MIB, (600 + 2 * step) * MIB]}
         more |= {"memory": counted} if step == 2 else {}
+        if 3 <= step <= 7:
+            more["communication"] = {
+                "data": {"under_way_s": 0.06 + 0.01 * step, "waited_s": 0.01 * step, "hidden": 0.5}
+            }
         more |= {"step_s": 0.9, "busy_s": [0.1, 0.8], "waited_s": 0.7} if step == 25 else {}
         records.append(record(step, **more))
         if step % 10 == 0:

@@ -372,25 +372,25 @@ PACKAGE_LINES = {
     "__init__": 1397,  # functions that are one graph; forms of fake tensors; phases; losses that do not add up
     "bridges": 1076,  # states of a Trainer's callbacks, its samplers; jobs of a Trainer and of Lightning's modules
     "checkpoint": 2588,  # weights from files; adapters, shards and tokenizers in exports; averages; pieces that overlap
-    "cli": 3144,  # clusters compared; the board; runs under Ray; submit, doctor and bench on nodes; loggers, the screen
-    "comm": 3376,  # sums in shared memory; links from node to node; messages that cross; numbers to a GPU; doctor
-    "data": 1749,  # tensors of nests without generators; streams that split by rank; collate on the rank that trains
-    "engine": 3244,  # batches of stages copied where needed; compilers of blocks; times of passes; squares of gradients
+    "cli": 3146,  # clusters compared; the board; runs under Ray; submit, doctor and bench on nodes; loggers, the screen
+    "comm": 3439,  # operations that are timed; sums in shared memory; links from node to node; messages that cross
+    "data": 1797,  # blocks of the order; where generators of Python and numpy are; tensors of nests
+    "engine": 3252,  # sums under products; batches of stages copied where needed; compilers of blocks; times of passes
     "hardware": 1256,  # sums of 16 bits on CPUs; links from node to node, shared cores; the host; variants of devices
     "launcher": 3824,  # imports without collections; a folder that all nodes see; batch scripts and manifests
     "model": 723,  # collectives; fake tensors that are made again; models built without memory; phases
     "nn": 307,  # the loss of a head without its logits
-    "observe": 1945,  # operations of a step; progress; stacks read without frames; loggers; stalls
+    "observe": 2065,  # operations under way; operations of a step; progress; stacks read without frames; loggers
     "parallel": 1,
-    "parallel.core": 2785,  # lists that parts of the model change; views that are not asked within blocks
-    "parallel.data": 3633,  # small gradients squared at once; neighbours packed at once; optimizers of whole parameters
-    "parallel.tensor": 4408,  # views that are not asked; decisions are replayed, heads without logits; experts, indices
-    "parallel.pipeline": 3637,  # lists that blocks change; dicts of a stage alone; forms of results
-    "plan": 1240,  # backwards in parts; spans of actions; speeds of ranks; schedules are a table that others add to
+    "parallel.core": 2798,  # dicts that are looked up as they are; lists that parts of the model change
+    "parallel.data": 3657,  # hooks that are paused; small gradients squared at once; neighbours packed at once
+    "parallel.tensor": 4550,  # sums under products; views that are not asked; decisions that are replayed; heads
+    "parallel.pipeline": 3695,  # layouts without gaps; when messages arrive; lists that blocks change
+    "plan": 1244,  # backwards in parts; spans of actions; speeds of ranks; schedules are a table that others add to
     "planner": 7476,  # sums on CPUs, by type and in shared memory; slow nodes; questions around a question, mechanisms
     "ray": 447,  # ranks that Ray places, starts and replaces
-    "report": 4770,  # curves on each other; numbers that jobs log; sorted tables, prices, mechanisms; pages of runs
-    "train": 3960,  # spans of steps; starting again, of runs here and under Ray; phases; the look at losses
+    "report": 4848,  # hidden communication; curves on each other; numbers that jobs log; sorted tables, mechanisms
+    "train": 4001,  # communication of recorded steps; spans; starting again, of runs here and under Ray; phases
     "verify": 2225,  # verdicts as they come; phases; streams, metrics, averages and groups in the reference
 }
 # Parameters of a command are the options that it has on the command line.

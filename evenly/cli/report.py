@@ -11,7 +11,7 @@ from pathlib import Path
 
 from evenly.cli.tables import print_table
 from evenly.errors import UserError
-from evenly.report import compare
+from evenly.report import analysis, compare
 from evenly.report import predicted as prediction
 from evenly.report.run import MEMORY_HEADS, RunSummary, balance, course_rows, memory_rows, read_run
 from evenly.report.runpage import page
@@ -99,6 +99,8 @@ def _show(run: RunSummary, pipeline: PipelineView | None, step: StepView | None)
         print_table(prediction.STEP_TITLE, prediction.STEP_HEADS, prediction.step_rows(run, predicted), wrapping=())
     if predicted and run.memory:
         print_table(prediction.MEMORY_TITLE, prediction.MEMORY_HEADS, prediction.memory_rows(run, predicted))
+    if rows := analysis.communication_rows(run):
+        print_table("communication, seconds of a step, mean of all ranks", analysis.COMMUNICATION_HEADS, rows)
     if pipeline:
         print_table(title(pipeline), HEADS, pipeline_rows(pipeline))
     if step:

@@ -143,7 +143,9 @@ def sum_at_once(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     if not is_plain(tensor):
         return all_reduce(tensor, group)
     serial = enter(group, "all_reduce", tensor, detail="sum")
-    wait_for((group.handle.allreduce([tensor]),), group, serial, polled=polled)
+    wait_for((group.handle.allreduce([tensor]),), group, 0, polled=polled)
+    if group.recorder is not None:
+        group.recorder.leave(serial)
     return tensor
 
 
@@ -195,8 +197,8 @@ def exchange(packed: torch.Tensor, group: Group, *, label: str = "") -> Pending[
         return Pending(group, serial, (), lambda: packed)
     ranks, length = packed.shape
     lengths, few = [length] * ranks, packed.nbytes <= FEW_BYTES
-    coming = exchange_packed(contiguous(packed).view(-1), lengths, lengths, group, few=few)
-    return Pending(group, serial, (), lambda: coming.wait().view(ranks, length))
+    landing, works, polled = exchange_packed(contiguous(packed).view(-1), lengths, lengths, group, few=few)
+    return Pending(group, serial, works, lambda: landing.view(ranks, length), polled=polled)
 
 
 def _check_target(into: torch.Tensor, shape: Sequence[int]) -> None:
@@ -260,15 +262,15 @@ def reduce_scatter(
     row, piece = carried[0].numel(), (lengths[group.position], *carried.shape[1:])
     mine = row * lengths[group.position]
     counts, few = [row * length for length in lengths], carried.nbytes <= FEW_BYTES
-    exchange = exchange_packed(carried.view(-1), counts, [mine] * group.size, group, few=few)
+    landing, works, polled = exchange_packed(carried.view(-1), counts, [mine] * group.size, group, few=few)
 
     def add_up() -> torch.Tensor:
-        received = exchange.wait().split(mine)
+        received = landing.split(mine)
         if into is not None and plain and reduction == "sum" and dim == 0:
             return added_up(received, into, adding)
         return finish(reduced_here(received, added, reduction).view(piece))
 
-    return Pending(group, serial, (), add_up)
+    return Pending(group, serial, works, add_up, polled=polled)
 
 
 def adds_here(group: Group) -> bool:

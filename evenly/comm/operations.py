@@ -145,28 +145,20 @@ def all_to_all(
     if same and dim % max(tensor.ndim, 1) == 0:  # pieces lie one behind the other, there and here
         width = tensor.shape[1:].numel()
         counts, expected = [width * n for n in lengths], [width * n for n in received]
-        coming = exchange_packed(contiguous(tensor).view(-1), counts, expected, group)
-        return Pending(group, serial, (), lambda: coming.wait().view(sum(received), *tensor.shape[1:]))
+        landing, works, polled = exchange_packed(contiguous(tensor).view(-1), counts, expected, group)
+        return Pending(group, serial, works, lambda: landing.view(sum(received), *tensor.shape[1:]), polled=polled)
     shape = tensor.shape if same else with_length(tensor.shape, dim, lengths[group.position])
-    exchange = _exchange_pieces(
-        cut_pieces(tensor, dim, lengths), [with_length(shape, join, n) for n in received], group
-    )
-    return Pending(group, serial, (), lambda: torch.cat(exchange.wait(), join))
-
-
-def _exchange_pieces(
-    pieces: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], group: Group
-) -> Pending[list[torch.Tensor]]:
-    """Piece i goes to position i; the pieces that come have `shapes` and the same dtype."""
+    pieces = cut_pieces(tensor, dim, lengths)
     sent = torch.cat([contiguous(piece).view(-1) for piece in pieces])
-    expected = [torch.Size(shape).numel() for shape in shapes]
-    exchange = exchange_packed(sent, [piece.numel() for piece in pieces], expected, group)
+    shapes = [torch.Size(with_length(shape, join, n)) for n in received]
+    expected = [one.numel() for one in shapes]
+    landing, works, polled = exchange_packed(sent, [piece.numel() for piece in pieces], expected, group)
 
-    def finish() -> list[torch.Tensor]:
-        parts = exchange.wait().split(expected)
-        return [part.view(list(shape)) for part, shape in zip(parts, shapes, strict=True)]
+    def joined() -> torch.Tensor:
+        parts = landing.split(expected)
+        return torch.cat([part.view(one) for part, one in zip(parts, shapes, strict=True)], join)
 
-    return Pending(group, 0, (), finish)
+    return Pending(group, serial, works, joined, polled=polled)
 
 
 def _announced(pieces: Sequence[torch.Tensor], source: int, group: Group) -> tuple[Sequence[int], torch.dtype]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from _thread import start_new_thread
 from collections.abc import Callable, Sequence
+from functools import partial
+from threading import Event
 from time import perf_counter, sleep
 from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar
 
@@ -15,6 +18,7 @@ from evenly.comm.groups import Group
 from evenly.errors import RunError, UserError
 from evenly.observe.diagnosis import disagreement
 from evenly.observe.recorder import LONGEST_TEXT, CollectiveCall, call_from, call_text, here
+from evenly.observe.timings import Timing
 from evenly.torch_private import all_gather_single, begin_all_gather
 
 DTYPES = {d for d in vars(torch).values() if isinstance(d, torch.dtype)}
@@ -60,6 +64,8 @@ class _Work(Protocol):
 
     def wait(self) -> object: ...
 
+    def get_future(self) -> Any: ...
+
 
 class Pending(Generic[T]):
     """An operation that is under way: works of torch, and what remains to be done after them.
@@ -71,6 +77,9 @@ class Pending(Generic[T]):
         self, group: Group, serial: int, works: Sequence[_Work], finish: Callable[[], T], *, polled: bool = True
     ) -> None:
         self._group, self._serial = group, serial
+        self.timing = timing_of(group, serial)
+        if works and self.timing is not None:
+            works = watched(works, self.timing, messages=not polled)
         self._works, self._finish = works, finish
         self._polls = polled and group.device.type == "cpu"
         self._result: list[T] = []
@@ -94,7 +103,66 @@ def wait_for(works: Sequence[_Work], group: Group, serial: int, *, polled: bool)
     if recorder is not None:
         recorder.waited_s += perf_counter() - began_s
         if serial:
-            recorder.leave(serial)
+            recorder.leave(serial, began_s)
+
+
+def is_timed(group: Group) -> bool:
+    """Whether it is noted when operations of `group` are under way. Works of GPUs are done behind their hosts."""
+    if group.recorder is None or group.recorder.timings is None:
+        return False
+    return group.size > 1 and group.device.type == "cpu"
+
+
+def timing_of(group: Group, serial: int) -> Timing | None:
+    """What is noted of the operation `serial`, if it is timed."""
+    recorder = group.recorder
+    return None if recorder is None or recorder.timings is None else recorder.timings.get(serial)
+
+
+def watched(works: Sequence[_Work], timing: Timing, *, messages: bool) -> Sequence[_Work]:
+    """What to wait for in place of `works`, which notes when they are complete, whoever waits.
+
+    messages: whether they are between two ranks, of which torch says nothing before somebody waits: a thread does.
+    """
+    if messages:
+        return [_WatchedMessages(works, timing)]
+    for work in works:
+        work.get_future().add_done_callback(partial(_complete, timing))
+    return works
+
+
+def _complete(timing: Timing, *_: Any) -> None:
+    timing.complete_s = perf_counter()
+
+
+class _WatchedMessages:
+    """Works for which a thread of its own waits."""
+
+    def __init__(self, works: Sequence[_Work], timing: Timing) -> None:
+        self._works, self._timing = works, timing
+        self._done, self._problem = Event(), list[BaseException]()
+        # `Thread.start` waits for the thread, which here is to take nothing of the time that it measures.
+        start_new_thread(self._watch, ())
+
+    def _watch(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+            _complete(self._timing)
+        except BaseException as problem:  # raised where the main thread waits
+            self._problem.append(problem)
+        self._done.set()
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        self._done.wait()
+        if self._problem:
+            raise self._problem[0]
+
+    def get_future(self) -> Any:
+        raise NotImplementedError
 
 
 def _poll(work: _Work) -> None:
@@ -108,19 +176,15 @@ def _poll(work: _Work) -> None:
 
 
 class WorkOfMessages(dist.Work):
-    """Works of the CPU as one work of torch's; polled: as in `Pending`."""
+    """Works of the CPU, those of the operation `serial`, as one work of torch's; polled: as in `Pending`."""
 
-    def __init__(self, works: Sequence[_Work], polled: bool) -> None:
+    def __init__(self, works: Sequence[_Work], group: Group, serial: int, *, polled: bool) -> None:
         super().__init__()
-        self._works, self._polled = works, polled
+        self._pending = Pending(group, serial, works, lambda: True, polled=polled)
 
     def wait(self, *_: Any, **__: Any) -> bool:
         """Returns once all are done."""
-        for work in self._works:
-            if self._polled:
-                _poll(work)
-            work.wait()
-        return True
+        return self._pending.wait()
 
 
 def enter(
@@ -150,7 +214,11 @@ def enter(
     shape = None if tensor is None else _known_shape(tensor, free) if free else tuple(tensor.shape)
     dtype = "" if tensor is None else _DTYPE_NAMES[tensor.dtype]
     call = CollectiveCall(operation, group.label, dtype, shape, detail, label, here())
-    serial = 0 if group.recorder is None else group.recorder.enter(number, call_text(call))
+    serial = 0
+    if (recorder := group.recorder) is not None:
+        serial = recorder.enter(number, call_text(call))
+        if recorder.timings is not None and is_timed(group):
+            recorder.timings[serial] = Timing(operation, group.name, label, perf_counter())
     if group.checked and collective and group.size > 1:
         check_call(call, number, group, position)
     return serial
@@ -319,10 +387,11 @@ def exchange_numbers(numbers: Sequence[int], group: Group) -> list[int]:
 
 def exchange_packed(
     sent: torch.Tensor, counts: Sequence[int], expected: Sequence[int], group: Group, *, few: bool = False
-) -> Pending[torch.Tensor]:
-    """Piece i of `sent`, 1D, goes to position i; the received ones are packed likewise. Lengths in elements.
+) -> tuple[torch.Tensor, Sequence[_Work], bool]:
+    """Piece i of `sent`, 1D, goes to position i. Lengths in elements.
 
     few: whether all ranks know that no rank sends more than `FEW_BYTES`.
+    Returns what the received pieces fill, packed likewise, the works that do it, and whether they can be polled.
     """
     width, landing = sent.element_size(), sent.new_empty(sum(expected))
     there, back = ([width * count for count in one] for one in (counts, expected))
@@ -331,7 +400,7 @@ def exchange_packed(
         works = post_exchange(as_bytes(sent).split(there), as_bytes(landing).split(back), group)
     else:  # the group's own method, as in `all_reduce`
         works = [group.handle.alltoall_base(as_bytes(landing), as_bytes(sent), back, there)]
-    return Pending(group, 0, works, lambda: landing, polled=not messages)
+    return landing, works, not messages
 
 
 def post_exchange(going: Sequence[torch.Tensor], coming: Sequence[torch.Tensor], group: Group) -> list[_Work]:

@@ -219,7 +219,7 @@ def compose(
     model = modules[0]
     pipeline = _pipeline(*stages, plan, world) if stages is not None else None
     blocks = [find_blocks(module) for module in modules] if pipeline is None else [pipeline.blocks]
-    tensor = None if splits is None else _split(model, splits, _tensor_group(world), plan)
+    tensor = None if splits is None else _split(model, splits, _tensor_group(world), plan, world.backend)
     if plan.data.zero_stage < 3 and (pipeline or tensor):
         model.to(world.device)
     replicas = Replicas(modules, devices_of(plan, world), output_device=plan.replicas.output_device)
@@ -347,7 +347,9 @@ def _tensor_group(world: World) -> Group:
     return group
 
 
-def _split(model: nn.Module, splits: Mapping[str, ParameterSplit], group: Group, plan: Plan) -> SplitModel:
+def _split(
+    model: nn.Module, splits: Mapping[str, ParameterSplit], group: Group, plan: Plan, backend: str
+) -> SplitModel:
     """Splits the parameters of `model` over the tensor axis; it may hold only some of `splits`."""
     from evenly.parallel.tensor.layout import Layout
     from evenly.parallel.tensor.model import SplitModel
@@ -364,8 +366,16 @@ def _split(model: nn.Module, splits: Mapping[str, ParameterSplit], group: Group,
             "lost where it is split over the tensor axis and sharded too",
             "make it contiguous in the model's builder, or use zero=2",
         )
-    selective = plan.recompute == "selective"
-    return SplitModel(model, layouts, group, sequence=plan.tensor.sequence_parallel, recomputed=selective)
+    how = {"recomputed": plan.recompute == "selective", "overlapped": sums_under_products(plan, backend)}
+    return SplitModel(model, layouts, group, sequence=plan.tensor.sequence_parallel, **how)
+
+
+def sums_under_products(plan: Plan, backend: str) -> bool:
+    """Whether sums of the tensor axis are to be under way while gradients of weights are computed.
+
+    NCCL's take no core from them. A split backward computes none meanwhile.
+    """
+    return backend == "nccl" and not plan.splits_backward
 
 
 def _pipeline(model: StagedModel, stage_plans: Mapping[str, StagePlan], plan: Plan, world: World) -> Pipeline:

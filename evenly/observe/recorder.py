@@ -36,6 +36,7 @@ from typing import Any, Literal, NamedTuple
 
 from evenly.errors import EVENLY, is_users
 from evenly.observe.stacks import Place, StackReader, ThreadStack, place_text
+from evenly.observe.timings import Timing
 
 ENTRIES = 256
 SLOT_BYTES = 640
@@ -129,6 +130,7 @@ class Recorder:
         self._state: State = "running"
         self._longest_step_s = 0.0
         self.waited_s = 0.0  # for other ranks, in all
+        self.timings: dict[int, Timing] | None = None  # by serial, of operations that are timed; None for none
         self.writing = ""  # what a thread of its own writes: a short name
         self._since_s = time.time()
         self._beat("starting", "running")
@@ -151,19 +153,26 @@ class Recorder:
             self._ticks += 1
             return self._serial
 
-    def leave(self, serial: int) -> None:
-        """Notes the end of an operation, unless newer ones have taken its slot already."""
+    def leave(self, serial: int, waited_from_s: float | None = None) -> None:
+        """Notes the end of an operation, unless newer ones have taken its slot already.
+
+        waited_from_s: since when the rank has waited for it (`time.perf_counter`); by default since it was entered.
+        """
         if self._serial - serial < ENTRIES:
             _TIME.pack_into(self._memory, _start(serial) + _LEFT_AT, time.time())
+        if self.timings is not None and (timing := self.timings.get(serial)) is not None:
+            timing.waited_from_s = timing.begin_s if waited_from_s is None else waited_from_s
+            timing.ended_s = time.perf_counter()
         self._ticks += 1
 
-    def entries_since(self, begin_s: float) -> list[Entry]:
-        """Of the newest `ENTRIES` operations those that were entered since, from oldest to newest."""
-        with self._lock:
-            memory = self._memory[:]
-        found = [_entry(memory, slot * SLOT_BYTES) for slot in range(1, ENTRIES + 1)]
-        recent = [entry for entry in found if entry is not None and entry.entered_s >= begin_s]
-        return sorted(recent, key=lambda entry: entry.serial)
+    def time_operations(self) -> None:
+        """From here to `timed` it is noted when operations are under way, which costs more."""
+        self.timings = self.timings or {}
+
+    def timed(self) -> list[Timing]:
+        """The operations since `time_operations`, in order; ends it."""
+        found, self.timings = self.timings or {}, None
+        return [*found.values()]
 
     def tick(self) -> None:
         """Notes that the rank gets on."""

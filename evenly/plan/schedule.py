@@ -59,13 +59,17 @@ class Action:
 
 
 class ActionSpan(NamedTuple):
-    """When a rank ran an action, in seconds of the machine's clock."""
+    """When a rank ran an action, in seconds of the machine's clock.
+
+    arrived_s: of a receive, when its message was there; None where that is not known.
+    """
 
     kind: Kind
     stage: int
     microbatch: int
     begin_s: float
     end_s: float
+    arrived_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -276,6 +276,57 @@ def _waits(rank: int, busy_s: float, waits: Mapping[int, float], steps: int) -> 
     return RankWaits(rank, busy_s, total / steps, most, waits[most] / total if most is not None else 0.0)
 
 
+# --- communication -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AxisSeconds:
+    """Seconds of a step in which something was under way along an axis, and those in which ranks waited for it, in the
+    mean of all ranks and of the steps in which that was recorded.
+    """
+
+    axis: str
+    under_way_s: float
+    waited_s: float
+
+    @property
+    def hidden(self) -> float:
+        """The share of what is under way that nobody waits for."""
+        return 1 - self.waited_s / self.under_way_s if self.under_way_s else 0.0
+
+
+def communication_of(run: RunSummary) -> list[AxisSeconds]:
+    """By axis; empty where it is not recorded."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    rows = [row["communication"] for row in run.steps if isinstance(row.get("communication"), dict)]
+    for axis, of_axis in [one for row in rows for one in row.items()]:
+        seconds = [amount(of_axis.get(key)) for key in ("under_way_s", "waited_s")] if isinstance(of_axis, dict) else []
+        known = [min(one, LONGEST_S) for one in seconds if one is not None]
+        if len(known) == 2:
+            found.setdefault(str(axis), []).append((known[0], min(known)))
+    return [
+        AxisSeconds(axis, sum(one for one, _ in of_axis) / len(rows), sum(one for _, one in of_axis) / len(rows))
+        for axis, of_axis in found.items()
+    ]
+
+
+def hidden_of(found: Sequence[AxisSeconds]) -> float | None:
+    """The share of all communication that nobody waits for; None where nothing is under way."""
+    whole = sum(one.under_way_s for one in found)
+    return 1 - sum(one.waited_s for one in found) / whole if whole else None
+
+
+COMMUNICATION_HEADS = ("axis", "under way between ranks", "waited for", "hidden")
+
+
+def communication_rows(run: RunSummary) -> list[tuple[str, ...]]:
+    """A row for each axis."""
+    return [
+        (one.axis, time_in_words(one.under_way_s), time_in_words(one.waited_s), f"{one.hidden:.0%}")
+        for one in communication_of(run)
+    ]
+
+
 # --- memory --------------------------------------------------------------------------------------------
 
 

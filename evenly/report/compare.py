@@ -77,6 +77,8 @@ def results_of(run: RunSummary, now_s: float) -> dict[str, str]:
     if shares is not None:
         found["computing"], found["waiting"] = f"{shares.computing:.0%}", f"{shares.waiting:.0%}"
         found["communication"] = f"{shares.communication:.0%}"
+    if (hidden := analysis.hidden_of(analysis.communication_of(run))) is not None:
+        found["communication hidden"] = f"{hidden:.0%}"
     return found
 
 

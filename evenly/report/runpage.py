@@ -136,7 +136,15 @@ def _share_figures(run: RunSummary) -> list[Figure]:
     note = f"{shares.waiting:.0%} waiting, {shares.communication:.0%} {_communication(run)}"
     if run.plan.get("world") == 1:
         note = f"{shares.rest:.0%} {REST}"
-    return [Figure("computing", f"{shares.computing:.0%}", note)]
+    return [Figure("computing", f"{shares.computing:.0%}", note), *_hidden_figures(run)]
+
+
+def _hidden_figures(run: RunSummary) -> list[Figure]:
+    axes = analysis.communication_of(run)
+    hidden = analysis.hidden_of(axes)
+    if hidden is None:
+        return []
+    return [Figure("communication hidden", f"{hidden:.0%}", ", ".join(f"{one.axis} {one.hidden:.0%}" for one in axes))]
 
 
 def _communication(run: RunSummary) -> str:
@@ -321,6 +329,12 @@ def _time(run: RunSummary) -> Section | None:
             words += " Stages also wait for each other's messages: see the timeline."
         parts.append(text(words))
         parts += [stacked(bars[:64], time_in_words, title="seconds of a step"), table(WAIT_HEADS, rows, label="waits")]
+    if rows := analysis.communication_rows(run):
+        words = (
+            "Communication is hidden as far as it is under way while ranks do something else. Seconds of a step, mean "
+            "of all ranks, in the steps of which a timeline was recorded:"
+        )
+        parts += [text(words), table(analysis.COMMUNICATION_HEADS, rows, label="communication")]
     return Section("Where time goes", parts)
 
 

@@ -1,8 +1,9 @@
 """The spans that ranks wrote: a run's `timeline/rank0.jsonl` and so on.
 
 A span a line: step, rank, position on the pipeline axis, kind, and begin_s and end_s of the wall clock; of a pass, or
-a message of a pipeline, also stage and microbatch, of what else a rank does a name. A span of a receive is the wait for
-it. What is no pass follows all passes of its step, and a pipeline has none of it.
+a message of a pipeline, also stage and microbatch, of what else a rank does a name, and of an operation between ranks
+its axis and waited_s. A span of a receive is the wait for it; arrived_s is when it was there. What is no pass follows
+all passes of its step, and a pipeline has operations alone of it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from evenly.errors import UserError
 from evenly.observe.run_folder import RunFolder, whole_number
 from evenly.plan.schedule import Action, Kind
 from evenly.planner.timeline import Span
+from evenly.report.run import amount
 
 Row = Mapping[str, Any]
 
@@ -27,19 +29,25 @@ FIRST_S, LAST_S = -1e11, 1e12  # between these lie the times that a machine's cl
 
 @dataclass(frozen=True)
 class OtherSpan:
-    """What a rank did that is no pass, from its beginning to its end in seconds; name: of an operation."""
+    """What a rank did that is no pass, from its beginning to its end in seconds.
+
+    Of an operation, which was under way so long: its name, axis, and for how long of that the rank waited for it, None
+    where that is not recorded.
+    """
 
     kind: OtherKind
     name: str
     begin_s: float
     end_s: float
+    axis: str = ""
+    waited_s: float | None = None
 
 
 @dataclass(frozen=True)
 class RecordedSpans:
     """What the ranks of a run wrote: their positions on the pipeline axis, and their spans by step.
 
-    others: what is no pass, of ranks without a pipeline.
+    others: what is no pass.
     """
 
     positions: Mapping[int, int]
@@ -102,7 +110,8 @@ def _record(value: Any, stem: str) -> _Record:
         raise ValueError(f"it is of rank {rank}")
     if kind in get_args(OtherKind):
         name = _checked(value, "name", lambda name: isinstance(name, str))
-        return _Record(step, rank, position, OtherSpan(kind, name, begin_s, end_s))
+        axis = _checked({"axis": "", **value}, "axis", lambda axis: isinstance(axis, str))
+        return _Record(step, rank, position, OtherSpan(kind, name, begin_s, end_s, axis, amount(value.get("waited_s"))))
     stage, microbatch = (_whole(value, name) for name in ("stage", "microbatch"))
     return _Record(step, rank, position, Span(rank, kind, stage, microbatch, begin_s, end_s))
 
@@ -126,7 +135,7 @@ def _by_step(records: Sequence[_Record]) -> tuple[dict[int, list[Span]], dict[in
     passes: dict[int, list[Span]] = {}
     others: dict[int, list[OtherSpan]] = {}
     actions: set[Action] = set()
-    staged = not any(isinstance(record.span, OtherSpan) for record in records)
+    staged = not any(isinstance(record.span, OtherSpan) and record.span.kind != "operation" for record in records)
     last = -1
     for record in records:
         span, step = record.span, record.step

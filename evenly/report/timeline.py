@@ -12,6 +12,7 @@ from itertools import product
 from statistics import median_low
 from typing import Any
 
+from evenly.observe.timings import covered
 from evenly.plan.schedule import COMPUTE, SCHEDULES, Action, Kind, Schedule
 from evenly.planner.timeline import Span, Timeline, costs_of, ideal_bubble, simulate
 from evenly.report.comm import time_in_words
@@ -26,7 +27,7 @@ STEP_HEADS = (
     "rank",
     "computes",
     "communicates",
-    "of that not hidden",
+    "of that waited for",
     *(OTHERS[kind] for kind in ("loading", "update")),
 )
 
@@ -76,7 +77,9 @@ def pipeline_of(recorded: RecordedSpans, plan: Row) -> PipelineView | None:
 
 def has_pipeline(recorded: RecordedSpans) -> bool:
     """Whether the spans are those of stages."""
-    return not any(recorded.others.values())
+    return not any(
+        one.kind != "operation" for steps in recorded.others.values() for found in steps.values() for one in found
+    )
 
 
 def _are_all(recorded: RecordedSpans, plan: Row) -> bool:
@@ -246,19 +249,20 @@ def step_title(view: StepView) -> str:
 
 
 def step_figures(view: StepView) -> list[dict[str, Any]]:
-    """Of each rank what a step's seconds went to; `shown_s`: of communication what no pass of the rank hides."""
+    """Of each rank what a step's seconds went to; `waited_s`: those of communication in which the rank waited for it,
+    None where that is not recorded.
+    """
     rows: list[dict[str, Any]] = []
     for rank, (passes, others) in view.ranks.items():
-        operations = [(one.begin_s, one.end_s) for one in others if one.kind == "operation"]
-        computing = [(span.begin_s, span.end_s) for span in passes]
-        whole, either = covered(operations), covered([*operations, *computing])
+        operations = [one for one in others if one.kind == "operation"]
+        waits = [(one.end_s - one.waited_s, one.end_s) for one in operations if one.waited_s is not None]
         rest = {kind: sum(one.end_s - one.begin_s for one in others if one.kind == kind) for kind in OTHERS}
         rows.append(
             {
                 "rank": rank,
-                "passes_s": covered(computing),
-                "communication_s": whole,
-                "shown_s": either - covered(computing),
+                "passes_s": covered([(span.begin_s, span.end_s) for span in passes]),
+                "communication_s": covered([(one.begin_s, one.end_s) for one in operations]),
+                "waited_s": covered(waits) if len(waits) == len(operations) else None,
                 "loading_s": rest["loading"],
                 "update_s": rest["update"],
             }
@@ -266,26 +270,17 @@ def step_figures(view: StepView) -> list[dict[str, Any]]:
     return rows
 
 
-def covered(spans: Sequence[tuple[float, float]]) -> float:
-    """The seconds that lie in at least one of the spans, each from its beginning to its end."""
-    total, until = 0.0, float("-inf")
-    for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return total
-
-
 def step_rows(view: StepView) -> list[tuple[str, ...]]:
     """A row for each rank, as `STEP_HEADS`."""
-    rows = step_figures(view)
-    return [(str(row["rank"]), *(time_in_words(row[key]) if row[key] else "-" for key in [*row][1:])) for row in rows]
+    rows = [[*row.values()] for row in step_figures(view)]
+    return [(str(rank), *(time_in_words(one) if one else "-" for one in seconds)) for rank, *seconds in rows]
 
 
 def step_section(view: StepView) -> Section:
     """The step as a part of a page."""
     words = (
         f"{step_title(view)}. A row for each rank: its passes with the number of the microbatch, and below them what "
-        "was under way between ranks. Operations that wait within a pass make that pass longer."
+        "was under way between ranks. Operations that are waited for within a pass make that pass longer."
     )
     picture = drawn_step(view.ranks, title="as run", begin_s=view.begin_s, longest_s=view.seconds)
     return Section(

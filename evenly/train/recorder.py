@@ -56,6 +56,7 @@ class RunRecorder:
         if self._is_main and self._sinks:
             record = {**vars(report), "samples_per_s": report.samples_per_s, "tokens_per_s": report.tokens_per_s}
             record |= {"metrics": report.metrics or None, "busy_s": report.busy_s or None}
+            record |= {"communication": report.communication or None}
             self._metrics({name: value for name, value in record.items() if value is not None})
 
     def evaluated(self, step: int, found: Evaluation) -> None:
@@ -91,7 +92,8 @@ class RunRecorder:
     def spans(self, step: int, position: int, spans: Sequence[Any]) -> None:
         """Records what this rank, at `position` of its pipeline, did in `step`: named tuples with a kind and times."""
         for span in spans:
-            record = {"step": step, "rank": self._rank, "position": position, **span._asdict()}
+            values = {name: value for name, value in span._asdict().items() if value is not None}
+            record = {"step": step, "rank": self._rank, "position": position, **values}
             for sink in self._sinks:
                 sink.write("timeline", record)
 

@@ -28,6 +28,10 @@ class StepReport:
     busy_s:        of each rank, seconds in its own forwards and backwards, without waiting for others; empty where they
                    are not known (on GPUs, whose work goes on behind their hosts).
     waited_s:      seconds of the step in which this rank waited for others; None where `busy_s` is not known.
+    communication: in the steps of which a run with a folder records a timeline, by axis (data, tensor, pipeline), in
+                   the mean of all ranks: `under_way_s`, seconds in which something was under way between ranks;
+                   `waited_s`, those of them in which the rank waited for it; `hidden`, the share in which it did not.
+                   Else empty, and on one rank, on GPUs, and where evenly has not started the ranks.
     """
 
     step: int
@@ -44,6 +48,7 @@ class StepReport:
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     busy_s: list[float] = field(default_factory=list[float])
     waited_s: float | None = None
+    communication: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
 
     @property
     def samples_per_s(self) -> float:

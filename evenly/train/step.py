@@ -60,6 +60,8 @@ class OpenStep:
         kept = run.plan.devices == 1 and (run.may_leave_out > 0 or run.out is not None)
         self.buffers = BuffersBefore(run.model) if kept else None
         self.spans: list[Any] | None = [] if run.steps_done in run.recorder.spanned else None
+        if self.spans is not None and run.world.recorder is not None:
+            run.world.recorder.time_operations()
         self.waited_s = run.world.waited_s
         self._earlier: dict[str, torch.Tensor] = {}
 
@@ -196,8 +198,9 @@ def train_step(run: Run, batch: Batch | None, loss: LossFunction | None) -> Step
     totals = joined_totals([one.totals for one in phases.values()])
     _end_step(run, totals)
     waited_s = run.world.waited_s - step.waited_s
+    communication: dict[str, dict[str, float]] = {}
     if step.spans is not None:
-        record_spans(run, step.number, step.spans, began_s=run.clock)
+        communication = record_spans(run, step.number, step.spans, began_s=run.clock)
     memory = None if counter is None else [*_memory_of_all(run, counter)]
     now = time.perf_counter()
     step_s, run.clock = now - run.clock, now
@@ -211,6 +214,7 @@ def train_step(run: Run, batch: Batch | None, loss: LossFunction | None) -> Step
         left_out=run.left_out,
         busy_s=totals.busy_s if timed else [],
         waited_s=waited_s if timed else None,
+        communication=communication,
         **figures_of(phases),
     )
     run.recorder.step(report)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,7 @@ import torch
 from kept_ranks import group_of_all
 
 from evenly.comm import collectives, shared_memory
-from evenly.comm.collectives import gather_to_first, sum_at_once
+from evenly.comm.collectives import exchange, gather_to_first, sum_at_once
 from evenly.comm.groups import Group
 from evenly.comm.operations import (
     all_gather,
@@ -32,8 +33,9 @@ from evenly.comm.operations import (
     send,
 )
 from evenly.comm.shared_memory import WORTH_BYTES, share_memory
-from evenly.comm.transport import even_sizes
+from evenly.comm.transport import FEW_BYTES, even_sizes
 from evenly.errors import EvenlyError, UserError
+from evenly.observe.recorder import Recorder, read
 
 DTYPES = [
     torch.float64,
@@ -443,3 +445,45 @@ def memory_that_one_rank_does_not_see(hidden: str) -> list[str]:
         total = sum_at_once(torch.ones(WORTH_BYTES), group)
         findings.same("by gloo", total, torch.full((WORTH_BYTES,), float(group.size)))
     return findings
+
+
+# ------------------------------------------------------------------------------------------------ when it is under way
+def timed(folder: Path) -> list[str]:
+    """What is noted of operations that are complete before anybody waits, and of one that is waited for at once."""
+    with group_of_all() as group:
+        path = folder / str(group.position)
+        group.recorder = recorder = Recorder(path, group.position)
+        recorder.time_operations()
+        few, many = torch.ones(3), torch.ones(group.size, FEW_BYTES)
+        begun = {
+            "all_reduce": all_reduce.begin(few, group, label="few"),
+            "exchange": exchange.begin(many, group),
+            "all_gather": all_gather.begin(many, group, sizes=[group.size] * group.size),
+        }
+        wrong = [f"{name} is over before it is waited for" for name in begun if not inside(path, name)]
+        until_s = time.monotonic() + 60
+        timings = [one.timing for one in begun.values() if one.timing is not None]
+        while time.monotonic() < until_s and any(one.complete_s is None for one in timings):
+            time.sleep(0.01)
+        for pending in begun.values():
+            pending.wait()
+        sum_at_once(few, group)
+        found = recorder.timed()
+        recorder.close()
+        group.recorder = None
+        at_once = found.pop()
+        names = [(one.operation, one.axis, one.label) for one in found]
+        wrong += [] if names == [(name, group.name, "few" * (name == "all_reduce")) for name in begun] else [str(names)]
+        hidden = [one.under_way() for one in found]
+        wrong += [f"{one} was waited for" for one in hidden if one is None or one.waited_from_s < one.end_s]
+        waited = at_once.under_way()
+        wrong += [] if waited is not None and waited.waited_from_s == waited.begin_s < waited.end_s else [str(waited)]
+        all_reduce(few, group)
+        return wrong + ["an operation is timed after the end"] * (recorder.timed() != [])
+
+
+def inside(path: Path, operation: str) -> bool:
+    """Whether the record has this rank in the operation."""
+    record = read(path)
+    assert record is not None
+    return [entry.left_s for entry in record.entries if entry.call.operation == operation] == [None]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import operations_ranks
 import pairs_ranks
@@ -14,7 +16,8 @@ from kept_ranks import KeptRanks
 from evenly.comm.collectives import gather_to_first
 from evenly.comm.groups import Group, mesh_lines
 from evenly.comm.operations import all_gather, all_reduce, gather_values
-from evenly.comm.transport import WorkOfMessages, even_sizes, post_exchange
+from evenly.comm.transport import WorkOfMessages, even_sizes, post_exchange, watched
+from evenly.observe.timings import Timing
 
 SIZES = [2, 3, 4, 8]
 
@@ -70,6 +73,22 @@ def test_memory_is_shared_by_all_ranks_or_none(ranks: KeptRanks, hidden: str) ->
     assert flat(ranks.run(operations_ranks.memory_that_one_rank_does_not_see, hidden, size=3)) == []
 
 
+def test_it_is_noted_when_an_operation_is_under_way(tmp_path: Path, ranks: KeptRanks) -> None:
+    assert flat(ranks.run(operations_ranks.timed, tmp_path, size=3)) == []
+
+
+def test_what_a_watched_message_raises_comes_to_who_waits_for_it() -> None:
+    class Broken(Slow):
+        def wait(self, *_: object, **__: object) -> bool:
+            raise RuntimeError("the other rank is gone")
+
+    timing = Timing("send", "pipeline", "", 0.0)
+    [work] = watched([Broken()], timing, messages=True)
+    with pytest.raises(RuntimeError, match="is gone"):
+        work.wait()
+    assert work.is_completed() and timing.complete_s is None
+
+
 def test_a_group_of_one_is_the_identity() -> None:
     alone, tensor = Group.alone(), torch.arange(3.0)
     assert all_reduce(tensor, alone, "mean") is tensor
@@ -93,11 +112,14 @@ class Slow(dist.Work):
         self.waited += 1
         return True
 
+    def get_future(self) -> Any:
+        raise NotImplementedError
+
 
 def test_who_waits_for_torchs_work_stays_awake_until_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("evenly.comm.transport.POLL_S", 60)
     slow = Slow()
-    awake = WorkOfMessages([slow], polled=True)
+    awake = WorkOfMessages([slow], Group.alone(), 0, polled=True)
     assert isinstance(awake, dist.Work) and awake.wait()
     assert (slow.asked, slow.waited) == (3, 1)
 

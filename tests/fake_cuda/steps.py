@@ -119,4 +119,11 @@ def train(library: Path, plan: str, faulty: bool = False) -> dict[str, Any]:
         with run.whole_model(main_only=True, device="cpu") as model:
             weights = {} if model is None else {n: p.detach().double().numpy() for n, p in model.named_parameters()}
         found = [(one.loss, one.grad_norm, one.metrics["accuracy"]) for one in reports]
-        return {"reports": found, "waits": waits, "mixes": [*(gpu.mixes or ())], "weights": weights}
+        tensor = run.composed.tensor
+        return {
+            "reports": found,
+            "waits": waits,
+            "mixes": [*(gpu.mixes or ())],
+            "weights": weights,
+            "overlapped": tensor is not None and tensor.axis.overlapped,
+        }

@@ -86,6 +86,7 @@ def test_a_step_has_the_numbers_of_one_gpu_and_the_host_waits_no_more_than_it_mu
     found = gpu_ranks.run(train, gpus, f"{plan} precision=float64", size=len(PLANS[plan]))
     assert_equal(found[0], alone["float64"], 1e-9)
     assert [Counter(one["waits"]) for one in found] == PLANS[plan]
+    assert {one["overlapped"] for one in found} == {"tensor" in plan or plan == "3d"}
 
 
 @pytest.mark.parametrize("plan", NARROW)

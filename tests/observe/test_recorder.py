@@ -34,11 +34,8 @@ def test_entries_come_back_in_order_and_the_oldest_are_forgotten(tmp_path: Path)
     for serial in serials[:-1]:
         writer.leave(serial)  # the first of them have been overwritten
     record = read(tmp_path / "3.record")
-    assert record is not None and writer.entries_since(0.0) == [*record.entries]
-    since = record.entries[-2].entered_s
-    assert writer.entries_since(since) == [entry for entry in record.entries if entry.entered_s >= since]
     writer.close()
-    assert record.rank == 3 and record.state == "running"
+    assert record is not None and record.rank == 3 and record.state == "running"
     assert [entry.number for entry in record.entries] == list(range(51, recorder.ENTRIES + 51))
     assert all(entry.call == CALL for entry in record.entries)
     assert [entry.left_s is None for entry in record.entries] == [False] * (recorder.ENTRIES - 1) + [True]

@@ -100,7 +100,8 @@ def test_every_row_that_a_run_writes_is_there() -> None:
     world: Any = SimpleNamespace(rank=0, is_main=True, size=1)
     recorder = RunRecorder(None, world, [sink], steps_done=0, steps=2)
     memory: Any = [{"parameters": 8}]
-    recorder.step(StepReport(1, 0.5, 4.0, 1.0, 0.1, 4, 0.2, [8], memory, "overflow", 1, {"accuracy": 0.5}, [0.1], 0.1))
+    figures: Any = [1, 0.5, 4.0, 1.0, 0.1, 4, 0.2, [8], memory, "overflow", 1, {"accuracy": 0.5}, [0.1], 0.1]
+    recorder.step(StepReport(*figures, communication={"data": {"hidden": 0.5}}))
     found = Evaluation(0.5, 4.0, 4, {"accuracy": 0.5}, averaged=True)
     recorder.evaluated(1, Evaluation(0.5, 4.0, 4, sets={"valid": found}, averaged=True))
     recorder.slow(1, SlowRank(rank=0, ratio=2.0), "CPU")

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from evenly.comm.groups import Group
 from evenly.errors import RunError, UserError
 from evenly.parallel.data import grouping
-from evenly.parallel.data.buckets import Bucket, Slot
-from evenly.parallel.data.gradients import GradientSum, fill_buckets
+from evenly.parallel.data.buckets import Bucket, Slot, fill_buckets
+from evenly.parallel.data.gradients import GradientSum
 from evenly.parallel.data.squares import JOINED, SQUARED_AT_ONCE, squared_together, sum_of_squares
 
 

@@ -9,8 +9,9 @@ from itertools import accumulate, pairwise, product
 
 import pytest
 
-from evenly.parallel.pipeline.orders import Order, acknowledgements, orders
+from evenly.parallel.pipeline.orders import Order, acknowledgements, orders, receives_ahead
 from evenly.plan.schedule import (
+    COMPUTE,
     SCHEDULES,
     Action,
     Kind,
@@ -195,3 +196,39 @@ def test_orders_import_no_torch() -> None:
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+
+
+@each_schedule
+def test_messages_arrive_while_something_is_computed(schedule: Schedule) -> None:
+    """Sends follow what they send, and receives are posted before a pass that does not need them, if there is one."""
+    for case in of(schedule):
+        for order in orders(*case):
+            for before, action in pairwise(order):
+                if action.kind in ("send_forward", "send_backward"):
+                    of_pass = "forward" if action.kind == "send_forward" else "backward"
+                    assert before.kind.startswith(of_pass) and (before.stage, before.microbatch) == (
+                        action.stage,
+                        action.microbatch,
+                    )
+            assert late_receives(order) == []
+
+
+def late_receives(order: Order) -> list[Action]:
+    """Receives without a pass between where they are posted and where they are waited for, for which there was one.
+
+    A gradient cannot come before the forward of its own microbatch.
+    """
+    posted: dict[Action, int] = {}
+    ended: dict[tuple[int, int], int] = {}
+    late: list[Action] = []
+    for number, action in enumerate(order):
+        for receive in receives_ahead(order, number):
+            if receive.kind == "recv_forward" or (receive.stage, receive.microbatch) in ended:
+                posted.setdefault(receive, number)
+        if action.kind == "forward":
+            ended[action.stage, action.microbatch] = number
+        earliest = ended.get((action.stage, action.microbatch), -1) + 1
+        passes = [other for other in order[earliest:number] if other.kind in COMPUTE]
+        if action in posted and passes and not any(other.kind in COMPUTE for other in order[posted[action] : number]):
+            late.append(action)
+    return late

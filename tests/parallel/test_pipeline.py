@@ -10,6 +10,7 @@ from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -33,6 +34,8 @@ from torch import nn
 import evenly
 from evenly.data.loader import microbatches_of_step
 from evenly.errors import EvenlyError
+from evenly.parallel.data.partition import PartitionedGradients
+from evenly.parallel.pipeline.messages import StageChannel
 from evenly.parallel.pipeline.orders import orders
 from evenly.plan import parse_plan
 from evenly.plan.schedule import COMPUTE, ActionSpan
@@ -329,7 +332,7 @@ def spans(plan: str, out: Path) -> tuple[int, list[ActionSpan]]:
         rank = run.world.rank
     records = [json.loads(line) for line in (out / "timeline" / f"rank{rank}.jsonl").read_text().splitlines()]
     assert {record["step"] for record in records} == {3}
-    return rank, [ActionSpan(*(record[key] for key in ActionSpan._fields)) for record in records]
+    return rank, [ActionSpan(*(record.get(key) for key in ActionSpan._fields)) for record in records]
 
 
 @pytest.mark.parametrize("plan", ["mp", "pp", "pp schedule=zbv"])
@@ -344,6 +347,25 @@ def test_a_step_is_what_the_schedule_says(plan: str, tmp_path: Path, ranks: Kept
         there, back = ("send_forward", "recv_backward") if rank == 0 else ("recv_forward", "send_backward")
         if axis.schedule != "zbv":
             assert sent == {there: 4, back: 4}
+
+
+def ends_of_backwards(plan: str) -> list[str]:
+    """In which order this rank sends gradients of inputs and ends a backward, in a step."""
+    order: list[str] = []
+    send, end = StageChannel.send_gradients, PartitionedGradients.finish_backward
+    with (
+        mock.patch.object(StageChannel, "send_gradients", lambda *of, **how: (order.append("send"), send(*of, **how))),
+        mock.patch.object(PartitionedGradients, "finish_backward", lambda one: (order.append("end"), end(one))),
+        evenly.start(prepared("chain", global_batch=12), plan=plan, steps=1) as run,
+    ):
+        for batch in run.batches():
+            run.step(batch)
+        return [f"rank {run.composed.pipeline.group.position}", *order]  # pyright: ignore
+
+
+def test_gradients_of_inputs_are_sent_before_the_data_axis_waits_for_others(ranks: KeptRanks) -> None:
+    found = ranks.run(ends_of_backwards, "data=2 pipeline=2 zero=2", size=4)
+    assert sorted(map(tuple, found)) == [*[("rank 0", "end", "end")] * 2, *[("rank 1", *["send", "end"] * 2)] * 2]
 
 
 def test_naive_model_parallelism_never_computes_two_stages_at_once(tmp_path: Path, ranks: KeptRanks) -> None:

@@ -157,3 +157,29 @@ def test_records_of_another_kind_do_no_harm(tmp_path: Path) -> None:
     )
     assert [row["step"] for row in run.steps] == [1]
     assert analysis.left_s(run) is None and analysis.numbers_of(run.steps, "lr") == [None]
+
+
+def test_communication_is_the_mean_of_the_steps_that_recorded_it(tmp_path: Path) -> None:
+    def of_step(data: float, pipeline: float) -> dict[str, Any]:
+        waits = {"data": (data, 0.1), "pipeline": (pipeline, 0.0)}
+        return {axis: {"under_way_s": seconds, "waited_s": waited} for axis, (seconds, waited) in waits.items()}
+
+    records = [record(1), record(2, communication=of_step(0.3, 0.1)), record(3, communication=of_step(0.5, 0.3))]
+    data, pipeline = found = analysis.communication_of(run_of(tmp_path, records))
+    assert (data.axis, data.under_way_s, data.waited_s) == ("data", pytest.approx(0.4), pytest.approx(0.1))
+    assert data.hidden == pytest.approx(0.75) and pipeline.hidden == 1.0
+    assert analysis.hidden_of(found) == pytest.approx(1 - 0.1 / 0.6)
+
+
+@pytest.mark.parametrize(
+    "value", [None, [], {"data": 3}, {"data": {"under_way_s": "1"}}, {"data": {"under_way_s": 1.0, "waited_s": -1.0}}]
+)
+def test_communication_is_not_guessed(value: Any, tmp_path: Path) -> None:
+    found = analysis.communication_of(run_of(tmp_path, [record(2, communication=value)]))
+    assert found == [] and analysis.hidden_of(found) is None
+
+
+def test_no_more_is_waited_for_than_was_under_way(tmp_path: Path) -> None:
+    strange = {"data": {"under_way_s": 1.0, "waited_s": 2.0}, "tensor": {"under_way_s": 0.0, "waited_s": 0.0}}
+    found = analysis.communication_of(run_of(tmp_path, [record(2, communication=strange)]))
+    assert [one.hidden for one in found] == [0.0, 0.0]

@@ -17,13 +17,13 @@ from evenly.plan.schedule import Schedule
 from evenly.planner.timeline import Costs, Span, simulate
 from evenly.report.spans import read_recorded
 from evenly.report.timeline import (
-    covered,
     figures,
     pipeline_of,
     pipeline_rows,
     section,
     step_figures,
     step_of,
+    step_rows,
     step_section,
     title,
     trace,
@@ -140,7 +140,14 @@ def write_steps(folder: Path, rank: int, *steps: int, plan: float = 1.0) -> None
                 {"kind": "backward", "stage": 0, "microbatch": rank, "begin_s": at + 2, "end_s": at + 4},
                 {"kind": "loading", "name": "", "begin_s": at, "end_s": at + 1},
                 {"kind": "update", "name": "", "begin_s": at + 4, "end_s": at + 4 + plan * step},
-                {"kind": "operation", "name": "all_reduce (<w>)", "begin_s": at + 3, "end_s": at + 5},
+                {
+                    "kind": "operation",
+                    "name": "all_reduce (<w>)",
+                    "axis": "data",
+                    "begin_s": at + 3,
+                    "end_s": at + 5,
+                    "waited_s": 0.5,
+                },
             ):
                 file.write(json.dumps({**place, **row}) + "\n")
 
@@ -155,7 +162,7 @@ def test_a_step_without_a_pipeline_is_drawn_with_what_ranks_exchange(tmp_path: P
     assert view is not None and (view.step, view.steps, view.seconds) == (2, 3, 6.0)
     assert pipeline_of(recorded, plan) is None
     assert step_figures(view)[1] == {
-        "rank": 1, "passes_s": 3.0, "communication_s": 2.0, "shown_s": 1.0, "loading_s": 1.0, "update_s": 2.0
+        "rank": 1, "passes_s": 3.0, "communication_s": 2.0, "waited_s": 0.5, "loading_s": 1.0, "update_s": 2.0
     }  # fmt: skip
     found = drawn_boxes(step_section(view).parts[1])
     assert ("communication", "box c1", "all_reduce (<w>)") in found and len(found) == 10
@@ -176,8 +183,29 @@ def test_a_step_that_is_done_again_replaces_what_was_recorded_of_it(tmp_path: Pa
     assert step_of(recorded, {"world": 2}) is None
 
 
-def test_seconds_that_lie_in_several_spans_count_once() -> None:
-    assert covered([(3, 4), (0, 2), (1, 3.5), (6, 6)]) == 4.0 and covered([]) == 0.0
+def test_of_runs_that_recorded_no_waits_none_are_shown(tmp_path: Path) -> None:
+    write_steps(tmp_path, 0, 1)
+    path = tmp_path / "timeline" / "rank0.jsonl"
+    path.write_text(path.read_text().replace("waited_s", "other"))
+    recorded = read_recorded(tmp_path)
+    assert recorded is not None
+    view = step_of(recorded, {"world": 1})
+    assert view is not None and step_figures(view)[0]["waited_s"] is None and "-" in step_rows(view)[0]
+
+
+def test_a_pipeline_stays_one_with_operations_along_other_axes(tmp_path: Path) -> None:
+    for step in (1, 2, 2):  # the second was done again
+        files = lines(spans_of("1f1b", 2, 1, 4), step)
+        row = {"step": step, "rank": 0, "position": 0, "kind": "operation", "name": "all_reduce", "axis": "data"}
+        row |= {"begin_s": NOON + 1000 * step + 1, "end_s": NOON + 1000 * step + 2, "waited_s": 0.5}
+        files[0].append(json.dumps(row) + "\n")
+        write(tmp_path, files)
+    recorded = read_recorded(tmp_path)
+    assert recorded is not None
+    view = pipeline_of(recorded, {"plan": "data=2 pipeline=2", "world": 2})
+    assert view is not None and view.steps == 2 and step_of(recorded, {"world": 2}) is None
+    assert [len(found) for found in recorded.others[0].values()] == [1, 1]
+    assert "all_reduce" in {event["name"] for event in trace(recorded)["traceEvents"]}
 
 
 def test_steps_that_a_resumed_run_did_again_count_once(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ def test_a_page_has_all_that_is_known(tmp_path: Path) -> None:
         "The run in words",
     ]
     assert text.count("<details>") >= 6 and "rank 1 computed for 800 ms" in text
+    assert "under way between ranks" in text
     assert "alert(1)" in text and "<script>alert" not in text
     assert text.count("<script>") == 1 and not re.findall(r"<(?:script|img|iframe|link)[^>]*\ssrc=", text)
 
@@ -57,6 +58,7 @@ def test_the_head_says_what_matters(tmp_path: Path) -> None:
     assert found["speed"] == ("320 tokens/s", "200 ms a step, 40 samples/s")
     assert found["peak memory"] == ("680 MiB", "17% of 4 GiB")
     assert found["computing"][0].endswith("%") and "waiting" in found["computing"][1]
+    assert found["communication hidden"] == ("55%", "data 55%")
     going = RunSummary(run.plan, run.steps[:20], (), (), events=run.events[:1], changed_s=run.changed_s)
     left = next(one for one in figures(going, run.changed_s + 1) if one.name == "time left")
     assert left.value == "0:04"

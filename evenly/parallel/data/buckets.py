@@ -12,7 +12,7 @@ tail tells all ranks whether there is, and then they exchange it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +23,7 @@ from evenly.comm.exact_reduce import pairs_of_others
 from evenly.comm.exact_sum import ExactSum
 from evenly.comm.groups import Group
 from evenly.comm.transport import Pending
+from evenly.parallel.data.grouping import bucket_members, needs_tail_bucket
 
 
 @dataclass(eq=False)
@@ -246,3 +247,32 @@ def share_low_terms(buckets: Sequence[ExactBucket], group: Group) -> None:
     """Adds the low terms of each rank's parts of `buckets` to the sums of all ranks of `group`."""
     for bucket in buckets if group.size > 1 else ():
         bucket.add_pairs(pairs_of_others(bucket.low_pairs(), group))
+
+
+def in_backward_order(named: Iterable[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
+    """The parameters of each bucket, of one dtype and device, in the order in which a backward finishes them."""
+    found = list(named)
+    buckets = bucket_members(((p.dtype, p.device), p.numel() * p.element_size()) for _, p in found)
+    return [[found[number] for number in bucket] for bucket in buckets]
+
+
+def fill_buckets(named: Iterable[tuple[str, nn.Parameter]], group: Group, *, accumulate_float64: bool) -> list[Bucket]:
+    """Buckets over `group` for `named` parameters in the order in which a backward finishes them; the last is of
+    float64.
+    """
+    filled = [[Slot(name, p) for name, p in some] for some in in_backward_order(named)] or [[]]
+    last = filled[-1]
+    widened = not accumulate_float64 and (not last or last[0].parameter.dtype is torch.float64)
+    device = last[0].parameter.device if last else group.device
+    if needs_tail_bucket(sum(slot.parameter.nbytes for slot in last), widened=widened):
+        filled.append([])
+    return [
+        _bucket(slots, group, exact=accumulate_float64, widened=slots is filled[-1], device=device) for slots in filled
+    ]
+
+
+def _bucket(slots: list[Slot], group: Group, *, exact: bool, widened: bool, device: torch.device) -> Bucket:
+    """A bucket of `slots`, which share their dtype and device; an empty one is on `device`."""
+    dtype, device = (slots[0].parameter.dtype, slots[0].parameter.device) if slots else (torch.float64, device)
+    kind, sum_dtype = ExactBucket if exact else Bucket, torch.float64 if exact or widened else dtype
+    return kind(slots, group, dtype=dtype, sum_dtype=sum_dtype, device=device)

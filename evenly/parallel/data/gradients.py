@@ -34,9 +34,9 @@ from evenly.comm.host_numbers import on_device
 from evenly.comm.transport import Pending
 from evenly.errors import RunError, UserError
 from evenly.parallel.core.memory import MemoryCounter
-from evenly.parallel.data.buckets import Bucket, ExactBucket, Slot, share_low_terms
+from evenly.parallel.data.buckets import Bucket, ExactBucket, Slot, fill_buckets, share_low_terms
 from evenly.parallel.data.gradient_hooks import GradientHook, check_gradient
-from evenly.parallel.data.grouping import IN_FLIGHT, bucket_members, needs_tail_bucket
+from evenly.parallel.data.grouping import IN_FLIGHT
 from evenly.parallel.data.last_outputs import LastOutputs
 from evenly.parallel.data.squares import sum_of_squares
 from evenly.torch_private import without_subclasses
@@ -473,32 +473,3 @@ class Ownership:
         if (group := self.pipeline_group) is not None:
             total = all_reduce(total.to(group.device, copy=True), group, label="norm of the gradient")
         return total.sqrt()
-
-
-def in_backward_order(named: Iterable[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
-    """The parameters of each bucket, of one dtype and device, in the order in which a backward finishes them."""
-    found = list(named)
-    buckets = bucket_members(((p.dtype, p.device), p.numel() * p.element_size()) for _, p in found)
-    return [[found[number] for number in bucket] for bucket in buckets]
-
-
-def fill_buckets(named: Iterable[tuple[str, nn.Parameter]], group: Group, *, accumulate_float64: bool) -> list[Bucket]:
-    """Buckets over `group` for `named` parameters in the order in which a backward finishes them; the last is of
-    float64.
-    """
-    filled = [[Slot(name, p) for name, p in some] for some in in_backward_order(named)] or [[]]
-    last = filled[-1]
-    widened = not accumulate_float64 and (not last or last[0].parameter.dtype is torch.float64)
-    device = last[0].parameter.device if last else group.device
-    if needs_tail_bucket(sum(slot.parameter.nbytes for slot in last), widened=widened):
-        filled.append([])
-    return [
-        _bucket(slots, group, exact=accumulate_float64, widened=slots is filled[-1], device=device) for slots in filled
-    ]
-
-
-def _bucket(slots: list[Slot], group: Group, *, exact: bool, widened: bool, device: torch.device) -> Bucket:
-    """A bucket of `slots`, which share their dtype and device; an empty one is on `device`."""
-    dtype, device = (slots[0].parameter.dtype, slots[0].parameter.device) if slots else (torch.float64, device)
-    kind, sum_dtype = ExactBucket if exact else Bucket, torch.float64 if exact or widened else dtype
-    return kind(slots, group, dtype=dtype, sum_dtype=sum_dtype, device=device)

@@ -38,12 +38,12 @@ from evenly.comm.groups import Group
 from evenly.comm.transport import Pending, add
 from evenly.comm.world import World
 from evenly.parallel.core.memory import MemoryCounter
+from evenly.parallel.data.buckets import in_backward_order
 from evenly.parallel.data.gradient_hooks import check_gradient, taken, taken_of_part
 from evenly.parallel.data.gradients import (
     Gradients,
     Ownership,
     begin_numbers,
-    in_backward_order,
     norm_of_shards,
     refuse_unfrozen,
     trainable,

@@ -11,7 +11,7 @@ from evenly.comm.collectives import exchange, reduce_scatter
 from evenly.comm.exact_reduce import begin_exact_all_reduce
 from evenly.comm.exact_sum import ExactSum
 from evenly.comm.groups import Group
-from evenly.comm.transport import WorkOfMessages, as_bytes, post_all_gather
+from evenly.comm.transport import WorkOfMessages, as_bytes, enter, is_timed, post_all_gather
 
 
 class NewMemory:
@@ -31,7 +31,10 @@ class AsyncAllGather(NewMemory):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> Any:
         own, whole = as_bytes(input_tensor), as_bytes(output_tensor)
-        return WorkOfMessages(*post_all_gather(own, whole, self._group))
+        # A unit costs enough without a record of each gather.
+        serial = enter(self._group, "all_gather", own, label="parameters") if is_timed(self._group) else 0
+        works, polled = post_all_gather(own, whole, self._group)
+        return WorkOfMessages(works, self._group, serial, polled=polled)
 
 
 class SumReduceScatter(NewMemory):

@@ -10,7 +10,7 @@ element that says whether the tensor has a gradient: an unused one has none.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,6 +157,12 @@ class StageChannel:
         return recv.begin(buffer, source, self.group, tag=tag)
 
 
+def arrived_s(pending: Sequence[Pending[torch.Tensor] | None]) -> float | None:
+    """When all messages were there, on the clock of `time.perf_counter`; None where that was not noted of each."""
+    times = [None if one.timing is None else one.timing.complete_s for one in pending if one is not None]
+    return None if None in times else max((one for one in times if one is not None), default=None)
+
+
 @dataclass(eq=False)
 class IncomingTensors:
     """Tensors that a stage is receiving; forms: of what blocks have returned, where the message said so."""
@@ -164,6 +170,11 @@ class IncomingTensors:
     pending: list[Pending[torch.Tensor] | None]
     metas: list[TensorMeta]
     forms: ResultForms
+
+    @property
+    def arrived_s(self) -> float | None:
+        """When all were there, as `arrived_s` has it."""
+        return arrived_s(self.pending)
 
     def wait(self) -> Payload:
         """Waits for the tensors; returns leaves, which require a gradient where the sent tensors did."""
@@ -181,6 +192,11 @@ class IncomingGradients:
 
     pending: list[Pending[torch.Tensor] | None]
     outputs: Payload
+
+    @property
+    def arrived_s(self) -> float | None:
+        """When all were there, as `arrived_s` has it."""
+        return arrived_s(self.pending)
 
     def wait(self) -> list[torch.Tensor | None]:
         """Waits for the gradient of each output; None where it has none."""

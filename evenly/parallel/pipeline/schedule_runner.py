@@ -65,6 +65,12 @@ class _InFlight:
     backward_weight: Callable[[], None] | None = None
 
 
+def _span(action: Action, begin_s: float, clock: float, arrived_s: float | None) -> ActionSpan:
+    """Of an action that ends here; clock: the machine's less `time.perf_counter`, on which `arrived_s` is."""
+    end_s, arrived = clock + time.perf_counter(), None if arrived_s is None else clock + arrived_s
+    return ActionSpan(action.kind, action.stage, action.microbatch, begin_s, end_s, arrived)
+
+
 class ScheduleRunner:
     """Runs one rank's part of the pipeline.
 
@@ -176,13 +182,12 @@ class ScheduleRunner:
                 self._is_last_backward = number == last
                 self._post_receives(receives_ahead(actions, number))
                 begin = clock + time.perf_counter()
-                getattr(self, f"_{action.kind}")((action.stage, action.microbatch))
+                arrived_s = getattr(self, f"_{action.kind}")((action.stage, action.microbatch))
                 for sent in acknowledged_by.get(action, ()):
                     is_gradient = sent.kind == "send_backward"
                     self._channel.acknowledged(sent.stage + (not is_gradient), sent.microbatch, is_gradient=is_gradient)
                 if spans is not None:
-                    end = clock + time.perf_counter()
-                    spans.append(ActionSpan(action.kind, action.stage, action.microbatch, begin, end))
+                    spans.append(_span(action, begin, clock, arrived_s))
             self._channel.finish()
         except CheckpointError as problem:
             raise several_stages_together("what the model has checkpointed") from problem
@@ -213,10 +218,11 @@ class ScheduleRunner:
                 return
 
     # -------------------------------------------------------------------------------------------------- forward
-    def _recv_forward(self, at: Pass) -> None:
+    def _recv_forward(self, at: Pass) -> float | None:
         self._begin_recv_inputs(at)
         incoming = self._incoming.pop(at)
         self._inputs[at], self._forms[at] = incoming.wait(), incoming.forms
+        return incoming.arrived_s
 
     def _begin_recv_inputs(self, at: Pass) -> None:
         if at not in self._incoming and at not in self._inputs:
@@ -288,9 +294,11 @@ class ScheduleRunner:
         """The kinds of actions that compute gradients of parameters."""
         return ("backward", "backward_weight") if self._split_backward else ("backward", "backward_input")
 
-    def _recv_backward(self, at: Pass) -> None:
+    def _recv_backward(self, at: Pass) -> float | None:
         self._begin_recv_gradients(at)
-        self._in_flight[at].gradients = self._incoming_gradients.pop(at).wait()
+        incoming = self._incoming_gradients.pop(at)
+        self._in_flight[at].gradients = incoming.wait()
+        return incoming.arrived_s
 
     def _begin_recv_gradients(self, at: Pass) -> None:
         in_flight = self._in_flight.get(at)
@@ -306,8 +314,8 @@ class ScheduleRunner:
         self._work.before_backward(last=self._is_last_backward)
         with self._backward_context:
             backward(*self._outputs_and_gradients(at, in_flight))
-        self._return_gradients(at, in_flight)
-        self._work.after_backward()
+        if not self._return_gradients(at, in_flight):
+            self._work.after_backward()
 
     def _backward_input(self, at: Pass) -> None:
         in_flight = self._in_flight[at]
@@ -334,8 +342,7 @@ class ScheduleRunner:
         self, at: Pass, in_flight: _InFlight
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """The outputs that have a gradient, and their gradients; None for the loss, whose gradient torch fills in."""
-        stage, _ = at
-        if stage == len(self._ranks) - 1:
+        if at[0] == len(self._ranks) - 1:
             outputs = [one for one in in_flight.outputs if one is not None and one.requires_grad]
             return outputs, [None for _ in outputs]
         gradients = self._local_gradients.pop(at, in_flight.gradients)
@@ -346,18 +353,21 @@ class ScheduleRunner:
         ]
         return [one for one, _ in both], [gradient for _, gradient in both]
 
-    def _return_gradients(self, at: Pass, in_flight: _InFlight) -> None:
-        """Makes the gradients of the stage's inputs available to the stage before it."""
+    def _return_gradients(self, at: Pass, in_flight: _InFlight) -> bool:
+        """Makes the gradients of the stage's inputs available to the stage before it; whether they are to be sent."""
         stage, microbatch = at
         if stage and self._ranks[stage - 1] == self._group.position:
             self._local_gradients[stage - 1, microbatch] = [
                 None if one is None else one.grad for one in in_flight.inputs
             ]
-        elif stage:
-            self._inputs_to_return = in_flight.inputs
+            return False
+        self._inputs_to_return = in_flight.inputs
+        return stage > 0
 
     def _send_backward(self, at: Pass) -> None:
         stage, microbatch = at
         to = self._ranks[stage - 1]
         self._channel.send_gradients(self._inputs_to_return, to, stage=stage, microbatch=microbatch)
         self._inputs_to_return = []
+        if at not in self._in_flight:  # a whole backward, whose end may wait for other ranks
+            self._work.after_backward()

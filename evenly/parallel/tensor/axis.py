@@ -49,6 +49,9 @@ from evenly.torch_private import (
     without_torch_function,
 )
 
+# Attributes of a whole tensor: its version, and what it has been entered as, for products or for anything.
+MULTIPLIED, ENTERED = "_evenly_multiplied", "_evenly_entered"
+
 
 @dataclass(eq=False)
 class Axis:
@@ -57,6 +60,8 @@ class Axis:
     group:     the ranks among which tensors are split.
     sequence:  whether sums of whole activations are left split along the sequence.
     recomputed: whether products may be saved, to be taken in place of their recomputation.
+    overlapped: whether sums of inputs' gradients are under way while those of weights are computed
+                (`sums_under_products`).
     computing: how deeply nested what the job computes is, a loss or its backward: its code sees split parameters, the
                engine and the optimizer this rank's parts.
     shown:     whether code outside of a loss, too, finds whole parameters: the job's own, between steps.
@@ -66,6 +71,7 @@ class Axis:
     group: Group
     sequence: bool = False
     recomputed: bool = False
+    overlapped: bool = False
     computing: int = 0
     shown: bool = False
     closed: bool = False
@@ -116,7 +122,7 @@ class Axis:
         """
         if not tensor.requires_grad or not torch.is_grad_enabled():
             return self.gather_full(tensor) if is_split(tensor) else tensor
-        name = "_evenly_multiplied" if products else "_evenly_entered"
+        name = MULTIPLIED if products else ENTERED
         known: tuple[int, torch.Tensor] | None = vars(tensor).get(name)
         if known is not None and known[0] == version(tensor):
             return known[1]

@@ -20,6 +20,7 @@ from evenly.parallel.tensor.attention import multi_head_attention
 from evenly.parallel.tensor.axis import Axis, SplitTensor, is_split
 from evenly.parallel.tensor.execution import elementwise, from_end, own_noise, part_for, repeat_interleave, shape_of
 from evenly.parallel.tensor.layout import Layout
+from evenly.parallel.tensor.sums_under_products import product_under_sum
 from evenly.torch_private import with_torch_function
 
 T = torch.Tensor
@@ -38,7 +39,9 @@ def linear(_: Any, x: T, weight: T, bias: T | None = None) -> Any:
     axis, layout = weight.axis, weight.split_as
     if layout.dim == 0:
         own_bias = None if bias is None else part_for(bias, layout.at(-1), axis)
-        return axis.split(F.linear(axis.enter(x, products=True), weight, own_bias), layout.at(x.dim() - 1))
+        result = product_under_sum(x, weight, own_bias, axis) if axis.overlapped else None
+        result = F.linear(axis.enter(x, products=True), weight, own_bias) if result is None else result
+        return axis.split(result, layout.at(x.dim() - 1))
     own = part_for(x, layout.at(-1), axis)
     summed = axis.rows(F.linear(own, weight))  # type: ignore[arg-type]  # K is never broadcast
     return summed if bias is None else _added(summed, bias)

@@ -37,8 +37,8 @@ from evenly.torch_private import gradient_hooks, is_dtensor, replace_gradient_ho
 class SplitModel:
     """Splits parameters of `model`, in place, over the ranks of `group`; all ranks hold the same values before.
 
-    layouts: of the parameters to be split, by name. sequence, recomputed: as of `Axis`. `parameters` are those that are
-    split, `share` their share of all elements.
+    layouts: of the parameters to be split, by name. sequence, recomputed, overlapped: as of `Axis`. `parameters`
+    are those that are split, `share` their share of all elements.
     """
 
     def __init__(
@@ -49,9 +49,10 @@ class SplitModel:
         *,
         sequence: bool = False,
         recomputed: bool = False,
+        overlapped: bool = False,
     ) -> None:
         transform_full()
-        self.axis, self.layouts = Axis(group, sequence, recomputed), dict(layouts)
+        self.axis, self.layouts = Axis(group, sequence, recomputed, overlapped), dict(layouts)
         named = dict(model.named_parameters())
         self.parameters = {name: named[name] for name in layouts}
         self._full_shapes = {name: tuple(named[name].shape) for name in layouts}
