@@ -796,6 +796,35 @@ def writing_into_its_batch(model: nn.Module, batch: Any) -> evenly.Loss:
     return class_loss(model, batch)
 
 
+class ViewBlock(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).view(len(x), 2, -1)
+
+
+class ChangesResults(Net):
+    """Blocks and model return views; the former are changed in place between blocks, the latter by the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ViewBlock() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            seen = block(x)
+            seen *= 0.5
+            seen += x.view(seen.shape)
+            x = seen.flatten(1)
+        return self.head(x).unsqueeze(0)
+
+
+def changing_results(model: nn.Module, batch: Any) -> evenly.Loss:
+    x, y = batch
+    result = model(x)
+    result -= F.one_hot(y, 4)
+    return evenly.Loss((result**2).sum(), len(y))
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "none": lambda: Case(job()),
     "list": lambda: Case(job(ByList)),
@@ -845,6 +874,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "spectral norm called twice": lambda: Case(job(with_spectral_norm, loss=compared)),
     "batch in place": lambda: Case(job(loss=writing_into_its_batch)),
     "batch in place float32": lambda: Case(job(loss=writing_into_its_batch, precision="float32")),
+    "results in place": lambda: Case(job(ChangesResults, loss=changing_results)),
     "channels last": lambda: Case(job(Pictures)),
 }
 

@@ -121,11 +121,10 @@ class ShardedGradients(Gradients):
         own = {unit: _own_modules(unit, prefixes[id(unit)]) for unit in self._units}
         self._watches = [self._before_unit(own[unit], number) for number, unit in enumerate(self._units)]
         self._handles: list[Any] = [handle for unit in self._units for handle in ArgumentContainers(unit).handles]
-        self._handles += [u.register_forward_pre_hook(w) for u, w in zip(self._units, self._watches, strict=True)]
-        after = [self._guard.after_unit(own[unit]) for unit in self._units]
-        self._handles += [
-            unit.register_forward_hook(hook, prepend=True) for unit, hook in zip(self._units, after, strict=True)
-        ]
+        before = zip(self._units, self._watches, strict=True)
+        self._handles += [u.register_forward_pre_hook(h) for u, watch in before for h in (self._guard.begin, watch)]
+        after = [(unit, self._guard.after_unit(own[unit])) for unit in self._units]
+        self._handles += [unit.register_forward_hook(hook, prepend=True) for unit, hook in after]
         self.outputs = LastOutputs(model)
         self._scalars = ScalarSums(self._named, self._group, self._use, exact=accumulate_float64)
         self._handles += [self.outputs.handle, *self._scalars.handles]
