@@ -385,7 +385,7 @@ PACKAGE_LINES = {
     "parallel.core": 2785,  # lists that parts of the model change; views that are not asked within blocks
     "parallel.data": 3633,  # small gradients squared at once; neighbours packed at once; optimizers of whole parameters
     "parallel.tensor": 4408,  # views that are not asked; decisions are replayed, heads without logits; experts, indices
-    "parallel.pipeline": 3637,  # lists that blocks change; dicts of a stage alone; forms of results
+    "parallel.pipeline": 3640,  # second tries; lists that blocks change; dicts of a stage alone; forms of results
     "plan": 1240,  # backwards in parts; spans of actions; speeds of ranks; schedules are a table that others add to
     "planner": 7476,  # sums on CPUs, by type and in shared memory; slow nodes; questions around a question, mechanisms
     "ray": 447,  # ranks that Ray places, starts and replaces

@@ -102,7 +102,7 @@ class SkippedBlocks:
         found = self._cached.get(key) if key is not None else None
         if found is None or (found.leaves_tensors and owner.discovers):
             before = owner.shaped
-            found = self._found(call, form if cached else None)
+            found = self._found(call, form if cached else None, again=not cached)
             if key is not None and owner.shaped == before and not self._model.stage_plan.shapes_vary:
                 if len(self._cached) >= MAX_CACHED:
                     self._cached.clear()
@@ -117,8 +117,11 @@ class SkippedBlocks:
     def _key(self, call: BlockCall, *, sizes: bool = True) -> tuple[Any, ...] | None:
         return cache_key((call.block.name, call.block.module.training, call.args, call.kwargs), sizes=sizes)
 
-    def _found(self, call: BlockCall, form: ResultForm | None) -> SkippedResult:
-        """As `form` says, in the nest that the block has returned for arguments of other sizes; else as it runs."""
+    def _found(self, call: BlockCall, form: ResultForm | None, *, again: bool) -> SkippedResult:
+        """As `form` says, in the nest that the block has returned for arguments of other sizes; else as it runs.
+
+        again: whether it has run before in this call, and failed: what it leaves behind would be there twice.
+        """
         key = self._key(call, sizes=False)
         known = self._of_any_sizes.get(key) if key is not None and form is not None else None
         paths = [path for path, _ in tensors_by_path((call.args, call.kwargs))]
@@ -126,8 +129,8 @@ class SkippedBlocks:
         if found is None:
             left, runs_once = LeftBehind(call.block.module, (call.args, call.kwargs)), self._key(call) is not None
             found = self._run(call, left)
-            if runs_once and left.values():
-                raise _refusal(call, LEAVES)
+            if (runs_once or again) and left.values():
+                raise _refusal(call, f"{NEEDS_NUMBERS} and {LEAVES}" if again else LEAVES)
             found = replace(found, leaves_tensors=left.tensors())
             if key is not None and not _has_numbers(found.nest) and not found.leaves_tensors:
                 self._of_any_sizes[key] = found
