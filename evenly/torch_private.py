@@ -396,10 +396,10 @@ def next_node_number() -> int:
     return torch._C._autograd._get_sequence_nr()  # pyright: ignore
 
 
-def node_of_base(view: torch.Tensor, first: int) -> Any:
-    """The node that computed what `view` is a view of, if there is one and its number is `first` or larger."""
-    node: Any = None if view._base is None else view._base.grad_fn
-    return None if node is None or node._sequence_nr() < first else node
+def nodes_of(tensor: torch.Tensor, first: int) -> list[Any]:
+    """The nodes that computed `tensor`, and what it is a view of, as far as their numbers are `first` or larger."""
+    nodes: list[Any] = [one.grad_fn for one in (tensor, tensor._base) if one is not None]
+    return [node for node in nodes if node is not None and node._sequence_nr() >= first]
 
 
 def backward_number() -> int:

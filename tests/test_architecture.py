@@ -374,8 +374,8 @@ PACKAGE_LINES = {
     "checkpoint": 2588,  # weights from files; adapters, shards and tokenizers in exports; averages; pieces that overlap
     "cli": 3144,  # clusters compared; the board; runs under Ray; submit, doctor and bench on nodes; loggers, the screen
     "comm": 3376,  # sums in shared memory; links from node to node; messages that cross; numbers to a GPU; doctor
-    "data": 1749,  # tensors of nests without generators; streams that split by rank; collate on the rank that trains
-    "engine": 3244,  # batches of stages copied where needed; compilers of blocks; times of passes; squares of gradients
+    "data": 1782,  # tensors in objects; streams that split by rank; collate on the rank that trains
+    "engine": 3246,  # batches of stages copied where needed; compilers of blocks; times of passes; squares of gradients
     "hardware": 1256,  # sums of 16 bits on CPUs; links from node to node, shared cores; the host; variants of devices
     "launcher": 3824,  # imports without collections; a folder that all nodes see; batch scripts and manifests
     "model": 723,  # collectives; fake tensors that are made again; models built without memory; phases
@@ -383,9 +383,9 @@ PACKAGE_LINES = {
     "observe": 1945,  # operations of a step; progress; stacks read without frames; loggers; stalls
     "parallel": 1,
     "parallel.core": 2785,  # lists that parts of the model change; views that are not asked within blocks
-    "parallel.data": 3633,  # small gradients squared at once; neighbours packed at once; optimizers of whole parameters
+    "parallel.data": 3638,  # where backwards begin; neighbours packed at once; optimizers of whole parameters
     "parallel.tensor": 4408,  # views that are not asked; decisions are replayed, heads without logits; experts, indices
-    "parallel.pipeline": 3640,  # second tries; lists that blocks change; dicts of a stage alone; forms of results
+    "parallel.pipeline": 3643,  # objects; second tries; lists that blocks change; forms of results
     "plan": 1240,  # backwards in parts; spans of actions; speeds of ranks; schedules are a table that others add to
     "planner": 7476,  # sums on CPUs, by type and in shared memory; slow nodes; questions around a question, mechanisms
     "ray": 447,  # ranks that Ray places, starts and replaces

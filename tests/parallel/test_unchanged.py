@@ -114,6 +114,7 @@ def test_a_gathered_parameter_that_is_written_with_its_own_numbers_has_not_chang
     compare = guard.after_unit([("part", part)])
 
     def forward(change: Callable[[torch.Tensor], object]) -> None:
+        guard.begin(part)
         guard.note("part.weight", part.weight)
         change(part.weight)
         compare(part, (), torch.ones(1))

@@ -39,6 +39,7 @@ REFUSED: dict[str, set[str]] = {
     "max_norm": SEVERAL - {"tensor=2", "pipeline=2"},
     **{key: {"zero3", "pipeline=2"} for key in ("double backward", "double backward of norms")},
     "chosen blocks": {"pipeline=2"},
+    "iterator": {"zero3"},
     **{key: {"pipeline=2"} for key in ("spectral norm called twice", "moving averages")},
 }
 # Between steps: numbers of a parameter of another stage, and a parameter given other memory.

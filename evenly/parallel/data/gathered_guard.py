@@ -1,7 +1,7 @@
 """What `fully_shard` would go wrong on without a word.
 
 Parameters that are gathered for a forward are freed, and what it changed of them would be lost: it is refused. The
-backward of a unit whose results are views that were changed in place would begin without being seen.
+backward of a unit whose results are in an object, or views that were changed in place, would begin unseen.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from evenly.data.nest import tensors_by_path
-from evenly.errors import RunError
+from evenly.data.nest import hidden_in, tensors_by_path
+from evenly.errors import PlanError, RunError
 from evenly.parallel.core.mutation_guard import changed_error, fingerprint
 from evenly.parallel.core.parameter_views import local_parameters
-from evenly.torch_private import begin_sharded_backward, next_node_number, node_of_base, version
+from evenly.torch_private import begin_sharded_backward, next_node_number, nodes_of, version
 
 
 class GatheredGuard:
-    """Compares gathered parameters before and after the forward of their unit, and gathers for backwards behind views.
+    """Compares gathered parameters before and after the forward of their unit, and gathers for the backward.
 
     stepped: whether a step was done: numbers that are written past autograd are looked for before that alone.
 
@@ -50,10 +50,7 @@ class GatheredGuard:
         """A forward hook for a unit of these modules, which raises where a parameter of theirs has changed."""
 
         def compare(unit: nn.Module, __: Any, output: Any) -> None:
-            for _, result in tensors_by_path(output):
-                if result.requires_grad:
-                    result.register_hook(_refuse_graph)
-                    self._begin_backward_of_view(unit, result)
+            self._watch_backward(unit, output)
             for name, parameter in local_parameters(modules):
                 before = self._before.pop(name, None)
                 if before is None or isinstance(parameter, DTensor):
@@ -68,22 +65,31 @@ class GatheredGuard:
 
         return compare
 
-    def _begin_backward_of_view(self, unit: nn.Module, result: torch.Tensor) -> None:
-        """Gathers for the backward where a result that is a view has been changed in place.
+    def _watch_backward(self, unit: nn.Module, output: Any) -> None:
+        """Gathers for the backward of `unit` before it comes to what computed its results.
 
-        autograd leaves its node out of the graph then, and with it the hook that would gather; that of its base stays.
+        `fully_shard` does so by hooks on the results themselves. Where one is a view and is changed in place, autograd
+        leaves the view's node and its hooks out of the graph, but not the node of its base; and attributes of objects
+        are not looked into.
         """
 
-        def begin(gradients: tuple[torch.Tensor, ...]) -> None:
-            _refuse_graph(*gradients)
+        def begin(_: object) -> None:
+            _refuse_graph()
             begin_sharded_backward(unit)
 
-        node = node_of_base(result, self._first_nodes[unit])
-        if node is not None:
-            node.register_prehook(begin)
+        hidden = [*hidden_in(output)]
+        if any(not isinstance(one, torch.Tensor) for one in hidden):
+            raise PlanError(
+                f"what {type(unit).__bases__[-1].__name__} returns under zero=3",
+                "it is, or has in it, an iterator, whose tensors may not be there yet",
+                "return a tuple or a list, or use plan zero2 or ddp",
+            )
+        for result in (*(tensor for _, tensor in tensors_by_path(output)), *hidden):
+            for node in nodes_of(result, self._first_nodes[unit]):
+                node.register_prehook(begin)
 
 
-def _refuse_graph(*_: torch.Tensor) -> None:
+def _refuse_graph() -> None:
     """Raises `RunError` in a backward that keeps a graph: its own backward would find parameters that are gone."""
     if torch.is_grad_enabled():
         raise RunError(

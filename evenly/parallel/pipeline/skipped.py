@@ -4,8 +4,8 @@ A block runs on fake tensors once; later a stage that ran it says what shapes it
 code needs numbers, what it does inside is no other stage's concern, and it runs on made-up ones (`example_tensor`):
 only the shapes of what it returns count.
 
-Where more counts, since hooks look on or the block leaves something behind, it is *run through*: its code and hooks
-run on the remote tensors of every run, whose every result may be received.
+Where more counts, since hooks look on, or the block leaves something behind or returns an object with tensors in it, it
+is *run through*: its code and hooks run on the remote tensors of every run, whose every result may be received.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from evenly.data.nest import map_tensors, tensors_by_path
+from evenly.data.nest import hidden_in, map_tensors, tensors_by_path
 from evenly.errors import PlanError
 from evenly.model.fake import shared_fake_mode
 from evenly.parallel.core.calls import BlockCall
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from evenly.parallel.pipeline.model import StagedModel, StageRun, StageTensor
 
 NEEDS_NUMBERS = "needs numbers inside"
+RETURNS = "returns an iterator, or an object that has tensors in its attributes"
 LEAVES = "changes a list, a dict or an object that other code has too"
 
 
@@ -131,6 +132,8 @@ class SkippedBlocks:
             found = self._run(call, left)
             if (runs_once or again) and left.values():
                 raise _refusal(call, f"{NEEDS_NUMBERS} and {LEAVES}" if again else LEAVES)
+            if any(True for _ in hidden_in(found.nest)):
+                raise _refusal(call, RETURNS)
             found = replace(found, leaves_tensors=left.tensors())
             if key is not None and not _has_numbers(found.nest) and not found.leaves_tensors:
                 self._of_any_sizes[key] = found
