@@ -383,7 +383,7 @@ PACKAGE_LINES = {
     "observe": 1945,  # operations of a step; progress; stacks read without frames; loggers; stalls
     "parallel": 1,
     "parallel.core": 2785,  # lists that parts of the model change; views that are not asked within blocks
-    "parallel.data": 3638,  # where backwards begin; neighbours packed at once; optimizers of whole parameters
+    "parallel.data": 3670,  # where backwards begin; neighbours packed at once; optimizers of whole parameters
     "parallel.tensor": 4408,  # views that are not asked; decisions are replayed, heads without logits; experts, indices
     "parallel.pipeline": 3643,  # objects; second tries; lists that blocks change; forms of results
     "plan": 1240,  # backwards in parts; spans of actions; speeds of ranks; schedules are a table that others add to

@@ -878,6 +878,13 @@ def of_an_iterator(model: nn.Module, batch: Any) -> evenly.Loss:
     return evenly.Loss(F.cross_entropy(next(model(x)), y, reduction="sum"), len(y))
 
 
+def of_other_weights(model: nn.Module, batch: Any) -> evenly.Loss:
+    x, y = batch
+    weights = {name: parameter * 1.1 for name, parameter in model.named_parameters()}
+    result = torch.func.functional_call(model, weights, (x,))
+    return evenly.Loss(F.cross_entropy(result, y, reduction="sum"), len(y))
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "none": lambda: Case(job()),
     "list": lambda: Case(job(ByList)),
@@ -930,6 +937,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "results in place": lambda: Case(job(ChangesResults, loss=changing_results)),
     "results in objects": lambda: Case(job(ReturnsObjects, loss=of_an_object)),
     "result kept": lambda: Case(job(Keeps, loss=of_what_is_kept)),
+    "other weights": lambda: Case(job(loss=of_other_weights)),
     "iterator": lambda: Case(job(Generates, loss=of_an_iterator)),
     "channels last": lambda: Case(job(Pictures)),
 }

@@ -7,7 +7,7 @@ backward of a unit whose results are in an object, or views that were changed in
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,12 +30,45 @@ class GatheredGuard:
     not changed; it is looked at in every forward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.stepped = False
         self._rewritten: set[str] = set()
+        self._known = {id(p) for p in model.parameters()}  # whatever stands for a parameter, sharded or gathered
         self._before: dict[str, tuple[int, int | None, torch.dtype]] = {}
         self._first_nodes: dict[nn.Module, int] = {}  # of units, in the graph of their last forward
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+
+    def watch(
+        self, unit: nn.Module, modules: Sequence[tuple[str, nn.Module]], gathered: Callable[..., None]
+    ) -> list[Any]:
+        """Handles of what runs around the forwards of a unit of these modules; gathered: once its parameters are."""
+        return [
+            unit.register_forward_pre_hook(self._before_unit(modules), prepend=True),
+            unit.register_forward_pre_hook(self.begin),
+            unit.register_forward_pre_hook(gathered),
+            unit.register_forward_hook(self.after_unit(modules), prepend=True),
+        ]
+
+    def _before_unit(self, modules: Sequence[tuple[str, nn.Module]]) -> Callable[..., None]:
+        """A forward pre-hook for a unit of these modules, before it is gathered: what is there are its parameters.
+
+        `torch.func.functional_call` puts other tensors in their place, which gathering would replace without a word.
+        """
+
+        def compare(*_: Any) -> None:
+            found: Iterator[tuple[str, Any]] = local_parameters(modules)
+            for name, parameter in found:
+                if id(parameter) in self._known:
+                    continue
+                if not (isinstance(parameter, nn.Parameter) and isinstance(parameter, DTensor)):
+                    raise PlanError(
+                        f"a call of the model with another tensor in place of parameter {name} under zero=3",
+                        "parameters are gathered when a block is called, and would take its place",
+                        "use plan zero2 or ddp",
+                    )
+                self._known.add(id(parameter))
+
+        return compare
 
     def begin(self, unit: nn.Module, _: Any = None) -> None:
         """A forward pre-hook: notes that a forward of `unit` begins."""
@@ -43,6 +76,7 @@ class GatheredGuard:
 
     def note(self, name: str, parameter: torch.Tensor) -> None:
         """Remembers a gathered parameter before the forward."""
+        self._known.add(id(parameter))
         looked_at = name in self._rewritten or not (self.stepped or parameter.requires_grad)
         self._before[name] = version(parameter), fingerprint(parameter) if looked_at else None, parameter.dtype
 
