@@ -396,6 +396,12 @@ def next_node_number() -> int:
     return torch._C._autograd._get_sequence_nr()  # pyright: ignore
 
 
+def nodes_of(tensor: torch.Tensor, first: int) -> list[Any]:
+    """The nodes that computed `tensor`, and what it is a view of, as far as their numbers are `first` or larger."""
+    nodes: list[Any] = [one.grad_fn for one in (tensor, tensor._base) if one is not None]
+    return [node for node in nodes if node is not None and node._sequence_nr() >= first]
+
+
 def backward_number() -> int:
     """Which backward autograd is running in this thread, each with a number of its own; -1 outside of any."""
     return torch._C._current_graph_task_id()  # pyright: ignore
@@ -471,6 +477,11 @@ def initialize_sharding(model: nn.Module) -> None:
 def end_sharded_forward(model: nn.Module, outputs: Sequence[Any]) -> list[Any]:
     """What ends the forward of a model under `fully_shard`, where its code ended by an exception with these outputs."""
     return [*_fsdp_state(model)._post_forward(model, (), tuple(outputs))]
+
+
+def begin_sharded_backward(unit: nn.Module) -> None:
+    """What begins the backward of a unit of `fully_shard`: gathers its parameters if they are not; once is enough."""
+    _fsdp_state(unit)._pre_backward(None)
 
 
 def reduce_sharded(model: nn.Module) -> None:

@@ -6,12 +6,15 @@ import ast
 import logging
 import subprocess
 import sys
+import warnings
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import pytest
 import torch
+from kept_ranks import KeptRanks, RankFailure, group_of_all
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -50,6 +53,7 @@ from evenly.torch_private import (
     autograd_node,
     backward_number,
     begin_all_gather,
+    begin_sharded_backward,
     change_transformed,
     end_sharded_forward,
     fake_form,
@@ -76,6 +80,7 @@ from evenly.torch_private import (
     memory_bytes,
     memory_key,
     next_node_number,
+    nodes_of,
     operation_of,
     outside_transforms,
     plain_name,
@@ -99,7 +104,6 @@ from evenly.torch_private import (
     wrap_call,
     wrapper_subclass,
 )
-from tests.kept_ranks import KeptRanks, group_of_all
 
 
 class Seen(TorchDispatchMode):
@@ -710,6 +714,50 @@ def gradients_of_inputs() -> tuple[bool, list[bool]]:
 
 def test_an_unused_input_of_a_unit_has_no_gradient_and_its_code_does_not_see_that_it_is_one(ranks: KeptRanks) -> None:
     assert ranks.run(gradients_of_inputs, size=2) == [(False, [True, False])] * 2
+
+
+class EndsInAView(nn.Module):
+    """A unit, whose second result is a view of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layers(x).view(-1, 2, 3), x.view(-1, 2, 2)
+
+
+def loss_behind_a_changed_view(unit: nn.Module, *, begins: bool) -> torch.Tensor:
+    x = torch.arange(8, dtype=torch.float64, requires_grad=True).view(2, 4) / 8
+    first = next_node_number()
+    result, given = unit(x)
+    assert [len(nodes_of(one, first)) for one in (result, result * 2, given, x, torch.ones(1))] == [2, 1, 1, 0, 0]
+    if begins:
+        nodes_of(result, first)[1].register_prehook(lambda _: begin_sharded_backward(unit))
+    result *= 2
+    return (result**2).sum()
+
+
+def gradients_behind_a_changed_view(*, begins: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    unit = EndsInAView().double()
+    with group_of_all() as group, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+        for module in (unit, root := nn.Sequential(unit)):
+            fully_shard(module, mesh=init_device_mesh("cpu", (group.size,)), reshard_after_forward=True)
+        initialize_sharding(root)
+        loss_behind_a_changed_view(unit, begins=begins).backward()
+        return [cast(Any, parameter.grad).full_tensor() for parameter in unit.parameters()]
+
+
+def test_the_backward_of_a_unit_begins_where_its_result_is_a_view_that_was_changed(ranks: KeptRanks) -> None:
+    torch.manual_seed(0)
+    loss_behind_a_changed_view(unit := EndsInAView().double(), begins=False).backward()
+    for found in ranks.run(partial(gradients_behind_a_changed_view, begins=True), size=2):
+        for gradient, parameter in zip(found, unit.parameters(), strict=True):
+            torch.testing.assert_close(gradient, parameter.grad)
+    with pytest.raises(RankFailure):  # torch's own hook is lost, as long as that is so
+        ranks.run(partial(gradients_behind_a_changed_view, begins=False), size=2)
 
 
 def test_pipelining_imports_what_the_first_optimizer_does() -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import platform
+import shutil
 import tempfile
 import time
 from dataclasses import replace
@@ -105,7 +106,9 @@ def main() -> None:
             out = Path(scratch) / saved
             train_on_ranks(saved, SAVED_AT, out)
             for then in PLANS:
-                found = train_on_ranks(then, STEPS, out, resume=True)
+                copy = Path(shutil.copytree(out, Path(scratch) / f"{saved}-{then}"))  # a run saves where it ends
+                found = train_on_ranks(then, STEPS, copy, resume=True)
+                shutil.rmtree(copy)
                 largest, where = difference(found, expected)
                 row = {"saved": saved, "resumed": then, "difference": largest, "where": where}
                 if saved == then:

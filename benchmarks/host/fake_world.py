@@ -8,7 +8,9 @@ Python runs as it does among real ones.
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import socket
 import tempfile
 from collections.abc import Callable
@@ -29,7 +31,8 @@ def pretend(ranks: int) -> None:
         port = free.getsockname()[1]
     place = {"RANK": 0, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
-    os.environ["EVENLY_CONTROL"] = tempfile.mkdtemp(prefix="evenly-host-")  # the flight recorder runs too
+    os.environ["EVENLY_CONTROL"] = control = tempfile.mkdtemp(prefix="evenly-host-")  # the flight recorder runs too
+    atexit.register(shutil.rmtree, control, ignore_errors=True)
     join, open_group = dist.init_process_group, dist.new_group
 
     def joined(*_: Any, **given: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -85,3 +86,35 @@ def tensors_in(arguments: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(one)
     elif isinstance(arguments, slice):
         yield from tensors_in((arguments.start, arguments.stop, arguments.step))
+
+
+def hidden_in(nest: Any) -> Iterator[Any]:
+    """What `map_tensors` does not see: tensors in attributes of objects in a nest; and iterators, which are not asked.
+
+    Modules, classes and functions are not looked into.
+    """
+    left, seen = [(nest, False)], set[int]()
+    while left:
+        one, hidden = left.pop()
+        if isinstance(one, torch.Tensor):
+            if hidden:
+                yield one
+        elif isinstance(one, Iterator):
+            if not hidden:
+                yield one
+        elif not isinstance(one, NOT_LOOKED_INTO) and id(one) not in seen:
+            seen.add(id(one))
+            items = [value for _, value in _items(one)]
+            known = {id(value) for value in items}
+            left += [(value, hidden) for value in items]
+            left += [(value, True) for value in _attributes(one) if id(value) not in known]
+
+
+NOT_LOOKED_INTO = (bool, int, float, complex, str, bytes, type(None), type, torch.nn.Module, FunctionType, ModuleType)
+
+
+def _attributes(one: Any) -> Iterator[Any]:
+    yield from getattr(one, "__dict__", {}).values()
+    for kind in type(one).__mro__:
+        names = vars(kind).get("__slots__", ())
+        yield from (getattr(one, name, None) for name in ([names] if isinstance(names, str) else names))

@@ -268,8 +268,12 @@ class Executor(ABC):
                     "its total requires no gradient",
                     "do not detach it",
                 )
-            return needed
-        return loss.total if scale == 1.0 else loss.total * scale
+            total = needed
+        else:
+            total = loss.total if scale == 1.0 else loss.total * scale
+        if total is not None and (outputs := self.composed.gradients.outputs) is not None:
+            outputs.watch_backward(total)
+        return total
 
     # ---------------------------------------------------------------------------------------------- memory
     def allocating(self, category: Category) -> None:

@@ -1,16 +1,76 @@
-"""Nests of tensors."""
+"""Nests of tensors, and what is hidden from `map_tensors`: tensors in objects, and iterators."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
-from evenly.data.nest import has_tensor
+from evenly.data.nest import has_tensor, hidden_in, tensors_by_path
+
+HIDDEN, SEEN = torch.ones(1), torch.zeros(2)
+
+
+class Plain:
+    def __init__(self, value: Any) -> None:
+        self.value, self.size = value, 3
+
+
+class Slots:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+@dataclass
+class Fields:
+    seen: torch.Tensor
+    made: torch.Tensor = field(init=False, default_factory=lambda: HIDDEN)
+
+
+class Named(dict[str, Any]):
+    """With its items as attributes too, as results of transformers have them."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+        vars(self).update(items)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Plain(HIDDEN),
+        lambda: (SEEN, {"a": [Plain({"b": (HIDDEN,)})]}),
+        lambda: Slots(Plain(HIDDEN)),
+        lambda: Fields(SEEN),
+        lambda: Named(seen=SEEN, other=Plain(HIDDEN)),
+        lambda: torch.distributions.Exponential(HIDDEN),
+    ],
+)
+def test_tensors_in_objects_are_hidden(make: Callable[[], Any]) -> None:
+    nest = make()
+    assert {id(one) for one in hidden_in(nest)} == {id(HIDDEN)}
+    assert all(one is SEEN for _, one in tensors_by_path(nest))
+
+
+def test_an_iterator_is_named_and_not_asked() -> None:
+    made = iter([HIDDEN])
+    assert [*hidden_in((SEEN, made))] == [made] and next(made) is HIDDEN
+    assert [*hidden_in(Plain(iter([HIDDEN])))] == []  # an object may have one for what it is
+
+
+def test_nothing_is_hidden_in_nests_and_modules() -> None:
+    around = Plain(None)
+    around.value = around
+    model = nn.Linear(1, 1)
+    for nest in (SEEN, [SEEN, (1, "a", None)], {"x": SEEN}, Named(x=SEEN), model, Plain(model), Plain, around):
+        assert [*hidden_in(nest)] == []
 
 
 class Pair(NamedTuple):

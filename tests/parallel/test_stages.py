@@ -1057,6 +1057,7 @@ class Shared:
 
     def __init__(self) -> None:
         self.calls, self.total, self.names = 0, torch.zeros(()), dict[str, Any]()
+        self.tried = False
 
 
 class Count:
@@ -1085,9 +1086,12 @@ class Leaving(Block):
         elif self.how == "names":
             self.held.names[f"block {len(self.held.names)}"] = len(self.held.names)
             x = x * (1 + sum(self.held.names.values()))
-        elif self.how == "objects in a dict":
+        elif self.how in ("objects in a dict", "tries in a dict"):
             given["calls"] = Count(given["calls"].number + 1 if given else 1)
             x = x * given["calls"].number
+            if self.how == "tries in a dict" and not self.held.tried:
+                self.held.tried = True
+                float(x.detach().sum())
         elif self.how == "numbers":
             given["calls"] = given.get("calls", 0) + int(x.detach().isfinite().all())
         return super().forward(x)
@@ -1121,6 +1125,7 @@ def test_what_blocks_leave_behind_is_there_in_every_microbatch(how: str, plan: s
     assert_as_on_one_device(text_job(model=lambda: LeavesBehind(how), precision="float64"), plan)
 
 
-def test_a_block_that_needs_numbers_and_leaves_something_behind_is_refused() -> None:
+@pytest.mark.parametrize("how", ["numbers", "tries in a dict"])
+def test_a_block_that_needs_numbers_and_leaves_something_behind_is_refused(how: str) -> None:
     with pytest.raises(PlanError, match=r"blocks\.0 needs numbers inside and changes a list, a dict or an object"):
-        staged(text_job(model=lambda: LeavesBehind("numbers"), precision="float64"), "pipeline=2")
+        staged(text_job(model=lambda: LeavesBehind(how), precision="float64"), "pipeline=2")

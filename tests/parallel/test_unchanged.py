@@ -110,10 +110,11 @@ def test_another_failure_is_raised_as_it_is() -> None:
 
 def test_a_gathered_parameter_that_is_written_with_its_own_numbers_has_not_changed() -> None:
     """As where a forward registers a parametrization of a frozen weight, and removes it."""
-    part, guard = nn.Linear(2, 2).requires_grad_(False), GatheredGuard()
+    part, guard = nn.Linear(2, 2).requires_grad_(False), GatheredGuard(nn.Module())
     compare = guard.after_unit([("part", part)])
 
     def forward(change: Callable[[torch.Tensor], object]) -> None:
+        guard.begin(part)
         guard.note("part.weight", part.weight)
         change(part.weight)
         compare(part, (), torch.ones(1))

@@ -796,6 +796,95 @@ def writing_into_its_batch(model: nn.Module, batch: Any) -> evenly.Loss:
     return class_loss(model, batch)
 
 
+class ViewBlock(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).view(len(x), 2, -1)
+
+
+class ChangesResults(Net):
+    """Blocks and model return views; the former are changed in place between blocks, the latter by the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ViewBlock() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            seen = block(x)
+            seen *= 0.5
+            seen += x.view(seen.shape)
+            x = seen.flatten(1)
+        return self.head(x).unsqueeze(0)
+
+
+def changing_results(model: nn.Module, batch: Any) -> evenly.Loss:
+    x, y = batch
+    result = model(x)
+    result -= F.one_hot(y, 4)
+    return evenly.Loss((result**2).sum(), len(y))
+
+
+class Result:
+    """No nest: torch does not look into it."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.hidden, self.size = hidden, hidden.square().mean()
+
+
+class ObjectBlock(Block):
+    def forward(self, given: Result) -> Result:  # pyright: ignore
+        return Result(super().forward(given.hidden))
+
+
+class ReturnsObjects(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ObjectBlock() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> Result:  # pyright: ignore
+        given = Result(self.enter(x))
+        for block in self.blocks:
+            given = block(given)
+        return Result(self.head(given.hidden) * (1 + given.size))
+
+
+def of_an_object(model: nn.Module, batch: Any) -> evenly.Loss:
+    x, y = batch
+    result = model(x)
+    return evenly.Loss(F.cross_entropy(result.hidden, y, reduction="sum") + len(y) * result.size, len(y))
+
+
+class Keeps(Net):
+    """Returns nothing, but keeps its result."""
+
+    def forward(self, x: torch.Tensor) -> None:  # pyright: ignore
+        self.result = super().forward(x)
+
+
+def of_what_is_kept(model: nn.Module, batch: Any) -> evenly.Loss:
+    x, y = batch
+    model(x)
+    return evenly.Loss(F.cross_entropy(model.result, y, reduction="sum"), len(y))  # pyright: ignore
+
+
+class Generates(Net):
+    def forward(self, x: torch.Tensor) -> Any:
+        return iter([super().forward(x)])
+
+
+def of_an_iterator(model: nn.Module, batch: Any) -> evenly.Loss:
+    x, y = batch
+    return evenly.Loss(F.cross_entropy(next(model(x)), y, reduction="sum"), len(y))
+
+
+def of_other_weights(model: nn.Module, batch: Any) -> evenly.Loss:
+    x, y = batch
+    weights = {name: parameter * 1.1 for name, parameter in model.named_parameters()}
+    result = torch.func.functional_call(model, weights, (x,))
+    return evenly.Loss(F.cross_entropy(result, y, reduction="sum"), len(y))
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "none": lambda: Case(job()),
     "list": lambda: Case(job(ByList)),
@@ -845,6 +934,11 @@ CASES: dict[str, Callable[[], Case]] = {
     "spectral norm called twice": lambda: Case(job(with_spectral_norm, loss=compared)),
     "batch in place": lambda: Case(job(loss=writing_into_its_batch)),
     "batch in place float32": lambda: Case(job(loss=writing_into_its_batch, precision="float32")),
+    "results in place": lambda: Case(job(ChangesResults, loss=changing_results)),
+    "results in objects": lambda: Case(job(ReturnsObjects, loss=of_an_object)),
+    "result kept": lambda: Case(job(Keeps, loss=of_what_is_kept)),
+    "other weights": lambda: Case(job(loss=of_other_weights)),
+    "iterator": lambda: Case(job(Generates, loss=of_an_iterator)),
     "channels last": lambda: Case(job(Pictures)),
 }
 

@@ -100,7 +100,6 @@ class ShardedGradients(Gradients):
         self._model, self._split_backward = model, split_backward
         # Whether parameters stay gathered, and gradients are accumulated, until the end of a step.
         self._reduces_at_end, self._surveyed, self._gathers_at_once = split_backward, split_backward, False
-        self._guard = GatheredGuard()
         units = units_of(model, find_blocks(model) if blocks is None else blocks)
         _check_dtypes(model, [unit for unit, _ in units])
         self._gradient_hooks = {name: hooks for name, p in model.named_parameters() if (hooks := gradient_hooks(p))}
@@ -109,6 +108,7 @@ class ShardedGradients(Gradients):
         self._counts_squares = self._across is None or self._across.position == 0
         self._accumulates_float64 = accumulate_float64
         self._exact: list[ExactReduceScatter] = []  # of each unit, with exact=bitwise
+        self._guard = GatheredGuard(model)
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         _set_up_units(self._units, self._shards, turned)
         self._set_reduce_scatter()
@@ -121,11 +121,8 @@ class ShardedGradients(Gradients):
         own = {unit: _own_modules(unit, prefixes[id(unit)]) for unit in self._units}
         self._watches = [self._before_unit(own[unit], number) for number, unit in enumerate(self._units)]
         self._handles: list[Any] = [handle for unit in self._units for handle in ArgumentContainers(unit).handles]
-        self._handles += [u.register_forward_pre_hook(w) for u, w in zip(self._units, self._watches, strict=True)]
-        after = [self._guard.after_unit(own[unit]) for unit in self._units]
-        self._handles += [
-            unit.register_forward_hook(hook, prepend=True) for unit, hook in zip(self._units, after, strict=True)
-        ]
+        for unit, watch in zip(self._units, self._watches, strict=True):
+            self._handles += self._guard.watch(unit, own[unit], watch)
         self.outputs = LastOutputs(model)
         self._scalars = ScalarSums(self._named, self._group, self._use, exact=accumulate_float64)
         self._handles += [self.outputs.handle, *self._scalars.handles]

@@ -4,8 +4,8 @@ A block runs on fake tensors once; later a stage that ran it says what shapes it
 code needs numbers, what it does inside is no other stage's concern, and it runs on made-up ones (`example_tensor`):
 only the shapes of what it returns count.
 
-Where more counts, since hooks look on or the block leaves something behind, it is *run through*: its code and hooks
-run on the remote tensors of every run, whose every result may be received.
+Where more counts, since hooks look on, or the block leaves something behind or returns an object with tensors in it, it
+is *run through*: its code and hooks run on the remote tensors of every run, whose every result may be received.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from evenly.data.nest import map_tensors, tensors_by_path
+from evenly.data.nest import hidden_in, map_tensors, tensors_by_path
 from evenly.errors import PlanError
 from evenly.model.fake import shared_fake_mode
 from evenly.parallel.core.calls import BlockCall
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from evenly.parallel.pipeline.model import StagedModel, StageRun, StageTensor
 
 NEEDS_NUMBERS = "needs numbers inside"
+RETURNS = "returns an iterator, or an object that has tensors in its attributes"
 LEAVES = "changes a list, a dict or an object that other code has too"
 
 
@@ -102,7 +103,7 @@ class SkippedBlocks:
         found = self._cached.get(key) if key is not None else None
         if found is None or (found.leaves_tensors and owner.discovers):
             before = owner.shaped
-            found = self._found(call, form if cached else None)
+            found = self._found(call, form if cached else None, again=not cached)
             if key is not None and owner.shaped == before and not self._model.stage_plan.shapes_vary:
                 if len(self._cached) >= MAX_CACHED:
                     self._cached.clear()
@@ -117,8 +118,11 @@ class SkippedBlocks:
     def _key(self, call: BlockCall, *, sizes: bool = True) -> tuple[Any, ...] | None:
         return cache_key((call.block.name, call.block.module.training, call.args, call.kwargs), sizes=sizes)
 
-    def _found(self, call: BlockCall, form: ResultForm | None) -> SkippedResult:
-        """As `form` says, in the nest that the block has returned for arguments of other sizes; else as it runs."""
+    def _found(self, call: BlockCall, form: ResultForm | None, *, again: bool) -> SkippedResult:
+        """As `form` says, in the nest that the block has returned for arguments of other sizes; else as it runs.
+
+        again: whether it has run before in this call, and failed: what it leaves behind would be there twice.
+        """
         key = self._key(call, sizes=False)
         known = self._of_any_sizes.get(key) if key is not None and form is not None else None
         paths = [path for path, _ in tensors_by_path((call.args, call.kwargs))]
@@ -126,8 +130,10 @@ class SkippedBlocks:
         if found is None:
             left, runs_once = LeftBehind(call.block.module, (call.args, call.kwargs)), self._key(call) is not None
             found = self._run(call, left)
-            if runs_once and left.values():
-                raise _refusal(call, LEAVES)
+            if (runs_once or again) and left.values():
+                raise _refusal(call, f"{NEEDS_NUMBERS} and {LEAVES}" if again else LEAVES)
+            if any(True for _ in hidden_in(found.nest)):
+                raise _refusal(call, RETURNS)
             found = replace(found, leaves_tensors=left.tensors())
             if key is not None and not _has_numbers(found.nest) and not found.leaves_tensors:
                 self._of_any_sizes[key] = found
