@@ -5,7 +5,7 @@
 A GPT (`benchmarks/peers`, 6 blocks, width 128, 8 samples of 128 tokens a step in two microbatches, float32) on one
 thread: a loop by hand, the same with `torch.compile` of the whole model, `evenly` under `single`, and under
 `single compile=blocks`. Each in a process of its own, some steps of each in turn; ratios are medians over pairs of the
-same step. The first step, which compiles, is told apart; kernels come from a new, empty cache and then from a full one.
+same step. The first step, which compiles, has a figure of its own: with an empty cache of kernels, and with a full one.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def child(name: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed
     with ExitStack() as contexts:
-        handed = name.startswith("by hand")
-        step = by_hand(compiled="compiled" in name) if handed else by_evenly(name, contexts)
+        plain = name.startswith("by hand")
+        step = by_hand(compiled="compiled" in name) if plain else by_evenly(name, contexts)
         began = time.perf_counter()
         step()
         first_s = time.perf_counter() - began

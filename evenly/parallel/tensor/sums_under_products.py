@@ -67,12 +67,14 @@ class _Sum:
     pending: Pending[T] | None = None
 
 
-class _WaitForSum(torch.autograd.Function):
+class _OfSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: T, summed: _Sum) -> T:  # type: ignore[override]
         ctx.summed = summed
         return x.detach()
 
+
+class _WaitForSum(_OfSum):
     @staticmethod
     def backward(ctx: Any, *gradients: T) -> Any:
         if ctx.summed.pending is not None:
@@ -81,12 +83,7 @@ class _WaitForSum(torch.autograd.Function):
         return gradients[0], None
 
 
-class _BeginSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: T, summed: _Sum) -> T:  # type: ignore[override]
-        ctx.summed = summed
-        return x.detach()
-
+class _BeginSum(_OfSum):
     @staticmethod
     def backward(ctx: Any, *gradients: T) -> Any:
         """Adds up where the gradient lies: products give tensors of their own, and nobody reads it before the wait."""
