@@ -9,14 +9,17 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 FRESH = 624  # position of a Mersenne Twister that was just seeded: of the numbers that it makes at a time
+# Of Python's and numpy's: the first word of the state and the position in it. Python keeps a second normal number.
+Position = tuple[tuple[int, int, float | None], tuple[int, int]]
+_seeded: Position = (0, 0, None), (0, 0)  # where `seed_past_torch` has put them
 
 
 @contextmanager
@@ -38,6 +41,11 @@ def reseed(key: int, device: str = "cpu") -> None:
         _gpu_generator(device).manual_seed(key)
 
 
+def reseeding(device: str) -> Callable[[int], object]:
+    """`reseed` of generators of `device`, by the shortest way: every block of a microbatch asks twice."""
+    return partial(reseed, device=device) if device.startswith("cuda") else torch.default_generator.manual_seed
+
+
 def last_seed() -> int:
     """The key that torch's generator of the CPU was last seeded from, or was when its state was saved."""
     return torch.default_generator.initial_seed()
@@ -51,39 +59,50 @@ def seed(key: int, device: str = "cpu") -> None:
 
 def seed_past_torch(key: int) -> None:
     """Seeds Python's and numpy's generators from the stream `key`."""
+    global _seeded
     random.seed(key)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(key & 0xFFFFFFFF)
+    _seeded = (1 << 31, FRESH, None), (key & 0xFFFFFFFF, FRESH)
 
 
 def drawn_past_torch() -> bool:
     """Whether Python's or numpy's generator was drawn from since `seed`."""
-    return position_past_torch() != (FRESH, FRESH)
+    return position_past_torch() != _seeded
 
 
-def position_past_torch() -> tuple[int, int]:
+def position_past_torch() -> Position:
     """Where Python's and numpy's generators are; the same twice where nothing was drawn between."""
-    numpy: Any = sys.modules.get("numpy")
-    return random.getstate()[1][-1], FRESH if numpy is None else _numpys_position(numpy)
+    numpy, (_, state, second) = sys.modules.get("numpy"), random.getstate()
+    return (state[0], state[-1], second), _seeded[1] if numpy is None else _numpys_position(numpy)
 
 
-def _numpys_position(numpy: Any) -> int:
-    """As `numpy.random.get_state()[2]`, which takes 40 us: every microbatch of a stage asks."""
-    position = _position_at(numpy.random.get_bit_generator().ctypes.state_address)
-    return numpy.random.get_state()[2] if position is None else position.value
+def _numpys_position(numpy: Any) -> tuple[int, int]:
+    """From numpy's own memory: `get_state` takes 40 us, and every microbatch of a stage asks."""
+    state = _state_at(numpy.random.get_bit_generator().ctypes.state_address)
+    if state is not None:
+        return state.key[0], state.position
+    _, key, position, *_ = numpy.random.get_state()
+    return int(key[0]), position
+
+
+class _Twister(ctypes.Structure):
+    """numpy's Mersenne Twister in memory."""
+
+    _fields_ = (("key", ctypes.c_uint32 * FRESH), ("position", ctypes.c_int))
 
 
 @cache
-def _position_at(address: int) -> ctypes.c_int | None:
-    """The position of numpy's generator in its own memory, behind `FRESH` numbers; None where it is elsewhere."""
+def _state_at(address: int) -> _Twister | None:
+    """The state of numpy's generator in its own memory; None where that has another form."""
     numpy: Any = sys.modules["numpy"]
-    position, state = ctypes.c_int.from_address(address + FRESH * 4), numpy.random.get_state()
+    twister, state = _Twister.from_address(address), numpy.random.get_state()
     try:
-        for moved in (1, FRESH):  # two places, so that no other number there is taken for it
-            numpy.random.set_state((*state[:2], moved, *state[3:]))
-            if position.value != moved:
+        for first, position in ((2, 1), (3, FRESH)):  # two of each, so that no other numbers there are taken for them
+            numpy.random.set_state((state[0], [first, *state[1][1:]], position, *state[3:]))
+            if (twister.key[0], twister.position) != (first, position):
                 return None
-        return position
+        return twister
     finally:
         numpy.random.set_state(state)
 

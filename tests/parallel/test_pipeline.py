@@ -534,6 +534,8 @@ def rolling(draw: Callable[[], float]) -> Chain:
 STOPPED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "random": (partial(rolling, random.random), "draws from Python's or numpy's generator"),
     "numpy": (partial(rolling, np.random.random), "draws from Python's or numpy's generator"),
+    # As many numbers as the generator makes at a time, after which it is where it was.
+    "numpy's period": (lambda: rolling(lambda: np.random.rand(312).mean()), "draws from Python's or numpy's generator"),
     "counts inside": (lambda: Chain(CountsInside() for _ in range(4)), "buffer blocks.0.calls changes in the forward"),
     "narrows": (lambda: Chain(Narrows() for _ in range(4)), r"the forward makes blocks.\d.route.weight torch.float32"),
     "counts": (Counts, "buffer forwards changes in the forward pass"),

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from evenly.comm.collectives import all_reduce
 from evenly.comm.groups import Group
-from evenly.data.generators import drawn_past_torch
+from evenly.data.generators import Position, position_past_torch
 from evenly.errors import EvenlyError
 from evenly.parallel.core.calls import ForwardEnded
 
@@ -73,7 +73,7 @@ class _Watch(TorchFunctionMode):
         self._depth = 0
         self._left: int | None = None  # the unit that ended last
         self._read = False  # whether numbers were read since
-        self._drawn = False
+        self._position: Position | None = None  # of generators, as the last unit ended
         self._decides = self.differ = False
 
     def run(self, forward: Callable[[], object]) -> None:
@@ -100,14 +100,14 @@ class _Watch(TorchFunctionMode):
         if self._depth == 0:
             self.compare(number)
             again = self._left is not None and self._containers[self._left] == self._containers[number]
-            self._decides |= again and (self._read or drawn_past_torch() != self._drawn)
+            self._decides |= again and (self._read or position_past_torch() != self._position)
             self._called.add(number)
         self._depth += 1
 
     def leave(self, number: int, *_: object) -> None:
         """After a unit's forward."""
         self._depth -= 1
-        self._left, self._read, self._drawn = number, False, drawn_past_torch()
+        self._left, self._read, self._position = number, False, position_past_torch()
 
     def compare(self, number: int) -> None:
         """Raises `ForwardEnded` on all ranks unless all are at the same unit."""
