@@ -294,7 +294,8 @@ def set_tensor_dict(module: nn.Module, kind: TensorDict, tensors: Mapping[str, A
     setattr(module, kind, tensors)
 
 
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # parts that torch's wrappers put into names
+COMPILED = "_orig_mod"  # the module that another, which `torch.compile` has made of it, has inside
+WRAPPERS = (f"{COMPILED}.", "_checkpoint_wrapped_module.")  # parts that torch's wrappers put into names
 
 
 def plain_name(name: str) -> str:

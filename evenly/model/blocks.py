@@ -125,7 +125,9 @@ def _alike(items: Sequence[Block]) -> bool:
 
 def _is_called(module: nn.Module) -> bool:
     """Whether it can be called: a `ModuleList` without a forward only holds others."""
-    return not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or type(module).forward is not nn.Module.forward
+    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return True
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _called(item: Block) -> list[Block]:

@@ -29,7 +29,7 @@ from evenly.job import EMA, Job, Loss
 from evenly.model.blocks import find_blocks
 from evenly.model.modes import evaluating, in_training
 from evenly.model.overlap import find_overlapping
-from evenly.torch_private import in_backward
+from evenly.torch_private import in_backward, plain_name
 from evenly.verify.reference_data import WEIGHTS, batches, evaluation_microbatches, read_microbatch
 from evenly.verify.reference_sums import LossSums
 
@@ -223,7 +223,7 @@ def _named_averages(averaged: AveragedModel | None) -> dict[str, torch.Tensor]:
     if averaged is None or not averaged.n_averaged:
         return {}
     trained = [(name, p) for name, p in averaged.module.named_parameters() if p.requires_grad]
-    return {f"average of {name}": parameter.detach().cpu().clone() for name, parameter in trained}
+    return {f"average of {plain_name(name)}": parameter.detach().cpu().clone() for name, parameter in trained}
 
 
 def _evaluated(model: torch.nn.Module, averaged: AveragedModel | None) -> torch.nn.Module:
@@ -331,10 +331,11 @@ def named_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dic
     found: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
+            label = f"{key} of {plain_name(name)}"
             if isinstance(value, torch.Tensor):
-                found[f"{key} of {name}"] = value.detach().cpu().clone()
+                found[label] = value.detach().cpu().clone()
             elif isinstance(value, int | float):
-                found[f"{key} of {name}"] = torch.tensor(value, dtype=torch.float64)
+                found[label] = torch.tensor(value, dtype=torch.float64)
     return found
 
 

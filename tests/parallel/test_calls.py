@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import evenly
 from evenly.data.generators import undisturbed
 from evenly.model.blocks import find_blocks
-from evenly.parallel.core.calls import BlockCalls
+from evenly.parallel.core.calls import BlockCalls, WrappedForwards, own_forward
+from evenly.verify.reference import named_state
 
 
 class Noisy(nn.Module):
@@ -146,3 +147,33 @@ def test_a_run_remembers_the_calls_of_one_step() -> None:
             run.step(batch)
             remembered.append(len(run.composed.calls[0]._begun) // len(batch.share.microbatches))
     assert remembered == [remembered[0]] * 3 and remembered[0] > 0
+
+
+def test_blocks_get_the_forward_back_that_they_had() -> None:
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    own: Any = lambda x: -x  # noqa: E731
+    model[1].forward = own
+    model[2] = compiled = torch.compile(model[2], backend="eager")  # pyright: ignore[reportArgumentType]
+    before = compiled.forward
+
+    def twice(_: Any, forward: Any) -> Any:
+        return lambda x: 2 * forward(x)
+
+    x = torch.ones(2, 3)
+    wrapped = WrappedForwards(find_blocks(model), [twice, twice], asked="recompute=full")
+    torch.testing.assert_close(model[0](x), 4 * own_forward(model[0])(x))
+    torch.testing.assert_close(model[1](x), -4 * x)
+    assert own_forward(model[1]) is own
+    assert own_forward(model[2]) is compiled._orig_mod
+    for _ in range(2):
+        wrapped.close()
+        assert model[1].forward is own and compiled.forward is before and "forward" not in vars(model[0])
+    assert own_forward(model[1]) is own
+
+
+def test_state_of_a_compiled_block_has_the_name_of_what_was_compiled() -> None:
+    model = nn.Sequential(torch.compile(nn.Linear(3, 3, bias=False), backend="eager"))  # pyright: ignore
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    next(model.parameters()).grad = torch.ones(3, 3)
+    optimizer.step()
+    assert [*named_state(model, optimizer)] == ["momentum_buffer of 0.weight"]

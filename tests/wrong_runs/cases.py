@@ -885,6 +885,42 @@ def of_other_weights(model: nn.Module, batch: Any) -> evenly.Loss:
     return evenly.Loss(F.cross_entropy(result, y, reduction="sum"), len(y))
 
 
+class OwnForwards(Net):
+    """Each block has a forward of its own, which returns more than that of its class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number, block in enumerate(self.blocks):
+            block.forward = self.with_penalty(block.forward, 0.01 * number)
+
+    @staticmethod
+    def with_penalty(forward: Callable[..., torch.Tensor], weight: float) -> Callable[..., Any]:
+        return lambda x: (forward(x), weight * x.square().mean())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, penalty = self.enter(x), x.new_zeros(())
+        for block in self.blocks:
+            x, more = block(x)
+            penalty = penalty + more
+        return self.head(x) + penalty
+
+
+class OwnForwardOfNorm(Net):
+    """Its running statistics move faster than the layer says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm: Any = nn.BatchNorm1d(WIDTH)
+
+        def forward(own: Any, x: torch.Tensor) -> torch.Tensor:
+            return F.batch_norm(x, own.running_mean, own.running_var, own.weight, own.bias, own.training, 0.5)
+
+        self.norm.forward = types.MethodType(forward, self.norm)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(x))
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "none": lambda: Case(job()),
     "list": lambda: Case(job(ByList)),
@@ -907,6 +943,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "queue": lambda: Case(job(Queue)),
     "saved queue": lambda: Case(job(lambda: Queue(persistent=True))),
     "loss counts": lambda: Case(job(loss=counting_loss())),
+    "own forwards": lambda: Case(job(OwnForwards)),
+    "own forward of a norm": lambda: Case(job(OwnForwardOfNorm)),
     "moving averages": lambda: Case(job(Watched)),
     "own buffers": lambda: Case(job(OwnBuffers)),
     "codebook": lambda: Case(job(Codebook)),

@@ -29,7 +29,7 @@ REFUSED: dict[str, set[str]] = {
     "list": {"zero3", "pipeline=2"},
     "closure": {"zero3"},
     "view": TWO_DIMS,
-    **dict.fromkeys(("two on one", "two on one float32", "transposed"), ALL),
+    **dict.fromkeys(("two on one", "two on one float32", "transposed", "own forward of a norm"), ALL),
     **{f"optimizer {name}": {"pipeline=2"} for name in OWN_OPTIMIZERS},
     "checkpoint of two": {"pipeline=2"},
     **dict.fromkeys(("data generator", "data numpy", "data counts", "cost"), SEVERAL),

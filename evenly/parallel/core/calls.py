@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from evenly.data.generators import last_seed, reseed, seed
+from torch import nn
+
+from evenly.data.generators import last_seed, reseeding, seed_past_torch
 from evenly.data.stream import block_key
 from evenly.errors import PlanError, RunError
 from evenly.model.blocks import Block
-from evenly.torch_private import in_backward, unwrap_call, wrap_call
+from evenly.torch_private import COMPILED, in_backward, unwrap_call, wrap_call
 
 # Calls that ran, by block and the seed before them -> (key of the microbatch, number of the call).
 Begun = dict[tuple[str, int], tuple[int, int]]
@@ -33,7 +35,7 @@ class ForwardEnded(Exception):
     """Ends a forward pass on purpose, before the model's code has come to its end."""
 
 
-@dataclass(eq=False)  # not frozen: a small step feels what making one of each call takes
+@dataclass(eq=False, slots=True)  # not frozen: a small step feels what making one of each call takes
 class BlockCall:
     """One call of a block; nobody changes it.
 
@@ -83,7 +85,7 @@ class BlockCalls:
     """
 
     def __init__(self, blocks: Sequence[Block], device: str, handler: Callable[[BlockCall], Any] | None = None) -> None:
-        self._device, self._handler = device, handler
+        self._reseed_torch, self._handler = reseeding(device), handler
         self._key: int | None = None
         self._calls: dict[str, int] = {}
         self._begun: Begun = {}
@@ -92,7 +94,8 @@ class BlockCalls:
     @contextmanager
     def drawing(self, key: int) -> Generator[None]:
         """Within, a forward draws from the stream `key`; wants `undisturbed`."""
-        seed(key, self._device)
+        self._reseed_torch(key)
+        seed_past_torch(key)
         self._key = key
         self._calls.clear()
         if len(self._begun) > CALLS_KEPT:
@@ -140,11 +143,17 @@ class BlockCalls:
         return result
 
     def _reseed(self, key: int, name: str, number: int, edge: Literal["begin", "end"]) -> None:
-        reseed(block_key(key, name, number, edge), self._device)
+        self._reseed_torch(block_key(key, name, number, edge))
 
 
 Forward = Callable[..., Any]
 Change = Callable[[Block, Forward], Forward]  # what runs in place of a block's forward
+OWN = "evenly_own_forward"  # an attribute of what runs in place of a forward
+
+
+def own_forward(module: nn.Module) -> Forward:
+    """The forward that a module has without what `WrappedForwards` has put around it, and as it is written."""
+    return getattr(module, COMPILED, None) or getattr(module.forward, OWN, module.forward)
 
 
 class WrappedForwards:
@@ -154,16 +163,22 @@ class WrappedForwards:
     """
 
     def __init__(self, blocks: Sequence[Block], changes: Sequence[Change], *, asked: str) -> None:
-        self._modules = [block.module for block in blocks]
-        if not self._modules:
+        # A module may have a forward of its own, as compiled ones do, or the one of its class.
+        self._before = [(block.module, vars(block.module).get("forward")) for block in blocks]
+        if not self._before:
             raise PlanError(
                 asked, "the model has no repeated blocks", f"leave out {asked}, or put its layers into a ModuleList"
             )
         for block in blocks:
+            own = own_forward(block.module)
             for change in changes:
                 block.module.forward = change(block, block.module.forward)
+                setattr(block.module.forward, OWN, own)
 
     def close(self) -> None:
         """Gives the blocks their own forward back; safe to call twice."""
-        for module in self._modules:
-            vars(module).pop("forward", None)
+        for module, forward in self._before:
+            if forward is None:
+                vars(module).pop("forward", None)
+            else:
+                module.forward = forward

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 
 from evenly.data.nest import map_tensors, tensors_by_path
 from evenly.errors import PlanError
-from evenly.parallel.core.calls import BlockCall
+from evenly.parallel.core.calls import BlockCall, own_forward
 from evenly.parallel.pipeline.draws import Draws
 from evenly.parallel.pipeline.example_tensor import example_of, example_weight
 from evenly.parallel.pipeline.example_tensor import examples as running_examples
@@ -152,7 +151,7 @@ class InputDiscovery(StageRun):
     def _run_block(self, call: BlockCall, args: Any, kwargs: Any) -> Any:
         """The block's code without what a plan has put around it."""
         module = call.block.module
-        result = run_with_hooks(module, partial(type(module).forward, module), args, kwargs)
+        result = run_with_hooks(module, own_forward(module), args, kwargs)
         call.skip()
         return result
 

@@ -20,7 +20,7 @@ from torch import nn
 from evenly.data.nest import hidden_in, map_tensors, tensors_by_path
 from evenly.errors import PlanError
 from evenly.model.fake import shared_fake_mode
-from evenly.parallel.core.calls import BlockCall
+from evenly.parallel.core.calls import BlockCall, own_forward
 from evenly.parallel.core.left_behind import LeftBehind
 from evenly.parallel.pipeline.example_tensor import ExampleTensor, example_of, example_weight, examples
 from evenly.parallel.pipeline.hooks import run_with_hooks
@@ -204,8 +204,7 @@ class _ExampleRun:
 
 
 def _forward(call: BlockCall, args: Any, kwargs: Any) -> Any:
-    module = call.block.module
-    return type(module).forward(module, *args, **kwargs)
+    return own_forward(call.block.module)(*args, **kwargs)
 
 
 def _skipped_result(result: Any, paths: Mapping[int, str]) -> SkippedResult:
