@@ -163,6 +163,19 @@ def forgotten_unused_share(patch: Patch) -> None:
         self._begin_sum()
 
     patch.setattr(buckets.Bucket, "send", send)
+    patch.setattr(buckets, "SMALL", 0)  # the others begin a step as zeros
+
+
+def small_gradients_not_zeroed(patch: Patch) -> None:
+    """Autograd adds to what the last step has left."""
+    plain = buckets.Bucket.begin_small
+
+    def begin_small(self: Any, dropped: Any) -> None:
+        before = self.gradients.clone()
+        plain(self, dropped)
+        self.gradients.copy_(before)
+
+    patch.setattr(buckets.Bucket, "begin_small", begin_small)
 
 
 # --- evaluation -----------------------------------------------------------------------------------------
@@ -552,6 +565,7 @@ CASES = {
     "zeros for unused": Case(zeros_for_unused, "ddp", "never at step 1"),
     "other order": Case(other_order, "ddp", "loss at step 1"),
     "forgotten unused share": Case(forgotten_unused_share, "ddp", "grad_norm at step 2"),
+    "small gradients not zeroed": Case(small_gradients_not_zeroed, "ddp", "grad_norm at step 2"),
     "lost evaluation samples": Case(lost_evaluation_samples, "ddp", "evaluation loss at step 1"),
     "evaluation in training mode": Case(evaluation_in_training_mode, "ddp", "evaluation loss at step 1"),
     "training in evaluation mode": Case(training_in_evaluation_mode, "ddp", "loss at step 2"),

@@ -12,7 +12,7 @@ tail tells all ranks whether there is, and then they exchange it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +24,9 @@ from evenly.comm.exact_sum import ExactSum
 from evenly.comm.groups import Group
 from evenly.comm.transport import Pending
 from evenly.parallel.data.grouping import bucket_members, needs_tail_bucket
+from evenly.torch_private import version
+
+SMALL = 1 << 14  # elements; to zero more of them, and to read the zeros, takes longer than to call a hook
 
 
 @dataclass(eq=False)
@@ -38,6 +41,8 @@ class Slot:
     used: bool = False  # in this step, on this rank
     left: bool = False  # to autograd, as the parameter's `grad`
     lies_alike: bool = field(init=False)  # in memory as the parameter, as autograd wants it of a gradient
+    small: bool = False  # so that autograd may add the first gradient of a step by itself, to zeros
+    version: int = 0  # of `gradient`, before anything was added in this step
 
 
 class Bucket:
@@ -86,7 +91,8 @@ class Bucket:
             end = start + slot.parameter.numel()
             slot.start = start
             slot.sum = self.sums[start:end].view(slot.parameter.shape)
-            slot.gradient = self.gradients[start:end].view(slot.parameter.shape)
+            # By `data`, so that it has a version of its own.
+            slot.gradient = self.gradients[start:end].view(slot.parameter.shape).data
             slot.lies_alike = slot.gradient.stride() == slot.parameter.stride()
             start = end
 
@@ -97,7 +103,17 @@ class Bucket:
     # ------------------------------------------------------------------------------------------- a step
     def begin(self, *, once: bool = False) -> None:
         """Forgets the last step; once: whether every parameter gets at most one gradient on each rank in this one."""
-        self.sending, self.leaves_sums = False, not once
+        self.sending, self.leaves_sums = False, not once or self.group.size == 1
+
+    def begin_small(self, dropped: Container[str]) -> None:
+        """Leaves zeros to autograd, as the gradients of what is small, but of the names `dropped`."""
+        left = [slot for slot in self.slots if slot.small and slot.name not in dropped] if self.leaves_sums else []
+        if len(left) == len(self.slots):
+            self.gradients.zero_()
+        for slot in left:
+            if len(left) < len(self.slots):
+                slot.gradient.zero_()
+            slot.left, slot.parameter.grad, slot.version = True, slot.gradient, version(slot.gradient)
 
     def part_of(self, slot: Slot) -> torch.Tensor:
         """Where this rank's gradients of `slot` are added up before `send`."""
@@ -125,11 +141,13 @@ class Bucket:
     def _begin_sum(self) -> None:
         if self.sum_dtype is not self.dtype:
             self.sums.copy_(self.gradients)
-        self._pending = all_reduce.begin(self.sent, self.group, label=self.label)
+        if self.group.size > 1:
+            self._pending = all_reduce.begin(self.sent, self.group, label=self.label)
 
     def receive(self) -> None:
         """Waits for what `send` began: then `tail` is summed over ranks."""
-        self._pending.wait()
+        if self.group.size > 1:
+            self._pending.wait()
 
     def begin_gather(self) -> None:
         """Turns the sums into gradients."""
@@ -247,6 +265,14 @@ def share_low_terms(buckets: Sequence[ExactBucket], group: Group) -> None:
     """Adds the low terms of each rank's parts of `buckets` to the sums of all ranks of `group`."""
     for bucket in buckets if group.size > 1 else ():
         bucket.add_pairs(pairs_of_others(bucket.low_pairs(), group))
+
+
+def find_small(slots: Iterable[Slot], model: nn.Module) -> None:
+    """Finds out which `slots` of parameters of `model` are small; sparse gradients are not, which are refused."""
+    sparse = {id(p) for one in model.modules() if getattr(one, "sparse", False) for p in one.parameters()}
+    for slot in slots:
+        fits = slot.lies_alike and slot.parameter.numel() <= SMALL
+        slot.small = fits and id(slot.parameter) not in sparse
 
 
 def in_backward_order(named: Iterable[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:

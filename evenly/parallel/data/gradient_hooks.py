@@ -44,6 +44,16 @@ def check_gradient(name: str, gradient: torch.Tensor, *, sent: bool) -> None:
         )
 
 
+def check_dtype(name: str, dtype: torch.dtype, expected: torch.dtype) -> None:
+    """Raises `RunError` where a gradient is of another type than the parameter had before the forward."""
+    if dtype is not expected:
+        raise RunError(
+            f"gradient of {name}",
+            f"it is of {dtype}, and the parameter was of {expected}: the forward has changed its type",
+            "let the model cast what it computes, not its parameters; or train in the type that it casts them to",
+        )
+
+
 def taken(parameter: torch.Tensor) -> torch.Tensor:
     """The gradient that autograd has left with `parameter`, which then has none."""
     gradient, parameter.grad = parameter.grad, None

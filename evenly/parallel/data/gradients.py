@@ -3,9 +3,10 @@ are all-reduced once per step, while the last backward is still running.
 
 Vocabulary. A *slot* is a parameter's place in a *bucket*, one flat tensor. A gradient is *accumulated* into its slot as
 soon as autograd has finished it, and freed; the slot is then the parameter's `grad`, to which autograd adds those of
-further microbatches by itself, unless sums are exact. Buckets are filled roughly in the order in which a backward
-finishes parameters (the reverse of their definition) and are *sent* strictly by index, so that all ranks agree on the
-order of collectives whatever their own order of events. A bucket is summed over its *group*: the data axis, or fewer
+further microbatches by itself, unless sums are exact. A *small* one begins a step as that, with zeros, so that no hook
+is called for its first gradient either. Buckets are filled roughly in the order in which a backward finishes
+parameters (the reverse of their definition) and are *sent* strictly by index, so that all ranks agree on the order of
+collectives whatever their own order of events. A bucket is summed over its *group*: the data axis, or fewer
 ranks for parameters that not all of those replicate. The last bucket of a group is always one of float64 and ends in
 the *tail*: first one *flag* per parameter of the group, which says how many ranks used it in this step, since a
 parameter that no rank used keeps `grad=None` (an optimizer does more with a gradient of zeros than with none: weight
@@ -34,12 +35,12 @@ from evenly.comm.host_numbers import on_device
 from evenly.comm.transport import Pending
 from evenly.errors import RunError, UserError
 from evenly.parallel.core.memory import MemoryCounter
-from evenly.parallel.data.buckets import Bucket, ExactBucket, Slot, fill_buckets, share_low_terms
-from evenly.parallel.data.gradient_hooks import GradientHook, check_gradient
+from evenly.parallel.data.buckets import Bucket, ExactBucket, Slot, fill_buckets, find_small, share_low_terms
+from evenly.parallel.data.gradient_hooks import GradientHook, check_dtype, check_gradient
 from evenly.parallel.data.grouping import IN_FLIGHT
 from evenly.parallel.data.last_outputs import LastOutputs
 from evenly.parallel.data.squares import sum_of_squares
-from evenly.torch_private import without_subclasses
+from evenly.torch_private import version, without_subclasses
 
 # Of a norm, relative: a square goes through at most 2**17 additions, each off by 2**-53; the root halves that.
 NORM_ERROR = 2.0**-36
@@ -190,25 +191,33 @@ class GradientSum(Gradients):
         self._tails = [(buckets[-1], [slot for bucket in buckets for slot in bucket.slots]) for buckets in filled]
         self._slots = [slot for bucket in self.buckets for slot in bucket.slots]
         self._counts_all = ownership is not None and ownership.counts_all(slot.name for slot in self._slots)
-        self._last, self._sent, self._paused = False, 0, False
+        self._last, self._looked, self._sent = False, False, 0
         self._exact = accumulate_float64
+        if not self._exact:
+            find_small(self._slots, model)
+        both = [(bucket, slot) for bucket in self.buckets for slot in bucket.slots]
+        self._small = [(bucket, slot) for bucket, slot in both if slot.small]
+        self._others = [(bucket, slot) for bucket, slot in both if not slot.small]
         self._hooks = {
             slot: GradientHook(slot.parameter, self._hook(bucket, slot))
-            for bucket in self.buckets
-            for slot in bucket.slots
-        }
+            for bucket, slot in both
+            if not slot.small or bucket.group.size > 1
+        }  # the others' buckets are not sent as they fill up
 
     def begin(self, *, numbers: int = 0, rounds: int = 1) -> None:
-        self._last, self._sent, self._paused, self._left = False, 0, False, []
+        self._last, self._looked, self._sent = False, False, 0
         once = rounds == 1 and not self._pipelined  # a pipeline may run a microbatch's backward in several pieces
-        for bucket in self.buckets:
-            bucket.begin(once=once)
-        with without_subclasses():  # this rank's parts
-            for slot, hook in self._hooks.items():
-                slot.used, slot.left, slot.parameter.grad = False, False, None
-                hook.resume()
         for bucket, slots in self._tails:
             bucket.resize_tail(len(slots) + self._exact + (numbers if bucket is self.buckets[-1] else 0))
+        with without_subclasses():  # this rank's parts
+            for slot in self._slots:
+                slot.used, slot.left, slot.parameter.grad = False, False, None
+            for bucket in self.buckets:
+                bucket.begin(once=once)
+                bucket.begin_small(self.dropped)
+            for _, slot in self._small if self._hooks else ():
+                if (hook := self._hooks.get(slot)) is not None:
+                    (hook.pause if slot.left else hook.resume)()
 
     def expect_last(self) -> None:
         """Begins to send buckets as they fill up."""
@@ -220,6 +229,7 @@ class GradientSum(Gradients):
 
     def start_reduce(self, numbers: Sequence[float] | torch.Tensor = ()) -> None:
         refuse_unfrozen(self._frozen)
+        self._look_at_small()
         if not self._last:  # this rank has no microbatches
             self.expect_last()
         self._send_until(len(self.buckets) - len(self._tails))
@@ -243,6 +253,8 @@ class GradientSum(Gradients):
 
     def merge(self, other: GradientSum) -> None:
         """Adds the sums of `other`, of a replica of the model; before `start_reduce`."""
+        self._look_at_small()
+        other._look_at_small()
         for bucket, from_bucket in zip(self.buckets, other.buckets, strict=True):
             for mine, theirs in zip(bucket.slots, from_bucket.slots, strict=True):
                 if theirs.used:
@@ -270,6 +282,7 @@ class GradientSum(Gradients):
         return rest
 
     def used(self) -> set[str]:
+        self._look_at_small()
         return {slot.name for slot in self._slots if slot.used}
 
     def mark_used(self, names: Container[str]) -> None:
@@ -281,24 +294,25 @@ class GradientSum(Gradients):
 
     def collect(self) -> None:
         with without_subclasses():  # this rank's parts
-            if self._autograd_has_added_all():
-                return
-            for bucket in self.buckets:
-                for slot in bucket.slots:
-                    if (gradient := slot.parameter.grad) is not slot.gradient and gradient is not None:
-                        self._take(bucket, slot, slot.parameter, leaves_sum=False)
-        if not (self._paused or self._last):
-            self._paused = True
-            for slot, hook in self._hooks.items():
-                if slot.left:
-                    hook.pause()  # autograd adds what comes by itself
-            self._left = [(slot.parameter, slot.gradient) for slot in self._slots]
+            for bucket, slot in self._others:
+                if (gradient := slot.parameter.grad) is not slot.gradient and gradient is not None:
+                    self._take(bucket, slot, slot.parameter, leaves_sum=False)
 
-    def _autograd_has_added_all(self) -> bool:
-        for parameter, gradient in self._left:
-            if parameter.grad is not gradient:
-                return False
-        return bool(self._left)
+    def _look_at_small(self) -> None:
+        """Finds out, once a step, which small ones were used; accumulates what a backward has put in a sum's place."""
+        if self._looked:
+            return
+        self._looked = True
+        with without_subclasses():
+            for bucket, slot in self._small:
+                gradient = slot.parameter.grad
+                if gradient is slot.gradient:
+                    if version(slot.gradient) != slot.version:
+                        check_dtype(slot.name, slot.parameter.dtype, bucket.dtype)
+                        slot.used = True
+                elif gradient is not None:
+                    slot.parameter.grad = None
+                    self._add(bucket, slot, gradient, leaves_sum=False)
 
     def add(self, earlier: Mapping[str, torch.Tensor]) -> None:
         for slot in self._slots:
@@ -351,10 +365,12 @@ class GradientSum(Gradients):
     def _take(self, bucket: Bucket, slot: Slot, parameter: torch.Tensor, leaves_sum: bool = True) -> None:
         gradient = parameter.grad
         assert gradient is not None  # autograd calls hooks with it in place
-        if gradient is not slot.gradient or bucket.sending:  # else autograd has added to the sum
+        if gradient is not slot.gradient or bucket.sending:
             parameter.grad = None
             self._add(bucket, slot, gradient, leaves_sum and bucket.leaves_sums and slot.lies_alike)
-        if self._last:
+        else:  # autograd has added to the sum
+            slot.used = True
+        if self._last and bucket.group.size > 1:
             bucket.waiting -= 1
             if bucket.waiting == 0:
                 self._send_full()
@@ -363,12 +379,7 @@ class GradientSum(Gradients):
         sent = bucket.sending or (bucket.once and slot.used)
         if gradient.layout is not torch.strided or sent:
             check_gradient(slot.name, gradient, sent=sent)
-        if gradient.dtype is not bucket.dtype:
-            raise RunError(
-                f"gradient of {slot.name}",
-                f"it is of {gradient.dtype}, and the parameter was of {bucket.dtype}: the forward has changed its type",
-                "let the model cast what it computes, not its parameters; or train in the type that it casts them to",
-            )
+        check_dtype(slot.name, gradient.dtype, bucket.dtype)
         if slot.name not in self.dropped:
             slot.used = slot.used and not slot.left  # else what is in `grad` is the sum
             bucket.accumulate(slot, gradient)

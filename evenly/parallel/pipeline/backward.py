@@ -176,7 +176,7 @@ def _finish(
             for handle in handles:
                 handle.remove()
         for parameter, gradient in zip(group.parameters.values(), found, strict=True):
-            _add(parameter, gradient)
+            _add(parameter, gradient, in_place=True)
 
 
 def _leaf(tensor: torch.Tensor) -> Any:
@@ -184,8 +184,13 @@ def _leaf(tensor: torch.Tensor) -> Any:
     return torch.autograd.graph.get_gradient_edge(tensor).node
 
 
-def _add(leaf: torch.Tensor, gradient: Gradient) -> None:
-    if gradient is not None:
+def _add(leaf: torch.Tensor, gradient: Gradient, *, in_place: bool = False) -> None:
+    """in_place: whether what is in `grad` is a sum that nothing else shares, as autograd takes it to be."""
+    if gradient is None:
+        return
+    if in_place and leaf.grad is not None:
+        leaf.grad.add_(gradient)
+    else:
         leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
 
 
