@@ -29,6 +29,7 @@ from evenly.torch_private import (
     ATTENTION_BACKWARD,
     ATTENTION_BACKWARD_ON_CPU,
     ATTENTION_ON_CPU,
+    COMPILED,
     DEVICE_OF,
     FAKE_TENSOR_LOGGER,
     FOREACH,
@@ -611,6 +612,7 @@ def test_names_without_the_parts_of_wrappers() -> None:
     compiled = torch.compile(nn.Linear(2, 2), backend="eager")
     wrapped = checkpoint_wrapper(nn.Linear(2, 2))
     names = [name for module in (compiled, wrapped) for name, _ in nn.Sequential(module).named_parameters()]
+    assert [name for name, _ in compiled.named_children()] == [COMPILED]
     assert all(any(part in name for part in WRAPPERS) for name in names[:2])  # a checkpoint's wrapper hides its own
     assert {plain_name(name) for name in names} == {"0.weight", "0.bias"}
     assert WRAPPERS[1].removesuffix(".") in dict(wrapped.named_children())

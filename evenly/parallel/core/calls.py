@@ -170,10 +170,12 @@ class WrappedForwards:
                 asked, "the model has no repeated blocks", f"leave out {asked}, or put its layers into a ModuleList"
             )
         for block in blocks:
-            own = own_forward(block.module)
+            own, forward = own_forward(block.module), block.module.forward
             for change in changes:
-                block.module.forward = change(block, block.module.forward)
-                setattr(block.module.forward, OWN, own)
+                forward = change(block, forward)
+            if forward != block.module.forward:
+                block.module.forward = forward
+                setattr(forward, OWN, own)
 
     def close(self) -> None:
         """Gives the blocks their own forward back; safe to call twice."""
