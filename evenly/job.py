@@ -257,8 +257,16 @@ class Job:
         return JointLoss([phase.loss for phase in self.phases.values()]) if self.phases else self.loss
 
     def build_optimizer(self, named: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
-        """The optimizer over the parameters of a model, given with their names or alone, as it asks for."""
-        return self.optimizer(iter([*named]) if takes_names(self.optimizer) else iter([p for _, p in named]))
+        """The optimizer over the parameters of a model, given with their names or alone, as it asks for.
+
+        Raises `UserError` for one that wants to evaluate the loss in its step, as LBFGS does.
+        """
+        made = self.optimizer(iter([*named]) if takes_names(self.optimizer) else iter([p for _, p in named]))
+        closure = inspect.signature(getattr(made, "step", len)).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            found = "it evaluates the loss several times per step"
+            raise UserError(f"optimizer {type(made).__name__}", found, "use an optimizer with one gradient per step")
+        return made
 
 
 def takes_names(optimizer: Callable[..., Any]) -> bool:

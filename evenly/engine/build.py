@@ -58,12 +58,6 @@ def build_optimizer(
     with seeded(stream_key(job.seed, "optimizer", 0)), context or nullcontext():
         optimizer = call_job("optimizer", lambda: job.build_optimizer(named))
     expect_kind("optimizer", optimizer, torch.optim.Optimizer)
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UserError(
-            "optimizer LBFGS",
-            "it evaluates the loss several times per step",
-            "use an optimizer with one gradient per step",
-        )
     if plan.pipeline.active and (is_changed(optimizer) or type(optimizer).__module__.partition(".")[0] != "torch"):
         hooks = " with hooks or a step of its own" if is_changed(optimizer) else ""
         raise UserError(

@@ -203,7 +203,17 @@ BAD_JOBS: dict[str, tuple[dict[str, Any], str]] = {
     "an evaluation of nothing": (
         dict(loss=lambda model, batch: Loss(model(batch[0]).sum(), float(model.training))), "nothing in its eval_data"
     ),
+    "closure": (dict(optimizer=torch.optim.LBFGS), "evaluates the loss several times"),
+    "own closure": (dict(optimizer=lambda p: Twice(p, lr=0.1)), "optimizer Twice"),
 }  # fmt: skip
+
+
+class Twice(torch.optim.SGD):
+    """Wants the loss a second time, as sharpness-aware minimization does."""
+
+    def step(self, closure: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        closure()
+        return super().step()
 
 
 @pytest.mark.parametrize("name", BAD_JOBS)

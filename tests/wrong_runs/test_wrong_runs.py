@@ -40,15 +40,13 @@ REFUSED: dict[str, set[str]] = {
     **{key: {"zero3", "pipeline=2"} for key in ("double backward", "double backward of norms")},
     "chosen blocks": {"pipeline=2"},
     "iterator": {"zero3"},
-    "other weights": {"zero3"},
+    "other weights": {"zero3", "pipeline=2"},
     **{key: {"pipeline=2"} for key in ("spectral norm called twice", "moving averages")},
 }
 # Between steps: numbers of a parameter of another stage, and a parameter given other memory.
 BETWEEN = {**{f"own loop {name}": {"pipeline=2"} for name in ELSEWHERE}, "own loop norm of data": {"zero1"}}
 # Gradients outlive a step where a rank has them as the parameters are.
 NOT_TRIED = {("own loop by gradients", plan) for plan in ("zero1", "pipeline=2")}
-# A stage that ends within the call leaves the other weights where the parameters were: it fails at its start.
-NOT_TRIED |= {("other weights", "pipeline=2")}
 # Refused by some ranks in a forward of the look or the first step: the others are ended with them.
 STOPPED = (
     *("checkpoint of two", "saved queue", "codebook", "chosen blocks"),

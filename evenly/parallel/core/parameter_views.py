@@ -13,6 +13,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
+from evenly.errors import PlanError
 from evenly.torch_private import TensorDict, is_fake, set_tensor_dict, tensor_dict
 
 View = Callable[[str, torch.Tensor | None], Any]
@@ -33,6 +34,7 @@ class ViewedParameters(dict[str, Any]):
         self._hidden: set[str] = set()
         self._views: list[View] = []
         self.kept_as: Callable[[Any], Any] = lambda value: value  # of what is set, what is kept
+        self.strict = False  # whether what stands in for a parameter may take the place of that alone
 
     def add_view(self, view: View, *, first: bool = False) -> None:
         """From now on `view` is asked, last of all or before all others."""
@@ -66,6 +68,12 @@ class ViewedParameters(dict[str, Any]):
         if name not in self or not is_placeholder(value):
             super().__setitem__(name, self.kept_as(value))
             self.asked = True
+        elif self.strict and not isinstance(value, nn.Parameter) and value is not self[name]:
+            raise PlanError(  # as `torch.func.functional_call` does; a new parameter has the type of it alone
+                f"a call of the model with another tensor in place of parameter {name} under pipeline",
+                "a stage computes with the parameters that it has",
+                "use plan zero2 or ddp",
+            )
 
     @property
     def asked(self) -> bool:
@@ -117,12 +125,13 @@ def is_placeholder(value: Any) -> bool:
     return is_fake(type(value)) or not getattr(value, "arrived", True)
 
 
-def viewed_tensors(module: nn.Module, kind: TensorDict) -> ViewedParameters:
+def viewed_tensors(module: nn.Module, kind: TensorDict, *, strict: bool = False) -> ViewedParameters:
     """The parameters, or the buffers, of `module`, from now on as its code shall find them."""
     local = tensor_dict(module, kind)
     if not isinstance(local, ViewedParameters):
         local = ViewedParameters(local)
         set_tensor_dict(module, kind, local)
+    local.strict |= strict and kind == "_parameters"
     return local
 
 

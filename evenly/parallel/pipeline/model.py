@@ -403,7 +403,7 @@ class StagedModel:
         mine = {name: by_id[id(tensor)] for name, tensor in tensor_dict(module, kind).items() if id(tensor) in by_id}
         if not mine:
             return
-        views = viewed_tensors(module, kind)
+        views = viewed_tensors(module, kind, strict=True)
         self._places += [(views, name, one) for name, one in mine.items()]
 
         def view(name: str, _: torch.Tensor | None) -> torch.Tensor | None:
