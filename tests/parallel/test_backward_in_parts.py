@@ -252,3 +252,11 @@ def test_without_gradients_apart_is_the_tensor_itself() -> None:
     leaf = torch.ones(3, requires_grad=True)
     with torch.no_grad():
         assert non_view_alias(leaf) is leaf
+
+
+def test_gradients_of_parameters_are_added_where_a_sum_is() -> None:
+    x, weight = torch.ones(3, requires_grad=True), nn.Parameter(torch.ones(3))
+    weight.grad = total = torch.ones(3)
+    for _ in range(2):
+        begin_backward([(x * weight).sum()], [None], [x], [weight])()
+    assert weight.grad is total and total.tolist() == [3.0] * 3

@@ -150,6 +150,20 @@ def test_a_parameter_gets_all_gradients_whatever_their_size_and_number_in_a_back
 TWO = {"a.weight", "a.bias", "b.weight", "b.bias"}
 
 
+def test_what_a_rank_has_used_is_known_before_anything_is_reduced() -> None:
+    model = Two()
+    total = GradientSum(model, group=Group.alone(), accumulate_float64=False)
+    for x, wanted in ((torch.randn(4, 3), TWO), (None, set[str]()), (torch.randn(2, 3), TWO)):
+        total.begin(rounds=2)
+        if x is not None:
+            model(x).sum().backward()
+            total.finish_backward()
+        assert total.used() == wanted
+        total.start_reduce()
+        total.finish_reduce()
+    total.close()
+
+
 @pytest.mark.parametrize(("ranks", "exact"), [(1, False), (2, False), (1, True)])
 def test_small_gradients_are_left_to_autograd(
     ranks: int, exact: bool, small: int, monkeypatch: pytest.MonkeyPatch
