@@ -153,7 +153,7 @@ OWN = "evenly_own_forward"  # an attribute of what runs in place of a forward
 
 def own_forward(module: nn.Module) -> Forward:
     """The forward that a module has without what `WrappedForwards` has put around it, and as it is written."""
-    return getattr(module, COMPILED, None) or getattr(module.forward, OWN, module.forward)
+    return getattr(module, COMPILED, getattr(module.forward, OWN, module.forward))
 
 
 class WrappedForwards:

@@ -11,7 +11,7 @@ from evenly.torch_private import without_subclasses
 
 
 class GradientHook:
-    """A hook of `parameter`, which can be paused: each call takes a microsecond of every gradient of a microbatch."""
+    """A hook of `parameter`, which can be paused while the gradient is small and autograd adds it up by itself."""
 
     def __init__(self, parameter: torch.Tensor, call: Callable[[torch.Tensor], None]) -> None:
         self._handle, self._call = parameter.register_post_accumulate_grad_hook(call), call
