@@ -383,7 +383,7 @@ PACKAGE_LINES = {
     "observe": 2065,  # operations under way; operations of a step; progress; stacks read without frames; loggers
     "parallel": 1,
     "parallel.core": 2829,  # forwards that are not a class's; other tensors in place of parameters; dicts looked up
-    "parallel.data": 3780,  # small gradients, left to autograd from the first on; results in objects
+    "parallel.data": 3800,  # what one rank adds up alone; small gradients, left to autograd; results in objects
     "parallel.tensor": 4550,  # sums under products; views that are not asked; decisions that are replayed; heads
     "parallel.pipeline": 3705,  # what a second try leaves; layouts without gaps; when messages arrive
     "plan": 1244,  # backwards in parts; spans of actions; speeds of ranks; schedules are a table that others add to

@@ -142,13 +142,13 @@ class FullSums(Sums):
         buckets = in_buckets(parameters)
         last = buckets[-1] if buckets else []
         widened = not accumulate_float64 and (not last or last[0].dtype is torch.float64)
-        if needs_tail_bucket(sum(one.bytes for one in last), widened=widened):
+        if ranks > 1 and needs_tail_bucket(sum(one.bytes for one in last), widened=widened):
             buckets.append([])
         for number, bucket in enumerate(buckets):
-            self._hold(bucket, accumulate_float64=accumulate_float64 or number == len(buckets) - 1)
+            self._hold(bucket, accumulate_float64=accumulate_float64 or (ranks > 1 and number == len(buckets) - 1))
             self._elements += [one.elements for one in bucket]
         self._tail = sum(len(bucket) for bucket in buckets) + numbers
-        meter.add("sums", 2 * self._tail * FLOAT64_BYTES)
+        meter.add("sums", 2 * self._tail * FLOAT64_BYTES if ranks > 1 else 0)
 
     def _hold(self, bucket: Sequence[Parameter], *, accumulate_float64: bool) -> None:
         length = sum(one.elements for one in bucket)

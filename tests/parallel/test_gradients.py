@@ -228,8 +228,8 @@ def test_a_step_without_a_backward_leaves_no_gradient() -> None:
 def test_buckets_follow_the_backward() -> None:
     named = [(str(i), nn.Parameter(torch.zeros(n))) for i, n in enumerate((6_000_000, 10, 300_000, 5))]
     buckets = fill_buckets(named, Group.alone(), accumulate_float64=True)
-    assert [[slot.name for slot in bucket.slots] for bucket in buckets] == [["3"], ["2", "1", "0"], []]
-    assert all(bucket.sum_dtype == torch.float64 and bucket.dtype == torch.float32 for bucket in buckets[:-1])
+    assert [[slot.name for slot in bucket.slots] for bucket in buckets] == [["3"], ["2", "1", "0"]]
+    assert all(bucket.sum_dtype == torch.float64 and bucket.dtype == torch.float32 for bucket in buckets)
 
 
 @pytest.mark.parametrize(
@@ -245,11 +245,18 @@ def test_buckets_follow_the_backward() -> None:
 def test_the_last_bucket_is_of_float64(
     dtype: torch.dtype, elements: int, accumulate_float64: bool, slots: list[int]
 ) -> None:
-    buckets = fill_buckets(
-        [("a", nn.Parameter(torch.zeros(elements, dtype=dtype)))], Group.alone(), accumulate_float64=accumulate_float64
-    )
+    group = Group("data", range(2), own=0, handle=None, device=torch.device("cpu"))
+    named = [("a", nn.Parameter(torch.zeros(elements, dtype=dtype)))]
+    buckets = fill_buckets(named, group, accumulate_float64=accumulate_float64)
     assert [len(bucket.slots) for bucket in buckets] == slots
     assert buckets[-1].sum_dtype == torch.float64 and buckets[0].dtype == dtype
+
+
+def test_what_one_rank_has_is_not_widened() -> None:
+    named = [("a", nn.Parameter(torch.zeros(3)))]
+    buckets = fill_buckets(named, Group.alone(), accumulate_float64=False)
+    assert [(len(bucket.slots), bucket.sum_dtype) for bucket in buckets] == [(1, torch.float32)]
+    assert fill_buckets([], Group.alone(), accumulate_float64=False) == []
 
 
 @pytest.mark.parametrize("accumulate_float64", [False, True])

@@ -283,10 +283,14 @@ def in_backward_order(named: Iterable[tuple[str, nn.Parameter]]) -> list[list[tu
 
 
 def fill_buckets(named: Iterable[tuple[str, nn.Parameter]], group: Group, *, accumulate_float64: bool) -> list[Bucket]:
-    """Buckets over `group` for `named` parameters in the order in which a backward finishes them; the last is of
-    float64.
+    """Buckets over `group` for `named` parameters in the order in which a backward finishes them.
+
+    Among several ranks there is one that is summed in float64 and comes last.
     """
-    filled = [[Slot(name, p) for name, p in some] for some in in_backward_order(named)] or [[]]
+    filled = [[Slot(name, p) for name, p in some] for some in in_backward_order(named)]
+    if group.size == 1:
+        return [_bucket(slots, group, exact=accumulate_float64, widened=False, device=group.device) for slots in filled]
+    filled = filled or [[]]
     last = filled[-1]
     widened = not accumulate_float64 and (not last or last[0].parameter.dtype is torch.float64)
     device = last[0].parameter.device if last else group.device

@@ -23,7 +23,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 
 import torch
 from torch import nn
@@ -186,9 +185,14 @@ class GradientSum(Gradients):
         for name, parameter in named:
             by_group.setdefault((groups or {}).get(name, group), []).append((name, parameter))
         by_group[group] = by_group.pop(group, [])  # the last, whose tail carries the caller's numbers
-        filled = [fill_buckets(some, one, accumulate_float64=accumulate_float64) for one, some in by_group.items()]
-        self.buckets = [*chain.from_iterable(buckets[:-1] for buckets in filled), *(buckets[-1] for buckets in filled)]
-        self._tails = [(buckets[-1], [slot for bucket in buckets for slot in bucket.slots]) for buckets in filled]
+        filled = {one: fill_buckets(some, one, accumulate_float64=accumulate_float64) for one, some in by_group.items()}
+        slots = {one: [slot for bucket in buckets for slot in bucket.slots] for one, buckets in filled.items()}
+        self._tails = [(buckets[-1], slots[one]) for one, buckets in filled.items() if one.size > 1]
+        last = {bucket for bucket, _ in self._tails}
+        self.buckets = [bucket for buckets in filled.values() for bucket in buckets if bucket not in last]
+        self.buckets += [bucket for bucket, _ in self._tails]
+        self._alone = [slot for one, found in slots.items() if one.size == 1 for slot in found]
+        self._sums_numbers = group.size > 1
         self._slots = [slot for bucket in self.buckets for slot in bucket.slots]
         self._counts_all = ownership is not None and ownership.counts_all(slot.name for slot in self._slots)
         self._last, self._looked, self._sent = False, False, 0
@@ -208,7 +212,8 @@ class GradientSum(Gradients):
         self._last, self._looked, self._sent = False, False, 0
         once = rounds == 1 and not self._pipelined  # a pipeline may run a microbatch's backward in several pieces
         for bucket, slots in self._tails:
-            bucket.resize_tail(len(slots) + self._exact + (numbers if bucket is self.buckets[-1] else 0))
+            own = numbers if self._sums_numbers and bucket is self.buckets[-1] else 0
+            bucket.resize_tail(len(slots) + self._exact + own)
         with without_subclasses():  # this rank's parts
             for slot in self._slots:
                 slot.used, slot.left, slot.parameter.grad = False, False, None
@@ -237,7 +242,9 @@ class GradientSum(Gradients):
             flags = [float(slot.used) for slot in slots]
             low_terms = [float(self._has_low_terms(bucket.group))] if self._exact else []
             bucket.tail[: len(flags + low_terms)].copy_(on_device(flags + low_terms, bucket.device))
-        self._numbers().copy_(on_device(numbers, self.buckets[-1].device))
+        self._given = numbers
+        if self._sums_numbers:
+            self._numbers().copy_(on_device(numbers, self.buckets[-1].device))
         self._send_until(len(self.buckets))
 
     def _numbers(self) -> torch.Tensor:
@@ -274,12 +281,16 @@ class GradientSum(Gradients):
             bucket.finish()
         rest: list[float] = []
         with without_subclasses():
+            for slot in self._alone:
+                slot.parameter.grad = slot.gradient if slot.used else None
             for bucket, slots in self._tails:
                 rest = bucket.tail.tolist()  # the caller's numbers too, at once: a host that asks a GPU waits for it
                 for slot, users in zip(slots, rest, strict=False):
                     slot.parameter.grad = slot.gradient if users > 0 else None
                 rest = rest[len(slots) + self._exact :]
-        return rest
+        if self._sums_numbers:
+            return rest
+        return self._given.tolist() if isinstance(self._given, torch.Tensor) else [*self._given]
 
     def used(self) -> set[str]:
         self._look_at_small()
@@ -324,21 +335,24 @@ class GradientSum(Gradients):
                 slot.gradient.add_(gradient)
 
     def norm(self) -> torch.Tensor:
-        owned, buckets = self._ownership, [bucket.gradients for bucket in self.buckets]
+        owned = self._ownership
         if owned is None:
-            return sum_of_squares(buckets).sqrt()
-        return owned.norm((("", one) for one in buckets) if self._counts_all else self.named_gradients())
+            return sum_of_squares(self._in_buckets()).sqrt()
+        return owned.norm((("", one) for one in self._in_buckets()) if self._counts_all else self.named_gradients())
 
     def exact_norm(self) -> float:
-        return exact_norm((bucket.gradients for bucket in self.buckets), None)
+        return exact_norm(self._in_buckets(), None)
 
     def divide(self, divisor: float) -> None:
-        for bucket in self.buckets:
-            bucket.gradients.div_(divisor)
+        for gradients in self._in_buckets():
+            gradients.div_(divisor)
 
     def scale(self, factor: float) -> None:
-        for bucket in self.buckets:
-            bucket.gradients.mul_(factor)
+        for gradients in self._in_buckets():
+            gradients.mul_(factor)
+
+    def _in_buckets(self) -> list[torch.Tensor]:
+        return [bucket.gradients for bucket in self.buckets if bucket.slots]
 
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         with without_subclasses():

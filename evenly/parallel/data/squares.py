@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 JOINED = 1 << 13  # elements of small neighbours that are squared as one, after a copy of them
-SQUARED_AT_ONCE = 1 << 16  # elements per chunk of a sum of squares; a chunk stays in a core's cache
+SQUARED_AT_ONCE = 1 << 16  # elements per chunk of a sum of squares
 
 
 def sum_of_squares(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -41,10 +41,11 @@ def _squares(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     if tensors[0].is_cuda:
         return [torch.linalg.vector_norm(one, dtype=torch.float64) ** 2 for one in tensors]
     flat = torch.cat([one.flatten() for one in tensors]) if len(tensors) > 1 else tensors[0].flatten()
-    chunks = flat.split(SQUARED_AT_ONCE) if flat.numel() > SQUARED_AT_ONCE else [flat]
-    return [_square(chunk) for chunk in chunks]
+    if flat.numel() <= SQUARED_AT_ONCE or flat.dtype is torch.float64:
+        return [_dot(chunk.double()) for chunk in flat.split(SQUARED_AT_ONCE)]
+    doubles = torch.empty(SQUARED_AT_ONCE, dtype=torch.float64)  # for all chunks: then it stays in a core's cache
+    return [_dot(doubles[: chunk.numel()].copy_(chunk)) for chunk in flat.split(SQUARED_AT_ONCE)]
 
 
-def _square(chunk: torch.Tensor) -> torch.Tensor:
-    doubles = chunk.double()  # vector_norm converts element by element, four times as slow
-    return torch.dot(doubles, doubles)
+def _dot(doubles: torch.Tensor) -> torch.Tensor:
+    return torch.dot(doubles, doubles)  # vector_norm converts element by element, four times as slow
