@@ -134,6 +134,7 @@ def _serve(connection: Connection) -> None:
     from evenly.parallel.data import grouping
 
     gc.enable()
+    multiprocessing.set_start_method(None, force=True)  # of data workers, as in ranks that are launched
     torch.set_num_threads(1)
     grouping.SMALL_BYTES = grouping.WHOLE_BYTES = (
         0  # the blocks of small models are units, cut as those of large ones are

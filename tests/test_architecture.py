@@ -374,7 +374,7 @@ PACKAGE_LINES = {
     "checkpoint": 2588,  # weights from files; adapters, shards and tokenizers in exports; averages; pieces that overlap
     "cli": 3146,  # clusters compared; the board; runs under Ray; submit, doctor and bench on nodes; loggers, the screen
     "comm": 3439,  # operations that are timed; sums in shared memory; links from node to node; messages that cross
-    "data": 1849,  # where generators are; tensors that objects hide; blocks of the order
+    "data": 1856,  # what workers have from their rank; where generators are; tensors that objects hide
     "engine": 3256,  # results in objects; sums under products; compilers of blocks; times of passes
     "hardware": 1256,  # sums of 16 bits on CPUs; links from node to node, shared cores; the host; variants of devices
     "launcher": 3824,  # imports without collections; a folder that all nodes see; batch scripts and manifests
@@ -391,7 +391,7 @@ PACKAGE_LINES = {
     "ray": 447,  # ranks that Ray places, starts and replaces
     "report": 4848,  # hidden communication; curves on each other; numbers that jobs log; sorted tables, mechanisms
     "train": 4001,  # communication of recorded steps; spans; starting again, of runs here and under Ray; phases
-    "verify": 2226,  # verdicts as they come; phases; streams, metrics, averages and groups in the reference
+    "verify": 2232,  # parts on the host; verdicts as they come; phases; streams, metrics and groups in the reference
 }
 # Parameters of a command are the options that it has on the command line.
 COMMANDS = PACKAGE / "cli" / "main.py"

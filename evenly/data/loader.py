@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -303,6 +303,11 @@ def _as_read(item: Any) -> Any:
     return item
 
 
+def _begin_worker(dtype: torch.dtype, _: int) -> None:
+    """What a worker has from the process that starts it, where it is not forked from that."""
+    torch.set_default_dtype(dtype)
+
+
 class Loader:
     """Microbatches of consecutive shares of one dataset, in order."""
 
@@ -353,6 +358,7 @@ class Loader:
             num_workers=self._workers,
             pin_memory=self._pin,
             prefetch_factor=2,
+            worker_init_fn=partial(_begin_worker, torch.get_default_dtype()),
             generator=torch.Generator(),  # it draws a seed when it starts: not from the code around it
         )
         return iter(loader)

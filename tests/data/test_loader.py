@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from typing import Any
 
 import pytest
@@ -113,6 +114,28 @@ def test_an_error_names_the_sample(data: Any, index: int, what: str, workers: in
     except SampleError as problem:
         found = str(problem)
     assert f"sample {index}" in found and what in found
+
+
+class Drawn(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 37
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(3)
+
+
+def test_workers_that_are_not_forked_draw_what_the_rank_would() -> None:
+    job = classifier_job(data=Drawn())
+    multiprocessing.set_start_method("spawn", force=True)
+    torch.set_default_dtype(torch.float64)
+    try:
+        here, there = (
+            next(Loader(job, workers=n).read(iter([share_of_step(job, 0, rank=0, ranks=1)]))) for n in (0, 1)
+        )
+        assert here.batch.dtype is torch.float64 and torch.equal(here.batch, there.batch)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        multiprocessing.set_start_method(None, force=True)
 
 
 def test_workers_follow_the_stated_rule() -> None:
