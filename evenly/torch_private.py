@@ -45,7 +45,6 @@ FOREACH: dict[Callable[..., Any], str] = {
 NUMBERS_OF_TENSORS = (_aten._local_scalar_dense.default, _aten.is_nonzero.default, _aten.equal.default)
 PACK_PADDED_SEQUENCE = _aten._pack_padded_sequence
 PACKED_SEQUENCES = ("_pack_padded_sequence", "_pad_packed_sequence")  # as interceptors of functions see them
-
 DEVICE_OF = torch.ops.prim.device.default  # of a fake tensor, asked by autograd in each of its operations
 
 
@@ -236,9 +235,7 @@ def _wrap_changed(wrap: Any, kind: type, change: Callable[[Any], torch.Tensor], 
 
 
 def subclass_of(cls: type[torch.Tensor], kind: type[torch.Tensor]) -> type[torch.Tensor]:
-    """What a tensor of class `kind` may change its class to: functions of torch meet it as one of `cls`, operators as
-    they did, a fake tensor's as fake.
-    """
+    """What a tensor of class `kind` may change its class to: to functions it is of `cls`, to operators what it was."""
     return _with_operators_of(cls, next(base for base in kind.__mro__ if "__torch_dispatch__" in vars(base)))
 
 
@@ -268,12 +265,9 @@ def masks_not_compared() -> Generator[None]:
 
     They would look at its values, only to find whether it could be left out for being causal.
     """
-
-    def said_to_be_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
-        return is_causal is True
-
     home: Any = nn.modules.transformer
-    before, home._detect_is_causal_mask = home._detect_is_causal_mask, said_to_be_causal
+    before = home._detect_is_causal_mask
+    home._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True  # pyright: ignore
     try:
         yield
     finally:
@@ -432,6 +426,15 @@ def is_dtensor(tensor: Any) -> bool:
     return home is not None and isinstance(tensor, home.DTensor)
 
 
+def dtensor_like(template: Any, rows: torch.Tensor) -> Any:
+    """A DTensor like `template` with the local part `rows`, on their own device, where `from_local` would move them."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    form = TensorMeta(template.shape, template.stride(), rows.dtype)
+    return DTensor(rows, DTensorSpec(template.device_mesh, template.placements, form), requires_grad=rows.requires_grad)
+
+
 def begin_all_gather(handle: Any, whole: torch.Tensor, own: torch.Tensor) -> Any:
     """The work of `all_gather_single` in the process group `handle`, without what torch's function does around it."""
     method: Any = getattr(handle, "all_gather_single", None) or handle._allgather_base
@@ -440,10 +443,7 @@ def begin_all_gather(handle: Any, whole: torch.Tensor, own: torch.Tensor) -> Any
 
 @cache
 def keep_unused_inputs() -> None:
-    """Lets an input that a unit of `fully_shard` does not use have no gradient, instead of zeros.
-
-    What computed it would count as used otherwise, and be stepped: weight decay moves it.
-    """
+    """Lets an input that a unit of `fully_shard` does not use have none; by zeros its makers would be stepped."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
     function: Any = _fsdp_param_group.RegisterPostBackwardFunction

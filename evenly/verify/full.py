@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +23,8 @@ def full_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
             if _is_cut_once(tensor):
                 together.setdefault((tensor.device_mesh, tensor.dtype), {})[name] = tensor
             else:
-                found[name] = tensor.full_tensor()
+                there: Any = tensor.to(tensor.device_mesh.device_type)
+                found[name] = there.full_tensor()
     for (mesh, _), cut in together.items():
         found |= _joined(cut, mesh)
     return found
@@ -38,7 +40,8 @@ def _joined(cut: Mapping[str, DTensor], mesh: DeviceMesh) -> dict[str, torch.Ten
     group = Group.of(mesh.get_group(mesh.ndim - 1), "shard", mesh.device_type)
     # As torch cuts: all have as many rows but the last ones, which may have fewer.
     lengths = [-(-tensor.shape[0] // group.size) * prod(tensor.shape[1:]) for tensor in cut.values()]
-    parts = [tensor.to_local().detach().flatten() for tensor in cut.values()]
+    # What an offloaded optimizer steps is on the host.
+    parts = [tensor.to_local().detach().to(mesh.device_type).flatten() for tensor in cut.values()]
     padding = [part.new_empty(length - part.numel()) for part, length in zip(parts, lengths, strict=True)]
     packed = torch.cat([one for pair in zip(parts, padding, strict=True) for one in pair])
     ranks = all_gather(packed[None], group, sizes=[1] * group.size).split(lengths, dim=1)

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from evenly.verify.data_rules import broken_data_rule
 from evenly.verify.disturb import Disturbance, Disturber
 from evenly.verify.full import full_tensors
 from evenly.verify.hidden_state import find_hidden_state
-from evenly.verify.reference import ReferenceStep, evaluates, named_groups, named_tensors, reference_steps
+from evenly.verify.reference import ReferenceStep, evaluates, named_groups, reference_steps
 from evenly.verify.shorten import shortened
 from evenly.verify.tasks import FURTHER_DRAWS, FoundInJob, PlanSteps
 from evenly.verify.trajectory import (
@@ -185,12 +186,13 @@ def _compare_state(run: Run, comparison: RankComparison, expected: Trajectory) -
     """Compares what this rank has of the model and of the optimizer's state; returns the model's tensors."""
     step, pipeline = run.steps_done, run.composed.pipeline
     with run.inside():
-        named = named_tensors(run.model)
+        named = {n: one.detach() for n, one in chain(run.model.named_parameters(), run.model.named_buffers())}
         if pipeline is not None:
             named = {name: tensor for name, tensor in named.items() if name not in pipeline.placeholders}
         with without_subclasses():  # of what they are, however they are shown
             joined = full_tensors(named)
-        tensors = {name: run.composed.full_view(name, tensor) for name, tensor in joined.items()}
+        whole = {name: run.composed.full_view(name, tensor) for name, tensor in joined.items()}
+        tensors = {name: tensor.to("cpu", copy=True) for name, tensor in whole.items()}
     state, averages = _full_state(run)
     tensors |= averages
     comparison.add_tensors(step, tensors, expected.tensors(step))

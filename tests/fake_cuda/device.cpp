@@ -17,7 +17,7 @@ using c10::Stream;
 namespace {
 
 constexpr DeviceIndex kDevices = 8;
-constexpr DeviceIndex current = 0;
+DeviceIndex current = 0;
 
 struct Guard final : c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
   Device getDevice() const override { return Device(DeviceType::CUDA, current); }
@@ -50,8 +50,8 @@ void redirect(void* from, void* to) {
 Guard guard;
 }  // namespace
 
-extern "C" void pretend() {
-
+extern "C" void pretend(int index) {
+  current = static_cast<DeviceIndex>(index);
   c10::impl::registerDeviceGuard(DeviceType::CUDA, &guard);
   new (const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks())) Hooks();
   redirect(reinterpret_cast<void*>(&at::accelerator::getAccelerator), reinterpret_cast<void*>(&accelerator));

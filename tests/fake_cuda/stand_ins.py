@@ -7,6 +7,7 @@ at once.
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import subprocess
 from collections.abc import Iterable, Iterator
@@ -19,7 +20,9 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from fake_cuda.tensor import CudaMode, gpu
+from fake_cuda.tensor import CudaMode, CudaTensor, gpu
+from torch.cuda import _pin_memory_utils
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from evenly.launcher.environment import cpp_compiler
 
@@ -47,18 +50,24 @@ def built_device(folder: Path) -> Path:
 
 @contextmanager
 def one_gpu(library: Path, *, mixes: list[str] | None = None) -> Iterator[None]:
-    """Within, this process has one GPU. `library`: of `built_device`; torch knows of a GPU from then on.
+    """Within, this process uses one GPU, that of its local rank, of eight that torch knows of from then on.
 
-    mixes: gets where tensors of two devices meet, which raises by default.
+    library: of `built_device`. mixes: gets where tensors of two devices meet, which raises by default.
     """
-    ctypes.CDLL(str(library)).pretend()
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    gpu.device = torch.device("cuda", index)
+    ctypes.CDLL(str(library)).pretend(index)
     before = torch._C._only_lift_cpu_tensors()
     gpu.generator, gpu.mixes = torch.Generator(), mixes
     with ExitStack() as stack:
         for name, stand_in in _cuda().items():
             stack.enter_context(patch.object(torch.cuda, name, stand_in))
+        for name in ("pin_memory", "unpin_memory"):
+            stack.enter_context(patch.object(_pin_memory_utils, name, lambda *_: None))
+        stack.enter_context(patch.object(torch.accelerator, "synchronize", torch.cuda.synchronize))
         stack.enter_context(patch.object(dist, "init_process_group", _over_gloo(dist.init_process_group)))
         stack.enter_context(patch.object(fully_shard_module, "_move_states_to_device", _move))
+        stack.enter_context(patch.object(FSDPParam, "reset_sharded_param", _unmoved(FSDPParam.reset_sharded_param)))
         torch._C._set_only_lift_cpu_tensors(True)
         torch.__future__.set_swap_module_params_on_conversion(True)
         stack.callback(torch._C._set_only_lift_cpu_tensors, before)
@@ -77,6 +86,17 @@ def _move(parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor], d
             torch.utils.swap_tensors(tensor, moved)
 
 
+def _unmoved(reset: Any) -> Any:
+    """As `fully_shard` pads its parameters, which asks whether they are plain tensors that it has padded before."""
+
+    def unmoved(parameter: Any) -> None:
+        kept, own = parameter._sharded_param_data, parameter.sharded_param._local_tensor
+        if not isinstance(kept, CudaTensor) or kept.untyped_storage().data_ptr() != own.untyped_storage().data_ptr():
+            reset(parameter)
+
+    return unmoved
+
+
 def _over_gloo(init: Any) -> Any:
     def connect(backend: str, *, device_id: Any = None, **options: Any) -> None:
         init("gloo", **options)
@@ -87,9 +107,10 @@ def _over_gloo(init: Any) -> Any:
 class Stream:
     """The one stream."""
 
-    device, cuda_stream, device_index, device_type = gpu.device, 0, 0, 1
+    cuda_stream, device_type = 0, 1
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.device, self.device_index = gpu.device, gpu.device.index
 
     def wait_stream(self, _: Any) -> None: ...
 
@@ -136,7 +157,7 @@ def _cuda() -> dict[str, Any]:
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: 8,
-        "current_device": lambda: 0,
+        "current_device": lambda: gpu.device.index,
         "default_generators": (gpu.generator,) * 8,
         "get_rng_state": lambda *_: gpu.generator.get_state(),
         "set_rng_state": lambda state, *_: gpu.generator.set_state(state),

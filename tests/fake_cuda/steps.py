@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import evenly
+from evenly.verify.compare import RankComparison
+from evenly.verify.ranks import compare_steps, keep_reference
+from evenly.verify.tasks import PlanSteps
+from evenly.verify.trajectory import measure_rounding, trajectory_folder
 
 TOKENS, WIDTH, LENGTH = 22, 16, 6
 
@@ -127,3 +132,23 @@ def train(library: Path, plan: str, faulty: bool = False) -> dict[str, Any]:
             "weights": weights,
             "overlapped": tensor is not None and tensor.axis.overlapped,
         }
+
+
+def _verified() -> evenly.Job:
+    return replace(make_job(), precision="float64", steps=3, eval_data=Rows(), eval_every=2)
+
+
+def train_in_a_loop(library: Path, folder: Path) -> None:
+    """Keeps in `folder` what `compared_with_loop` compares with."""
+    with one_gpu(library):
+        for kind in ("none", "sums"):
+            keep_reference(_verified(), 3, trajectory_folder(folder, kind), kind, device="cuda:0")
+        measure_rounding(folder, "sums")
+
+
+def compared_with_loop(library: Path, folder: Path, plan: str) -> list[RankComparison]:
+    """Two steps under `plan`, and a run that goes on from their checkpoint."""
+    logging.disable(logging.WARNING)
+    with one_gpu(library):
+        parts = [PlanSteps(plan, first, last, folder / plan.replace(" ", ",")) for first, last in ((0, 2), (2, 3))]
+        return [compare_steps(_verified(), part, 3, folder) for part in parts]

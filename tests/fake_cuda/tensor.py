@@ -37,6 +37,7 @@ class Gpu:
 
     waits: how the host waited for it ("read", "upload", "synchronize"), and where in the package or a test.
     mixes: where tensors of two devices met; None: that raises, as a GPU would.
+    pinned: addresses of memory that was asked to be page-locked.
     """
 
     def __init__(self) -> None:
@@ -44,6 +45,7 @@ class Gpu:
         self.generator = torch.Generator()
         self.waits: list[str] = []
         self.mixes: list[str] | None = None
+        self.pinned: set[int] = set()
 
     def note(self, kind: str, operation: str) -> None:
         """Notes that the host waits."""
@@ -109,7 +111,7 @@ class CudaTensor(torch.Tensor):
         return self.cpu().tolist()
 
     def numpy(self, **_: Any) -> Any:
-        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy it first.")
+        raise TypeError(f"can't convert {gpu.device} device type tensor to numpy. Use Tensor.cpu() to copy it first.")
 
     def __array__(self, *_: Any) -> Any:
         return self.numpy()
@@ -178,8 +180,12 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     mine = [one for one in tensors if isinstance(one, CudaTensor)]
     asked = kwargs.get("device")
     target = "cuda" if asked is None and mine else "cpu" if asked is None else torch.device(asked).type
-    if name in ("is_pinned", "_pin_memory"):
-        return False if name == "is_pinned" else args[0].clone()
+    if name == "is_pinned":
+        return args[0].untyped_storage().data_ptr() in gpu.pinned
+    if name == "_pin_memory":
+        pinned = args[0].clone()
+        gpu.pinned.add(pinned.untyped_storage().data_ptr())
+        return pinned
     if not mine and target != "cuda":
         return func(*args, **{**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs)
     check_devices(name, args, tensors)

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_cuda.stand_ins import built_device, why_not
-from fake_cuda.steps import train
+from fake_cuda.steps import compared_with_loop, train, train_in_a_loop
 from kept_ranks import KeptRanks, RankFailure
+
+from evenly.verify.compare import judge
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -48,6 +50,18 @@ PLANS: dict[str, list[Counter[str]]] = {
     "pipeline=2 schedule=1f1b": [asked(messages=4), asked()],
     "pipeline=2 schedule=zero-bubble": [asked(messages=4), asked()],
     "3d": [asked(messages=2)] * 4 + [asked()] * 4,
+}
+# What has parts of parameters on another device, or of tensors on several ranks: plan -> ranks.
+VERIFIED = {
+    "single": 1,
+    "zero1": 2,
+    "zero2 offload=optimizer": 2,
+    "zero3": 2,
+    "zero3 offload=optimizer recompute=full": 2,
+    "zero3 offload=parameters": 2,
+    "data=1 zero=3 offload=parameters": 1,
+    "data=2 tensor=2 zero=3": 4,
+    "pipeline=2": 2,
 }
 NARROW = ["ddp precision=bfloat16", "zero2 precision=bfloat16", "zero3 precision=float16", "tensor=2 precision=float16"]
 
@@ -106,6 +120,21 @@ def test_what_is_wrong_on_a_gpu_is_found(gpus: Path, gpu_ranks: KeptRanks, plan:
         assert sum(times for place, times in more.items() if place.startswith("read: _to_copy")) >= 2
         assert sum(times for place, times in more.items() if place.startswith("read: _local_scalar")) >= 2
         assert any(one.startswith("cat") for one in rank["mixes"])
+
+
+@pytest.fixture(scope="module")
+def reference(gpus: Path, gpu_ranks: KeptRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("verified")
+    gpu_ranks.run(train_in_a_loop, gpus, folder, size=1)
+    return folder
+
+
+@pytest.mark.parametrize("plan", VERIFIED)
+def test_verify_and_a_resumed_run_find_the_numbers_of_a_loop(
+    gpus: Path, gpu_ranks: KeptRanks, reference: Path, plan: str
+) -> None:
+    found = gpu_ranks.run(compared_with_loop, gpus, reference, plan, size=VERIFIED[plan])
+    assert [judge(plan, list(part)).status for part in zip(*found, strict=True)] == ["equal", "equal"]
 
 
 def test_tensors_of_two_devices_raise(gpus: Path, gpu_ranks: KeptRanks) -> None:

@@ -26,6 +26,7 @@ from evenly.parallel.core.memory import HOST, local, on
 from evenly.parallel.core.optimizer_kinds import steps_elements
 from evenly.parallel.data.whole_numbers import WholeNumbers
 from evenly.plan import Offload
+from evenly.torch_private import dtensor_like
 
 State = Mapping[str, Any]  # what an optimizer keeps for one parameter
 
@@ -217,8 +218,4 @@ def _identity(value: torch.Tensor) -> torch.Tensor:
 
 def as_piece(rows: torch.Tensor, template: Any) -> Any:
     """`rows` as the local part of a DTensor like `template`; `rows` itself if that is none."""
-    if not isinstance(template, DTensor):
-        return rows
-    return DTensor.from_local(
-        rows, template.device_mesh, template.placements, run_check=False, shape=template.shape, stride=template.stride()
-    )
+    return dtensor_like(template, rows.detach()) if isinstance(template, DTensor) else rows
