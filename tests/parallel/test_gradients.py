@@ -252,6 +252,15 @@ def test_the_last_bucket_is_of_float64(
     assert buckets[-1].sum_dtype == torch.float64 and buckets[0].dtype == dtype
 
 
+def test_buckets_with_a_tail_come_last_and_the_callers_numbers_in_the_last() -> None:
+    ours, theirs = (Group(name, range(2), own=0, handle=None, device=torch.device("cpu")) for name in ("data", "some"))
+    model = nn.ParameterDict({"a": nn.Parameter(torch.zeros(300_000)), "b": nn.Parameter(torch.zeros(3))})
+    total = GradientSum(model, group=ours, groups={"b": theirs}, accumulate_float64=False)
+    total.begin(numbers=5)
+    found = [(bucket.group, [slot.name for slot in bucket.slots], bucket.tail.numel()) for bucket in total.buckets]
+    assert found == [(ours, ["a"], 0), (theirs, ["b"], 1), (ours, [], 1 + 5)]
+
+
 def test_what_one_rank_has_is_not_widened() -> None:
     named = [("a", nn.Parameter(torch.zeros(3)))]
     buckets = fill_buckets(named, Group.alone(), accumulate_float64=False)
