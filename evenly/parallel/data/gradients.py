@@ -7,7 +7,7 @@ further microbatches by itself, unless sums are exact. A *small* one begins a st
 is called for its first gradient either. Buckets are filled roughly in the order in which a backward finishes
 parameters (the reverse of their definition) and are *sent* strictly by index, so that all ranks agree on the order of
 collectives whatever their own order of events. A bucket is summed over its *group*: the data axis, or fewer
-ranks for parameters that not all of those replicate. The last bucket of a group is always one of float64 and ends in
+ranks for parameters that not all of those replicate. Of several ranks, the last bucket is one of float64 and ends in
 the *tail*: first one *flag* per parameter of the group, which says how many ranks used it in this step, since a
 parameter that no rank used keeps `grad=None` (an optimizer does more with a gradient of zeros than with none: weight
 decay, momentum); then, in the very last, numbers of the caller's, which so need no collective of their own.

@@ -48,4 +48,4 @@ def _squares(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _dot(doubles: torch.Tensor) -> torch.Tensor:
-    return torch.dot(doubles, doubles)  # vector_norm converts element by element, four times as slow
+    return torch.dot(doubles, doubles)  # vector_norm would convert all of a tensor at once
