@@ -444,16 +444,16 @@ def begin_all_gather(handle: Any, whole: torch.Tensor, own: torch.Tensor) -> Any
 @cache
 def keep_unused_inputs() -> None:
     """Lets an input that a unit of `fully_shard` does not use have none; by zeros its makers would be stepped."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import RegisterPostBackwardFunction as function
 
-    function: Any = _fsdp_param_group.RegisterPostBackwardFunction
-    before = function.setup_context
+    name = "setup_context" if "setup_context" in vars(function) else "forward"  # of torch before 2.13
+    before = getattr(function, name)
 
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        before(ctx, inputs, output)
+    def taking_context(ctx: Any, *args: Any) -> Any:
         ctx.set_materialize_grads(False)
+        return before(ctx, *args)
 
-    function.setup_context = staticmethod(setup_context)
+    setattr(function, name, staticmethod(taking_context))
 
 
 def hide_sharding(model: nn.Module) -> None:

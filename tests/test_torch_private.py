@@ -699,6 +699,7 @@ def sharded() -> dict[str, Any]:
         return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="zero=3 on several ranks is refused there")
 def test_a_sharded_model_ends_its_forward_and_reduces_when_asked(ranks: KeptRanks) -> None:
     torch.manual_seed(5)
     model = Halves().double()

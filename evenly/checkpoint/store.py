@@ -247,7 +247,9 @@ class CheckpointStore:
         }
 
     def _stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies in CPU memory; the memory is used again by the next save of the same tensors."""
+        """Copies in CPU memory; the memory is used again by the next save of the same tensors, from torch 2.13 on."""
+        if torch.__version__ < "2.13":  # whose stager closes itself once it has staged
+            self._stager = DefaultStager(_staging_options())
         staged = self._stager.stage({name: tensor.detach() for name, tensor in tensors.items()})
         assert isinstance(staged, dict)
         return staged

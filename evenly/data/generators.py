@@ -10,7 +10,7 @@ import ctypes
 import random
 import sys
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -19,7 +19,8 @@ import torch
 FRESH = 624  # position of a Mersenne Twister that was just seeded: of the numbers that it makes at a time
 # Of Python's and numpy's: the first word of the state and the position in it. Python keeps a second normal number.
 Position = tuple[tuple[int, int, float | None], tuple[int, int]]
-_seeded: Position = (0, 0, None), (0, 0)  # where `seed_past_torch` has put them
+_seeded: Position = (0, 0, None), (0, 0)  # where `seed_past_torch` has put them, from this key
+_seeded_from = 0
 
 
 @contextmanager
@@ -59,11 +60,11 @@ def seed(key: int, device: str = "cpu") -> None:
 
 def seed_past_torch(key: int) -> None:
     """Seeds Python's and numpy's generators from the stream `key`."""
-    global _seeded
+    global _seeded, _seeded_from
     random.seed(key)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(key & 0xFFFFFFFF)
-    _seeded = (1 << 31, FRESH, None), (key & 0xFFFFFFFF, FRESH)
+    _seeded, _seeded_from = ((1 << 31, FRESH, None), (key & 0xFFFFFFFF, FRESH)), key
 
 
 def drawn_past_torch() -> bool:
@@ -110,14 +111,58 @@ def _state_at(address: int) -> _Twister | None:
 @contextmanager
 def undisturbed_past_torch() -> Generator[None]:
     """Restores the state of Python's and numpy's generators on exit."""
-    numpy: Any = sys.modules.get("numpy")
-    state, state_of_numpy = random.getstate(), None if numpy is None else numpy.random.get_state()
+    state = _state_past_torch()
     try:
         yield
     finally:
-        random.setstate(state)
-        if numpy is not None:
-            numpy.random.set_state(state_of_numpy)
+        _put_back_past_torch(state)
+
+
+def _state_past_torch() -> tuple[Any, Any]:
+    """Of Python's and of numpy's generator; None for the latter where numpy is not imported."""
+    numpy: Any = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def _put_back_past_torch(state: tuple[Any, Any]) -> None:
+    random.setstate(state[0])
+    if state[1] is not None:
+        sys.modules["numpy"].random.set_state(state[1])  # type: ignore[attr-defined]
+
+
+class DrawnNumbers:
+    """What code draws from here on, of torch's generators of the CPU and of `device`, of Python's and of numpy's.
+
+    Order: made before the code runs; `end` after it; `again` for each repetition.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._states = [(generator, generator.get_state()) for generator in _generators(device)]
+        self._position = position_past_torch()
+        # Reading the whole state takes long, and is seldom needed: most code draws from torch alone.
+        self._past_torch = _seeded_from if self._position == _seeded else _state_past_torch()
+        self._drew_past_torch = True
+
+    def end(self) -> None:
+        """Notes whether the code drew past torch."""
+        self._drew_past_torch = position_past_torch() != self._position
+
+    @contextmanager
+    def again(self) -> Generator[None]:
+        """Within, the same numbers are drawn again; all generators are put back on exit."""
+        with undisturbed(self._device), undisturbed_past_torch() if self._drew_past_torch else nullcontext():
+            for generator, state in self._states:
+                generator.set_state(state)
+            if self._drew_past_torch:
+                self._put_back_past_torch()
+            yield
+
+    def _put_back_past_torch(self) -> None:
+        if isinstance(self._past_torch, tuple):
+            _put_back_past_torch(self._past_torch)
+        else:
+            seed_past_torch(self._past_torch)
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from copy import copy
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -21,8 +22,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], nest: Any) -> Any:
     if type(nest) is tuple or type(nest) is list:  # most of all there is; the questions below take longer
         return type(nest)([map_tensors(function, value) for value in nest])
     if isinstance(nest, Mapping):
-        kind: Any = type(nest)
-        return kind({key: map_tensors(function, value) for key, value in nest.items()})
+        return _mapping_like(nest, {key: map_tensors(function, value) for key, value in nest.items()})
     if isinstance(nest, slice):
         return slice(*(map_tensors(function, one) for one in (nest.start, nest.stop, nest.step)))
     if type(nest).__module__ == "torch.return_types":
@@ -35,6 +35,19 @@ def map_tensors(function: Callable[[torch.Tensor], Any], nest: Any) -> Any:
         parts = {f.name: map_tensors(function, getattr(nest, f.name)) for f in dataclasses.fields(nest) if f.init}
         return dataclasses.replace(nest, **parts)
     return nest
+
+
+def _mapping_like(nest: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """A mapping of the type of `nest`, which need not take a dict: a `defaultdict` takes its default first."""
+    if type(nest) is dict:
+        return values
+    if not isinstance(nest, MutableMapping):
+        kind: Any = type(nest)
+        return kind(values)
+    found: Any = copy(nest)
+    for key, value in values.items():
+        found[key] = value
+    return found
 
 
 def tensors_by_path(nest: Any) -> list[tuple[str, torch.Tensor]]:

@@ -416,8 +416,9 @@ def _change_blocks(
     asked = ["compile=blocks"] if compilers else []
     if recomputed:
         asked.append(f"recompute={plan.recompute}")
-        change = recomputing(selective=plan.recompute == "selective", alone=plan.devices == 1)
-        changes = [[*mine, change] for mine in changes]
+        selective, alone = plan.recompute == "selective", plan.devices == 1
+        again = [recomputing(selective=selective, device=replica.device, alone=alone) for replica in replicas]
+        changes = [[*mine, change] for mine, change in zip(changes, again, strict=True)]
         if compilers or plan.pipeline.active:
             blocks = [recomputable(mine) for mine in blocks]
         else:

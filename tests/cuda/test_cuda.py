@@ -11,6 +11,7 @@ import pytest
 import torch
 from fake_cuda.steps import make_job
 from kept_ranks import KeptRanks
+from parallel.test_repeated_forwards import gradients, named, positional
 
 import evenly
 from evenly.comm.doctor import examine
@@ -129,6 +130,17 @@ def test_random_numbers_of_the_gpu_are_seeded_and_put_back() -> None:
     assert drawn() == before
     with seeded(7, GPU):
         assert drawn() == first
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("call", [positional, named])
+def test_a_block_that_is_computed_again_draws_the_same_numbers(call: Any, recompute: str) -> None:
+    plain, found = (gradients(drawn_like, call, how, GPU) for how in ("none", recompute))
+    torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-12)
+
+
+def drawn_like(x: torch.Tensor) -> torch.Tensor:
+    return torch.rand_like(x)
 
 
 def test_squares_and_exact_sums_are_those_of_the_cpu() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from evenly.data.nest import has_tensor, hidden_in, tensors_by_path
+from evenly.data.nest import has_tensor, hidden_in, map_tensors, tensors_by_path
 
 HIDDEN, SEEN = torch.ones(1), torch.zeros(2)
 
@@ -108,3 +108,20 @@ def test_a_tensor_of_a_class_is_found_wherever_it_is(nest: Any) -> None:
 @pytest.mark.parametrize("nest", [PLAIN, (PLAIN, 3, None), [], {"a": [PLAIN]}, Kept(PLAIN), "text", Kept])
 def test_others_are_not_taken_for_it(nest: Any) -> None:
     assert not has_tensor(nn.Parameter, nest)
+
+
+class Labelled(dict[str, Any]):
+    """A dict that is made of something else."""
+
+    def __init__(self, label: str) -> None:
+        super().__init__()
+        self.label = label
+
+
+def test_mappings_that_do_not_take_a_dict_keep_their_type_and_what_they_have_besides() -> None:
+    lists, labelled = defaultdict(list, a=SEEN), Labelled("b")
+    labelled["a"] = SEEN
+    for nest in (lists, labelled):
+        found = map_tensors(lambda one: one + 1, nest)
+        assert type(found) is type(nest) and found["a"].tolist() == [1, 1] and nest["a"] is SEEN
+        assert getattr(found, "label", "b") == "b" and getattr(found, "default_factory", list) is list

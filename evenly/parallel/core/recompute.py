@@ -12,18 +12,22 @@ lie around the block.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from traceback import walk_tb
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointError, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from evenly.data.generators import DrawnNumbers
+from evenly.data.nest import map_tensors
 from evenly.errors import PlanError, RunError
 from evenly.model.blocks import Block
 from evenly.parallel.core.calls import Change, Forward
-from evenly.torch_private import ATTENTION, in_backward
+from evenly.torch_private import ATTENTION
 
 _aten = torch.ops.aten
 KEPT = {
@@ -49,38 +53,62 @@ REFUSALS = (
         "",
     ),
 )
+CHANGED = "has been modified by an inplace operation"
 
 
-def recomputing(*, selective: bool, alone: bool = False) -> Change:
+def recomputing(*, selective: bool, device: str = "cpu", alone: bool = False) -> Change:
     """What makes a forward recompute.
 
-    alone: whether one device runs it, which lets it change buffers and use them as it likes.
+    device: of the block. alone: whether one device runs it, which lets it change buffers and use them as it likes.
     """
 
     def change(block: Block, forward: Forward) -> Forward:
-        how: dict[str, Any] = {"use_reentrant": False}
+        how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # `RepeatedForward` does
         if selective and not _is_recurrent(block.module):
             how["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-
-        def computed(before: BlockBuffers, *args: Any, **kwargs: Any) -> Any:
-            try:
-                with before.put_back() if in_backward() else nullcontext():
-                    return forward(*args, **kwargs)
-            except RuntimeError as problem:
-                for said, found, to_do in REFUSALS:
-                    if said in str(problem):
-                        raise PlanError("recompute=selective", found, f"{to_do}use recompute=full") from problem
-                raise
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             _refuse_caches((*args, *kwargs.values()))
-            return checkpoint(computed, BlockBuffers(block.module if alone else None), *args, **how, **kwargs)
+            tensors, buffers = list[torch.Tensor](), BlockBuffers(block.module if alone else None)
+            kept = map_tensors(lambda one: tensors.append(one) or one, (args, kwargs))
+            return checkpoint(RepeatedForward(forward, (args, kwargs), kept, buffers, device), *tensors, **how)
 
         return run
 
     return change
+
+
+class RepeatedForward:
+    """A forward of a block that runs with the arguments that are `given` first, and again with those that are `kept`.
+
+    kept: the same tensors in containers that nobody changes.
+
+    It is called with all tensors among them, which torch saves: it raises where one was changed in place. By itself it
+    would not look into containers and named arguments, and would leave out the random numbers of a GPU on which none of
+    the others is.
+    """
+
+    def __init__(self, forward: Forward, given: Any, kept: Any, buffers: BlockBuffers, device: str) -> None:
+        self._forward, self._given, self._kept, self._buffers = forward, given, kept, buffers
+        self._drawn = DrawnNumbers(device)
+
+    def __call__(self, *_: torch.Tensor) -> Any:
+        given, self._given = self._given, None
+        try:
+            if given is not None:
+                result = self._forward(*given[0], **given[1])
+                self._drawn.end()
+                return result
+            args, kwargs = self._kept
+            with self._buffers.put_back(), self._drawn.again():
+                return self._forward(*args, **kwargs)
+        except RuntimeError as problem:
+            for said, found, to_do in REFUSALS:
+                if said in str(problem):
+                    raise PlanError("recompute=selective", found, f"{to_do}use recompute=full") from problem
+            raise
 
 
 class BlockBuffers:
@@ -117,6 +145,13 @@ class RecomputedBackward:
 
     def __exit__(self, kind: Any, problem: BaseException | None, trace: Any) -> None:
         self._context.__exit__(kind, problem, trace)
+        if isinstance(problem, RuntimeError) and CHANGED in str(problem) and _in_repetition(trace):
+            raise PlanError(
+                f"recompute={self._recompute}",
+                "a tensor that a block is given is changed in place, by the block or after it, and a second forward "
+                "would begin with other numbers",
+                "let the code change a copy of it, or use recompute=none",
+            ) from problem
         if isinstance(problem, CheckpointError):
             raise PlanError(
                 f"recompute={self._recompute}",
@@ -124,6 +159,11 @@ class RecomputedBackward:
                 "forward follows from something that the first has changed (a counter, a cache, a flag)",
                 "let the forward of a block follow from its arguments and parameters alone, or use recompute=none",
             ) from problem
+
+
+def _in_repetition(trace: TracebackType | None) -> bool:
+    """Whether an error comes from torch's reading of what it saved for a second forward."""
+    return any(frame.f_globals["__name__"] == checkpoint.__module__ for frame, _ in walk_tb(trace))
 
 
 class CachesOff:

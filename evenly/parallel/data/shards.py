@@ -94,7 +94,7 @@ class ShardedGradients(Gradients):
         split_backward: bool = False,
     ) -> None:
         trainable(model, required=ownership is None or ownership.pipeline_group is None)
-        _check_can_shard(model, scalars=ownership is None)
+        _check_can_shard(model, scalars=ownership is None, ranks=world.size)
         turned = _lay_out_in_order(model)
         self._world, self._group, self._offload, self._ownership = world, world.group("data"), offload, ownership
         self._model, self._split_backward = model, split_backward
@@ -381,12 +381,12 @@ def _refuse_written(name: str, gradient: torch.Tensor | None) -> None:
         )
 
 
-def _check_can_shard(model: nn.Module, *, scalars: bool) -> None:
-    """Raises `PlanError` for a version of torch or a model that fully_shard handles wrongly.
+def _check_can_shard(model: nn.Module, *, scalars: bool, ranks: int) -> None:
+    """Raises `PlanError` for a version of torch or a model that fully_shard handles wrongly on so many ranks.
 
     scalars: whether parameters without dims may be whole on all ranks.
     """
-    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+    if ranks > 1 and not _reduces_unused():
         raise PlanError(
             f"plan zero=3 with torch {torch.__version__}",
             "its fully_shard goes wrong where a parameter is used on some ranks only",
@@ -399,6 +399,11 @@ def _check_can_shard(model: nn.Module, *, scalars: bool) -> None:
                 f"parameter {name} has no dims, and fully_shard cuts along the first",
                 "give it shape (1,), or use plan zero2",
             )
+
+
+def _reduces_unused() -> bool:
+    """Whether this torch can reduce zeros for parameters that a rank did not use: from 2.13 on."""
+    return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
 Turned = list[tuple[nn.Module, dict[str, list[int]]]]  # of modules, the parameters that lie in another order of dims
@@ -444,7 +449,8 @@ def _set_up_units(units: Sequence[FSDPModule], shards: Group, turned: Turned) ->
     for unit in units:
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
-        unit.set_reduce_scatter_unused_params(True)
+        if _reduces_unused():
+            unit.set_reduce_scatter_unused_params(True)
         if adds_here(shards) and shards.size > 1:
             unit.set_custom_all_gather(cast(Any, AsyncAllGather(shards)))
     for unit, following in pairwise(units):
