@@ -1,5 +1,7 @@
 """Runs every step in a process and within a limit of its own, and keeps what came of all in one file.
 
+What an earlier run of other steps has left in that file stays.
+
 python -m benchmarks.gpu [--cpu] [--out FOLDER] [--only NAME ...]
 """
 
@@ -98,20 +100,29 @@ def main() -> int:
     if asked.to is not None:
         run_here(asked.only[0], cpu=asked.cpu, to=asked.to)
         return 0
-    document: dict[str, Any] = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "cpu": asked.cpu, "steps": {}}
+    date, steps = time.strftime("%Y-%m-%d", time.gmtime()), dict[str, Any]()
     with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
         for name in asked.only:
-            found = document["steps"][name] = run_apart(name, Path(folder), cpu=asked.cpu)
+            found = steps[name] = {"date": date, **run_apart(name, Path(folder), cpu=asked.cpu)}
             said = found.get("error", "").strip().rpartition("\n")[2] if found["failed"] else ""
             print(
                 f"{name:12} {found['seconds']:6.1f} s  {'FAILED: ' + said if found['failed'] else 'done'}", flush=True
             )
-    device = "cpu" if asked.cpu else document["steps"].get("environment", {}).get("device", "unknown")
+    device = "cpu" if asked.cpu else device_name()
     asked.out.mkdir(parents=True, exist_ok=True)
     file = asked.out / f"gpu-{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
-    file.write_text(json.dumps(document, indent=1) + "\n")
+    earlier = json.loads(file.read_text())["steps"] if file.exists() else {}
+    ordered = {name: found for name in STEPS if (found := steps.get(name, earlier.get(name))) is not None}
+    file.write_text(json.dumps({"cpu": asked.cpu, "steps": ordered}, indent=1) + "\n")
     print(file)
-    return int(any(found["failed"] for found in document["steps"].values()))
+    return int(any(found["failed"] for found in steps.values()))
+
+
+def device_name() -> str:
+    """Of the GPU, asked in a process of its own: this one holds none of its memory."""
+    asked = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name(0))"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
 
 
 if __name__ == "__main__":

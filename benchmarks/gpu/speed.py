@@ -1,4 +1,7 @@
-"""Step times in bfloat16: of evenly and of a loop by hand, eager and compiled, one after the other in one process."""
+"""Step times in bfloat16: of evenly and of a loop by hand, eager and compiled, one after the other in one process.
+
+Beside them stand the time and the memory that are predicted of the device's data sheet.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -18,8 +22,13 @@ import evenly
 from benchmarks.gpu.models import Case, case_of
 from evenly.data.loader import worker_count
 from evenly.errors import UserError
+from evenly.hardware.cluster_text import local_cluster
 from evenly.hardware.devices import known_device
 from evenly.launcher.environment import available_cores
+from evenly.plan import parse_plan
+from evenly.planner.job_source import JobSource
+from evenly.planner.request import PlanRequest
+from evenly.planner.search import search
 
 MOST_STEPS, MOST_S, UNTIMED = 20, 8.0, 3
 Step = Callable[[], object]
@@ -52,6 +61,7 @@ def compare(name: str, *, cpu: bool, compiled: bool) -> dict[str, Any]:
     flops = flops_of_step(case, device)
     peak, products = peak_rate(device), product_rate(device)
     found: dict[str, Any] = {"flops": flops, "peak": peak, "product_rate": products, "contenders": {}}
+    found["predicted"] = predicted(case)
     for contender, made in contenders(case, device, compiled=compiled).items():
         row = found["contenders"][contender] = measure(made, device)
         if "step_s" in row:
@@ -62,6 +72,14 @@ def compare(name: str, *, cpu: bool, compiled: bool) -> dict[str, Any]:
     if errors := [f"{one}: {row['error']}" for one, row in found["contenders"].items() if "error" in row]:
         found |= {"failed": True, "error": "\n".join(errors)}
     return found
+
+
+def predicted(case: Case) -> dict[str, Any]:
+    """Of a step of evenly on this machine: the seconds, by what takes them, and the peak of memory."""
+    only = parse_plan("data=1 recompute=none precision=bfloat16")
+    source = JobSource(case.job(1))
+    [found, *_] = search(PlanRequest(source=source, cluster=local_cluster(1), batch=case.batch, only=only)).plans
+    return {"step_s": found.step_s, "peak_bytes": found.peak_bytes, "seconds": asdict(found.time)}
 
 
 def contenders(case: Case, device: str, *, compiled: bool) -> dict[str, Callable[[ExitStack], Step]]:
