@@ -42,6 +42,7 @@ UNSAFE_VIEW, RESHAPE_ALIAS = _aten._unsafe_view, _aten._reshape_alias  # views t
 FOREACH: dict[Callable[..., Any], str] = {
     getattr(torch, name): name.removeprefix("_foreach_") for name in dir(torch) if name.startswith("_foreach_")
 }
+norm_of_each: Any = torch._foreach_norm  # pyright: ignore  # on a GPU in `dtype` without a copy of tensors in it
 NUMBERS_OF_TENSORS = (_aten._local_scalar_dense.default, _aten.is_nonzero.default, _aten.equal.default)
 PACK_PADDED_SEQUENCE = _aten._pack_padded_sequence
 PACKED_SEQUENCES = ("_pack_padded_sequence", "_pad_packed_sequence")  # as interceptors of functions see them
@@ -437,8 +438,7 @@ def dtensor_like(template: Any, rows: torch.Tensor) -> Any:
 
 def begin_all_gather(handle: Any, whole: torch.Tensor, own: torch.Tensor) -> Any:
     """The work of `all_gather_single` in the process group `handle`, without what torch's function does around it."""
-    method: Any = getattr(handle, "all_gather_single", None) or handle._allgather_base
-    return method(whole, own)
+    return (getattr(handle, "all_gather_single", None) or handle._allgather_base)(whole, own)
 
 
 @cache

@@ -372,8 +372,8 @@ PACKAGE_LINES = {
     "__init__": 1417,  # optimizers with closures; where backwards of units begin; forms of fake tensors; phases
     "bridges": 1076,  # states of a Trainer's callbacks, its samplers; jobs of a Trainer and of Lightning's modules
     "checkpoint": 2590,  # weights from files; adapters, shards and tokenizers in exports; averages; pieces that overlap
-    "cli": 3146,  # clusters compared; the board; runs under Ray; submit, doctor and bench on nodes; loggers, the screen
-    "comm": 3439,  # operations that are timed; sums in shared memory; links from node to node; messages that cross
+    "cli": 3149,  # clusters compared; the board; runs under Ray; submit, doctor and bench on nodes; loggers, the screen
+    "comm": 3441,  # operations that are timed; sums in shared memory; links from node to node; messages that cross
     "data": 1913,  # what workers have from their rank; numbers that are drawn again; tensors that objects hide
     "engine": 3256,  # results in objects; sums under products; compilers of blocks; times of passes
     "hardware": 1256,  # sums of 16 bits on CPUs; links from node to node, shared cores; the host; variants of devices
@@ -383,7 +383,7 @@ PACKAGE_LINES = {
     "observe": 2065,  # operations under way; operations of a step; progress; stacks read without frames; loggers
     "parallel": 1,
     "parallel.core": 2868,  # forwards that are not a class's; what a repeated forward is given; dicts looked up
-    "parallel.data": 3802,  # what one rank adds up alone; small gradients, left to autograd; results in objects
+    "parallel.data": 3809,  # what one rank adds up alone; small gradients, left to autograd; results in objects
     "parallel.tensor": 4550,  # sums under products; views that are not asked; decisions that are replayed; heads
     "parallel.pipeline": 3705,  # what a second try leaves; layouts without gaps; when messages arrive
     "plan": 1244,  # backwards in parts; spans of actions; speeds of ranks; schedules are a table that others add to

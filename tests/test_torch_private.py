@@ -84,6 +84,7 @@ from evenly.torch_private import (
     memory_key,
     next_node_number,
     nodes_of,
+    norm_of_each,
     operation_of,
     outside_transforms,
     plain_name,
@@ -886,3 +887,10 @@ def test_a_mode_sees_what_switches_the_recording_of_gradients() -> None:
         with torch.no_grad():
             torch.ones(2).add(1)
     assert seen == [False, True]
+
+
+def test_norms_of_each_tensor_are_in_the_type_that_is_asked_for() -> None:
+    given = [torch.randn(70_001), torch.randn(3, 4, dtype=torch.float64), torch.randn(5).bfloat16(), torch.zeros(0)]
+    found = norm_of_each(given, 2, dtype=torch.float64)
+    assert [one.dtype for one in found] == [torch.float64] * 4
+    torch.testing.assert_close(found, [one.double().square().sum().sqrt() for one in given])

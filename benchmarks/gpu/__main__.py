@@ -37,15 +37,15 @@ class Step(NamedTuple):
 STEPS = {
     "environment": Step("environment", "environment", 20, 20),
     "doctor": Step("commands", "doctor", 30, 60),
-    "verify": Step("commands", "verify", 110, 150),
+    "verify": Step("commands", "verify", 115, 150),
     "shared": Step("shared", "shared", 60, 120),
-    "memory": Step("memory", "memory", 40, 40),
-    "gpt2": Step("speed", "gpt2", 80, 180),
+    "memory": Step("memory", "memory", 45, 40),
+    "gpt2": Step("speed", "gpt2", 70, 180),
     "llama": Step("speed", "llama", 80, 180),
     "resnet": Step("speed", "resnet", 70, 180),
-    "host": Step("speed", "host", 30, 60),
-    "checkpoint": Step("checkpoint", "checkpoint", 30, 60),
-    "no_room": Step("no_room", "no_room", 45, 60),
+    "host": Step("speed", "host", 25, 60),
+    "checkpoint": Step("checkpoint", "checkpoint", 40, 60),
+    "no_room": Step("no_room", "no_room", 35, 60),
 }
 
 
@@ -100,22 +100,22 @@ def main() -> int:
     if asked.to is not None:
         run_here(asked.only[0], cpu=asked.cpu, to=asked.to)
         return 0
-    date, steps = time.strftime("%Y-%m-%d", time.gmtime()), dict[str, Any]()
+    device = "cpu" if asked.cpu else device_name()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    file = asked.out / f"gpu-{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
+    steps: dict[str, Any] = json.loads(file.read_text())["steps"] if file.exists() else {}
     with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
         for name in asked.only:
+            date = time.strftime("%Y-%m-%d", time.gmtime())
             found = steps[name] = {"date": date, **run_apart(name, Path(folder), cpu=asked.cpu)}
             said = found.get("error", "").strip().rpartition("\n")[2] if found["failed"] else ""
             print(
                 f"{name:12} {found['seconds']:6.1f} s  {'FAILED: ' + said if found['failed'] else 'done'}", flush=True
             )
-    device = "cpu" if asked.cpu else device_name()
-    asked.out.mkdir(parents=True, exist_ok=True)
-    file = asked.out / f"gpu-{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.json"
-    earlier = json.loads(file.read_text())["steps"] if file.exists() else {}
-    ordered = {name: found for name in STEPS if (found := steps.get(name, earlier.get(name))) is not None}
-    file.write_text(json.dumps({"cpu": asked.cpu, "steps": ordered}, indent=1) + "\n")
+            ordered = {one: steps[one] for one in STEPS if one in steps}
+            file.write_text(json.dumps({"cpu": asked.cpu, "steps": ordered}, indent=1) + "\n")
     print(file)
-    return int(any(found["failed"] for found in steps.values()))
+    return int(any(steps[name]["failed"] for name in asked.only))
 
 
 def device_name() -> str:

@@ -37,7 +37,7 @@ def doctor(*, cpu: bool) -> dict[str, Any]:
 def verify(*, cpu: bool) -> dict[str, Any]:
     """Each example on this device, in float64; raises where one differs from the plain loop on the same device."""
     names = ON_CPU if cpu else EXAMPLES
-    with ThreadPoolExecutor(1 if cpu else 4) as several:
+    with ThreadPoolExecutor(1 if cpu else 9) as several:
         rows = [*several.map(lambda name: _verify(name, cpu=cpu), names)]
     wrong = [row for row in rows if not row["equal"]]
     if wrong:

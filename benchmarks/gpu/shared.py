@@ -6,7 +6,7 @@ NCCL refuses one GPU for two ranks. They talk over gloo, from the host's memory.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -95,31 +95,34 @@ def reference(folder: Path, *, cpu: bool) -> None:
     measure_rounding(folder, "sums")
 
 
-def compare(folder: Path, plan: str, *, cpu: bool) -> RankComparison | str:
-    """A rank's comparison with it; why not, where the plan is refused."""
-    with one_device(cpu=cpu):
-        try:
-            return compare_job(make_job(), plan, STEPS, folder)
-        except PlanError as refusal:
-            return str(refusal)
+def compare(folder: Path, plans: Sequence[str], *, cpu: bool) -> list[RankComparison | str]:
+    """A rank's comparison of each plan with it; why not, where a plan is refused."""
+    found: list[RankComparison | str] = []
+    for plan in plans:
+        with one_device(cpu=cpu):
+            try:
+                found.append(compare_job(make_job(), plan, STEPS, folder))
+            except PlanError as refusal:
+                found.append(str(refusal))
+    return found
 
 
 def shared(*, cpu: bool) -> dict[str, Any]:
     """Each plan on two ranks of one device; raises where one differs."""
     environment = {"OMP_NUM_THREADS": "1", **({"CUDA_VISIBLE_DEVICES": ""} if cpu else {})}
-    rows: list[dict[str, Any]] = []
+    plans = PLANS[:: 4 if cpu else 1]
     with tempfile.TemporaryDirectory(prefix="shared-") as name:
         start_ranks(partial(reference, cpu=cpu), (Path(name),), Launch(devices=1, environment=environment))
-        for plan in PLANS[:: 4 if cpu else 1]:
-            launch = Launch(devices=2, environment=environment)
-            found = start_ranks(partial(compare, cpu=cpu), (Path(name), plan), launch)
-            rows.append(_row(plan, [found[rank] for rank in sorted(found)]))
+        launch = Launch(devices=2, environment=environment)
+        found = start_ranks(partial(compare, cpu=cpu), (Path(name), plans), launch)
+    by_plan = zip(*(found[rank] for rank in sorted(found)), strict=True)
+    rows = [_row(plan, mine) for plan, mine in zip(plans, by_plan, strict=True)]
     if any(row["status"] != ("refused" if row["plan"] in REFUSED else "equal") for row in rows):
         raise RuntimeError(str(rows))
     return {"ranks": 2, "plans": rows}
 
 
-def _row(plan: str, found: list[RankComparison | str]) -> dict[str, Any]:
+def _row(plan: str, found: Sequence[RankComparison | str]) -> dict[str, Any]:
     if refusals := [one for one in found if isinstance(one, str)]:
         return {"plan": plan, "status": "refused", "reason": refusals[0]}
     row = judge(plan, [one for one in found if not isinstance(one, str)])

@@ -30,7 +30,7 @@ from evenly.planner.job_source import JobSource
 from evenly.planner.request import PlanRequest
 from evenly.planner.search import search
 
-MOST_STEPS, MOST_S, UNTIMED = 20, 8.0, 3
+MOST_STEPS, MOST_S, UNTIMED = 20, 4.0, 3
 Step = Callable[[], object]
 
 

@@ -31,7 +31,7 @@ COME_LIMIT_S = 30.0  # for all nodes to come; those that have not are named
 
 def doctor(
     *,
-    world: int,
+    world: int | None,
     json_only: bool,
     place: NodePlace = NodePlace(),  # noqa: B008  (frozen)
     out: Path | None = None,

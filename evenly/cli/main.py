@@ -439,7 +439,10 @@ def bench_device_command(
 
 @app.command("doctor")
 def doctor_command(
-    world: Annotated[int, typer.Option(min=1, metavar="N", help="Ranks to try every operation between.")] = 2,
+    world: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Ranks to try every operation between (default: 2, on one GPU 1)."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder that nodes are to share (default: this one).")
     ] = None,

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from evenly.errors import EvenlyError, UserError
+from evenly.hardware.cluster_text import local_gpus
 from evenly.launcher.agent import Launch, start_ranks
 from evenly.launcher.allocator import cgroup_limit_bytes
 from evenly.launcher.environment import LOOPBACK, LOOPBACK_INTERFACE, available_cores, find_process, process_environment
@@ -53,10 +54,11 @@ def finding(name: str, value: str, *, note: str = "", problem: str = "") -> Find
     return Finding(name, value, "problem" if problem else "note" if note else "ok", problem or note)
 
 
-def examine(environ: Mapping[str, str], *, probe: bool = True, world: int = 2) -> list[Finding]:
+def examine(environ: Mapping[str, str], *, probe: bool = True, world: int | None = None) -> list[Finding]:
     """All findings, in the order in which to read them.
 
-    `probe` starts `world` ranks that try every operation, which is the one test that proves a run can work.
+    `probe` starts `world` ranks that try every operation, which is the one test that proves a run can work; by default
+    two, or one where there is one GPU, which two ranks cannot share.
     """
     has_torch = find_spec("torch") is not None
     checks: list[Callable[[], Iterable[Finding]]] = [
@@ -73,7 +75,7 @@ def examine(environ: Mapping[str, str], *, probe: bool = True, world: int = 2) -
         _listening,
         lambda: _process(environ),
         lambda: _variables(environ),
-        *((lambda: _ranks(world),) if probe and has_torch else ()),
+        *((lambda: _ranks(world or min(2, local_gpus() or 2)),) if probe and has_torch else ()),
     ]
     return [one for check in checks for one in check()]
 
@@ -329,7 +331,7 @@ def try_operations() -> dict[str, Outcome]:
     """Runs every operation once between the ranks of this run, with results that are known; every rank calls it."""
     from evenly.comm.connect import connect, disconnect
 
-    world = connect(find_process(process_environment()))
+    world = connect(find_process(process_environment()), even_alone=True)
     try:
         return try_in(world.group("data"))
     finally:

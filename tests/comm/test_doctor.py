@@ -96,6 +96,16 @@ def test_an_operation_that_fails_is_named_with_its_rank(monkeypatch: pytest.Monk
     assert (finding.name, finding.value, finding.verdict) == ("gather", "rank 1: its result is wrong", "problem")
 
 
+@pytest.mark.parametrize(("gpus", "ranks"), [(0, 2), (1, 1), (8, 2)])
+def test_one_gpu_has_one_rank_to_try_by_default(gpus: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(doctor, "local_gpus", lambda: gpus)
+    monkeypatch.setattr(doctor, "_ranks", lambda world: asked.append(world) or ())
+    examine({})
+    examine({}, world=5)
+    assert asked == [ranks, 5]
+
+
 def test_ranks_that_cannot_talk_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise FailedRank("rank 1 failed", "no route", "", rank=1)
