@@ -175,10 +175,11 @@ class Tokens(Dataset[torch.Tensor]):
 
 
 class Images(Dataset[tuple[torch.Tensor, int]]):
-    """Random images with a class each."""
+    """Random images of bytes with a class each."""
 
     def __init__(self, side: int, classes: int, count: int = 32) -> None:
-        self.images = torch.randn(count, 3, side, side, generator=torch.Generator().manual_seed(0))
+        generator = torch.Generator().manual_seed(0)
+        self.images = torch.randint(256, (count, 3, side, side), generator=generator, dtype=torch.uint8)
         self.classes = classes
 
     def __len__(self) -> int:
@@ -196,7 +197,8 @@ def token_loss(model: nn.Module, batch: torch.Tensor) -> evenly.Loss:
 
 def class_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> evenly.Loss:
     images, classes = batch
-    return evenly.Loss(F.cross_entropy(model(images), classes, reduction="sum"), len(classes))
+    logits = model(images.float().div_(127.5).sub_(1))
+    return evenly.Loss(F.cross_entropy(logits, classes, reduction="sum"), len(classes))
 
 
 @dataclass(frozen=True)

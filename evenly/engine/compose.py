@@ -24,6 +24,7 @@ from evenly.parallel.core.between_steps import Outside, show_placeholders
 from evenly.parallel.core.calls import BlockCalls, Change, WrappedForwards
 from evenly.parallel.core.memory import on
 from evenly.parallel.core.recompute import CachesOff, RecomputedBackward, recomputing
+from evenly.parallel.core.recurrent_weights import RecurrentWeights
 from evenly.parallel.core.statistics import RunningStatistics
 from evenly.parallel.data.gradients import Gradients, GradientSum, Ownership, trainable
 from evenly.parallel.data.replicas import ReplicaGradients, Replicas
@@ -51,7 +52,7 @@ class Composed:
     replicas:   the model on each device of this rank, which run side by side; only one but for `replicas` in the plan.
     gradients:  adds gradients over microbatches, replicas and ranks.
     statistics: per replica, synchronises the buffers that change by a rule.
-    forwards:   per replica, the wrapped forwards of its blocks (recomputation, compilation).
+    forwards:   per replica, the wrapped forwards of its blocks (recomputation, compilation), and what else they change.
     calls:      per replica, the calls of its blocks, each with a random stream of its own.
     cuts:       parameters of which this rank steps only some rows, or a copy on the host.
     sharded:    fraction of the parameters' elements that this plan really splits, 0 to 1.
@@ -69,7 +70,7 @@ class Composed:
     replicas: Replicas
     gradients: Gradients
     statistics: list[RunningStatistics]
-    forwards: list[WrappedForwards | CachesOff]
+    forwards: list[WrappedForwards | CachesOff | RecurrentWeights]
     calls: list[BlockCalls]
     cuts: Sequence[OwnedRows] = ()
     sharded: float = 0.0
@@ -224,7 +225,8 @@ def compose(
         model.to(world.device)
     replicas = Replicas(modules, devices_of(plan, world), output_device=plan.replicas.output_device)
     statistics = _statistics(replicas, plan, world, pipeline, tensor)
-    forwards = _change_blocks(replicas, blocks, plan, _compilers(replicas, statistics, plan, world, pipeline))
+    compilers = _compilers(replicas, statistics, plan, world, pipeline)
+    forwards = [*_change_blocks(replicas, blocks, plan, compilers), *map(RecurrentWeights, modules)]
     calls = _wrap_calls(replicas, blocks, pipeline)
     gradients = _gradients(replicas, plan, world, blocks[0], _ownership(pipeline, tensor, world))
     sharded = None if isinstance(gradients, GradientSum | ReplicaGradients) else gradients

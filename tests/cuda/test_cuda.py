@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda.steps import make_job
+from fake_cuda.steps import TOKENS, make_job
 from kept_ranks import KeptRanks
 from parallel.test_repeated_forwards import gradients, named, positional
+from torch import nn
 
 import evenly
 from evenly.comm.doctor import examine
@@ -56,10 +57,34 @@ def reports_of(plan: str, **changes: Any) -> list[tuple[float, float]]:
     ],
 )
 def test_plans_of_one_gpu_have_the_numbers_of_the_plain_one(ranks: KeptRanks, plan: str) -> None:
-    plan = plan if "precision" in plan else f"{plan} precision=float64"
-    [plain], [found] = (ranks.run(reports_of, one, size=1) for one in ("single precision=float64", plan))
+    precision = "float32" if "float32" in plan else "float64"  # dropout draws others for each
+    plans = (f"single precision={precision}", plan if precision in plan else f"{plan} precision={precision}")
+    [plain], [found] = (ranks.run(reports_of, one, size=1) for one in plans)
     for mine, expected in zip(found, plain, strict=True):
-        assert mine == pytest.approx(expected, rel=1e-5 if "float32" in plan else 1e-9)
+        assert mine == pytest.approx(expected, rel=1e-5 if precision == "float32" else 1e-9)
+
+
+class Reader(nn.Module):
+    """Tokens (B, L) -> logits (B, L, TOKENS), by a recurrent layer, which cuDNN computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.read, self.head = nn.Embedding(TOKENS, 6), nn.LSTM(6, 5), nn.Linear(5, TOKENS)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.read(self.embed(tokens))[0])
+
+
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part")
+def test_a_recurrent_layer_has_the_weights_of_the_last_step(ranks: KeptRanks) -> None:
+    plans = ("single precision=float64", "single zero=3 offload=parameters precision=float64")
+    [plain], [found] = (ranks.run(weights_of_reader, one, size=1) for one in plans)
+    for name, expected in plain.items():
+        assert found[name] == pytest.approx(expected, rel=1e-9, abs=1e-12), name
+
+
+def weights_of_reader(plan: str) -> dict[str, Any]:
+    return steps(plan, model=Reader)[1]
 
 
 def test_memory_is_the_allocators(ranks: KeptRanks) -> None:
