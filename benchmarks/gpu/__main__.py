@@ -35,25 +35,29 @@ class Step(NamedTuple):
 
 
 STEPS = {
-    "environment": Step("environment", "environment", 20, 20),
-    "doctor": Step("commands", "doctor", 30, 60),
-    "verify": Step("commands", "verify", 115, 150),
-    "shared": Step("shared", "shared", 60, 120),
-    "memory": Step("memory", "memory", 45, 40),
-    "gpt2": Step("speed", "gpt2", 70, 180),
-    "llama": Step("speed", "llama", 80, 180),
-    "resnet": Step("speed", "resnet", 70, 180),
-    "host": Step("speed", "host", 25, 60),
-    "checkpoint": Step("checkpoint", "checkpoint", 40, 60),
-    "no_room": Step("no_room", "no_room", 35, 60),
+    "environment": Step("environment", "environment", 15, 20),
+    "doctor": Step("commands", "doctor", 20, 60),
+    "verify": Step("commands", "verify", 85, 150),
+    "shared": Step("shared", "shared", 45, 120),
+    "memory": Step("memory", "memory", 40, 40),
+    "gpt2": Step("speed", "gpt2", 85, 180),
+    "llama": Step("speed", "llama", 110, 180),
+    "resnet": Step("speed", "resnet", 75, 180),
+    "host": Step("speed", "host", 35, 60),
+    "checkpoint": Step("checkpoint", "checkpoint", 45, 60),
+    "no_room": Step("no_room", "no_room", 40, 60),
 }
 
 
 def run_here(name: str, *, cpu: bool, to: Path) -> None:
-    """Runs a step in this process; writes what it found."""
+    """Runs a step in this process; writes what it found, and of one that yields it again and again, the last."""
     step = STEPS[name]
-    measure: Callable[..., dict[str, Any]] = getattr(import_module(f"benchmarks.gpu.{step.module}"), step.function)
-    to.write_text(json.dumps(measure(cpu=cpu)))
+    measure: Callable[..., Any] = getattr(import_module(f"benchmarks.gpu.{step.module}"), step.function)
+    result = measure(cpu=cpu)
+    for found in [result] if isinstance(result, dict) else result:
+        written = to.with_suffix(".part")
+        written.write_text(json.dumps(found))
+        written.replace(to)
 
 
 def run_apart(name: str, folder: Path, *, cpu: bool) -> dict[str, Any]:
@@ -73,11 +77,12 @@ def run_apart(name: str, folder: Path, *, cpu: bool) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             code = None
         _end(process)
-    found: dict[str, Any] = {"seconds": round(time.monotonic() - began_s, 1), "failed": code != 0}
-    if code == 0:
+    found: dict[str, Any] = {"seconds": round(time.monotonic() - began_s, 1), "failed": False}
+    if to.exists():
         found |= json.loads(to.read_text())
-    else:
-        found["error"] = ("it took too long\n" if code is None else "") + log.read_text()[-LAST:]
+    if code != 0:
+        said = log.read_text()[-LAST:]
+        found |= {"failed": True, "error": f"it took too long\n{said}" if code is None else said}
     return found
 
 

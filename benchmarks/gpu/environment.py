@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -25,7 +26,7 @@ def environment(*, cpu: bool) -> dict[str, Any]:
         "memory_bytes": psutil.virtual_memory().total,
         "packages": {name: _version(name) for name in PACKAGES},
         "cuda": torch.version.cuda,
-        "compiler": shutil.which(os.environ.get("CXX") or "g++"),
+        "compiler": Path(shutil.which(os.environ.get("CXX") or "g++") or "").name,
     }
     return found if cpu else found | _gpu()
 

@@ -10,8 +10,12 @@ wheels=benchmarks/gpu/wheels
 if [ -d "$wheels" ]; then
     folder=$(mktemp -d)
     trap 'rm -rf "$folder"' EXIT
-    "$python" -m venv --system-site-packages "$folder/venv"
+    "$python" -m venv --without-pip "$folder/venv"
+    # Not --system-site-packages: where this Python has torch in an environment of its own, it would not be seen.
+    found=$("$python" -c 'import site; print(*site.getsitepackages(), sep="\n")')
+    pip=("$python" -m pip --python "$folder/venv/bin/python")
     python="$folder/venv/bin/python"
-    "$python" -m pip install --quiet --no-index --find-links "$wheels" --requirement "$wheels/requirements.txt"
+    echo "$found" > "$("$python" -c 'import site; print(site.getsitepackages()[0])')/found.pth"
+    "${pip[@]}" install --quiet --no-index --find-links "$wheels" --requirement "$wheels/requirements.txt"
 fi
 "$python" -m benchmarks.gpu "$@"

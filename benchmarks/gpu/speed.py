@@ -34,44 +34,53 @@ MOST_STEPS, MOST_S, UNTIMED = 20, 4.0, 3
 Step = Callable[[], object]
 
 
-def gpt2(*, cpu: bool) -> dict[str, Any]:
+def gpt2(*, cpu: bool) -> Iterator[dict[str, Any]]:
     """GPT-2 of 124 M parameters."""
     return compare("gpt2", cpu=cpu, compiled=True)
 
 
-def llama(*, cpu: bool) -> dict[str, Any]:
+def llama(*, cpu: bool) -> Iterator[dict[str, Any]]:
     """A Llama of 1.24 B parameters."""
     return compare("llama", cpu=cpu, compiled=True)
 
 
-def resnet(*, cpu: bool) -> dict[str, Any]:
+def resnet(*, cpu: bool) -> Iterator[dict[str, Any]]:
     """ResNet-50."""
     return compare("resnet", cpu=cpu, compiled=True)
 
 
-def host(*, cpu: bool) -> dict[str, Any]:
+def host(*, cpu: bool) -> Iterator[dict[str, Any]]:
     """Twelve tiny layers, whose products take no time: what the host does between them, and how often it waits."""
-    found = compare("host", cpu=cpu, compiled=False)
-    return found if cpu else found | {"waits": waits(case_of("host", cpu=cpu))}
+    found: dict[str, Any] = {}
+    for found in compare("host", cpu=cpu, compiled=False):
+        yield found
+    if not cpu:
+        yield found | {"waits": waits(case_of("host", cpu=cpu))}
 
 
-def compare(name: str, *, cpu: bool, compiled: bool) -> dict[str, Any]:
-    """Step times of all contenders, as shares of the product rate and of the peak too where those are known."""
+def compare(name: str, *, cpu: bool, compiled: bool) -> Iterator[dict[str, Any]]:
+    """Step times, as shares of the product rate and of the peak too where those are known.
+
+    What is found by then is yielded after each contender: it is kept where the others take too long. whole_s: what
+    starting and compiling took as well.
+    """
     case, device = case_of(name, cpu=cpu), "cpu" if cpu else "cuda:0"
     flops = flops_of_step(case, device)
     peak, products = peak_rate(device), product_rate(device)
     found: dict[str, Any] = {"flops": flops, "peak": peak, "product_rate": products, "contenders": {}}
     found["predicted"] = predicted(case)
     for contender, made in contenders(case, device, compiled=compiled).items():
+        began_s = time.perf_counter()
         row = found["contenders"][contender] = measure(made, device)
+        row["whole_s"] = time.perf_counter() - began_s
         if "step_s" in row:
             row["per_s"] = case.batch * case.units / row["step_s"]
             row["of_product_rate"] = flops / row["step_s"] / products
             row["mfu"] = None if peak is None else flops / row["step_s"] / peak
+        if errors := [f"{one}: {row['error']}" for one, row in found["contenders"].items() if "error" in row]:
+            found |= {"failed": True, "error": "\n".join(errors)}
+        yield found
         release(device)
-    if errors := [f"{one}: {row['error']}" for one, row in found["contenders"].items() if "error" in row]:
-        found |= {"failed": True, "error": "\n".join(errors)}
-    return found
 
 
 def predicted(case: Case) -> dict[str, Any]:
@@ -210,10 +219,11 @@ def waits(case: Case) -> int:
         step = by_evenly(case, "single precision=bfloat16", stack)
         step()
         step()
-        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(action="ignore"):  # it may not notice all places, and says so
+            torch.cuda.set_sync_debug_mode("warn")
         try:
             with warnings.catch_warnings(record=True, action="always") as caught:
                 step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(one.message) for one in caught)
+    return sum("called a synchronizing" in str(one.message) for one in caught)
