@@ -375,7 +375,7 @@ PACKAGE_LINES = {
     "cli": 3149,  # clusters compared; the board; runs under Ray; submit, doctor and bench on nodes; loggers, the screen
     "comm": 3441,  # operations that are timed; sums in shared memory; links from node to node; messages that cross
     "data": 1913,  # what workers have from their rank; numbers that are drawn again; tensors that objects hide
-    "engine": 3253,  # results in objects; sums under products; compilers of blocks; times of passes
+    "engine": 3322,  # results in objects; sums under products; compilers of blocks; autocast as on GPUs
     "hardware": 1256,  # sums of 16 bits on CPUs; links from node to node, shared cores; the host; variants of devices
     "launcher": 3824,  # imports without collections; a folder that all nodes see; batch scripts and manifests
     "model": 725,  # collectives; fake tensors that are made again; models built without memory; phases
@@ -387,7 +387,7 @@ PACKAGE_LINES = {
     "parallel.tensor": 4550,  # sums under products; views that are not asked; decisions that are replayed; heads
     "parallel.pipeline": 3705,  # what a second try leaves; layouts without gaps; when messages arrive
     "plan": 1244,  # backwards in parts; spans of actions; speeds of ranks; schedules are a table that others add to
-    "planner": 7476,  # sums on CPUs, by type and in shared memory; slow nodes; questions around a question, mechanisms
+    "planner": 7500,  # sums on CPUs, by type and in shared memory; types as on GPUs; questions around a question, mechanisms
     "ray": 447,  # ranks that Ray places, starts and replaces
     "report": 4848,  # hidden communication; curves on each other; numbers that jobs log; sorted tables, mechanisms
     "train": 4001,  # communication of recorded steps; spans; starting again, of runs here and under Ray; phases

@@ -26,16 +26,17 @@ def memory(*, cpu: bool) -> dict[str, Any]:
     """GPT-2 under each plan: bytes predicted, counted as live, and on a GPU allocated."""
     case, rows = case_of("gpt2", cpu=cpu), list[dict[str, Any]]()
     for plan in PLANS:
-        row = {"plan": plan, "predicted_bytes": predicted(case, plan), **measured(case, plan, cpu=cpu)}
+        row = {"plan": plan, "predicted_bytes": predicted(case, plan, cpu=cpu), **measured(case, plan, cpu=cpu)}
         row["error"] = row["predicted_bytes"] / (row["allocated_bytes"] or row["counted_bytes"]) - 1
         rows.append(row)
         release("cpu" if cpu else "cuda:0")
     return {"plans": rows}
 
 
-def predicted(case: Case, plan: str) -> int:
+def predicted(case: Case, plan: str, *, cpu: bool) -> int:
     job = case.job(3)
-    [meter] = memory_of_ranks(JobProfiler(job, step=1), parse_plan(plan).fit(1).complete(job.precision))
+    profiler = JobProfiler(job, step=1, device="cpu" if cpu else "cuda")
+    [meter] = memory_of_ranks(profiler, parse_plan(plan).fit(1).complete(job.precision))
     return meter.peak
 
 

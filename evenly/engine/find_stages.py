@@ -16,7 +16,7 @@ from evenly.comm.world import World
 from evenly.data.generators import undisturbed
 from evenly.data.loader import Loader, share_of_evaluation, share_of_step
 from evenly.engine.build import build_model
-from evenly.engine.precision import autocast, place_batch
+from evenly.engine.precision import autocast_as_on, place_batch
 from evenly.errors import PlanError
 from evenly.job import Job
 from evenly.model.modes import evaluating
@@ -75,7 +75,7 @@ def stage_plans_of(
         owners = joined_owners([*model.stage_tensors], [(one.calls, one.counts) for one in phases.values()])
         found: dict[str, StagePlan] = {}
         for phase, one in phases.items():
-            evaluate = _evaluated(job, model.model, plan.precision) if phase == "" else None
+            evaluate = _evaluated(job, model.model, plan.precision, device) if phase == "" else None
             found[phase] = find_stage_plan(
                 model, one.calls, one.counts, one.compute, evaluate, owners=owners, phase=phase
             )
@@ -94,7 +94,7 @@ class _CutPhase:
 
 
 def _cut_phase(job: Job, model: StagedModel, plan: Plan, device: str) -> _CutPhase:
-    compute = _compute(job, model.model, plan.precision, evaluation=False)
+    compute = _compute(job, model.model, plan.precision, device, evaluation=False)
     found = find_calls(model, compute)
     _check_chance(found, plan)
     microbatches = len(share_of_step(job, 0, rank=0, ranks=plan.axes["data"]).own)
@@ -104,11 +104,11 @@ def _cut_phase(job: Job, model: StagedModel, plan: Plan, device: str) -> _CutPha
     return _CutPhase(compute, found, counts)
 
 
-def _evaluated(job: Job, model: nn.Module, precision: str) -> Callable[[], Any] | None:
+def _evaluated(job: Job, model: nn.Module, precision: str, device: str) -> Callable[[], Any] | None:
     """What runs the job's loss in an evaluation, if it has one."""
     if job.eval_data is None:
         return None
-    evaluate = _compute(job, model, precision, evaluation=True)
+    evaluate = _compute(job, model, precision, device, evaluation=True)
 
     def evaluated() -> Any:
         with evaluating(model):
@@ -128,16 +128,16 @@ def _check_chance(found: FoundCalls, plan: Plan) -> None:
         )
 
 
-def call_costs_of(job: Job, model: StagedModel, plan: Plan) -> list[CallCost]:
-    """The cost of each block call of the job's first microbatch; runs on fake tensors."""
+def call_costs_of(job: Job, model: StagedModel, plan: Plan, device: str) -> list[CallCost]:
+    """The cost of each block call of the job's first microbatch on a device of this type; runs on fake tensors."""
     caches = CachesOff(model.model)
     try:
-        return find_call_costs(model, _compute(job, model.model, plan.precision, evaluation=False))
+        return find_call_costs(model, _compute(job, model.model, plan.precision, device, evaluation=False))
     finally:
         caches.close()
 
 
-def _compute(job: Job, model: nn.Module, precision: str, *, evaluation: bool) -> Callable[[], Any]:
+def _compute(job: Job, model: nn.Module, precision: str, device: str, *, evaluation: bool) -> Callable[[], Any]:
     """A function that runs the job's loss on the first microbatch."""
     if evaluation:
         job = job.with_eval_data(next(iter(job.eval_sets.values())))
@@ -146,7 +146,7 @@ def _compute(job: Job, model: nn.Module, precision: str, *, evaluation: bool) ->
     batch = place_batch(microbatch.batch, precision, "cpu")
 
     def compute() -> Any:
-        with autocast(precision, "cpu"):
+        with autocast_as_on(device, precision):
             return job.loss(model, copy.deepcopy(batch))  # it may change its batch in place, and runs again
 
     return compute

@@ -9,13 +9,15 @@ The sum over ranks is the same everywhere, so all ranks, and all plans, skip the
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from evenly.data.nest import map_tensors
+from evenly.engine.gpu_autocast import GpuAutocast
 
 # Dtype of weights, gradients and optimizer state; with other precisions they keep the dtype that the job gives them.
 WEIGHTS = {"float64": torch.float64, "pure-bfloat16": torch.bfloat16, "pure-float16": torch.float16}
@@ -54,6 +56,16 @@ def autocast(precision: str, device: str) -> AbstractContextManager[Any]:
     if (dtype := AUTOCAST_DTYPE.get(precision)) is None:
         return nullcontext()
     return torch.autocast(torch.device(device).type, dtype=dtype)
+
+
+@contextmanager
+def autocast_as_on(device: str, precision: str) -> Generator[None]:
+    """`autocast` of tensors of the CPU, which get and give the types that they would on a `device` of this type."""
+    with (
+        autocast(precision, "cpu"),
+        GpuAutocast() if device == "cuda" and precision in AUTOCAST_DTYPE else nullcontext(),
+    ):
+        yield
 
 
 def place_model(model: torch.nn.Module, precision: str, device: str | None) -> torch.nn.Module:

@@ -18,7 +18,7 @@ from evenly.data.loader import CutBatch, Loader, Microbatch, Share, cut_batch, h
 from evenly.data.nest import tensors_in
 from evenly.engine.build import build_model
 from evenly.engine.find_splits import choose_splits, derivation_of
-from evenly.engine.precision import autocast, place_batch
+from evenly.engine.precision import autocast_as_on, place_batch
 from evenly.engine.step_totals import as_loss
 from evenly.engine.updaters import built_optimizers
 from evenly.errors import EvenlyError, UserError
@@ -64,13 +64,14 @@ class JobProfiler:
 
     step: of which the microbatches are taken, from 0. Of several sizes the smallest and the largest are profiled; what
     lies between follows from these two. steps: that are dealt from there on, see `loads`. watch: called with a plan
-    before the model is run as that has it.
+    before the model is run as that has it. device: type of the devices, "cuda" or "cpu".
     """
 
     job: Job
     step: int = 0
     steps: int = STEPS
     watch: Callable[[Plan], object] | None = None
+    device: str = "cpu"
     _models: dict[str, nn.Module] = field(default_factory=dict[str, nn.Module])
     _derivations: dict[str, Derivation] = field(default_factory=dict[str, Derivation])
     _call_costs: dict[str, tuple[list[Any], list[str]]] = field(default_factory=dict[str, Any])
@@ -227,9 +228,10 @@ class JobProfiler:
         precision = plan.precision
         if self.watch is not None:
             self.watch(plan)
+        device = "cpu" if plan.tensor.active else self.device  # whose axis knows losses, not what they are made of
 
         def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-            with autocast(precision, "cpu"):
+            with autocast_as_on(device, precision):
                 return as_loss(self.job.traced_loss(model, batch), microbatch.samples).total
 
         batch = place_batch(microbatch.batch, precision, "cpu")
@@ -264,7 +266,8 @@ class JobProfiler:
             with around:
                 built = build_model(self.job, precision=plan.precision, device=None)
             model = StagedModel(built, "cpu")
-            return call_costs_of(next(iter(self.job.by_phase.values())), model, plan), [*model.stage_tensors]
+            job = next(iter(self.job.by_phase.values()))
+            return call_costs_of(job, model, plan, self.device), [*model.stage_tensors]
 
         if plan.precision not in self._call_costs:
             with suppress(EvenlyError):  # which the model with its numbers says by itself

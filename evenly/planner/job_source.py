@@ -30,13 +30,16 @@ class JobSource:
     """Implements `CostSource`. A job that states no microbatch leaves it to its plans.
 
     step: of which the microbatches are taken, from 0. steps: from there on, over which ranks with unlike microbatches
-    are looked at. watch: called with a plan before the model is run as that has it.
+    are looked at. watch: called with a plan before the model is run as that has it. device: type of the devices, on
+    which the types of results depend under autocast.
     """
 
     job: Job
     step: int = 0
     steps: int = STEPS
     watch: Callable[[Plan], object] | None = None
+    device: str = "cpu"
+    _on: dict[str, JobSource] = field(default_factory=dict[Any, Any])
     _profilers: dict[int, JobProfiler] = field(default_factory=dict[int, JobProfiler])
     _memory: dict[Plan, list[MemoryByCause]] = field(default_factory=dict[Plan, list[MemoryByCause]])
     # By the profile, which lives as long, and the type that is multiplied; and of these by the size of the tensor axis.
@@ -45,7 +48,14 @@ class JobSource:
 
     @cached_property
     def profiler(self) -> JobProfiler:
-        return JobProfiler(self.job, self.step, self.steps, self.watch)
+        return JobProfiler(self.job, self.step, self.steps, self.watch, self.device)
+
+    def on(self, device: Device) -> JobSource:
+        """The same on such devices; of one type there is one."""
+        kind = "cpu" if device.kind == "cpu" else "cuda"
+        if kind == self.device:
+            return self
+        return self._on.setdefault(kind, JobSource(self.job, self.step, self.steps, self.watch, kind))
 
     @property
     def name(self) -> str:

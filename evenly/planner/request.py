@@ -48,6 +48,10 @@ class CostSource(Protocol):
         """Samples that every plan has to run at a time, which plans then do not state; None where they are free."""
         ...
 
+    def on(self, device: Device) -> CostSource:
+        """The same on such devices."""
+        ...
+
     def loads(self, replicas: int, *, filled: bool) -> tuple[tuple[float, ...], ...]:
         """Of several steps what each microbatch costs, on the replica that has most; none where all are alike.
 
@@ -114,6 +118,9 @@ class PlanRequest:
     top: int = 5
     reserve: float = RESERVE
     watch: Callable[[str], object] | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "source", self.source.on(self.cluster.device))
 
     @property
     def limit_bytes(self) -> float:

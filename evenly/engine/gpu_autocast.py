@@ -1,0 +1,57 @@
+"""What autocast does on a GPU, on tensors of the CPU.
+
+torch has a list of functions for each kind of device, and a model is read on fake tensors of the CPU: there softmax and
+norms of 16 bits stay in 16 bits, where a GPU computes them in float32, and the loss of logits of 16 bits copies them to
+float32 first, where a GPU has log_softmax give 16 bits and copies these.
+Source: aten/src/ATen/autocast_mode.h, and "CUDA Ops that can autocast to float32" of torch.amp's documentation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from evenly.data.nest import map_tensors
+
+# By name: functions that get float32, as torch's, as methods and of torch.nn.functional.
+_WIDENED = (
+    "__pow__ __rdiv__ __rpow__ __rtruediv__ acos asin binary_cross_entropy_with_logits cdist cosh cosine_similarity "
+    "dist erfinv exp expm1 group_norm kl_div l1_loss layer_norm log log10 log1p log2 logsumexp mse_loss nll_loss norm "
+    "normalize pdist pow reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss softplus tan"
+)
+FLOAT32 = {*_WIDENED.split(), *(("rms_norm",) if torch.__version__ >= "2.13" else ())}
+# Those that give it where no other type is asked for.
+GIVES_FLOAT32 = {"softmax", "softmin", "log_softmax", "sum", "prod", "cumsum", "cumprod", "linalg_vector_norm"}
+
+
+class GpuAutocast(TorchFunctionMode):
+    """Within torch's autocast of the CPU: functions get and give the types that they do on a GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name in FLOAT32:
+            return func(*map_tensors(_widened, args), **map_tensors(_widened, kwargs))
+        if name in GIVES_FLOAT32 and args and _is_narrow(args[0]) and kwargs.get("dtype") is None:
+            return func(*args, **{**kwargs, "dtype": torch.float32})
+        if func is F.cross_entropy and _is_narrow(kwargs.get("input", args[0] if args else None)):
+            return _cross_entropy(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _is_narrow(one: Any) -> bool:
+    return isinstance(one, torch.Tensor) and one.dtype in (torch.bfloat16, torch.float16)
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if _is_narrow(tensor) else tensor
+
+
+def _cross_entropy(input: torch.Tensor, target: torch.Tensor, weight: Any = None, *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("label_smoothing") or len(args) > 4 or target.is_floating_point():  # other sums follow log_softmax
+        return F.cross_entropy(input, target, weight, *args, **kwargs)
+    named = dict(zip(("size_average", "ignore_index", "reduce", "reduction"), args, strict=False)) | kwargs
+    named.pop("label_smoothing", None)
+    return F.nll_loss(F.log_softmax(input, min(1, input.dim() - 1)).float(), target, weight, **named)

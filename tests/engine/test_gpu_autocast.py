@@ -1,0 +1,170 @@
+"""Under the autocast of a GPU functions give other types than under that of a CPU; a job is read as for its devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from jobs import classifier_job
+from torch import nn
+from torch.nn import functional as F
+
+import evenly
+from evenly.engine.gpu_autocast import FLOAT32, GIVES_FLOAT32, GpuAutocast
+from evenly.engine.precision import autocast_as_on
+from evenly.hardware.cluster_text import parse_cluster
+from evenly.plan import parse_plan
+from evenly.planner.job_source import JobSource
+from evenly.planner.request import PlanRequest
+from evenly.planner.search import search
+from evenly.torch_private import fake_mode
+
+Act = Callable[[torch.Tensor], torch.Tensor]
+
+
+def classes(x: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(len(x), dtype=torch.int64, device=x.device)
+
+
+SAME: dict[str, Act] = {
+    "linear": lambda x: F.linear(x, x),
+    "bmm": lambda x: x @ x.t(),
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "sqrt": torch.sqrt,
+    "mean": torch.mean,
+    "var": torch.var,
+    "tanh": torch.tanh,
+    "add": lambda x: x + x.float(),
+    "huber": lambda x: F.huber_loss(x, x),
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+}
+OTHER: dict[str, Act] = {
+    "softmax": lambda x: F.softmax(x, -1),
+    "Softmax": lambda x: nn.Softmax(-1)(x),
+    "Tensor.softmax": lambda x: x.softmax(-1),
+    "torch.softmax": lambda x: torch.softmax(x, -1),
+    "softmin": lambda x: F.softmin(x, -1),
+    "log_softmax": lambda x: F.log_softmax(x, -1),
+    "logsumexp": lambda x: x.logsumexp(-1),
+    "sum": lambda x: x.sum(),
+    "sum of a dim": lambda x: torch.sum(x, -1),
+    "cumsum": lambda x: x.cumsum(-1),
+    "cumprod": lambda x: x.cumprod(-1),
+    "exp": torch.exp,
+    "Tensor.exp": lambda x: x.exp(),
+    "log": torch.log,
+    "pow": lambda x: x.pow(2),
+    "**": lambda x: x**2,
+    "2**": lambda x: 2**x,
+    "1/": lambda x: 1 / x,
+    "rsqrt": torch.rsqrt,
+    "tan": torch.tan,
+    "erfinv": torch.erfinv,
+    "softplus": F.softplus,
+    "norm": lambda x: x.norm(),
+    "vector_norm": torch.linalg.vector_norm,
+    "normalize": lambda x: F.normalize(x, dim=-1),
+    "layer_norm": lambda x: F.layer_norm(x, (8,)),
+    "group_norm": lambda x: F.group_norm(x, 2),
+    "cosine_similarity": lambda x: F.cosine_similarity(x, x),
+}
+LOSSES: dict[str, Act] = {
+    "mse_loss": lambda x: F.mse_loss(x, x),
+    "l1_loss": lambda x: F.l1_loss(x, x),
+    "smooth_l1_loss": lambda x: F.smooth_l1_loss(x, x),
+    "nll_loss": lambda x: F.nll_loss(x, classes(x)),
+    "binary_cross_entropy_with_logits": lambda x: F.binary_cross_entropy_with_logits(x, x),
+    "cross_entropy": lambda x: F.cross_entropy(x, classes(x)),
+    "cross_entropy of each": lambda x: F.cross_entropy(x, classes(x), None, None, -1, None, "none"),
+    "cross_entropy, smoothed": lambda x: F.cross_entropy(x, classes(x), label_smoothing=0.1),
+    "CrossEntropyLoss": lambda x: nn.CrossEntropyLoss(reduction="sum")(x, classes(x)),
+}
+
+
+def type_of(act: Act, device: str, dtype: torch.dtype, *, as_gpu: bool = False) -> torch.dtype:
+    """Of what `act` gives on a fake tensor under torch's own autocast of `device`; this torch need not have GPUs."""
+    torch.set_autocast_enabled(device, True)
+    torch.set_autocast_dtype(device, dtype)
+    try:
+        with fake_mode():
+            x = torch.empty(4, 8, device=device, dtype=dtype)
+            if not as_gpu:
+                return act(x).dtype
+            with GpuAutocast():
+                return act(x).dtype
+    finally:
+        torch.set_autocast_enabled(device, False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", [*SAME, *OTHER, *LOSSES])
+def test_types_are_those_of_a_gpu(name: str, dtype: torch.dtype) -> None:
+    act = (SAME | OTHER | LOSSES)[name]
+    there = type_of(act, "cuda", dtype)
+    assert type_of(act, "cpu", dtype, as_gpu=True) == there
+    if name in OTHER:  # and the test would find a table without it
+        assert type_of(act, "cpu", dtype) != there == torch.float32
+
+
+def test_no_function_is_in_both_tables() -> None:
+    assert not FLOAT32 & GIVES_FLOAT32
+
+
+def test_losses_are_those_of_one_call() -> None:
+    logits, weight = torch.randn(6, 5), torch.rand(5)
+    targets, without = torch.tensor([0, 4, -100, 2, 2, 1]), torch.tensor([0, 4, 3, 2, 2, 1])
+    cases: list[tuple[torch.Tensor, dict[str, Any]]] = [
+        (targets, {}),
+        (targets, {"weight": weight}),
+        (targets, {"reduction": "sum"}),
+        (targets, {"reduction": "none"}),
+        (without, {"ignore_index": 2}),
+    ]
+    for wanted, given in cases:
+        with autocast_as_on("cuda", "bfloat16"):
+            found = F.cross_entropy(logits.bfloat16(), wanted, **given)
+        torch.testing.assert_close(found, F.cross_entropy(logits, wanted, **given), rtol=0.02, atol=0.02)
+
+
+def test_other_precisions_and_devices_are_left_alone() -> None:
+    x = torch.ones(2, 3, dtype=torch.bfloat16)
+    for device, precision in (("cpu", "bfloat16"), ("cuda", "pure-bfloat16"), ("cuda", "float32")):
+        with autocast_as_on(device, precision):
+            assert F.softmax(x, -1).dtype == torch.bfloat16
+    with autocast_as_on("cuda", "bfloat16"):
+        assert F.softmax(x, -1).dtype == torch.float32
+
+
+class Scores(nn.Module):
+    """Keeps what a softmax gives, of 16 bits on a CPU and of 32 on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        self.decide = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = F.softmax(layer(x).repeat(1, 4000), -1)[:, :5]
+        return self.decide(x)
+
+
+def test_memory_is_that_of_the_devices() -> None:
+    job = replace(classifier_job(model=Scores), precision="bfloat16")
+    source, peak_of = JobSource(job), partial(_peak_bytes, job)
+    on_gpu, on_cpu = peak_of(source, "1xH100"), peak_of(source, "1x1xcpu")
+    assert on_gpu > 1.3 * on_cpu
+    assert peak_of(source, "1xA100") == pytest.approx(on_gpu, rel=0.01)
+    assert source.on(parse_cluster("1xH100").device) is source.on(parse_cluster("1xA100").device)
+
+
+def _peak_bytes(job: evenly.Job, source: JobSource, cluster: Any) -> float:
+    only = parse_plan("data=1 recompute=none")
+    request = PlanRequest(source=source, cluster=parse_cluster(cluster), batch=job.global_batch, only=only)
+    return search(request).plans[0].peak_bytes
