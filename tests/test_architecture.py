@@ -387,7 +387,7 @@ PACKAGE_LINES = {
     "parallel.tensor": 4550,  # sums under products; views that are not asked; decisions that are replayed; heads
     "parallel.pipeline": 3705,  # what a second try leaves; layouts without gaps; when messages arrive
     "plan": 1244,  # backwards in parts; spans of actions; speeds of ranks; schedules are a table that others add to
-    "planner": 7500,  # sums on CPUs, by type and in shared memory; types as on GPUs; questions around a question, mechanisms
+    "planner": 7500,  # sums on CPUs, by type and in shared memory; types as on GPUs; questions around a question
     "ray": 447,  # ranks that Ray places, starts and replaces
     "report": 4848,  # hidden communication; curves on each other; numbers that jobs log; sorted tables, mechanisms
     "train": 4001,  # communication of recorded steps; spans; starting again, of runs here and under Ray; phases
