@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,13 +13,16 @@ from torch import nn
 from torch.nn import functional as F
 
 import evenly
+from evenly.engine.find_stages import call_costs_of
 from evenly.engine.gpu_autocast import FLOAT32, GIVES_FLOAT32, GpuAutocast
 from evenly.engine.precision import autocast_as_on
 from evenly.hardware.cluster_text import parse_cluster
+from evenly.parallel.pipeline.model import StagedModel
 from evenly.plan import parse_plan
+from evenly.planner.job_memory import memory_of_ranks
+from evenly.planner.job_profile import JobProfiler
 from evenly.planner.job_source import JobSource
 from evenly.planner.request import PlanRequest
-from evenly.planner.search import search
 from evenly.torch_private import fake_mode
 
 Act = Callable[[torch.Tensor], torch.Tensor]
@@ -155,16 +157,32 @@ class Scores(nn.Module):
         return self.decide(x)
 
 
+def scores_job() -> evenly.Job:
+    return replace(classifier_job(model=Scores), precision="bfloat16")
+
+
 def test_memory_is_that_of_the_devices() -> None:
-    job = replace(classifier_job(model=Scores), precision="bfloat16")
-    source, peak_of = JobSource(job), partial(_peak_bytes, job)
-    on_gpu, on_cpu = peak_of(source, "1xH100"), peak_of(source, "1x1xcpu")
+    plan = parse_plan("single").fit(1).complete("bfloat16")
+    on_cpu, on_gpu = (
+        memory_of_ranks(JobProfiler(scores_job(), device=device), plan)[0].peak for device in ("cpu", "cuda")
+    )
     assert on_gpu > 1.3 * on_cpu
-    assert peak_of(source, "1xA100") == pytest.approx(on_gpu, rel=0.01)
-    assert source.on(parse_cluster("1xH100").device) is source.on(parse_cluster("1xA100").device)
 
 
-def _peak_bytes(job: evenly.Job, source: JobSource, cluster: Any) -> float:
-    only = parse_plan("data=1 recompute=none")
-    request = PlanRequest(source=source, cluster=parse_cluster(cluster), batch=job.global_batch, only=only)
-    return search(request).plans[0].peak_bytes
+def test_a_job_is_read_as_for_the_devices_that_are_asked_about() -> None:
+    source = JobSource(scores_job())
+    found = [
+        PlanRequest(source=source, cluster=parse_cluster(one), batch=6).source
+        for one in ("1xH100", "1xA100", "1x1xcpu")
+    ]
+    assert found[0] is found[1] and found[2] is source
+    assert isinstance(found[0], JobSource) and (found[0].profiler.device, source.profiler.device) == ("cuda", "cpu")
+
+
+def test_stages_are_found_as_on_the_devices() -> None:
+    model = StagedModel(Scores(), "cpu")
+    plan = parse_plan("pipeline=2").fit(2).complete("bfloat16")
+    on_cpu, on_gpu = (
+        sum(one.saved_bytes for one in call_costs_of(scores_job(), model, plan, device)) for device in ("cpu", "cuda")
+    )
+    assert on_gpu > 1.15 * on_cpu
