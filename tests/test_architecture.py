@@ -374,15 +374,15 @@ PACKAGE_LINES = {
     "checkpoint": 2590,  # weights from files; adapters, shards and tokenizers in exports; averages; pieces that overlap
     "cli": 3149,  # clusters compared; the board; runs under Ray; submit, doctor and bench on nodes; loggers, the screen
     "comm": 3441,  # operations that are timed; sums in shared memory; links from node to node; messages that cross
-    "data": 1913,  # what workers have from their rank; numbers that are drawn again; tensors that objects hide
-    "engine": 3322,  # results in objects; sums under products; compilers of blocks; autocast as on GPUs
+    "data": 1917,  # what workers have from their rank; numbers that are drawn again; tensors that objects hide
+    "engine": 3324,  # results in objects; sums under products; compilers of blocks; autocast as on GPUs
     "hardware": 1256,  # sums of 16 bits on CPUs; links from node to node, shared cores; the host; variants of devices
     "launcher": 3824,  # imports without collections; a folder that all nodes see; batch scripts and manifests
     "model": 725,  # collectives; fake tensors that are made again; models built without memory; phases
     "nn": 307,  # the loss of a head without its logits
     "observe": 2065,  # operations under way; operations of a step; progress; stacks read without frames; loggers
     "parallel": 1,
-    "parallel.core": 2900,  # what a repeated forward is given; recurrent layers on GPUs; dicts looked up
+    "parallel.core": 2903,  # what a repeated forward is given; recurrent layers on GPUs; dicts looked up
     "parallel.data": 3809,  # what one rank adds up alone; small gradients, left to autograd; results in objects
     "parallel.tensor": 4550,  # sums under products; views that are not asked; decisions that are replayed; heads
     "parallel.pipeline": 3705,  # what a second try leaves; layouts without gaps; when messages arrive

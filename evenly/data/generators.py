@@ -61,10 +61,14 @@ def seed(key: int, device: str = "cpu") -> None:
 def seed_past_torch(key: int) -> None:
     """Seeds Python's and numpy's generators from the stream `key`."""
     global _seeded, _seeded_from
+    _seed_past_torch(key)
+    _seeded, _seeded_from = ((1 << 31, FRESH, None), (key & 0xFFFFFFFF, FRESH)), key
+
+
+def _seed_past_torch(key: int) -> None:
     random.seed(key)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(key & 0xFFFFFFFF)
-    _seeded, _seeded_from = ((1 << 31, FRESH, None), (key & 0xFFFFFFFF, FRESH)), key
 
 
 def drawn_past_torch() -> bool:
@@ -162,7 +166,7 @@ class DrawnNumbers:
         if isinstance(self._past_torch, tuple):
             _put_back_past_torch(self._past_torch)
         else:
-            seed_past_torch(self._past_torch)
+            _seed_past_torch(self._past_torch)
 
 
 @contextmanager

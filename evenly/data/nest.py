@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from types import FunctionType, ModuleType
 from typing import Any
@@ -41,10 +41,10 @@ def _mapping_like(nest: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
     """A mapping of the type of `nest`, which need not take a dict: a `defaultdict` takes its default first."""
     if type(nest) is dict:
         return values
-    if not isinstance(nest, MutableMapping):
+    if not isinstance(nest, dict):  # a copy of another may have its items in common with it
         kind: Any = type(nest)
         return kind(values)
-    found: Any = copy(nest)
+    found: Any = copy(nest)  # pyright: ignore[reportUnknownVariableType]
     for key, value in values.items():
         found[key] = value
     return found

@@ -32,6 +32,8 @@ class GpuAutocast(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if kwargs.get("out") is not None:
+            return func(*args, **kwargs)  # autocast leaves alone what is written to a tensor of the code's own
         if name in FLOAT32:
             return func(*map_tensors(_widened, args), **map_tensors(_widened, kwargs))
         if name in GIVES_FLOAT32 and args and _is_narrow(args[0]) and kwargs.get("dtype") is None:

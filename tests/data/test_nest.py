@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -125,3 +125,31 @@ def test_mappings_that_do_not_take_a_dict_keep_their_type_and_what_they_have_bes
         found = map_tensors(lambda one: one + 1, nest)
         assert type(found) is type(nest) and found["a"].tolist() == [1, 1] and nest["a"] is SEEN
         assert getattr(found, "label", "b") == "b" and getattr(found, "default_factory", list) is list
+
+
+class Held(MutableMapping[str, Any]):
+    """Has its items in a dict, which a copy of it would have in common with it."""
+
+    def __init__(self, items: Mapping[str, Any]) -> None:
+        self.items_ = dict(items)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.items_[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.items_[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.items_[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.items_)
+
+    def __len__(self) -> int:
+        return len(self.items_)
+
+
+def test_a_mapping_is_never_changed() -> None:
+    nest = Held({"a": SEEN})
+    found = map_tensors(lambda one: one + 1, nest)
+    assert type(found) is Held and found["a"].tolist() == [1, 1] and nest["a"] is SEEN

@@ -6,7 +6,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from evenly.data.generators import seeded
+from evenly.data.generators import DrawnNumbers, drawn_past_torch, seeded
 from evenly.errors import PlanError
 from evenly.model.blocks import find_blocks
 from evenly.parallel.core.calls import WrappedForwards
@@ -163,6 +163,37 @@ def test_a_tensor_that_changes_in_place_after_the_block_is_refused(make: Any, by
 
     with pytest.raises(PlanError, match="a tensor that a block is given is changed in place"):
         gradients(one, call, "full")
+
+
+@dataclass
+class Once:
+    """Cannot be made again of its fields alone."""
+
+    value: Any
+    start: InitVar[float]
+
+    def __post_init__(self, start: float) -> None:
+        self.value = self.value + start
+
+
+def test_what_cannot_be_made_again_is_given_again() -> None:
+    def call(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return block(x, Once(x.detach(), 1.0))
+
+    torch.testing.assert_close(gradients(one, call, "full"), gradients(one, call, "none"), rtol=1e-12, atol=1e-12)
+
+
+def test_it_is_still_known_whether_a_microbatch_has_drawn() -> None:
+    with seeded(3):
+        numbers = DrawnNumbers("cpu")
+        random.random()
+        numbers.end()
+        with seeded(4):
+            with numbers.again():
+                random.random()
+            assert not drawn_past_torch()
+            random.random()
+            assert drawn_past_torch()
 
 
 def test_a_block_changes_the_containers_of_its_caller() -> None:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from evenly.data.generators import DrawnNumbers
-from evenly.data.nest import map_tensors
+from evenly.data.nest import map_tensors, tensors_in
 from evenly.errors import PlanError, RunError
 from evenly.model.blocks import Block
 from evenly.parallel.core.calls import Change, Forward
@@ -72,7 +72,10 @@ def recomputing(*, selective: bool, device: str = "cpu", alone: bool = False) ->
                 return forward(*args, **kwargs)
             _refuse_caches((*args, *kwargs.values()))
             tensors, buffers = list[torch.Tensor](), BlockBuffers(block.module if alone else None)
-            kept = map_tensors(lambda one: tensors.append(one) or one, (args, kwargs))
+            try:
+                kept = map_tensors(lambda one: tensors.append(one) or one, (args, kwargs))
+            except (TypeError, ValueError):  # of a class that cannot be made again of its fields
+                kept, tensors = (args, kwargs), [*tensors_in((args, kwargs))]
             return checkpoint(RepeatedForward(forward, (args, kwargs), kept, buffers, device), *tensors, **how)
 
         return run
