@@ -39,10 +39,9 @@ PRODUCTS = (_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.convolution, 
 GROUPED_PRODUCT = "_grouped_mm"  # what `torch.nn.functional.grouped_mm` calls, and interceptors of functions see
 UNSAFE_VIEW, RESHAPE_ALIAS = _aten._unsafe_view, _aten._reshape_alias  # views that are none by their schema
 # Functions of lists of tensors -> the name of the same function of one.
-FOREACH: dict[Callable[..., Any], str] = {
-    getattr(torch, name): name.removeprefix("_foreach_") for name in dir(torch) if name.startswith("_foreach_")
-}
-norm_of_each: Any = torch._foreach_norm  # pyright: ignore  # on a GPU in `dtype` without a copy of tensors in it
+FOREACH: dict[Any, str] = {getattr(torch, name): name[9:] for name in dir(torch) if name.startswith("_foreach_")}
+norm_of_each, divide_each, scale_each = torch._foreach_norm, torch._foreach_div_, torch._foreach_mul_  # pyright: ignore
+engine_backward: Any = torch.autograd.graph._engine_run_backward  # pyright: ignore  # modes stay within
 NUMBERS_OF_TENSORS = (_aten._local_scalar_dense.default, _aten.is_nonzero.default, _aten.equal.default)
 PACK_PADDED_SEQUENCE = _aten._pack_padded_sequence
 PACKED_SEQUENCES = ("_pack_padded_sequence", "_pad_packed_sequence")  # as interceptors of functions see them

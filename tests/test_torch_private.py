@@ -57,8 +57,10 @@ from evenly.torch_private import (
     begin_all_gather,
     begin_sharded_backward,
     change_transformed,
+    divide_each,
     dtensor_like,
     end_sharded_forward,
+    engine_backward,
     fake_form,
     fake_mode,
     forward_hooks,
@@ -93,6 +95,7 @@ from evenly.torch_private import (
     renewed_attributes,
     replace_gradient_hooks,
     run_as_written,
+    scale_each,
     set_tensor_dict,
     sets_gradients,
     subclass_of,
@@ -894,3 +897,28 @@ def test_norms_of_each_tensor_are_in_the_type_that_is_asked_for() -> None:
     found = norm_of_each(given, 2, dtype=torch.float64)
     assert [one.dtype for one in found] == [torch.float64] * 4
     torch.testing.assert_close(found, [one.double().square().sum().sqrt() for one in given])
+
+
+def test_each_tensor_is_divided_and_multiplied_in_place() -> None:
+    given = [torch.full((3,), 6.0), torch.full((2, 2), 12.0, dtype=torch.float64).T, torch.zeros(0)]
+    same = [*given]
+    divide_each(given, 3.0)
+    scale_each(given, 0.5)
+    assert all(one is other for one, other in zip(given, same, strict=True))
+    assert given[0].tolist() == [1.0] * 3 and given[1].tolist() == [[2.0, 2.0]] * 2
+
+
+def test_a_backward_of_the_engine_is_within_modes_of_functions() -> None:
+    seen: list[str] = []
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(3, requires_grad=True)
+    total = torch.utils.checkpoint.checkpoint(torch.exp, x, use_reentrant=False).sum()
+    with Watch():
+        engine_backward((total,), (torch.ones(()),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    assert "exp" in seen and x.grad is not None
+    torch.testing.assert_close(x.grad, x.detach().exp())

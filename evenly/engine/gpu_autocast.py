@@ -28,12 +28,13 @@ GIVES_FLOAT32 = {"softmax", "softmin", "log_softmax", "sum", "prod", "cumsum", "
 
 
 class GpuAutocast(TorchFunctionMode):
-    """Within torch's autocast of the CPU: functions get and give the types that they do on a GPU."""
+    """Where torch's autocast of the CPU is on, functions get and give the types that they do on a GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if kwargs.get("out") is not None:
-            return func(*args, **kwargs)  # autocast leaves alone what is written to a tensor of the code's own
+        # Autocast leaves alone what is written to a tensor of the code's own.
+        if kwargs.get("out") is not None or not torch.is_autocast_enabled("cpu"):
+            return func(*args, **kwargs)
         if name in FLOAT32:
             return func(*map_tensors(_widened, args), **map_tensors(_widened, kwargs))
         if name in GIVES_FLOAT32 and args and _is_narrow(args[0]) and kwargs.get("dtype") is None:

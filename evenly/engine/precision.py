@@ -61,11 +61,16 @@ def autocast(precision: str, device: str) -> AbstractContextManager[Any]:
 @contextmanager
 def autocast_as_on(device: str, precision: str) -> Generator[None]:
     """`autocast` of tensors of the CPU, which get and give the types that they would on a `device` of this type."""
-    with (
-        autocast(precision, "cpu"),
-        GpuAutocast() if device == "cuda" and precision in AUTOCAST_DTYPE else nullcontext(),
-    ):
+    with autocast(precision, "cpu"), types_as_on(device, precision):
         yield
+
+
+def types_as_on(device: str, precision: str) -> AbstractContextManager[object]:
+    """Within, what autocast gives tensors of the CPU is as on a `device` of this type, wherever it is on.
+
+    A backward in which parts of a forward are computed again turns it on for these.
+    """
+    return GpuAutocast() if device == "cuda" and precision in AUTOCAST_DTYPE else nullcontext()
 
 
 def place_model(model: torch.nn.Module, precision: str, device: str | None) -> torch.nn.Module:

@@ -18,7 +18,7 @@ from evenly.data.loader import CutBatch, Loader, Microbatch, Share, cut_batch, h
 from evenly.data.nest import tensors_in
 from evenly.engine.build import build_model
 from evenly.engine.find_splits import choose_splits, derivation_of
-from evenly.engine.precision import autocast_as_on, place_batch
+from evenly.engine.precision import autocast, place_batch, types_as_on
 from evenly.engine.step_totals import as_loss
 from evenly.engine.updaters import built_optimizers
 from evenly.errors import EvenlyError, UserError
@@ -231,8 +231,13 @@ class JobProfiler:
         device = "cpu" if plan.tensor.active else self.device  # whose axis knows losses, not what they are made of
 
         def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-            with autocast_as_on(device, precision):
+            with autocast(precision, "cpu"):
                 return as_loss(self.job.traced_loss(model, batch), microbatch.samples).total
+
+        @contextmanager
+        def around() -> Generator[None]:
+            with changes.around(), types_as_on(device, precision):
+                yield
 
         batch = place_batch(microbatch.batch, precision, "cpu")
         changes = _Changes(self, plan)
@@ -241,7 +246,7 @@ class JobProfiler:
             loss,
             batch,
             change=changes.applied,
-            around=changes.around,
+            around=around,
             collectives=changes.collectives,
             without=without,
             results=self._results,

@@ -25,7 +25,14 @@ from evenly.model.parts import Collective, Kind, OpCost
 from evenly.planner.fake_results import FakeResults, Form
 from evenly.planner.partly_fake import PartlyFake
 from evenly.planner.profile import AFTER, MODEL, Bytes, Event, Interval, Parameter, Pass, Profile, ProfiledCall
-from evenly.torch_private import ATTENTION, ATTENTION_BACKWARD, TO_COPY, operation_of, without_subclasses
+from evenly.torch_private import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    TO_COPY,
+    engine_backward,
+    operation_of,
+    without_subclasses,
+)
 
 ASKED = "reading the model (it is run once on fake tensors)"
 REMEDY = (
@@ -122,19 +129,21 @@ class _ProfileRecorder:
         handles = self._hook()
         try:
             self.mode.note = self.memory.note
-            with _Calls(self.memory):
-                with around():
-                    total = compute()
-                self.end_interval(Event("", "forward"))
-                self.stage, self.place = "backward", len(self.calls)
-                _check(total)
-                with around():
-                    total.backward()
-                for number in reversed(range(len(self.calls))):
-                    self._ended(number)
-                self.end_interval(Event("end", "backward", MODEL))
-                del total
-                self.end_interval(Event("", "backward"))
+            with _Calls(self.memory), around():
+                total = compute()
+            self.end_interval(Event("", "forward"))
+            self.stage, self.place = "backward", len(self.calls)
+            _check(total)
+            with around():
+                # `total.backward()` is a function of torch, within which modes of functions are off; blocks that are
+                # computed again need those of `around`.
+                how = {"allow_unreachable": True, "accumulate_grad": True}
+                engine_backward((total,), (torch.ones_like(total),), False, False, (), **how)
+            for number in reversed(range(len(self.calls))):
+                self._ended(number)
+            self.end_interval(Event("end", "backward", MODEL))
+            del total
+            self.end_interval(Event("", "backward"))
         finally:
             self.mode.note = None
             for handle in handles:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from jobs import classifier_job
+from jobs import Points, classifier_job
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import evenly
 from evenly.engine.find_stages import call_costs_of
 from evenly.engine.gpu_autocast import FLOAT32, GIVES_FLOAT32, GpuAutocast
-from evenly.engine.precision import autocast_as_on
+from evenly.engine.precision import autocast_as_on, types_as_on
 from evenly.hardware.cluster_text import parse_cluster
 from evenly.parallel.pipeline.model import StagedModel
 from evenly.plan import parse_plan
@@ -167,6 +169,55 @@ def test_memory_is_that_of_the_devices() -> None:
         memory_of_ranks(JobProfiler(scores_job(), device=device), plan)[0].peak for device in ("cpu", "cuda")
     )
     assert on_gpu > 1.3 * on_cpu
+
+
+class Cubed(nn.Module):
+    """A block that keeps other types under a GPU's autocast than under a CPU's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(5, 200), nn.Linear(200, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        return x + self.down(torch.tanh(h + 0.1 * h.pow(3)))
+
+
+class Cubes(nn.Module):
+    """own: whether it computes its blocks again by itself."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Cubed() for _ in range(4))
+        self.decide, self.own = nn.Linear(5, 3), own
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.own else layer(x)
+        return self.decide(x)
+
+
+@pytest.mark.parametrize(
+    ("text", "own"), [("recompute=full", False), ("recompute=selective", False), ("recompute=none", True)]
+)
+def test_what_is_computed_again_has_the_types_of_the_devices(text: str, own: bool) -> None:
+    def peak(text: str, own: bool) -> int:
+        job = classifier_job(model=partial(Cubes, own), precision="bfloat16", data=Points(600), global_batch=600)
+        job = replace(job, microbatch=600)
+        plan = parse_plan(f"single {text}").fit(1).complete("bfloat16")
+        return memory_of_ranks(JobProfiler(job, device="cuda"), plan)[0].peak
+
+    assert peak(text, own) < 0.8 * peak("recompute=none", False)
+
+
+def test_where_autocast_is_off_types_stay() -> None:
+    x = torch.randn(4, 8, dtype=torch.bfloat16)
+    with autocast_as_on("cuda", "bfloat16"):
+        assert x.exp().dtype is torch.float32
+        with torch.autocast("cpu", enabled=False):
+            assert x.exp().dtype is torch.bfloat16
+    with types_as_on("cuda", "bfloat16"):
+        assert x.exp().dtype is torch.bfloat16
 
 
 def test_a_job_is_read_as_for_the_devices_that_are_asked_about() -> None:
