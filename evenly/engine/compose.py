@@ -26,7 +26,9 @@ from evenly.parallel.core.memory import on
 from evenly.parallel.core.recompute import CachesOff, RecomputedBackward, recomputing
 from evenly.parallel.core.recurrent_weights import RecurrentWeights
 from evenly.parallel.core.statistics import RunningStatistics
-from evenly.parallel.data.gradients import Gradients, GradientSum, Ownership, trainable
+from evenly.parallel.data.gradients import Gradients, GradientSum, trainable
+from evenly.parallel.data.local_gradients import LocalGradients
+from evenly.parallel.data.ownership import Ownership
 from evenly.parallel.data.replicas import ReplicaGradients, Replicas
 from evenly.plan import Plan
 from evenly.torch_private import without_subclasses
@@ -229,7 +231,7 @@ def compose(
     forwards = [*_change_blocks(replicas, blocks, plan, compilers), *map(RecurrentWeights, modules)]
     calls = _wrap_calls(replicas, blocks, pipeline)
     gradients = _gradients(replicas, plan, world, blocks[0], _ownership(pipeline, tensor, world))
-    sharded = None if isinstance(gradients, GradientSum | ReplicaGradients) else gradients
+    sharded = None if isinstance(gradients, GradientSum | LocalGradients | ReplicaGradients) else gradients
     composed = Composed(
         model=model,
         replicas=replicas,
@@ -275,8 +277,8 @@ def _statistics(
 
 def _gradients(
     replicas: Replicas, plan: Plan, world: World, blocks: Sequence[Block], ownership: Ownership | None
-) -> GradientSum | ReplicaGradients | PartitionedGradients | ShardedGradients:
-    """The gradient sum over microbatches and the data axis that fits the plan's ZeRO stage."""
+) -> GradientSum | LocalGradients | ReplicaGradients | PartitionedGradients | ShardedGradients:
+    """The gradient sum over microbatches and the data axis that fits the plan."""
     model, group, float64 = replicas[0].module, world.group("data"), plan.exact == "bitwise"
     if plan.data.zero_stage == 3:
         from evenly.parallel.data.shards import ShardedGradients  # takes seconds to import
@@ -304,6 +306,8 @@ def _gradients(
         )
     if len(replicas) > 1:
         return ReplicaGradients(replicas, group=group, accumulate_float64=float64)
+    if plan.sums_locally:
+        return LocalGradients(model, ownership=ownership)
     return GradientSum(model, group=group, accumulate_float64=float64, ownership=ownership)
 
 

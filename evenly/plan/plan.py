@@ -104,6 +104,12 @@ class Plan:
         return self.pipeline.active and splits_backward(self.pipeline.schedule) and not whole
 
     @property
+    def sums_locally(self) -> bool:
+        """Whether autograd adds up the gradients of a step by itself, since no other rank or replica adds to them."""
+        alone = self.data.size == 1 and self.replicas.count == 1 and not self.data.zero_stage
+        return alone and self.exact != "bitwise" and not self.splits_backward
+
+    @property
     def is_replicated(self) -> bool:
         """Whether every rank has all parameters, and all of the optimizer's state with them."""
         return not (self.data.zero_stage or self.tensor.active or self.pipeline.active or self.offload != "none")

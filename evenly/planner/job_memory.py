@@ -13,7 +13,17 @@ from evenly.plan import Plan
 from evenly.plan.axes import DeviceReplicas
 from evenly.plan.schedule import Action, rank_of_stage, runnable
 from evenly.planner.job_profile import JobProfiler, Stages
-from evenly.planner.memory import FullSums, Meter, ShardedSums, Sums, norm_bytes, piece_elements, piece_shape, play
+from evenly.planner.memory import (
+    FullSums,
+    LocalSums,
+    Meter,
+    ShardedSums,
+    Sums,
+    norm_bytes,
+    piece_elements,
+    piece_shape,
+    play,
+)
 from evenly.planner.optimizer_costs import OptimizerCosts
 from evenly.planner.profile import MODEL, Bytes, Event, Interval, Parameter, Pass, Profile, stage_profile
 from evenly.planner.shard_sums import ShardSums, Unit
@@ -140,11 +150,18 @@ class _DataReplay:
                 accumulate_float64=accumulate_float64,
                 rounds=self.rounds,
             )
+        if self.sums_locally:
+            return LocalSums(self.meter, self.parameters, on_cpu=self.profiler.device == "cpu")
         numbers = len(self.share.microbatches) * (2 + self.layers) + (self.plan.ranks or 1) + 1
         ranks = self.plan.data.size
         return FullSums(
             self.meter, self.parameters, accumulate_float64=accumulate_float64, numbers=numbers, ranks=ranks
         )
+
+    @property
+    def sums_locally(self) -> bool:
+        """Whether autograd adds up gradients by itself."""
+        return self.plan.sums_locally
 
     @property
     def split_backward(self) -> bool:
@@ -213,6 +230,10 @@ class _ReplicaReplay(_DataReplay):
     def __init__(self, profiler: JobProfiler, plan: Plan, number: int, devices: int, output_device: int | None) -> None:
         super().__init__(profiler, plan, 0)
         self.number, self.devices, self.output_device = number, devices, output_device
+
+    @property
+    def sums_locally(self) -> bool:
+        return self.devices == 1 and super().sums_locally
 
     @cached_property
     def stepped(self) -> Mapping[str, Sequence[int]]:

@@ -18,6 +18,7 @@ from typing import Literal
 
 import torch
 
+from evenly.parallel.data.buckets import is_small
 from evenly.parallel.data.grouping import IN_FLIGHT, bucket_members, needs_tail_bucket
 from evenly.parallel.data.row_layout import RowLayout
 from evenly.parallel.data.squares import SQUARED_AT_ONCE, squared_together
@@ -166,6 +167,33 @@ class FullSums(Sums):
 
     def norm_lengths(self, *, apart: bool) -> list[int]:
         return self._elements if apart else self._lengths
+
+
+class LocalSums(Sums):
+    """Autograd adds up the gradients by itself (`parallel.data.local_gradients`): most are there from the first on."""
+
+    def __init__(self, meter: Meter, parameters: Sequence[Parameter], *, on_cpu: bool) -> None:
+        super().__init__(meter)
+        buckets = in_buckets(one for one in parameters if on_cpu and is_small(one.elements))
+        self._lengths = [sum(one.elements for one in bucket) for bucket in buckets]
+        self._small = [one.elements for bucket in buckets for one in bucket]
+        others = (one for one in parameters if one.trained and not (on_cpu and is_small(one.elements)))
+        self._others = {one.names[0]: one for one in others}
+        self._there: set[str] = set()
+        meter.add("gradients", sum(one.bytes for bucket in buckets for one in bucket))
+
+    def freed(self, name: str) -> None:
+        """The first stays: it is the sum."""
+        if name in self._others and name not in self._there:
+            self._there.add(name)
+            self.meter.add("gradients", self._others[name].bytes)
+
+    def finish_reduce(self) -> None:
+        """Nothing is sent."""
+
+    def norm_lengths(self, *, apart: bool) -> list[int]:
+        others = [one.elements for one in self._others.values()]
+        return (self._small if apart else self._lengths) + others
 
 
 class ShardedSums(Sums):

@@ -38,16 +38,16 @@ def asked(*, by: str = "gradients", norm: bool = True, messages: int = 0) -> Cou
 
 # plan: ranks, and what each asks.
 PLANS: dict[str, list[Counter[str]]] = {
-    "single": [asked()],
-    "single recompute=full": [asked()],
-    "single recompute=selective": [asked()],
+    "single": [asked(by="local_gradients")],
+    "single recompute=full": [asked(by="local_gradients")],
+    "single recompute=selective": [asked(by="local_gradients")],
     "ddp": [asked()] * 2,
     "zero1": [asked(by="partition")] * 2,
     "zero2": [asked(by="partition")] * 2,
     "zero3": [asked(by="shards", norm=False)] * 2,  # that of the norm comes with the losses
-    "tensor=2": [asked()] * 2,
-    "tensor=2 sequence_parallel=on": [asked()] * 2,
-    "pipeline=2 schedule=1f1b": [asked(messages=4), asked()],
+    "tensor=2": [asked(by="local_gradients")] * 2,
+    "tensor=2 sequence_parallel=on": [asked(by="local_gradients")] * 2,
+    "pipeline=2 schedule=1f1b": [asked(by="local_gradients", messages=4), asked(by="local_gradients")],
     "pipeline=2 schedule=zero-bubble": [asked(messages=4), asked()],
     "3d": [asked(messages=2)] * 4 + [asked()] * 4,
 }

@@ -20,7 +20,7 @@ from evenly.comm import collectives as comm_collectives
 from evenly.comm import operations, shared_memory
 from evenly.comm.shared_memory import SharedMemory
 from evenly.errors import EvenlyError
-from evenly.parallel.data.gradients import Ownership
+from evenly.parallel.data.ownership import Ownership
 from evenly.verify.compare import RankComparison, judge
 from evenly.verify.ranks import compare_job, keep_measured_reference
 

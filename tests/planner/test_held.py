@@ -14,7 +14,7 @@ from torch import nn
 import evenly
 from evenly.comm import collectives
 from evenly.comm.transport import Pending
-from evenly.parallel.data import grouping
+from evenly.parallel.data import buckets, grouping
 from evenly.parallel.pipeline.orders import orders
 from evenly.plan import Plan, parse_plan
 from evenly.plan.schedule import in_flight
@@ -159,6 +159,25 @@ ALONE = {
 def test_on_one_device() -> None:
     for plan, found in zip(ALONE, peaks([*ALONE]), strict=True):
         assert predicted(plan, 1) == pytest.approx(found, rel=ALONE[plan]), plan
+
+
+def whole_batch_job() -> evenly.Job:
+    """In one microbatch, whose gradients come as its activations go."""
+    return replace(small_job(), microbatch=16)
+
+
+@pytest.mark.parametrize("job", [small_job, whole_batch_job])
+def test_gradients_that_are_the_sums_take_memory_from_the_first_on(
+    job: Callable[[], evenly.Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = ["single", "single recompute=full", "single precision=bfloat16"]
+    in_buckets = [predicted(plan, 1, job) for plan in plans]
+    monkeypatch.setattr(buckets, "SMALL", 0)
+    found = peaks(plans, job)
+    for number, plan in enumerate(plans):
+        assert predicted(plan, 1, job) == pytest.approx(found[number], rel=0.002), plan
+    if job is whole_batch_job:
+        assert found[0][0] < 0.95 * in_buckets[0][0]
 
 
 ON_TWO = {

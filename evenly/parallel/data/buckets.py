@@ -267,12 +267,21 @@ def share_low_terms(buckets: Sequence[ExactBucket], group: Group) -> None:
         bucket.add_pairs(pairs_of_others(bucket.low_pairs(), group))
 
 
+def is_small(elements: int) -> bool:
+    """Whether autograd may add the first gradient of a parameter of so many elements to zeros."""
+    return elements <= SMALL
+
+
 def find_small(slots: Iterable[Slot], model: nn.Module) -> None:
     """Finds out which `slots` of parameters of `model` are small; sparse gradients are not, which are refused."""
     sparse = {id(p) for one in model.modules() if getattr(one, "sparse", False) for p in one.parameters()}
     for slot in slots:
-        fits = slot.lies_alike and slot.parameter.numel() <= SMALL
-        slot.small = fits and id(slot.parameter) not in sparse
+        slot.small = slot.lies_alike and is_small(slot.parameter.numel()) and id(slot.parameter) not in sparse
+
+
+def has_changed(slot: Slot) -> bool:
+    """Whether anything was added to the zeros of a small one in this step."""
+    return version(slot.gradient) != slot.version
 
 
 def in_backward_order(named: Iterable[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:

@@ -40,17 +40,11 @@ from evenly.comm.world import World
 from evenly.parallel.core.memory import MemoryCounter
 from evenly.parallel.data.buckets import in_backward_order
 from evenly.parallel.data.gradient_hooks import check_gradient, taken, taken_of_part
-from evenly.parallel.data.gradients import (
-    Gradients,
-    Ownership,
-    begin_numbers,
-    norm_of_shards,
-    refuse_unfrozen,
-    trainable,
-)
+from evenly.parallel.data.gradients import Gradients, begin_numbers, refuse_unfrozen, trainable
 from evenly.parallel.data.grouping import IN_FLIGHT
 from evenly.parallel.data.mesh import groups_of, shard_mesh
 from evenly.parallel.data.optimizer import OwnedRows
+from evenly.parallel.data.ownership import Ownership, norm_of_shards
 from evenly.parallel.data.row_layout import RowLayout, RowPacker
 from evenly.torch_private import without_subclasses
 

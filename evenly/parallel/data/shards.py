@@ -40,11 +40,12 @@ from evenly.parallel.core.argument_containers import ArgumentContainers
 from evenly.parallel.core.memory import HOST, MemoryCounter, local
 from evenly.parallel.core.parameter_views import local_parameters, viewed_tensors
 from evenly.parallel.data.gathered_guard import GatheredGuard
-from evenly.parallel.data.gradients import Gradients, Ownership, begin_numbers, refuse_unfrozen, trainable
+from evenly.parallel.data.gradients import Gradients, begin_numbers, refuse_unfrozen, trainable
 from evenly.parallel.data.grouping import unit_members
 from evenly.parallel.data.last_outputs import LastOutputs
 from evenly.parallel.data.mesh import groups_of, shard_mesh
 from evenly.parallel.data.optimizer import OwnedRows
+from evenly.parallel.data.ownership import Ownership
 from evenly.parallel.data.row_layout import RowLayout
 from evenly.parallel.data.scalars import ScalarSums
 from evenly.parallel.data.shard_collectives import AsyncAllGather, ExactReduceScatter, SumReduceScatter

@@ -40,7 +40,8 @@ def _squares(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
     """The sums of the squares of all elements of `tensors`: on GPUs of all that are on one, else chunk by chunk."""
     for device in dict.fromkeys(one.device for one in tensors if one.is_cuda):
         there = [one for one in tensors if one.device == device]
-        yield torch.stack(norm_of_each(there, 2, dtype=torch.float64)).square_().sum()
+        # In float64 without a copy of any of them in it.
+        yield torch.stack([*norm_of_each(there, 2, dtype=torch.float64)]).square_().sum()
     here = [one for one in tensors if not one.is_cuda]
     for group in squared_together([one.numel() for one in here]):
         yield from _squares_of_chunks([here[number] for number in group])
