@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import evenly
+from evenly.data.nest import tensors_in
 
 
 class Points(torch.utils.data.Dataset):
@@ -202,3 +203,15 @@ def losses_of(model: Any, data: Any, plan: str, **changes: Any) -> list[float]:
     )  # fmt: skip
     with evenly.start(evenly.Job(**{**fields, **changes}), plan=plan) as run:
         return [run.step(batch).loss for batch in run.batches()]
+
+
+def output_types(job: evenly.Job, plan: str) -> list[tuple[str, list[torch.dtype]]]:
+    """The name of each module that a step calls on this rank, in order, with the types of the tensors it returns."""
+    found: list[tuple[str, list[torch.dtype]]] = []
+    with evenly.start(job, plan=plan) as run:
+        for name, module in run.composed.model.named_modules():
+            module.register_forward_hook(
+                lambda _, __, result, name=name: found.append((name, [one.dtype for one in tensors_in(result)]))
+            )
+        run.step(next(run.batches()))
+    return found

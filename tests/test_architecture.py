@@ -375,7 +375,7 @@ PACKAGE_LINES = {
     "cli": 3149,  # clusters compared; the board; runs under Ray; submit, doctor and bench on nodes; loggers, the screen
     "comm": 3441,  # operations that are timed; sums in shared memory; links from node to node; messages that cross
     "data": 1917,  # what workers have from their rank; numbers that are drawn again; tensors that objects hide
-    "engine": 3334,  # results in objects; sums under products; compilers of blocks; autocast as on GPUs
+    "engine": 3336,  # results in objects; sums under products; compilers of blocks; autocast as on GPUs
     "hardware": 1256,  # sums of 16 bits on CPUs; links from node to node, shared cores; the host; variants of devices
     "launcher": 3824,  # imports without collections; a folder that all nodes see; batch scripts and manifests
     "model": 725,  # collectives; fake tensors that are made again; models built without memory; phases
@@ -384,7 +384,7 @@ PACKAGE_LINES = {
     "parallel": 1,
     "parallel.core": 2903,  # what a repeated forward is given; recurrent layers on GPUs; dicts looked up
     "parallel.data": 3994,  # gradients that are left to autograd; small ones; results in objects
-    "parallel.tensor": 4550,  # sums under products; views that are not asked; decisions that are replayed; heads
+    "parallel.tensor": 4563,  # sums under products; views that are not asked; decisions that are replayed; heads
     "parallel.pipeline": 3705,  # what a second try leaves; layouts without gaps; when messages arrive
     "plan": 1250,  # sums on one rank; backwards in parts; spans of actions; speeds of ranks; a table of schedules
     "planner": 7563,  # gradients as they come; sums on CPUs, by type and in shared memory; types as on GPUs

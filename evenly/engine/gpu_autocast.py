@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from evenly.data.nest import map_tensors
+from evenly.parallel.tensor.axis import is_split
 
 # By name: functions that get float32, as torch's, as methods and of torch.nn.functional.
 _WIDENED = (
@@ -39,8 +40,9 @@ class GpuAutocast(TorchFunctionMode):
             return func(*map_tensors(_widened, args), **map_tensors(_widened, kwargs))
         if name in GIVES_FLOAT32 and args and _is_narrow(args[0]) and kwargs.get("dtype") is None:
             return func(*args, **{**kwargs, "dtype": torch.float32})
-        if func is F.cross_entropy and _is_narrow(kwargs.get("input", args[0] if args else None)):
-            return _cross_entropy(*args, **kwargs)
+        if func is F.cross_entropy and _is_narrow(logits := kwargs.get("input", args[0] if args else None)):
+            # Split logits have a loss of their own, in float32 on any device.
+            return func(*args, **kwargs) if is_split(logits) else _cross_entropy(*args, **kwargs)
         return func(*args, **kwargs)
 
 

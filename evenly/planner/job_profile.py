@@ -228,7 +228,6 @@ class JobProfiler:
         precision = plan.precision
         if self.watch is not None:
             self.watch(plan)
-        device = "cpu" if plan.tensor.active else self.device  # whose axis knows losses, not what they are made of
 
         def loss(model: nn.Module, batch: Any) -> torch.Tensor:
             with autocast(precision, "cpu"):
@@ -236,7 +235,7 @@ class JobProfiler:
 
         @contextmanager
         def around() -> Generator[None]:
-            with changes.around(), types_as_on(device, precision):
+            with changes.around(), types_as_on(self.device, precision):
                 yield
 
         batch = place_batch(microbatch.batch, precision, "cpu")

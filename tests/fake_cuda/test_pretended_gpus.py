@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_cuda.memory import peaks, predicted
 from fake_cuda.stand_ins import built_device, why_not
 from fake_cuda.steps import compared_with_loop, train, train_in_a_loop
 from kept_ranks import KeptRanks, RankFailure
@@ -117,6 +118,33 @@ def test_types_of_16_bits_and_their_loss_scale(
     assert_equal(found[0], alone[plan.rpartition("=")[2]], 5e-2)
     messages = 4 if "pipeline" in plan else 0
     assert all(len(one["waits"]) <= 3 + messages for one in found)
+
+
+# plan -> ranks, and how far off the bytes predicted for a rank may be.
+MEMORY = {
+    "single": (1, 0.001),
+    "single recompute=full": (1, 0.001),
+    "single recompute=selective": (1, 0.001),
+    "ddp": (2, 0.001),
+    "zero2": (2, 0.001),
+    "zero3": (2, 0.02),
+    "tensor=2": (2, 0.001),
+    "tensor=2 sequence_parallel=on": (2, 0.001),
+    "tensor=2 recompute=full": (2, 0.001),
+    "tensor=2 recompute=selective": (2, 0.001),
+    "pipeline=2": (2, 0.002),
+}
+
+
+@pytest.mark.parametrize("classes", [64, 2048])
+def test_memory_in_16_bits_is_predicted_by_what_autocast_does_on_a_gpu(
+    gpus: Path, gpu_ranks: KeptRanks, classes: int
+) -> None:
+    for size in (1, 2):
+        plans = [plan for plan, (ranks, _) in MEMORY.items() if ranks == size]
+        found = [*zip(*gpu_ranks.run(peaks, gpus, plans, classes, size=size), strict=True)]
+        for plan, counted in zip(plans, found, strict=True):
+            assert predicted(plan, size, classes) == pytest.approx([*counted], rel=MEMORY[plan][1]), plan
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
+from jobs import output_types
 from kept_ranks import KeptRanks
 from torch import nn
 from torch.nn import functional as F
@@ -75,3 +77,12 @@ def test_channels_and_groups_are_split_and_a_sum_closes_them() -> None:
     assert {name: splits[f"1.{name}.weight"].dim for name in ("up", "norm", "each", "norm_each", "pairs", "down")} == {
         "up": 0, "norm": 0, "each": 0, "norm_each": 0, "pairs": 0, "down": 1,
     }  # fmt: skip
+
+
+def types_of(plan: str) -> list[tuple[str, list[torch.dtype]]]:
+    return output_types(replace(job_of(), precision="bfloat16"), plan)
+
+
+def test_convolutions_in_16_bits_give_the_types_that_they_give_on_one_device(ranks: KeptRanks) -> None:
+    (alone,) = ranks.run(types_of, "single", size=1)
+    assert ranks.run(types_of, "tensor=2") == [alone, alone]

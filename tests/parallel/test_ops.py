@@ -242,6 +242,29 @@ def test_every_operation_computes_on_parts_what_torch_computes_on_the_whole(rank
     assert ranks.run(names_that_differ, names) == [{}, {}]
 
 
+def types_that_differ(names: list[str], dtype: torch.dtype) -> dict[str, str]:
+    """Of results under autocast, of arguments of `dtype`."""
+    wrong: dict[str, str] = {}
+    with axis_of_all() as axis, torch.autocast("cpu", torch.bfloat16):
+        for name in names:
+            for function in functions_of(name, OPS[name].homes):
+                part = axis.part(sample().to(dtype), Layout.of(CUT, 1, SHAPE[CUT], 1, axis.group.size))
+                try:
+                    expected = [one.dtype for one in tensors_of(called(name, function, sample().to(dtype)))]
+                except RuntimeError:  # not of this type
+                    continue
+                found = [one.dtype for one in tensors_of(called(name, function, part))]
+                if found != expected:
+                    wrong[name] = f"{found}, not {expected}"
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_gives_results_the_types_that_they_have_on_one_device(dtype: torch.dtype, ranks: KeptRanks) -> None:
+    names = sorted({*OPS} - WITHOUT_A_SPLIT - ELSEWHERE)
+    assert ranks.run(types_that_differ, names, dtype) == [{}, {}]
+
+
 # ------------------------------------------------------------------------------------------- in a model
 ELEMENTWISE = sorted({name for name, op in OPS.items() if op.execute.__name__ in ("elementwise", "in_place")})
 

@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from jobs import output_types
 from jobs_tensor import TENSOR_JOBS, packed_job, threes_job
 from kept_ranks import KeptRanks
 from kept_references import References
@@ -297,3 +298,14 @@ def test_code_that_asks_for_numbers_is_split(ranks: KeptRanks) -> None:
     ((alone, _),) = ranks.run(trained_by_numbers, "single", size=1)
     for loss, share in ranks.run(trained_by_numbers, "tensor=2"):
         assert abs(loss - alone) < 1e-12 and share > 0.8
+
+
+def types_of(name: str, plan: str) -> list[tuple[str, list[torch.dtype]]]:
+    return output_types(prepared(name, precision="bfloat16"), plan)
+
+
+@pytest.mark.parametrize("name", ["heads-2", "packed", "encoder", "decoder", "threes"])
+def test_results_of_modules_in_16_bits_have_the_types_that_they_have_on_one_device(name: str, ranks: KeptRanks) -> None:
+    (alone,) = ranks.run(types_of, name, "single", size=1)
+    assert {one for _, types in alone for one in types} >= {torch.bfloat16}
+    assert ranks.run(types_of, name, "tensor=2") == [alone, alone]

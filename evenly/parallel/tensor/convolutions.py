@@ -17,7 +17,7 @@ import torch
 
 from evenly.parallel.tensor.axis import Axis, SplitTensor, is_split, own_part
 from evenly.parallel.tensor.dim_factors import Dim
-from evenly.parallel.tensor.execution import part_for, shape_of
+from evenly.parallel.tensor.execution import of_type, part_for, shape_of
 from evenly.parallel.tensor.graph import Dims, Graph, NoRule, argument, input_of, tensor
 from evenly.parallel.tensor.layout import Layout
 from evenly.parallel.tensor.trace import Ref, TracedCall
@@ -125,7 +125,7 @@ def _summed_convolution(func: Any, input: T, weight: SplitTensor, bias: T | None
     summed = axis.total(func(own, weight, None, *how))
     if bias is None:
         return summed
-    full = axis.enter(bias) if is_split(bias) else bias
+    full = of_type(axis.enter(bias) if is_split(bias) else bias, summed)
     return summed + full.view(-1, *[1] * (input.dim() - 2))
 
 

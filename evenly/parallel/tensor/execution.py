@@ -126,6 +126,14 @@ def from_end(tensor: SplitTensor) -> Layout:
     return layout.at(layout.dim - tensor.dim())
 
 
+def of_type(term: T, product: T) -> T:
+    """`term`, which is added to `product`, in its type: autocast gives it that before the two are one operation."""
+    if term.dtype is product.dtype or not torch.is_autocast_enabled(product.device.type):
+        return term
+    cast = term.to(product.dtype)
+    return term.axis.split(cast, term.split_as) if is_split(term) else cast
+
+
 def part_for(tensor: T, layout: Layout, axis: Axis) -> T | None:
     """What of `tensor` meets parts of `layout` (dim from the end) in an operation by elements."""
     if isinstance(tensor, SplitTensor):

@@ -18,7 +18,15 @@ from evenly.errors import RunError
 from evenly.nn.losses import Reduction, SplitVocabulary, loss_in_chunks, refuse_recorded_backward
 from evenly.parallel.tensor.attention import multi_head_attention
 from evenly.parallel.tensor.axis import Axis, SplitTensor, is_split
-from evenly.parallel.tensor.execution import elementwise, from_end, own_noise, part_for, repeat_interleave, shape_of
+from evenly.parallel.tensor.execution import (
+    elementwise,
+    from_end,
+    of_type,
+    own_noise,
+    part_for,
+    repeat_interleave,
+    shape_of,
+)
 from evenly.parallel.tensor.layout import Layout
 from evenly.parallel.tensor.sums_under_products import product_under_sum
 from evenly.torch_private import with_torch_function
@@ -44,7 +52,7 @@ def linear(_: Any, x: T, weight: T, bias: T | None = None) -> Any:
         return axis.split(result, layout.at(x.dim() - 1))
     own = part_for(x, layout.at(-1), axis)
     summed = axis.rows(F.linear(own, weight))  # type: ignore[arg-type]  # K is never broadcast
-    return summed if bias is None else _added(summed, bias)
+    return summed if bias is None else _added(summed, of_type(bias, summed))
 
 
 def matmul(_: Any, a: T, b: T) -> Any:
@@ -106,7 +114,7 @@ def add_product(_: Any, input: T, *given: T, beta: float = 1, alpha: float = 1, 
     product = matmul(None, *both)
     if product is NotImplemented:
         return NotImplemented
-    terms = [(product, alpha), (input, beta)]
+    terms = [(product, alpha), (of_type(input, product), beta)]
     return _added(*(term if factor == 1 else _scaled(term, factor) for term, factor in terms))
 
 
