@@ -375,7 +375,7 @@ PACKAGE_LINES = {
     "cli": 3149,  # clusters compared; the board; runs under Ray; submit, doctor and bench on nodes; loggers, the screen
     "comm": 3441,  # operations that are timed; sums in shared memory; links from node to node; messages that cross
     "data": 1917,  # what workers have from their rank; numbers that are drawn again; tensors that objects hide
-    "engine": 3336,  # results in objects; sums under products; compilers of blocks; autocast as on GPUs
+    "engine": 3369,  # results in objects; sums under products; compilers of blocks; autocast as on GPUs
     "hardware": 1256,  # sums of 16 bits on CPUs; links from node to node, shared cores; the host; variants of devices
     "launcher": 3824,  # imports without collections; a folder that all nodes see; batch scripts and manifests
     "model": 725,  # collectives; fake tensors that are made again; models built without memory; phases

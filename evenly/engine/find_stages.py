@@ -75,7 +75,7 @@ def stage_plans_of(
         owners = joined_owners([*model.stage_tensors], [(one.calls, one.counts) for one in phases.values()])
         found: dict[str, StagePlan] = {}
         for phase, one in phases.items():
-            evaluate = _evaluated(job, model.model, plan.precision, device) if phase == "" else None
+            evaluate = _evaluated(job, model.model, plan.precision) if phase == "" else None
             found[phase] = find_stage_plan(
                 model, one.calls, one.counts, one.compute, evaluate, owners=owners, phase=phase
             )
@@ -94,21 +94,21 @@ class _CutPhase:
 
 
 def _cut_phase(job: Job, model: StagedModel, plan: Plan, device: str) -> _CutPhase:
-    compute = _compute(job, model.model, plan.precision, device, evaluation=False)
-    found = find_calls(model, compute)
+    found = find_calls(model, _compute(job, model.model, plan.precision, device))
     _check_chance(found, plan)
     microbatches = len(share_of_step(job, 0, rank=0, ranks=plan.axes["data"]).own)
     # No limit on the CPU, whose memory all ranks share.
     limit = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else None
     counts = counts_of(found.costs, plan, device=device, microbatches=microbatches, limit_bytes=limit)
-    return _CutPhase(compute, found, counts)
+    # What stages send has the names of functions that the code calls, to which the types of other devices add some.
+    return _CutPhase(_compute(job, model.model, plan.precision), found, counts)
 
 
-def _evaluated(job: Job, model: nn.Module, precision: str, device: str) -> Callable[[], Any] | None:
+def _evaluated(job: Job, model: nn.Module, precision: str) -> Callable[[], Any] | None:
     """What runs the job's loss in an evaluation, if it has one."""
     if job.eval_data is None:
         return None
-    evaluate = _compute(job, model, precision, device, evaluation=True)
+    evaluate = _compute(job, model, precision, evaluation=True)
 
     def evaluated() -> Any:
         with evaluating(model):
@@ -132,13 +132,15 @@ def call_costs_of(job: Job, model: StagedModel, plan: Plan, device: str) -> list
     """The cost of each block call of the job's first microbatch on a device of this type; runs on fake tensors."""
     caches = CachesOff(model.model)
     try:
-        return find_call_costs(model, _compute(job, model.model, plan.precision, device, evaluation=False))
+        return find_call_costs(model, _compute(job, model.model, plan.precision, device))
     finally:
         caches.close()
 
 
-def _compute(job: Job, model: nn.Module, precision: str, device: str, *, evaluation: bool) -> Callable[[], Any]:
-    """A function that runs the job's loss on the first microbatch."""
+def _compute(
+    job: Job, model: nn.Module, precision: str, device: str = "cpu", *, evaluation: bool = False
+) -> Callable[[], Any]:
+    """A function that runs the job's loss on the first microbatch; device: whose types autocast gives."""
     if evaluation:
         job = job.with_eval_data(next(iter(job.eval_sets.values())))
     share = share_of_evaluation(job, rank=0, ranks=1) if evaluation else share_of_step(job, 0, rank=0, ranks=1)

@@ -8,24 +8,33 @@ Source: aten/src/ATen/autocast_mode.h, and "CUDA Ops that can autocast to float3
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from evenly.data.nest import map_tensors
-from evenly.parallel.tensor.axis import is_split
+from evenly.data.nest import map_tensors, tensors_in
+from evenly.parallel.tensor.axis import SplitTensor, is_split
 
 # By name: functions that get float32, as torch's, as methods and of torch.nn.functional.
 _WIDENED = (
     "__pow__ __rdiv__ __rpow__ __rtruediv__ acos asin binary_cross_entropy_with_logits cdist cosh cosine_similarity "
     "dist erfinv exp expm1 group_norm kl_div l1_loss layer_norm log log10 log1p log2 logsumexp mse_loss nll_loss norm "
-    "normalize pdist pow reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss softplus tan"
+    "normalize pairwise_distance pdist pow reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss softplus tan "
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d "
+    "_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d "
+    "_upsample_bilinear2d_aa _upsample_bicubic2d_aa"
 )
 FLOAT32 = {*_WIDENED.split(), *(("rms_norm",) if torch.__version__ >= "2.13" else ())}
 # Those that give it where no other type is asked for.
-GIVES_FLOAT32 = {"softmax", "softmin", "log_softmax", "sum", "prod", "cumsum", "cumprod", "linalg_vector_norm"}
+_GIVING = "softmax softmin log_softmax sum prod cumsum cumprod linalg_vector_norm linalg_norm linalg_matrix_norm"
+GIVES_FLOAT32 = {*_GIVING.split()}
+# Those that get the wider type where they get both.
+PROMOTES = {"bilinear", "dot", "vdot", "tensordot", "scatter_add"}
 
 
 class GpuAutocast(TorchFunctionMode):
@@ -36,14 +45,36 @@ class GpuAutocast(TorchFunctionMode):
         # Autocast leaves alone what is written to a tensor of the code's own.
         if kwargs.get("out") is not None or not torch.is_autocast_enabled("cpu"):
             return func(*args, **kwargs)
-        if name in FLOAT32:
+        wide = name in PROMOTES and any(one.dtype is torch.float32 for one in tensors_in((args, kwargs)))
+        if wide or name in FLOAT32:
             return func(*map_tensors(_widened, args), **map_tensors(_widened, kwargs))
         if name in GIVES_FLOAT32 and args and _is_narrow(args[0]) and kwargs.get("dtype") is None:
             return func(*args, **{**kwargs, "dtype": torch.float32})
         if func is F.cross_entropy and _is_narrow(logits := kwargs.get("input", args[0] if args else None)):
             # Split logits have a loss of their own, in float32 on any device.
             return func(*args, **kwargs) if is_split(logits) else _cross_entropy(*args, **kwargs)
-        return func(*args, **kwargs)
+        if (within := _within(func)) is None or any(issubclass(kind, SplitTensor) for kind in types):
+            return func(*args, **kwargs)
+        with self:
+            return within(*args, **kwargs)
+
+
+@cache
+def _within(func: Any) -> Callable[..., Any] | None:
+    """A function of torch.nn.functional that is written in Python, so that a mode sees those that it calls; else None.
+
+    Such functions have the mode called with themselves first, and run outside of it.
+    """
+    if not isinstance(func, FunctionType) or func.__globals__.get("__name__") != F.__name__:
+        return None
+    asked = {name: _no for name in func.__globals__ if name.startswith("has_torch_function")}
+    found = FunctionType(func.__code__, func.__globals__ | asked, func.__name__, func.__defaults__, func.__closure__)
+    found.__kwdefaults__ = func.__kwdefaults__
+    return found
+
+
+def _no(*_: Any) -> bool:
+    return False
 
 
 def _is_narrow(one: Any) -> bool:

@@ -34,7 +34,23 @@ def classes(x: torch.Tensor) -> torch.Tensor:
     return torch.zeros(len(x), dtype=torch.int64, device=x.device)
 
 
+def attention(x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """Of one head; the result and the weights."""
+    packed, out = torch.ones(24, 8, device=x.device), torch.ones(8, 8, device=x.device)
+    biases = torch.zeros(24, device=x.device), torch.zeros(8, device=x.device)
+    x = x.unsqueeze(1)
+    return F.multi_head_attention_forward(x, x, x, 8, 1, packed, biases[0], None, None, False, 0.0, out, biases[1])
+
+
 SAME: dict[str, Act] = {
+    "interpolate, area": lambda x: F.interpolate(x.view(1, 2, 4, 4), scale_factor=0.5, mode="area"),
+    "dropout": F.dropout,
+    "max_pool2d": lambda x: F.max_pool2d(x.view(1, 2, 4, 4), 2),
+    # Of both types.
+    "dot": lambda x: torch.dot(x.flatten(), x.float().flatten()),
+    "tensordot": lambda x: torch.tensordot(x, x.float(), 2),
+    "bilinear": lambda x: F.bilinear(x, x.float(), torch.ones(3, 8, 8, device=x.device)),
+    "scatter_add": lambda x: x.float().scatter_add(0, torch.zeros(4, 8, dtype=torch.int64, device=x.device), x),
     "linear": lambda x: F.linear(x, x),
     "bmm": lambda x: x @ x.t(),
     "gelu": F.gelu,
@@ -77,6 +93,17 @@ OTHER: dict[str, Act] = {
     "layer_norm": lambda x: F.layer_norm(x, (8,)),
     "group_norm": lambda x: F.group_norm(x, 2),
     "cosine_similarity": lambda x: F.cosine_similarity(x, x),
+    "pairwise_distance": lambda x: F.pairwise_distance(x, x),
+    "linalg.norm": torch.linalg.norm,
+    "matrix_norm": torch.linalg.matrix_norm,
+    **{
+        f"interpolate, {mode}": lambda x, mode=mode: F.interpolate(x.view(1, 2, 4, 4), scale_factor=2, mode=mode)
+        for mode in ("nearest", "nearest-exact", "bilinear", "bicubic")
+    },
+    # Written in Python: of what they call.
+    "gumbel_softmax": F.gumbel_softmax,
+    "multilabel_soft_margin_loss": lambda x: F.multilabel_soft_margin_loss(x, x),
+    "triplets": lambda x: F.triplet_margin_with_distance_loss(x, x, x),
 }
 LOSSES: dict[str, Act] = {
     "mse_loss": lambda x: F.mse_loss(x, x),
@@ -114,6 +141,13 @@ def test_types_are_those_of_a_gpu(name: str, dtype: torch.dtype) -> None:
     assert type_of(act, "cpu", dtype, as_gpu=True) == there
     if name in OTHER:  # and the test would find a table without it
         assert type_of(act, "cpu", dtype) != there == torch.float32
+
+
+def test_a_mode_sees_what_functions_written_in_python_call() -> None:
+    """Of this one the rest cannot run on a fake GPU; its softmax gives float32."""
+    with autocast_as_on("cuda", "bfloat16"):
+        result, weights = attention(torch.randn(4, 8, dtype=torch.bfloat16))
+    assert (result.dtype, weights.dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_no_function_is_in_both_tables() -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from fake_cuda.stand_ins import one_gpu
 from fake_cuda.tensor import gpu
+from jobs_pipeline import WIDTH as ODD_WIDTH
+from jobs_pipeline import Chain, text_job
 from torch import nn
 from torch.nn import functional as F
 
@@ -152,3 +154,24 @@ def compared_with_loop(library: Path, folder: Path, plan: str) -> list[RankCompa
     with one_gpu(library):
         parts = [PlanSteps(plan, first, last, folder / plan.replace(" ", ",")) for first, last in ((0, 2), (2, 3))]
         return [compare_steps(_verified(), part, 3, folder) for part in parts]
+
+
+class Kept(Chain):
+    """What it keeps for the end is one of two results of a function that a GPU's autocast calls by itself, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin = nn.Linear(ODD_WIDTH, ODD_WIDTH)
+
+    def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.begin(x)
+        grown, kept, other = torch.exp(h), h.float(), (h * 2).float()
+        return super().through(x + 0.1 * grown + 0.1 * other, tokens) + 3 * kept
+
+
+def kept_losses(library: Path, plan: str) -> list[float]:
+    """Of three steps."""
+    logging.disable(logging.WARNING)
+    job = text_job(model=Kept, steps=3, eval_data=None, eval_every=None)
+    with one_gpu(library), evenly.start(job, plan=plan) as run:
+        return [run.step(batch).loss for batch in run.batches()]

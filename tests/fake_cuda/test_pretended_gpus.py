@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from fake_cuda.memory import peaks, predicted
 from fake_cuda.stand_ins import built_device, why_not
-from fake_cuda.steps import compared_with_loop, train, train_in_a_loop
+from fake_cuda.steps import compared_with_loop, kept_losses, train, train_in_a_loop
 from kept_ranks import KeptRanks, RankFailure
 
 from evenly.verify.compare import judge
@@ -118,6 +118,12 @@ def test_types_of_16_bits_and_their_loss_scale(
     assert_equal(found[0], alone[plan.rpartition("=")[2]], 5e-2)
     messages = 4 if "pipeline" in plan else 0
     assert all(len(one["waits"]) <= 3 + messages for one in found)
+
+
+def test_what_code_keeps_for_a_later_stage_is_found_by_its_own_functions(gpus: Path, gpu_ranks: KeptRanks) -> None:
+    (expected,) = gpu_ranks.run(kept_losses, gpus, "single precision=bfloat16", size=1)
+    found = gpu_ranks.run(kept_losses, gpus, "pipeline=2 precision=bfloat16", size=2, limit_s=120)
+    np.testing.assert_allclose(found, [expected] * 2, rtol=1e-2)
 
 
 # plan -> ranks, and how far off the bytes predicted for a rank may be.
