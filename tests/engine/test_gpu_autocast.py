@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import evenly
-from evenly.engine.find_stages import call_costs_of
+from evenly.engine.find_stages import call_costs_of, stage_plan_of
 from evenly.engine.gpu_autocast import FLOAT32, GIVES_FLOAT32, GpuAutocast
 from evenly.engine.precision import autocast_as_on, types_as_on
 from evenly.hardware.cluster_text import parse_cluster
@@ -269,5 +270,15 @@ def test_stages_are_found_as_on_the_devices() -> None:
     plan = parse_plan("pipeline=2").fit(2).complete("bfloat16")
     on_cpu, on_gpu = (
         sum(one.saved_bytes for one in call_costs_of(scores_job(), model, plan, device)) for device in ("cpu", "cuda")
+    )
+    assert on_gpu > 1.15 * on_cpu
+
+
+def test_a_model_is_cut_by_costs_as_on_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1 << 40))
+    plan, job = parse_plan("pipeline=2").fit(2).complete("bfloat16"), replace(scores_job(), eval_data=None)
+    on_cpu, on_gpu = (
+        sum(one.saved_bytes for one in stage_plan_of(job, StagedModel(Scores(), "cpu"), plan, device=device)[1])
+        for device in ("cpu", "cuda")
     )
     assert on_gpu > 1.15 * on_cpu
