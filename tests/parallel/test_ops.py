@@ -265,6 +265,19 @@ def test_autocast_gives_results_the_types_that_they_have_on_one_device(dtype: to
     assert ranks.run(types_that_differ, names, dtype) == [{}, {}]
 
 
+def added_in_16_bits() -> tuple[T, T]:
+    """A product and a bias that are split alike, and the same of whole tensors."""
+    with axis_of_all() as axis, torch.autocast("cpu", torch.bfloat16):
+        x, weight, bias = sample()[:, 0].float(), sample()[0].t().float(), torch.arange(6.0)
+        parts = [axis.part(one, Layout.of(one.dim() - 1, 1, 6, 1, axis.group.size)) for one in (weight, bias)]
+        return axis.gather_full(torch.addmm(parts[1], x, parts[0])), torch.addmm(bias, x, weight)
+
+
+def test_a_split_bias_is_added_to_its_part_of_a_product_in_16_bits(ranks: KeptRanks) -> None:
+    for found, expected in ranks.run(added_in_16_bits):
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
 # ------------------------------------------------------------------------------------------- in a model
 ELEMENTWISE = sorted({name for name, op in OPS.items() if op.execute.__name__ in ("elementwise", "in_place")})
 

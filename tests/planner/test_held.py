@@ -175,7 +175,7 @@ def test_gradients_that_are_the_sums_take_memory_from_the_first_on(
     monkeypatch.setattr(buckets, "SMALL", 0)
     found = peaks(plans, job)
     for number, plan in enumerate(plans):
-        assert predicted(plan, 1, job) == pytest.approx(found[number], rel=0.01 if "dp" in plan else 0.002), plan
+        assert predicted(plan, 1, job) == pytest.approx(found[number], rel=0.002), plan
     if job is whole_batch_job:
         assert found[0][0] < 0.95 * in_buckets[0][0]
 

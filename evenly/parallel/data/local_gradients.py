@@ -37,9 +37,9 @@ class LocalGradients(Gradients):
         small = [(name, p) for name, p in named if p.device.type == "cpu" and is_small(p.numel())]
         self._buckets: list[Bucket] = fill_buckets(small, Group.alone(), accumulate_float64=False)
         self._slots: list[tuple[Bucket, Slot]] = [(bucket, slot) for bucket in self._buckets for slot in bucket.slots]
-        find_small((slot for _, slot in self._slots), model)
-        in_buckets = {name for name, _ in small}
-        self._others = [(name, p, p.dtype) for name, p in named if name not in in_buckets]
+        self._by_name = {slot.name: slot for _, slot in self._slots}
+        find_small(self._by_name.values(), model)
+        self._others = [(name, p, p.dtype) for name, p in named if name not in self._by_name]
         self._named = named
         self._counts_all = ownership is not None and ownership.counts_all(name for name, _ in named)
         self._looked = False
@@ -122,7 +122,7 @@ class LocalGradients(Gradients):
 
     def _fill(self, name: str, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Gives a parameter that had none `gradient`, which nothing else shares."""
-        slot = next((slot for _, slot in self._slots if slot.name == name), None)
+        slot = self._by_name.get(name)
         parameter.grad = gradient if slot is None else slot.gradient.copy_(gradient)
 
     def _all(self) -> list[torch.Tensor]:
