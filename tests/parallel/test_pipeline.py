@@ -40,7 +40,7 @@ from evenly.parallel.pipeline.orders import orders
 from evenly.plan import parse_plan
 from evenly.plan.schedule import COMPUTE, ActionSpan
 from evenly.verify.compare import RankComparison, judge
-from evenly.verify.ranks import compare_job, keep_measured_reference
+from evenly.verify.ranks import compare_job, keep_measured_reference, measure_again
 
 STEPS = 3  # the last has the short batch of the epoch
 FIRST = 35  # the token that the first microbatch begins with, and none of the next steps
@@ -313,8 +313,13 @@ def test_a_model_in_stages_computes_what_one_device_does(
     ],
 )
 def test_narrower_types_agree_up_to_rounding(precision: str, plan: str, tmp_path: Path, ranks: KeptRanks) -> None:
-    keep_measured_reference(prepared("several", precision=precision), STEPS, tmp_path, ["sums"])
-    row = judge(plan, ranks.run(compared_in, precision, plan, tmp_path, size=4 if "data" in plan else 2))
+    job = prepared("several", precision=precision)
+    keep_measured_reference(job, STEPS, tmp_path, ["sums"])
+    compare = partial(ranks.run, compared_in, precision, plan, tmp_path, size=4 if "data" in plan else 2)
+    row = judge(plan, compare())
+    if row.status == "different":  # as `evenly verify`: one draw of rounding may miss what another processor rounds
+        measure_again(job, STEPS, tmp_path, "sums")
+        row = judge(plan, compare())
     assert row.status == "equal", row.reason
     assert row.bits_differ is None
 
