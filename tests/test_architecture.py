@@ -374,8 +374,8 @@ PACKAGE_LINES = {
     "checkpoint": 2590,  # weights from files; adapters, shards and tokenizers in exports; averages; pieces that overlap
     "cli": 3149,  # clusters compared; the board; runs under Ray; submit, doctor and bench on nodes; loggers, the screen
     "comm": 3441,  # operations that are timed; sums in shared memory; links from node to node; messages that cross
-    "data": 1917,  # what workers have from their rank; numbers that are drawn again; tensors that objects hide
-    "engine": 3369,  # results in objects; sums under products; compilers of blocks; autocast as on GPUs
+    "data": 1923,  # what workers have from their rank; where generators are; tensors that objects hide
+    "engine": 3389,  # results in objects; compilers of blocks; autocast as on GPUs; outputs that a look is given
     "hardware": 1256,  # sums of 16 bits on CPUs; links from node to node, shared cores; the host; variants of devices
     "launcher": 3824,  # imports without collections; a folder that all nodes see; batch scripts and manifests
     "model": 725,  # collectives; fake tensors that are made again; models built without memory; phases
@@ -385,12 +385,12 @@ PACKAGE_LINES = {
     "parallel.core": 2903,  # what a repeated forward is given; recurrent layers on GPUs; dicts looked up
     "parallel.data": 3994,  # gradients that are left to autograd; small ones; results in objects
     "parallel.tensor": 4563,  # sums under products; views that are not asked; decisions that are replayed; heads
-    "parallel.pipeline": 3705,  # what a second try leaves; layouts without gaps; when messages arrive
+    "parallel.pipeline": 3758,  # what a second try leaves; when messages arrive; backwards that draw
     "plan": 1250,  # sums on one rank; backwards in parts; spans of actions; speeds of ranks; a table of schedules
     "planner": 7563,  # gradients as they come; sums on CPUs, by type and in shared memory; types as on GPUs
     "ray": 447,  # ranks that Ray places, starts and replaces
     "report": 4848,  # hidden communication; curves on each other; numbers that jobs log; sorted tables, mechanisms
-    "train": 4001,  # communication of recorded steps; spans; starting again, of runs here and under Ray; phases
+    "train": 4192,  # communication of recorded steps; spans; starting again; phases; what backwards remember
     "verify": 2232,  # parts on the host; verdicts as they come; phases; streams, metrics and groups in the reference
 }
 # Parameters of a command are the options that it has on the command line.

@@ -82,6 +82,12 @@ def position_past_torch() -> Position:
     return (state[0], state[-1], second), _seeded[1] if numpy is None else _numpys_position(numpy)
 
 
+def positions(*devices: str) -> tuple[Any, ...]:
+    """Where all generators are, those of `devices` among them; the same twice where nothing was drawn between."""
+    states = [generator.get_state().numpy().tobytes() for generator in _generators(*devices)]
+    return (*states, position_past_torch())
+
+
 def _numpys_position(numpy: Any) -> tuple[int, int]:
     """From numpy's own memory: `get_state` takes 40 us, and every microbatch of a stage asks."""
     state = _state_at(numpy.random.get_bit_generator().ctypes.state_address)

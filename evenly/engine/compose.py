@@ -322,6 +322,7 @@ def _offloaded(model: nn.Module, plan: Plan) -> Sequence[OwnedRows]:
 
 def _runner(pipeline: Pipeline, plan: Plan, tensor: SplitModel | None, gradients: Gradients) -> ScheduleRunner:
     """The runner of this rank's stages, with the hooks of the other axes."""
+    from evenly.parallel.pipeline.backward import StageBackward
     from evenly.parallel.pipeline.schedule_runner import ScheduleRunner
 
     hooks = cast("ShardedGradients", gradients) if plan.data.zero_stage == 3 else None
@@ -329,7 +330,9 @@ def _runner(pipeline: Pipeline, plan: Plan, tensor: SplitModel | None, gradients
         pipeline.model,
         plan.pipeline,
         pipeline.group,
-        backward_context=_backward_context(plan, tensor),
+        backward_context=StageBackward(
+            plan.pipeline.size, pipeline.model.device, pipeline.model.model, _backward_context(plan, tensor)
+        ),
         split_backward=plan.splits_backward,
         before_pass=None if hooks is None else hooks.prepare,
         output_transforms=[

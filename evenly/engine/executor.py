@@ -11,7 +11,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from math import inf
 from time import perf_counter
@@ -23,7 +23,7 @@ from evenly.comm.collectives import all_reduce
 from evenly.comm.groups import Group
 from evenly.comm.host_numbers import on_device
 from evenly.comm.world import World
-from evenly.data.generators import undisturbed
+from evenly.data.generators import DrawnNumbers, undisturbed
 from evenly.data.loader import KeptMicrobatches, Microbatch, MicrobatchStream, Share
 from evenly.data.stream import stream_key
 from evenly.engine.compose import Composed
@@ -40,6 +40,7 @@ from evenly.plan import Plan
 from evenly.plan.schedule import ActionSpan, Kind
 
 LossFunction = Callable[[torch.nn.Module, Any], Any]
+See = Callable[[Sequence[torch.Tensor]], object]
 
 
 class Executor(ABC):
@@ -155,25 +156,28 @@ class Executor(ABC):
         summed = all_reduce(numbers, self.world.group("world"), label="evaluation").tolist()
         return self._with_metrics(builder, builder.read(summed))
 
-    def look(self, microbatches: Sequence[Microbatch]) -> tuple[list[float], list[int]]:
+    def look(
+        self, microbatches: Sequence[Microbatch], see: See = lambda _: None, replica: int = 0
+    ) -> tuple[list[float], list[int]]:
         """The losses of `microbatches` in turn, where this rank computes them, and a number for the order of blocks.
 
         Where the first was run once more before all, its loss comes last. Nothing is recorded and no gradient computed;
-        all ranks run all of them.
+        all ranks run equally many. replica: on which they run. see: is given the outputs of each forward on this rank
+        that require a gradient: the loss, or what the next stage receives.
         """
-        losses, orders = self.look_at(microbatches)
+        losses, orders = self.look_at(microbatches, see, replica)
         self.composed.gradients.reshard()
         return losses, orders
 
     @abstractmethod
-    def look_at(self, microbatches: Sequence[Microbatch]) -> tuple[list[float], list[int]]:
+    def look_at(self, microbatches: Sequence[Microbatch], see: See, replica: int) -> tuple[list[float], list[int]]:
         """As `look`."""
 
-    def loss_of(self, microbatch: Microbatch) -> Loss:
-        """The loss of a microbatch of the first step in training, on the first replica; it is not recorded."""
+    def loss_of(self, microbatch: Microbatch, replica: int = 0) -> Loss:
+        """The loss of a microbatch of the first step in training, on a replica; it is not recorded."""
         key = self.stream_of(0, microbatch.number)
-        with self.composed.statistics[0].recording(-1):  # leaves no trace, and notices what changes
-            return self._loss(self.composed.replicas[0], microbatch.copied(), key)
+        with self.composed.statistics[replica].recording(-1):  # leaves no trace, and notices what changes
+            return self._loss(self.composed.replicas[replica], microbatch.copied(), key)
 
     @abstractmethod
     def rounds(self, share: Share) -> int:
@@ -298,20 +302,22 @@ class MicrobatchExecutor(Executor):
         for microbatches in batch.rounds(len(replicas)):
             self.allocating("activations")
             losses: list[Loss] = []
+            drawn: list[Any] = []  # within each a backward draws on where its own forward has ended
             for replica, microbatch in zip(replicas, microbatches, strict=False):
                 with timed(spans, "forward", microbatch.number):
                     losses.append(self.training_loss(replica, microbatch, batch.share.step, builder))
+                drawn.append(DrawnNumbers(replica.device).again() if len(replicas) > 1 else nullcontext())
             if batch.remaining == 0:
                 gradients.expect_last()
             self.allocating("temporaries")
-            for microbatch, loss in zip(microbatches, losses, strict=False):
+            for microbatch, loss, drawing in zip(microbatches, losses, drawn, strict=False):
                 gradients.counting = microbatch.counts and loss.total.requires_grad
-                with timed(spans, "backward", microbatch.number):
+                with timed(spans, "backward", microbatch.number), drawing:
                     self._backward(loss, scale)
                     gradients.finish_backward()
                 self.track_gradients()
 
-    def look_at(self, microbatches: Sequence[Microbatch]) -> tuple[list[float], list[int]]:
+    def look_at(self, microbatches: Sequence[Microbatch], see: See, replica: int) -> tuple[list[float], list[int]]:
         gradients = self.composed.gradients
         losses: list[float] = []
         before: list[float] = []
@@ -323,7 +329,10 @@ class MicrobatchExecutor(Executor):
             gradients.reshard()
             gradients.forget_order()
             gradients.gather()
-            losses.append(float(self.loss_of(microbatch).total.detach()))
+            total = self.loss_of(microbatch, replica).total
+            with self.composed.backward_context:
+                see([total] if total.requires_grad else [])
+            losses.append(float(total.detach()))
             orders.append(gradients.unit_order)
         gradients.forget_order()
         return losses + before, orders

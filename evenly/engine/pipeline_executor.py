@@ -18,7 +18,7 @@ from evenly.data.generators import drawn_past_torch
 from evenly.data.loader import Microbatch, Share
 from evenly.data.nest import tensors_by_path
 from evenly.engine.compose import Composed
-from evenly.engine.executor import Batch, Executor, LossFunction
+from evenly.engine.executor import Batch, Executor, LossFunction, See
 from evenly.engine.step_totals import StepTotalsBuilder
 from evenly.errors import RunError
 from evenly.job import Job
@@ -98,12 +98,12 @@ class PipelineExecutor(Executor):
             microbatches = self._filled(few)
             self._runner.evaluate(len(microbatches), _Evaluating(self, microbatches, builder))
 
-    def look_at(self, microbatches: Sequence[Microbatch]) -> tuple[list[float], list[int]]:
+    def look_at(self, microbatches: Sequence[Microbatch], see: See, replica: int) -> tuple[list[float], list[int]]:
         """The order of blocks is that of the stages."""
         losses: dict[int, float] = {}
         filled = self._filled(microbatches)
         builder = StepTotalsBuilder(self.world, microbatches=0)
-        self._runner.look(len(filled), _Looking(self, filled, builder, losses))
+        self._runner.look(len(filled), _Looking(self, filled, builder, losses, see))
         return [losses[number] for number in sorted(losses)][: len(microbatches)], []
 
     def code_of(self, microbatch: Microbatch, step: int) -> Any:
@@ -173,6 +173,8 @@ class _Evaluating:
     def _computed(self, microbatch: Microbatch) -> None:
         """Called after the forward of a stage, also if it raised."""
 
+    def after_forward(self, outputs: Sequence[torch.Tensor | None]) -> None: ...
+
     def before_backward(self, *, last: bool) -> None: ...
 
     def after_backward(self) -> None: ...
@@ -181,6 +183,7 @@ class _Evaluating:
 @dataclass(frozen=True)
 class _Looking(_Evaluating):
     losses: dict[int, float]
+    see: See
 
     def run_code(self, microbatch: int) -> Any:
         """As in the first step."""
@@ -190,6 +193,11 @@ class _Looking(_Evaluating):
         total = self.executor.loss_of(self.microbatches[microbatch]).total
         self.losses[microbatch] = float(total.detach())
         return total if total.requires_grad else None
+
+    def after_forward(self, outputs: Sequence[torch.Tensor | None]) -> None:
+        """Shows what requires a gradient."""
+        with self.executor.composed.backward_context:
+            self.see([one for one in outputs if one is not None and one.requires_grad])
 
 
 @dataclass(frozen=True)

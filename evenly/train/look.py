@@ -33,6 +33,7 @@ from evenly.parallel.core.calls import ForwardEnded
 from evenly.parallel.core.mutation_guard import fingerprint
 from evenly.plan import Plan
 from evenly.train.look_buffers import check_averages, find_averages, refuse_rounded
+from evenly.train.look_gradients import BackwardLook, check_gradients
 from evenly.train.same_numbers import same
 
 if TYPE_CHECKING:
@@ -232,7 +233,9 @@ def _check_phase(plan: Plan, executor: Executor, microbatches: Sequence[Microbat
     with undisturbed(*executor.devices), buffers_restored(models), _explained(plan) if cut else nullcontext():
         statistics = executor.composed.statistics[0]
         with statistics.noticing() if not plan.pipeline.active else nullcontext(set[str]()) as changed:
-            losses, orders = executor.look([first, other, first])
+            backward = BackwardLook()
+            with backward.watching():
+                losses, orders = executor.look([first, other, first], see=backward.see)
         averages = find_averages(executor, [first, other], changed, world)
         if plan.exact == "bitwise":
             refuse_rounded(models[0], averages)
@@ -247,6 +250,8 @@ def _check_phase(plan: Plan, executor: Executor, microbatches: Sequence[Microbat
     retyped = [name for name, dtype in _dtypes(models).items() if dtypes.get(name, dtype) is not dtype]
     if problem := _problem(plan, gather_values((remembers, chosen, changed_here, retyped), world.group("files"))):
         raise problem
+    with undisturbed(*executor.devices), buffers_restored(models):
+        check_gradients(plan, executor, first, other, world, backward)
     return averages
 
 

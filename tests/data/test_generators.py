@@ -7,9 +7,17 @@ import random
 
 import numpy as np
 import pytest
+import torch
 
 from evenly.data import generators
-from evenly.data.generators import drawn_past_torch, position_past_torch, seed_past_torch, undisturbed_past_torch
+from evenly.data.generators import (
+    drawn_past_torch,
+    position_past_torch,
+    positions,
+    seed_past_torch,
+    undisturbed,
+    undisturbed_past_torch,
+)
 
 
 @pytest.mark.parametrize(
@@ -33,6 +41,16 @@ def test_any_draw_is_seen(draw) -> None:
         draw()
         assert drawn_past_torch()
         assert position_past_torch() != before
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(1), lambda: torch.rand(624), random.random, np.random.rand])
+def test_positions_are_of_all_generators(draw) -> None:
+    with undisturbed(), undisturbed_past_torch():
+        before = positions("cpu")
+        torch.ones(3).sum()
+        assert positions("cpu") == before
+        draw()
+        assert positions("cpu") != before
 
 
 def test_a_normal_number_that_was_kept_is_drawn_too() -> None:

@@ -666,6 +666,94 @@ def with_activation_hooks() -> nn.Module:
     return model
 
 
+class Noised(torch.autograd.Function):
+    """Its backward draws."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+        return gradient * (1 + 0.1 * torch.randn_like(gradient))
+
+
+class HookedBlock(Block):
+    """`change` of the gradient that comes back to it."""
+
+    change: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().forward(x)
+        if isinstance(self.change, type):
+            return self.change.apply(found)  # pyright: ignore
+        if found.requires_grad:
+            found.register_hook(self.change)
+        return found
+
+
+def hooked(change: Any) -> Net:
+    model = Net(dropout=0.3)
+    model.blocks = nn.ModuleList(HookedBlock(0.3) for _ in range(4))
+    for block in model.blocks:
+        block.change = change
+    return model
+
+
+def with_noise_on_parameters() -> nn.Module:
+    model = Net(dropout=0.3)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda g: g + 0.1 * torch.randn_like(g))
+    return model
+
+
+class MeanNorm:
+    """Divides by a moving average of the norms of gradients; first: by that of the first for ever."""
+
+    def __init__(self, *, first: bool) -> None:
+        self.first, self.mean = first, 0.0
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        if not (self.first and self.mean):
+            self.mean = 0.9 * self.mean + 0.1 * float(gradient.norm())
+        return gradient / (1 + self.mean)
+
+
+def with_mean_norms(*, first: bool = False) -> nn.Module:
+    model = Net()
+    for parameter in model.parameters():
+        parameter.register_hook(MeanNorm(first=first))
+    return model
+
+
+def with_counted_backwards() -> nn.Module:
+    model, counts = Net(), [0]
+
+    def count(_: Any, into: Any, __: Any) -> Any:
+        counts[0] += 1
+        return (into[0] / counts[0],)
+
+    model.blocks[2].register_full_backward_hook(count)
+    return model
+
+
+def with_noted_norms() -> nn.Module:
+    """Notes in a buffer what its backwards come to."""
+    model = Net()
+    model.register_buffer("noted", torch.zeros(()))
+    note = lambda g: model.noted.add_(g.norm())  # noqa: E731
+    model.enter.weight.register_hook(lambda g: (note(g), g)[1])
+    return model
+
+
+def with_listed_norms() -> nn.Module:
+    """Lists what its backwards come to, of which nothing follows."""
+    model, seen = Net(), list[float]()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda g: seen.append(float(g.norm())))
+    return model
+
+
 class Telling(Block):
     """Leaves behind what the loss needs, without returning it."""
 
@@ -964,6 +1052,16 @@ CASES: dict[str, Callable[[], Case]] = {
     "constant of weight 0": lambda: Case(job(loss=sometimes_nothing)),
     "gradient hooks": lambda: Case(job(with_gradient_hooks)),
     "activation hooks": lambda: Case(job(with_activation_hooks)),
+    "noise on gradients": lambda: Case(job(lambda: hooked(lambda g: g * (1 + 0.1 * torch.randn_like(g))))),
+    "noise by Python": lambda: Case(job(lambda: hooked(lambda g: g * (1 + random.random())))),
+    "noise by numpy": lambda: Case(job(lambda: hooked(lambda g: g * (1 + np.random.rand())))),
+    "noise of a function": lambda: Case(job(lambda: hooked(Noised))),
+    "noise on parameters": lambda: Case(job(with_noise_on_parameters)),
+    "norms averaged": lambda: Case(job(with_mean_norms)),
+    "first norms": lambda: Case(job(lambda: with_mean_norms(first=True))),
+    "backwards counted": lambda: Case(job(with_counted_backwards)),
+    "norms noted": lambda: Case(job(with_noted_norms)),
+    "norms listed": lambda: Case(job(with_listed_norms)),
     "left behind": lambda: Case(job(Telltale, loss=with_what_was_told)),
     "left in a dict": lambda: Case(job(Collected)),
     "written gradients": lambda: Case(job(with_written_gradients)),

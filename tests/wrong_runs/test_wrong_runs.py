@@ -13,6 +13,7 @@ ELSEWHERE = ("norm as number", "sums and means", "products", "as lists", "by ind
 TWO_DIMS = {"zero3", "tensor=2", "pipeline=2"}
 ALL = set(PLANS)
 SEVERAL = ALL - {"single"}
+SHARED = SEVERAL - {"tensor=2", "pipeline=2"}  # microbatches
 OWN_OPTIMIZERS = (
     "pre_hook",
     "post_hook",
@@ -42,7 +43,9 @@ REFUSED: dict[str, set[str]] = {
     "iterator": {"zero3"},
     "other weights": {"zero3", "pipeline=2"},
     **{key: {"pipeline=2"} for key in ("spectral norm called twice", "moving averages")},
+    **dict.fromkeys(("norms averaged", "first norms", "backwards counted", "norms noted"), SHARED),
 }
+NOISES = ("on gradients", "by Python", "by numpy", "of a function", "on parameters")
 # Between steps: numbers of a parameter of another stage, and a parameter given other memory.
 BETWEEN = {**{f"own loop {name}": {"pipeline=2"} for name in ELSEWHERE}, "own loop norm of data": {"zero1"}}
 # Gradients outlive a step where a rank has them as the parameters are.
@@ -51,6 +54,7 @@ NOT_TRIED = {("own loop by gradients", plan) for plan in ("zero1", "pipeline=2")
 STOPPED = (
     *("checkpoint of two", "saved queue", "codebook", "chosen blocks"),
     *("moving averages", "own buffers", "retyped"),
+    *("norms noted", *(f"noise {where}" for where in NOISES)),
 )
 IN_THE_STEP = {(name, "pipeline=2") for name in STOPPED} | {("retyped", "single"), ("written gradients", "zero3")}
 

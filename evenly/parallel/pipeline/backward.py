@@ -13,6 +13,7 @@ two places, as in a penalty on all of them, it counts gradients twice. It does n
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,6 +22,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
 
+from evenly.data.generators import positions
+from evenly.errors import RunError
+from evenly.torch_private import version
+
 Gradient = torch.Tensor | None
 
 
@@ -28,6 +33,47 @@ def backward(outputs: Sequence[torch.Tensor], gradients: Sequence[Gradient]) -> 
     """Accumulates the gradients of `outputs` into the leaves they depend on; gradient None: the output is the loss."""
     if outputs:
         torch.autograd.backward([*outputs], [*gradients])
+
+
+class StageBackward:
+    """Around each backward of a stage of `model`, on `device`, and outside of `context`: what no backward may do there.
+
+    It may not draw: on one device a microbatch's backward goes on where its forward has left the generators, and each
+    stage where the one after it has; those are of other ranks, and here another microbatch may have drawn since. Nor
+    may it change a buffer, which other stages have too. Raises `RunError`.
+    """
+
+    def __init__(self, ranks: int, device: str, model: nn.Module, context: AbstractContextManager[object]) -> None:
+        self._ranks, self._device, self._context = ranks, device, context
+        self._buffers = [*model.named_buffers()]
+        self._positions: Any = None
+        self._versions: list[int] = []
+
+    def __enter__(self) -> None:
+        self._positions = positions(self._device)
+        self._versions = [version(buffer) for _, buffer in self._buffers]
+        self._context.__enter__()
+
+    def __exit__(self, kind: Any, problem: BaseException | None, trace: Any) -> None:
+        self._context.__exit__(kind, problem, trace)
+        if problem is not None:
+            return
+        if positions(self._device) != self._positions:
+            raise self._refusal(
+                "the backward draws random numbers (in hooks of gradients, or in backward functions of the job's own), "
+                "and in stages it would draw others than on one device",
+                "draw them in the forward and keep them for the backward",
+            )
+        for before, (name, buffer) in zip(self._versions, self._buffers, strict=True):
+            if version(buffer) != before:
+                raise self._refusal(
+                    f"a backward changes buffer {name}, which would be another on each rank",
+                    "keep what backwards find out of the model's buffers",
+                )
+
+    def _refusal(self, found: str, do: str) -> RunError:
+        asked = f"computing gradients under pipeline={self._ranks}"
+        return RunError(asked, found, f"{do}, or use a plan without pipeline")
 
 
 def begin_backward(

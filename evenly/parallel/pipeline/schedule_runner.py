@@ -44,6 +44,9 @@ class MicrobatchWork(Protocol):
     def forward(self, microbatch: int) -> torch.Tensor | None:
         """The job's loss of the microbatch; a scalar to differentiate, or None if there is nothing to."""
 
+    def after_forward(self, outputs: Payload) -> None:
+        """Called with what a stage's forward has returned: what the next stage receives, or the loss."""
+
     def before_backward(self, *, last: bool) -> None:
         """Called before a stage computes gradients; last: for the last time in this step on this rank."""
 
@@ -92,8 +95,9 @@ class ScheduleRunner:
         before_pass: Callable[[], object] | None,
         output_transforms: Sequence[Callable[[Payload], Payload]],
     ) -> None:
-        self._model, self._axis, self._group = model, axis, group
-        self._ranks = rank_of_stage(axis.schedule, axis.size, axis.stages_per_rank)
+        self._model, self._group = model, group
+        self._schedule = axis.schedule, axis.size, axis.stages_per_rank  # of the pipeline
+        self._ranks = rank_of_stage(*self._schedule)
         self._backward_context, self._split_backward, self._before_pass, self._output_transforms = (
             backward_context,
             split_backward,
@@ -148,14 +152,12 @@ class ScheduleRunner:
     def _orders(self, microbatches: int) -> Sequence[Action]:
         if not microbatches:
             return ()
-        axis = self._axis
-        return orders(axis.schedule, axis.size, axis.stages_per_rank, microbatches)[self._group.position]
+        return orders(*self._schedule, microbatches)[self._group.position]
 
     def _acknowledgements(self, microbatches: int) -> Acknowledgements:
         if not microbatches:
             return {}
-        axis = self._axis
-        return acknowledgements(axis.schedule, axis.size, axis.stages_per_rank, microbatches)[self._group.position]
+        return acknowledgements(*self._schedule, microbatches)[self._group.position]
 
     def _run(
         self,
@@ -269,6 +271,7 @@ class ScheduleRunner:
             self._forms[stage + 1, microbatch] = found_forms or []
         elif found_forms is not None:
             self._found_forms[at] = found_forms
+        self._work.after_forward(outputs)
         if self._training or payload is not None:
             self._in_flight[at] = _InFlight(inputs, outputs)
 
