@@ -382,7 +382,7 @@ PACKAGE_LINES = {
     "nn": 307,  # the loss of a head without its logits
     "observe": 2065,  # operations under way; operations of a step; progress; stacks read without frames; loggers
     "parallel": 1,
-    "parallel.core": 2903,  # what a repeated forward is given; recurrent layers on GPUs; dicts looked up
+    "parallel.core": 2950,  # what a repeated forward is given and finds; recurrent layers on GPUs; dicts looked up
     "parallel.data": 3994,  # gradients that are left to autograd; small ones; results in objects
     "parallel.tensor": 4563,  # sums under products; views that are not asked; decisions that are replayed; heads
     "parallel.pipeline": 3758,  # what a second try leaves; when messages arrive; backwards that draw
@@ -390,7 +390,7 @@ PACKAGE_LINES = {
     "planner": 7563,  # gradients as they come; sums on CPUs, by type and in shared memory; types as on GPUs
     "ray": 447,  # ranks that Ray places, starts and replaces
     "report": 4848,  # hidden communication; curves on each other; numbers that jobs log; sorted tables, mechanisms
-    "train": 4192,  # communication of recorded steps; spans; starting again; phases; what backwards remember
+    "train": 4301,  # communication of recorded steps; spans; starting again; phases; what backwards remember, counts
     "verify": 2232,  # parts on the host; verdicts as they come; phases; streams, metrics and groups in the reference
 }
 # Parameters of a command are the options that it has on the command line.

@@ -28,10 +28,11 @@ from evenly.engine.executor import Executor
 from evenly.engine.updaters import Updaters
 from evenly.errors import EvenlyError, RunError, SampleError, UserError, describe, note_rank
 from evenly.job import Job, is_stream
-from evenly.parallel.core.attributes import own_attributes
+from evenly.parallel.core.attributes import NumbersAndWords, own_attributes
 from evenly.parallel.core.calls import ForwardEnded
 from evenly.parallel.core.mutation_guard import fingerprint
 from evenly.plan import Plan
+from evenly.train.counters import Counters
 from evenly.train.look_buffers import check_averages, find_averages, refuse_rounded
 from evenly.train.look_gradients import BackwardLook, check_gradients
 from evenly.train.same_numbers import same
@@ -229,7 +230,7 @@ def _check_phase(plan: Plan, executor: Executor, microbatches: Sequence[Microbat
     first, other = microbatches[0], microbatches[-1]
     cut = plan.data.zero_stage == 3 or plan.tensor.active or plan.pipeline.active
     models = [replica.module for replica in executor.composed.replicas]
-    known, dtypes = own_attributes(models[0]), _dtypes(models)
+    known, dtypes, counters = own_attributes(models[0]), _dtypes(models), Counters(models)
     with undisturbed(*executor.devices), buffers_restored(models), _explained(plan) if cut else nullcontext():
         statistics = executor.composed.statistics[0]
         with statistics.noticing() if not plan.pipeline.active else nullcontext(set[str]()) as changed:
@@ -244,6 +245,7 @@ def _check_phase(plan: Plan, executor: Executor, microbatches: Sequence[Microbat
             before = _buffers(models)
             executor.look([first])
             remembers = remembers or _buffers(models) != before
+        counters.find(executor, first, world)
     chosen = len(set(orders)) > 1
     now = own_attributes(models[0]) if remembers else known
     changed_here = [name for name in {**known, **now} if known.get(name) != now.get(name)]
@@ -252,6 +254,9 @@ def _check_phase(plan: Plan, executor: Executor, microbatches: Sequence[Microbat
         raise problem
     with undisturbed(*executor.devices), buffers_restored(models):
         check_gradients(plan, executor, first, other, world, backward)
+        if plan.data.size * len(models) > 1:
+            counters.check(executor, first, losses, world)
+    counters.put_back()
     return averages
 
 
@@ -286,8 +291,10 @@ def check_again(
 ) -> None:
     """Raises `UserError`, on all ranks alike, where the moving averages are others than at the start."""
     models = [replica.module for replica in executor.composed.replicas]
+    attributes = NumbersAndWords(chain.from_iterable(model.modules() for model in models))
     with undisturbed(*executor.devices), buffers_restored(models):
         check_averages(executor, microbatches, averages, world)
+    attributes.restore()
 
 
 @contextmanager

@@ -137,3 +137,36 @@ def test_a_weight_that_is_cast_once_and_used_twice_is_refused_or_recomputed_in_f
     keep_measured_reference(job, 3, tmp_path, ["sums"])
     row = judge("full", [compare_job(job, "single recompute=full", 3, tmp_path)])
     assert (row.status, row.reason) == ("equal", "")
+
+
+class Annealed(nn.Module):
+    """A block whose forward follows from how often it has run, and from which turn it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.turn = nn.Linear(5, 5), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.times = getattr(self, "times", 0) + 1
+        self.turn = not self.turn
+        return x + torch.tanh(self.layer(x)) * 0.9**self.times * (1 if self.turn else -1)
+
+
+class Annealing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Annealed() for _ in range(3)), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("plan", ["single recompute=full", "single recompute=selective"])
+def test_what_a_forward_counts_is_as_it_was_where_it_is_repeated(plan: str, tmp_path: Path) -> None:
+    job = classifier_job(model=Annealing, precision="float64")
+    keep_reference(job, 3, tmp_path / "reference")
+    row = judge(plan, [compare_job(job, plan, 3, tmp_path)])
+    assert (row.status, row.reason) == ("equal", "")
+    assert row.param_diff is not None and row.param_diff < 1e-11

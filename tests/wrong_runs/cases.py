@@ -754,6 +754,25 @@ def with_listed_norms() -> nn.Module:
     return model
 
 
+class CountingBlock(Block):
+    """`factor` of how often it has run."""
+
+    factor: Callable[[int], float] = float
+    times = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.times += 1
+        return super().forward(x) * self.factor(self.times)
+
+
+def counting(factor: Callable[[int], float]) -> Net:
+    model = Net()
+    model.blocks = nn.ModuleList(CountingBlock() for _ in range(4))
+    for block in model.blocks:
+        block.factor = factor
+    return model
+
+
 class Telling(Block):
     """Leaves behind what the loss needs, without returning it."""
 
@@ -1061,6 +1080,10 @@ CASES: dict[str, Callable[[], Case]] = {
     "first norms": lambda: Case(job(lambda: with_mean_norms(first=True))),
     "backwards counted": lambda: Case(job(with_counted_backwards)),
     "norms noted": lambda: Case(job(with_noted_norms)),
+    "counted in the first steps": lambda: Case(job(lambda: counting(lambda times: 1.0 if times < 7 else 0.5))),
+    "counted for long": lambda: Case(job(lambda: counting(lambda times: 1.0 if times < 4000 else 0.5))),
+    "counted up to an end": lambda: Case(job(lambda: counting(([1.0] * 2000).__getitem__))),
+    "counted in vain": lambda: Case(job(lambda: counting(lambda _: 1.0))),
     "norms listed": lambda: Case(job(with_listed_norms)),
     "left behind": lambda: Case(job(Telltale, loss=with_what_was_told)),
     "left in a dict": lambda: Case(job(Collected)),

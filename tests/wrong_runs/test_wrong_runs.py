@@ -44,6 +44,7 @@ REFUSED: dict[str, set[str]] = {
     "other weights": {"zero3", "pipeline=2"},
     **{key: {"pipeline=2"} for key in ("spectral norm called twice", "moving averages")},
     **dict.fromkeys(("norms averaged", "first norms", "backwards counted", "norms noted"), SHARED),
+    **{f"counted {what}": SHARED for what in ("in the first steps", "for long", "up to an end")},
 }
 NOISES = ("on gradients", "by Python", "by numpy", "of a function", "on parameters")
 # Between steps: numbers of a parameter of another stage, and a parameter given other memory.

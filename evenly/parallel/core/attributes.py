@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,6 +34,47 @@ def attributes_restored(model: nn.Module) -> Generator[None]:
             for name, value in (*values.items(), *children.items()):
                 if getattr(module, name, None) is not value:
                     setattr(module, name, value)
+
+
+class NumbersAndWords:
+    """Those that the modules keep in attributes, as they are now: plain values, which nobody changes in place."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._found = [(vars(module), dict(vars(module))) for module in modules]
+
+    @contextmanager
+    def put_back(self) -> Generator[None]:
+        """Within, the modules have these in place of what they have come to have since."""
+        now = [(own, dict(own)) for own, _ in self._found]
+        self.restore()
+        try:
+            yield
+        finally:
+            for own, values in now:
+                _restore(own, values)
+
+    def restore(self) -> None:
+        """Gives them back, and drops what was added since."""
+        for own, values in self._found:
+            _restore(own, values)
+
+
+def _restore(own: dict[str, Any], values: dict[str, Any]) -> None:
+    for name in [name for name, value in own.items() if value is not values.get(name, own) and type(value) in PLAIN]:
+        if name not in values:
+            del own[name]
+        elif type(values[name]) in PLAIN:
+            own[name] = values[name]
+
+
+def numbers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, float]:
+    """The numbers in attributes of named modules, by full name; no flags."""
+    return {
+        f"{prefix}.{name}".lstrip("."): value
+        for prefix, module in modules
+        for name, value in vars(module).items()
+        if type(value) in (int, float)
+    }
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from evenly.data.generators import DrawnNumbers
 from evenly.data.nest import map_tensors, tensors_in
 from evenly.errors import PlanError, RunError
 from evenly.model.blocks import Block
+from evenly.parallel.core.attributes import NumbersAndWords
 from evenly.parallel.core.calls import Change, Forward
 from evenly.torch_private import ATTENTION
 
@@ -66,17 +67,19 @@ def recomputing(*, selective: bool, device: str = "cpu", alone: bool = False) ->
         how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # `RepeatedForward` does
         if selective and not _is_recurrent(block.module):
             how["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        modules = [*block.module.modules()]
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             _refuse_caches((*args, *kwargs.values()))
-            tensors, buffers = list[torch.Tensor](), BlockBuffers(block.module if alone else None)
+            tensors = list[torch.Tensor]()
+            state = BlockBuffers(modules if alone else ()), NumbersAndWords(modules)
             try:
                 kept = map_tensors(lambda one: tensors.append(one) or one, (args, kwargs))
             except (TypeError, ValueError):  # of a class that cannot be made again of its fields
                 kept, tensors = (args, kwargs), [*tensors_in((args, kwargs))]
-            return checkpoint(RepeatedForward(forward, (args, kwargs), kept, buffers, device), *tensors, **how)
+            return checkpoint(RepeatedForward(forward, (args, kwargs), kept, state, device), *tensors, **how)
 
         return run
 
@@ -86,15 +89,15 @@ def recomputing(*, selective: bool, device: str = "cpu", alone: bool = False) ->
 class RepeatedForward:
     """A forward of a block that runs with the arguments that are `given` first, and again with those that are `kept`.
 
-    kept: the same tensors in containers that nobody changes.
+    kept: the same tensors in containers that nobody changes. state: of the block, as the first began.
 
     It is called with all tensors among them, which torch saves: it raises where one was changed in place. By itself it
     would not look into containers and named arguments, and would leave out the random numbers of a GPU on which none of
     the others is.
     """
 
-    def __init__(self, forward: Forward, given: Any, kept: Any, buffers: BlockBuffers, device: str) -> None:
-        self._forward, self._given, self._kept, self._buffers = forward, given, kept, buffers
+    def __init__(self, forward: Forward, given: Any, kept: Any, state: BlockState, device: str) -> None:
+        self._forward, self._given, self._kept, self._state = forward, given, kept, state
         self._drawn = DrawnNumbers(device)
 
     def __call__(self, *_: torch.Tensor) -> Any:
@@ -105,7 +108,8 @@ class RepeatedForward:
                 self._drawn.end()
                 return result
             args, kwargs = self._kept
-            with self._buffers.put_back(), self._drawn.again():
+            buffers, attributes = self._state
+            with buffers.put_back(), attributes.put_back(), self._drawn.again():
                 return self._forward(*args, **kwargs)
         except RuntimeError as problem:
             for said, found, to_do in REFUSALS:
@@ -115,10 +119,9 @@ class RepeatedForward:
 
 
 class BlockBuffers:
-    """The buffers of `block` as a forward of it begins; none for None."""
+    """The buffers of the `modules` of a block as a forward of it begins."""
 
-    def __init__(self, block: nn.Module | None) -> None:
-        modules = () if block is None else block.modules()
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._found = [(one, name, b.clone()) for one in modules for name, b in one.named_buffers(recurse=False)]
 
     @contextmanager
@@ -132,6 +135,9 @@ class BlockBuffers:
         finally:
             for module, name, buffer in own:
                 setattr(module, name, buffer)
+
+
+BlockState = tuple[BlockBuffers, NumbersAndWords]
 
 
 class RecomputedBackward:
