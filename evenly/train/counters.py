@@ -32,17 +32,17 @@ class Counters:
         self._known: list[str] = []  # of all ranks
 
     def find(self, executor: Executor, microbatch: Microbatch, world: World) -> None:
-        """Finds those that go on with every forward, where `microbatch` was the last that ran, by running it again.
+        """Finds those that go on with every forward, after some have run, by running `microbatch` twice.
 
         What only follows from the microbatch is the same again, and what a first forward has set stays.
         """
-        now = self._numbers()
-        if not any(
-            gather_values(any(_changed(*pair) for pair in zip(self._before, now, strict=True)), world.group("files"))
-        ):
+        moved = any(_changed(*pair) for pair in zip(self._before, self._numbers(), strict=True))
+        if not any(gather_values(moved, world.group("files"))):
             return
         executor.look([microbatch])
-        self._names = [_changed(*pair) for pair in zip(now, self._numbers(), strict=True)]
+        once = self._numbers()
+        executor.look([microbatch])
+        self._names = [_changed(*pair) for pair in zip(once, self._numbers(), strict=True)]
         found = {name for names in self._names for name in names}
         self._known = sorted(set().union(*gather_values(found, world.group("files"))))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -232,11 +232,9 @@ def _check_phase(plan: Plan, executor: Executor, microbatches: Sequence[Microbat
     models = [replica.module for replica in executor.composed.replicas]
     known, dtypes, counters = own_attributes(models[0]), _dtypes(models), Counters(models)
     with undisturbed(*executor.devices), buffers_restored(models), _explained(plan) if cut else nullcontext():
-        statistics = executor.composed.statistics[0]
-        with statistics.noticing() if not plan.pipeline.active else nullcontext(set[str]()) as changed:
-            backward = BackwardLook()
-            with backward.watching():
-                losses, orders = executor.look([first, other, first], see=backward.see)
+        backward = BackwardLook()
+        with _noticing(plan, executor) as changed, backward.watching():
+            losses, orders = executor.look([first, other, first], see=backward.see)
         averages = find_averages(executor, [first, other], changed, world)
         if plan.exact == "bitwise":
             refuse_rounded(models[0], averages)
@@ -245,19 +243,30 @@ def _check_phase(plan: Plan, executor: Executor, microbatches: Sequence[Microbat
             before = _buffers(models)
             executor.look([first])
             remembers = remembers or _buffers(models) != before
-        counters.find(executor, first, world)
+        with _noticing(plan, executor):
+            counters.find(executor, first, world)
     chosen = len(set(orders)) > 1
     now = own_attributes(models[0]) if remembers else known
     changed_here = [name for name in {**known, **now} if known.get(name) != now.get(name)]
     retyped = [name for name, dtype in _dtypes(models).items() if dtypes.get(name, dtype) is not dtype]
     if problem := _problem(plan, gather_values((remembers, chosen, changed_here, retyped), world.group("files"))):
         raise problem
-    with undisturbed(*executor.devices), buffers_restored(models):
-        check_gradients(plan, executor, first, other, world, backward)
+    with undisturbed(*executor.devices), buffers_restored(models), _noticing(plan, executor):
+        check_gradients(plan, executor, (first, other), world, backward, known=averages)
         if plan.data.size * len(models) > 1:
             counters.check(executor, first, losses, world)
     counters.put_back()
     return averages
+
+
+@contextmanager
+def _noticing(plan: Plan, executor: Executor) -> Generator[set[str]]:
+    """Within, the names of buffers that forwards change are added to the set; those of stages raise."""
+    with ExitStack() as contexts:
+        found = [
+            contexts.enter_context(one.noticing()) for one in executor.composed.statistics * (not plan.pipeline.active)
+        ]
+        yield found[0] if found else set()
 
 
 def _problem(plan: Plan, ranks: Sequence[tuple[bool, bool, list[str], list[str]]]) -> UserError | None:

@@ -7,7 +7,7 @@ another on each. Most jobs have none of either, and their backwards are not run 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Container, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -113,12 +113,20 @@ class GradientNorms:
 
 
 def check_gradients(
-    plan: Plan, executor: Executor, first: Microbatch, other: Microbatch, world: World, look: BackwardLook
+    plan: Plan,
+    executor: Executor,
+    microbatches: tuple[Microbatch, Microbatch],
+    world: World,
+    look: BackwardLook,
+    *,
+    known: Container[str],
 ) -> None:
-    """Raises `UserError`, on all ranks alike, where `first` has other gradients after `other`, or on another rank.
+    """Raises `UserError`, on all ranks alike, where the first of two has other gradients after the other, or elsewhere.
 
-    look: at their forwards. Of two ranks of the data axis, and of two replicas, one begins with `other`.
+    look: at their forwards. known: buffers that forwards change, as repeated ones in a backward do too. Of two ranks of
+    the data axis, and of two replicas, one begins with the other.
     """
+    first, other = microbatches
     replicas, everyone = executor.composed.replicas[:2], world.group("files")
     if plan.data.size * len(replicas) == 1:
         return
@@ -135,7 +143,7 @@ def check_gradients(
             found += [of_this] if microbatch is first else []
     everywhere = [one for rank in gather_values(found, data) for one in rank]
     differ = any(_differ(everywhere[0], one) for one in everywhere)
-    by_rank = gather_values((differ, norms.changed), everyone)
+    by_rank = gather_values((differ, [name for name in norms.changed if name not in known]), everyone)
     changed = next((names[0] for _, names in by_rank if names), "")
     if changed or any(one for one, _ in by_rank):
         raise UserError(
