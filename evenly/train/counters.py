@@ -16,9 +16,10 @@ from evenly.data.loader import Microbatch
 from evenly.engine.executor import Executor
 from evenly.errors import EvenlyError, UserError
 from evenly.parallel.core.attributes import numbers
+from evenly.train.look_gradients import Figures, LeafGradients, gradients_differ
 from evenly.train.same_numbers import same
 
-JUMPS = (1, 10, 100, 10**3, 10**4, 10**5)  # by which they are moved on, to see whether the loss follows from them
+JUMPS = (1, 10, 100, 10**3, 10**4, 10**5)  # by which they are moved on, to see what follows from them
 NAMED = 3  # of them, in a message
 
 
@@ -46,21 +47,29 @@ class Counters:
         found = {name for names in self._names for name in names}
         self._known = sorted(set().union(*gather_values(found, world.group("files"))))
 
-    def check(self, executor: Executor, microbatch: Microbatch, losses: Sequence[float], world: World) -> None:
-        """Raises `UserError`, on all ranks alike, where the `losses` of a microbatch follow from what is counted."""
+    def check(self, executor: Executor, microbatch: Microbatch, world: World, *, gradients: bool) -> None:
+        """Raises `UserError`, on all ranks alike, where the loss of a microbatch follows from what is counted.
+
+        gradients: whether they are looked at too, which may follow from it where the loss does not.
+        """
         if not self._known:
             return
-        differ = False
-        for jump in JUMPS:
+        leaves, found = LeafGradients(self._models), list[tuple[list[float], Figures]]()
+        for jump in (0, *JUMPS):
             self._set(jump)
             try:
-                found, _ = executor.look([microbatch])
+                found.append(leaves.of(executor, microbatch) if gradients else (executor.look([microbatch])[0][:1], []))
             except EvenlyError:
                 raise
             except Exception as problem:  # an index past the end of a schedule, say
                 raise self._refusal() from problem
-            pairs = zip(found[:1], losses, strict=False)
-            differ |= not all(same(*pair, exact=world.device == "cpu") for pair in pairs)
+        losses, of_gradients = found[0]
+        exact = world.device == "cpu"
+        differ = any(
+            gradients_differ(of_gradients, others)
+            or not all(same(*pair, exact=exact) for pair in zip(losses, loss, strict=True))
+            for loss, others in found[1:]
+        )
         if any(gather_values(differ, world.group("files"))):
             raise self._refusal()
 
@@ -75,7 +84,7 @@ class Counters:
                 prefix, _, name = full_name.rpartition(".")
                 if full_name in before or jump:
                     setattr(modules[prefix], name, before.get(full_name, 0) + jump)
-                else:
+                elif name in vars(modules[prefix]):
                     delattr(modules[prefix], name)
 
     def _refusal(self) -> UserError:
@@ -83,7 +92,7 @@ class Counters:
         return UserError(
             "sharing microbatches between devices",
             f"the model counts its forwards ({', '.join(self._known[:NAMED])}{more}), of which each device runs a "
-            "share, and the loss follows from the count",
+            "share, and its loss or the gradients follow from the count",
             "let it follow from the step, which an own loop or a hook (on_step) knows, or run on one device",
         )
 

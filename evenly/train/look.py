@@ -254,7 +254,7 @@ def _check_phase(plan: Plan, executor: Executor, microbatches: Sequence[Microbat
     with undisturbed(*executor.devices), buffers_restored(models), _noticing(plan, executor):
         check_gradients(plan, executor, (first, other), world, backward, known=averages)
         if plan.data.size * len(models) > 1:
-            counters.check(executor, first, losses, world)
+            counters.check(executor, first, world, gradients=not backward.is_reentrant)
     counters.put_back()
     return averages
 

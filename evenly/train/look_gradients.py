@@ -26,8 +26,10 @@ from evenly.parallel.data.gradients import Gradients
 from evenly.plan import Plan
 from evenly.torch_private import gradient_hooks, without_subclasses
 
-OWN = 1e-5  # of the norm of a gradient, by which it may differ: some kernels add in an order of chance
+OWN = 1e-5  # of the norm of a gradient, by which its figures may differ: some kernels add in an order of chance
 OTHERS = 1e-6  # the same, of the largest norm: a gradient may be zero but for its rounding
+
+Figures = list[tuple[float, float]]  # of the gradient of each leaf, its norm and its sum, which tells its sign
 
 
 class BackwardLook:
@@ -68,22 +70,22 @@ class BackwardLook:
                 self.is_reentrant |= kind.__name__ == f"{CheckpointFunction.__name__}Backward"
 
 
-class GradientNorms:
-    """What `Executor.look` is given the outputs of forwards for: computes the norms of the gradients of all leaves.
+class LeafGradients:
+    """What `Executor.look` is given the outputs of forwards for: computes gradients of all leaves.
 
     changed: the buffers of `models` that backwards have changed, by name.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._models = models
-        self._norms: list[float] = []
+        self._found: Figures = []
         self.changed: list[str] = []
 
-    def of(self, executor: Executor, microbatch: Microbatch, replica: int) -> list[float]:
-        """Those of a microbatch on a replica."""
-        self._norms = []
-        executor.look([microbatch], self._see, replica)
-        return self._norms
+    def of(self, executor: Executor, microbatch: Microbatch, replica: int = 0) -> tuple[list[float], Figures]:
+        """The loss of a microbatch on a replica, where this rank computes it, and figures of the gradients."""
+        self._found = []
+        losses, _ = executor.look([microbatch], self._see, replica)
+        return losses[:1], self._found
 
     def _see(self, outputs: Sequence[torch.Tensor]) -> None:
         before = self._buffers()
@@ -104,7 +106,9 @@ class GradientNorms:
         self.changed += [name for name in before if now[name] != before[name]]
 
     def _note(self, gradient: torch.Tensor) -> torch.Tensor:
-        self._norms.append(float(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64)))
+        own = gradient.detach()
+        norm, total = torch.linalg.vector_norm(own, dtype=torch.float64), own.sum(dtype=torch.float64)
+        self._found.append((float(norm), float(total)))
         return gradient.new_zeros(()).expand_as(gradient)  # the gradients of all leaves would take memory together
 
     def _buffers(self) -> dict[str, int]:
@@ -134,16 +138,16 @@ def check_gradients(
     if not any(code for code, _ in found_by_rank) or any(reentrant for _, reentrant in found_by_rank):
         return
     data = world.group("data")
-    norms = GradientNorms([replica.module for replica in replicas])
-    found: list[list[float]] = []
+    gradients = LeafGradients([replica.module for replica in replicas])
+    found: list[Figures] = []
     for number in range(len(replicas)):
         order = [other, first, first] if (data.position + number) % 2 else [first, other, first]
         for microbatch in order:
-            of_this = norms.of(executor, microbatch, number)
+            _, of_this = gradients.of(executor, microbatch, number)
             found += [of_this] if microbatch is first else []
     everywhere = [one for rank in gather_values(found, data) for one in rank]
-    differ = any(_differ(everywhere[0], one) for one in everywhere)
-    by_rank = gather_values((differ, [name for name in norms.changed if name not in known]), everyone)
+    differ = any(gradients_differ(everywhere[0], one) for one in everywhere)
+    by_rank = gather_values((differ, [name for name in gradients.changed if name not in known]), everyone)
     changed = next((names[0] for _, names in by_rank if names), "")
     if changed or any(one for one, _ in by_rank):
         raise UserError(
@@ -156,13 +160,15 @@ def check_gradients(
         )
 
 
-def _differ(norms: Sequence[float], others: Sequence[float]) -> bool:
-    if len(norms) != len(others):
+def gradients_differ(ones: Figures, others: Figures) -> bool:
+    """Whether gradients of one microbatch are others than those, by more than rounding."""
+    if len(ones) != len(others):
         return True
-    largest = max(norms, default=0.0)
+    largest = max((norm for norm, _ in ones if math.isfinite(norm)), default=0.0)
     return any(
-        math.isnan(one) != math.isnan(other) or abs(one - other) > OWN * one + OTHERS * largest
-        for one, other in zip(norms, others, strict=True)
+        math.isnan(one) != math.isnan(other) or abs(one - other) > OWN * pair[0] + OTHERS * largest
+        for pair, its in zip(ones, others, strict=True)
+        for one, other in zip(pair, its, strict=True)
     )
 
 

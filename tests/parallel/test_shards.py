@@ -238,11 +238,13 @@ class PastTheHooks(Chain):
 class LeavesOutLater(OneLeftOut):
     """Leaves none out in the forwards before the first step, for no reason that is seen in them."""
 
-    forwards = 0
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.forwards = [0]  # a number would be put back after those forwards
 
     def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        self.forwards += 1
-        return Chain.through(self, x, tokens) if self.forwards < 5 else super().through(x, tokens)
+        self.forwards[0] += 1
+        return Chain.through(self, x, tokens) if self.forwards[0] < 5 else super().through(x, tokens)
 
 
 def by_parts(model: Any, batch: Any) -> evenly.Loss:

@@ -765,6 +765,33 @@ class CountingBlock(Block):
         return super().forward(x) * self.factor(self.times)
 
 
+class CountingWatched(Watched):
+    """Keeps moving averages, for which steps look again, and counts its forwards."""
+
+    times = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.times += 1
+        return super().forward(x) * (1.0 if self.times < 11 else 0.5)
+
+
+class ReversedBlock(Block):
+    """Its gradient, and not its result, follows from how often it has run."""
+
+    times = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.times += 1
+        found = super().forward(x)
+        return found.detach() + (found - found.detach()) * (1.0 if self.times < 7 else -1.0)
+
+
+def reversing() -> Net:
+    model = Net()
+    model.blocks = nn.ModuleList(ReversedBlock() for _ in range(4))
+    return model
+
+
 def counting(factor: Callable[[int], float]) -> Net:
     model = Net()
     model.blocks = nn.ModuleList(CountingBlock() for _ in range(4))
@@ -1083,6 +1110,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "counted in the first steps": lambda: Case(job(lambda: counting(lambda times: 1.0 if times < 7 else 0.5))),
     "counted for long": lambda: Case(job(lambda: counting(lambda times: 1.0 if times < 4000 else 0.5))),
     "counted up to an end": lambda: Case(job(lambda: counting(([1.0] * 2000).__getitem__))),
+    "counted for gradients": lambda: Case(job(reversing)),
+    "counted and averaged": lambda: Case(job(CountingWatched)),
     "counted in vain": lambda: Case(job(lambda: counting(lambda _: 1.0))),
     "norms listed": lambda: Case(job(with_listed_norms)),
     "left behind": lambda: Case(job(Telltale, loss=with_what_was_told)),

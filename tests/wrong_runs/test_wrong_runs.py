@@ -44,7 +44,8 @@ REFUSED: dict[str, set[str]] = {
     "other weights": {"zero3", "pipeline=2"},
     **{key: {"pipeline=2"} for key in ("spectral norm called twice", "moving averages")},
     **dict.fromkeys(("norms averaged", "first norms", "backwards counted", "norms noted"), SHARED),
-    **{f"counted {what}": SHARED for what in ("in the first steps", "for long", "up to an end")},
+    **{f"counted {what}": SHARED for what in ("in the first steps", "for long", "up to an end", "for gradients")},
+    "counted and averaged": {*SHARED, "pipeline=2"},
 }
 NOISES = ("on gradients", "by Python", "by numpy", "of a function", "on parameters")
 # Between steps: numbers of a parameter of another stage, and a parameter given other memory.
@@ -54,7 +55,7 @@ NOT_TRIED = {("own loop by gradients", plan) for plan in ("zero1", "pipeline=2")
 # Refused by some ranks in a forward of the look or the first step: the others are ended with them.
 STOPPED = (
     *("checkpoint of two", "saved queue", "codebook", "chosen blocks"),
-    *("moving averages", "own buffers", "retyped"),
+    *("moving averages", "own buffers", "retyped", "counted and averaged"),
     *("norms noted", *(f"noise {where}" for where in NOISES)),
 )
 IN_THE_STEP = {(name, "pipeline=2") for name in STOPPED} | {("retyped", "single"), ("written gradients", "zero3")}

@@ -67,13 +67,12 @@ def recomputing(*, selective: bool, device: str = "cpu", alone: bool = False) ->
         how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # `RepeatedForward` does
         if selective and not _is_recurrent(block.module):
             how["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-        modules = [*block.module.modules()]
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             _refuse_caches((*args, *kwargs.values()))
-            tensors = list[torch.Tensor]()
+            tensors, modules = list[torch.Tensor](), [*block.module.modules()]
             state = BlockBuffers(modules if alone else ()), NumbersAndWords(modules)
             try:
                 kept = map_tensors(lambda one: tensors.append(one) or one, (args, kwargs))
