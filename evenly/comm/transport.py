@@ -115,8 +115,8 @@ def is_timed(group: Group) -> bool:
 
 def timing_of(group: Group, serial: int) -> Timing | None:
     """What is noted of the operation `serial`, if it is timed."""
-    recorder = group.recorder
-    return None if recorder is None or recorder.timings is None else recorder.timings.get(serial)
+    timings = None if group.recorder is None else group.recorder.timings  # read once: any thread may end them
+    return None if timings is None else timings.get(serial)
 
 
 def watched(works: Sequence[_Work], timing: Timing, *, messages: bool) -> Sequence[_Work]:
@@ -217,8 +217,8 @@ def enter(
     serial = 0
     if (recorder := group.recorder) is not None:
         serial = recorder.enter(number, call_text(call))
-        if recorder.timings is not None and is_timed(group):
-            recorder.timings[serial] = Timing(operation, group.name, label, perf_counter())
+        if (timings := recorder.timings) is not None and is_timed(group):  # read once: any thread may end them
+            timings[serial] = Timing(operation, group.name, label, perf_counter())
     if group.checked and collective and group.size > 1:
         check_call(call, number, group, position)
     return serial

@@ -160,7 +160,8 @@ class Recorder:
         """
         if self._serial - serial < ENTRIES:
             _TIME.pack_into(self._memory, _start(serial) + _LEFT_AT, time.time())
-        if self.timings is not None and (timing := self.timings.get(serial)) is not None:
+        timings = self.timings  # read once: another thread may end them
+        if timings is not None and (timing := timings.get(serial)) is not None:
             timing.waited_from_s = timing.begin_s if waited_from_s is None else waited_from_s
             timing.ended_s = time.perf_counter()
         self._ticks += 1

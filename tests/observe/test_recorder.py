@@ -8,9 +8,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from evenly.comm.transport import enter, timing_of
 from evenly.observe import recorder
 from evenly.observe.recorder import CollectiveCall, Recorder, UserStack, call_from, call_text, glance, read
 from evenly.observe.stacks import Place, StackReader
@@ -52,6 +56,40 @@ def test_the_beat_tells_where_the_main_thread_is_and_since_when(tmp_path: Path) 
     writer.close()
     assert began_s <= record.since_s <= record.beat_s <= time.time()
     assert later.beat_s >= record.beat_s
+
+
+class Ending(Recorder):
+    """Timings that another thread ends as soon as they have been read `reads` times."""
+
+    reads = 1
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "timings":
+            self.reads -= 1
+            return super().__getattribute__(name) if self.reads >= 0 else None
+        return super().__getattribute__(name)
+
+
+def test_timings_may_end_while_another_thread_begins_or_ends_an_operation(tmp_path: Path) -> None:
+    """As those of a step do while its checkpoint is written."""
+    writer = Ending(tmp_path / "0.record", 0)
+    writer.time_operations()
+    group: Any = SimpleNamespace(
+        position=0, rank=0, size=2, check_open=lambda: None, device=torch.device("cpu"), operations=0, recorder=writer,
+        checked=False, label="data [0-1]", name="data",
+    )  # fmt: skip
+    acts: list[Callable[[int], Any]] = [
+        lambda _: enter(group, "gather_values", None),
+        writer.leave,
+        lambda serial: timing_of(group, serial),
+    ]
+    for act in acts:
+        for reads in range(4):
+            writer.reads = 99
+            serial = enter(group, "gather_values", None)
+            writer.reads = reads
+            act(serial)
+    writer.close()
 
 
 def test_what_is_not_a_record_is_none(tmp_path: Path) -> None:
