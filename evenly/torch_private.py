@@ -59,9 +59,10 @@ class PlainDispatchMode(TorchDispatchMode):
 # ------------------------------------------------------------------------------------------- subclasses of tensors
 # Within, tensors of subclasses are to Python what they are in memory; no subclass's `__torch_function__` is called.
 without_subclasses: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass  # pyright: ignore
-# Within, no mode's is called either.
+# Within, no mode's is called either; nor are modes that intercept operations, within the second.
 without_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction  # pyright: ignore
-# The inverse of both, within them.
+without_dispatch_modes: Callable[[], AbstractContextManager[Any]] = torch.utils._python_dispatch._disable_current_modes  # pyright: ignore
+# The inverse of the first two, within them.
 with_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C._EnableTorchFunction  # pyright: ignore
 
 

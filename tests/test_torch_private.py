@@ -104,6 +104,7 @@ from evenly.torch_private import (
     unwrapped,
     version,
     with_torch_function,
+    without_dispatch_modes,
     without_fake_mode,
     without_function_mode,
     without_subclasses,
@@ -212,6 +213,16 @@ class Tripled(torch.overrides.TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (3 if func is torch.sum else 1) * func(*args, **(kwargs or {}))
+
+
+def test_operations_past_modes() -> None:
+    with Seen() as seen:
+        torch.ones(2).add_(1)
+        with without_dispatch_modes():
+            torch.ones(2).mul_(2)
+        torch.ones(2).sub_(1)
+    names = [packet.__name__ for packet in seen.packets]
+    assert [name for name in names if name.endswith("_")] == ["add_", "sub_"]
 
 
 def test_subclasses_without_and_with_their_functions() -> None:

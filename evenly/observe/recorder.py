@@ -130,7 +130,7 @@ class Recorder:
         self._state: State = "running"
         self._longest_step_s = 0.0
         self.waited_s = 0.0  # for other ranks, in all
-        self.timings: dict[int, Timing] | None = None  # by serial, of operations that are timed; None for none
+        self.timings: dict[int, Timing] | None = None  # by serial; None at any time: another thread may end them
         self.writing = ""  # what a thread of its own writes: a short name
         self._since_s = time.time()
         self._beat("starting", "running")
@@ -160,8 +160,7 @@ class Recorder:
         """
         if self._serial - serial < ENTRIES:
             _TIME.pack_into(self._memory, _start(serial) + _LEFT_AT, time.time())
-        timings = self.timings  # read once: another thread may end them
-        if timings is not None and (timing := timings.get(serial)) is not None:
+        if (timings := self.timings) is not None and (timing := timings.get(serial)) is not None:
             timing.waited_from_s = timing.begin_s if waited_from_s is None else waited_from_s
             timing.ended_s = time.perf_counter()
         self._ticks += 1

@@ -31,8 +31,9 @@ from evenly.job import Job, is_stream
 from evenly.parallel.core.attributes import NumbersAndWords, own_attributes
 from evenly.parallel.core.calls import ForwardEnded
 from evenly.parallel.core.mutation_guard import fingerprint
+from evenly.parallel.core.places import places_restored
 from evenly.plan import Plan
-from evenly.train.counters import Counters
+from evenly.train.counters import Counters, roots_of
 from evenly.train.look_buffers import check_averages, find_averages, refuse_rounded
 from evenly.train.look_gradients import BackwardLook, check_gradients
 from evenly.train.same_numbers import same
@@ -230,7 +231,7 @@ def _check_phase(plan: Plan, executor: Executor, microbatches: Sequence[Microbat
     first, other = microbatches[0], microbatches[-1]
     cut = plan.data.zero_stage == 3 or plan.tensor.active or plan.pipeline.active
     models = [replica.module for replica in executor.composed.replicas]
-    known, dtypes, counters = own_attributes(models[0]), _dtypes(models), Counters(models)
+    known, dtypes, counters = own_attributes(models[0]), _dtypes(models), Counters(executor)
     with undisturbed(*executor.devices), buffers_restored(models), _explained(plan) if cut else nullcontext():
         backward = BackwardLook()
         with _noticing(plan, executor) as changed, backward.watching():
@@ -244,7 +245,7 @@ def _check_phase(plan: Plan, executor: Executor, microbatches: Sequence[Microbat
             executor.look([first])
             remembers = remembers or _buffers(models) != before
         with _noticing(plan, executor):
-            counters.find(executor, first, world)
+            counters.find(first, world)
     chosen = len(set(orders)) > 1
     now = own_attributes(models[0]) if remembers else known
     changed_here = [name for name in {**known, **now} if known.get(name) != now.get(name)]
@@ -253,8 +254,7 @@ def _check_phase(plan: Plan, executor: Executor, microbatches: Sequence[Microbat
         raise problem
     with undisturbed(*executor.devices), buffers_restored(models), _noticing(plan, executor):
         check_gradients(plan, executor, (first, other), world, backward, known=averages)
-        if plan.data.size * len(models) > 1:
-            counters.check(executor, first, world, gradients=not backward.is_reentrant)
+        counters.check(first, world, gradients=not backward.is_reentrant)
     counters.put_back()
     return averages
 
@@ -301,7 +301,7 @@ def check_again(
     """Raises `UserError`, on all ranks alike, where the moving averages are others than at the start."""
     models = [replica.module for replica in executor.composed.replicas]
     attributes = NumbersAndWords(chain.from_iterable(model.modules() for model in models))
-    with undisturbed(*executor.devices), buffers_restored(models):
+    with undisturbed(*executor.devices), buffers_restored(models), places_restored(roots_of(executor)):
         check_averages(executor, microbatches, averages, world)
     attributes.restore()
 

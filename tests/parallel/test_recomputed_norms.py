@@ -6,6 +6,7 @@ tensor axis splits its channels, what its second forward keeps must look as what
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -149,11 +150,10 @@ class Alternating(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.calls = nn.Linear(4, 4), [0]  # a number would be put back before a second call
+        self.linear, self.calls = nn.Linear(4, 4), itertools.count(1)  # what is seen to count is put back before
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls[0] += 1
-        return self.linear(x).tanh().sin() if self.calls[0] % 2 else self.linear(x).tanh()
+        return self.linear(x).tanh().sin() if next(self.calls) % 2 else self.linear(x).tanh()
 
 
 def alternating_job() -> evenly.Job:

@@ -765,6 +765,86 @@ class CountingBlock(Block):
         return super().forward(x) * self.factor(self.times)
 
 
+class KeepingCount(Block):
+    """Halves what it is given from its seventh forward on, which it counts in what it keeps."""
+
+    def __init__(self, keep: Callable[[], Any], count: Callable[[Any], int]) -> None:
+        super().__init__()
+        self.kept, self.count = keep(), count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * (1.0 if self.count(self.kept) < 7 else 0.5))
+
+
+def first_element(kept: Any) -> int:
+    kept[0] += 1
+    return int(kept[0])
+
+
+def attribute(kept: Any) -> int:
+    kept.times += 1
+    return kept.times
+
+
+def length(kept: list[int]) -> int:
+    kept.append(len(kept))
+    return len(kept)
+
+
+ALL_TIMES = 0
+
+
+def variable(_: Any) -> int:
+    global ALL_TIMES
+    ALL_TIMES += 1
+    return ALL_TIMES // 4  # blocks
+
+
+class Tally:
+    times = 0
+
+
+def of_class(_: Any) -> int:
+    Tally.times += 1
+    return Tally.times // 4
+
+
+COUNTS: dict[str, tuple[Callable[[], Any], Callable[[Any], int]]] = {
+    "in a list": (lambda: [0], first_element),
+    "in a dict": (lambda: {0: 0}, first_element),
+    "in an array": (lambda: np.zeros(1), first_element),
+    "in a tensor": (lambda: torch.zeros(1), first_element),
+    "in an object": (lambda: types.SimpleNamespace(times=0), attribute),
+    "by entries": (list, length),
+    "in a variable": (lambda: None, variable),
+    "by a class": (lambda: None, of_class),
+}
+
+
+def keeping_counts(keep: Callable[[], Any], count: Callable[[Any], int]) -> Net:
+    global ALL_TIMES
+    ALL_TIMES = Tally.times = 0
+    model = Net()
+    model.blocks = nn.ModuleList(KeepingCount(keep, count) for _ in range(4))
+    return model
+
+
+LOSSES = 0
+
+
+def counted_loss(model: nn.Module, batch: Any) -> evenly.Loss:
+    global LOSSES
+    LOSSES += 1
+    found = class_loss(model, batch)
+    return evenly.Loss(found.total * (1.0 if LOSSES < 8 else 0.5), found.weight)
+
+
+def counting_losses() -> Net:
+    global LOSSES
+    LOSSES = 0
+    return Net()
+
+
 class CountingWatched(Watched):
     """Keeps moving averages, for which steps look again, and counts its forwards."""
 
@@ -1110,6 +1190,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "counted in the first steps": lambda: Case(job(lambda: counting(lambda times: 1.0 if times < 7 else 0.5))),
     "counted for long": lambda: Case(job(lambda: counting(lambda times: 1.0 if times < 4000 else 0.5))),
     "counted up to an end": lambda: Case(job(lambda: counting(([1.0] * 2000).__getitem__))),
+    **{f"counted {where}": (lambda how=how: Case(job(lambda: keeping_counts(*how)))) for where, how in COUNTS.items()},
+    "counted by the loss": lambda: Case(job(counting_losses, loss=counted_loss)),
     "counted for gradients": lambda: Case(job(reversing)),
     "counted and averaged": lambda: Case(job(CountingWatched)),
     "counted in vain": lambda: Case(job(lambda: counting(lambda _: 1.0))),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from battery import STEPS, chosen_by_microbatch, outcome, outcomes, steps_of_ranks
-from cases import CASES
+from cases import CASES, COUNTS
 from kept_ranks import KeptRanks, RankFailure
 
 PLANS = {"single": 1, "ddp": 2, "zero1": 2, "zero3": 2, "tensor=2": 2, "pipeline=2": 2, "dp replicas=2": 1}
@@ -45,6 +45,8 @@ REFUSED: dict[str, set[str]] = {
     **{key: {"pipeline=2"} for key in ("spectral norm called twice", "moving averages")},
     **dict.fromkeys(("norms averaged", "first norms", "backwards counted", "norms noted"), SHARED),
     **{f"counted {what}": SHARED for what in ("in the first steps", "for long", "up to an end", "for gradients")},
+    **{f"counted {where}": SHARED for where in (*COUNTS, "by the loss")},
+    **{f"counted {where}": {*SHARED, "pipeline=2"} for where in ("in a variable", "by a class")},  # of all blocks
     "counted and averaged": {*SHARED, "pipeline=2"},
 }
 NOISES = ("on gradients", "by Python", "by numpy", "of a function", "on parameters")
@@ -52,6 +54,8 @@ NOISES = ("on gradients", "by Python", "by numpy", "of a function", "on paramete
 BETWEEN = {**{f"own loop {name}": {"pipeline=2"} for name in ELSEWHERE}, "own loop norm of data": {"zero1"}}
 # Gradients outlive a step where a rank has them as the parameters are.
 NOT_TRIED = {("own loop by gradients", plan) for plan in ("zero1", "pipeline=2")}
+# Where counts are kept is looked at in the same way under every plan.
+NOT_TRIED |= {(f"counted {where}", plan) for where in COUNTS for plan in ("single", "zero1", "zero3", "tensor=2")}
 # Refused by some ranks in a forward of the look or the first step: the others are ended with them.
 STOPPED = (
     *("checkpoint of two", "saved queue", "codebook", "chosen blocks"),
@@ -65,7 +69,7 @@ IN_THE_STEP = {(name, "pipeline=2") for name in STOPPED} | {("retyped", "single"
 def test_jobs_have_the_numbers_of_a_plain_loop_or_are_refused(plan: str, ranks: KeptRanks) -> None:
     late = IN_THE_STEP | {(name, where) for name, plans in BETWEEN.items() for where in plans} | NOT_TRIED
     names = [name for name in CASES if (name, plan) not in late]
-    by_rank = ranks.run(outcomes, names, plan, size=PLANS[plan], limit_s=300)
+    by_rank = ranks.run(outcomes, names, plan, size=PLANS[plan], limit_s=900)
     wanted = {name: "refused" if plan in REFUSED.get(name, ()) else "equal" for name in names}
     for found in by_rank:
         assert {name: found[name] for name in names if found[name][0] != wanted[name]} == {}
@@ -118,6 +122,13 @@ def test_blocks_that_are_chosen_by_the_microbatch_are_refused_where_they_are_gat
 @pytest.mark.parametrize("how", ["full", "selective"])
 def test_what_one_device_recomputes_changes_buffers_once(how: str, ranks: KeptRanks) -> None:
     names = ["moving averages", "own buffers", "codebook", "spectral norm", "frozen norm"]
+    (found,) = ranks.run(outcomes, names, f"single recompute={how}", size=1, limit_s=120)
+    assert {name: found[name] for name in names if found[name][0] != "equal"} == {}
+
+
+@pytest.mark.parametrize("how", ["full", "selective"])
+def test_what_one_device_recomputes_is_counted_once(how: str, ranks: KeptRanks) -> None:
+    names = [name for name in CASES if name.startswith("counted")]
     (found,) = ranks.run(outcomes, names, f"single recompute={how}", size=1, limit_s=120)
     assert {name: found[name] for name in names if found[name][0] != "equal"} == {}
 

@@ -67,16 +67,6 @@ def _restore(own: dict[str, Any], values: dict[str, Any]) -> None:
             own[name] = values[name]
 
 
-def numbers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, float]:
-    """The numbers in attributes of named modules, by full name; no flags."""
-    return {
-        f"{prefix}.{name}".lstrip("."): value
-        for prefix, module in modules
-        for name, value in vars(module).items()
-        if type(value) in (int, float)
-    }
-
-
 def _plain(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in _attributes(module).items() if isinstance(value, PLAIN)}
 

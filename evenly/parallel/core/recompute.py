@@ -11,7 +11,7 @@ lie around the block.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from traceback import walk_tb
@@ -28,6 +28,7 @@ from evenly.errors import PlanError, RunError
 from evenly.model.blocks import Block
 from evenly.parallel.core.attributes import NumbersAndWords
 from evenly.parallel.core.calls import Change, Forward
+from evenly.parallel.core.places import ValuePlace, places, places_restored, put_back
 from evenly.torch_private import ATTENTION
 
 _aten = torch.ops.aten
@@ -56,6 +57,8 @@ REFUSALS = (
 )
 CHANGED = "has been modified by an inplace operation"
 
+PutBack = Callable[[], AbstractContextManager[None]]
+
 
 def recomputing(*, selective: bool, device: str = "cpu", alone: bool = False) -> Change:
     """What makes a forward recompute.
@@ -67,18 +70,21 @@ def recomputing(*, selective: bool, device: str = "cpu", alone: bool = False) ->
         how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # `RepeatedForward` does
         if selective and not _is_recurrent(block.module):
             how["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        counts = BlockCounts(block.module)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             _refuse_caches((*args, *kwargs.values()))
             tensors, modules = list[torch.Tensor](), [*block.module.modules()]
-            state = BlockBuffers(modules if alone else ()), NumbersAndWords(modules)
+            buffers, attributes = BlockBuffers(modules if alone else ()), NumbersAndWords(modules)
             try:
                 kept = map_tensors(lambda one: tensors.append(one) or one, (args, kwargs))
             except (TypeError, ValueError):  # of a class that cannot be made again of its fields
                 kept, tensors = (args, kwargs), [*tensors_in((args, kwargs))]
-            return checkpoint(RepeatedForward(forward, (args, kwargs), kept, state, device), *tensors, **how)
+            with counts.noted() as before:
+                state = buffers.put_back, attributes.put_back, partial(counts.put_back, before)
+                return checkpoint(RepeatedForward(forward, (args, kwargs), kept, state, device), *tensors, **how)
 
         return run
 
@@ -88,14 +94,16 @@ def recomputing(*, selective: bool, device: str = "cpu", alone: bool = False) ->
 class RepeatedForward:
     """A forward of a block that runs with the arguments that are `given` first, and again with those that are `kept`.
 
-    kept: the same tensors in containers that nobody changes. state: of the block, as the first began.
+    kept: the same tensors in containers that nobody changes. state: what puts the block back to as the first found it.
 
     It is called with all tensors among them, which torch saves: it raises where one was changed in place. By itself it
     would not look into containers and named arguments, and would leave out the random numbers of a GPU on which none of
     the others is.
     """
 
-    def __init__(self, forward: Forward, given: Any, kept: Any, state: BlockState, device: str) -> None:
+    def __init__(
+        self, forward: Forward, given: Any, kept: Any, state: tuple[PutBack, PutBack, PutBack], device: str
+    ) -> None:
         self._forward, self._given, self._kept, self._state = forward, given, kept, state
         self._drawn = DrawnNumbers(device)
 
@@ -107,8 +115,8 @@ class RepeatedForward:
                 self._drawn.end()
                 return result
             args, kwargs = self._kept
-            buffers, attributes = self._state
-            with buffers.put_back(), attributes.put_back(), self._drawn.again():
+            buffers, attributes, counts = self._state
+            with buffers(), attributes(), counts(), self._drawn.again():
                 return self._forward(*args, **kwargs)
         except RuntimeError as problem:
             for said, found, to_do in REFUSALS:
@@ -136,7 +144,31 @@ class BlockBuffers:
                 setattr(module, name, buffer)
 
 
-BlockState = tuple[BlockBuffers, NumbersAndWords]
+class BlockCounts:
+    """What the forwards of a block change in lists, tensors or objects that it holds, or in variables that it names."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._roots = [("", block)]
+        self._changes: bool | None = None  # known when the first forward has run
+
+    @contextmanager
+    def noted(self) -> Generator[dict[str, ValuePlace]]:
+        """Around a forward: as it begins; nothing of a block that changes none."""
+        before = {} if self._changes is False else places(self._roots)
+        yield before
+        if self._changes is None:
+            now = places(self._roots)
+            self._changes = any(place.differs(before.get(name)) for name, place in now.items())
+
+    @contextmanager
+    def put_back(self, before: dict[str, ValuePlace]) -> Generator[None]:
+        """Within, it is as it was `before`."""
+        if not (before and self._changes):
+            yield
+            return
+        with places_restored(self._roots):
+            put_back(self._roots, before)
+            yield
 
 
 class RecomputedBackward:

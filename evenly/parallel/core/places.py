@@ -1,0 +1,200 @@
+"""Where the code of a job keeps what it counts, outside of a model's state.
+
+Numbers, small tensors and arrays, and lists that grow: in attributes of modules, of other objects and of the job's own
+classes, in containers there, in closures, and in global variables that the job's own functions name.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from operator import setitem
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from evenly.torch_private import without_dispatch_modes, without_torch_function
+
+FEW = 1000  # elements: of a container that is looked into, and of a tensor or an array that may be a count
+MOST = 100_000  # objects that are looked at
+LONGER = 100  # elements, by which a list is made longer at most: code may stack them
+APART = ("evenly", "torch", "numpy")  # packages whose objects are no part of a job
+STATE = ("_parameters", "_buffers", "_modules")  # of a module, and its children, which have names of their own
+NUMBERS = (int, float, np.integer, np.floating)
+INSTALLED = sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
+NO_COUNTS = {str, bytes, bool, type(None), *weakref.ProxyTypes}  # proxies ask objects that may be gone
+
+
+@dataclass(frozen=True)
+class ValuePlace:
+    """Where a value is kept: a copy of it, how another is put there, and how none is."""
+
+    value: Any
+    write: Callable[[Any], Any]
+    drop: Callable[[], Any] | None = None
+
+    def differs(self, other: ValuePlace | None) -> bool:
+        """Whether `other` has another value, or is none; of lists, whether it is longer or shorter."""
+        if other is None or not self.is_like(other):
+            return True
+        one, its = self.value, other.value
+        if isinstance(one, list):
+            return len(one) != len(its)
+        if isinstance(one, (torch.Tensor, np.ndarray)):
+            return not bool((one == its).all())
+        return one != its and (one == one or its == its)
+
+    def is_like(self, other: ValuePlace) -> bool:
+        """Whether the value of `other` can be put here."""
+        one, its = self.value, other.value
+        if type(one) is not type(its) or isinstance(one, (list, *NUMBERS)):
+            return type(one) is type(its)
+        return one.shape == its.shape and getattr(one, "device", None) == getattr(its, "device", None)
+
+    def put(self, before: ValuePlace, by: int = 0) -> None:
+        """Puts what was there `before`, as it would be after `by` more counts."""
+        value = before.value
+        if isinstance(value, list):
+            value = [*value, *(self.value[-1:] * min(by, LONGER))]
+        self.write(value + by if by and not isinstance(value, list) else value)
+
+
+Held = tuple[str, Any, Any, Any]  # the way to an object, itself, and which entry of what it is
+
+
+def places(roots: Iterable[tuple[str, Any]]) -> dict[str, ValuePlace]:
+    """Those that can be reached from named objects, by the way there; each object is come to once."""
+    with without_torch_function(), without_dispatch_modes():
+        return _places(roots)
+
+
+def _places(roots: Iterable[tuple[str, Any]]) -> dict[str, ValuePlace]:
+    found: dict[str, ValuePlace] = {}
+    seen: dict[int, Any] = {}  # with the objects, which keeps their ids theirs
+    waiting: deque[Held] = deque((name, root, None, None) for name, root in roots)
+    while waiting and len(seen) < MOST:
+        name, value, holder, key = waiting.popleft()
+        if isinstance(value, NUMBERS) and holder is not None:
+            drop = partial(holder.pop, key, None) if isinstance(holder, dict) else None
+            found[name] = ValuePlace(value, partial(_write, holder, key), drop)
+        elif id(value) not in seen:
+            seen[id(value)] = value
+            if (place := _place_of(value)) is not None:
+                found[name] = place
+            waiting.extend(one for one in _held_by(name, value) if type(one[1]) not in NO_COUNTS)
+    return found
+
+
+@contextmanager
+def places_restored(roots: Sequence[tuple[str, Any]]) -> Generator[None]:
+    """Undoes what is done within to the values that are kept there."""
+    before = places(roots)
+    try:
+        yield
+    finally:
+        put_back(roots, before)
+
+
+def put_back(roots: Sequence[tuple[str, Any]], before: Mapping[str, ValuePlace]) -> None:
+    """Puts back what was there before, where it is another now."""
+    with without_torch_function(), without_dispatch_modes():
+        for name, place in _places(roots).items():
+            if name in before and place.is_like(before[name]) and place.differs(before[name]):
+                place.put(before[name])
+
+
+def _write(holder: Any, key: Any, value: Any) -> None:
+    if isinstance(holder, type):
+        setattr(holder, key, value)
+    elif isinstance(holder, CellType):
+        holder.cell_contents = value
+    else:
+        holder[key] = value
+
+
+def _place_of(value: Any) -> ValuePlace | None:
+    """That of what is changed in place: a list, a small tensor or array."""
+    if isinstance(value, (list, deque)):
+        return ValuePlace([*value], partial(_replace, value))
+    if isinstance(value, np.ndarray) and value.size <= FEW and value.dtype.kind in "iuf":
+        return ValuePlace(value.copy(), partial(setitem, value, ...))  # pyright: ignore[reportArgumentType, reportCallIssue]
+    if type(value) is torch.Tensor and value.numel() <= FEW and not (value.requires_grad or value.is_meta):
+        is_number = value.dtype is not torch.bool and value.layout is torch.strided and not value.is_complex()
+        return ValuePlace(value.clone(), value.copy_) if is_number else None
+    return None
+
+
+def _replace(value: list[Any] | deque[Any], elements: Iterable[Any]) -> None:
+    value.clear()
+    value.extend(elements)
+
+
+def _held_by(name: str, value: Any) -> Iterator[Held]:
+    if isinstance(value, (dict, list, tuple, set, frozenset, deque)):
+        if len(value) <= FEW:
+            entries = [*(value.items() if isinstance(value, dict) else enumerate(value))]
+            holder = value if isinstance(value, (dict, list, deque)) else None
+            for number, (key, one) in enumerate(entries):
+                yield f"{name}[{key!r}]" if isinstance(key, (int, str)) else f"{name}[({number})]", one, holder, key
+    elif isinstance(value, (MethodType, classmethod, staticmethod, partial)):
+        parts = ("__func__", "__self__", "func", "args", "keywords")
+        yield from ((name, getattr(value, part, None), None, None) for part in parts)
+    elif isinstance(value, FunctionType):
+        if _is_own(value.__globals__.get("__name__", "")):
+            yield from _named_by(name, value)
+    elif isinstance(value, type):
+        if _is_own(value.__module__):
+            way = f"{value.__module__}.{value.__qualname__}"
+            yield from ((f"{way}.{key}", one, value, key) for key, one in [*vars(value).items()])
+    elif isinstance(value, nn.Module) or _is_kept(value):
+        own = vars(value)
+        ways = {**own, **own.get("_modules", {})} if isinstance(value, nn.Module) else own
+        for key, one in [*ways.items()]:  # which other threads may add to
+            if key not in STATE:
+                yield f"{name}.{key}".lstrip("."), one, own, key
+        yield from ((one.__name__, one, None, None) for one in type(value).__mro__ if _is_own(one.__module__))
+
+
+def _is_kept(value: Any) -> bool:
+    """Whether an object, or a Python module, may belong to the job."""
+    if isinstance(value, ModuleType):
+        return _is_own(value.__name__)
+    return hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in APART
+
+
+def _named_by(name: str, function: FunctionType) -> Iterator[Held]:
+    """What `function` has in its closure, attributes and defaults, and the global variables that its code names."""
+    for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield f"{name}.{variable}", cell.cell_contents, cell, None
+        except ValueError:  # it is empty yet
+            continue
+    yield from ((f"{name}.{key}", one, vars(function), key) for key, one in vars(function).items())
+    yield from ((f"{name}()", one, None, None) for one in (function.__defaults__, function.__kwdefaults__))
+    known = function.__globals__
+    for variable in _names(function.__code__) & known.keys():
+        yield f"{known['__name__']}.{variable}", known[variable], known, variable
+
+
+@cache
+def _names(code: CodeType) -> frozenset[str]:
+    """Those that the code of a function, and of functions within, has for global variables and attributes."""
+    return frozenset(code.co_names).union(*(_names(one) for one in code.co_consts if isinstance(one, CodeType)))
+
+
+@cache
+def _is_own(module: str) -> bool:
+    """Whether a Python module is the job's own: of no package that is installed, nor of Python's library."""
+    if module.partition(".")[0] in (*APART, *sys.stdlib_module_names):
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return not file.startswith(INSTALLED)
