@@ -55,13 +55,14 @@ class Counters:
         self._executor.look([microbatch])
         once = places(self._roots)
         counted_in_blocks: set[str] = set()
-        with _noting_counts(find_blocks(self._roots[0][1]), self._roots, counted_in_blocks):
+        blocks = find_blocks(self._roots[0][1]) if self._executor.plan.pipeline.active else []
+        with _noting_counts(blocks, self._roots, counted_in_blocks):
             self._executor.look([microbatch])
         again = places(self._roots)
         self._names = [
             name for name, place in again.items() if place.differs(once.get(name)) and (name in once or place.drop)
         ]
-        split = self._executor.plan.pipeline.active and not counted_in_blocks.isdisjoint(self._names)
+        split = not counted_in_blocks.isdisjoint(self._names)
         by_rank = gather_values((self._names, split), world.group("files"))
         self._known = sorted(set[str]().union(*(names for names, _ in by_rank)))
         self.is_split |= any(split for _, split in by_rank)
