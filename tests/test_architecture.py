@@ -375,7 +375,7 @@ PACKAGE_LINES = {
     "cli": 3149,  # clusters compared; the board; runs under Ray; submit, doctor and bench on nodes; loggers, the screen
     "comm": 3441,  # operations that are timed; sums in shared memory; links from node to node; messages that cross
     "data": 1923,  # what workers have from their rank; where generators are; tensors that objects hide
-    "engine": 3391,  # results in objects; compilers of blocks; autocast as on GPUs; outputs that a look is given
+    "engine": 3398,  # results in objects; compilers of blocks; autocast as on GPUs; outputs that a look is given
     "hardware": 1256,  # sums of 16 bits on CPUs; links from node to node, shared cores; the host; variants of devices
     "launcher": 3824,  # imports without collections; a folder that all nodes see; batch scripts and manifests
     "model": 725,  # collectives; fake tensors that are made again; models built without memory; phases
@@ -390,7 +390,7 @@ PACKAGE_LINES = {
     "planner": 7563,  # gradients as they come; sums on CPUs, by type and in shared memory; types as on GPUs
     "ray": 447,  # ranks that Ray places, starts and replaces
     "report": 4848,  # hidden communication; curves on each other; numbers that jobs log; sorted tables, mechanisms
-    "train": 4366,  # communication of recorded steps; spans; starting again; phases; what backwards remember, counts
+    "train": 4364,  # communication of recorded steps; spans; starting again; phases; what backwards remember, counts
     "verify": 2232,  # parts on the host; verdicts as they come; phases; streams, metrics and groups in the reference
 }
 # Parameters of a command are the options that it has on the command line.

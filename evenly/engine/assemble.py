@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -14,6 +14,7 @@ from evenly.engine.compose import Composed, compose, devices_of
 from evenly.engine.find_splits import find_splits
 from evenly.job import Job
 from evenly.launcher.allocator import hand_back_freed_memory, keep_freed_memory, return_freed_memory
+from evenly.parallel.core.places import places_restored
 from evenly.parallel.core.sharded_init import ShardedInit
 from evenly.parallel.core.stale import mark_stale, memory_of
 from evenly.plan import Plan
@@ -51,8 +52,10 @@ def build_and_compose(job: Job, plan: Plan, world: World, load: Load | None = No
                 load(module, init)
         check_same_start(modules[0], world, init)
         before = memory_of(modules[0])
-        splits = find_splits(job, modules[0], plan, world)
-        stages = _find_stages(job, modules[0], plan, world)
+        roots = roots_of(job, modules) if plan.tensor.active or plan.pipeline.active else []
+        with places_restored(roots):  # what runs on fake tensors here is no part of the training
+            splits = find_splits(job, modules[0], plan, world)
+            stages = _find_stages(job, modules[0], plan, world)
         composed = compose(modules, plan, world, splits, stages)
     if composed.pipeline is not None:
         refuse_gradient_hooks(modules[0], plan, composed.pipeline.ties.names)
@@ -61,6 +64,12 @@ def build_and_compose(job: Job, plan: Plan, world: World, load: Load | None = No
     if sharded and world.device == "cpu":
         keep_freed_memory()
     return composed
+
+
+def roots_of(job: Job, modules: Sequence[nn.Module]) -> list[tuple[str, Any]]:
+    """What the code of a job is reached from, by name."""
+    models = [(f"replica {number}" * bool(number), module) for number, module in enumerate(modules)]
+    return [*models, *((phase or "loss", one.loss) for phase, one in job.by_phase.items())]
 
 
 def _find_stages(

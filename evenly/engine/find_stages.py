@@ -20,7 +20,6 @@ from evenly.engine.precision import autocast_as_on, place_batch
 from evenly.errors import PlanError
 from evenly.job import Job
 from evenly.model.modes import evaluating
-from evenly.parallel.core.places import places_restored
 from evenly.parallel.core.recompute import CachesOff
 from evenly.parallel.pipeline.model import StagedModel
 from evenly.parallel.pipeline.stage_discovery import find_call_costs, find_calls, find_stage_plan
@@ -70,20 +69,19 @@ def stage_plans_of(
             "leave split_points out",
         )
     jobs = job.by_phase | ({"": job} if job.eval_data is not None else {})
-    with places_restored([("", model.model), *((phase, one.loss) for phase, one in jobs.items())]):
-        caches = CachesOff(model.model)
-        try:
-            phases = {phase: _cut_phase(one, model, plan, device) for phase, one in jobs.items()}
-            owners = joined_owners([*model.stage_tensors], [(one.calls, one.counts) for one in phases.values()])
-            found: dict[str, StagePlan] = {}
-            for phase, one in phases.items():
-                evaluate = _evaluated(job, model.model, plan.precision) if phase == "" else None
-                found[phase] = find_stage_plan(
-                    model, one.calls, one.counts, one.compute, evaluate, owners=owners, phase=phase
-                )
-            return found, next(iter(phases.values())).calls.costs
-        finally:
-            caches.close()
+    caches = CachesOff(model.model)
+    try:
+        phases = {phase: _cut_phase(one, model, plan, device) for phase, one in jobs.items()}
+        owners = joined_owners([*model.stage_tensors], [(one.calls, one.counts) for one in phases.values()])
+        found: dict[str, StagePlan] = {}
+        for phase, one in phases.items():
+            evaluate = _evaluated(job, model.model, plan.precision) if phase == "" else None
+            found[phase] = find_stage_plan(
+                model, one.calls, one.counts, one.compute, evaluate, owners=owners, phase=phase
+            )
+        return found, next(iter(phases.values())).calls.costs
+    finally:
+        caches.close()
 
 
 @dataclass(frozen=True)

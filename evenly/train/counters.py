@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from evenly.comm.collectives import gather_values
 from evenly.comm.world import World
 from evenly.data.loader import Microbatch
+from evenly.engine.assemble import roots_of
 from evenly.engine.executor import Executor
 from evenly.errors import EvenlyError, UserError
 from evenly.model.blocks import Block, find_blocks
@@ -27,21 +28,17 @@ JUMPS = (1, 10, 100, 10**3, 10**4, 10**5)  # by which they are moved on, to see 
 NAMED = 3  # of them, in a message
 
 
-def roots_of(executor: Executor) -> list[tuple[str, Any]]:
-    """What the code of a job is reached from, by name."""
-    replicas = [(f"replica {one.number}" * bool(one.number), one.module) for one in executor.composed.replicas]
-    return [*replicas, *((phase or "loss", job.loss) for phase, job in executor.job.by_phase.items())]
-
-
 class Counters:
     """Those that the models of `executor` and its loss reach, before their first forward."""
 
     def __init__(self, executor: Executor) -> None:
-        self._executor, self._roots = executor, roots_of(executor)
+        self._executor = executor
+        self._models = [replica.module for replica in executor.composed.replicas]
+        self._roots = roots_of(executor.job, self._models)
         self._before = places(self._roots)
         self._names: list[str] = []
         self._known: list[str] = []  # of all ranks
-        self.is_split = len(executor.composed.replicas) * executor.plan.data.size > 1  # counted on some devices each
+        self.is_split = len(self._models) * executor.plan.data.size > 1  # counted on some devices each
 
     def find(self, microbatch: Microbatch, world: World) -> None:
         """Finds those that go on with every forward, after some have run, by running `microbatch` twice.
@@ -55,7 +52,7 @@ class Counters:
         self._executor.look([microbatch])
         once = places(self._roots)
         counted_in_blocks: set[str] = set()
-        blocks = find_blocks(self._roots[0][1]) if self._executor.plan.pipeline.active else []
+        blocks = find_blocks(self._models[0]) if self._executor.plan.pipeline.active else []
         with _noting_counts(blocks, self._roots, counted_in_blocks):
             self._executor.look([microbatch])
         again = places(self._roots)
@@ -75,7 +72,7 @@ class Counters:
         if not (self._known and self.is_split):
             return
         executor, found = self._executor, list[tuple[list[float], Figures]]()
-        leaves = LeafGradients([one.module for one in executor.composed.replicas])
+        leaves = LeafGradients(self._models)
         for jump in (0, *JUMPS):
             self._set(jump)
             try:

@@ -24,6 +24,7 @@ from evenly.data.generators import undisturbed
 from evenly.data.loader import HeldStream, Loader, Microbatch, microbatches_of_step, share_of_step
 from evenly.data.nest import tensors_by_path
 from evenly.data.split_streams import held_by, split_path
+from evenly.engine.assemble import roots_of
 from evenly.engine.executor import Executor
 from evenly.engine.updaters import Updaters
 from evenly.errors import EvenlyError, RunError, SampleError, UserError, describe, note_rank
@@ -33,7 +34,7 @@ from evenly.parallel.core.calls import ForwardEnded
 from evenly.parallel.core.mutation_guard import fingerprint
 from evenly.parallel.core.places import places_restored
 from evenly.plan import Plan
-from evenly.train.counters import Counters, roots_of
+from evenly.train.counters import Counters
 from evenly.train.look_buffers import check_averages, find_averages, refuse_rounded
 from evenly.train.look_gradients import BackwardLook, check_gradients
 from evenly.train.same_numbers import same
@@ -301,7 +302,7 @@ def check_again(
     """Raises `UserError`, on all ranks alike, where the moving averages are others than at the start."""
     models = [replica.module for replica in executor.composed.replicas]
     attributes = NumbersAndWords(chain.from_iterable(model.modules() for model in models))
-    with undisturbed(*executor.devices), buffers_restored(models), places_restored(roots_of(executor)):
+    with undisturbed(*executor.devices), buffers_restored(models), places_restored(roots_of(executor.job, models)):
         check_averages(executor, microbatches, averages, world)
     attributes.restore()
 
