@@ -223,6 +223,8 @@ def test_what_a_failed_step_has_left_is_freed(tmp_path: Path, monkeypatch: pytes
     ):
         train(run)
     assert left == [0]
+    assert run.store is not None
+    run.store.close()  # which a failed rank leaves to its end
 
 
 # --- the launcher ---------------------------------------------------------------------------------------
