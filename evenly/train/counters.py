@@ -38,7 +38,7 @@ class Counters:
         self._before = places(self._roots)
         self._names: list[str] = []
         self._known: list[str] = []  # of all ranks
-        self.is_split = len(self._models) * executor.plan.data.size > 1  # counted on some devices each
+        self._is_split = len(self._models) * executor.plan.data.size > 1  # counted on some devices each
 
     def find(self, microbatch: Microbatch, world: World) -> None:
         """Finds those that go on with every forward, after some have run, by running `microbatch` twice.
@@ -62,14 +62,14 @@ class Counters:
         split = not counted_in_blocks.isdisjoint(self._names)
         by_rank = gather_values((self._names, split), world.group("files"))
         self._known = sorted(set[str]().union(*(names for names, _ in by_rank)))
-        self.is_split |= any(split for _, split in by_rank)
+        self._is_split |= any(split for _, split in by_rank)
 
     def check(self, microbatch: Microbatch, world: World, *, gradients: bool) -> None:
         """Raises `UserError`, on all ranks alike, where the loss of a microbatch follows from what is counted.
 
         gradients: whether they are looked at too, which may follow from it where the loss does not.
         """
-        if not (self._known and self.is_split):
+        if not (self._known and self._is_split):
             return
         executor, found = self._executor, list[tuple[list[float], Figures]]()
         leaves = LeafGradients(self._models)
