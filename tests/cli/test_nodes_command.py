@@ -30,7 +30,7 @@ import evenly
 calls = 0
 
 def held():
-    "Waits in the 12th loss of each process, until the test lets it go on."
+    "Waits in the 12th loss of each process, the last of step 4 on two ranks, until the test lets it go on."
     global calls
     calls += 1
     while calls == 12 and os.environ.get("HOLD") and os.path.exists(os.environ["HOLD"]):
@@ -172,4 +172,4 @@ def test_a_node_that_a_scheduler_takes_away_leaves_and_the_run_goes_on(nodes: No
     assert "this node has left the run, which goes on without it" in nodes.said(1)
     said = nodes.said(0)
     assert "node 1 (" in said and "leaves" in said and "evenly: nodes 0 take part" in said and "restart" not in said
-    assert "goes on from step 3" in said  # the one under way, of which nothing is lost
+    assert "goes on from step 4" in said  # the one under way, of which nothing is lost
