@@ -15,7 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # for kept_ranks and jobs
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from kept_ranks import KeptRanks
+from kept_ranks import ALLOCATIONS, KeptRanks
 
 import evenly.launcher.no_collection  # noqa: F401  until all tests are imported
 from evenly.launcher.frozen import freeze_imports
@@ -55,6 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     freeze_imports()
     gc.enable()
+    gc.set_threshold(ALLOCATIONS, 50, 100)
 
 
 @pytest.fixture(scope="session")

@@ -310,7 +310,7 @@ class Recurrent(Chain):
     """Blocks of recurrent layers that hand their states on, between one before and one behind them."""
 
     def __init__(self, kind: type[nn.RNNBase]) -> None:
-        super().__init__(RecurrentBlock(kind) for _ in range(LAYERS // 2))
+        super().__init__(RecurrentBlock(kind) for _ in range(3))  # each makes many calls
         self.before: Any = kind(WIDTH, WIDTH, batch_first=True)
         self.behind: Any = kind(WIDTH, 7, batch_first=True, bidirectional=True)
         self.out = nn.Linear(14, WIDTH)
@@ -326,7 +326,7 @@ class Layers(Chain):
     """torch's recurrent layers themselves are the blocks, time first."""
 
     def __init__(self, kind: type[nn.RNNBase]) -> None:
-        super().__init__(kind(WIDTH, WIDTH) for _ in range(LAYERS))
+        super().__init__(kind(WIDTH, WIDTH) for _ in range(LAYERS // 2))
 
     def through(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         x, states = F.dropout(x, 0.1, self.training).transpose(0, 1), None

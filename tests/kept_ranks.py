@@ -50,6 +50,8 @@ class RankFailure(AssertionError):
 
 # Gloo's threads look for messages a hundred times a second, also those of groups that no job needs any more.
 MOST_THREADS = 60
+# Objects until garbage is collected: at Python's own 700 that takes a twentieth of a test's time.
+ALLOCATIONS = 100_000
 GRACE_S = 2.0  # in which others may report their failures
 
 
@@ -134,6 +136,7 @@ def _serve(connection: Connection) -> None:
     from evenly.parallel.data import grouping
 
     gc.enable()
+    gc.set_threshold(ALLOCATIONS, 50, 100)
     multiprocessing.set_start_method(None, force=True)  # of data workers, as in ranks that are launched
     torch.set_num_threads(1)
     grouping.SMALL_BYTES = grouping.WHOLE_BYTES = (

@@ -10,11 +10,11 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning_job import BATCH, SAMPLES, Classifier, Rows, make_trainer
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
+from verified import verified
 
 import evenly
 from evenly.bridges.epochs import EveryEpoch
 from evenly.errors import UserError
-from evenly.verify.verify import VerifyRequest, verify
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -46,12 +46,10 @@ def test_weights_and_evaluations_are_lightning_s_own(interval: str) -> None:
     assert evaluation.loss == pytest.approx(float(wanted["val_loss"]), rel=1e-6)
 
 
-def test_the_job_of_a_module_is_equal_under_other_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    request = VerifyRequest(Path(__file__).with_name("lightning_job.py"), {}, 3, "float64")
+def test_the_job_of_a_module_is_equal_under_other_plans(tmp_path: Path) -> None:
     plans = ["ddp>zero3", "pipeline=2"]
-    rows = verify(request, plans, devices=2, report=lambda _: None).plans
-    assert [(row.plan.split()[0], row.status, row.reason) for row in rows] == [(p, "equal", "") for p in plans]
+    verdicts = verified(Path(__file__).with_name("lightning_job.py"), plans, tmp_path, steps=3)
+    assert verdicts == [(plan, "equal", "") for plan in plans]
 
 
 def test_a_schedule_of_epochs_goes_on_from_its_state() -> None:

@@ -22,11 +22,11 @@ from transformers import (
     get_linear_schedule_with_warmup,
     set_seed,
 )
+from verified import verified
 
 import evenly
 from evenly.bridges.predictions import padded_arrays, samples_of
 from evenly.errors import UserError
-from evenly.verify.verify import VerifyRequest, verify
 
 pytestmark = pytest.mark.filterwarnings("ignore:evenly.from_trainer. the loss of an evaluation")
 
@@ -63,12 +63,10 @@ def test_losses_rates_and_evaluations_are_the_trainer_s_own(tmp_path: Path) -> N
     assert evaluations[30].loss == pytest.approx(float(expected), rel=2e-6)
 
 
-def test_the_job_of_a_trainer_is_equal_under_other_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    request = VerifyRequest(Path(__file__).with_name("trainer_job.py"), {}, 3, "float64")
+def test_the_job_of_a_trainer_is_equal_under_other_plans(tmp_path: Path) -> None:
     plans = ["ddp>zero3", "zero3", "tensor=2", "pipeline=2"]
-    rows = verify(request, plans, devices=2, report=lambda _: None).plans
-    assert [(row.plan.split()[0], row.status, row.reason) for row in rows] == [(p, "equal", "") for p in plans]
+    verdicts = verified(Path(__file__).with_name("trainer_job.py"), plans, tmp_path, steps=3)
+    assert verdicts == [(plan, "equal", "") for plan in plans]
 
 
 class Classifier(BertForSequenceClassification):

@@ -11,12 +11,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler
+from verified import verified
 
 import evenly
 from evenly.data.generators import reseed
@@ -24,7 +26,6 @@ from evenly.data.loader import indices_of_step
 from evenly.data.stream import stream_key
 from evenly.job import Job
 from evenly.jobfile import load_job
-from evenly.verify.verify import VerifyRequest, verify
 
 ROOT = Path(__file__).parents[2]
 PORTED = ROOT / "examples" / "ported"
@@ -46,16 +47,17 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def begin(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The lines that a script needs before its own: timm imports torchvision, here a build for CUDA."""
+def timm_paths(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Folders with what a script imports of timm, and before it: torchvision is here a build for CUDA."""
     if name != "vit":
-        return ""
+        return []
     assert TIMM.is_dir(), f"`make venv` installs timm and torchvision into {TIMM}"
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "zoo"))
-    monkeypatch.syspath_prepend(str(TIMM))
-    lines = "import torchvision_names\n\ntorchvision_names.declare()\n"
-    exec(lines)
-    return lines
+    (tmp_path / "before_timm.py").write_text("import torchvision_names\n\ntorchvision_names.declare()\n")
+    paths = [ROOT / "benchmarks" / "zoo", TIMM, tmp_path]
+    for path in paths:
+        monkeypatch.syspath_prepend(str(path))
+    import_module("before_timm")
+    return paths
 
 
 def changed_lines(name: str) -> int:
@@ -70,12 +72,13 @@ def test_few_lines_are_changed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_script_is_equal_under_three_plans(name: str, begin: str, tmp_path: Path) -> None:
+def test_a_script_is_equal_under_three_plans(name: str, timm_paths: list[Path], tmp_path: Path) -> None:
     job_file = tmp_path / "after.py"
+    begin = "import before_timm\n" if timm_paths else ""
     job_file.write_text(begin + (PORTED / name / "after.py").read_text())
-    request = VerifyRequest(job_file, {}, 2, "float64")
-    rows = verify(request, PLANS[name], devices=2, report=lambda _: None).plans
-    assert [(row.plan.split()[0], row.status, row.reason) for row in rows] == [(p, "equal", "") for p in PLANS[name]]
+    libraries = "before_timm timm.loss" if timm_paths else ""
+    verdicts = verified(job_file, PLANS[name], tmp_path, steps=2, paths=timm_paths, libraries=libraries)
+    assert verdicts == [(plan, "equal", "") for plan in PLANS[name]]
 
 
 def losses_after(job: Job, record: Callable[[Any], None]) -> list[float]:
@@ -138,7 +141,7 @@ def _order(job: Job) -> list[int]:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "ppo"])
-@pytest.mark.usefixtures("begin")
+@pytest.mark.usefixtures("timm_paths")
 @pytest.mark.filterwarnings("ignore")
 def test_the_first_losses_are_those_of_the_script(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     job = load_job(PORTED / name / "after.py", {})
