@@ -19,12 +19,14 @@ from evenly.checkpoint.plain import decode
 from evenly.comm.collectives import decided_by_first
 from evenly.comm.connect import connect, disconnect, join, lay_out
 from evenly.comm.world import World
+from evenly.engine.assemble import roots_of
 from evenly.errors import PlanError, UserError
 from evenly.job import Job
 from evenly.launcher.allocator import hand_back_freed_memory
 from evenly.launcher.environment import ProcessInfo
 from evenly.observe.attempts import note_start
 from evenly.observe.run_folder import RunFolder
+from evenly.parallel.core.places import places_restored
 from evenly.plan import Exact, Plan, PlanSpec, parse_plan, with_microbatch
 from evenly.train.options import RunOptions
 
@@ -86,6 +88,12 @@ def _decide_and_note(job: Job, options: RunOptions, place: ProcessInfo) -> Resol
 def decide(job: Job, options: RunOptions, place: ProcessInfo) -> ResolvedRun:
     """How `job` runs on the ranks of `place`; called on one rank, before a model is built anywhere."""
     recorded = recorded_in(options.out, options.save_to) if options.resume and options.out else PreviousRun()
+    roots = [("model", job.model), ("optimizer", job.optimizer), *roots_of(job)]
+    with places_restored(roots if options.search or options.no_room else []):  # what the planner runs is no training
+        return _decide(job, options, place, recorded)
+
+
+def _decide(job: Job, options: RunOptions, place: ProcessInfo, recorded: PreviousRun) -> ResolvedRun:
     if options.no_room:
         return _decide_on_less(job, options, place, recorded)
     plan = options.plan or PlanSpec()  # the default: all ranks share each batch

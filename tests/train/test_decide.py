@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from evenly.errors import PlanError, ResumeError
 from evenly.launcher.environment import find_here
 from evenly.plan import PlanSpec, asked_plan, parse_plan
 from evenly.train.options import RunOptions
-from evenly.train.resolve_run import PreviousRun, ResolvedRun, connect_and_resolve, recorded_in
+from evenly.train.resolve_run import PreviousRun, ResolvedRun, connect_and_resolve, decide, recorded_in
 from evenly.train.run import Run
 
 
@@ -47,6 +49,42 @@ def test_all_ranks_take_what_the_first_has_decided(ranks: KeptRanks) -> None:
     assert ranks.run(decided, ["zero1 microbatch=4", None]) == [(decision, [2, 2])] * 2
     other = ResolvedRun(PlanSpec(data=1, tensor=2).complete("float32"))
     assert ranks.run(decided, ["tp", "zero3"]) == [(other, [1, 2])] * 2
+
+
+class Counted(torch.nn.Linear):
+    """Its class counts the models, and they count their forwards."""
+
+    made = forwards = 0
+
+    def __init__(self) -> None:
+        super().__init__(5, 3)
+        Counted.made += 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Counted.forwards += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("options", [RunOptions(search=True), RunOptions(no_room=("data=1",))])
+def test_what_a_plan_is_sought_with_is_no_part_of_the_training(options: RunOptions) -> None:
+    losses = [0]
+
+    def loss(model: torch.nn.Module, x: torch.Tensor) -> evenly.Loss:
+        losses[0] += 1
+        return evenly.Loss(model(x).square().sum(), len(x))
+
+    job = evenly.Job(
+        model=Counted,
+        loss=loss,
+        data=[*torch.ones(24, 5)],
+        optimizer=partial(torch.optim.AdamW, lr=0.1),
+        global_batch=12,
+        microbatch=6,
+        steps=1,
+    )
+    with suppress(PlanError):  # nothing takes less memory
+        decide(job, options, find_here())
+    assert (losses, Counted.made, Counted.forwards) == ([0], 0, 0)
 
 
 def refused(plan: str) -> str:
