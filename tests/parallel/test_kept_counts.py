@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import types
 import weakref
 from collections import deque
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from evenly.parallel.core.places import FEW, LONGER, places, places_restored, put_back
+from evenly.parallel.core.places import FEW, LONGER, is_generator, places, places_restored, put_back
 
 GLOBAL, UNNAMED = 3, 4
 HERE = __name__
@@ -123,6 +124,44 @@ def test_what_is_counted_is_put_back() -> None:
         assert np.array_equal(after[name], before[name]), name
     assert len(model.nested["a"]) == 1 and model.calls() == 4
     assert [*map(id, objects)] == [*map(id, [model.array, model.tensor, model.nested["a"]])]
+
+
+GENERATORS: dict[str, Callable[[], Any]] = {
+    "torch": lambda: torch.Generator().manual_seed(3),
+    "random": lambda: random.Random(3),
+    "numpy": lambda: np.random.default_rng(3),
+    "numpy, as it was": lambda: np.random.RandomState(3),
+}
+
+
+def drawn(generator: Any) -> float:
+    if isinstance(generator, torch.Generator):
+        return torch.randn(1, generator=generator).item()
+    return generator.gauss() if isinstance(generator, random.Random) else float(generator.standard_normal())
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_generators_are_put_back_and_moved_on(kind: str) -> None:
+    kept = GENERATORS[kind]()
+    roots = [("", types.SimpleNamespace(kept=kept))]
+    before = places(roots)
+    with places_restored(roots):
+        number = drawn(kept)  # which may keep a second one for the next call
+    now = places(roots)
+    assert [*now] == [*before] and not any(now[name].differs(before[name]) for name in now)
+    assert drawn(kept) == number
+    found = places(roots)["kept"]
+    assert found.differs(before["kept"])
+    found.put(before["kept"], 3)
+    assert drawn(kept) != number
+    found.put(before["kept"])
+    assert drawn(kept) == number
+
+
+def test_generators_of_all_code_are_not() -> None:
+    shared: Any = (random.random, np.random.random_sample)
+    kept = [torch.default_generator, *(one.__self__ for one in shared), random.SystemRandom(), random.Random(3)]
+    assert [one for one in kept if is_generator(one)] == kept[-1:]
 
 
 def test_it_is_put_back_where_something_raises() -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from jobs import InPlace, Tower, Unlike, classifier_job
@@ -168,5 +172,51 @@ def test_what_a_forward_counts_is_as_it_was_where_it_is_repeated(plan: str, tmp_
     job = classifier_job(model=Annealing, precision="float64")
     keep_reference(job, 3, tmp_path / "reference")
     row = judge(plan, [compare_job(job, plan, 3, tmp_path)])
+    assert (row.status, row.reason) == ("equal", "")
+    assert row.param_diff is not None and row.param_diff < 1e-11
+
+
+SHARED = torch.Generator().manual_seed(3)
+DRAWS: dict[str, Callable[[], Callable[..., Any]]] = {
+    "torch": lambda: partial(torch.rand, (), generator=torch.Generator().manual_seed(3)),
+    "one of all blocks": lambda: lambda: torch.rand((), generator=SHARED),
+    "random": lambda: random.Random(3).gauss,
+    "random, in C": lambda: random.Random(3).random,
+    "numpy": lambda: np.random.default_rng(3).random,
+    "numpy, as it was": lambda: np.random.RandomState(3).standard_normal,
+    "given": lambda: lambda generator: torch.rand((), generator=generator),
+}
+
+
+class DrawingBlock(nn.Module):
+    """Has a generator of its own, or is given one."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.draw = nn.Linear(5, 5), DRAWS[kind]()
+
+    def forward(self, x: torch.Tensor, *given: torch.Generator) -> torch.Tensor:
+        noise = torch.as_tensor(self.draw(*given), dtype=x.dtype) if self.training else 0.5
+        return x + torch.tanh(self.layer(x * noise))
+
+
+class DrawingModel(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(DrawingBlock(kind) for _ in range(3)), nn.Linear(5, 3)
+        self.given = [torch.Generator().manual_seed(3)] if kind == "given" else []
+        SHARED.manual_seed(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x, *self.given)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_generators_of_the_job_s_own_draw_the_same_where_a_forward_is_repeated(kind: str, tmp_path: Path) -> None:
+    job = classifier_job(model=partial(DrawingModel, kind), precision="float64")
+    keep_reference(job, 3, tmp_path / "reference")
+    row = judge("full", [compare_job(job, "single recompute=full", 3, tmp_path)])
     assert (row.status, row.reason) == ("equal", "")
     assert row.param_diff is not None and row.param_diff < 1e-11

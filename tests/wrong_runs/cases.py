@@ -386,6 +386,17 @@ class DrawsByItself(Net):
         return super().forward(x + 0.1 * torch.randn(x.shape, generator=self.draw, dtype=x.dtype))
 
 
+class DrawsFrom(Net):
+    """From a generator of Python's or numpy's."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * (1 + 0.1 * self.draw()))
+
+
 class Remembers(Net):
     """Hidden state in an attribute."""
 
@@ -1152,6 +1163,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "data counts": lambda: Case(job(data=CountsCalls())),
     "cost": lambda: Case(cost_by_chance()),
     "model generator": lambda: Case(job(DrawsByItself)),
+    "model generator of Python": lambda: Case(job(lambda: DrawsFrom(random.Random(1).random))),
+    "model generator of numpy": lambda: Case(job(lambda: DrawsFrom(np.random.default_rng(1).random))),
     "hidden state": lambda: Case(job(Remembers)),
     "first call": lambda: Case(job(Begins)),
     "queue": lambda: Case(job(Queue)),

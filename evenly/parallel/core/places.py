@@ -1,21 +1,24 @@
 """Where the code of a job keeps what it counts, outside of a model's state.
 
-Numbers, small tensors and arrays, and lists that grow: in attributes of modules, of other objects and of the job's own
-classes, in containers there, in closures, and in global variables that the job's own functions name.
+Numbers, small tensors and arrays, lists that grow, and generators of random numbers: in attributes of modules, of other
+objects and of the job's own classes, in containers there, in closures, and in global variables that the job's own
+functions name.
 """
 
 from __future__ import annotations
 
+import pickle
+import random
 import sys
 import sysconfig
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from operator import setitem
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -31,7 +34,17 @@ APART = ("evenly", "torch", "numpy")  # packages whose objects are no part of a 
 STATE = ("_parameters", "_buffers", "_modules")  # of a module, and its children, which have names of their own
 NUMBERS = (int, float, np.integer, np.floating)
 INSTALLED = sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 NO_COUNTS = {str, bytes, bool, type(None), *weakref.ProxyTypes}  # proxies ask objects that may be gone
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """How far a generator has drawn. state: its own, which is the same where the bytes are. draw: draws some more."""
+
+    state: Any = field(compare=False)
+    draw: Callable[[int], Any] = field(compare=False)
+    bytes: bytes
 
 
 @dataclass(frozen=True)
@@ -56,7 +69,7 @@ class ValuePlace:
     def is_like(self, other: ValuePlace) -> bool:
         """Whether the value of `other` can be put here."""
         one, its = self.value, other.value
-        if type(one) is not type(its) or isinstance(one, (list, *NUMBERS)):
+        if type(one) is not type(its) or isinstance(one, (list, Drawn, *NUMBERS)):
             return type(one) is type(its)
         return one.shape == its.shape and getattr(one, "device", None) == getattr(its, "device", None)
 
@@ -65,7 +78,11 @@ class ValuePlace:
         value = before.value
         if isinstance(value, list):
             value = [*value, *(self.value[-1:] * min(by, LONGER))]
-        self.write(value + by if by and not isinstance(value, list) else value)
+        elif by and not isinstance(value, Drawn):
+            value = value + by
+        self.write(value)
+        if by and isinstance(value, Drawn):
+            self.value.draw(by)
 
 
 Held = tuple[str, Any, Any, Any]  # the way to an object, itself, and which entry of what it is
@@ -130,7 +147,31 @@ def _place_of(value: Any) -> ValuePlace | None:
     if type(value) is torch.Tensor and value.numel() <= FEW and not (value.requires_grad or value.is_meta):
         is_number = value.dtype is not torch.bool and value.layout is torch.strided and not value.is_complex()
         return ValuePlace(value.clone(), value.copy_) if is_number else None
-    return None
+    return _place_of_generator(value) if is_generator(value) else None
+
+
+def is_generator(value: Any) -> bool:
+    """Whether it draws random numbers, of its own: those that all code shares are seeded for each microbatch."""
+    if not isinstance(value, GENERATORS) or isinstance(value, random.SystemRandom):
+        return False
+    shared: tuple[Any, ...] = (random.random, np.random.random_sample)
+    of_torch = (torch.default_generator, *torch.cuda.default_generators)
+    return not any(value is one for one in (*of_torch, *(one.__self__ for one in shared)))
+
+
+def _place_of_generator(value: Any) -> ValuePlace:
+    if isinstance(value, torch.Generator):
+        state = value.get_state()
+        drawn = Drawn(state, partial(torch.rand, generator=value, device=value.device), state.numpy().tobytes())
+        return ValuePlace(drawn, lambda before: value.set_state(before.state))
+    draw: Callable[[int], Any] = value.random
+    if isinstance(value, random.Random):
+        state, write, draw = value.getstate(), value.setstate, lambda by: [value.random() for _ in range(by)]
+    elif isinstance(value, np.random.RandomState):
+        state, write = value.get_state(), value.set_state
+    else:
+        state, write = value.bit_generator.state, partial(setattr, value.bit_generator, "state")
+    return ValuePlace(Drawn(state, draw, pickle.dumps(state)), lambda before: write(before.state))
 
 
 def _replace(value: list[Any] | deque[Any], elements: Iterable[Any]) -> None:
@@ -145,7 +186,7 @@ def _held_by(name: str, value: Any) -> Iterator[Held]:
             holder = value if isinstance(value, (dict, list, deque)) else None
             for number, (key, one) in enumerate(entries):
                 yield f"{name}[{key!r}]" if isinstance(key, (int, str)) else f"{name}[({number})]", one, holder, key
-    elif isinstance(value, (MethodType, classmethod, staticmethod, partial)):
+    elif isinstance(value, (MethodType, BuiltinMethodType, classmethod, staticmethod, partial)):
         parts = ("__func__", "__self__", "func", "args", "keywords")
         yield from ((name, getattr(value, part, None), None, None) for part in parts)
     elif isinstance(value, FunctionType):

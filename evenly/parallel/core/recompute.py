@@ -11,7 +11,7 @@ lie around the block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from traceback import walk_tb
@@ -28,7 +28,7 @@ from evenly.errors import PlanError, RunError
 from evenly.model.blocks import Block
 from evenly.parallel.core.attributes import NumbersAndWords
 from evenly.parallel.core.calls import Change, Forward
-from evenly.parallel.core.places import ValuePlace, places, places_restored, put_back
+from evenly.parallel.core.places import ValuePlace, is_generator, places, places_restored, put_back
 from evenly.torch_private import ATTENTION
 
 _aten = torch.ops.aten
@@ -82,8 +82,9 @@ def recomputing(*, selective: bool, device: str = "cpu", alone: bool = False) ->
                 kept = map_tensors(lambda one: tensors.append(one) or one, (args, kwargs))
             except (TypeError, ValueError):  # of a class that cannot be made again of its fields
                 kept, tensors = (args, kwargs), [*tensors_in((args, kwargs))]
-            with counts.noted() as before:
-                state = buffers.put_back, attributes.put_back, partial(counts.put_back, before)
+            given = [one for one in (*args, *kwargs.values()) if is_generator(one)]
+            with counts.noted(given) as before:
+                state = buffers.put_back, attributes.put_back, partial(counts.put_back, before, given)
                 return checkpoint(RepeatedForward(forward, (args, kwargs), kept, state, device), *tensors, **how)
 
         return run
@@ -145,30 +146,37 @@ class BlockBuffers:
 
 
 class BlockCounts:
-    """What the forwards of a block change in lists, tensors or objects that it holds, or in variables that it names."""
+    """What the forwards of a block change in lists, tensors, generators or objects that it holds or, as for generators,
+    is given, or in variables that it names.
+    """
 
     def __init__(self, block: nn.Module) -> None:
-        self._roots = [("", block)]
+        self._block = block
         self._changes: bool | None = None  # known when the first forward has run
 
     @contextmanager
-    def noted(self) -> Generator[dict[str, ValuePlace]]:
-        """Around a forward: as it begins; nothing of a block that changes none."""
-        before = {} if self._changes is False else places(self._roots)
+    def noted(self, given: Sequence[Any]) -> Generator[dict[str, ValuePlace]]:
+        """Around a forward that is `given` these generators: as it begins; nothing of a block that changes none."""
+        roots = self._with(given)
+        before = {} if self._changes is False and not given else places(roots)
         yield before
         if self._changes is None:
-            now = places(self._roots)
+            now = places(roots)
             self._changes = any(place.differs(before.get(name)) for name, place in now.items())
 
     @contextmanager
-    def put_back(self, before: dict[str, ValuePlace]) -> Generator[None]:
+    def put_back(self, before: dict[str, ValuePlace], given: Sequence[Any]) -> Generator[None]:
         """Within, it is as it was `before`."""
-        if not (before and self._changes):
+        if not (before and (self._changes or given)):
             yield
             return
-        with places_restored(self._roots):
-            put_back(self._roots, before)
+        roots = self._with(given)
+        with places_restored(roots):
+            put_back(roots, before)
             yield
+
+    def _with(self, given: Sequence[Any]) -> list[tuple[str, Any]]:
+        return [("", self._block), *((f"given {number}", one) for number, one in enumerate(given))]
 
 
 class RecomputedBackward:
