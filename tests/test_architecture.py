@@ -391,7 +391,7 @@ PACKAGE_LINES = {
     "ray": 447,  # ranks that Ray places, starts and replaces
     "report": 4848,  # hidden communication; curves on each other; numbers that jobs log; sorted tables, mechanisms
     "train": 4372,  # communication of recorded steps; spans; starting again; phases; what backwards remember, counts
-    "verify": 2232,  # parts on the host; verdicts as they come; phases; streams, metrics and groups in the reference
+    "verify": 2235,  # parts on the host; verdicts as they come; phases; streams, metrics and groups in the reference
 }
 # Parameters of a command are the options that it has on the command line.
 COMMANDS = PACKAGE / "cli" / "main.py"

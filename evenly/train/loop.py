@@ -63,7 +63,7 @@ def run_job_file(
     from evenly.train.run import left_early
 
     if json_only:
-        _send_stdout_to_stderr()
+        send_stdout_to_stderr()
     try:
         job = load_job_on_rank(path, settings)
         return run_job(job, replace(options, settings=with_defaults(path, settings)), place)
@@ -88,7 +88,7 @@ def run_job(job: Job, options: RunOptions, place: ProcessInfo | None = None) -> 
 def run_script(path: Path, arguments: list[str], json_only: bool) -> int:
     """Runs a script that owns its loop, as `python PATH ARGUMENTS...` would; returns `Interrupt.was_asked`."""
     if json_only:
-        _send_stdout_to_stderr()
+        send_stdout_to_stderr()
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.resolve().parent))
     runpy.run_path(str(path), run_name="__main__")
@@ -197,7 +197,7 @@ class _Progress:
             self.run.save(score=self.evaluation.loss if current and self.evaluation else None)
 
 
-def _send_stdout_to_stderr() -> None:
+def send_stdout_to_stderr() -> None:
     """Keeps this rank's prints off the launcher's stdout, which carries one JSON document."""
     sys.stdout.flush()
     os.dup2(2, 1)

@@ -263,8 +263,10 @@ def run_references(
     runs: list[tuple[Disturbance, int]],
 ) -> PlanError | FoundInJob:
     """`ranks.write_references`, on each rank: the launcher need not import the engine."""
+    from evenly.train.loop import send_stdout_to_stderr
     from evenly.verify.ranks import write_references
 
+    send_stdout_to_stderr()  # what a job prints is no part of the result
     return write_references(path, settings, dtype, plan, steps, folder, runs)
 
 
@@ -272,6 +274,8 @@ def run_plan(
     path: Path, settings: dict[str, Any], dtype: Precision, part: PlanSteps, steps: int, folder: Path, kind: Disturbance
 ) -> RankComparison:
     """On each rank, `ranks.compare_file`."""
+    from evenly.train.loop import send_stdout_to_stderr
     from evenly.verify.ranks import compare_file
 
+    send_stdout_to_stderr()
     return compare_file(path, settings, dtype, part, steps, folder, kind)
