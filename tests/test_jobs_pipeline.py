@@ -15,7 +15,8 @@ from evenly.data.loader import microbatches_of_step
 from evenly.model.blocks import find_blocks
 from evenly.verify.reference import reference_steps
 
-BLOCKS = {"shared": 1, "alternating": 2, "towers": 9, "lstm": LAYERS // 2, "gru": LAYERS // 2}  # of the others, LAYERS
+BLOCKS = {"shared": 1, "alternating": 2, "towers": 9, "lstm": 3, "gru": 3}  # of the others, LAYERS
+BLOCKS |= dict.fromkeys(("lstm_layers", "gru_layers", "packed"), LAYERS // 2)
 
 
 @pytest.mark.parametrize("name", PIPELINE_JOBS)

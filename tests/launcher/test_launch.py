@@ -28,6 +28,8 @@ from evenly.launcher.rank import LaunchFolder, RankExit, describe, describe_exit
 from evenly.launcher.signals import StopRequest
 from evenly.observe.recorder import CollectiveCall, Recorder, call_text
 
+LIMIT_S = 600.0  # for a launcher to start, on a busy machine
+
 # --- what the ranks run ---------------------------------------------------------------------------------
 
 
@@ -518,7 +520,7 @@ def _started(folder: Path) -> bool:
 @pytest.mark.parametrize("start", ["forkserver", "spawn"])
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path, launcher: Any, start: str) -> None:
     process = launcher("work", str(tmp_path), start)
-    assert _wait_for(lambda: _started(tmp_path) or process.poll() is not None, 200)
+    assert _wait_for(lambda: _started(tmp_path) or process.poll() is not None, LIMIT_S)
     assert process.poll() is None, process.communicate()
     process.kill()
     process.wait()
@@ -530,7 +532,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path, launcher: Any,
 @pytest.mark.parametrize(("signum", "start"), [(signal.SIGINT, "forkserver"), (signal.SIGTERM, "spawn")])
 def test_a_first_signal_lets_ranks_finish(tmp_path: Path, launcher: Any, signum: int, start: str) -> None:
     process = launcher("work", str(tmp_path), start)
-    assert _wait_for(lambda: _started(tmp_path) or process.poll() is not None, 200)
+    assert _wait_for(lambda: _started(tmp_path) or process.poll() is not None, LIMIT_S)
     assert process.poll() is None, process.communicate()
     # As a terminal does: to the whole group of the foreground process.
     os.killpg(process.pid, signum)
@@ -542,7 +544,7 @@ def test_a_first_signal_lets_ranks_finish(tmp_path: Path, launcher: Any, signum:
 
 def test_a_second_signal_ends_ranks_that_do_not_stop(tmp_path: Path, launcher: Any) -> None:
     process = launcher("deaf", str(tmp_path), "forkserver")
-    assert _wait_for(lambda: _started(tmp_path) or process.poll() is not None, 200)
+    assert _wait_for(lambda: _started(tmp_path) or process.poll() is not None, LIMIT_S)
     assert process.poll() is None, process.communicate()
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
