@@ -166,12 +166,17 @@ def _place_of_generator(value: Any) -> ValuePlace:
         return ValuePlace(drawn, lambda before: value.set_state(before.state))
     draw: Callable[[int], Any] = value.random
     if isinstance(value, random.Random):
-        state, write, draw = value.getstate(), value.setstate, lambda by: [value.random() for _ in range(by)]
+        state, write, draw = value.getstate(), value.setstate, partial(_draw, value)
     elif isinstance(value, np.random.RandomState):
         state, write = value.get_state(), value.set_state
     else:
         state, write = value.bit_generator.state, partial(setattr, value.bit_generator, "state")
     return ValuePlace(Drawn(state, draw, pickle.dumps(state)), lambda before: write(before.state))
+
+
+def _draw(own: random.Random, by: int) -> None:
+    for _ in range(by):
+        own.random()
 
 
 def _replace(value: list[Any] | deque[Any], elements: Iterable[Any]) -> None:
