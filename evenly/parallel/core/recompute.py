@@ -28,7 +28,7 @@ from evenly.errors import PlanError, RunError
 from evenly.model.blocks import Block
 from evenly.parallel.core.attributes import NumbersAndWords
 from evenly.parallel.core.calls import Change, Forward
-from evenly.parallel.core.places import ValuePlace, is_generator, places, places_restored, put_back
+from evenly.parallel.core.places import Drawn, ValuePlace, is_generator, places, places_restored, put_back
 from evenly.torch_private import ATTENTION
 
 _aten = torch.ops.aten
@@ -162,7 +162,10 @@ class BlockCounts:
         yield before
         if self._changes is None:
             now = places(roots)
-            self._changes = any(place.differs(before.get(name)) for name, place in now.items())
+            # A later forward may draw where this one has not.
+            self._changes = any(
+                isinstance(place.value, Drawn) or place.differs(before.get(name)) for name, place in now.items()
+            )
 
     @contextmanager
     def put_back(self, before: dict[str, ValuePlace], given: Sequence[Any]) -> Generator[None]:
