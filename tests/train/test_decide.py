@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,13 +50,14 @@ def test_all_ranks_take_what_the_first_has_decided(ranks: KeptRanks) -> None:
     assert ranks.run(decided, ["tp", "zero3"]) == [(other, [1, 2])] * 2
 
 
-class Counted(torch.nn.Linear):
+class Counted(torch.nn.Sequential):
     """Its class counts the models, and they count their forwards."""
 
     made = forwards = 0
 
     def __init__(self) -> None:
-        super().__init__(5, 3)
+        wide = (torch.nn.Sequential(torch.nn.Linear(5, 500), torch.nn.Tanh(), torch.nn.Linear(500, 5)) for _ in "ab")
+        super().__init__(*wide)
         Counted.made += 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -67,24 +67,28 @@ class Counted(torch.nn.Linear):
 
 @pytest.mark.parametrize("options", [RunOptions(search=True), RunOptions(no_room=("data=1",))])
 def test_what_a_plan_is_sought_with_is_no_part_of_the_training(options: RunOptions) -> None:
-    losses = [0]
+    losses, width, known = [0], 0, set[str]()
 
     def loss(model: torch.nn.Module, x: torch.Tensor) -> evenly.Loss:
+        nonlocal width
         losses[0] += 1
-        return evenly.Loss(model(x).square().sum(), len(x))
+        if "width" not in known:  # by which a later call goes
+            known.add("width")
+            width = x.shape[1]
+        return evenly.Loss(model(x)[:, :width].square().sum(), len(x))
 
     job = evenly.Job(
         model=Counted,
         loss=loss,
-        data=[*torch.ones(24, 5)],
+        data=[*torch.ones(1200, 5)],
         optimizer=partial(torch.optim.AdamW, lr=0.1),
-        global_batch=12,
-        microbatch=6,
+        global_batch=1200,
+        microbatch=600,
         steps=1,
     )
-    with suppress(PlanError):  # nothing takes less memory
-        decide(job, options, find_here())
+    decide(job, options, find_here())
     assert (losses, Counted.made, Counted.forwards) == ([0], 0, 0)
+    assert (width, known) == (5, {"width"})
 
 
 def refused(plan: str) -> str:

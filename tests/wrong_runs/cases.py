@@ -421,6 +421,37 @@ class Begins(Net):
         return super().forward(x)
 
 
+class SetOnce(Net):
+    """Its first call finds a number, and notes that it has."""
+
+    factor, is_found = 0.0, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_found:
+            self.factor, self.is_found = 0.5 * x.shape[1], True
+        return super().forward(x * self.factor)
+
+
+FOUND: dict[str, bool] = {}
+FACTOR = 0.0
+
+
+def forgetting() -> Net:
+    global FACTOR
+    FACTOR = 0.0
+    FOUND.clear()
+    return Net()
+
+
+def loss_of_first_call(model: nn.Module, batch: Any) -> evenly.Loss:
+    """Its first call finds a number for all, as `SetOnce`."""
+    global FACTOR
+    if not FOUND:
+        FOUND["factor"], FACTOR = True, 0.5 * batch[0].shape[1]
+    found = class_loss(model, batch)
+    return evenly.Loss(found.total * FACTOR, found.weight)
+
+
 class Queue(Net):
     """A queue of keys in a buffer that is not saved."""
 
@@ -1167,6 +1198,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "model generator of numpy": lambda: Case(job(lambda: DrawsFrom(np.random.default_rng(1).random))),
     "hidden state": lambda: Case(job(Remembers)),
     "first call": lambda: Case(job(Begins)),
+    "number of the first call": lambda: Case(job(SetOnce)),
+    "number of the first loss": lambda: Case(job(forgetting, loss=loss_of_first_call)),
     "queue": lambda: Case(job(Queue)),
     "saved queue": lambda: Case(job(lambda: Queue(persistent=True))),
     "loss counts": lambda: Case(job(loss=counting_loss())),

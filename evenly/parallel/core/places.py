@@ -111,6 +111,13 @@ def _places(roots: Iterable[tuple[str, Any]]) -> dict[str, ValuePlace]:
     return found
 
 
+def moved_since(
+    before: Mapping[str, ValuePlace], now: Mapping[str, ValuePlace]
+) -> dict[str, tuple[ValuePlace | None, ValuePlace]]:
+    """Those whose values are others `now`, or are new: both, by name."""
+    return {name: (before.get(name), place) for name, place in now.items() if place.differs(before.get(name))}
+
+
 @contextmanager
 def places_restored(roots: Sequence[tuple[str, Any]]) -> Generator[None]:
     """Undoes what is done within to the values that are kept there."""
@@ -119,6 +126,24 @@ def places_restored(roots: Sequence[tuple[str, Any]]) -> Generator[None]:
         yield
     finally:
         put_back(roots, before)
+
+
+@contextmanager
+def counts_restored(roots: Sequence[tuple[str, Any]], repeat: Callable[[], object]) -> Generator[None]:
+    """Undoes what is done within to values that go on: those that `repeat`, which does it once more, moves again.
+
+    What the first call of a function has set stays, as somewhere it has noted that it need not do so again.
+    """
+    before = places(roots)
+    yield
+    if not moved_since(before, once := places(roots)):
+        return
+    repeat()
+    counts = moved_since(once, again := places(roots))
+    put_back(roots, {name: before[name] for name in counts if name in before})
+    for name in counts.keys() - before.keys():
+        if (drop := again[name].drop) is not None:
+            drop()
 
 
 def put_back(roots: Sequence[tuple[str, Any]], before: Mapping[str, ValuePlace]) -> None:
