@@ -40,7 +40,8 @@ GROUPED_PRODUCT = "_grouped_mm"  # what `torch.nn.functional.grouped_mm` calls, 
 UNSAFE_VIEW, RESHAPE_ALIAS = _aten._unsafe_view, _aten._reshape_alias  # views that are none by their schema
 # Functions of lists of tensors -> the name of the same function of one.
 FOREACH: dict[Any, str] = {getattr(torch, name): name[9:] for name in dir(torch) if name.startswith("_foreach_")}
-norm_of_each, divide_each, scale_each = torch._foreach_norm, torch._foreach_div_, torch._foreach_mul_  # pyright: ignore
+add_to_each, copy_to_each, divide_each = torch._foreach_add_, torch._foreach_copy_, torch._foreach_div_  # pyright: ignore
+norm_of_each, scale_each = torch._foreach_norm, torch._foreach_mul_  # pyright: ignore
 engine_backward: Any = torch.autograd.graph._engine_run_backward  # pyright: ignore  # modes stay within
 NUMBERS_OF_TENSORS = (_aten._local_scalar_dense.default, _aten.is_nonzero.default, _aten.equal.default)
 PACK_PADDED_SEQUENCE = _aten._pack_padded_sequence
@@ -68,9 +69,8 @@ with_torch_function: Callable[[], AbstractContextManager[Any]] = torch._C._Enabl
 
 def wrapper_subclass(cls: type[torch.Tensor], form: torch.Tensor) -> Any:
     """A tensor of class `cls` that wraps no numbers, of the shape, strides, type and device of `form`."""
-    make: Any = torch.Tensor._make_wrapper_subclass  # pyright: ignore
-    given: dict[str, Any] = dict(dtype=form.dtype, device=form.device, requires_grad=form.requires_grad)
-    return make(cls, form.shape, strides=form.stride(), **given)
+    given: Any = dict(strides=form.stride(), dtype=form.dtype, device=form.device, requires_grad=form.requires_grad)
+    return torch.Tensor._make_wrapper_subclass(cls, form.shape, **given)  # pyright: ignore
 
 
 def version(tensor: torch.Tensor) -> int:

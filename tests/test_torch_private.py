@@ -49,6 +49,7 @@ from evenly.torch_private import (
     PlainDispatchMode,
     SpectralNormOfWeight,
     TorchDispatchMode,
+    add_to_each,
     all_gather_single,
     apply_outside_transforms,
     as_one_graph,
@@ -57,6 +58,7 @@ from evenly.torch_private import (
     begin_all_gather,
     begin_sharded_backward,
     change_transformed,
+    copy_to_each,
     divide_each,
     dtensor_like,
     end_sharded_forward,
@@ -910,6 +912,17 @@ def test_norms_of_each_tensor_are_in_the_type_that_is_asked_for() -> None:
     found = norm_of_each(given, 2, dtype=torch.float64)
     assert [one.dtype for one in found] == [torch.float64] * 4
     torch.testing.assert_close(found, [one.double().square().sum().sqrt() for one in given])
+
+
+def test_each_tensor_is_added_to_and_copied_to_in_place() -> None:
+    given = [torch.full((3,), 6.0), torch.full((2,), 12, dtype=torch.int64)]
+    same = [*given]
+    add_to_each(given, [torch.ones(3), torch.ones(2, dtype=torch.int64)])
+    add_to_each(given[1:], [2])
+    assert given[0].tolist() == [7.0] * 3 and given[1].tolist() == [15, 15]
+    copy_to_each(given, [torch.full((3,), 0.5, dtype=torch.float64), torch.full((2,), 4, dtype=torch.int64)])
+    assert all(one is other for one, other in zip(given, same, strict=True))
+    assert given[0].tolist() == [0.5] * 3 and given[0].dtype is torch.float32 and given[1].tolist() == [4, 4]
 
 
 def test_each_tensor_is_divided_and_multiplied_in_place() -> None:

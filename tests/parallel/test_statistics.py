@@ -133,10 +133,26 @@ class Uncounted(WithActivation):
         return found
 
 
+class Assigning(nn.BatchNorm2d):
+    """Its statistics are other tensors after each call."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        var, mean = torch.var_mean(input.detach(), (0, 2, 3))
+        self.num_batches_tracked = None if self.num_batches_tracked is None else self.num_batches_tracked + 1
+        count = self.num_batches_tracked
+        new = 1 / float(count) if self.momentum is None and count is not None else self.momentum or 0.0
+        self.running_mean = torch.lerp(self.running_mean, mean, new)
+        self.running_var = torch.lerp(self.running_var, var, new)
+        return nn.functional.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
+
+
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_a_forward_of_its_own_that_follows_torch_s_rule_is_recorded(momentum: float | None) -> None:
+@pytest.mark.parametrize("kind", [WithActivation, Assigning])
+def test_a_forward_of_its_own_that_follows_torch_s_rule_is_recorded(
+    kind: type[nn.BatchNorm2d], momentum: float | None
+) -> None:
     torch.manual_seed(0)
-    model = WithActivation(3, momentum=momentum).double()
+    model = kind(3, momentum=momentum).double()
     plain, before = copy.deepcopy(model), torch.get_rng_state()
     statistics = RunningStatistics(model, group=Group.alone())
     assert torch.equal(torch.get_rng_state(), before)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+Term = tuple[float, torch.Tensor]  # a factor, and a tensor of shape (width,) of any floating type
 LOOK = -1  # the number of a microbatch whose forward leaves no trace
 
 
@@ -77,12 +78,16 @@ class BufferRule(ABC):
         """Takes over what `other`, of the same module of a copy of the model, recorded in this step."""
 
     @abstractmethod
-    def terms(self, calls: Sequence[int]) -> list[torch.Tensor]:
-        """What this rank adds to the sum, in float64, each of shape (width,); zeros first.
+    def terms(self, calls: Sequence[int]) -> list[Term]:
+        """What this rank adds to the sum, one after the other.
 
         calls: of every microbatch of the step.
         """
 
+    @classmethod
     @abstractmethod
-    def apply(self, summed: torch.Tensor, calls: Sequence[int]) -> None:
-        """Ends the step: from the sum over ranks, the buffers as one device leaves them."""
+    def apply(cls, rules: Sequence[Any], sums: Sequence[torch.Tensor], calls: Sequence[Sequence[int]]) -> None:
+        """Ends the step for all `rules` of this class: from their sums over ranks, the buffers as on one device.
+
+        sums: in float64, each of shape (width,). calls: of every microbatch of the step, for each rule.
+        """

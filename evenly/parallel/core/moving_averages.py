@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from evenly.errors import RunError
-from evenly.parallel.core.buffer_rules import LOOK, BufferRule
+from evenly.parallel.core.buffer_rules import LOOK, BufferRule, Term
 
 Values = dict[str, torch.Tensor]  # of buffers, by full name
 
@@ -105,11 +105,15 @@ class MovingAverage(BufferRule):
         other._records.clear()
         other._start = None
 
-    def terms(self, calls: Sequence[int]) -> list[torch.Tensor]:
-        zeros = torch.zeros(self.width, dtype=torch.float64, device=self.device)
-        return [zeros] + [self._a ** sum(calls[number + 1 :]) * b for number, b in self._records]
+    def terms(self, calls: Sequence[int]) -> list[Term]:
+        return [(self._a ** sum(calls[number + 1 :]), b) for number, b in self._records]
 
-    def apply(self, summed: torch.Tensor, calls: Sequence[int]) -> None:
+    @classmethod
+    def apply(cls, rules: Sequence[Any], sums: Sequence[torch.Tensor], calls: Sequence[Sequence[int]]) -> None:
+        for rule, summed, own in zip(rules, sums, calls, strict=True):
+            rule._set(summed, own)
+
+    def _set(self, summed: torch.Tensor, calls: Sequence[int]) -> None:
         start = self._buffer.detach() if self._start is None else self._start
         found = self._a ** sum(calls) * start.double() + summed.view(start.shape)
         self._put((found if start.is_floating_point() else found.round()).to(start.dtype))

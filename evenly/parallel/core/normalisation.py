@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -23,11 +24,22 @@ from torch import nn
 from evenly.data.generators import reseed, undisturbed
 from evenly.errors import UserError
 from evenly.model.norms import BATCH_NORMS, INSTANCE_NORMS, keeps_statistics
-from evenly.parallel.core.buffer_rules import BufferRule
+from evenly.parallel.core.buffer_rules import BufferRule, Term
 from evenly.parallel.core.parameter_views import is_placeholder
-from evenly.torch_private import set_tensor_dict
+from evenly.torch_private import (
+    add_to_each,
+    copy_to_each,
+    divide_each,
+    scale_each,
+    set_tensor_dict,
+    tensor_dict,
+    without_dispatch_modes,
+)
 
-Saved = tuple[Any, Any, Any, Any]  # running_mean, running_var, num_batches_tracked, momentum
+# What a call runs with: mean and variance together, and each, by `.data`: autograd keeps them for the backward, and of
+# views it would find that the other part has changed.
+Own = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Saved = tuple[Any, Any, Any, Any, Own]  # running_mean, running_var, num_batches_tracked, momentum; what replaces them
 FORWARDS = {nn.BatchNorm1d.forward, nn.InstanceNorm1d.forward}  # the others have the same
 
 
@@ -38,7 +50,8 @@ class Normalisation(BufferRule):
 
     def __init__(self, name: str, module: nn.Module) -> None:
         super().__init__(name, module)
-        self._records: list[tuple[int, int, torch.Tensor]] = []  # (microbatch, call, mean | var)
+        self._records: list[tuple[int, int, torch.Tensor]] = []  # (microbatch, call, mean and var)
+        self._prepared: Own | None = None  # for the first call of a forward
         self._saved: Saved | None = None  # while a call runs
         self._saved_by_graph: Saved | None = None  # while compiled code runs
         self._in_graph: list[torch.Tensor] = []  # mean | var of each call in it
@@ -92,6 +105,22 @@ class Normalisation(BufferRule):
             self._record(s)
         self._in_graph.clear()
 
+    @classmethod
+    def prepare(cls, rules: Sequence[Normalisation]) -> None:
+        """Takes memory for a call of each layer, all at once: a GPU's host waits longer for each than for a layer."""
+        having = [rule for rule in rules if rule.module.training and not is_placeholder(rule.module.running_mean)]
+        for _, group in groupby(having, lambda rule: (rule.module.running_mean.dtype, rule.device)):
+            alike = [*group]
+            widths = [rule.module.num_features for rule in alike]
+            flat = alike[0].module.running_mean.new_zeros(2 * sum(widths))
+            whole, parts = flat.split([2 * n for n in widths]), iter(flat.split([n for n in widths for _ in range(2)]))
+            for rule, own in zip(alike, whole, strict=True):
+                rule._prepared = (own, next(parts).data, next(parts).data)
+
+    def end(self) -> None:
+        super().end()
+        self._prepared = None
+
     def calls(self, microbatch: int) -> int:
         return sum(m == microbatch for m, _, _ in self._records)
 
@@ -102,28 +131,39 @@ class Normalisation(BufferRule):
         self._records += [(m, call, s.to(self.device, copy=True)) for m, call, s in other._records]
         other._records.clear()
 
-    def terms(self, calls: Sequence[int]) -> list[torch.Tensor]:
+    def terms(self, calls: Sequence[int]) -> list[Term]:
         total, before = sum(calls), [sum(calls[:j]) for j in range(len(calls))]
-        zeros = torch.zeros(self.width, dtype=torch.float64, device=self.device)
-        return [zeros] + [
-            _coefficient(self._momentum, before[microbatch] + call, total) * s.double()
-            for microbatch, call, s in self._records
+        return [
+            (_coefficient(self._momentum, before[microbatch] + call, total), s) for microbatch, call, s in self._records
         ]
 
-    def apply(self, summed: torch.Tensor, calls: Sequence[int]) -> None:
-        self._records.clear()
-        total, module = sum(calls), self.module
-        if not total:
+    @classmethod
+    def apply(cls, rules: Sequence[Any], sums: Sequence[torch.Tensor], calls: Sequence[Sequence[int]]) -> None:
+        called = [(rule, summed, sum(own)) for rule, summed, own in zip(rules, sums, calls, strict=True) if sum(own)]
+        for rule in rules:
+            rule._records.clear()
+        if not called:
             return
-        for running, part in zip((module.running_mean, module.running_var), summed.chunk(2), strict=True):
-            if self._momentum is None:
-                seen = float(module.num_batches_tracked)
-                running.copy_((seen * running.double() + part) / (seen + total))
-            else:
-                running.copy_((1 - self._momentum) ** total * running.double() + part)
+        running = [one for rule, _, _ in called for one in (rule.module.running_mean, rule.module.running_var)]
+        sizes = [rule.module.num_features for rule, _, _ in called for _ in range(2)]
+        weights = [weights for rule, _, total in called for weights in [rule._weights(total)] * 2]
+        new = torch.cat(running).double().split(sizes)
+        scale_each(new, [old for old, _ in weights])
+        add_to_each(new, torch.cat([summed for _, summed, _ in called]).split(sizes))
+        if any(divisor != 1 for _, divisor in weights):
+            divide_each(new, [divisor for _, divisor in weights])
+        copy_to_each(running, new)
         # InstanceNorm has the counter and does not count.
-        if isinstance(module, BATCH_NORMS) and module.num_batches_tracked is not None:
-            module.num_batches_tracked += total
+        counts = [(rule.module.num_batches_tracked, n) for rule, _, n in called if isinstance(rule.module, BATCH_NORMS)]
+        if counts := [(counter, n) for counter, n in counts if counter is not None]:
+            add_to_each([counter for counter, _ in counts], [n for _, n in counts])
+
+    def _weights(self, total: int) -> tuple[float, float]:
+        """Of the running statistics before `total` calls, and what their sum with the terms is divided by."""
+        if self._momentum is not None:
+            return (1 - self._momentum) ** total, 1.0
+        seen = float(self.module.num_batches_tracked)
+        return seen, seen + total
 
     @property
     def _momentum(self) -> float | None:
@@ -155,32 +195,44 @@ class Normalisation(BufferRule):
         if self._saved is None:
             return
         own, self._saved = self._put_back(self._saved), None
-        self._record(torch.cat(own))  # after all is as it was: there may be no room for it
+        self._record(own)
 
     def _swapped(self, given: Iterable[Any]) -> Saved | None:
         """Gives the layer statistics of its own; returns what it had, None where it keeps that."""
-        module = self.module
+        module, buffers = self.module, tensor_dict(self.module, "_buffers")
         # A stage may run the code of a layer that is another's, on numbers of its own: these come to nothing.
-        if not module.training or any(is_placeholder(one) for one in (module.running_mean, *given)):
+        if not module.training or any(is_placeholder(one) for one in (buffers["running_mean"], *given)):
             return None
-        saved = (module.running_mean, module.running_var, module.num_batches_tracked, module.momentum)
-        module.running_mean = torch.zeros_like(module.running_mean)
-        module.running_var = torch.zeros_like(module.running_var)
-        if not is_placeholder(module.num_batches_tracked):  # which no stage has whose layers do not count
-            module.num_batches_tracked = None
-        module.momentum = 1.0
+        mean, counter = buffers["running_mean"], buffers["num_batches_tracked"]
+        own, self._prepared = self._prepared or _zeros_for(mean), None
+        saved = (mean, buffers["running_var"], counter, module.momentum, own)
+        # Not by the module's own setattr, which takes longer than the layer.
+        _, buffers["running_mean"], buffers["running_var"] = own
+        if not is_placeholder(counter):  # which no stage has whose layers do not count
+            buffers["num_batches_tracked"] = None
+        object.__setattr__(module, "momentum", 1.0)
         return saved
 
-    def _put_back(self, saved: Saved) -> list[torch.Tensor]:
-        """The inverse; returns mean and variance that the layer had meanwhile."""
-        module = self.module
-        own = [module.running_mean, module.running_var]
-        module.running_mean, module.running_var, module.num_batches_tracked, module.momentum = saved
-        return own
+    def _put_back(self, saved: Saved) -> torch.Tensor:
+        """The inverse; returns mean and variance that the layer had meanwhile, one after the other."""
+        buffers = tensor_dict(self.module, "_buffers")
+        *before, momentum, (own, *parts) = saved
+        left = (buffers["running_mean"], buffers["running_var"])
+        buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"] = before
+        object.__setattr__(self.module, "momentum", momentum)
+        # A forward of the layer's own may have assigned other tensors.
+        return own if left[0] is parts[0] and left[1] is parts[1] else torch.cat(left)
 
     def _record(self, s: torch.Tensor) -> None:
         if self.microbatch is not None and self.microbatch >= 0:
             self._records.append((self.microbatch, self.calls(self.microbatch), s))
+
+
+def _zeros_for(mean: torch.Tensor) -> Own:
+    # Unseen by modes of operations: a block does the same ones when it is computed again, and nothing was prepared.
+    with without_dispatch_modes():
+        own = mean.new_zeros(2 * len(mean))
+        return (own, own[: len(mean)].data, own[len(mean) :].data)
 
 
 def check_normalisation(name: str, module: nn.Module) -> None:

@@ -20,7 +20,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from evenly.data.generators import last_seed
 from evenly.errors import RunError
-from evenly.parallel.core.buffer_rules import LOOK, BufferRule
+from evenly.parallel.core.buffer_rules import LOOK, BufferRule, Term
 from evenly.parallel.core.parameter_views import is_placeholder
 from evenly.torch_private import (
     ORIGINAL,
@@ -103,19 +103,20 @@ class PowerIteration(BufferRule):
         self._bases |= other._bases
         other._clear()
 
-    def terms(self, calls: Sequence[int]) -> list[torch.Tensor]:
+    def terms(self, calls: Sequence[int]) -> list[Term]:
         self._check(calls)
-        zeros = torch.zeros(self.width, dtype=torch.float64, device=self.device)
         last = max((number for number, count in enumerate(calls) if count), default=None)
         mine = last is not None and last in self._bases
-        return [zeros, torch.cat([one.double() for one in self._states[sum(calls)]])] if mine else [zeros]
+        return [(1.0, torch.cat([*self._states[sum(calls)]]))] if mine else []
 
-    def apply(self, summed: torch.Tensor, calls: Sequence[int]) -> None:
-        if sum(calls):
-            parts = summed.split([one.numel() for one in self._vectors])
-            for vector, part in zip(self._vectors, parts, strict=True):
-                vector.copy_(part)
-        self._clear()
+    @classmethod
+    def apply(cls, rules: Sequence[Any], sums: Sequence[torch.Tensor], calls: Sequence[Sequence[int]]) -> None:
+        for rule, summed, own in zip(rules, sums, calls, strict=True):
+            if sum(own):
+                parts = summed.split([one.numel() for one in rule._vectors])
+                for vector, part in zip(rule._vectors, parts, strict=True):
+                    vector.copy_(part)
+            rule._clear()
 
     def _clear(self) -> None:
         for kept in (self.counts.of, self._bases, self._states, self._called, self._repeats):

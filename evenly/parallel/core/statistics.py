@@ -19,11 +19,12 @@ from evenly.comm.collectives import all_reduce
 from evenly.comm.exact_reduce import begin_exact_all_reduce
 from evenly.comm.exact_sum import ExactSum
 from evenly.comm.groups import Group
-from evenly.parallel.core.buffer_rules import BufferRule
+from evenly.parallel.core.buffer_rules import BufferRule, Term
 from evenly.parallel.core.moving_averages import MovingAverage
 from evenly.parallel.core.mutation_guard import MutationGuard
 from evenly.parallel.core.normalisation import Normalisation, check_normalisation, keeps_statistics
 from evenly.parallel.core.power_iteration import power_iterations
+from evenly.torch_private import add_to_each, scale_each
 
 
 class RunningStatistics:
@@ -70,6 +71,8 @@ class RunningStatistics:
     def _recording(self, microbatch: int | None) -> Generator[None]:
         for rule in self._layers:
             rule.begin(microbatch)
+        if microbatch is not None and microbatch >= 0:
+            Normalisation.prepare([rule for rule in self._layers if isinstance(rule, Normalisation)])
         try:
             with nullcontext() if self._others is None else self._others.watching():
                 yield
@@ -130,10 +133,12 @@ class RunningStatistics:
         if not self._layers:
             return
         columns = {id(rule): [row[number] for row in calls] for number, rule in enumerate(self._all)}
-        parts = [rule.terms(columns[id(rule)]) for rule in self._layers]
-        flat = self._exactly_summed(parts) if self._exact else self._summed(parts)
-        for rule, summed in zip(self._layers, flat.split([rule.width for rule in self._layers]), strict=True):
-            rule.apply(summed, columns[id(rule)])
+        terms = [rule.terms(columns[id(rule)]) for rule in self._layers]
+        flat = self._exactly_summed(terms) if self._exact else self._summed(terms)
+        sums = dict(zip(self._layers, self._split(flat), strict=True))
+        for kind in {type(rule) for rule in self._layers}:
+            rules = [rule for rule in self._layers if type(rule) is kind]
+            kind.apply(rules, [sums[rule] for rule in rules], [columns[id(rule)] for rule in rules])
 
     def close(self) -> None:
         """Takes the hooks off the layers."""
@@ -147,20 +152,35 @@ class RunningStatistics:
         parts = {id(part) for part in module.modules()}
         return [rule for rule in self._layers if id(rule.module) in parts]
 
-    def _summed(self, parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-        """The sums over ranks of the terms of each layer, one layer after the other."""
-        for total, *terms in parts:
-            for term in terms:
-                total += term
-        return all_reduce(torch.cat([total for total, *_ in parts]), self._group, label="running statistics")
+    def _split(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The part of each layer."""
+        return flat.split([rule.width for rule in self._layers])
 
-    def _exactly_summed(self, parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+    def _zeros(self) -> torch.Tensor:
+        width = sum(rule.width for rule in self._layers)
+        return torch.zeros(width, dtype=torch.float64, device=self._layers[0].device)
+
+    def _summed(self, terms: Sequence[Sequence[Term]]) -> torch.Tensor:
+        """The sums over ranks of the terms of each layer, one layer after the other, in float64.
+
+        Terms of all layers are added together: a call for each layer is what a GPU waits for.
+        """
+        totals = self._split(flat := self._zeros())
+        for number in range(max(map(len, terms))):
+            having = [place for place, own in enumerate(terms) if number < len(own)]
+            together = torch.cat([terms[place][number][1] for place in having]).double()
+            scaled = together.split([self._layers[place].width for place in having])
+            scale_each(scaled, [terms[place][number][0] for place in having])
+            add_to_each([totals[place] for place in having], scaled)
+        return all_reduce(flat, self._group, label="running statistics")
+
+    def _exactly_summed(self, terms: Sequence[Sequence[Term]]) -> torch.Tensor:
         """The same, rounded once."""
-        sums, start = ExactSum(torch.cat([zeros for zeros, *_ in parts])), 0
-        for zeros, *terms in parts:
-            for term in terms:
-                sums.add(term, start)
-            start += len(zeros)
+        sums, start = ExactSum(self._zeros()), 0
+        for rule, own in zip(self._layers, terms, strict=True):
+            for factor, term in own:
+                sums.add(factor * term.double(), start)
+            start += rule.width
         begin_exact_all_reduce(sums, self._group, label="running statistics")()
         return sums.rounded()
 
