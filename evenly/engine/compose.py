@@ -424,7 +424,7 @@ def _change_blocks(
 
     compilers: of each replica; none where blocks run as they are written.
     """
-    recomputed = plan.recompute in ("selective", "full")
+    recomputed, found = plan.recompute in ("selective", "full"), blocks
     changes: list[list[Change]] = [[one.change] for one in compilers] or [[] for _ in replicas]
     asked = ["compile=blocks"] if compilers else []
     if recomputed:
@@ -439,7 +439,13 @@ def _change_blocks(
     off = [CachesOff(replica.module) for replica in replicas] if recomputed or plan.pipeline.active else []
     if not asked:
         return [*off]
-    changed = zip(blocks, changes, strict=True)
+    changed = [*zip(blocks, changes, strict=True)]
+    if compilers:
+        from evenly.parallel.core.compiled import unaligned_products
+
+        for replica, own, compiler in zip(replicas, found, compilers, strict=True):
+            heads = unaligned_products(replica.module, own, device=replica.device, precision=plan.precision)
+            changed += [(heads, [compiler.change])] if heads else []
     return [*(WrappedForwards(mine, own, asked=" ".join(asked)) for mine, own in changed), *off]
 
 

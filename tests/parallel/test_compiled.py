@@ -18,6 +18,7 @@ from torch import nn
 import evenly
 from evenly.errors import PlanError, RunError
 from evenly.launcher.environment import cpp_compiler
+from evenly.model.blocks import find_blocks
 from evenly.parallel.core import compiled
 from evenly.verify.compare import RankComparison, judge
 from evenly.verify.ranks import compare_job, keep_reference
@@ -306,6 +307,47 @@ class Counting(nn.Module):
 
 class Counted(Normed):
     block = Counting
+
+
+def test_large_heads_of_awkward_sizes_are_compiled_for_gpus() -> None:
+    with torch.device("meta"):
+        model = nn.Module()
+        model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(1024, 1025), nn.Linear(1025, 1024)) for _ in range(2))
+        model.head, model.even, model.small = nn.Linear(1024, 50257), nn.Linear(1024, 50304), nn.Linear(1024, 10)
+        model.wide = nn.Linear(50257, 1024)
+    blocks = find_blocks(model)
+    for precision in ("bfloat16", "pure-float16"):
+        found = compiled.unaligned_products(model, blocks, device="cuda:0", precision=precision)
+        assert [one.name for one in found] == ["head", "wide"]
+    assert compiled.unaligned_products(model, blocks, device="cuda:0", precision="float32") == []
+    assert compiled.unaligned_products(model, blocks, device="cpu", precision="bfloat16") == []
+
+
+HEAD_NODES = 5  # of its graph: weight, bias, what comes in, their product, what goes out
+
+
+def compare_with_head(plan: str, folder: Path) -> tuple[RankComparison, list[int]]:
+    """And how many nodes each graph has."""
+
+    def heads(model: nn.Module, *_: object, **__: object) -> list[compiled.Block]:
+        return [compiled.Block("last", model.get_submodule("last"))]
+
+    with pytest.MonkeyPatch.context() as patch, counted("aot_eager") as graphs:
+        patch.setattr(compiled, "unaligned_products", heads)
+        return compare_job(small_job(), plan, 2, folder), [len(graph.graph.nodes) for graph in graphs]
+
+
+@pytest.mark.parametrize(
+    ("plan", "size"),
+    [("single", 1), ("single recompute=full", 1), ("ddp", 2), ("zero3", 2), ("pipeline=2 schedule=1f1b", 2)],
+)
+def test_a_compiled_head_computes_what_one_device_does(plan: str, size: int, ranks: KeptRanks, tmp_path: Path) -> None:
+    keep_reference(small_job(), 2, tmp_path / "reference")
+    traces, graphs = zip(*ranks.run(compare_with_head, f"{plan} compile=blocks", tmp_path, size=size), strict=True)
+    row = judge(plan, list(traces))
+    assert (row.status, row.reason) == ("equal", "")
+    assert row.param_diff is not None and row.param_diff < 1e-11
+    assert HEAD_NODES in graphs[-1]
 
 
 def test_models_without_blocks_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Blocks as compiled kernels, by `torch.compile`.
+"""Blocks, and large heads of awkward sizes, as compiled kernels, by `torch.compile`.
 
 Kernels draw random numbers as the model's own operations do, so that masks are those of the plain run; sums are made in
 another order, so results agree up to rounding. Which kernels run depends on the shapes that a rank has seen: a shape
@@ -34,6 +34,8 @@ from evenly.parallel.core.statistics import RunningStatistics
 from evenly.torch_private import as_one_graph, function_modes, graph_errors, has_hooks
 
 BACKEND: Any = "inductor"
+ALIGNED = 8  # a size of which a GPU's fast kernels for 16 bits want a multiple
+LARGE = 1 << 20  # numbers of a weight
 MOST_LETTERS = 200  # of torch's reasons
 
 
@@ -46,6 +48,22 @@ def check_compilable(device: str) -> None:
         missing = "triton"
     if missing is not None:
         raise PlanError("compile=blocks", f"{missing} is not installed", "install it, or leave out compile=blocks")
+
+
+def unaligned_products(model: nn.Module, blocks: Sequence[Block], *, device: str, precision: str) -> list[Block]:
+    """Large linear layers outside of the blocks, such as a head of 50257 tokens, that a GPU is slow to multiply by.
+
+    Products of 16 bits whose sizes are no multiple of 8 run several times slower there, and torch's compiler pads them.
+    """
+    if device == "cpu" or not precision.endswith("16"):
+        return []
+    inside = {id(part) for block in blocks for part in block.module.modules()}
+    return [
+        Block(name, module)
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and id(module) not in inside and module.weight.numel() >= LARGE
+        if module.in_features % ALIGNED or module.out_features % ALIGNED
+    ]
 
 
 class Compiler:
