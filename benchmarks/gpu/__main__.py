@@ -8,6 +8,7 @@ python -m benchmarks.gpu [--cpu] [--out FOLDER] [--only NAME ...]
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import re
@@ -50,8 +51,12 @@ STEPS = {
 
 
 def run_here(name: str, *, cpu: bool, to: Path) -> None:
-    """Runs a step in this process; writes what it found, and of one that yields it again and again, the last."""
+    """Runs a step in this process; writes what it found, and of one that yields it again and again, the last.
+
+    Shortly before its time is up, it says where it is.
+    """
     step = STEPS[name]
+    faulthandler.dump_traceback_later((step.cpu_s if cpu else step.limit_s) - 5)
     measure: Callable[..., Any] = getattr(import_module(f"benchmarks.gpu.{step.module}"), step.function)
     result = measure(cpu=cpu)
     for found in [result] if isinstance(result, dict) else result:

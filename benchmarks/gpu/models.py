@@ -96,7 +96,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Tokens (B, L) -> logits (B, L, vocabulary); the head is the embedding."""
+    """Tokens (B, L) -> logits (B, L, vocabulary), or what the head is given; the head is the embedding."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -107,13 +107,13 @@ class LanguageModel(nn.Module):
         self.head = nn.Linear(size.width, size.vocabulary, bias=False)
         self.head.weight = self.embed.weight
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, *, head: bool = True) -> torch.Tensor:
         x = self.embed(tokens)
         if self.places is not None:
             x = x + self.places.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        return self.head(self.norm(x)) if head else self.norm(x)
 
 
 def language_model(size: Size) -> LanguageModel:
@@ -195,6 +195,15 @@ def token_loss(model: nn.Module, batch: torch.Tensor) -> evenly.Loss:
     return evenly.Loss(total, batch[:, 1:].numel())
 
 
+def chunked_token_loss(model: nn.Module, batch: torch.Tensor) -> evenly.Loss:
+    """The same without all logits."""
+    weight: Any = model.get_parameter("head.weight")
+    hidden = model(batch[:, :-1], head=False)
+    return evenly.Loss(
+        evenly.nn.linear_cross_entropy(hidden, weight, batch[:, 1:], reduction="sum"), batch[:, 1:].numel()
+    )
+
+
 def class_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> evenly.Loss:
     images, classes = batch
     logits = model(images.float().div_(127.5).sub_(1))
@@ -203,7 +212,7 @@ def class_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> ev
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained. units: tokens or images of a sample."""
+    """What is trained. units: tokens or images of a sample. chunked_loss: the loss without all logits."""
 
     model: Callable[[], nn.Module]
     data: Any
@@ -211,6 +220,7 @@ class Case:
     batch: int
     microbatch: int
     units: int
+    chunked_loss: Callable[[nn.Module, Any], evenly.Loss] | None = None
 
     def job(self, steps: int) -> evenly.Job:
         return evenly.Job(
@@ -226,7 +236,9 @@ class Case:
 
 
 def language_case(size: Size, batch: int, microbatch: int) -> Case:
-    return Case(partial(language_model, size), Tokens(size), token_loss, batch, microbatch, size.length)
+    return Case(
+        partial(language_model, size), Tokens(size), token_loss, batch, microbatch, size.length, chunked_token_loss
+    )
 
 
 def case_of(name: str, *, cpu: bool) -> Case:

@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -61,14 +61,16 @@ def host(*, cpu: bool) -> Iterator[dict[str, Any]]:
 def compare(name: str, *, cpu: bool, compiled: bool) -> Iterator[dict[str, Any]]:
     """Step times, as shares of the product rate and of the peak too where those are known.
 
-    What is found by then is yielded after each contender: it is kept where the others take too long. whole_s: what
-    starting and compiling took as well.
+    What is found by then is yielded after each contender: it is kept where the others take too long. before_s: what
+    the counts and the prediction took; whole_s: what starting and compiling took as well.
     """
+    began_s = time.perf_counter()
     case, device = case_of(name, cpu=cpu), "cpu" if cpu else "cuda:0"
     flops = flops_of_step(case, device)
     peak, products = peak_rate(device), product_rate(device)
     found: dict[str, Any] = {"flops": flops, "peak": peak, "product_rate": products, "contenders": {}}
     found["predicted"] = predicted(case)
+    found["before_s"] = time.perf_counter() - began_s
     for contender, made in contenders(case, device, compiled=compiled).items():
         began_s = time.perf_counter()
         row = found["contenders"][contender] = measure(made, device)
@@ -98,9 +100,12 @@ def contenders(case: Case, device: str, *, compiled: bool) -> dict[str, Callable
         "torch": lambda _: by_hand(case, device, compiled=False),
         "evenly": lambda stack: by_evenly(case, plan, stack),
     }
+    if case.chunked_loss is not None:
+        chunked = replace(case, loss=case.chunked_loss)
+        found["evenly linear_cross_entropy"] = lambda stack: by_evenly(chunked, plan, stack)
     if compiled:
-        found["torch compiled"] = lambda _: by_hand(case, device, compiled=True)
         found["evenly compiled"] = lambda stack: by_evenly(case, f"{plan} compile=blocks", stack)
+        found["torch compiled"] = lambda _: by_hand(case, device, compiled=True)
     return found
 
 
