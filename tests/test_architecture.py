@@ -375,14 +375,14 @@ PACKAGE_LINES = {
     "cli": 3149,  # clusters compared; the board; runs under Ray; submit, doctor and bench on nodes; loggers, the screen
     "comm": 3441,  # operations that are timed; sums in shared memory; links from node to node; messages that cross
     "data": 1923,  # what workers have from their rank; where generators are; tensors that objects hide
-    "engine": 3398,  # results in objects; compilers of blocks; autocast as on GPUs; outputs that a look is given
+    "engine": 3470,  # results in objects; compilers of blocks; autocast and kernels as on GPUs; outputs of a look
     "hardware": 1256,  # sums of 16 bits on CPUs; links from node to node, shared cores; the host; variants of devices
     "launcher": 3824,  # imports without collections; a folder that all nodes see; batch scripts and manifests
     "model": 725,  # collectives; fake tensors that are made again; models built without memory; phases
     "nn": 307,  # the loss of a head without its logits
     "observe": 2065,  # operations under way; operations of a step; progress; stacks read without frames; loggers
     "parallel": 1,
-    "parallel.core": 3228,  # where code keeps counts, generators; what a repeated forward is given and finds
+    "parallel.core": 3353,  # statistics of all layers together; counts, generators; what a repeated forward finds
     "parallel.data": 3994,  # gradients that are left to autograd; small ones; results in objects
     "parallel.tensor": 4563,  # sums under products; views that are not asked; decisions that are replayed; heads
     "parallel.pipeline": 3758,  # what a second try leaves; when messages arrive; backwards that draw
@@ -390,7 +390,7 @@ PACKAGE_LINES = {
     "planner": 7563,  # gradients as they come; sums on CPUs, by type and in shared memory; types as on GPUs
     "ray": 447,  # ranks that Ray places, starts and replaces
     "report": 4848,  # hidden communication; curves on each other; numbers that jobs log; sorted tables, mechanisms
-    "train": 4372,  # communication of recorded steps; spans; starting again; phases; what backwards remember, counts
+    "train": 4389,  # communication of recorded steps; spans; starting again; phases; what backwards remember, counts
     "verify": 2235,  # parts on the host; verdicts as they come; phases; streams, metrics and groups in the reference
 }
 # Parameters of a command are the options that it has on the command line.

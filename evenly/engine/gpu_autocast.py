@@ -1,4 +1,4 @@
-"""What autocast does on a GPU, on tensors of the CPU.
+"""What torch does on a GPU, on tensors of the CPU: the types of its autocast, and what is one kernel there.
 
 torch has a list of functions for each kind of device, and a model is read on fake tensors of the CPU: there softmax and
 norms of 16 bits stay in 16 bits, where a GPU computes them in float32, and the loss of logits of 16 bits copies them to
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from evenly.data.nest import map_tensors, tensors_in
+from evenly.engine.gpu_kernels import AS_ONE_KERNEL
 from evenly.parallel.tensor.axis import SplitTensor, is_split
 
 # By name: functions that get float32, as torch's, as methods and of torch.nn.functional.
@@ -37,24 +38,24 @@ GIVES_FLOAT32 = {*_GIVING.split()}
 PROMOTES = {"bilinear", "dot", "vdot", "tensordot", "scatter_add"}
 
 
-class GpuAutocast(TorchFunctionMode):
-    """Where torch's autocast of the CPU is on, functions get and give the types that they do on a GPU."""
+class AsOnGpu(TorchFunctionMode):
+    """Functions save what they do on a GPU; where torch's autocast of the CPU is on, they have the types of a GPU's."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        run: Any = AS_ONE_KERNEL.get(func, func)
         # Autocast leaves alone what is written to a tensor of the code's own.
-        if kwargs.get("out") is not None or not torch.is_autocast_enabled("cpu"):
-            return func(*args, **kwargs)
-        wide = name in PROMOTES and any(one.dtype is torch.float32 for one in tensors_in((args, kwargs)))
-        if wide or name in FLOAT32:
-            return func(*map_tensors(_widened, args), **map_tensors(_widened, kwargs))
-        if name in GIVES_FLOAT32 and args and _is_narrow(args[0]) and kwargs.get("dtype") is None:
-            return func(*args, **{**kwargs, "dtype": torch.float32})
-        if func is F.cross_entropy and _is_narrow(logits := kwargs.get("input", args[0] if args else None)):
-            # Split logits have a loss of their own, in float32 on any device.
-            return func(*args, **kwargs) if is_split(logits) else _cross_entropy(*args, **kwargs)
-        if (within := _within(func)) is None or any(issubclass(kind, SplitTensor) for kind in types):
-            return func(*args, **kwargs)
+        if torch.is_autocast_enabled("cpu") and kwargs.get("out") is None:
+            wide = name in PROMOTES and any(one.dtype is torch.float32 for one in tensors_in((args, kwargs)))
+            if wide or name in FLOAT32:
+                return run(*map_tensors(_widened, args), **map_tensors(_widened, kwargs))
+            if name in GIVES_FLOAT32 and args and _is_narrow(args[0]) and kwargs.get("dtype") is None:
+                return func(*args, **{**kwargs, "dtype": torch.float32})
+            if func is F.cross_entropy and _is_narrow(logits := kwargs.get("input", args[0] if args else None)):
+                # Split logits have a loss of their own, in float32 on any device.
+                return func(*args, **kwargs) if is_split(logits) else _cross_entropy(*args, **kwargs)
+        if run is not func or (within := _within(func)) is None or any(issubclass(kind, SplitTensor) for kind in types):
+            return run(*args, **kwargs)
         with self:
             return within(*args, **kwargs)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from evenly.data.nest import map_tensors
-from evenly.engine.gpu_autocast import GpuAutocast
+from evenly.engine.gpu_autocast import AsOnGpu
 
 # Dtype of weights, gradients and optimizer state; with other precisions they keep the dtype that the job gives them.
 WEIGHTS = {"float64": torch.float64, "pure-bfloat16": torch.bfloat16, "pure-float16": torch.float16}
@@ -60,17 +60,18 @@ def autocast(precision: str, device: str) -> AbstractContextManager[Any]:
 
 @contextmanager
 def autocast_as_on(device: str, precision: str) -> Generator[None]:
-    """`autocast` of tensors of the CPU, which get and give the types that they would on a `device` of this type."""
-    with autocast(precision, "cpu"), types_as_on(device, precision):
+    """`autocast` of tensors of the CPU, with which functions do what they would on a `device` of this type."""
+    with autocast(precision, "cpu"), functions_as_on(device):
         yield
 
 
-def types_as_on(device: str, precision: str) -> AbstractContextManager[object]:
-    """Within, what autocast gives tensors of the CPU is as on a `device` of this type, wherever it is on.
+def functions_as_on(device: str) -> AbstractContextManager[object]:
+    """Within, functions of fake tensors of the CPU save what they would on a `device` of this type.
 
-    A backward in which parts of a forward are computed again turns it on for these.
+    Wherever autocast is on, they have the types of that device: a backward in which parts of a forward are computed
+    again turns it on for these.
     """
-    return GpuAutocast() if device == "cuda" and precision in AUTOCAST_DTYPE else nullcontext()
+    return AsOnGpu() if device == "cuda" else nullcontext()
 
 
 def place_model(model: torch.nn.Module, precision: str, device: str | None) -> torch.nn.Module:

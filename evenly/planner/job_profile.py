@@ -18,7 +18,7 @@ from evenly.data.loader import CutBatch, Loader, Microbatch, Share, cut_batch, h
 from evenly.data.nest import tensors_in
 from evenly.engine.build import build_model
 from evenly.engine.find_splits import choose_splits, derivation_of
-from evenly.engine.precision import autocast, place_batch, types_as_on
+from evenly.engine.precision import autocast, functions_as_on, place_batch
 from evenly.engine.step_totals import as_loss
 from evenly.engine.updaters import built_optimizers
 from evenly.errors import EvenlyError, UserError
@@ -235,7 +235,7 @@ class JobProfiler:
 
         @contextmanager
         def around() -> Generator[None]:
-            with changes.around(), types_as_on(self.device, precision):
+            with changes.around(), functions_as_on(self.device):
                 yield
 
         batch = place_batch(microbatch.batch, precision, "cpu")

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import evenly
 from evenly.engine.find_stages import call_costs_of, stage_plan_of
-from evenly.engine.gpu_autocast import FLOAT32, GIVES_FLOAT32, GpuAutocast
-from evenly.engine.precision import autocast_as_on, types_as_on
+from evenly.engine.gpu_autocast import FLOAT32, GIVES_FLOAT32, AsOnGpu
+from evenly.engine.precision import autocast_as_on, functions_as_on
 from evenly.hardware.cluster_text import parse_cluster
 from evenly.parallel.pipeline.model import StagedModel
 from evenly.plan import parse_plan
@@ -128,7 +128,7 @@ def type_of(act: Act, device: str, dtype: torch.dtype, *, as_gpu: bool = False) 
             x = torch.empty(4, 8, device=device, dtype=dtype)
             if not as_gpu:
                 return act(x).dtype
-            with GpuAutocast():
+            with AsOnGpu():
                 return act(x).dtype
     finally:
         torch.set_autocast_enabled(device, False)
@@ -251,7 +251,7 @@ def test_where_autocast_is_off_types_stay() -> None:
         assert x.exp().dtype is torch.float32
         with torch.autocast("cpu", enabled=False):
             assert x.exp().dtype is torch.bfloat16
-    with types_as_on("cuda", "bfloat16"):
+    with functions_as_on("cuda"):
         assert x.exp().dtype is torch.bfloat16
 
 

@@ -12,6 +12,7 @@ import platform
 import subprocess
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from fake_cuda.tensor import CudaMode, CudaTensor, gpu
+from torch._decomp.decompositions import _fused_rms_norm_backward
 from torch.cuda import _pin_memory_utils
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
@@ -57,6 +59,7 @@ def one_gpu(library: Path, *, mixes: list[str] | None = None) -> Iterator[None]:
     index = int(os.environ.get("LOCAL_RANK", "0"))
     gpu.device = torch.device("cuda", index)
     ctypes.CDLL(str(library)).pretend(index)
+    _register_kernels()
     before = torch._C._only_lift_cpu_tensors()
     gpu.generator, gpu.mixes = torch.Generator(), mixes
     with ExitStack() as stack:
@@ -74,6 +77,18 @@ def one_gpu(library: Path, *, mixes: list[str] | None = None) -> Iterator[None]:
         stack.callback(torch.__future__.set_swap_module_params_on_conversion, False)
         stack.enter_context(CudaMode())
         yield
+
+
+@cache
+def _register_kernels() -> torch.library.Library:
+    """Has torch know of kernels that only its builds for CUDA have, so that autograd saves what it does there.
+
+    They run on the CPU, where the first is made of other operations.
+    """
+    kernels = torch.library.Library("aten", "IMPL")
+    kernels.impl("_fused_rms_norm", torch.ops.aten._fused_rms_norm.default, "CUDA")
+    kernels.impl("_fused_rms_norm_backward", _fused_rms_norm_backward, "CPU")
+    return kernels
 
 
 def _move(parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor], device: torch.device) -> None:

@@ -338,8 +338,7 @@ def compare_with_head(plan: str, folder: Path) -> tuple[RankComparison, list[int
 
 
 @pytest.mark.parametrize(
-    ("plan", "size"),
-    [("single", 1), ("single recompute=full", 1), ("ddp", 2), ("zero3", 2), ("pipeline=2 schedule=1f1b", 2)],
+    ("plan", "size"), [("single recompute=full", 1), ("zero3", 2), ("pipeline=2 schedule=1f1b", 2)]
 )
 def test_a_compiled_head_computes_what_one_device_does(plan: str, size: int, ranks: KeptRanks, tmp_path: Path) -> None:
     keep_reference(small_job(), 2, tmp_path / "reference")
