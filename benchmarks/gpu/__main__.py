@@ -36,17 +36,17 @@ class Step(NamedTuple):
 
 
 STEPS = {
-    "environment": Step("environment", "environment", 15, 20),
-    "doctor": Step("commands", "doctor", 20, 60),
+    "environment": Step("environment", "environment", 10, 20),
+    "doctor": Step("commands", "doctor", 15, 60),
     "verify": Step("commands", "verify", 85, 150),
-    "shared": Step("shared", "shared", 45, 120),
-    "memory": Step("memory", "memory", 40, 40),
-    "gpt2": Step("speed", "gpt2", 85, 180),
-    "llama": Step("speed", "llama", 110, 180),
-    "resnet": Step("speed", "resnet", 75, 180),
-    "host": Step("speed", "host", 35, 60),
-    "checkpoint": Step("checkpoint", "checkpoint", 45, 60),
-    "no_room": Step("no_room", "no_room", 40, 60),
+    "shared": Step("shared", "shared", 40, 120),
+    "memory": Step("memory", "memory", 36, 40),
+    "gpt2": Step("speed", "gpt2", 80, 180),
+    "llama": Step("speed", "llama", 140, 180),
+    "resnet": Step("speed", "resnet", 85, 180),
+    "host": Step("speed", "host", 30, 60),
+    "checkpoint": Step("checkpoint", "checkpoint", 40, 60),
+    "no_room": Step("no_room", "no_room", 38, 60),
 }
 
 
