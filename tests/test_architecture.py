@@ -378,7 +378,7 @@ PACKAGE_LINES = {
     "engine": 3470,  # results in objects; compilers of blocks; autocast and kernels as on GPUs; outputs of a look
     "hardware": 1256,  # sums of 16 bits on CPUs; links from node to node, shared cores; the host; variants of devices
     "launcher": 3824,  # imports without collections; a folder that all nodes see; batch scripts and manifests
-    "model": 725,  # collectives; fake tensors that are made again; models built without memory; phases
+    "model": 729,  # collectives; fake tensors that are made again; models built without memory; phases
     "nn": 307,  # the loss of a head without its logits
     "observe": 2065,  # operations under way; operations of a step; progress; stacks read without frames; loggers
     "parallel": 1,
@@ -387,7 +387,7 @@ PACKAGE_LINES = {
     "parallel.tensor": 4563,  # sums under products; views that are not asked; decisions that are replayed; heads
     "parallel.pipeline": 3758,  # what a second try leaves; when messages arrive; backwards that draw
     "plan": 1250,  # sums on one rank; backwards in parts; spans of actions; speeds of ranks; a table of schedules
-    "planner": 7563,  # gradients as they come; sums on CPUs, by type and in shared memory; types as on GPUs
+    "planner": 7584,  # causal attention; gradients as they come; sums on CPUs, by type and shared; types as on GPUs
     "ray": 447,  # ranks that Ray places, starts and replaces
     "report": 4848,  # hidden communication; curves on each other; numbers that jobs log; sorted tables, mechanisms
     "train": 4389,  # communication of recorded steps; spans; starting again; phases; what backwards remember, counts

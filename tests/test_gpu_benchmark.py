@@ -10,6 +10,12 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as runner
+from benchmarks.gpu.models import case_of
+from benchmarks.gpu.speed import predicted
+from evenly.hardware.cluster_text import parse_cluster
+from evenly.planner.speeds import own_library
+
+RESULTS = runner.ROOT / "benchmarks" / "results" / "gpu-nvidia-h200.json"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="fails only without a GPU")
@@ -31,6 +37,14 @@ def test_what_a_step_finds_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert runner.main() == 0
     found = json.loads((tmp_path / "gpu-cpu.json").read_text())["steps"]["environment"]
     assert found["packages"]["torch"] == torch.__version__ and not found["failed"]
+
+
+def test_a_llama_is_predicted_as_an_h200_trained_it() -> None:
+    measured = json.loads(RESULTS.read_text())["steps"]["llama"]["contenders"]["evenly"]
+    found = predicted(case_of("llama", cpu=False), parse_cluster("1xH200"))
+    assert abs(found["step_s"] / measured["step_s"] - 1) < 0.1
+    driver = own_library("bfloat16", bitwise=False, on_cpu=False).holdings.rest
+    assert abs((found["peak_bytes"] - driver) / measured["peak_bytes"] - 1) < 0.005
 
 
 def test_all_limits_on_a_gpu_add_up_to_less_than_ten_minutes() -> None:

@@ -56,7 +56,7 @@ def run_here(name: str, *, cpu: bool, to: Path) -> None:
     Shortly before its time is up, it says where it is.
     """
     step = STEPS[name]
-    faulthandler.dump_traceback_later((step.cpu_s if cpu else step.limit_s) - 5)
+    faulthandler.dump_traceback_later(max(1, (step.cpu_s if cpu else step.limit_s) - 5))
     measure: Callable[..., Any] = getattr(import_module(f"benchmarks.gpu.{step.module}"), step.function)
     result = measure(cpu=cpu)
     for found in [result] if isinstance(result, dict) else result:

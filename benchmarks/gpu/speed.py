@@ -22,6 +22,7 @@ import evenly
 from benchmarks.gpu.models import Case, case_of
 from evenly.data.loader import worker_count
 from evenly.errors import UserError
+from evenly.hardware.cluster import Cluster
 from evenly.hardware.cluster_text import local_cluster
 from evenly.hardware.devices import known_device
 from evenly.launcher.environment import available_cores
@@ -69,7 +70,7 @@ def compare(name: str, *, cpu: bool, compiled: bool) -> Iterator[dict[str, Any]]
     flops = flops_of_step(case, device)
     peak, products = peak_rate(device), product_rate(device)
     found: dict[str, Any] = {"flops": flops, "peak": peak, "product_rate": products, "contenders": {}}
-    found["predicted"] = predicted(case)
+    found["predicted"] = predicted(case, local_cluster(1))
     found["before_s"] = time.perf_counter() - began_s
     for contender, made in contenders(case, device, compiled=compiled).items():
         began_s = time.perf_counter()
@@ -85,11 +86,11 @@ def compare(name: str, *, cpu: bool, compiled: bool) -> Iterator[dict[str, Any]]
         release(device)
 
 
-def predicted(case: Case) -> dict[str, Any]:
-    """Of a step of evenly on this machine: the seconds, by what takes them, and the peak of memory."""
+def predicted(case: Case, cluster: Cluster) -> dict[str, Any]:
+    """Of a step of evenly on one device: the seconds, by what takes them, and the peak of memory."""
     only = parse_plan("data=1 recompute=none precision=bfloat16")
     source = JobSource(case.job(1))
-    [found, *_] = search(PlanRequest(source=source, cluster=local_cluster(1), batch=case.batch, only=only)).plans
+    [found, *_] = search(PlanRequest(source=source, cluster=cluster, batch=case.batch, only=only)).plans
     return {"step_s": found.step_s, "peak_bytes": found.peak_bytes, "seconds": asdict(found.time)}
 
 

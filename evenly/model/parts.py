@@ -25,6 +25,8 @@ class OpCost:
     recomputed:  whether a part that recomputes selectively does it again in the backward pass.
     of_weights:  whether it computes gradients of parameters alone, so that the stage before need not wait for it.
     dtype:       what it multiplies, where that is not the precision of the run.
+    as_run:      whether it is one of the operations that run, each with its own bytes; else what they come to if fused.
+    looked_at:   share of the pairs of tokens that attention looks at: a causal one leaves out about half.
     """
 
     kind: Kind
@@ -37,6 +39,8 @@ class OpCost:
     recomputed: bool = False
     of_weights: bool = False
     dtype: str = ""
+    as_run: bool = False
+    looked_at: float = 1.0
 
 
 class Collective(NamedTuple):

@@ -28,6 +28,8 @@ from evenly.planner.profile import AFTER, MODEL, Bytes, Event, Interval, Paramet
 from evenly.torch_private import (
     ATTENTION,
     ATTENTION_BACKWARD,
+    ATTENTION_BACKWARD_ON_CPU,
+    ATTENTION_ON_CPU,
     TO_COPY,
     engine_backward,
     operation_of,
@@ -363,7 +365,7 @@ def _works_of(func: Any, args: Any, kwargs: Any, results: Any) -> list[OpCost]:
     packet = func.overloadpacket
     moved = float(sum(map(_bytes, tensors_in((args, kwargs, results)))))
     if packet in (lstm.FORWARD, lstm.BACKWARD):
-        return [*lstm.products(packet, args), OpCost(kind="memory", moved_bytes=moved)]
+        return [*lstm.products(packet, args), OpCost(kind="memory", moved_bytes=moved, as_run=True)]
     flops = flops_of(func, args, kwargs, results)
     if not moved and not flops:
         return []
@@ -381,9 +383,19 @@ def _works_of(func: Any, args: Any, kwargs: Any, results: Any) -> list[OpCost]:
         inner=inner,
         columns=columns,
         recomputed=kind == "memory",
+        as_run=True,
+        looked_at=_looked_at(packet, args) if kind == "attention" else 1.0,
         of_weights=packet is _aten.mm and _transposed(args[0]),
     )
     return [work]
+
+
+def _looked_at(packet: Any, args: Any) -> float:
+    query, causal = {ATTENTION_ON_CPU: (0, 4), ATTENTION_BACKWARD_ON_CPU: (1, 7)}.get(packet, (0, len(args)))
+    if not any(args[causal : causal + 1]):
+        return 1.0
+    asked, known = args[query].shape[-2], args[query + 1].shape[-2]
+    return asked / (2 * known) if asked <= known else 1 - known / (2 * asked)
 
 
 def _transposed(left: torch.Tensor) -> bool:

@@ -114,7 +114,7 @@ def test_of_microbatches_that_are_alike_all_count() -> None:
 def test_memory_is_that_of_the_ranks() -> None:
     job = tower_job()
     plan = parse_plan("data=2 pipeline=2 schedule=1f1b recompute=none").complete("float32")
-    memory = memory_of_ranks(JobProfiler(job), plan)
+    memory = memory_of_ranks(JobProfiler(job, device="cuda"), plan)
     found = predict_plan(asked(job), plan)
     worst = [max(meter.peak for meter in memory[:2]), max(meter.peak for meter in memory[2:])]
     assert [one.peak - one.context for one in found.memory] == worst

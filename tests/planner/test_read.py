@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from evenly.data.nest import tensors_in
@@ -151,6 +152,22 @@ def test_products_are_known_by_their_sizes() -> None:
     (of_weight,) = [work for work in block.backward if work.of_weights]
     assert (of_weight.rows, of_weight.inner, of_weight.columns) == (WIDTH, SAMPLES, WIDTH)
     assert not any(work.of_weights for work in block.forward)
+
+
+@pytest.mark.parametrize(
+    ("asked", "known", "causal", "share"),
+    [(8, 8, False, 1), (8, 8, True, 1 / 2), (4, 8, True, 1 / 4), (8, 4, True, 3 / 4)],
+)
+def test_causal_attention_looks_at_some_pairs_of_tokens(asked: int, known: int, causal: bool, share: float) -> None:
+    def attended(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        query, states = (model(one).unflatten(-1, (2, 3)).transpose(1, 2) for one in batch)
+        return F.scaled_dot_product_attention(query, states, states, is_causal=causal).sum()
+
+    lengths = [torch.empty(2, length, 5) for length in (asked, known)]
+    parts = parts_of(profile_module(nn.Linear(5, 6), attended, lengths))
+    for works, products in ((parts.after.forward, 2), (parts.after.backward, 5)):
+        [work] = [work for work in works if work.kind == "attention"]
+        assert (work.flops, work.looked_at) == (products * 2 * 3 * 2 * 2 * asked * known, share)
 
 
 def test_only_what_reads_or_writes_memory_counts_as_moving_bytes() -> None:

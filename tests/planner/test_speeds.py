@@ -157,6 +157,22 @@ def test_attention_without_tensor_cores_is_slower() -> None:
     assert seconds("float64") > seconds("float32") > seconds("bfloat16") == seconds("float16") == seconds("")
 
 
+def test_operations_that_are_counted_as_they_run_pass_over_memory_once() -> None:
+    fused, speeds = OpCost(kind="memory", moved_bytes=1e9), replace(speeds_of(H100), start_s=0.0)
+    run = replace(fused, as_run=True)
+    assert speeds.seconds(run, EVENLY) == 1e9 / speeds.bandwidth
+    assert speeds.seconds(fused, EVENLY) == EVENLY.passes * 1e9 / speeds.bandwidth > speeds.seconds(run, EVENLY)
+    on_cpu = own_library("float32", bitwise=False, on_cpu=True)
+    assert speeds.seconds(run, on_cpu) == speeds.seconds(fused, on_cpu)
+
+
+def test_gpus_leave_out_what_causal_attention_does_not_look_at() -> None:
+    every, speeds = OpCost(kind="attention", flops=1e12, dtype="bfloat16"), replace(speeds_of(H100), start_s=0.0)
+    causal, on_cpu = replace(every, looked_at=0.5), own_library("float32", bitwise=False, on_cpu=True)
+    assert speeds.seconds(causal, EVENLY) == speeds.seconds(every, EVENLY) / 2
+    assert speeds.seconds(causal, on_cpu) == speeds.seconds(every, on_cpu)
+
+
 def test_tiles_that_leave_multiprocessors_idle_cost_time() -> None:
     speeds = replace(speeds_of_device(find_device("A100-80")), idle=0.5)
     assert speeds.processors == 108
