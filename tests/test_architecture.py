@@ -375,7 +375,7 @@ PACKAGE_LINES = {
     "cli": 3149,  # clusters compared; the board; runs under Ray; submit, doctor and bench on nodes; loggers, the screen
     "comm": 3441,  # operations that are timed; sums in shared memory; links from node to node; messages that cross
     "data": 1923,  # what workers have from their rank; where generators are; tensors that objects hide
-    "engine": 3470,  # results in objects; compilers of blocks; autocast and kernels as on GPUs; outputs of a look
+    "engine": 3477,  # results in objects; compilers of blocks; autocast and kernels as on GPUs; outputs of a look
     "hardware": 1256,  # sums of 16 bits on CPUs; links from node to node, shared cores; the host; variants of devices
     "launcher": 3824,  # imports without collections; a folder that all nodes see; batch scripts and manifests
     "model": 729,  # collectives; fake tensors that are made again; models built without memory; phases

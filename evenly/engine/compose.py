@@ -7,7 +7,7 @@ strategies hold on to the parameters that they find.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
@@ -424,7 +424,7 @@ def _change_blocks(
 
     compilers: of each replica; none where blocks run as they are written.
     """
-    recomputed, found = plan.recompute in ("selective", "full"), blocks
+    recomputed, heads = plan.recompute in ("selective", "full"), [*_compiled_heads(replicas, blocks, plan, compilers)]
     changes: list[list[Change]] = [[one.change] for one in compilers] or [[] for _ in replicas]
     asked = ["compile=blocks"] if compilers else []
     if recomputed:
@@ -439,14 +439,21 @@ def _change_blocks(
     off = [CachesOff(replica.module) for replica in replicas] if recomputed or plan.pipeline.active else []
     if not asked:
         return [*off]
-    changed = [*zip(blocks, changes, strict=True)]
-    if compilers:
-        from evenly.parallel.core.compiled import unaligned_products
-
-        for replica, own, compiler in zip(replicas, found, compilers, strict=True):
-            heads = unaligned_products(replica.module, own, device=replica.device, precision=plan.precision)
-            changed += [(heads, [compiler.change])] if heads else []
+    changed = [*zip(blocks, changes, strict=True), *heads]
     return [*(WrappedForwards(mine, own, asked=" ".join(asked)) for mine, own in changed), *off]
+
+
+def _compiled_heads(
+    replicas: Replicas, blocks: Sequence[Sequence[Block]], plan: Plan, compilers: Sequence[Compiler]
+) -> Iterator[tuple[Sequence[Block], list[Change]]]:
+    """What is compiled outside of the blocks, of the replicas that have such."""
+    if not compilers:
+        return
+    from evenly.parallel.core.compiled import unaligned_products
+
+    for replica, mine, compiler in zip(replicas, blocks, compilers, strict=True):
+        if heads := unaligned_products(replica.module, mine, device=replica.device, precision=plan.precision):
+            yield heads, [compiler.change]
 
 
 def _compilers(

@@ -128,14 +128,13 @@ def places_restored(roots: Sequence[tuple[str, Any]]) -> Generator[None]:
         put_back(roots, before)
 
 
-@contextmanager
-def counts_restored(roots: Sequence[tuple[str, Any]], repeat: Callable[[], object]) -> Generator[None]:
-    """Undoes what is done within to values that go on: those that `repeat`, which does it once more, moves again.
+def put_counts_back(
+    roots: Sequence[tuple[str, Any]], before: Mapping[str, ValuePlace], repeat: Callable[[], object]
+) -> None:
+    """Puts back values that go on: of those that are not as `before`, what `repeat` moves again.
 
     What the first call of a function has set stays, as somewhere it has noted that it need not do so again.
     """
-    before = places(roots)
-    yield
     if not moved_since(before, once := places(roots)):
         return
     repeat()
