@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -15,7 +14,7 @@ from evenly.engine.compose import Composed, compose, devices_of
 from evenly.engine.find_splits import find_splits
 from evenly.job import Job
 from evenly.launcher.allocator import hand_back_freed_memory, keep_freed_memory, return_freed_memory
-from evenly.parallel.core.places import moved_since, places
+from evenly.parallel.core.places import all_restored
 from evenly.parallel.core.sharded_init import ShardedInit
 from evenly.parallel.core.stale import mark_stale, memory_of
 from evenly.plan import Plan
@@ -54,11 +53,10 @@ def build_and_compose(job: Job, plan: Plan, world: World, load: Load | None = No
         check_same_start(modules[0], world, init)
         before = memory_of(modules[0])
         roots = roots_of(job, modules) if plan.tensor.active or plan.pipeline.active else []
-        kept = places(roots)
-        splits = find_splits(job, modules[0], plan, world)
-        stages = _find_stages(job, modules[0], plan, world)
-        moved = moved_since(kept, places(roots))
-        composed = replace(compose(modules, plan, world, splits, stages), moved=moved)
+        with all_restored(roots):  # what runs on fake tensors here is no part of the training
+            splits = find_splits(job, modules[0], plan, world)
+            stages = _find_stages(job, modules[0], plan, world)
+        composed = compose(modules, plan, world, splits, stages)
     if composed.pipeline is not None:
         refuse_gradient_hooks(modules[0], plan, composed.pipeline.ties.names)
     if sharded:

@@ -23,7 +23,6 @@ from evenly.model.blocks import Block, find_blocks, find_recomputed, recomputabl
 from evenly.parallel.core.between_steps import Outside, show_placeholders
 from evenly.parallel.core.calls import BlockCalls, Change, WrappedForwards
 from evenly.parallel.core.memory import on
-from evenly.parallel.core.places import ValuePlace
 from evenly.parallel.core.recompute import CachesOff, RecomputedBackward, recomputing
 from evenly.parallel.core.recurrent_weights import RecurrentWeights
 from evenly.parallel.core.statistics import RunningStatistics
@@ -67,8 +66,6 @@ class Composed:
     never_trains: the modules that the job has put into evaluation mode.
     backward_context: entered around every backward.
     outside:    whether code outside of a loss is the job's or the engine's.
-    moved:      what the job's code keeps outside of the model's state and runs on fake tensors have changed, by name:
-                before and after them.
     """
 
     model: nn.Module
@@ -86,7 +83,6 @@ class Composed:
     never_trains: Sequence[nn.Module] = ()
     backward_context: AbstractContextManager[Any] = field(default_factory=nullcontext[Any])
     outside: Outside = field(default_factory=Outside)
-    moved: Mapping[str, tuple[ValuePlace | None, ValuePlace]] = field(default_factory=dict[str, Any])
 
     @property
     def layers(self) -> int:

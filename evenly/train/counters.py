@@ -29,18 +29,13 @@ NAMED = 3  # of them, in a message
 
 
 class Counters:
-    """Those that the models of `executor` and its loss reach."""
+    """Those that the models of `executor` and its loss reach, before their first forward."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._models = [replica.module for replica in executor.composed.replicas]
         self._roots = roots_of(executor.job, self._models)
         self._before = places(self._roots)
-        for name, (before, after) in executor.composed.moved.items():
-            if name in self._before and not self._before[name].differs(after):
-                self._before.pop(name)  # what no run on fake tensors has found
-                if before is not None:
-                    self._before[name] = before
         self._names: list[str] = []
         self._known: list[str] = []  # of all ranks
         self._is_split = len(self._models) * executor.plan.data.size > 1  # counted on some devices each

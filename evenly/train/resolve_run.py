@@ -26,7 +26,7 @@ from evenly.launcher.allocator import hand_back_freed_memory
 from evenly.launcher.environment import ProcessInfo
 from evenly.observe.attempts import note_start
 from evenly.observe.run_folder import RunFolder
-from evenly.parallel.core.places import places, put_counts_back
+from evenly.parallel.core.places import all_restored
 from evenly.plan import Exact, Plan, PlanSpec, parse_plan, with_microbatch
 from evenly.train.options import RunOptions
 
@@ -89,20 +89,8 @@ def decide(job: Job, options: RunOptions, place: ProcessInfo) -> ResolvedRun:
     """How `job` runs on the ranks of `place`; called on one rank, before a model is built anywhere."""
     recorded = recorded_in(options.out, options.save_to) if options.resume and options.out else PreviousRun()
     roots = [("model", job.model), ("optimizer", job.optimizer), *roots_of(job)]
-    before = places(roots) if options.search or options.no_room else None
-    decision = _decide(job, options, place, recorded)
-    if before is not None:  # the planner has run the job's code, which is no training
-        put_counts_back(roots, before, lambda: _read_again(job, decision))
-    return decision
-
-
-def _read_again(job: Job, decision: ResolvedRun) -> None:
-    """Runs the job's code once more as the search for a plan does."""
-    from evenly.planner.job_source import JobSource
-
-    source = JobSource(job if decision.microbatch is None else replace(job, microbatch=decision.microbatch))
-    source.profiler.profile(decision.plan)
-    source.profiler.optimizer_costs(decision.plan)
+    with all_restored(roots if options.search or options.no_room else []):  # what the planner runs is no training
+        return _decide(job, options, place, recorded)
 
 
 def _decide(job: Job, options: RunOptions, place: ProcessInfo, recorded: PreviousRun) -> ResolvedRun:

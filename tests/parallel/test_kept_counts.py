@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import types
 import weakref
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from evenly.parallel.core.places import FEW, LONGER, is_generator, places, places_restored, put_back
+from evenly.parallel.core.places import FEW, LONGER, all_restored, is_generator, places, places_restored, put_back
 
 GLOBAL, UNNAMED = 3, 4
 HERE = __name__
@@ -211,3 +212,51 @@ def test_what_is_not_a_number_is_the_same_again() -> None:
     model.fraction = float("nan")
     before = places([("", model)])
     assert not [name for name, place in places([("", model)]).items() if place.differs(before[name])]
+
+
+class Notes:
+    """What code notes when it has set a number."""
+
+    word = "none"
+
+    def __init__(self) -> None:
+        self.number, self.known, self.names = 0, dict[str, int](), set[str]()
+
+
+NOTES, READY, WIDTH = Notes(), False, None
+LOG = logging.getLogger(HERE)
+
+
+class SettingOnce(nn.Module):
+    done = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        global READY, WIDTH
+        NOTES.known["width"], NOTES.number, NOTES.word = 3, 3, "found"
+        NOTES.names.add("width")
+        NOTES.new = True  # pyright: ignore[reportAttributeAccessIssue]
+        Notes.word, READY, WIDTH, self.done = "found", True, 3, True
+        LOG.disabled = True
+        return x
+
+
+def noted(model: SettingOnce) -> tuple[Any, ...]:
+    return vars(NOTES).copy(), NOTES.known.copy(), NOTES.names.copy(), Notes.word, READY, WIDTH, model.done
+
+
+def test_what_a_first_call_notes_is_put_back_with_what_it_sets() -> None:
+    model, known = SettingOnce(), NOTES.known
+    before = noted(model)
+    with all_restored([("", model)]):
+        model(torch.ones(1))
+        assert noted(model) != before
+    assert noted(model) == before and NOTES.known is known
+    assert LOG.disabled  # a logger is not the job's alone
+    LOG.disabled = False
+    model(torch.ones(1))
+    now = noted(model)
+    with all_restored([("", model)]):
+        NOTES.known.pop("width")
+        NOTES.known["height"] = 3
+        NOTES.names.clear()
+    assert noted(model) == now

@@ -35,7 +35,8 @@ STATE = ("_parameters", "_buffers", "_modules")  # of a module, and its children
 NUMBERS = (int, float, np.integer, np.floating)
 INSTALLED = sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-NO_COUNTS = {str, bytes, bool, type(None), *weakref.ProxyTypes}  # proxies ask objects that may be gone
+NO_OBJECTS = (type, FunctionType, MethodType, BuiltinMethodType, classmethod, staticmethod, partial)
+NOTES = (bool, str, bytes, type(None))  # by which code knows what it has done
 
 
 @dataclass(frozen=True)
@@ -96,26 +97,33 @@ def places(roots: Iterable[tuple[str, Any]]) -> dict[str, ValuePlace]:
 
 def _places(roots: Iterable[tuple[str, Any]]) -> dict[str, ValuePlace]:
     found: dict[str, ValuePlace] = {}
-    seen: dict[int, Any] = {}  # with the objects, which keeps their ids theirs
-    waiting: deque[Held] = deque((name, root, None, None) for name, root in roots)
-    while waiting and len(seen) < MOST:
-        name, value, holder, key = waiting.popleft()
+    for name, value, holder, key in _reached(roots):
+        if isinstance(value, NOTES):
+            continue
         if isinstance(value, NUMBERS) and holder is not None:
             drop = partial(holder.pop, key, None) if isinstance(holder, dict) else None
             found[name] = ValuePlace(value, partial(_write, holder, key), drop)
-        elif id(value) not in seen:
-            seen[id(value)] = value
-            if (place := _place_of(value)) is not None:
-                found[name] = place
-            waiting.extend(one for one in _held_by(name, value) if type(one[1]) not in NO_COUNTS)
+        elif (place := _place_of(value)) is not None:
+            found[name] = place
     return found
 
 
-def moved_since(
-    before: Mapping[str, ValuePlace], now: Mapping[str, ValuePlace]
-) -> dict[str, tuple[ValuePlace | None, ValuePlace]]:
-    """Those whose values are others `now`, or are new: both, by name."""
-    return {name: (before.get(name), place) for name, place in now.items() if place.differs(before.get(name))}
+def _reached(roots: Iterable[tuple[str, Any]], *, of_libraries: bool = True) -> Iterator[Held]:
+    """All that can be reached; each object once, and each number, flag or word wherever it is kept.
+
+    of_libraries: whether objects of other classes than the job's are looked into, besides modules and containers.
+    """
+    seen: dict[int, Any] = {}  # with the objects, which keeps their ids theirs
+    waiting: deque[Held] = deque((name, root, None, None) for name, root in roots)
+    while waiting and len(seen) < MOST:
+        found = waiting.popleft()
+        name, value, holder, _ = found
+        if isinstance(value, NOTES) or (isinstance(value, NUMBERS) and holder is not None):
+            yield found
+        elif id(value) not in seen and (of_libraries or not _is_of_library(value)):
+            seen[id(value)] = value
+            yield found
+            waiting.extend(one for one in _held_by(name, value) if type(one[1]) not in weakref.ProxyTypes)
 
 
 @contextmanager
@@ -128,21 +136,55 @@ def places_restored(roots: Sequence[tuple[str, Any]]) -> Generator[None]:
         put_back(roots, before)
 
 
-def put_counts_back(
-    roots: Sequence[tuple[str, Any]], before: Mapping[str, ValuePlace], repeat: Callable[[], object]
-) -> None:
-    """Puts back values that go on: of those that are not as `before`, what `repeat` moves again.
+@contextmanager
+def all_restored(roots: Sequence[tuple[str, Any]]) -> Generator[None]:
+    """As `places_restored`, and undoes what code notes next to such values: flags and words, entries of dicts and sets.
 
-    What the first call of a function has set stays, as somewhere it has noted that it need not do so again.
+    So what the first call of a function sets once, and notes that it has, is to be set again.
     """
-    if not moved_since(before, once := places(roots)):
-        return
-    repeat()
-    counts = moved_since(once, again := places(roots))
-    put_back(roots, {name: before[name] for name in counts if name in before})
-    for name in counts.keys() - before.keys():
-        if (drop := again[name].drop) is not None:
-            drop()
+    with without_torch_function(), without_dispatch_modes():
+        notes = [undo for found in _reached(roots, of_libraries=False) if (undo := _undo_of(*found[1:]))]
+    with places_restored(roots):
+        try:
+            yield
+        finally:
+            for undo in notes:
+                undo()
+
+
+def _undo_of(value: Any, holder: Any, key: Any) -> Callable[[], object] | None:
+    """What puts back a note; None where the value is none."""
+    if isinstance(value, NOTES):
+        return partial(_note_again, holder, key, value) if isinstance(holder, (dict, type, CellType)) else None
+    if isinstance(value, (dict, set)) and len(value) <= FEW:
+        return partial(_refill, value, value.copy())
+    if isinstance(value, nn.Module) or (not isinstance(value, (*NO_OBJECTS, ModuleType)) and _is_kept(value)):
+        return partial(_drop_new, vars(value), frozenset(vars(value)))
+    return None
+
+
+def _note_again(holder: Any, key: Any, before: Any) -> None:
+    if isinstance(holder, CellType):
+        now = holder.cell_contents
+    else:
+        now = (vars(holder) if isinstance(holder, type) else holder).get(key, before)
+    if now is not before and now != before:
+        _write(holder, key, before)
+
+
+def _refill(value: dict[Any, Any] | set[Any], before: Any) -> None:
+    is_same = [*value] == [*before]
+    if is_same and isinstance(value, dict):
+        is_same = all(one is other for one, other in zip(value.values(), before.values(), strict=True))
+    if not is_same:
+        value.clear()
+        value.update(before)
+
+
+def _drop_new(attributes: dict[str, Any], before: frozenset[str]) -> None:
+    for name in attributes.keys() - before:
+        if isinstance(attributes[name], (*NOTES, *NUMBERS)):
+            del attributes[name]
 
 
 def put_back(roots: Sequence[tuple[str, Any]], before: Mapping[str, ValuePlace]) -> None:
@@ -234,11 +276,18 @@ def _held_by(name: str, value: Any) -> Iterator[Held]:
         yield from ((one.__name__, one, None, None) for one in type(value).__mro__ if _is_own(one.__module__))
 
 
+def _is_of_library(value: Any) -> bool:
+    """Whether it is an object of a class that is not the job's: a logger, say, which others have too."""
+    if isinstance(value, (*NO_OBJECTS, dict, list, tuple, set, frozenset, deque, nn.Module, ModuleType)):
+        return False
+    return hasattr(value, "__dict__") and not _is_own(str(type(value).__module__))
+
+
 def _is_kept(value: Any) -> bool:
     """Whether an object, or a Python module, may belong to the job."""
     if isinstance(value, ModuleType):
         return _is_own(value.__name__)
-    return hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in APART
+    return hasattr(value, "__dict__") and str(type(value).__module__).partition(".")[0] not in APART
 
 
 def _named_by(name: str, function: FunctionType) -> Iterator[Held]:
