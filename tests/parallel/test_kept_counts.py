@@ -223,7 +223,9 @@ class Notes:
         self.number, self.known, self.names = 0, dict[str, int](), set[str]()
 
 
-NOTES, READY, WIDTH = Notes(), False, None
+NOTES = Notes()
+READY: Any = False
+WIDTH: Any = None
 LOG = logging.getLogger(HERE)
 
 
@@ -235,7 +237,7 @@ class SettingOnce(nn.Module):
         NOTES.known["width"], NOTES.number, NOTES.word = 3, 3, "found"
         NOTES.names.add("width")
         NOTES.new = True  # pyright: ignore[reportAttributeAccessIssue]
-        Notes.word, READY, WIDTH, self.done = "found", True, 3, True
+        Notes.word, READY, WIDTH, self.done = "found", torch.ones(2), np.ones(2), True
         LOG.disabled = True
         return x
 

@@ -168,12 +168,12 @@ def _note_again(holder: Any, key: Any, before: Any) -> None:
         now = holder.cell_contents
     else:
         now = (vars(holder) if isinstance(holder, type) else holder).get(key, before)
-    if now is not before and now != before:
+    if type(now) is not type(before) or now != before:  # an array may be there now
         _write(holder, key, before)
 
 
 def _refill(value: dict[Any, Any] | set[Any], before: Any) -> None:
-    is_same = [*value] == [*before]
+    is_same = [*map(id, value)] == [*map(id, before)]
     if is_same and isinstance(value, dict):
         is_same = all(one is other for one, other in zip(value.values(), before.values(), strict=True))
     if not is_same:
