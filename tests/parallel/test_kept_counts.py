@@ -262,3 +262,11 @@ def test_what_a_first_call_notes_is_put_back_with_what_it_sets() -> None:
         NOTES.known["height"] = 3
         NOTES.names.clear()
     assert noted(model) == now
+
+
+def test_hooks_added_to_modules_meanwhile_stay() -> None:
+    model = nn.Linear(2, 2)
+    with all_restored([("", model)]):
+        model.register_forward_pre_hook(lambda module, given: None)
+        model.register_forward_hook(lambda module, given, output: None)
+    assert len(model._forward_pre_hooks) == len(model._forward_hooks) == 1
