@@ -383,7 +383,7 @@ PACKAGE_LINES = {
     "observe": 2065,  # operations under way; operations of a step; progress; stacks read without frames; loggers
     "parallel": 1,
     "parallel.core": 3402,  # statistics of all layers together; counts, generators; what a repeated forward finds
-    "parallel.data": 3994,  # gradients that are left to autograd; small ones; results in objects
+    "parallel.data": 3998,  # gradients that are left to autograd; small ones; results in objects; looks let go of them
     "parallel.tensor": 4563,  # sums under products; views that are not asked; decisions that are replayed; heads
     "parallel.pipeline": 3758,  # what a second try leaves; when messages arrive; backwards that draw
     "plan": 1250,  # sums on one rank; backwards in parts; spans of actions; speeds of ranks; a table of schedules

@@ -329,22 +329,27 @@ class MicrobatchExecutor(Executor):
             gradients.reshard()
             gradients.forget_order()
             gradients.gather()
-            total = self.loss_of(microbatch, replica).total
-            with self.composed.backward_context:
-                see([total] if total.requires_grad else [])
-            losses.append(float(total.detach()))
+            losses.append(self._seen_loss(microbatch, see, replica))
             orders.append(gradients.unit_order)
         gradients.forget_order()
         return losses + before, orders
 
+    def _seen_loss(self, microbatch: Microbatch, see: See = lambda _: None, replica: int = 0) -> float:
+        """The loss of a microbatch that is looked at; what the forward has left for a backward is gone afterwards."""
+        total = self.loss_of(microbatch, replica).total
+        with self.composed.backward_context:
+            see([total] if total.requires_grad else [])
+        self.composed.gradients.forget_forward()
+        return float(total.detach())
+
     def _losses_of_phases(self, microbatch: Microbatch) -> list[float]:
         """The loss of each phase of the job; of a job without phases the one that is computed."""
         if not self.job.phases:
-            return [float(self.loss_of(microbatch).total.detach())]
+            return [self._seen_loss(microbatch)]
         losses: list[float] = []
         for name in self.job.phases:
             with self.computing(name):
-                losses.append(float(self.loss_of(microbatch).total.detach()))
+                losses.append(self._seen_loss(microbatch))
         return losses
 
     def _backward(self, loss: Loss, scale: float) -> None:

@@ -198,6 +198,7 @@ class _Looking(_Evaluating):
         """Shows what requires a gradient."""
         with self.executor.composed.backward_context:
             self.see([one for one in outputs if one is not None and one.requires_grad])
+        self.executor.composed.gradients.forget_forward()
 
 
 @dataclass(frozen=True)

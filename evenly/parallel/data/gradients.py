@@ -101,6 +101,10 @@ class Gradients(ABC):
     def finish_backward(self) -> None:
         """Called after a microbatch's backward, or a part of it, also where it had none to run."""
         self.collect()
+        self.forget_forward()
+
+    def forget_forward(self) -> None:
+        """Lets go of what the last forward has left for its backward."""
         if self.outputs is not None:
             self.outputs.clear()
 

@@ -98,18 +98,14 @@ class ScheduleRunner:
         self._model, self._group = model, group
         self._schedule = axis.schedule, axis.size, axis.stages_per_rank  # of the pipeline
         self._ranks = rank_of_stage(*self._schedule)
-        self._backward_context, self._split_backward, self._before_pass, self._output_transforms = (
-            backward_context,
-            split_backward,
-            before_pass,
-            output_transforms,
-        )
+        self._backward_context, self._split_backward = backward_context, split_backward
+        self._before_pass, self._output_transforms = before_pass, output_transforms
         self._channel = StageChannel(group, len(self._ranks))
         self._work: Any = None
         self._shape_keys: list[Hashable] = []  # of each microbatch
         self._stage_plans: list[StagePlan] = []  # of each microbatch
         self._by_calls: dict[tuple[str, tuple[CallId, ...]], StagePlan] = {}
-        self._training, self._is_last_backward = True, False
+        self._training, self._runs_backwards, self._is_last_backward = True, True, False
         self._reset()
 
     def _reset(self) -> None:
@@ -180,6 +176,7 @@ class ScheduleRunner:
         clock = time.time() - time.perf_counter()  # the machine's, which may be set meanwhile
         try:
             last = max((n for n, action in enumerate(actions) if action.kind in self._backwards), default=-1)
+            self._runs_backwards = last >= 0
             for number, action in enumerate(actions):
                 self._is_last_backward = number == last
                 self._post_receives(receives_ahead(actions, number))
@@ -272,7 +269,7 @@ class ScheduleRunner:
         elif found_forms is not None:
             self._found_forms[at] = found_forms
         self._work.after_forward(outputs)
-        if self._training or payload is not None:
+        if self._runs_backwards or (payload is not None and (stage + 1, microbatch) not in self._inputs):
             self._in_flight[at] = _InFlight(inputs, outputs)
 
     def _sends_forms(self, stage: int, microbatch: int) -> bool:
@@ -284,7 +281,7 @@ class ScheduleRunner:
 
     def _send_forward(self, at: Pass) -> None:
         stage, microbatch = at
-        in_flight = self._in_flight[at] if self._training else self._in_flight.pop(at)
+        in_flight = self._in_flight[at] if self._runs_backwards else self._in_flight.pop(at)
         to, shape_key = self._ranks[stage + 1], self._shape_keys[microbatch]
         forms = self._found_forms.pop(at, None)
         self._channel.send(
