@@ -382,7 +382,7 @@ PACKAGE_LINES = {
     "nn": 307,  # the loss of a head without its logits
     "observe": 2065,  # operations under way; operations of a step; progress; stacks read without frames; loggers
     "parallel": 1,
-    "parallel.core": 3402,  # statistics of all layers together; counts, generators; what a repeated forward finds
+    "parallel.core": 3407,  # statistics of all layers together; counts wherever objects keep them; repeated forwards
     "parallel.data": 3998,  # gradients that are left to autograd; small ones; results in objects; looks let go of them
     "parallel.tensor": 4563,  # sums under products; views that are not asked; decisions that are replayed; heads
     "parallel.pipeline": 3758,  # what a second try leaves; when messages arrive; backwards that draw

@@ -264,6 +264,15 @@ def test_what_a_first_call_notes_is_put_back_with_what_it_sets() -> None:
     assert noted(model) == now
 
 
+def test_what_is_named_as_a_table_of_modules_is_put_back_elsewhere() -> None:
+    model: Any = nn.Linear(2, 2)
+    model.kept = Notes()
+    model.kept._buffers = {}
+    with all_restored([("", model)]):
+        model.kept._buffers["width"] = 3
+    assert model.kept._buffers == {}
+
+
 def test_hooks_added_to_modules_meanwhile_stay() -> None:
     model = nn.Linear(2, 2)
     with all_restored([("", model)]):

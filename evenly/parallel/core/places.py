@@ -32,7 +32,7 @@ MOST = 100_000  # objects that are looked at
 LONGER = 100  # elements, by which a list is made longer at most: code may stack them
 APART = ("evenly", "torch", "numpy")  # packages whose objects are no part of a job
 STATE = ("_parameters", "_buffers", "_modules")  # of a module, and its children, which have names of their own
-TABLES = tuple(key for key, one in vars(nn.Module()).items() if isinstance(one, dict))  # those, and a module's hooks
+TABLES = frozenset(key for key, one in vars(nn.Module()).items() if isinstance(one, dict))  # those, and hooks
 NUMBERS = (int, float, np.integer, np.floating)
 INSTALLED = sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
@@ -157,11 +157,16 @@ def _undo_of(value: Any, holder: Any, key: Any) -> Callable[[], object] | None:
     """What puts back a note; None where the value is none."""
     if isinstance(value, NOTES):
         return partial(_note_again, holder, key, value) if isinstance(holder, (dict, type, CellType)) else None
-    if isinstance(value, (dict, set)) and len(value) <= FEW and key not in TABLES:  # where the engine has hooks too
+    if isinstance(value, (dict, set)) and len(value) <= FEW and not _is_table(holder, key):
         return partial(_refill, value, value.copy())
     if isinstance(value, nn.Module) or (not isinstance(value, (*NO_OBJECTS, ModuleType)) and _is_kept(value)):
         return partial(_drop_new, vars(value), frozenset(vars(value)))
     return None
+
+
+def _is_table(holder: Any, key: Any) -> bool:
+    """Whether it is one of those that torch gives to each module, where the engine has hooks too."""
+    return isinstance(holder, dict) and key in TABLES and holder.keys() >= {*STATE}
 
 
 def _note_again(holder: Any, key: Any, before: Any) -> None:
@@ -272,7 +277,7 @@ def _held_by(name: str, value: Any) -> Iterator[Held]:
         own = vars(value)
         ways = {**own, **own.get("_modules", {})} if isinstance(value, nn.Module) else own
         for key, one in [*ways.items()]:  # which other threads may add to
-            if key not in STATE:
+            if key not in STATE or ways is own:
                 yield f"{name}.{key}".lstrip("."), one, own, key
         yield from ((one.__name__, one, None, None) for one in type(value).__mro__ if _is_own(one.__module__))
 
