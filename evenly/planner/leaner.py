@@ -55,6 +55,10 @@ def leaner_plan(
         return left[0], None
     predictions = [(one, spec) for spec in specs if (one := _predicted_or_none(request, spec)) is not None]
     best = fastest_leaner([one for one, _ in predictions], known)
+    if best is None:  # what saves elsewhere than at the predicted peak may do all the same
+        least = min(one.peak_bytes for one in known)
+        no_more = [(one, spec) for one, spec in predictions if one.peak_bytes <= least]
+        best = next((one for one, spec in no_more if all(saves_more(spec, than) for than in failed)), None)
     if best is None:
         leanest, spec = min([*zip(known, failed, strict=True), *predictions], key=lambda one: one[0].peak_bytes)
         raise _no_plan(job, failed, refused, _smaller_microbatch(request, source, spec, leanest))

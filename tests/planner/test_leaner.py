@@ -153,6 +153,18 @@ def test_a_job_is_led_to_its_leanest_plan_and_to_a_microbatch_that_would_fit() -
     assert f"microbatch=1 is the largest that is predicted to fit under {text_of(failed[-1])}" in said.do
 
 
+def test_what_saves_elsewhere_than_at_the_predicted_peak_is_taken_where_nothing_else_is_left() -> None:
+    """A lack of memory may come in the forward, though the update is predicted to need most."""
+    job, failed = replace(layers_job(), microbatch=1), [parse_plan("data=1 tensor=2")]
+    spec, found = leaner_plan(job, failed, [], CPUS, step=0)
+    assert found is not None and spec.recompute != "none"
+    before = found.peak_bytes
+    spec, found = leaner_plan(job, [*failed, spec], [], CPUS, step=0)
+    assert found is not None and found.peak_bytes == before and spec.recompute == "full"
+    with pytest.raises(PlanError, match="has room"):
+        leaner_plan(job, [*failed, replace(failed[0], recompute="selective"), spec], [], CPUS, step=0)
+
+
 def test_what_was_refused_is_not_taken_again() -> None:
     spec, _ = leaner_plan(layers_job(), [parse_plan("data=2")], [], CPUS, step=1)
     other, _ = leaner_plan(layers_job(), [parse_plan("data=2")], [spec], CPUS, step=1)
