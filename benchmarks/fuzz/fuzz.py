@@ -302,7 +302,7 @@ def export_command(chance: random.Random, folder: Path) -> Input:
 def record_file(chance: random.Random, folder: Path) -> Input:
     path = folder / "0.record"
     recorder = Recorder(path, 0)
-    recorder.enter(1, call_text(CollectiveCall("all_reduce", "data [0-1]", "float32", (3,), "sum", "a", "b (c.py:1)")))
+    recorder.enter(1, call_text(*CollectiveCall("all_reduce", "data [0-1]", "float32", (3,), "sum", "a", "b (c.py:1)")))
     recorder.close()
     content = bytearray(path.read_bytes()[:2000])
     for _ in range(chance.choice([1, 2, 5, 50])):

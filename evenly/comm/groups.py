@@ -61,7 +61,7 @@ class Group:
         self.operations = 0  # begun so far; the same on all its ranks when they agree
         self._handle, self._own = handle, own
         self._children: list[Group] = []
-        self._closed = False
+        self.closed = False
 
     @classmethod
     def alone(cls, name: str = "data", device: str = "cpu") -> Group:
@@ -109,8 +109,15 @@ class Group:
 
     def check_open(self) -> None:
         """Raises `UserError` after `close`."""
-        if self._closed:
+        if self.closed:
             raise self._refusal("it is closed")
+
+    def check_talks(self) -> None:
+        """Raises `UserError` on a rank outside, and after `close` unless it is a rank alone."""
+        if self.rank is None:
+            raise self._refusal(f"rank {self._own} is not in it")
+        if self.size > 1:
+            self.check_open()
 
     def check_position(self, position: int, word: str) -> None:
         """Raises `UserError` unless `position` is one of this group."""
@@ -168,11 +175,11 @@ class Group:
     # ------------------------------------------------------------------------------------------------ closing
     def close(self) -> None:
         """Closes what was opened in it, newest first, then itself; safe to call twice."""
-        if self._closed:
+        if self.closed:
             return
         while self._children:
             self._children.pop().close()
-        self._closed, self.shared = True, None
+        self.closed, self.shared = True, None
         if self._handle is not None and dist.is_initialized():
             dist.destroy_process_group(self._handle)
 

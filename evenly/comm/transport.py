@@ -17,7 +17,7 @@ import torch.distributed as dist
 from evenly.comm.groups import Group
 from evenly.errors import RunError, UserError
 from evenly.observe.diagnosis import disagreement
-from evenly.observe.recorder import LONGEST_TEXT, CollectiveCall, call_from, call_text, here
+from evenly.observe.recorder import LONGEST_TEXT, call_from, call_text, here
 from evenly.observe.timings import Timing
 from evenly.torch_private import all_gather_single, begin_all_gather
 
@@ -28,7 +28,7 @@ POLL_S = 0.002
 WORTH_NUMPY = 1 << 14  # elements
 FEW_BYTES = 1 << 14  # of a rank, that cross in turns as fast; gloo's own works can be polled
 _TAG = 1 << 30  # of messages that collectives are made of; those of `send` have smaller ones
-_yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: sleep(0))
+yield_core: Callable[[], None] = getattr(os, "sched_yield", lambda: sleep(0))
 Reduction = Literal["sum", "mean", "min", "max", "product"]
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -97,8 +97,10 @@ def wait_for(works: Sequence[_Work], group: Group, serial: int, *, polled: bool)
     recorder = group.recorder
     began_s = perf_counter() if recorder is not None else 0.0
     for work in works:
-        if polled:
-            _poll(work)
+        if polled:  # to wake a thread takes up to milliseconds on a virtual machine, longer than to add a few numbers
+            until_s = perf_counter() + POLL_S
+            while not work.is_completed() and perf_counter() < until_s:
+                yield_core()  # to other threads, the backend's among them
         work.wait()
     if recorder is not None:
         recorder.waited_s += perf_counter() - began_s
@@ -165,16 +167,6 @@ class _WatchedMessages:
         raise NotImplementedError
 
 
-def _poll(work: _Work) -> None:
-    """Yields the core to other threads, the backend's among them, until `work` is done, for `POLL_S` at most.
-
-    To wake a thread takes up to milliseconds on a virtual machine, longer than an operation on a few numbers.
-    """
-    until = perf_counter() + POLL_S
-    while not work.is_completed() and perf_counter() < until:
-        _yield_core()
-
-
 class WorkOfMessages(dist.Work):
     """Works of the CPU, those of the operation `serial`, as one work of torch's; polled: as in `Pending`."""
 
@@ -198,29 +190,29 @@ def enter(
     collective: bool = True,
 ) -> int:
     """Notes the beginning of an operation, checks it if the group does; the recorder's serial, 0 without one."""
-    position = group.position if group.rank is None else group.rank  # refuses ranks outside
-    if group.size > 1:
-        group.check_open()
+    if group.rank is None or group.closed:
+        group.check_talks()
     if tensor is not None and tensor.device.type != group.device.type:
         raise UserError(
             f"{operation} of a tensor on {tensor.device}",
             f"group {group.label} talks about tensors on {group.device.type}",
             "move the tensor there",
         )
-    number = group.operations + 1 if collective else 0
     group.operations += collective
-    if group.recorder is None and not group.checked:
+    recorder = group.recorder
+    if recorder is None and not group.checked:
         return 0
-    shape = None if tensor is None else _known_shape(tensor, free) if free else tuple(tensor.shape)
+    shape = None if tensor is None else _known_shape(tensor, free) if free else tensor.shape
     dtype = "" if tensor is None else _DTYPE_NAMES[tensor.dtype]
-    call = CollectiveCall(operation, group.label, dtype, shape, detail, label, here())
+    text = call_text(operation, group.label, dtype, shape, detail, label, here())
     serial = 0
-    if (recorder := group.recorder) is not None:
-        serial = recorder.enter(number, call_text(call))
-        if (timings := recorder.timings) is not None and is_timed(group):  # read once: any thread may end them
+    if recorder is not None:
+        serial = recorder.enter(group.operations if collective else 0, text)
+        timings = recorder.timings  # read once: any thread may end them
+        if timings is not None and is_timed(group):
             timings[serial] = Timing(operation, group.name, label, perf_counter())
     if group.checked and collective and group.size > 1:
-        check_call(call, number, group, position)
+        check_call(text, group)
     return serial
 
 
@@ -445,20 +437,22 @@ def add(total: torch.Tensor, more: torch.Tensor) -> None:
         total.add_(more)
 
 
-def check_call(call: CollectiveCall, number: int, group: Group, position: int) -> None:
-    """Raises the same `RunError` on every rank where the ranks of `group` do not ask for the same."""
-    text = call_text(call)
+def check_call(text: bytes, group: Group) -> None:
+    """Raises the same `RunError` on every rank where the ranks of `group` do not ask for the same.
+
+    text: of this rank's call.
+    """
     padded = text + b" " * (LONGEST_TEXT - len(text))
     mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(group.device)
     all_texts = torch.empty(group.size * LONGEST_TEXT, dtype=torch.uint8, device=group.device)
     all_gather_single(all_texts, mine, group=group.handle)
     texts = all_texts.cpu().view(group.size, LONGEST_TEXT)
-    if bool((texts == texts[position]).all()):
+    if bool((texts == texts[group.position]).all()):
         return
     calls = {rank: call_from(bytes(row.tolist())) for rank, row in zip(group.ranks, texts, strict=True)}
     if words := disagreement(calls):
         raise RunError(
-            f"operation #{number} of group {group.label} on all its ranks",
+            f"operation #{group.operations} of group {group.label} on all its ranks",
             f"they ask for different things: {words}",
             "let every rank call the same operations with the same shapes, in the same order",
         )

@@ -46,9 +46,11 @@ LOOK_S = 4.0  # between two looks at a thread that gets on: one takes up to mill
 MAGIC = b"evenly2\n"
 _HEADER = struct.Struct("<8siddQdH")
 _ENTRY = struct.Struct("<QQddH")
+_ENTRY_BYTES = _ENTRY.size
+_SERIAL = struct.Struct("<Q")
 _TIME = struct.Struct("<d")
 _LEFT_AT = struct.calcsize("<QQd")
-LONGEST_TEXT = SLOT_BYTES - _ENTRY.size
+LONGEST_TEXT = SLOT_BYTES - _ENTRY_BYTES
 LONGEST_PLACE = 72  # letters, of which JSON makes up to 6 bytes each
 
 # In "running" nobody can say how long it may take: the code between steps, building the model, the end.
@@ -144,14 +146,13 @@ class Recorder:
         text: of the call, by `call_text`.
         """
         with self._lock:
-            self._serial += 1
-            start = _start(self._serial)
-            memory = self._memory
-            _ENTRY.pack_into(memory, start, 0, number, time.time(), 0.0, len(text))
-            memory[start + _ENTRY.size : start + _ENTRY.size + len(text)] = text
-            struct.pack_into("<Q", memory, start, self._serial)  # last: a reader takes no half-written entry
+            self._serial = serial = self._serial + 1
+            memory, start = self._memory, SLOT_BYTES * (1 + serial % ENTRIES)
+            end = start + _ENTRY_BYTES + len(text)
+            memory[start:end] = _ENTRY.pack(0, number, time.time(), 0.0, len(text)) + text
+            _SERIAL.pack_into(memory, start, serial)  # last: a reader takes no half-written entry
             self._ticks += 1
-            return self._serial
+            return serial
 
     def leave(self, serial: int, waited_from_s: float | None = None) -> None:
         """Notes the end of an operation, unless newer ones have taken its slot already.
@@ -159,7 +160,7 @@ class Recorder:
         waited_from_s: since when the rank has waited for it (`time.perf_counter`); by default since it was entered.
         """
         if self._serial - serial < ENTRIES:
-            _TIME.pack_into(self._memory, _start(serial) + _LEFT_AT, time.time())
+            _TIME.pack_into(self._memory, SLOT_BYTES * (1 + serial % ENTRIES) + _LEFT_AT, time.time())
         if (timings := self.timings) is not None and (timing := timings.get(serial)) is not None:
             timing.waited_from_s = timing.begin_s if waited_from_s is None else waited_from_s
             timing.ended_s = time.perf_counter()
@@ -265,7 +266,7 @@ def _entry(memory: bytes, start: int) -> Entry | None:
     serial, number, entered_s, left_s, length = _ENTRY.unpack_from(memory, start)
     if serial == 0:
         return None
-    call = call_from(memory[start + _ENTRY.size : start + _ENTRY.size + length])
+    call = call_from(memory[start + _ENTRY_BYTES : start + _ENTRY_BYTES + length])
     return Entry(serial, number, entered_s, left_s or None, call)
 
 
@@ -277,9 +278,9 @@ def call_from(text: bytes) -> CollectiveCall:
 
 
 @lru_cache(maxsize=1024)
-def call_text(call: CollectiveCall) -> bytes:
-    """`call` as JSON of at most `LONGEST_TEXT` bytes; long words are cut."""
-    fields = call._asdict()
+def call_text(*call: Any) -> bytes:
+    """A `CollectiveCall`, its fields one by one, as JSON of at most `LONGEST_TEXT` bytes; long words are cut."""
+    fields = CollectiveCall(*call)._asdict()
     text = _encoded(fields)
     for letters in (60, 15):
         for word in ("label", "where", "detail", "shape", "group"):
@@ -294,24 +295,8 @@ def _encoded(fields: dict[str, Any]) -> bytes:
     return json.dumps(fields, ensure_ascii=False).encode(errors="replace")
 
 
-def _start(serial: int) -> int:
-    return SLOT_BYTES * (1 + serial % ENTRIES)
-
-
 # ---------------------------------------------------------------------------------- places in the code
-_not_users: set[str] = set()  # files that are known to be another's
-
-
-def users_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame that is neither in this package nor in a library, or None."""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file not in _not_users:
-            if is_users(file):
-                return frame
-            _not_users.add(file)
-        frame = frame.f_back
-    return None
+_users: dict[str, bool] = {}  # file -> whether it is the user's
 
 
 def own_code_runs(places: Sequence[Place]) -> bool:
@@ -357,10 +342,17 @@ def frame_place(frame: FrameType | None) -> str:
 
 def here() -> str:
     """The place in the user's code that led to this call; without one, the caller of the communication layer."""
-    caller = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    frame = users_frame(caller)
+    frame = caller = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:  # out of this package and of libraries
+        file = frame.f_code.co_filename
+        users = _users.get(file)
+        if users is None:
+            users = _users[file] = is_users(file)
+        if users:
+            break
+        frame = frame.f_back
     if frame is None:
         frame = caller
         while frame.f_back is not None and frame.f_code.co_filename.startswith(_COMMUNICATION):
             frame = frame.f_back
-    return frame_place(frame)
+    return place_text(frame.f_code.co_filename, frame.f_code.co_qualname, frame.f_lineno)

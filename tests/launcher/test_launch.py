@@ -359,12 +359,12 @@ def test_a_rank_that_aborts_is_the_cause_unless_it_waited(waits: bool, tmp_path:
     """Rank 0 waits for rank 2, which has nothing to do with it, unless rank 1 does too."""
     folder = LaunchFolder(tmp_path, tmp_path, False)
     records = [Recorder(tmp_path / f"{rank}.record", rank) for rank in range(3)]
-    call = call_text(CollectiveCall("all_reduce", "data [0, 2]", "float32", (3,)))
+    call = call_text(*CollectiveCall("all_reduce", "data [0, 2]", "float32", (3,)))
     for rank in (0, 2):
         records[rank].leave(records[rank].enter(1, call))
     records[0].enter(2, call)
     if waits:
-        records[1].enter(1, call_text(CollectiveCall("recv", "pipeline [0, 1]", "float32", (3,), detail="from 0")))
+        records[1].enter(1, call_text(*CollectiveCall("recv", "pipeline [0, 1]", "float32", (3,), detail="from 0")))
     for record in records:
         record.close()
     folder.put_exit(_ending(0, LOST, 1.0))

@@ -34,7 +34,7 @@ def wait_for(path: Path, word: str) -> recorder.RankRecord:
 
 def test_entries_come_back_in_order_and_the_oldest_are_forgotten(tmp_path: Path) -> None:
     writer = Recorder(tmp_path / "3.record", 3)
-    serials = [writer.enter(number, call_text(CALL)) for number in range(1, recorder.ENTRIES + 51)]
+    serials = [writer.enter(number, call_text(*CALL)) for number in range(1, recorder.ENTRIES + 51)]
     for serial in serials[:-1]:
         writer.leave(serial)  # the first of them have been overwritten
     record = read(tmp_path / "3.record")
@@ -75,7 +75,7 @@ def test_timings_may_end_while_another_thread_begins_or_ends_an_operation(tmp_pa
     writer = Ending(tmp_path / "0.record", 0)
     writer.time_operations()
     group: Any = SimpleNamespace(
-        position=0, rank=0, size=2, check_open=lambda: None, device=torch.device("cpu"), operations=0, recorder=writer,
+        position=0, rank=0, size=2, closed=False, device=torch.device("cpu"), operations=0, recorder=writer,
         checked=False, label="data [0-1]", name="data",
     )  # fmt: skip
     acts: list[Callable[[int], Any]] = [
@@ -100,12 +100,12 @@ def test_what_is_not_a_record_is_none(tmp_path: Path) -> None:
 
 
 def test_long_calls_are_cut_to_their_slot() -> None:
-    assert call_from(call_text(CALL)) == CALL
+    assert call_from(call_text(*CALL)) == CALL
     long = CollectiveCall("gather", "g" * 900, "float32", tuple(range(500)), "d" * 900, "l" * 900, "w" * 900)
-    text = call_text(long)
+    text = call_text(*long)
     assert len(text) <= recorder.LONGEST_TEXT
     assert call_from(text).operation == "gather"
-    wide = call_text(CollectiveCall("gather", *["\U0001f600" * 900, "float32"], (3,), *["\udcff\U0001f600" * 900] * 3))
+    wide = call_text(*CollectiveCall("gather", *["\U0001f600" * 900, "float32"], (3,), *["\udcff\U0001f600" * 900] * 3))
     assert len(wide) <= recorder.LONGEST_TEXT and call_from(wide).operation == "gather"
 
 
@@ -125,7 +125,7 @@ def test_what_a_rank_does_and_that_it_gets_on_is_recorded(tmp_path: Path) -> Non
         with writer.during("evaluating"):
             assert wait_for_ticks(tmp_path / "0.record", 3).state == "evaluating"
     after = wait_for_ticks(tmp_path / "0.record", 5)
-    writer.leave(writer.enter(1, call_text(CALL)))
+    writer.leave(writer.enter(1, call_text(*CALL)))
     operated = wait_for_ticks(tmp_path / "0.record", 7)
     writer.close()
     assert after.state == "running" and after.longest_step_s > 0
