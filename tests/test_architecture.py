@@ -373,7 +373,7 @@ PACKAGE_LINES = {
     "bridges": 1076,  # states of a Trainer's callbacks, its samplers; jobs of a Trainer and of Lightning's modules
     "checkpoint": 2590,  # weights from files; adapters, shards and tokenizers in exports; averages; pieces that overlap
     "cli": 3149,  # clusters compared; the board; runs under Ray; submit, doctor and bench on nodes; loggers, the screen
-    "comm": 3441,  # operations that are timed; sums in shared memory; links from node to node; messages that cross
+    "comm": 3542,  # operations that are timed; shared memory, marks in it; links from node to node; messages that cross
     "data": 1923,  # what workers have from their rank; where generators are; tensors that objects hide
     "engine": 3477,  # results in objects; compilers of blocks; autocast and kernels as on GPUs; outputs of a look
     "hardware": 1256,  # sums of 16 bits on CPUs; links from node to node, shared cores; the host; variants of devices

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from typing import Any, Generic
 
 import torch
@@ -130,23 +130,27 @@ def all_reduce(
 
 def sum_at_once(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     """`all_reduce(tensor, group)` by the shortest way: each block that is split over the tensor axis asks for four."""
-    if tensor.dtype not in ADDED or not tensor.numel() or group.size == 1 or group.fake is not None:
+    if tensor.dtype not in ADDED or group.size == 1 or group.fake is not None or not tensor.numel():
         return all_reduce(tensor, group)
-    polled = group.device.type == "cpu"
     # Whether memory is shared is decided by what all ranks have in common: strides are each rank's own.
     if group.shared is not None and group.shared.takes(tensor):
         landing, serial = contiguous(tensor), enter(group, "all_reduce", tensor, detail="sum")
-        group.shared.add_up(landing, lambda one: wait_for((group.handle.allreduce([one]),), group, 0, polled=polled))
+        looked_s = group.shared.add_up(landing, partial(_meet, group))
         if group.recorder is not None:
+            group.recorder.waited_s += looked_s
             group.recorder.leave(serial)
         return put_back(landing, tensor)
     if not is_plain(tensor):
         return all_reduce(tensor, group)
     serial = enter(group, "all_reduce", tensor, detail="sum")
-    wait_for((group.handle.allreduce([tensor]),), group, 0, polled=polled)
+    wait_for((group.handle.allreduce([tensor]),), group, 0, polled=tensor.is_cpu)
     if group.recorder is not None:
         group.recorder.leave(serial)
     return tensor
+
+
+def _meet(group: Group, number: torch.Tensor) -> None:
+    wait_for((group.handle.allreduce([number]),), group, 0, polled=True)
 
 
 @Operation

@@ -179,6 +179,8 @@ class Group:
             return
         while self._children:
             self._children.pop().close()
+        if self.shared is not None:
+            self.shared.leave()
         self.closed, self.shared = True, None
         if self._handle is not None and dist.is_initialized():
             dist.destroy_process_group(self._handle)

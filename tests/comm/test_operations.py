@@ -55,13 +55,15 @@ def test_differences_are_named_before_anything_is_sent(ranks: KeptRanks) -> None
     assert flat(ranks.run(operations_ranks.checked, size=3)) == []
 
 
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_sums_in_shared_memory_are_those_of_the_ranks_in_their_order(ranks: KeptRanks, size: int) -> None:
-    assert flat(ranks.run(operations_ranks.shared_sums, size=size)) == []
+def test_sums_in_shared_memory_are_those_of_the_ranks_in_their_order(ranks: KeptRanks, size: int, machine: str) -> None:
+    assert flat(ranks.run(operations_ranks.shared_sums, machine, size=size)) == []
 
 
-def test_a_sum_of_two_lengths_in_shared_memory_is_refused(ranks: KeptRanks) -> None:
-    assert flat(ranks.run(operations_ranks.lengths_that_differ, size=2)) == []
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_a_sum_of_two_lengths_in_shared_memory_is_refused(ranks: KeptRanks, machine: str) -> None:
+    assert flat(ranks.run(operations_ranks.lengths_that_differ, machine, size=2)) == []
 
 
 def test_ranks_with_other_strides_share_memory_all_the_same(ranks: KeptRanks) -> None:

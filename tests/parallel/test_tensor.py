@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import platform
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +22,7 @@ import evenly
 from evenly.comm import collectives as comm_collectives
 from evenly.comm import operations, shared_memory
 from evenly.comm.shared_memory import SharedMemory
+from evenly.engine import compose
 from evenly.errors import EvenlyError
 from evenly.parallel.data.ownership import Ownership
 from evenly.verify.compare import RankComparison, judge
@@ -93,28 +96,36 @@ def test_a_split_model_computes_what_one_device_does(
     assert row.sharded >= sharded
 
 
+@pytest.mark.parametrize("way", ["marks", "meetings over gloo", "gloo"])
 @pytest.mark.parametrize(
     ("name", "plan", "size"),
     [("packed", "tensor=2", 2), ("decoder", "tensor=4", 4), ("norm first", "data=2 tensor=2 zero=3 recompute=full", 4)],
 )
-def test_sums_in_shared_memory_make_no_difference(
-    name: str, plan: str, size: int, references: References, ranks: KeptRanks
+def test_the_way_of_sums_makes_no_difference(
+    name: str, plan: str, size: int, way: str, references: References, ranks: KeptRanks
 ) -> None:
-    row = judge(plan, ranks.run(compared_in_shared_memory, name, plan, references(name), size=size))
+    row = judge(plan, ranks.run(compared_by_way, name, plan, references(name), way, size=size))
     assert row.status == "equal", row.reason
 
 
-def compared_in_shared_memory(name: str, plan: str, folder: Path) -> RankComparison:
-    """All sums of the tensor axis go that way, as those of larger models do."""
+def compared_by_way(name: str, plan: str, folder: Path, way: str) -> RankComparison:
+    """All sums of the tensor axis go that way; in memory that ranks share, or over gloo alone."""
     add_up, sums = SharedMemory.add_up, Counter[str]()
 
-    def counted(*given: Any) -> None:
-        sums["made"] += 1
-        add_up(*given)
+    def counted(memory: SharedMemory, *given: Any) -> float:
+        sums["marks" if memory.marks is not None else "meetings over gloo"] += 1
+        return add_up(memory, *given)
 
-    with mock.patch.object(shared_memory, "WORTH_BYTES", 1), mock.patch.object(SharedMemory, "add_up", counted):
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(SharedMemory, "add_up", counted))
+        if way == "meetings over gloo":
+            patches.enter_context(mock.patch.object(platform, "machine", lambda: "aarch64"))
+            patches.enter_context(mock.patch.object(shared_memory, "WORTH_BYTES", 1))
+        elif way == "gloo":
+            patches.enter_context(mock.patch.object(compose, "share_memory", lambda _: None))  # pyright: ignore
         found = compared(name, plan, folder)
-    assert sums["made"] >= 4 * BLOCKS * STEPS
+    assert (sums[way] >= 4 * BLOCKS * STEPS) == (way != "gloo")
+    assert not {*sums} - {way}
     return found
 
 
