@@ -387,7 +387,7 @@ PACKAGE_LINES = {
     "parallel.tensor": 4563,  # sums under products; views that are not asked; decisions that are replayed; heads
     "parallel.pipeline": 3758,  # what a second try leaves; when messages arrive; backwards that draw
     "plan": 1250,  # sums on one rank; backwards in parts; spans of actions; speeds of ranks; a table of schedules
-    "planner": 7588,  # plans that save elsewhere; gradients as they come; sums on CPUs, by type and shared; types as on GPUs
+    "planner": 7588,  # plans that save elsewhere; gradients as they come; sums on CPUs; types as on GPUs
     "ray": 447,  # ranks that Ray places, starts and replaces
     "report": 4848,  # hidden communication; curves on each other; numbers that jobs log; sorted tables, mechanisms
     "train": 4389,  # communication of recorded steps; spans; starting again; phases; what backwards remember, counts

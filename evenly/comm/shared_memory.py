@@ -99,7 +99,7 @@ class Marks:
                     raise RunError(
                         "a sum over ranks in memory that they share",
                         f"the rank at position {position} has not come to it for {LIMIT_S / 60:.0f} minutes",
-                        "see what that rank does: its log, or `evenly status`",
+                        "see its log for what it does; `evenly run` names ranks that stand still",
                     )
         return [numbers[at + 2 + self._meetings % 2] for at in range(0, len(numbers), self._each)]
 
