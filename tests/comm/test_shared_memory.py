@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -87,6 +88,12 @@ def test_what_a_rank_brought_before_it_ended_counts(other: subprocess.Popen[byte
     assert second.meet(5) is None  # the first has not come
     assert first.meet(6) == [6, 5]
     assert first.meet(7) is None
+
+
+def test_a_rank_that_comes_and_ends_between_two_looks_has_come(other: subprocess.Popen[bytes]) -> None:
+    first, second = marks_of_two(other)
+    with mock.patch.object(first, "_ends", [None, SimpleNamespace(poll=lambda _: second.meet(5))]):
+        assert first.meet(6) == [6, 5]
 
 
 def test_a_rank_that_has_left_is_not_waited_for(other: subprocess.Popen[bytes]) -> None:
