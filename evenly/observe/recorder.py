@@ -46,11 +46,10 @@ LOOK_S = 4.0  # between two looks at a thread that gets on: one takes up to mill
 MAGIC = b"evenly2\n"
 _HEADER = struct.Struct("<8siddQdH")
 _ENTRY = struct.Struct("<QQddH")
-_ENTRY_BYTES = _ENTRY.size
 _SERIAL = struct.Struct("<Q")
 _TIME = struct.Struct("<d")
 _LEFT_AT = struct.calcsize("<QQd")
-LONGEST_TEXT = SLOT_BYTES - _ENTRY_BYTES
+LONGEST_TEXT = SLOT_BYTES - _ENTRY.size
 LONGEST_PLACE = 72  # letters, of which JSON makes up to 6 bytes each
 
 # In "running" nobody can say how long it may take: the code between steps, building the model, the end.
@@ -146,13 +145,14 @@ class Recorder:
         text: of the call, by `call_text`.
         """
         with self._lock:
-            self._serial = serial = self._serial + 1
-            memory, start = self._memory, SLOT_BYTES * (1 + serial % ENTRIES)
-            end = start + _ENTRY_BYTES + len(text)
-            memory[start:end] = _ENTRY.pack(0, number, time.time(), 0.0, len(text)) + text
-            _SERIAL.pack_into(memory, start, serial)  # last: a reader takes no half-written entry
+            self._serial += 1
+            start = _start(self._serial)
+            memory = self._memory
+            _ENTRY.pack_into(memory, start, 0, number, time.time(), 0.0, len(text))  # no entry while it is written
+            memory[start + _ENTRY.size : start + _ENTRY.size + len(text)] = text
+            _SERIAL.pack_into(memory, start, self._serial)  # last: a reader takes no half-written entry
             self._ticks += 1
-            return serial
+            return self._serial
 
     def leave(self, serial: int, waited_from_s: float | None = None) -> None:
         """Notes the end of an operation, unless newer ones have taken its slot already.
@@ -160,7 +160,7 @@ class Recorder:
         waited_from_s: since when the rank has waited for it (`time.perf_counter`); by default since it was entered.
         """
         if self._serial - serial < ENTRIES:
-            _TIME.pack_into(self._memory, SLOT_BYTES * (1 + serial % ENTRIES) + _LEFT_AT, time.time())
+            _TIME.pack_into(self._memory, _start(serial) + _LEFT_AT, time.time())
         if (timings := self.timings) is not None and (timing := timings.get(serial)) is not None:
             timing.waited_from_s = timing.begin_s if waited_from_s is None else waited_from_s
             timing.ended_s = time.perf_counter()
@@ -266,7 +266,7 @@ def _entry(memory: bytes, start: int) -> Entry | None:
     serial, number, entered_s, left_s, length = _ENTRY.unpack_from(memory, start)
     if serial == 0:
         return None
-    call = call_from(memory[start + _ENTRY_BYTES : start + _ENTRY_BYTES + length])
+    call = call_from(memory[start + _ENTRY.size : start + _ENTRY.size + length])
     return Entry(serial, number, entered_s, left_s or None, call)
 
 
@@ -293,6 +293,10 @@ def call_text(*call: Any) -> bytes:
 
 def _encoded(fields: dict[str, Any]) -> bytes:
     return json.dumps(fields, ensure_ascii=False).encode(errors="replace")
+
+
+def _start(serial: int) -> int:
+    return SLOT_BYTES * (1 + serial % ENTRIES)
 
 
 # ---------------------------------------------------------------------------------- places in the code

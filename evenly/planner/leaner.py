@@ -46,19 +46,18 @@ def leaner_plan(
     request = PlanRequest(source=source, cluster=cluster, batch=job.global_batch)
     tried = {text_of(spec) for spec in (*failed, *refused)}
     specs = [spec for spec in leaner_specs(base, on_gpu=cluster.device.kind != "cpu") if text_of(spec) not in tried]
+    saving = [spec for spec in specs if all(saves_more(spec, than) for than in failed)]
     try:
         known = [predict(request, spec) for spec in failed]
     except Exception:  # the model cannot be read without running it; whatever it is, it is not to end the run
-        left = [spec for spec in specs if all(saves_more(spec, than) for than in failed)]
-        if not left:
+        if not saving:
             raise _no_plan(job, failed, refused, "give it more devices, or a smaller microbatch") from None
-        return left[0], None
+        return saving[0], None
     predictions = [(one, spec) for spec in specs if (one := _predicted_or_none(request, spec)) is not None]
     best = fastest_leaner([one for one, _ in predictions], known)
     if best is None:  # what saves elsewhere than at the predicted peak may do all the same
         least = min(one.peak_bytes for one in known)
-        no_more = [(one, spec) for one, spec in predictions if one.peak_bytes <= least]
-        best = next((one for one, spec in no_more if all(saves_more(spec, than) for than in failed)), None)
+        best = next((one for one, spec in predictions if spec in saving and one.peak_bytes <= least), None)
     if best is None:
         leanest, spec = min([*zip(known, failed, strict=True), *predictions], key=lambda one: one[0].peak_bytes)
         raise _no_plan(job, failed, refused, _smaller_microbatch(request, source, spec, leanest))

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -90,6 +91,28 @@ def test_timings_may_end_while_another_thread_begins_or_ends_an_operation(tmp_pa
             writer.reads = reads
             act(serial)
     writer.close()
+
+
+class Watched(bytearray):
+    """Memory that knows which serials its slots had as texts were written to them."""
+
+    serials: ClassVar[list[int]] = []
+
+    def __setitem__(self, place: Any, text: Any) -> None:
+        slot = place.start // recorder.SLOT_BYTES * recorder.SLOT_BYTES
+        if slot:  # the first is the beat's
+            self.serials.append(int.from_bytes(self[slot : slot + 8], "little"))
+        super().__setitem__(place, text)
+
+
+def test_a_slot_that_is_written_again_has_no_serial_meanwhile(tmp_path: Path) -> None:
+    """So a reader takes no new text for an old entry."""
+    writer = Recorder(tmp_path / "0.record", 0)
+    with mock.patch.object(writer, "_memory", Watched(recorder.SLOT_BYTES * (recorder.ENTRIES + 1))):
+        for number in range(2 * recorder.ENTRIES):
+            writer.enter(number, call_text(*CALL))
+    writer.close()
+    assert Watched.serials == [0] * (2 * recorder.ENTRIES)
 
 
 def test_what_is_not_a_record_is_none(tmp_path: Path) -> None:
