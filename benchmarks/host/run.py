@@ -4,6 +4,7 @@ python benchmarks/host/run.py                                   all variants of 
 python benchmarks/host/run.py --only "tensor=2,DTensor" --model gpt --rounds 20
 python benchmarks/host/run.py --only tensor=2 --old ../old   the same of another checkout of evenly, in turns
 python benchmarks/host/run.py --only tensor=2 --profile FILE    where the time goes, as text
+python benchmarks/host/run.py --calls --old ../old   Python calls of evenly in a step of the plans, of both checkouts
 python benchmarks/host/run.py --write-docs      the tables of docs/speed.md, of the rows that are kept; measures nothing
 """
 
@@ -30,6 +31,7 @@ PAGE = ROOT / "docs" / "speed.md"
 BEGIN, END = "<!-- host: python benchmarks/host/run.py --write-docs -->", "<!-- end of host -->"
 MODELS = {"gpt": "GPT of plain layers", "gpt2": "GPT-2 of transformers"}
 OLD = " (before)"
+CALLED = ("single", "ddp", "zero3", "tensor=2", "pipeline=2 schedule=1f1b")
 
 
 class Worker:
@@ -86,6 +88,20 @@ def take_turns(group: Group, names: list[str], kind: str, args: argparse.Namespa
     return [row(name, group, workers) for name in names]
 
 
+def count_calls(kind: str, args: argparse.Namespace) -> dict[str, list[float]]:
+    """Return by plan the Python calls of evenly in a step, then of `args.old` where it is given."""
+    packages = [ROOT, *([args.old.resolve()] if args.old else [])]
+    found = {}
+    for plan in args.only.split(",") if args.only else CALLED:
+        found[plan] = []
+        for package in packages:
+            worker = Worker(plan, kind, package)
+            found[plan].append(worker.ask(f"calls {args.steps}"))
+            worker.close()
+        print(f"{plan:36}", *(f"{calls:8.0f}" for calls in found[plan]), flush=True)
+    return found
+
+
 def row(name: str, group: Group, workers: dict[str, Worker]) -> dict:
     """Ratios are medians over pairs of the same step."""
     worker, base, before = workers[name], workers.get(group.base), workers.get(name + OLD)
@@ -134,10 +150,14 @@ def main() -> None:
     parser.add_argument("--old", type=Path, help="another checkout of evenly")
     parser.add_argument("--profile", type=Path, help="file for where the time goes, which is added to")
     parser.add_argument("--json", type=Path, help=f"file for the rows, by default none; those kept are in {RESULTS}")
+    parser.add_argument("--calls", action="store_true", help="count evenly's Python calls instead, --only plans")
     parser.add_argument("--write-docs", action="store_true", help="write the kept rows' tables to docs/speed.md")
     args = parser.parse_args()
     if args.write_docs:
         PAGE.write_text(page(PAGE.read_text(), json.loads(RESULTS.read_text())))
+        return
+    if args.calls:
+        count_calls(args.model or "gpt", args)
         return
     only, kept = args.only.split(",") if args.only else None, {}
     for kind in [args.model] if args.model else GROUPS:
