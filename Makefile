@@ -1,4 +1,4 @@
-# make venv | demo | test | test-all | check | pages | tutorial | docs | bench      each does everything it needs, from a fresh clone on
+# make venv | demo | test | test-all | test-browser | check | pages | tutorial | docs | bench      each does everything it needs, from a fresh clone on
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -16,7 +16,7 @@ DEVICES := $(if $(shell nvidia-smi -L 2>/dev/null),,--devices 2)
 # Many processes start from these sources: each file is compiled once, when it is first imported.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: venv demo test test-all check pages tutorial docs bench
+.PHONY: venv demo test test-all test-browser check pages tutorial docs bench
 .DELETE_ON_ERROR:
 
 venv: $(READY)
@@ -43,6 +43,12 @@ test: $(READY)
 # Those marked `full` too: every plan, model and fault, where `make test` has one case of a kind.
 test-all: $(READY)
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "full or not full"
+	PYTHON=$(BIN)/python benchmarks/gpu/run.sh --cpu --out .work/gpu
+
+# Pages of runs and plans in chromium, which is installed where that is allowed; without one this fails.
+test-browser: $(READY)
+	$(BIN)/python -m benchmarks.packages chromium
+	BROWSER_REQUIRED=1 $(BIN)/python -m pytest -m browser tests/report
 
 check: $(READY)
 	$(BIN)/ruff format --check .

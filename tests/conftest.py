@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import hypothesis
@@ -47,9 +48,35 @@ LONG = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark a case of a test with `full_but` as `full`, unless its id fits one of the patterns."""
+    mark = item.get_closest_marker("full_but")
+    if mark is not None and not any(fnmatchcase(_case(item), pattern) for pattern in mark.args):
+        item.add_marker("full")
+
+
+def _case(item: pytest.Item) -> str:
+    return item.name.partition("[")[2].removesuffix("]")
+
+
+@pytest.hookimpl(tryfirst=True)  # before those marked `full` are left out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not any("::" in argument for argument in config.args):  # else not all cases of a test are here
+        _check_patterns(items)
     here, places = Path(__file__).parent, {name: number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(str(item.path.relative_to(here).with_suffix("")), len(LONG)))
+
+
+def _check_patterns(items: list[pytest.Item]) -> None:
+    """Raise `UsageError` for a pattern of `full_but` that fits no case: `make test` would have lost one in silence."""
+    cases: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for item in items:
+        if (mark := item.get_closest_marker("full_but")) is not None:
+            cases.setdefault((item.nodeid.partition("[")[0], mark.args), []).append(_case(item))
+    for (test, patterns), found in cases.items():
+        for pattern in patterns:
+            if not any(fnmatchcase(case, pattern) for case in found):
+                raise pytest.UsageError(f"{test}: no case fits {pattern!r} of full_but; there are {', '.join(found)}")
 
 
 def pytest_collection_finish() -> None:

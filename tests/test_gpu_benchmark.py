@@ -1,4 +1,4 @@
-"""The runner of benchmarks/gpu: what one step does, the others do not notice. .ci/run runs all steps on the CPU."""
+"""The runner of benchmarks/gpu: what one step does, the others do not notice. make test-all runs it on the CPU."""
 
 from __future__ import annotations
 

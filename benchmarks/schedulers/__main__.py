@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.lab.lab import Lab, guarded, why_not
+from benchmarks.packages import SCHEDULERS, install
 from benchmarks.schedulers import mpi, ray_nodes, slurm
-from benchmarks.schedulers.packages import PACKAGES, install
 
 
 def main() -> int:
@@ -27,7 +27,7 @@ def main() -> int:
     if asked not in (*kinds, "install"):
         print(__doc__, file=sys.stderr)
         return 2
-    programs, runs = kinds.get(asked, ([*PACKAGES], None))
+    programs, runs = kinds.get(asked, ([*SCHEDULERS], None))
     if lacking := install(programs) or (ray_nodes.missing() if asked == "ray" else []):
         print(f"there is no {', '.join(lacking)}, and it could not be installed", file=sys.stderr)
         return 1

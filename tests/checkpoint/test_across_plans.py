@@ -161,6 +161,15 @@ def resumed(train: Train, saved: Callable[[str, str], Path], tmp_path: Path) -> 
     return resume
 
 
+@pytest.mark.full_but(
+    "tied-ddp-tp",
+    "tied-zero3-pp",
+    "tied-pp-single",
+    "tied-pipeline=2 schedule=zbv-ddp",
+    "tied-data=2 pipeline=2 zero=3-tensor=2 pipeline=2",
+    "conv_norm-pp-ddp",
+    "head_apart-single-*",
+)
 @pytest.mark.parametrize(("name", "first", "then"), PAIRS)
 def test_a_run_goes_on_under_another_plan(
     name: str,
@@ -175,6 +184,7 @@ def test_a_run_goes_on_under_another_plan(
         torch.testing.assert_close(found[what], tensor, rtol=1e-9, atol=1e-9, msg=what)
 
 
+@pytest.mark.full_but("pp")
 @pytest.mark.parametrize("plan", SAME)
 def test_a_run_goes_on_under_its_own_plan_with_the_same_bits(
     plan: str, resumed: Callable[[str, str, str], Numbers], uninterrupted: Callable[[str, str], Numbers]

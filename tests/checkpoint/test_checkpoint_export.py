@@ -80,6 +80,7 @@ def loaded(model_class: Any, folder: Path) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
+@pytest.mark.full_but("*-float32", "gpt2-bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_loads_the_same_bits(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -516,6 +517,7 @@ def train_adapter(plan: str, out: Path) -> None:
                 run.step(batch)
 
 
+@pytest.mark.full_but("zero3")
 @quiet
 @pytest.mark.parametrize("plan", ["zero3", "tensor=2", "pipeline=2"])
 def test_an_adapter_that_was_trained_under_any_plan_is_exported(plan: str, ranks: KeptRanks, tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ def assert_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 PLANS = (("ddp", 2), ("zero2", 2), ("zero3", 2), ("tensor=2", 2), ("pipeline=2", 2), ("data=2 tensor=2 zero=3", 4))
 
 
+@pytest.mark.full_but("ddp", "zero3", "tensor=2", "pipeline=2")
 @pytest.mark.parametrize(("plan", "size"), PLANS, ids=[plan for plan, _ in PLANS])
 def test_every_plan_starts_from_the_bits_of_the_files(plan: str, size: int, ranks: KeptRanks, tmp_path: Path) -> None:
     expected = state(Tied())
@@ -112,6 +113,7 @@ def test_every_plan_starts_from_the_bits_of_the_files(plan: str, size: int, rank
     assert set().union(*found) == expected.keys()
 
 
+@pytest.mark.full_but("zero3")
 @pytest.mark.parametrize("plan", ["ddp", "zero3"])
 def test_types_are_converted_and_buffers_are_read(plan: str, ranks: KeptRanks, tmp_path: Path) -> None:
     values = state(Small())

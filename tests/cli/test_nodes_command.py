@@ -159,6 +159,7 @@ def test_a_signal_on_one_node_ends_the_run_on_all_and_leads_to_no_restart(nodes:
     assert nodes.steps and "the run was stopped by SIGTERM" in nodes.said(1)
 
 
+@pytest.mark.full
 def test_a_node_that_a_scheduler_takes_away_leaves_and_the_run_goes_on(nodes: Nodes) -> None:
     nodes.hold.touch()
     stays, leaves = (nodes.start(node, nodes="1:2") for node in range(2))

@@ -26,21 +26,25 @@ def flat(results: list[list[str]]) -> list[str]:
     return [f"rank {rank}: {finding}" for rank, findings in enumerate(results) for finding in findings]
 
 
+@pytest.mark.full_but("2", "3")
 @pytest.mark.parametrize("size", SIZES)
 def test_every_operation(ranks: KeptRanks, size: int) -> None:
     assert flat(ranks.run(operations_ranks.contract, size=size)) == []
 
 
+@pytest.mark.full_but("2", "3")
 @pytest.mark.parametrize("size", SIZES)
 def test_groups_within_groups(ranks: KeptRanks, size: int) -> None:
     assert flat(ranks.run(operations_ranks.contract_of_subgroups, size=size)) == []
 
 
+@pytest.mark.full_but("2", "3")
 @pytest.mark.parametrize("size", SIZES)
 def test_pairs_are_adjoint(ranks: KeptRanks, size: int) -> None:
     assert flat(ranks.run(pairs_ranks.adjoint, size, size=size)) == []
 
 
+@pytest.mark.full_but("2", "3")
 @pytest.mark.parametrize("size", SIZES)
 def test_the_ring_sums_in_its_order_and_sends_what_theory_says(ranks: KeptRanks, size: int) -> None:
     assert flat(ranks.run(pairs_ranks.ring, size=size)) == []
@@ -55,6 +59,7 @@ def test_differences_are_named_before_anything_is_sent(ranks: KeptRanks) -> None
     assert flat(ranks.run(operations_ranks.checked, size=3)) == []
 
 
+@pytest.mark.full_but("2-x86_64", "3-aarch64")
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_sums_in_shared_memory_are_those_of_the_ranks_in_their_order(ranks: KeptRanks, size: int, machine: str) -> None:

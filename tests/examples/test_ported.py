@@ -71,6 +71,7 @@ def test_few_lines_are_changed(name: str) -> None:
     assert 1 <= changed_lines(name) <= MOST_LINES
 
 
+@pytest.mark.full_but("nanogpt")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_script_is_equal_under_three_plans(name: str, timm_paths: list[Path], tmp_path: Path) -> None:
     job_file = tmp_path / "after.py"
@@ -140,6 +141,7 @@ def _order(job: Job) -> list[int]:
     return [index for step in range(STEPS) for index in indices_of_step(job, step)]
 
 
+@pytest.mark.full_but("nanogpt")
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "ppo"])
 @pytest.mark.usefixtures("timm_paths")
 @pytest.mark.filterwarnings("ignore")
@@ -150,6 +152,7 @@ def test_the_first_losses_are_those_of_the_script(name: str, monkeypatch: pytest
     assert losses_before(name, job, batches, monkeypatch) == pytest.approx(after, rel=2e-6)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 def test_a_loop_that_draws_actions_learns_as_the_script_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """The actions that the job's policy has drawn are given to the script's, as long as both have the same weights."""

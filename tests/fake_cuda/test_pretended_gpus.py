@@ -100,6 +100,7 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any], tolerance: flo
         np.testing.assert_allclose(found["weights"][name], weight, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
+@pytest.mark.full_but("single", "single recompute=selective", "ddp", "zero3", "tensor=2", "pipeline=2 schedule=1f1b")
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_step_has_the_numbers_of_one_gpu_and_the_host_waits_no_more_than_it_must(
     gpus: Path, gpu_ranks: KeptRanks, alone: dict[str, dict[str, Any]], plan: str
@@ -110,6 +111,7 @@ def test_a_step_has_the_numbers_of_one_gpu_and_the_host_waits_no_more_than_it_mu
     assert {one["overlapped"] for one in found} == {"tensor" in plan or plan == "3d"}
 
 
+@pytest.mark.full_but("ddp *", "zero3 precision=float16")
 @pytest.mark.parametrize("plan", NARROW)
 def test_types_of_16_bits_and_their_loss_scale(
     gpus: Path, gpu_ranks: KeptRanks, alone: dict[str, dict[str, Any]], plan: str
@@ -159,6 +161,7 @@ def test_memory_is_predicted_by_what_a_gpu_saves(
             assert predicted(text, size, classes) == pytest.approx([*counted], rel=MEMORY[plan][1]), plan
 
 
+@pytest.mark.full_but("single", "ddp", "zero3", "tensor=2", "pipeline=2 schedule=1f1b")
 @pytest.mark.parametrize("plan", PLANS)
 def test_what_is_wrong_on_a_gpu_is_found(gpus: Path, gpu_ranks: KeptRanks, plan: str) -> None:
     found = gpu_ranks.run(train, gpus, plan, True, size=len(PLANS[plan]))
@@ -176,6 +179,7 @@ def reference(gpus: Path, gpu_ranks: KeptRanks, tmp_path_factory: pytest.TempPat
     return folder
 
 
+@pytest.mark.full_but("single", "zero3", "zero3 offload=parameters", "pipeline=2")
 @pytest.mark.parametrize("plan", VERIFIED)
 def test_verify_and_a_resumed_run_find_the_numbers_of_a_loop(
     gpus: Path, gpu_ranks: KeptRanks, reference: Path, plan: str

@@ -118,6 +118,7 @@ def test_a_summary_shows_what_fell_short() -> None:
     )
 
 
+@pytest.mark.full
 def test_twenty_faults_end_in_the_numbers_of_a_run_that_nothing_disturbs(tmp_path: Path) -> None:
     rows, path = tmp_path / "rows.jsonl", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     ended = subprocess.run(

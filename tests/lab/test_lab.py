@@ -86,6 +86,7 @@ def test_what_a_lab_is_asked_for() -> None:
         found("nowhere")
 
 
+@pytest.mark.full
 @needs_root
 def test_nodes_know_each_other_by_name_and_themselves_as_loopback(two: Lab) -> None:
     assert found(NAME) == two
@@ -95,11 +96,13 @@ def test_nodes_know_each_other_by_name_and_themselves_as_loopback(two: Lab) -> N
     assert [text.split() for text in names[1].splitlines()] == [["10.77.0.1", "node0"], ["127.0.1.1", "node1"]]
 
 
+@pytest.mark.full
 @needs_root
 def test_a_link_is_as_slow_as_asked(two: Lab) -> None:
     assert 0.4 * 80 < float(said(two, [sys.executable, "-c", SEND, "{node}"])[0]) < 1.1 * 80  # less where it is busy
 
 
+@pytest.mark.full
 @needs_root
 def test_nodes_whose_names_are_loopback_run_a_job_without_settings(two: Lab, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("some random words")
@@ -110,6 +113,7 @@ def test_nodes_whose_names_are_loopback_run_a_job_without_settings(two: Lab, tmp
     assert "2 steps on 2 ranks (data=2" in said(two, [*there, *words])[0]
 
 
+@pytest.mark.full
 @needs_root
 def test_links_between_nodes_are_measured_into_a_cluster_file(two: Lab, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("some random words")
@@ -123,6 +127,7 @@ def test_links_between_nodes_are_measured_into_a_cluster_file(two: Lab, tmp_path
     assert largest == 2**20 and 0.4 * 80e6 < largest * 8 / took_s < 1.1 * 80e6
 
 
+@pytest.mark.full
 @needs_root
 def test_the_doctor_names_the_node_that_others_do_not_reach_and_the_folder_that_it_has_alone(
     two: Lab, tmp_path: Path
@@ -146,6 +151,7 @@ def test_the_doctor_names_the_node_that_others_do_not_reach_and_the_folder_that_
     assert len(problems) == 3 and "2 problems, which node 0 shows" in text, problems
 
 
+@pytest.mark.full
 @needs_root
 def test_a_slow_node_may_use_so_much_of_a_core_and_no_more() -> None:
     with guarded(Lab(name=f"{NAME}s", nodes=1, slow_nodes={0: 0.25})) as lab:
@@ -154,6 +160,7 @@ def test_a_slow_node_may_use_so_much_of_a_core_and_no_more() -> None:
     assert left_over(f"{NAME}s") == []
 
 
+@pytest.mark.full
 @needs_root
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_where_the_maker_is_ended_half_way(signum: int) -> None:

@@ -13,10 +13,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks is no installed package
 
 from benchmarks.lab.lab import ROOT, Lab, guarded, why_not
+from benchmarks.packages import missing
 from benchmarks.schedulers.mpi import VARIABLES
-from benchmarks.schedulers.packages import missing
 from benchmarks.schedulers.slurm import JOB, PROGRAMS, slurm_up
 from benchmarks.schedulers.transcript import Transcript, wait_until
+
+pytestmark = pytest.mark.full  # a real mpirun and a real Slurm; tests of their environments are in tests/launcher
 
 without_open_mpi = pytest.mark.skipif(bool(missing(["mpirun.openmpi"])), reason="there is no Open MPI")
 lacking = missing(PROGRAMS)

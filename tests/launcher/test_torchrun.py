@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import os, sys
 import torch
@@ -64,6 +66,7 @@ def job():
 """
 
 
+@pytest.mark.full
 def test_a_rank_that_has_done_its_run_ends_well_whatever_the_interpreter_does_then(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(ABORTS)
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]

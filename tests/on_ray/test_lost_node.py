@@ -9,12 +9,15 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 import torch
 from lost_node import WAITS_AT, job
 
 from evenly.checkpoint.store import CheckpointStore
 from evenly.train.loop import run_job
 from evenly.train.options import RunOptions
+
+pytestmark = pytest.mark.full  # a real Ray of two nodes
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 1200.0  # on slow cores each start of the two workers takes minutes

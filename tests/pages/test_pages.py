@@ -131,6 +131,7 @@ def test_marks_are_those_that_are_known(page: Path) -> None:
     assert [number for number in marked if number != 1 and number not in at_blocks] == []
 
 
+@pytest.mark.full_but("README.md", "docs/start.md", "docs/checkpoints.md")
 @pytest.mark.parametrize("page", RUN_IN_CI, ids=name_of)
 def test_commands_print_what_is_shown(page: Path) -> None:
     """But those that take long, which `make pages` runs."""

@@ -155,6 +155,7 @@ def test_the_list_has_all_chapters() -> None:
     assert {page.name for page in chapters()} <= listed
 
 
+@pytest.mark.full
 def test_the_first_chapter_runs_as_a_page_and_as_a_notebook(tmp_path: Path) -> None:
     """`make tutorial` runs all of them."""
     first = TUTORIAL / "01-memory.md"

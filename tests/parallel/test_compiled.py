@@ -75,6 +75,7 @@ def check(make: Callable[[], evenly.Job], plan: str, size: int, ranks: KeptRanks
     assert all(count > 0 for count in graphs), graphs
 
 
+@pytest.mark.full_but("even_job-ddp-2", "ragged_job-zero3 *", "even_job-pipeline=2-2")
 @pytest.mark.parametrize(
     ("make", "plan", "size"),
     [
@@ -149,6 +150,7 @@ def averaged_job() -> evenly.Job:
     return classifier_job(model=Averaged, precision="float64")
 
 
+@pytest.mark.full_but("normed_job-ddp")
 @pytest.mark.parametrize(
     ("make", "plan"),
     [
@@ -222,6 +224,7 @@ def compare_written(name: str, plan: str, folder: Path) -> tuple[RankComparison,
         return compare_job(made, plan, STEPS, folder), found
 
 
+@pytest.mark.full_but("numbers-ddp-*", "hooks-pipeline=2-*")
 @pytest.mark.parametrize(
     ("name", "plan", "named"),
     [
@@ -337,6 +340,7 @@ def compare_with_head(plan: str, folder: Path) -> tuple[RankComparison, list[int
         return compare_job(small_job(), plan, 2, folder), [len(graph.graph.nodes) for graph in graphs]
 
 
+@pytest.mark.full_but("zero3-2")
 @pytest.mark.parametrize(
     ("plan", "size"), [("single recompute=full", 1), ("zero3", 2), ("pipeline=2 schedule=1f1b", 2)]
 )

@@ -116,6 +116,7 @@ Alone = dict[bool, dict[str, torch.Tensor]]
 PLANS = [("ddp", 2), ("ddp", 3), ("zero1", 2), ("zero1", 4), ("zero2", 3), ("zero3", 2), ("zero3", 3), ("hsdp", 4)]
 
 
+@pytest.mark.full_but("ddp-2", "zero1-2", "zero3-2", "balanced-dp *")
 @pytest.mark.parametrize(("plan", "size"), [*PLANS, ("zero=1 shard=2", 4), ("balanced-dp replicas=3", 1)])
 def test_sums_of_any_magnitude_have_the_bits_of_one_device(
     plan: str, size: int, ranks: KeptRanks, alone: Alone
@@ -123,6 +124,7 @@ def test_sums_of_any_magnitude_have_the_bits_of_one_device(
     assert ranks.run(differing, plan, alone[False], size=size) == [{}] * size
 
 
+@pytest.mark.full_but("zero2-2")
 @pytest.mark.parametrize(
     ("plan", "size"), [("ddp", 2), ("ddp", 4), ("zero1", 3), ("zero2", 2), ("zero3", 2), ("hsdp", 4)]
 )
@@ -130,11 +132,13 @@ def test_and_in_many_buckets(plan: str, size: int, ranks: KeptRanks, alone: Alon
     assert ranks.run(differing_in_small_buckets, plan, alone[False], size=size) == [{}] * size
 
 
+@pytest.mark.full_but("zero1-2")
 @pytest.mark.parametrize(("plan", "size"), [("ddp", 2), ("zero1", 2), ("zero2", 3)])
 def test_and_of_parameters_without_dims(plan: str, size: int, ranks: KeptRanks, alone: Alone) -> None:
     assert ranks.run(differing, plan, alone[True], True, size=size) == [{}] * size
 
 
+@pytest.mark.full_but("2-bfloat16")
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_and_of_a_microbatch_on_each_rank(precision: str, size: int, ranks: KeptRanks) -> None:
@@ -196,6 +200,7 @@ def saturated_alone(ranks: KeptRanks) -> dict[str, torch.Tensor]:
     return ranks.run(saturated, "single", size=1)[0]
 
 
+@pytest.mark.full_but("ddp-3")
 @pytest.mark.parametrize(("plan", "size"), [("ddp", 2), ("ddp", 3), ("ddp", 4), ("zero2", 3), ("zero3", 2)])
 def test_fifty_steps_of_a_saturated_model_have_the_bits_of_one_device(
     plan: str, size: int, ranks: KeptRanks, saturated_alone: dict[str, torch.Tensor]

@@ -281,6 +281,15 @@ COMPARED = [
 ]
 
 
+@pytest.mark.full_but(
+    "20-classifier-*",
+    "20-language-*",
+    "20-tower-*",
+    "20-tied-pipeline=2 schedule*",
+    "20-heads-tensor=2-*",
+    "0-classifier-*",
+    "16384-classifier-*",
+)
 @pytest.mark.parametrize(("name", "plan", "size"), COMPARED)
 def test_plans_have_the_numbers_of_one_device(
     name: str, plan: str, size: int, small: int, ranks: KeptRanks, tmp_path: Path

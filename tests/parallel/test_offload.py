@@ -25,6 +25,7 @@ def compare(plan: str, precision: str, folder: Path) -> RankComparison:
     return compare_job(tower_job(precision=precision), plan, STEPS, folder)
 
 
+@pytest.mark.full_but("single offload=optimizer-1", "zero3 offload=optimizer-2", "zero3 offload=parameters-1")
 @pytest.mark.parametrize(
     ("plan", "size"),
     [
@@ -58,6 +59,7 @@ def peaks(plan: str) -> tuple[dict[str, int], dict[str, int], int]:
         return now[0], now[HOST], sum(p.numel() * p.element_size() for p in run.model.parameters())
 
 
+@pytest.mark.full_but("single offload*", "zero3 offload*")
 @pytest.mark.parametrize(
     ("plan", "size", "device", "host"),
     [

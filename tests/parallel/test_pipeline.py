@@ -228,6 +228,40 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
     return References(tmp_path_factory, prepared, STEPS)
 
 
+@pytest.mark.full_but(
+    "chain-mp-*",
+    "skips-pipeline=2 *",
+    "ragged-pipeline=2 *",
+    "ragged-data=2 *",
+    "shared-*",
+    "alternating-*",
+    "tied-pipeline=2 *",
+    "tied-data=2 pipeline=2 zero=3-*",
+    "first_bias-*",
+    "learned_bias-*",
+    "branches-pipeline=2 *",
+    "towers-pipeline=2 *",
+    "layers-*split_points=4-*",
+    "experts-pipeline=2-*",
+    "lstm-*",
+    "packed-*",
+    "selecting-*",
+    "masked-*",
+    "layerdrop-pipeline=2 *",
+    "whole_penalty-pipeline=2 *",
+    "conv_norm-pipeline=2 *",
+    "twice-*",
+    "chain-pipeline=2 recompute=full-*",
+    "first-*",
+    "chain-pipeline=2 offload=*",
+    "frozen_ends-pipeline=2 *",
+    "turned-pipeline=2 schedule=zbv*",
+    "laid_out-pipeline=2 schedule=zbv*",
+    "turning-tensor=2 *",
+    "unread-pipeline=2 *",
+    "rarely-pipeline=2-*",
+    "overwriting-*",
+)
 @pytest.mark.parametrize(
     ("name", "plan", "size", "sharded"),
     [
@@ -303,6 +337,7 @@ def test_a_model_in_stages_computes_what_one_device_does(
     assert row.sharded is not None and row.sharded >= sharded
 
 
+@pytest.mark.full_but("bfloat16-*")
 @pytest.mark.parametrize(
     ("precision", "plan"),
     [
@@ -340,6 +375,7 @@ def spans(plan: str, out: Path) -> tuple[int, list[ActionSpan]]:
     return rank, [ActionSpan(*(record.get(key) for key in ActionSpan._fields)) for record in records]
 
 
+@pytest.mark.full_but("mp", "pp schedule=zbv")
 @pytest.mark.parametrize("plan", ["mp", "pp", "pp schedule=zbv"])
 def test_a_step_is_what_the_schedule_says(plan: str, tmp_path: Path, ranks: KeptRanks) -> None:
     axis = parse_plan(plan).fit(2).complete("float32").pipeline

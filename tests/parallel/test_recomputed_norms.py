@@ -116,6 +116,7 @@ PLANS = ["tensor=2 recompute=full", "tensor=2 recompute=selective"]
 PLANS_OF_4 = ["data=2 tensor=2 zero=3 recompute=selective", "pipeline=2 tensor=2 recompute=full"]
 
 
+@pytest.mark.full_but("batch-tensor=2 recompute=full-2", "instance-pipeline=2-2", "averages-tensor=2-2")
 @pytest.mark.parametrize(
     ("norm", "plan", "size"),
     [

@@ -42,6 +42,7 @@ def compare(plan: str, folder: Path) -> RankComparison:
         return compare_job(job(), plan, 3, folder)
 
 
+@pytest.mark.full_but("single zero=3 offload*", "zero3-2", "ddp-2")
 @pytest.mark.parametrize(
     ("plan", "size"),
     [

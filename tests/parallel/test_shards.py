@@ -88,6 +88,7 @@ def train(plan: str, steps: int, out: Path | None, resume: bool) -> dict[str, An
         return {name: run.composed.full_view(name, p.detach()).clone() for name, p in run.model.named_parameters()}
 
 
+@pytest.mark.full_but("first0-then0")
 @pytest.mark.parametrize(
     ("first", "then"),
     [

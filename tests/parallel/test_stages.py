@@ -167,6 +167,27 @@ BY_HAND = [
 ]
 
 
+@pytest.mark.full_but(
+    "alternating-*",
+    "twice-pipeline=2",
+    "first_bias-*",
+    "ragged-*",
+    "conv_norm-*",
+    "lstm-*",
+    "gru_layers-*",
+    "packed-*",
+    "selecting-*",
+    "shared-*",
+    "skips-pipeline=5",
+    "towers-pipeline=5",
+    "learned_bias-*",
+    "tied-*",
+    "several-*",
+    "branches-*",
+    "whole_penalty-*",
+    "chain-pipeline=2 schedule*",
+    "first-pipeline=3",
+)
 @pytest.mark.parametrize(("name", "plan"), BY_HAND)
 def test_all_stages_together_compute_what_the_model_does(name: str, plan: str) -> None:
     assert_as_on_one_device(PIPELINE_JOBS[name](precision="float64", eval_data=None), plan)
@@ -380,6 +401,7 @@ class OverwritingSkips(Skips):
         self.blocks = nn.ModuleList(OverwritingBlock() for _ in range(LAYERS))
 
 
+@pytest.mark.full_but("pipeline=4")
 @pytest.mark.parametrize("plan", ["pipeline=2 split_points=2", "pipeline=4", "pipeline=8"])
 def test_blocks_may_overwrite_what_a_later_stage_needs(plan: str) -> None:
     assert_as_on_one_device(text_job(model=OverwritingSkips, precision="float64", eval_data=None), plan)
@@ -437,6 +459,7 @@ class Told(Chain):
         return x + sum(block.stated for block in self.blocks)  # pyright: ignore
 
 
+@pytest.mark.full_but("pipeline=3-*")
 @pytest.mark.parametrize("model", [Hooked, Told])
 @pytest.mark.parametrize("plan", ["pipeline=2", "pipeline=3", "pipeline=8"])
 def test_what_is_collected_inside_of_blocks_arrives_at_the_loss(model: type[Chain], plan: str) -> None:
@@ -487,6 +510,7 @@ class Finite(Chain):
         return x
 
 
+@pytest.mark.full_but("pipeline=3-*")
 @pytest.mark.parametrize("model", [Number, Decides, Writes, Finite])
 @pytest.mark.parametrize("plan", ["pipeline=2", "pipeline=3", "pipeline=8"])
 def test_numbers_of_other_stages_and_what_they_write_arrive(model: type[Chain], plan: str) -> None:
@@ -1046,6 +1070,7 @@ def test_a_list_of_all_results_is_given_to_every_block(ranks: int) -> None:
     assert_as_on_one_device(text_job(model=Grows, precision="float64"), f"pipeline={ranks}")
 
 
+@pytest.mark.full_but("pipeline=2-4", "pipeline=4-0")
 @pytest.mark.parametrize("first", [0, LAYERS // 2])
 @pytest.mark.parametrize("plan", ["pipeline=2", "pipeline=4"])
 def test_what_blocks_leave_in_a_list_that_they_are_given(first: int, plan: str) -> None:
@@ -1119,6 +1144,7 @@ class LeavesBehind(Chain):
         return x + left * torch.linspace(0, 1, WIDTH, dtype=x.dtype)
 
 
+@pytest.mark.full_but("pipeline=2-*")
 @pytest.mark.parametrize("how", ["counts", "adds", "counts in a dict", "adds in a dict", "objects in a dict", "names"])
 @pytest.mark.parametrize("plan", ["pipeline=2", "pipeline=4"])
 def test_what_blocks_leave_behind_is_there_in_every_microbatch(how: str, plan: str) -> None:

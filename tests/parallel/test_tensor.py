@@ -48,6 +48,22 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
     return References(tmp_path_factory, prepared, STEPS)
 
 
+@pytest.mark.full_but(
+    "heads-4-tensor=2-*",
+    "heads-1-tp-*",
+    "packed-tensor=2-*",
+    "encoder-tensor=2-*",
+    "norm first-tensor=2 *",
+    "decoder-tensor=2-*",
+    "threes-tensor=2-*",
+    "packed-tensor=2 offload=*",
+    "packed-tensor=2 tensor_exclude=*",
+    "heads-2-data=2 tensor=2 zero=1-*",
+    "packed-data=2 tensor=2 zero=3-*",
+    "packed-data=1 tensor=2 zero=3 *",
+    "heads-4-tensor=2 sequence*",
+    "heads-2-tp-4-*",
+)
 @pytest.mark.parametrize(
     ("name", "plan", "size", "sharded"),
     [
@@ -96,6 +112,7 @@ def test_a_split_model_computes_what_one_device_does(
     assert row.sharded >= sharded
 
 
+@pytest.mark.full_but("packed-*")
 @pytest.mark.parametrize("way", ["marks", "meetings over gloo", "gloo"])
 @pytest.mark.parametrize(
     ("name", "plan", "size"),
@@ -180,6 +197,7 @@ def collectives(name: str, plan: str) -> Counter[str]:
 BLOCKS = 2
 
 
+@pytest.mark.full_but("packed")
 @pytest.mark.parametrize("name", ["heads-4", "packed", "encoder", "norm first"])
 def test_a_block_sums_twice_forward_and_twice_backward(name: str, ranks: KeptRanks) -> None:
     for found in ranks.run(collectives, name, "tensor=2"):
@@ -191,6 +209,7 @@ def test_a_block_sums_twice_forward_and_twice_backward(name: str, ranks: KeptRan
         }
 
 
+@pytest.mark.full_but("heads-4-*")
 @pytest.mark.parametrize(("name", "positions"), [("heads-4", 1), ("packed", 0), ("encoder", 0), ("norm first", 0)])
 def test_along_the_sequence_a_sum_is_half_scattered_and_half_gathered(
     name: str, positions: int, ranks: KeptRanks
@@ -231,6 +250,7 @@ def train(name: str, plan: str, steps: int, out: Path | None, resume: bool) -> d
         return {n: run.composed.full_view(n, t) for n, t in named.items()}
 
 
+@pytest.mark.full_but("tensor=2-2-ddp-1", "data=2 tensor=2 zero=3-4-zero2-2")
 @pytest.mark.parametrize(
     ("first", "size", "then", "size_then"),
     [
@@ -315,6 +335,7 @@ def types_of(name: str, plan: str) -> list[tuple[str, list[torch.dtype]]]:
     return output_types(prepared(name, precision="bfloat16"), plan)
 
 
+@pytest.mark.full_but("heads-2", "decoder")
 @pytest.mark.parametrize("name", ["heads-2", "packed", "encoder", "decoder", "threes"])
 def test_results_of_modules_in_16_bits_have_the_types_that_they_have_on_one_device(name: str, ranks: KeptRanks) -> None:
     (alone,) = ranks.run(types_of, name, "single", size=1)

@@ -41,6 +41,7 @@ def compared(seed: int, folder: Path) -> RankComparison | str:
         return str(problem)
 
 
+@pytest.mark.full_but("0", "1", "2")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_random_module_is_equal_or_refused(seed: int, ranks: KeptRanks, tmp_path: Path) -> None:
     case = random_case(seed)

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from html import unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
+from chromium import dump, needs_chromium
 from made_runs import record, write_full_run, write_run
 
-from evenly.report import compare
+from evenly.report import compare, draw
 from evenly.report.board import Board
 from evenly.report.prices import page as prices_page
 from evenly.report.run import read_run
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
+pytestmark = needs_chromium
 
 # Uses the page as a reader does, and writes what came of it into the title.
 PROBE = """
@@ -108,16 +106,9 @@ def opened(page: str, folder: Path, width: int, probe: str = PROBE) -> dict[str,
         f"<iframe src=page.html style='width:{width}px;height:900px;border:0'></iframe>"
         "<script>onload=()=>setInterval(()=>{document.title=frames[0].document.title},20)</script>"
     )
-    assert CHROMIUM is not None
-    command = [
-        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0",
-        "--allow-file-access-from-files", "--virtual-time-budget=3000", f"--window-size={max(600, width + 50)},1000",
-        f"--user-data-dir={folder / 'profile'}", "--dump-dom", (folder / "frame.html").as_uri(),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    errors = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    assert done.returncode == 0 and errors == [], done.stderr[-2000:]
-    (title,) = re.findall(r"<title>(.*?)</title>", done.stdout)
+    wide = f"--window-size={max(600, width + 50)},1000"
+    found = dump(folder / "frame.html", "--allow-file-access-from-files", wide, budget_ms=3000)
+    (title,) = re.findall(r"<title>(.*?)</title>", found)
     return json.loads(unescape(title))
 
 
@@ -180,3 +171,14 @@ def test_what_takes_the_place_of_a_page(tmp_path: Path) -> None:
     script = f"<script>document.querySelector('main').innerHTML={replaced};window.evenly.setUp(document)</script>"
     found = opened(page + script, tmp_path, 1300)
     assert "problem" not in found and found["tip"].startswith("step ")
+
+
+def test_a_picture_as_a_file(tmp_path: Path) -> None:
+    """As an image, in which no script runs and nothing is fetched."""
+    from test_standalone import bars, curves, rows
+
+    (tmp_path / "picture.svg").write_text(draw.standalone(curves(), rows(), bars()), encoding="utf-8")
+    (tmp_path / "page.html").write_text(
+        "<!doctype html><img src=picture.svg onload='document.title=`${this.naturalWidth} wide`'>"
+    )
+    assert "<title>760 wide</title>" in dump(tmp_path / "page.html", budget_ms=2000)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -14,7 +11,6 @@ from evenly.report import draw
 
 SVG = "{http://www.w3.org/2000/svg}"
 NAME = '<b>a & "b"</b>\''
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 def curves() -> str:
@@ -80,21 +76,3 @@ def test_figures_stand_below_each_other_in_light_and_dark() -> None:
     for rule in (".c7{", ".line{", ".line.faint{", ".box.pale2{", ".box.c7{"):
         assert rule in style
     assert "table{" not in style and ".plot" not in style and len(style) < 2500
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
-def test_a_browser_shows_it(tmp_path: Path) -> None:
-    """As an image, in which no script runs and nothing is fetched."""
-    (tmp_path / "picture.svg").write_text(draw.standalone(curves(), rows(), bars()), encoding="utf-8")
-    (tmp_path / "page.html").write_text(
-        "<!doctype html><img src=picture.svg onload='document.title=`${this.naturalWidth} wide`'>"
-    )
-    assert CHROMIUM is not None
-    command = [
-        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0",
-        "--virtual-time-budget=2000", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom",
-        (tmp_path / "page.html").as_uri(),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert "<title>760 wide</title>" in done.stdout, done.stderr[-2000:]
-    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []

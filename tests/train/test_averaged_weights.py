@@ -77,6 +77,17 @@ PLANS = [
 ]
 
 
+@pytest.mark.full_but(
+    "ema-single-1",
+    "ema-ddp-2",
+    "ema-zero3-2",
+    "ema-tp-2",
+    "ema-pp-2",
+    "ema-replicas=2-1",
+    "swa-zero3-2",
+    "late-zero3-2",
+    "ema-zero2 offload*",
+)
 @pytest.mark.parametrize(("name", "plan", "size"), PLANS)
 def test_every_plan_has_the_averages_of_one_device(
     name: str, plan: str, size: int, ranks: KeptRanks, reference: References
@@ -89,6 +100,7 @@ def test_every_plan_has_the_averages_of_one_device(
     assert len(expected) > 10 and not any("blocks.2." in one and name != "swa" for one in expected)
 
 
+@pytest.mark.full_but("ema")
 @pytest.mark.parametrize("average", [evenly.EMA(decay=0.7), evenly.SWA(start=1)], ids=["ema", "swa"])
 def test_averages_have_the_bits_of_one_device(average: Any, ranks: KeptRanks, tmp_path: Path) -> None:
     ranks.run(bitwise_reference, average, tmp_path, size=1)
@@ -110,6 +122,7 @@ def part(name: str, plan: str, first: int, last: int, out: Path, folder: Path) -
     return compare_steps(prepared(name), PlanSteps(plan, first, last, out), STEPS, folder)  # type: ignore[arg-type]
 
 
+@pytest.mark.full_but("ema-zero3-tp", "swa-zero2-ddp")
 @pytest.mark.parametrize(
     ("name", "first", "then"),
     [("ema", "ddp", "zero3"), ("ema", "zero3", "tp"), ("ema", "pp", "zero2"), ("swa", "zero2", "ddp"),
@@ -152,6 +165,7 @@ def evaluated(plan: str) -> tuple[bool, bool, bool, float, float]:
         return changed, *back, of_average.loss, of_weights.loss
 
 
+@pytest.mark.full_but("ddp-2", "zero3-2", "tp-2")
 @pytest.mark.parametrize(("plan", "size"), [("ddp", 2), ("zero2", 2), ("zero3", 2), ("tp", 2), ("pp", 2)])
 def test_the_weights_come_back_with_the_same_bits(plan: str, size: int, ranks: KeptRanks) -> None:
     for changed, back, back_too, of_average, of_weights in ranks.run(evaluated, plan, size=size):
@@ -178,6 +192,7 @@ def after_an_error(plan: str) -> list[list[float]]:
     return found
 
 
+@pytest.mark.full_but("zero3")
 @pytest.mark.parametrize("plan", ["zero2", "zero3"])
 def test_an_error_among_averaged_weights_leaves_the_run_as_it_was(plan: str, ranks: KeptRanks) -> None:
     for undisturbed, disturbed in ranks.run(after_an_error, plan):

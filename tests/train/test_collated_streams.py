@@ -68,6 +68,7 @@ def compare(name: str, plan: str, folder: Path) -> RankComparison:
     return compare_job(decoding_job(name, precision="float64"), plan, STEPS, folder)
 
 
+@pytest.mark.full_but("rows-ddp-3", "raw-ddp-2")
 @pytest.mark.parametrize(
     ("name", "plan", "size"), [("rows", "single", 1), ("rows", "ddp", 3), ("rows", "zero3", 2), ("raw", "ddp", 2)]
 )

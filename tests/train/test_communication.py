@@ -46,6 +46,7 @@ def recorded_run(plan: str, folder: Path) -> tuple[Path, dict[int, dict[str, dic
     return out, {record["step"]: record["communication"] for record in records if "communication" in record}
 
 
+@pytest.mark.full_but("zero3-data", "tensor=2-tensor")
 @pytest.mark.parametrize(("plan", "axis"), [("zero2", "data"), ("zero3", "data"), ("tensor=2", "tensor")])
 def test_the_operations_of_an_axis_are_recorded(plan: str, axis: str, tmp_path: Path) -> None:
     out, found = recorded_run(plan, tmp_path)

@@ -70,6 +70,7 @@ def with_hooks(plan: str, folder: Path, *, hooked: bool, own_loop: bool) -> tupl
             return calls.found, [tensor.numpy() for tensor in named_tensors(model).values()], drawn
 
 
+@pytest.mark.full_but("single-1", "ddp-2", "zero3-2", "pipeline=2-2")
 @pytest.mark.parametrize(("plan", "size"), PLANS)
 def test_hooks_are_called_alike_and_leave_no_trace(plan: str, size: int, ranks: KeptRanks, tmp_path: Path) -> None:
     found = ranks.run(_with_hooks, plan, tmp_path / "a", True, plan == "zero2", size=size)
@@ -107,6 +108,7 @@ def ended_by_a_hook(plan: str, folder: Path) -> tuple[Any, Any]:
     return summary, again
 
 
+@pytest.mark.full_but("single-1", "ddp-2")
 @pytest.mark.parametrize(("plan", "size"), [("single", 1), ("ddp", 2), ("zero3", 2)])
 def test_one_rank_ends_the_run_for_all(plan: str, size: int, ranks: KeptRanks, tmp_path: Path) -> None:
     for summary, again in ranks.run(ended_by_a_hook, plan, tmp_path, size=size):
@@ -241,6 +243,7 @@ def whole_bits(plan: str, folder: Path) -> list[dict[str, Any] | None]:
     return found
 
 
+@pytest.mark.full_but("ddp-2", "zero3-2", "tensor=2-2", "pipeline=2-2")
 @pytest.mark.parametrize(("plan", "size"), [*PLANS, ("data=2 tensor=2 pipeline=2 zero=3", 8)])
 def test_the_whole_model_has_the_bits_of_the_checkpoint(plan: str, size: int, ranks: KeptRanks, tmp_path: Path) -> None:
     found = ranks.run(whole_bits, plan, tmp_path / "run", size=size)

@@ -70,6 +70,7 @@ PLANS = {
 }
 
 
+@pytest.mark.full_but("zero3-2", "tensor=2-2", "pipeline=2 schedule=1f1b-2")
 @pytest.mark.parametrize(("plan", "size"), PLANS.items())
 def test_the_look_before_the_first_step_saves_no_more_than_a_step(plan: str, size: int, ranks: KeptRanks) -> None:
     for look, step in ranks.run(most_saved, plan, size=size):

@@ -75,6 +75,7 @@ def compared(plan: str, folder: Path) -> RankComparison:
     return compare_job(metrics_job(), plan, STEPS, folder)
 
 
+@pytest.mark.full_but("ddp-3", "zero3-3", "tensor=2-2", "pipeline=2-2")
 @pytest.mark.parametrize(
     ("plan", "size"),
     [("ddp", 3), ("zero2", 2), ("zero3", 3), ("tensor=2", 2), ("pipeline=2", 2), ("tensor=2 pipeline=2", 4)],

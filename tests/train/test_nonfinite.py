@@ -60,6 +60,7 @@ def failing(kind: str, plan: str, **changes: Any) -> tuple[str, int | None, int 
     return "", None, None
 
 
+@pytest.mark.full_but("*-single-1-0", "*-ddp-2-1", "forward-zero3 *", "backward-tensor=2-*", "data-pipeline=2-*")
 @pytest.mark.parametrize(("plan", "size", "rank"), PLANS)
 @pytest.mark.parametrize("kind", ["forward", "backward", "data"])
 def test_the_cause_is_traced_under_every_plan(kind: str, plan: str, size: int, rank: int, ranks: KeptRanks) -> None:
@@ -124,6 +125,7 @@ def _train_plainly(mine: Any, model: Any, optimizer: Any, schedule: Any, steps: 
         schedule.step()
 
 
+@pytest.mark.full_but("single", "ddp", "tensor=2")
 @pytest.mark.parametrize("plan", ["single", "ddp", "zero3", "tensor=2", "pipeline=2"])
 def test_a_batch_that_is_left_out_is_left_out_as_on_one_device(plan: str, ranks: KeptRanks) -> None:
     (expected,) = ranks.run(plain_loop, size=1)
@@ -255,6 +257,7 @@ def test_the_first_cause_of_all_ranks_is_the_one_of_the_earliest_microbatch_and_
     assert cause_of([[found(LED_TO, 0)], [found(PARAMETER, None)]], [0]) == (1, found(PARAMETER, None))
 
 
+@pytest.mark.full_but("single-1", "zero3-2")
 @pytest.mark.parametrize(("plan", "size"), [("single", 1), ("zero3", 2), ("tensor=2", 2)])
 def test_an_update_that_makes_parameters_infinite_is_no_checkpoint(
     plan: str, size: int, ranks: KeptRanks, tmp_path: Path

@@ -175,6 +175,7 @@ def two_passes_and_three(plan: str) -> None:
     assert plain.steps_done == STEPS
 
 
+@pytest.mark.full_but("ddp-2", "zero3-2", "tensor=2-2", "pipeline=2-2", "zero1-2")
 @pytest.mark.parametrize(("plan", "size"), PLANS)
 def test_passes_of_a_step_add_up_under_every_plan(plan: str, size: int, ranks: KeptRanks) -> None:
     ranks.run(two_passes_and_three, plan, size=size)
@@ -227,6 +228,7 @@ def generate_and_train(plan: str) -> None:
     assert plain.steps_done == STEPS
 
 
+@pytest.mark.full_but("single-1", "ddp-2", "zero3-2", "pipeline=2-2")
 @pytest.mark.parametrize(("plan", "size"), [("single", 1), *((plan, 2) for plan in TWO if plan != "zero1")])
 def test_what_a_loop_generates_is_trained_on_under_every_plan(plan: str, size: int, ranks: KeptRanks) -> None:
     ranks.run(generate_and_train, plan, size=size)
@@ -286,6 +288,7 @@ def turns_on_a_stream(plan: str, folder: Path, first: int, last: int) -> None:
         assert run.steps_done == last
 
 
+@pytest.mark.full_but("single-1", "ddp-2", "zero3-3")
 @pytest.mark.parametrize(("plan", "size"), [("single", 1), ("ddp", 2), ("zero3", 3), ("data=2 tensor=2 pipeline=2", 8)])
 def test_a_stream_loses_no_sample_to_steps_on_others(plan: str, size: int, ranks: KeptRanks, tmp_path: Path) -> None:
     ranks.run(turns_on_a_stream, plan, tmp_path, 0, 8, size=size)
@@ -329,6 +332,7 @@ def bits(plan: str) -> list[Any]:
         return [tensor.numpy() for tensor in whole_state(run).values()]
 
 
+@pytest.mark.full_but("zero2")
 @pytest.mark.parametrize("plan", ["ddp", "zero2", "zero3"])
 def test_bits_of_several_passes_do_not_depend_on_the_plan(plan: str, ranks: KeptRanks) -> None:
     (expected,) = ranks.run(bits, "single exact=bitwise", size=1)

@@ -200,6 +200,20 @@ PLANS = [
 ]
 
 
+@pytest.mark.full_but(
+    "gan-single-1",
+    "gan-ddp-2",
+    "gan-zero3-2",
+    "gan-tp-2",
+    "gan-pp-2",
+    "gan-replicas=2-1",
+    "normed-zero1-2",
+    "actor_critic-ddp-3",
+    "actor_critic-pp-3",
+    "factored-zero3-3",
+    "streamed-ddp-3",
+    "gan-zero2 offload*",
+)
 @pytest.mark.parametrize(("name", "plan", "size"), PLANS)
 def test_every_plan_has_the_phases_of_one_device(
     name: str, plan: str, size: int, ranks: KeptRanks, reference: References
@@ -213,6 +227,7 @@ def part(name: str, plan: str, first: int, last: int, out: Path, folder: Path) -
     return compare_steps(prepared(name), PlanSteps(plan, first, last, out), STEPS, folder)  # type: ignore[arg-type]
 
 
+@pytest.mark.full_but("actor_critic-zero3-pp")
 @pytest.mark.parametrize(("name", "first", "then"), [("streamed", "ddp", "zero3"), ("actor_critic", "zero3", "pp")])
 def test_a_run_goes_on_with_its_phases_under_another_plan(
     name: str, first: str, then: str, ranks: KeptRanks, reference: References, tmp_path: Path

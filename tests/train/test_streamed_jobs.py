@@ -89,6 +89,7 @@ def compared(plan: str, folder: Path) -> RankComparison:
         return compare_job(streamed_job(), plan, STEPS, folder)
 
 
+@pytest.mark.full_but("single-1", "ddp-2", "zero3-3", "tensor=2-2")
 @pytest.mark.parametrize(
     ("plan", "size"), [("single", 1), ("ddp", 2), ("zero3", 3), ("tensor=2", 2), ("data=2 pipeline=2", 4)]
 )
@@ -114,6 +115,7 @@ def seen_in(folder: Path, plan: str, last: int, resume: bool) -> tuple[list[Any]
     return seen.steps, seen.sets
 
 
+@pytest.mark.full_but("zero3-2")
 @pytest.mark.parametrize(("plan", "size"), [("ddp", 2), ("zero3", 2)])
 def test_hooks_of_a_streamed_job_see_what_one_device_computes(
     plan: str, size: int, ranks: KeptRanks, tmp_path: Path

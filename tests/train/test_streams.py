@@ -53,6 +53,16 @@ PLANS = [
 ]
 
 
+@pytest.mark.full_but(
+    "points-single-1",
+    "points-ddp-2",
+    "buffered-ddp-2",
+    "workers-ddp-2",
+    "resumable-zero3-2",
+    "sentences-ddp-3",
+    "sentences-tensor=2-2",
+    "sentences-pipeline=2-2",
+)
 @pytest.mark.parametrize(("name", "plan", "size"), PLANS)
 def test_a_stream_has_the_numbers_of_one_device(
     name: str, plan: str, size: int, ranks: KeptRanks, references: References
@@ -62,6 +72,7 @@ def test_a_stream_has_the_numbers_of_one_device(
     assert row.param_diff is not None and row.param_diff < 1e-11
 
 
+@pytest.mark.full_but("points-3", "resumable-3", "buffered-2", "buffered-4")
 @pytest.mark.parametrize("done", [2, 3, 4])
 @pytest.mark.parametrize("name", ["points", "resumable", "buffered"])
 def test_a_run_goes_on_in_the_middle_of_a_stream(
@@ -82,6 +93,7 @@ def count(file: Path, plan: str, steps: int) -> None:
             run.step(batch)
 
 
+@pytest.mark.full_but("ddp-3", "single-1")
 @pytest.mark.parametrize(("plan", "size"), [("ddp", 3), ("tensor=2 pipeline=2", 4), ("single", 1)])
 def test_each_sample_is_read_once_in_the_world(plan: str, size: int, ranks: KeptRanks, tmp_path: Path) -> None:
     ranks.run(count, tmp_path / "read", plan, 6, size=size)

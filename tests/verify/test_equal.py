@@ -33,6 +33,7 @@ def compare(name: str, precision: str, plan: str, folder: Path) -> RankCompariso
     return compare_job(make_job(name, precision), plan, STEPS, folder)
 
 
+@pytest.mark.full_but("classifier")
 @pytest.mark.parametrize("name", JOBS)
 def test_float64_agrees_on_any_number_of_ranks(name: str, ranks: KeptRanks, tmp_path: Path) -> None:
     ranks.run(reference, name, "float64", tmp_path, size=1)
@@ -44,6 +45,7 @@ def test_float64_agrees_on_any_number_of_ranks(name: str, ranks: KeptRanks, tmp_
         assert all(trace.compared > 4 * STEPS for trace in traces)
 
 
+@pytest.mark.full_but("classifier-float32", "language-bfloat16", "classifier-float16")
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", JOBS)
 def test_narrow_types_have_the_same_bits_on_any_number_of_ranks(
@@ -69,6 +71,7 @@ SHARDED = [
 ]
 
 
+@pytest.mark.full_but("tower-zero3 *", "packed-zero3-2", "threes-ddp-3", "classifier-zero2 speeds*")
 @pytest.mark.parametrize(("name", "plan", "size"), SHARDED)
 def test_float64_agrees_where_state_is_cut_over_ranks(
     name: str, plan: str, size: int, ranks: KeptRanks, tmp_path: Path
@@ -115,6 +118,7 @@ def test_what_fills_up_a_step_counts_for_nothing(ranks: KeptRanks, tmp_path: Pat
     assert (row.status, row.reason) == ("equal", "")
 
 
+@pytest.mark.full_but("zero1-2-float32", "zero3-2-bfloat16")
 @pytest.mark.parametrize(
     ("plan", "size", "precision"),
     [
@@ -133,6 +137,7 @@ def test_state_cut_over_ranks_has_the_bits_of_one_device(
     assert row.bits_differ == 0
 
 
+@pytest.mark.full_but("zero3-*")
 @pytest.mark.parametrize(("plan", "precision"), [("zero3", "pure-bfloat16"), ("zero2", "pure-float16")])
 def test_16_bit_weights_cut_over_ranks_agree_up_to_rounding(
     plan: str, precision: str, ranks: KeptRanks, tmp_path: Path

@@ -91,6 +91,7 @@ def test_a_plan_of_another_precision_is_refused(run: Callable[..., Verification]
     assert (row.status, "give --dtype bfloat16" in row.reason) == ("unsupported", True)
 
 
+@pytest.mark.full_but("ddp-sums", "pp-sums", "tensor=2-forward")
 @pytest.mark.parametrize(
     ("plan", "kind"),
     [

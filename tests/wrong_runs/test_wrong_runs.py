@@ -66,6 +66,7 @@ STOPPED = (
 IN_THE_STEP = {(name, "pipeline=2") for name in STOPPED} | {("retyped", "single"), ("written gradients", "zero3")}
 
 
+@pytest.mark.full_but("single", "ddp", "pipeline=2")
 @pytest.mark.parametrize("plan", PLANS)
 def test_jobs_have_the_numbers_of_a_plain_loop_or_are_refused(plan: str, ranks: KeptRanks) -> None:
     late = IN_THE_STEP | {(name, where) for name, plans in BETWEEN.items() for where in plans} | NOT_TRIED
@@ -76,12 +77,26 @@ def test_jobs_have_the_numbers_of_a_plain_loop_or_are_refused(plan: str, ranks: 
         assert {name: found[name] for name in names if found[name][0] != wanted[name]} == {}
 
 
+@pytest.mark.full_but(
+    "checkpoint of two-*",
+    "chosen blocks-*",
+    "codebook-*",
+    "noise by Python-*",
+    "noise on parameters-*",
+    "norms noted-*",
+    "retyped-single",
+    "saved queue-*",
+    "written gradients-*",
+)
 @pytest.mark.parametrize(("name", "plan"), sorted(IN_THE_STEP))
 def test_what_only_a_step_shows_is_refused_in_the_first(name: str, plan: str, ranks: KeptRanks) -> None:
     with pytest.raises(RankFailure, match="REFUSED"):
         ranks.run(outcome, name, plan, size=PLANS[plan], limit_s=60)
 
 
+@pytest.mark.full_but(
+    "own loop norm as number-*", "own loop norm of data-*", "own loop as lists-*", "own loop products-*"
+)
 @pytest.mark.parametrize(("name", "plan"), sorted((name, plan) for name, plans in BETWEEN.items() for plan in plans))
 def test_what_no_rank_can_compute_between_steps_is_refused_there(name: str, plan: str, ranks: KeptRanks) -> None:
     with pytest.raises(RankFailure, match=r"REFUSED|LATE"):
@@ -120,6 +135,7 @@ def test_blocks_that_are_chosen_by_the_microbatch_are_refused_where_they_are_gat
     assert ranks.run(chosen_by_microbatch, "zero2", limit_s=120) == ["nothing"] * 2
 
 
+@pytest.mark.full_but("full")
 @pytest.mark.parametrize("how", ["full", "selective"])
 def test_what_one_device_recomputes_changes_buffers_once(how: str, ranks: KeptRanks) -> None:
     names = ["moving averages", "own buffers", "codebook", "spectral norm", "frozen norm"]
@@ -127,6 +143,7 @@ def test_what_one_device_recomputes_changes_buffers_once(how: str, ranks: KeptRa
     assert {name: found[name] for name in names if found[name][0] != "equal"} == {}
 
 
+@pytest.mark.full_but("selective")
 @pytest.mark.parametrize("how", ["full", "selective"])
 def test_what_one_device_recomputes_is_counted_once(how: str, ranks: KeptRanks) -> None:
     names = [name for name in CASES if name.startswith(("counted", "model generator"))]

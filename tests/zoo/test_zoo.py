@@ -49,6 +49,7 @@ def compare(name: str, batch: Any, plan: str, folder: Path) -> Any:
     return harness().compare(name, batch, plan, folder)
 
 
+@pytest.mark.full_but("albert", "squeezebert", "mamba")
 @pytest.mark.parametrize("name", DOZEN)
 def test_an_architecture_has_the_numbers_of_one_device(name: str, ranks: KeptRanks, tmp_path: Path) -> None:
     [batch] = ranks.run(prepare, name, tmp_path, size=1, limit_s=300)

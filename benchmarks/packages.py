@@ -1,22 +1,27 @@
-"""Debian's packages of the schedulers, installed where they are missing and that is allowed."""
+"""Debian's packages of programs that tests and benchmarks start, installed where they are missing and that is allowed.
+
+python3 -m benchmarks.packages chromium     exit code 1 where it is not there in the end
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+import sys
 
-PACKAGES = {"mpirun.openmpi": "openmpi-bin", "mpirun.mpich": "mpich", "slurmctld": "slurm-wlm", "munged": "munge"}
+SCHEDULERS = {"mpirun.openmpi": "openmpi-bin", "mpirun.mpich": "mpich", "slurmctld": "slurm-wlm", "munged": "munge"}
+PACKAGES = {**SCHEDULERS, "chromium": "chromium"}
 
 
 def missing(programs: list[str]) -> list[str]:
-    """Those of the `programs` that are not there."""
+    """Return those of the `programs` that are not there."""
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
     return [program for program in programs if shutil.which(program, path=path) is None]
 
 
 def install(programs: list[str]) -> list[str]:
-    """Installs what is missing of them, as root on Debian and Ubuntu; those that are missing then."""
+    """Install missing `programs`, as root on Debian and Ubuntu; return those that are missing then."""
     if missing(programs) and os.geteuid() == 0 and shutil.which("apt-get"):
         packages = [PACKAGES[program] for program in missing(programs)]
         quiet = {"stdout": subprocess.DEVNULL, "env": {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}}
@@ -26,4 +31,5 @@ def install(programs: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    install([*PACKAGES])
+    if lacking := install(sys.argv[1:]):
+        sys.exit(f"there is no {', '.join(lacking)}, and it could not be installed")
