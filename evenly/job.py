@@ -138,7 +138,8 @@ class Job:
     global_batch:    samples per step, however many devices share them; that of a DataLoader need not be given.
     steps:           optimizer steps of the whole run.
     microbatch:      samples that one forward runs; where neither this nor `microbatch_cost` is given, what the plan
-                     names, else an eighth of the global batch, rounded up.
+                     names, else an eighth of the global batch, rounded up. "auto": `--plan auto` chooses it, and with
+                     it the numbers.
     collate:         list of samples -> batch (any nest of tensors); default: torch's default_collate.
     cost:            index of a sample in `data` -> its length; of a stream, the sample itself -> its length. The
                      samples of a batch are then put together by like length.
@@ -180,7 +181,7 @@ class Job:
     optimizer: Callable[[Any], torch.optim.Optimizer] = _not_given
     global_batch: int = 0
     steps: int
-    microbatch: int | None = None
+    microbatch: int | Literal["auto"] | None = None
     collate: Callable[[list[Any]], Any] | None = None
     cost: Callable[[Any], float] | None = None
     microbatch_cost: float | None = None
@@ -227,7 +228,7 @@ class Job:
     @property
     def samples_per_microbatch(self) -> int:
         """Samples of one forward where samples are counted; the rule of `microbatch` above."""
-        return self.microbatch or -(-self.global_batch // 8)
+        return self.microbatch if isinstance(self.microbatch, int) else -(-self.global_batch // 8)
 
     @property
     def eval_sets(self) -> dict[str, EvaluationData]:
@@ -411,7 +412,7 @@ def _weights_problems(weights: object) -> Iterable[str]:
 def _positive(job: Job, required: Sequence[str], optional: Sequence[str]) -> Iterable[str]:
     for field in (*required, *optional):
         value = getattr(job, field)
-        if value is None and field in optional:
+        if field in optional and (value is None or (field, value) == ("microbatch", "auto")):
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             yield f"{field} is {value!r}, must be a whole number of at least 1"

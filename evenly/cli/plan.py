@@ -107,7 +107,8 @@ def _print(request: PlanRequest, plans: Sequence[Prediction], *, assumed: bool) 
     named = title(request.source.name, _devices(request, plans), plans, assumed=assumed)
     print_table(named, heads(plans), plan_rows(plans), width_of_files=WIDTH_OF_FILES, wrapping=("plan", "most of it"))
     width = get_terminal_size().columns if sys.stdout.isatty() else WIDTH_OF_FILES
-    for line in reasons(plans):
+    note = getattr(request.source, "note", "")
+    for line in [*reasons(plans), *filter(None, [note])]:
         print(fill(line, width, subsequent_indent="     ", break_long_words=False, break_on_hyphens=False))
 
 

@@ -118,9 +118,11 @@ def _job(options: PlanOptions) -> tuple[CostSource, int]:
         )
     from evenly.jobfile import load_job, parse_settings
     from evenly.planner.job_source import JobSource
+    from evenly.planner.microbatch import with_known_microbatch
 
     job = load_job(Path(options.target), parse_settings([*options.settings]))
-    return JobSource(job), job.global_batch
+    job, note = with_known_microbatch(job, parse_plan(options.only))
+    return JobSource(job, note=note), job.global_batch
 
 
 def _known(options: PlanOptions) -> CostSource:

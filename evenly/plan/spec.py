@@ -437,7 +437,7 @@ def with_microbatch(job: Job, plan: Plan | PlanSpec, *, recorded: int | None = N
     A job that states neither `microbatch` nor `microbatch_cost` takes what is recorded, else the plan's, else its own
     rule. Raises `PlanError` for a plan that names another: sums and random streams follow microbatches.
     """
-    is_open = job.microbatch is None and job.microbatch_cost is None
+    is_open = job.microbatch in OPEN and job.microbatch_cost is None
     found = recorded or plan.microbatch if is_open else job.microbatch
     if plan.microbatch not in (None, found):
         raise PlanError(
@@ -445,7 +445,7 @@ def with_microbatch(job: Job, plan: Plan | PlanSpec, *, recorded: int | None = N
             f"{_whose(job, recorded)}, and the numbers follow it",
             "leave microbatch out of the plan",
         )
-    return replace(job, microbatch=found) if is_open and found else job
+    return replace(job, microbatch=found) if is_open else job
 
 
 def _whose(job: Job, recorded: int | None) -> str:

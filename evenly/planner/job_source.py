@@ -31,7 +31,7 @@ class JobSource:
 
     step: of which the microbatches are taken, from 0. steps: from there on, over which ranks with unlike microbatches
     are looked at. watch: called with a plan before the model is run as that has it. device: type of the devices, on
-    which the types of results depend under autocast.
+    which the types of results depend under autocast. note: who chooses the microbatch, in words.
     """
 
     job: Job
@@ -39,6 +39,7 @@ class JobSource:
     steps: int = STEPS
     watch: Callable[[Plan], object] | None = None
     device: str = "cpu"
+    note: str = ""
     _on: dict[str, JobSource] = field(default_factory=dict[Any, Any])
     _profilers: dict[int, JobProfiler] = field(default_factory=dict[int, JobProfiler])
     _memory: dict[Plan, list[MemoryByCause]] = field(default_factory=dict[Plan, list[MemoryByCause]])
@@ -55,7 +56,7 @@ class JobSource:
         kind = "cpu" if device.kind == "cpu" else "cuda"
         if kind == self.device:
             return self
-        return self._on.setdefault(kind, JobSource(self.job, self.step, self.steps, self.watch, kind))
+        return self._on.setdefault(kind, JobSource(self.job, self.step, self.steps, self.watch, kind, self.note))
 
     @property
     def name(self) -> str:
@@ -84,7 +85,7 @@ class JobSource:
     def microbatch(self) -> int | None:
         """The job's own; where it is cut by cost, what comes to as many microbatches; None where it states neither."""
         if self.job.microbatch_cost is None:
-            return self.job.microbatch
+            return None if self.job.microbatch == "auto" else self.job.microbatch
         return math.ceil(self.job.global_batch / max(1, len(self.profiler.microbatches)))
 
     def loads(self, replicas: int, *, filled: bool) -> tuple[tuple[float, ...], ...]:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -42,7 +42,7 @@ class ResolvedRun:
     """
 
     plan: Plan
-    microbatch: int | None = None
+    microbatch: int | Literal["auto"] | None = None
     predicted: Mapping[str, Any] | None = None
     out: Path | None = None
 
@@ -100,10 +100,14 @@ def _decide(job: Job, options: RunOptions, place: ProcessInfo, recorded: Previou
     plan = replace(plan, exact=plan.exact or recorded.exact)
     if options.search:
         from evenly.planner.auto import as_recorded, choose_plan  # takes half as long to import as all else of a run
+        from evenly.planner.microbatch import with_known_microbatch
 
-        # A microbatch that is neither stated nor recorded is the search's to choose.
         asked = job if recorded.microbatch is None else with_microbatch(job, PlanSpec(), recorded=recorded.microbatch)
+        asked, why = with_known_microbatch(asked, plan)
+        why = why if recorded.microbatch is None else f"microbatch={recorded.microbatch}, as the run had it"
         found = choose_plan(asked, plan, place, options.cluster)
+        if not options.quiet:
+            print(f"evenly: plan {found.plan}; {why}", file=sys.stderr, flush=True)
         microbatch = with_microbatch(job, found.plan, recorded=recorded.microbatch).microbatch
         return ResolvedRun(found.plan, microbatch, as_recorded(found))
     plan = fit_here(plan, place, options.devices).complete(job.precision)
