@@ -61,7 +61,7 @@ from evenly.train.step import (
     train_step,
 )
 from evenly.train.streaming import open_streams
-from evenly.train.whole_model import whole_model
+from evenly.train.whole_model import whole_model, whole_parameters
 
 if TYPE_CHECKING:
     from evenly.checkpoint.store import CheckpointStore
@@ -238,6 +238,13 @@ class Run:
         """
         check_no_open_step(self, "run.whole_model()")
         return whole_model(self, main_only=main_only, device=device)
+
+    def whole_parameters(self) -> AbstractContextManager[None]:
+        """Have whole parameters within, to read and to change, on every rank that holds them; a collective.
+
+        It does nothing where they are whole already. Raises `RunError` inside a step or an evaluation.
+        """
+        return whole_parameters(self)
 
     # ---------------------------------------------------------------------------------------- evaluation
     def evaluate(self, *, average: bool = True) -> Evaluation:

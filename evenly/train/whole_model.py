@@ -23,7 +23,7 @@ from evenly.comm.collectives import broadcast, gather_values
 from evenly.data.generators import seeded, undisturbed_past_torch
 from evenly.data.stream import stream_key
 from evenly.engine.build import build_model
-from evenly.errors import UserError
+from evenly.errors import RunError, UserError
 from evenly.parallel.core.memory import local
 from evenly.torch_private import plain_name, without_subclasses
 
@@ -121,3 +121,15 @@ def _another(model: nn.Module, trained: nn.Module) -> nn.Module:
             "let it build a new module each time it is called",
         )
     return model
+
+
+@contextmanager
+def whole_parameters(run: Run) -> Generator[None]:
+    """Have whole parameters of `run` within; between steps they are whole already."""
+    if not run.composed.outside.shown or run.composed.outside.stepping:
+        raise RunError(
+            "run.whole_parameters()",
+            "a step or an evaluation is under way, in which each rank computes with what it has of parameters",
+            "enter it between steps: in a hook (on_step), or after run.step(batch) in a loop of your own",
+        )
+    yield
