@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from evenly.data.generators import seeded
 from evenly.data.stream import stream_key
 from evenly.job import Job
@@ -33,9 +31,8 @@ def _not_additive(job: Job, of_phase: str) -> str:
     for number, part in enumerate(parts):
         with seeded(key):
             batch = collated(job, part)
-        with torch.no_grad():
-            loss = run_forward(job, model, batch, stream_key(job.seed, "microbatch", 0, number // 3), len(part))
-        found.append((float(loss.total.double()), float(loss.weight)))
+        loss = run_forward(job, model, batch, stream_key(job.seed, "microbatch", 0, number // 3), len(part))
+        found.append((float(loss.total.detach().double()), float(loss.weight)))
     if found[0] != found.pop():  # other random numbers, another loss
         return ""
     tolerance = 1e-6 if job.precision == "float64" else 1e-3

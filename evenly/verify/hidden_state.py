@@ -64,13 +64,11 @@ def _run(job: Job, numbers: Sequence[int]) -> dict[int, _Forward]:
             for name, module in model.named_modules()
         ]
         samples, batch = _read(job, number)
-        with torch.no_grad():
-            key = stream_key(job.seed, "microbatch", 0, number)
-            loss = run_forward(job, model, batch, key, samples)
-            forward.loss = _digest((loss.total, torch.as_tensor(loss.weight)))
-            for name, tensor in model.state_dict().items():
-                if isinstance(tensor, torch.Tensor):
-                    tensor.copy_(state[name])
+        loss = run_forward(job, model, batch, stream_key(job.seed, "microbatch", 0, number), samples)
+        forward.loss = _digest((loss.total, torch.as_tensor(loss.weight)))
+        for name, tensor in model.state_dict().items():  # detached
+            if isinstance(tensor, torch.Tensor):
+                tensor.copy_(state[name])
         for handle in handles:
             handle.remove()
     return found

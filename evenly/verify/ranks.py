@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from evenly.checkpoint.manifest import AVERAGE, OPTIMIZER
 from evenly.comm.connect import find_device
-from evenly.errors import JobWarning, PlanError
+from evenly.errors import EvenlyError, JobWarning, PlanError, describe
 from evenly.job import Job, Precision
 from evenly.launcher.environment import find_here
 from evenly.plan import PlanSpec, with_microbatch
@@ -28,8 +29,8 @@ from evenly.verify.disturb import Disturbance, Disturber
 from evenly.verify.full import full_tensors
 from evenly.verify.hidden_state import find_hidden_state
 from evenly.verify.reference import ReferenceStep, evaluates, named_groups, reference_steps
-from evenly.verify.shorten import shortened
-from evenly.verify.tasks import FURTHER_DRAWS, FoundInJob, PlanSteps
+from evenly.verify.shorten import shortened, shortened_in_words
+from evenly.verify.tasks import FURTHER_DRAWS, FoundInJob, PlanSteps, say_shortened
 from evenly.verify.trajectory import (
     Scalars,
     Trajectory,
@@ -62,15 +63,42 @@ def write_references(
         job = with_microbatch(replace(load_job_on_rank(path, settings), precision=dtype), plan)
     except PlanError as problem:
         return problem
-    keep_reference(shortened(job, steps), steps, trajectory_folder(folder, kind, draw), kind, draw, device=device)
+    short = shortened(job, steps)
+    if kind == "none":
+        say_shortened(folder, shortened_in_words(short))
+
+    def train() -> str:
+        keep_reference(short, steps, trajectory_folder(folder, kind, draw), kind, draw, device=device)
+        return ""
+
+    if kind == "none":
+        train()  # without it there is nothing to compare with
+        looks = {"broken_rule": partial(broken_data_rule, job), "note": partial(loss_not_additive, job)}
+    else:
+        looks = {"rounding": train} | ({"hidden_state": partial(find_hidden_state, job)} if draw == 1 else {})
     with default_type(dtype):
-        if kind != "none":
-            return FoundInJob(hidden_state=find_hidden_state(job) if draw == 1 else "")
+        return _all_found(looks)
+
+
+# By field of `FoundInJob`, or "rounding": the subject of the check.
+CHECKED = {
+    "broken_rule": "the order of the data", "note": "whether the loss is a sum over samples",
+    "hidden_state": "state that microbatches pass on", "rounding": "the effect of rounding on this job",
+}  # fmt: skip
+
+
+def _all_found(looks: Mapping[str, Callable[[], str]]) -> FoundInJob:
+    """Run every check of the job; say which ones fail, since none decides whether plans are equal."""
+    found: dict[str, str] = {}
+    unseen: list[str] = []
+    for name, look in looks.items():
         try:
-            note = loss_not_additive(job)
-        except Exception:  # for example a loss that needs full microbatches
-            note = ""
-        return FoundInJob(broken_rule=broken_data_rule(job), note=note)
+            found[name] = look()
+        except Exception as problem:
+            why = f"{problem.asked}: {problem.found}" if isinstance(problem, EvenlyError) else describe(problem)
+            unseen.append(f"not checked: {CHECKED[name]} ({why})")
+    found.pop("rounding", None)
+    return FoundInJob(**found, unseen="; ".join(unseen))
 
 
 @contextmanager

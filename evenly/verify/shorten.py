@@ -1,7 +1,7 @@
 """The job that is verified: its data cut so that few steps meet the end of an epoch.
 
-What is special at that end (a short batch, uneven shares, a new order) would otherwise come after hours. The rules of
-data order are checked on the whole data (`data_rules`).
+The short batch, uneven shares and new order at that end would otherwise come after hours. The rules of data order are
+checked on the whole data (`data_rules`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
+from math import inf
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
@@ -29,6 +30,9 @@ class FirstSamples(Dataset[Any]):
         if not 0 <= index < self._count:
             raise IndexError(f"sample {index} of {self._count}")
         return self._data[index]
+
+    def __str__(self) -> str:
+        return f"the first {self._count} of its {len(self._data)} samples"
 
 
 class FirstOfStream(IterableDataset[Any]):
@@ -52,6 +56,9 @@ class FirstOfStream(IterableDataset[Any]):
             self._done += 1
             yield sample
 
+    def __str__(self) -> str:
+        return f"the first {self._count} samples of its stream"
+
     def _state_dict(self) -> dict[str, Any]:
         return {"done": self._done, "stream": self._stream.state_dict()}
 
@@ -61,46 +68,65 @@ class FirstOfStream(IterableDataset[Any]):
 
 
 class FirstOfSampler:
-    """What `sampler` yields first in every epoch: indices, or batches of them, of `count` samples in all."""
+    """The first `full` batches of `size` that `sampler` yields in every epoch, and its last one if `job` comes to it.
 
-    def __init__(self, sampler: Any, count: int) -> None:
-        self.sampler, self._count = sampler, count
+    The sampler yields indices, or batches of them.
+    """
+
+    def __init__(self, sampler: Any, full: int, size: int, steps: int) -> None:
+        """steps: of the training."""
+        self.sampler, self._full, self._size, self._steps = sampler, full, size, steps
 
     def __iter__(self) -> Iterator[Any]:
-        left = self._count
-        for item in self.sampler:
-            kept = [*item][:left] if isinstance(item, Iterable) else item
-            yield kept
-            left -= len(kept) if isinstance(kept, list) else 1
-            if left <= 0:
+        size, last = self._size, inf
+        for number, item in enumerate(self.sampler):
+            if number == 0:
+                size = 1 if isinstance(item, Iterable) else size
+                length = len(self.sampler) if hasattr(self.sampler, "__len__") else inf
+                last = (length - 1) // size * size if self._steps * size >= length else inf
+            if number < self._full * size or number >= last:
+                yield item
+            elif last == inf:
                 return
+
+    def __str__(self) -> str:
+        return f"the first {self._full} batches of its sampler's epochs, and the last if it comes to that"
 
 
 def shortened(job: Job, steps: int) -> Job:
-    """`job` with epochs that end within `steps`, in a short batch, and with fewer samples to evaluate.
+    """`job` with epochs that end within `steps`, and with fewer samples to evaluate.
 
-    Of three steps the second has a short batch, and the third begins an epoch. An average of the weights is over all.
+    All batches are as long as the job's: of three steps the second is the last of an epoch, short if that is and the
+    job has enough steps to come to it, and the third begins an epoch. An average of the weights is over all.
     What is frozen for some steps is not in the last one any more, evaluations that the schedule may follow come three
     times at least, and each phase is run in every other step at least.
     """
     job = _in_time(job, steps)
     if job.average is not None:
         job = replace(job, average=replace(job.average, start=1, every=1))
-    batch = job.global_batch
-    sets = {name: _first_of(one, 2 * batch + 1) for name, one in job.eval_sets.items()}
+    batch, size = job.global_batch, job.samples_per_microbatch
+    sets = {name: _first_of(one, 2 * batch // size, size) for name, one in job.eval_sets.items()}
     eval_data = sets.get("", sets or None)
     if steps < 2 or batch < 3:
         return replace(job, eval_data=eval_data)
-    length = max(1, steps - 2) * batch + batch // 2 + 1
+    full = max(1, steps - 2)
     if job.sampler is not None:
-        return replace(job, sampler=FirstOfSampler(job.sampler, length), eval_data=eval_data)
-    return replace(job, data=_first_of(job.data, length), eval_data=eval_data)
+        return replace(job, sampler=FirstOfSampler(job.sampler, full, batch, job.steps), eval_data=eval_data)
+    return replace(job, data=_first_of(job.data, full, batch, job.steps), eval_data=eval_data)
 
 
-def _first_of(data: Any, count: int) -> Any:
-    """`data`, if it has no more than `count` samples, else these."""
+def shortened_in_words(job: Job) -> str:
+    """Return what a shortened `job` is trained on; '' if that is all of its data."""
+    cut: Any = job.data if job.sampler is None else job.sampler
+    return f"verify trains on {cut}" if isinstance(cut, FirstSamples | FirstOfStream | FirstOfSampler) else ""
+
+
+def _first_of(data: Any, full: int, size: int, steps: float = inf) -> Any:
+    """Return the first `full` batches of `size`, and one as long as the last that `steps` of training come to."""
     if is_stream(data):
-        return FirstOfStream(data, count)
+        return FirstOfStream(data, (full + 1) * size)
+    rest = len(data) % size if steps * size >= len(data) else 0
+    count = full * size + (rest or size)
     return FirstSamples(data, count) if count < len(data) else data
 
 

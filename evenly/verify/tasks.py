@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from evenly.plan import PlanSpec
@@ -15,21 +15,24 @@ class FoundInJob:
     """What is known of the job before any plan is compared; texts are '' where all is well.
 
     broken_rule:  a rule of data order that its batches break. hidden_state: what one microbatch passes to the next.
-    note:         a warning about its loss.
+    note:         a warning about its loss. unseen: which checks of the job failed, and why.
     """
 
     broken_rule: str = ""
     hidden_state: str = ""
     note: str = ""
+    unseen: str = ""
 
     @property
     def notes(self) -> str:
         """All that is not well, in one line."""
-        return "; ".join(filter(None, (self.broken_rule, self.hidden_state, self.note)))
+        return "; ".join(filter(None, (self.broken_rule, self.hidden_state, self.note, self.unseen)))
 
     def __or__(self, other: FoundInJob) -> FoundInJob:
         """What both have found."""
-        return FoundInJob(*(getattr(self, f.name) or getattr(other, f.name) for f in fields(self)))
+        first = (getattr(self, f.name) or getattr(other, f.name) for f in fields(self))
+        unseen = dict.fromkeys(filter(None, (self.unseen, other.unseen)))
+        return replace(FoundInJob(*first), unseen="; ".join(unseen))
 
 
 @dataclass(frozen=True)
@@ -43,3 +46,15 @@ class PlanSteps:
     first: int
     last: int
     out: Path | None = None
+
+
+def say_shortened(folder: Path, text: str) -> None:
+    """Keep in `folder` what the job is trained on, for an error that its training ends in."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "shortened").write_text(text)
+
+
+def said_of_data(folder: Path) -> str:
+    """Return what `say_shortened` kept in `folder` as the end of a sentence; '' if nothing."""
+    path = folder / "shortened"
+    return f"; {text}" if path.exists() and (text := path.read_text()) else ""

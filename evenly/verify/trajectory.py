@@ -108,9 +108,11 @@ def trajectory_folder(folder: Path, kind: Disturbance, draw: int = 1) -> Path:
 def measure_rounding(folder: Path, kind: Disturbance, draw: int = 1) -> None:
     """Writes how far the run with a `draw` of `kind` of rounding added strayed from the reference, or another draw did.
 
-    All are in `folder`.
+    All are in `folder`. Does nothing if that run came to no end.
     """
     reference, disturbed = Trajectory(trajectory_folder(folder, "none")), trajectory_folder(folder, kind, draw)
+    if not (disturbed / "scalars.json").exists():
+        return
     path = folder / f"rounding-{kind}.json"
     found = rounding_of(reference, Trajectory(disturbed), kind)
     path.write_text(json.dumps(asdict(found.joined(read_rounding(path)))))

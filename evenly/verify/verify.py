@@ -18,7 +18,7 @@ from evenly.launcher.agent import Launch, start_ranks
 from evenly.plan import PlanSpec, parse_plan
 from evenly.verify.compare import RankComparison, Row, judge
 from evenly.verify.disturb import Disturbance
-from evenly.verify.tasks import FURTHER_DRAWS, FoundInJob, PlanSteps
+from evenly.verify.tasks import FURTHER_DRAWS, FoundInJob, PlanSteps, said_of_data
 from evenly.verify.trajectory import measure_rounding
 
 LOOK_EVERY_S = 0.1  # ranks run for a second or two
@@ -133,6 +133,7 @@ class _ReferenceRuns:
             results = start_ranks(run_references, arguments, Launch(devices=len(runs), look_every_s=LOOK_EVERY_S))
         except RankError as problem:
             problem.do = remedy(problem, request.dtype)
+            problem.found += said_of_data(folder)
             raise
         for found in results.values():
             if isinstance(found, PlanError):
@@ -162,7 +163,7 @@ def _of_microbatch(plan: PlanSpec) -> str:
 def _verify_plan(
     request: VerifyRequest, text: str, references: _ReferenceRuns, *, devices: int | None, report: Callable[[str], None]
 ) -> Row:
-    world = 0
+    world, folder = 0, Path()
     try:
         turns = [_Turn.of(request, part.strip(), devices) for part in text.split(">")]
         world = max(turn.world for turn in turns)
@@ -187,7 +188,8 @@ def _verify_plan(
         if not references.folders or problem.exit_code > SIGNALLED:
             raise
         status = "unsupported" if problem.exit_code == UserError.exit_code else "error"
-        return Row(text, world, status, reason=" | ".join(filter(None, (problem.asked, problem.found))))
+        found = problem.found + said_of_data(folder) * (status == "error")
+        return Row(text, world, status, reason=" | ".join(filter(None, (problem.asked, found))))
 
 
 def _problem_of(found: FoundInJob, world: int) -> Row | None:

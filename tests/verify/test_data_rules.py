@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from jobs import Points, classifier_job, language_job
+from jobs_streams import PointStream
 from torch import nn
+from torch.utils.data import DataLoader, RandomSampler
 
 import evenly
 import evenly.data.loader as loader
@@ -18,7 +20,8 @@ import evenly.verify.data_rules as data_rules
 from evenly.data.stream_reader import StreamBatch, StreamPlace, StreamReader
 from evenly.verify.data_rules import broken_data_rule
 from evenly.verify.hidden_state import find_hidden_state
-from evenly.verify.shorten import shortened
+from evenly.verify.reference_data import batches
+from evenly.verify.shorten import shortened, shortened_in_words
 from evenly.verify.tasks import FoundInJob
 from evenly.verify.verify import _problem_of, _ReferenceRuns, _verify_plan
 
@@ -126,15 +129,38 @@ def test_what_is_wrong_with_the_job_is_every_plans_row(found: FoundInJob, world:
 
 
 def test_epochs_end_within_the_steps() -> None:
-    job = shortened(classifier_job(data=Points(1000), eval_data=Points(500)), 3)
+    job = shortened(classifier_job(data=Points(996), eval_data=Points(500), steps=100), 3)
     assert job.length == 16
     sizes = [sum(map(len, loader.microbatches_of_step(job, step))) for step in range(3)]
     assert sizes == [10, 6, 10]
-    assert len(job.eval_data) == 21  # type: ignore[arg-type]
+    assert len(job.eval_data) == 20  # type: ignore[arg-type]
     assert broken_data_rule(job) == ""
     assert shortened(classifier_job(), 6).length == 37  # as long as it is
     with pytest.raises(IndexError):
         job.data[16]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes"),
+    [
+        ({"data": Points(1000), "steps": 200}, [10, 10, 10]),  # every batch is full
+        ({"data": Points(997), "steps": 99}, [10, 10, 10]),  # training ends before the short batch
+        ({"data": Points(997), "steps": 100}, [10, 7, 10]),
+        (
+            {"data": DataLoader(Points(997), batch_size=10, drop_last=True), "global_batch": 0, "steps": 999},
+            [10, 10, 10],
+        ),
+        ({"data": DataLoader(Points(997), batch_size=10), "global_batch": 0, "steps": 999}, [10, 7, 10]),
+        ({"data": Points(997), "sampler": RandomSampler(range(997)), "steps": 99}, [10, 10, 10]),
+        ({"data": Points(997), "sampler": RandomSampler(range(997)), "steps": 100}, [10, 7, 10]),
+        ({"data": PointStream(997), "shuffle": False}, [10, 10, 10]),
+    ],
+)
+def test_a_shortened_job_has_no_batch_that_training_has_not(changes: dict[str, Any], sizes: list[int]) -> None:
+    job = shortened(classifier_job(microbatch=None, **changes), 3)
+    found = [sum(len(microbatch()) for microbatch in step) for step, _ in zip(batches(job), range(3), strict=False)]
+    assert found == sizes
+    assert shortened_in_words(job).startswith("verify trains on the first ")
 
 
 class Counting(nn.Module):

@@ -21,7 +21,7 @@ from evenly.verify.additive import loss_not_additive
 from evenly.verify.compare import RankComparison
 from evenly.verify.ranks import compare_job, keep_reference
 from evenly.verify.reference import reference_steps
-from evenly.verify.tasks import FoundInJob
+from evenly.verify.tasks import FoundInJob, say_shortened
 from evenly.verify.verify import VerifyRequest, remedy, verify
 
 
@@ -50,6 +50,25 @@ def test_a_refusal_by_the_ranks_is_no_failure(
     question = VerifyRequest(tmp_path / "job.py", {}, 1, "float64")
     rows = verify(question, ["ddp", "zero1"], devices=2, report=lambda _: None).plans
     assert [(row.status, row.reason) for row in rows] == [(status, "rank 1 failed | it was so")] * 2
+
+
+@pytest.mark.parametrize("fails", [module.run_references, module.run_plan])
+def test_an_error_says_how_verify_has_cut_the_data(fails: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def start_ranks(task: Any, arguments: tuple[Any, ...], _: Any) -> dict[int, Any]:
+        say_shortened(arguments[5], "verify trains on the first 16 of its 996 samples")
+        if task is fails:
+            raise RankError("rank 0 failed", "AssertionError: 9", "see its log")
+        return {0: FoundInJob()}
+
+    monkeypatch.setattr(module, "start_ranks", start_ranks)
+    question = VerifyRequest(tmp_path / "job.py", {}, 1, "float64")
+    said = "AssertionError: 9; verify trains on the first 16 of its 996 samples"
+    if fails is module.run_references:
+        with pytest.raises(RankError, match=said):
+            verify(question, ["ddp"], devices=2, report=lambda _: None)
+    else:
+        [row] = verify(question, ["ddp"], devices=2, report=lambda _: None).plans
+        assert (row.status, row.reason) == ("error", f"rank 0 failed | {said}")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from own_losses import FILE, LOSSES
 from test_data_rules import FAULTS
+from verified import verified
 
 import evenly.verify.ranks as ranks_module
 from evenly.errors import UserError
@@ -84,6 +86,43 @@ def test_what_a_model_carries_along_refuses_plans_of_several_devices(run: Callab
     assert [(row.status, row.world) for row in found.plans] == [("equal", 1), ("unsupported", 2)]
     named = "module Counting computes other numbers for microbatch 0"
     assert named in found.plans[1].reason and found.note.startswith(named)
+
+
+NOT_CHECKED = "not checked: whether the loss is a sum over samples (RuntimeError: 2 samples, not 4"
+
+
+@pytest.mark.parametrize(("loss", "note"), [("gradient_penalty", ""), ("of_full_microbatches", NOT_CHECKED)])
+def test_a_check_that_fails_is_said_and_plans_are_compared(
+    loss: str, note: str, job_file: Path, run: Callable[..., Verification]
+) -> None:
+    job_file.write_text(FILE)
+    found = run("single", loss=loss)
+    assert found.note.startswith(note) and (found.note == "") == (note == "")
+    assert [row.status for row in found.plans] == ["equal"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("loss", LOSSES)
+def test_plans_are_compared_whatever_a_loss_needs(loss: str, tmp_path: Path) -> None:
+    (tmp_path / "own_job.py").write_text(
+        FILE
+        + f"""
+own = job
+def job():
+    return own({loss!r})
+"""
+    )
+    plans = ["single", "ddp", "zero1", "zero2", "zero3", "tensor=2"]
+    found = {row.plan: row for row in verified(tmp_path / "own_job.py", plans, tmp_path, steps=3)}
+    twice, counts = {"zero3": "a gradient of a gradient"}, "the job counts its forwards"
+    refused = {
+        "of_so_many_calls": dict.fromkeys(("ddp", "zero1", "zero2", "zero3"), counts),
+        "gradient_penalty": twice,
+        "norm_of_gradients": {**twice, "tensor=2": "no parameter of the model can be split"},
+    }
+    for plan, row in found.items():
+        why = refused.get(loss, {}).get(plan)
+        assert (row.status == "equal") if why is None else (why in row.reason), row
 
 
 def test_a_plan_of_another_precision_is_refused(run: Callable[..., Verification]) -> None:
