@@ -93,6 +93,13 @@ class LightningSteps(nn.Module):
         super().__init__()
         self.module = module
 
+    def train(self, mode: bool = True) -> LightningSteps:
+        """Set the mode, of the module for evaluation only: `Trainer.fit` leaves it in the mode that it has."""
+        self.training = mode
+        if not mode:
+            self.module.eval()
+        return self
+
     def forward(self, batch: Any) -> tuple[torch.Tensor | None, dict[str, tuple[torch.Tensor, float]]]:
         """The loss that the step returns, if any, and what it logs: by name a value, and the samples that it is of."""
         samples, logged = _samples(batch), dict[str, tuple[torch.Tensor, float]]()

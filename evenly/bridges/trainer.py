@@ -203,9 +203,14 @@ def _alone(values: Iterable[Any]) -> Any:
 
 
 def _model(trainer: Any) -> Callable[[], nn.Module]:
-    if trainer.model_init is not None:
-        return lambda: trainer.call_model_init()
-    return lambda: copy.deepcopy(_bare(trainer)).cpu()
+    def build() -> nn.Module:
+        own: nn.Module = (
+            copy.deepcopy(_bare(trainer)).cpu() if trainer.model_init is None else trainer.call_model_init()
+        )
+        own.train()  # as every step of a Trainer does, whatever was put into evaluation mode by hand
+        return own
+
+    return build
 
 
 def _optimizer(trainer: Any) -> Callable[..., torch.optim.Optimizer]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -17,10 +18,10 @@ from evenly.engine.precision import place_model
 from evenly.errors import EvenlyError, PlanError, RunError, UserError, describe
 from evenly.job import Job
 from evenly.model.frozen import freeze
-from evenly.model.modes import in_training
+from evenly.model.modes import evaluating, has_own_modes, in_training
 from evenly.model.overlap import find_overlapping
 from evenly.model.phases import check_phases
-from evenly.parallel.core.mutation_guard import fingerprint
+from evenly.parallel.core.mutation_guard import check_memory, fingerprint, memory_of
 from evenly.parallel.core.optimizer_kinds import is_changed
 from evenly.parallel.core.sharded_init import ShardedInit
 from evenly.plan import Plan
@@ -43,7 +44,24 @@ def build_model(job: Job, *, precision: str, device: str | None) -> nn.Module:
     _check_parameters(model)
     freeze(model, job.frozen)
     check_phases(model, job.phases)
-    return place_model(in_training(model), precision, device)
+    call_job("model", lambda: in_training(model))
+    if job.eval_data is not None and has_own_modes(model):
+        _check_modes(model)
+    return place_model(model, precision, device)
+
+
+def _check_modes(model: nn.Module) -> None:
+    """Raise `UserError` where the job's own `train()` and `eval()` would move parameters in an evaluation."""
+    try:
+        twin = copy.deepcopy(model)
+        before = memory_of(twin)
+        with evaluating(twin):
+            check_memory(twin, before)
+        check_memory(twin, before)
+    except UserError:
+        raise
+    except Exception:  # it cannot be copied, or not evaluated so early: an evaluation finds out
+        return
 
 
 def build_optimizer(

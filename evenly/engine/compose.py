@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,9 +20,11 @@ from evenly.comm.shared_memory import share_memory
 from evenly.comm.world import World
 from evenly.errors import PlanError
 from evenly.model.blocks import Block, find_blocks, find_recomputed, recomputable
+from evenly.model.modes import evaluating
 from evenly.parallel.core.between_steps import Outside, show_placeholders
 from evenly.parallel.core.calls import BlockCalls, Change, WrappedForwards
 from evenly.parallel.core.memory import on
+from evenly.parallel.core.mutation_guard import check_memory, memory_of
 from evenly.parallel.core.recompute import CachesOff, RecomputedBackward, recomputing
 from evenly.parallel.core.recurrent_weights import RecurrentWeights
 from evenly.parallel.core.statistics import RunningStatistics
@@ -63,7 +65,6 @@ class Composed:
     runner:     runs the stages of this rank in the order of the schedule.
     in_step:    whether the model contains collectives of the data axis, so that all ranks must run equally many
                 microbatches.
-    never_trains: the modules that the job has put into evaluation mode.
     backward_context: entered around every backward.
     outside:    whether code outside of a loss is the job's or the engine's.
     """
@@ -80,7 +81,6 @@ class Composed:
     pipeline: Pipeline | None = None
     runner: ScheduleRunner | None = None
     in_step: bool = False
-    never_trains: Sequence[nn.Module] = ()
     backward_context: AbstractContextManager[Any] = field(default_factory=nullcontext[Any])
     outside: Outside = field(default_factory=Outside)
 
@@ -186,17 +186,27 @@ class Composed:
         for statistics in self.statistics:
             statistics.drop()
 
-    def train(self, mode: bool) -> None:
-        """Sets training or evaluation mode on every replica; for evaluation also copies the current parameters."""
-        for replica in self.replicas:
-            replica.called.train(mode)
-        if mode:
-            for module in self.never_trains:
-                module.training = False
-            self.gradients.reshard()
-        else:
-            self.replicas.refresh()
-            self.gradients.gather()
+    @contextmanager
+    def evaluating(self) -> Generator[None]:
+        """Put every replica into evaluation mode, with current parameters; on exit each module has its mode again.
+
+        `train()` and `eval()` of the job's modules find whole parameters, and what they change of them stays.
+        """
+        before = memory_of(self.model)
+        with ExitStack() as modes:
+            with self.showing(True):
+                for replica in self.replicas:
+                    modes.enter_context(evaluating(replica.called))
+            try:
+                check_memory(self.model, before)
+                self.replicas.refresh()
+                self.gradients.gather()
+                yield
+            finally:
+                self.gradients.reshard()  # what is gathered is a copy: writing to it would be lost
+                with self.showing(True):
+                    modes.close()
+        check_memory(self.model, before)
 
     def close(self) -> None:
         """Removes all hooks and wrappers from the model."""
@@ -246,7 +256,6 @@ def compose(
         runner=None if pipeline is None else _runner(pipeline, plan, tensor, gradients),
         backward_context=_backward_context(plan, tensor),
         in_step=plan.data.zero_stage == 3,
-        never_trains=[one for module in modules for one in module.modules() if not one.training],
     )
     composed.prepare_to_show()
     return composed

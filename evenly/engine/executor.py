@@ -146,12 +146,8 @@ class Executor(ABC):
         """Runs the forward of the batch in evaluation mode; random states and training mode are restored."""
         share = batch.share
         builder = StepTotalsBuilder(self.world, microbatches=len(share.microbatches), first=share.first)
-        self.composed.train(False)
-        try:
-            with torch.no_grad(), undisturbed(*self.devices):
-                self.evaluate_batch(batch, builder)
-        finally:
-            self.composed.train(True)
+        with undisturbed(*self.devices), self.composed.evaluating(), torch.no_grad():
+            self.evaluate_batch(batch, builder)
         numbers = on_device(builder.numbers(), self.world.device)
         summed = all_reduce(numbers, self.world.group("world"), label="evaluation").tolist()
         return self._with_metrics(builder, builder.read(summed))

@@ -43,8 +43,10 @@ def whole_model(run: Run, *, main_only: bool, device: str | None) -> Generator[n
     if run.world.is_main or not main_only:
         job = replace(run.job, model=lambda: _another(run.job.model(), run.model))
         with undisturbed_past_torch():
-            model = build_model(job, precision=run.plan.precision, device=device).eval()
+            model = build_model(job, precision=run.plan.precision, device=device)
     _fill(run, model)
+    if model is not None:
+        model.eval()  # after it is filled: eval() of a module may compute with its weights
     with nullcontext() if run.hooks.running else _drawing(run, device):
         yield model
     if main_only:

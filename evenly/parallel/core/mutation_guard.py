@@ -5,16 +5,16 @@ Each rank would change its copy by its own microbatches only. What changes by a 
 
 from __future__ import annotations
 
-from collections.abc import Container, Generator, Sequence
+from collections.abc import Container, Generator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-from evenly.errors import RunError
+from evenly.errors import RunError, UserError
 from evenly.parallel.core.calls import ForwardEnded
 from evenly.parallel.core.parameter_views import local_tensor
-from evenly.torch_private import is_fake, version
+from evenly.torch_private import has_memory, is_fake, memory_key, version
 
 Kind = tuple[int, torch.dtype | None]  # version and type: a module's cast leaves the tensor and its version
 State = tuple[torch.Tensor | None, Kind]
@@ -111,6 +111,26 @@ def _prints(tensors: Sequence[torch.Tensor | None]) -> dict[int, int]:
 
 def _has_numbers(kind: type) -> bool:
     return kind in (torch.Tensor, nn.Parameter) or nn.Parameter in kind.__bases__
+
+
+def memory_of(model: nn.Module) -> dict[str, tuple[int, int, torch.dtype]]:
+    """Return by name which tensor each parameter and buffer is on this rank, with its memory and type."""
+    return {
+        f"{prefix}.{name}".lstrip("."): (id(tensor), memory_key(tensor), tensor.dtype)
+        for prefix, module in model.named_modules()
+        for name in (*module._parameters, *module._buffers)  # pyright: ignore[reportPrivateUsage]
+        if (tensor := local_tensor(module, name)) is not None and has_memory(tensor)
+    }
+
+
+def check_memory(model: nn.Module, before: Mapping[str, tuple[int, int, torch.dtype]]) -> None:
+    """Raise `UserError` where a mode of `model` has given a tensor other memory or another type than `before`."""
+    if moved := sorted(name for name, _ in before.items() ^ memory_of(model).items()):
+        raise UserError(
+            "an evaluation of the model by its own train() and eval()",
+            f"they put another tensor, other memory or another type in the place of {moved[0]}",
+            "let them write into the tensor that is there (add_, copy_), or cast where the forward computes",
+        )
 
 
 def changed_error(name: str, *, parameter: bool) -> RunError:
