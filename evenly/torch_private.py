@@ -330,11 +330,6 @@ def renewed_attributes(module: nn.Module) -> tuple[str, ...]:
     return ("_flat_weights",) if isinstance(module, nn.RNNBase) else ()
 
 
-def has_gradient_hooks(parameter: Any) -> bool:
-    """Whether any hook sees, and may change, the gradient of each backward."""
-    return bool(parameter._backward_hooks)
-
-
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether anything runs before or after its steps, of this optimizer alone or of all."""
     own: Any = optimizer
@@ -344,7 +339,7 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def gradient_hooks(parameter: Any) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
-    """The hooks of `has_gradient_hooks`, in order."""
+    """Return the hooks that see, and may change, the gradient of each backward, in order."""
     return [*(parameter._backward_hooks or {}).values()]
 
 
@@ -410,15 +405,19 @@ SPECTRAL_VECTORS = ("_u", "_v")
 ORIGINAL = "_orig"  # ends the name of the parameter that the hook `torch.nn.utils.spectral_norm` computes a weight from
 
 
-def forward_pre_hooks(module: nn.Module) -> list[Any]:
-    """What runs before its forward, in order."""
-    return [*module._forward_pre_hooks.values()]  # pyright: ignore[reportPrivateUsage]
-
-
 # ---------------------------------------------------------------------------------------------------- distributed
 # Renamed in torch 2.13, which warns about the older name.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor")  # noqa: B009
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor")  # noqa: B009
+PROCESS_GROUPS: Any = dist.distributed_c10d._world  # pyright: ignore  # torch's table of them
+
+
+def replace_process_groups(kind: type, default_group: Callable[..., Any], rendezvous: Callable[..., Any]) -> None:
+    """Give the table the class `kind`, and have these functions, given torch's own, called in place of torch's."""
+    home: Any = dist.distributed_c10d
+    PROCESS_GROUPS.__class__ = kind
+    home._get_default_group = partial(default_group, home._get_default_group)
+    home.rendezvous = partial(rendezvous, home.rendezvous)
 
 
 def is_dtensor(tensor: Any) -> bool:

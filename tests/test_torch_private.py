@@ -39,6 +39,7 @@ from evenly.torch_private import (
     ORIGINAL,
     PACK_PADDED_SEQUENCE,
     PACKED_SEQUENCES,
+    PROCESS_GROUPS,
     PRODUCTS,
     RESHAPE_ALIAS,
     SPECTRAL_VECTORS,
@@ -66,12 +67,10 @@ from evenly.torch_private import (
     fake_form,
     fake_mode,
     forward_hooks,
-    forward_pre_hooks,
     function_modes,
     gradient_hooks,
     graph_errors,
     has_accumulated_hooks,
-    has_gradient_hooks,
     has_hooks,
     has_hooks_for_all_ends,
     has_memory,
@@ -96,6 +95,7 @@ from evenly.torch_private import (
     reduce_sharded,
     renewed_attributes,
     replace_gradient_hooks,
+    replace_process_groups,
     run_as_written,
     scale_each,
     set_tensor_dict,
@@ -587,11 +587,11 @@ def test_hooks_of_a_module_and_of_a_parameter() -> None:
         getattr(other, register)(lambda *_: None, **named)
         assert has_hooks_for_all_ends(other)
     weight = linear.weight
-    assert (has_gradient_hooks(weight), has_accumulated_hooks(weight)) == (False, False)
+    assert (bool(gradient_hooks(weight)), has_accumulated_hooks(weight)) == (False, False)
     weight.register_hook(lambda _: None)
-    assert (has_gradient_hooks(weight), has_accumulated_hooks(weight)) == (True, False)
+    assert (bool(gradient_hooks(weight)), has_accumulated_hooks(weight)) == (True, False)
     linear.bias.register_post_accumulate_grad_hook(lambda _: None)
-    assert (has_gradient_hooks(linear.bias), has_accumulated_hooks(linear.bias)) == (False, True)
+    assert (bool(gradient_hooks(linear.bias)), has_accumulated_hooks(linear.bias)) == (False, True)
 
 
 def test_a_call_is_wrapped_hooks_included_and_unwrapped() -> None:
@@ -869,7 +869,7 @@ def test_spectral_norms() -> None:
     weight(given)
     assert all(getattr(norm, name) is one for name, one in zip(SPECTRAL_VECTORS, before, strict=True))
     assert not any(torch.equal(one, value) for one, value in zip(before, values, strict=True))
-    (hook,) = forward_pre_hooks(old := nn.utils.spectral_norm(nn.Linear(3, 4)))
+    ((hook, _),) = forward_hooks(old := nn.utils.spectral_norm(nn.Linear(3, 4)))[0]
     assert isinstance(getattr(old, hook.name + ORIGINAL), nn.Parameter)
     assert isinstance(hook, SpectralNorm)
 
@@ -948,3 +948,16 @@ def test_a_backward_of_the_engine_is_within_modes_of_functions() -> None:
         engine_backward((total,), (torch.ones(()),), False, False, (), allow_unreachable=True, accumulate_grad=True)
     assert "exp" in seen and x.grad is not None
     torch.testing.assert_close(x.grad, x.detach().exp())
+
+
+def test_the_table_of_process_groups_and_what_asks_for_the_default_one() -> None:
+    home: Any = torch.distributed.distributed_c10d
+    before = type(PROCESS_GROUPS), home._get_default_group, home.rendezvous
+    kind: Any = type("Groups", before[:1], {"default_pg": property(lambda self: "all")})
+    try:
+        replace_process_groups(kind, lambda torchs: ("group", torchs), lambda torchs, method: (method, torchs))
+        assert (torch.distributed.group.WORLD, torch.distributed.is_initialized()) == ("all", True)
+        assert home._get_default_group() == ("group", before[1])
+        assert home.rendezvous("env://") == ("env://", before[2])
+    finally:
+        PROCESS_GROUPS.__class__, home._get_default_group, home.rendezvous = before

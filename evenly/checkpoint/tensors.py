@@ -24,6 +24,7 @@ from torch.futures import Future
 from evenly.checkpoint.folder import PARTIAL
 from evenly.checkpoint.manifest import FileRecord, TensorForm
 from evenly.checkpoint.writer import write_file
+from evenly.data.alone import all_ranks
 from evenly.observe.recorder import Recorder
 
 FILE_BYTES = 1 << 30  # of a file, unless one tensor has more
@@ -40,8 +41,8 @@ def save_tensors(
 
     tensors: those that this rank has, in CPU memory. forms: those of all ranks. recorder: of this rank.
     """
-    writer = _Writer(folder, forms, 0 if group is None else dist.get_rank(group), recorder)
-    with _quiet():
+    writer = _Writer(folder, forms, 0 if group is None else group.rank(), recorder)
+    with _quiet(), all_ranks():
         dcp.save(tensors, storage_writer=writer, planner=_Planner(), process_group=group, no_dist=group is None)
     return writer.records
 
@@ -50,7 +51,7 @@ def read_tensors(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGr
     """Fill this rank's tensors in place; a collective of the group. Forms must have been checked before."""
     reader = dcp.HuggingFaceStorageReader(str(folder))
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
-    with _quiet():
+    with _quiet(), all_ranks():
         dcp.load(tensors, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
 
 

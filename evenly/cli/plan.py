@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from contextlib import nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import fields, replace
 from pathlib import Path
 from shutil import get_terminal_size
@@ -38,7 +38,8 @@ def plan(options: PlanOptions) -> int:
         raise UserError("--tokens without --price", "it is what a run's cost is of", "add --price, or leave it out")
     of_job = is_job(options)
     line = busy_line(f"loading {options.target}", after_s=0.0 if of_job else SOON_S)
-    with redirect_stdout(sys.stderr), line as show:  # what a job prints is no part of the result
+    with redirect_stdout(sys.stderr), line as show, _alone() if of_job else nullcontext():
+        # What a job prints is no part of the result.
         from evenly.planner.search import search
 
         with importing() if of_job else nullcontext():
@@ -50,6 +51,12 @@ def plan(options: PlanOptions) -> int:
     if (refusal := _refusal(request, result)) is not None:
         raise refusal
     return 0
+
+
+def _alone() -> AbstractContextManager[None]:
+    from evenly.data.alone import alone
+
+    return alone()
 
 
 def _reading(request: PlanRequest) -> PlanRequest:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 import torch.distributed as dist
 
+from evenly.data.alone import all_ranks
 from evenly.errors import UserError
 from evenly.observe.diagnosis import number_ranges
 from evenly.observe.recorder import Recorder
@@ -78,6 +79,7 @@ class Group:
         return cls.of(dist.group.WORLD, name, device, recorder, checked=checked)
 
     @classmethod
+    @all_ranks()
     def of(
         cls,
         handle: dist.ProcessGroup | None,
@@ -129,6 +131,7 @@ class Group:
         self.name, self.label = name, f"{name} [{number_ranges(self.ranks)}]"
 
     # --------------------------------------------------------------------------------- groups inside groups
+    @all_ranks()
     def open(self, name: str, positions: Sequence[int], *, backend: str | None = None) -> Group:
         """The group of the ranks at `positions` of this one, in ascending order. Every rank of the world calls it.
 
@@ -173,6 +176,7 @@ class Group:
         return groups
 
     # ------------------------------------------------------------------------------------------------ closing
+    @all_ranks()
     def close(self) -> None:
         """Closes what was opened in it, newest first, then itself; safe to call twice."""
         if self.closed:

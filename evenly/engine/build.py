@@ -26,7 +26,7 @@ from evenly.parallel.core.optimizer_kinds import is_changed
 from evenly.parallel.core.sharded_init import ShardedInit
 from evenly.plan import Plan
 from evenly.plan.schedule import splits_backward
-from evenly.torch_private import has_accumulated_hooks, has_gradient_hooks
+from evenly.torch_private import gradient_hooks, has_accumulated_hooks
 
 T = TypeVar("T")
 
@@ -168,7 +168,7 @@ def refuse_gradient_hooks(model: nn.Module, plan: Plan, shared: Container[str] =
     """
     split = plan.pipeline.active and splits_backward(plan.pipeline.schedule)
     for name, parameter in model.named_parameters():
-        if has_gradient_hooks(parameter) and (split or name in shared or plan.offload == "parameters"):
+        if gradient_hooks(parameter) and (split or name in shared or plan.offload == "parameters"):
             raise PlanError(
                 f"plan {plan}",
                 f"parameter {name} has a hook for its gradient, which no rank has whole",

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from evenly.data.alone import alone
 from evenly.data.loader import MicrobatchStream
 from evenly.engine.executor import Batch
 from evenly.errors import RunError
@@ -23,7 +24,9 @@ def batches_to_come(run: Run) -> Iterator[Batch]:
     run.clock = time.perf_counter()
     while run.goes_on:
         step = run.steps_done
-        yield batch_of(step)
+        with alone():
+            batch = batch_of(step)
+        yield batch
         if run.steps_done == step:
             do = "give every batch to run.step, or to run.forward_backward before run.update()"
             raise RunError(f"batch of step {step + 1}", "no step was trained on it", do)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from evenly.comm.collectives import all_reduce
+from evenly.data.alone import alone
 from evenly.data.generators import seeded, undisturbed_past_torch
 from evenly.data.stream import stream_key
 from evenly.errors import EvenlyError, ResumeError, RunError, UserError, describe
@@ -42,7 +43,7 @@ class Hooks:
         self.running.append(event)
         try:
             key = stream_key(run.job.seed, event, run.steps_done)
-            with undisturbed_past_torch(), seeded(key, run.world.device):
+            with undisturbed_past_torch(), seeded(key, run.world.device), alone():
                 for hook in self._hooks[event]:
                     _call(hook, event, run, found)
         finally:

@@ -19,6 +19,7 @@ from evenly.checkpoint.plain import decode
 from evenly.comm.collectives import decided_by_first
 from evenly.comm.connect import connect, disconnect, join, lay_out
 from evenly.comm.world import World
+from evenly.data.alone import alone
 from evenly.engine.assemble import roots_of
 from evenly.errors import PlanError, UserError
 from evenly.job import Job
@@ -89,7 +90,8 @@ def decide(job: Job, options: RunOptions, place: ProcessInfo) -> ResolvedRun:
     """How `job` runs on the ranks of `place`; called on one rank, before a model is built anywhere."""
     recorded = recorded_in(options.out, options.save_to) if options.resume and options.out else PreviousRun()
     roots = [("model", job.model), ("optimizer", job.optimizer), *roots_of(job)]
-    with all_restored(roots if options.search or options.no_room else []):  # what the planner runs is no training
+    runs = options.search or options.no_room
+    with alone(), all_restored(roots if runs else []):  # what the planner runs is no training
         return _decide(job, options, place, recorded)
 
 

@@ -22,6 +22,7 @@ from evenly.comm.collectives import gather_values
 from evenly.comm.connect import disconnect
 from evenly.comm.groups import Group
 from evenly.comm.world import World
+from evenly.data.alone import all_ranks, alone
 from evenly.data.loader import Loader, Share, holding_first, share_of_samples, share_of_step, worker_count
 from evenly.engine.assemble import build_and_compose
 from evenly.engine.compose import Composed
@@ -92,6 +93,7 @@ class Run:
     rank), `model`, `optimizer` (of a job with phases what stands for all of theirs), `steps_done`, `out` (folder).
     """
 
+    @alone()
     def __init__(
         self, job: Job, decision: ResolvedRun, world: World, options: RunOptions, sinks: Sequence[Sink] = ()
     ) -> None:
@@ -278,13 +280,13 @@ class Run:
     @contextmanager
     def state_as_saved(self) -> Generator[None]:
         """Within, parameters are this rank's parts, sharded ones and optimizer state DTensors."""
-        with self.inside(), self.updaters.as_dtensors():
+        with self.inside(), all_ranks(), self.updaters.as_dtensors():
             yield
 
     @contextmanager
     def inside(self) -> Generator[None]:
         """Within, model and optimizer have what this rank has of parameters; outside, the job's code finds wholes."""
-        with self.composed.showing(False), self.updaters.inside():
+        with self.composed.showing(False), self.updaters.inside(), alone():
             yield
 
     def save(self, *, score: float | None = None) -> None:
@@ -311,6 +313,7 @@ class Run:
         self.clock = time.perf_counter()
         return due
 
+    @all_ranks()
     def _open(self, options: RunOptions) -> None:
         # torch's distributed checkpoint takes a second to import: only runs that save wait for it.
         from evenly.train.resume import open_store, restore

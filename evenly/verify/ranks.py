@@ -15,6 +15,7 @@ import torch
 
 from evenly.checkpoint.manifest import AVERAGE, OPTIMIZER
 from evenly.comm.connect import find_device
+from evenly.data.alone import alone
 from evenly.errors import EvenlyError, JobWarning, PlanError, describe
 from evenly.job import Job, Precision
 from evenly.launcher.environment import find_here
@@ -41,6 +42,7 @@ from evenly.verify.trajectory import (
 )
 
 
+@alone()
 def write_references(
     path: Path,
     settings: dict[str, Any],
@@ -112,6 +114,7 @@ def default_type(precision: Precision) -> Generator[None]:
         torch.set_default_dtype(before)
 
 
+@alone()
 def keep_reference(
     job: Job, steps: int, folder: Path, kind: Disturbance = "none", draw: int = 1, *, device: str = "cpu"
 ) -> None:

@@ -16,7 +16,7 @@ from jobs_streams import PointStream, points_job
 from kept_ranks import KeptRanks, RankFailure
 
 import evenly
-from evenly.data.alone import alone
+from evenly.data.alone import all_ranks, alone
 from evenly.data.split_streams import held_by, split_path
 from evenly.errors import UserError
 from evenly.verify.compare import RankComparison, judge
@@ -74,11 +74,16 @@ def asked() -> tuple[Any, ...]:
     return dist.is_initialized(), dist.get_rank(), dist.get_world_size()
 
 
+@all_ranks()
+def asked_by_torch() -> tuple[Any, ...]:
+    return asked()
+
+
 def asked_by_threads() -> list[tuple[Any, ...]]:
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(1) as pool, alone():
-        return [asked(), pool.submit(asked).result()]
+        return [asked(), pool.submit(asked).result(), pool.submit(asked_by_torch).result()]
 
 
 def within_and_after() -> tuple[Any, ...]:
@@ -88,10 +93,10 @@ def within_and_after() -> tuple[Any, ...]:
         return [asked_by_threads(), asked(), dist.get_rank()]  # type: ignore[return-value]
 
 
-def test_other_threads_find_all_ranks(ranks: KeptRanks) -> None:
-    for rank, ((here, elsewhere), after, number) in enumerate(ranks.run(within_and_after, size=2)):
-        assert here == (False, 0, 1)
-        assert elsewhere == after == (True, rank, 2) and number == rank
+def test_other_threads_find_one_rank_but_what_torch_asks_all(ranks: KeptRanks) -> None:
+    for rank, ((here, elsewhere, by_torch), after, number) in enumerate(ranks.run(within_and_after, size=2)):
+        assert here == elsewhere == (False, 0, 1)
+        assert by_torch == after == (True, rank, 2) and number == rank
 
 
 # ------------------------------------------------------------------------------------------- split before

@@ -27,7 +27,7 @@ from evenly.torch_private import (
     SPECTRAL_VECTORS,
     SpectralNormOfWeight,
     backward_number,
-    forward_pre_hooks,
+    forward_hooks,
     tensor_dict,
 )
 
@@ -218,7 +218,7 @@ def power_iterations(name: str, module: nn.Module, *, shared: bool) -> list[Powe
     if isinstance(module, SpectralNormOfWeight):
         has_vectors = SPECTRAL_VECTORS[0] in tensor_dict(module, "_buffers")  # a weight of one dim has none
         return [PowerIteration(name, module, shared=shared)] if has_vectors else []
-    return [PowerIteration(name, module, shared=shared, form=hook) for hook in forward_pre_hooks(module) if _is(hook)]
+    return [PowerIteration(name, module, shared=shared, form=hook) for hook, _ in forward_hooks(module)[0] if _is(hook)]
 
 
 def _is(hook: Callable[..., Any]) -> bool:

@@ -7,8 +7,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from evenly.comm.groups import Group
 from evenly.comm.world import World
+from evenly.data.alone import all_ranks
 
 
+@all_ranks()
 def shard_mesh(world: World, shard: int) -> DeviceMesh:
     """The data axis as a mesh of replicate x shard; `shard`: size of the shard groups."""
     device, data = torch.device(world.device).type, world.group("data").size

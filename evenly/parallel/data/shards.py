@@ -34,6 +34,7 @@ from evenly.comm.exact_reduce import exact_norm
 from evenly.comm.groups import Group
 from evenly.comm.transport import Pending
 from evenly.comm.world import World
+from evenly.data.alone import all_ranks
 from evenly.errors import PlanError, RunError
 from evenly.model.blocks import Block, find_blocks
 from evenly.parallel.core.argument_containers import ArgumentContainers
@@ -134,6 +135,7 @@ class ShardedGradients(Gradients):
         self.share = cut / max(1, sum(p.numel() for _, p in self._named))
         self.cuts = _own_rows(self._named, self._shards)
 
+    @all_ranks()
     def _cut(
         self, model: nn.Module, units: Sequence[tuple[Block, bool]], *, shard: int, accumulate_float64: bool
     ) -> tuple[Group, Group | None]:

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
+from evenly.data.alone import all_ranks
 from evenly.data.nest import map_tensors, tensors_in
 from evenly.torch_private import NUMBERS_OF_TENSORS, TorchDispatchMode
 
@@ -40,7 +41,8 @@ class WholeNumbers(TorchDispatchMode):
         if not parts or not (func in NUMBERS_OF_TENSORS or torch.Tag.nondeterministic_seeded in func.tags):
             return func(*args, **kwargs)
         result = func(*map_tensors(_full, args), **map_tensors(_full, kwargs))
-        cut = map_tensors(partial(_cut_as, parts[0]), result)
+        with all_ranks():
+            cut = map_tensors(partial(_cut_as, parts[0]), result)
         return args[0].copy_(cut) if func.overloadpacket.__name__.endswith("_") else cut
 
 
