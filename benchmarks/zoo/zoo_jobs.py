@@ -44,7 +44,7 @@ def job_of(name: str, shapes: Shapes) -> Job:
 def plan_of(text: str) -> PlanSpec:
     """The plan, with a size for every axis."""
     plan = parse_plan(text)
-    return plan.fit(world_of(plan, None, text))
+    return plan.fit(world_of(plan, None))
 
 
 def _quiet(*, small_units: bool) -> None:

@@ -261,7 +261,7 @@ def explain_stages(job: Job, spec: PlanSpec) -> StagesExplained:
             "the pipeline takes all devices that a run is given, and here none are",
             "give its size: --only pipeline=4",
         )
-    plan = replace(spec, data=spec.data or 1).complete(job.precision)
+    plan = replace(spec, data=spec.data if isinstance(spec.data, int) else 1).complete(job.precision)
     job = with_microbatch(job, plan)
     model = StagedModel(build_model(job, precision=plan.precision, device=None), "cpu")
     stage_plan, call_costs = stage_plan_of(job, model, plan, device="cpu")

@@ -29,12 +29,13 @@ class PlanSpec:
     Every value may be given as the text of a plan has it. The fields are those of `Plan` and its axes: data, zero,
     shard and speeds of `DataAxis`; tensor, tensor_exclude and sequence_parallel of `TensorAxis`; pipeline, schedule,
     stages_per_rank and split_points of `PipelineAxis`; replicas and output_device of `DeviceReplicas`. An open data
-    axis takes all devices that the others leave; shard="auto" takes the largest number that leaves several groups.
+    axis takes all devices that the others leave, several where it is "auto"; shard="auto" takes the largest number that
+    leaves several groups.
 
     Raises `PlanError`, with every problem at once, for values that do not exist or do not go together.
     """
 
-    data: int | None = None
+    data: int | Literal["auto"] | None = None
     zero: ZeroStage | None = None
     shard: int | Literal["auto"] | None = None
     tensor: int | Literal["auto"] | None = None
@@ -115,10 +116,13 @@ class PlanSpec:
         for axis in ("tensor", "pipeline"):
             if getattr(self, axis) == "auto":
                 values[axis], rest = rest, 1
-                values["data"] = self.data or 1
+                values["data"] = self.data if isinstance(self.data, int) else 1
         if values.get("pipeline") == 1:  # one stage has no schedule
             values |= {"schedule": None, "stages_per_rank": None}
-        data = values.setdefault("data", rest if self.data is None else self.data)
+        data = values.setdefault("data", self.data if isinstance(self.data, int) else rest)
+        if self.data == "auto" and data == 1:
+            several = 2 * math.prod(known)
+            raise PlanError(asked, "it leaves the data axis one rank", f"give --devices {several}, or add data=1")
         if self.shard == "auto":
             values["shard"] = largest_shard(data)
         elif self.shard is not None and data % self.shard:
@@ -153,7 +157,7 @@ class PlanSpec:
     def complete(self, precision: Precision) -> Plan:
         """The plan of a job of this `precision`; every size must be set, as `fit` does. May raise `PlanError`."""
         data, tensor, pipeline = self.data, self.tensor or 1, self.pipeline or 1
-        assert data is not None and tensor != "auto" and pipeline != "auto" and self.shard != "auto"
+        assert isinstance(data, int) and tensor != "auto" and pipeline != "auto" and self.shard != "auto"
         assert self.replicas != "auto"
         schedule = self.schedule or "1f1b"
         alone = data * tensor * pipeline == 1 and self.offload != "parameters"  # nothing to share with, or to fetch
@@ -182,7 +186,9 @@ class PlanSpec:
         return self.speeds or ()
 
     def __str__(self) -> str:
-        return " ".join(f"{key}={in_words(value)}" for key, value in self.explicit.items()) or "ddp"
+        if self.explicit == NAMED["ddp"]:
+            return "ddp"
+        return " ".join(f"{key}={in_words(value)}" for key, value in self.explicit.items()) or "auto"
 
 
 # ------------------------------------------------------------------------------------- what does not go together
@@ -317,7 +323,7 @@ def _one_of(choices: Iterable[Any]) -> Callable[[Any], Any]:
 
 
 READERS: dict[str, Callable[[Any], Any]] = {
-    "data": _count,
+    "data": _size,
     "zero": _one_of(get_args(ZeroStage)),
     "shard": _size,
     "tensor": _size,
@@ -356,7 +362,7 @@ NAMED: dict[str, dict[str, Any]] = {
     "single": {"data": 1},
     "dp": {"replicas": "auto", "output_device": 0},
     "balanced-dp": {"replicas": "auto"},
-    "ddp": {},
+    "ddp": {"zero": 0},
     "zero1": {"zero": 1},
     "zero2": {"zero": 2},
     "zero3": {"zero": 3},
@@ -365,8 +371,8 @@ NAMED: dict[str, dict[str, Any]] = {
     "hsdp": {"zero": 3, "shard": "auto"},
     "mp": {"pipeline": "auto", "schedule": "naive"},
     "pp": {"pipeline": "auto"},
-    "2d": {"pipeline": 2},
-    "3d": {"tensor": 2, "pipeline": 2},
+    "2d": {"data": "auto", "pipeline": 2},
+    "3d": {"data": "auto", "tensor": 2, "pipeline": 2},
     "auto": {},
 }
 
@@ -382,8 +388,11 @@ def parse_plan(text: str) -> PlanSpec:
     problems: list[str] = []
     for word in text.replace(",", " ").split():
         problems += _read_word(word, values)
-    if len(named := [part.strip() for part in text.split(",") if NAMED.keys() & part.split()]) > 1:
-        problems.append(f"{', '.join(named)} are plans of their own (`evenly verify` takes several, with ';' between)")
+    if len(named := [word for word in text.replace(",", " ").split() if word in NAMED and word != "auto"]) > 1:
+        problems.append(
+            f"{' and '.join(named)} are plans of their own (`evenly verify` takes several, with ';' between; what one "
+            "plan has besides its name is said by keys: ddp tensor=2)"
+        )
     if not text.split():
         problems.append("the text is empty")
     if problems:

@@ -101,7 +101,7 @@ def _specs(base: PlanSpec, offloads: Sequence[Offload]) -> Iterator[PlanSpec]:
 
 
 def _changes(base: PlanSpec, offloads: Sequence[Offload]) -> Iterator[dict[str, Any]]:
-    data, stages = base.data or 1, _stages(base)
+    data, stages = base.data if isinstance(base.data, int) else 1, _stages(base)
     levels = RECOMPUTE[RECOMPUTE.index(base.recompute or "none") :]
     for more in [number for number in range(1, data + 1) if data % number == 0]:
         for offload in offloads if base.offload in (None, "none") else (base.offload,):

@@ -81,7 +81,7 @@ def mechanisms_of(job: Job, spec: PlanSpec) -> Mechanisms:
     Raises `PlanError` where a size is open or there are too many ranks to draw, `UserError` where the model cannot run.
     """
     cuts = spec.splits_tensors or spec.splits_blocks
-    ranks = 1 if spec.data is None and cuts else spec.data
+    ranks = spec.data if isinstance(spec.data, int) else 1 if cuts else None
     if ranks is None or "auto" in (spec.tensor, spec.pipeline):
         found = "an axis takes all devices that a run is given, and here none are"
         raise PlanError(f"draw plan {spec}", found, "give its size: --only data=4")

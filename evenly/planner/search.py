@@ -393,7 +393,9 @@ def choices_of(request: PlanRequest, devices: int) -> Iterator[PlanChoice]:
         rest = devices // tensor
         for pipeline in _stated(only.pipeline, [size for size in _divisors(rest) if size <= max(1, source.blocks)]):
             data = rest // pipeline
-            if data * pipeline * tensor != devices or only.data not in (None, data) or data > request.batch:
+            if data * pipeline * tensor != devices or data not in _stated(only.data, range(1, devices + 1)):
+                continue
+            if data > request.batch:
                 continue
             for (zero, shard), recompute, sequence, microbatch, (schedule, chunks) in product(
                 [*_zeros(request, data)],

@@ -98,7 +98,7 @@ def decide(job: Job, options: RunOptions, place: ProcessInfo) -> ResolvedRun:
 def _decide(job: Job, options: RunOptions, place: ProcessInfo, recorded: PreviousRun) -> ResolvedRun:
     if options.no_room:
         return _decide_on_less(job, options, place, recorded)
-    plan = options.plan or PlanSpec()  # the default: all ranks share each batch
+    plan = options.plan or PlanSpec(zero=None if options.search else 0)  # the default: all ranks share each batch
     plan = replace(plan, exact=plan.exact or recorded.exact)
     if options.search:
         from evenly.planner.auto import as_recorded, choose_plan  # takes half as long to import as all else of a run

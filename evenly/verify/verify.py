@@ -15,7 +15,7 @@ from evenly.errors import EvenlyError, PlanError, RankError, UserError
 from evenly.job import Precision
 from evenly.jobfile import read_with
 from evenly.launcher.agent import Launch, start_ranks
-from evenly.plan import PlanSpec, parse_plan
+from evenly.plan import PlanSpec, asked_plan
 from evenly.verify.compare import RankComparison, Row, judge
 from evenly.verify.disturb import Disturbance
 from evenly.verify.tasks import FURTHER_DRAWS, FoundInJob, PlanSteps, said_of_data
@@ -214,8 +214,10 @@ class _Turn:
 
     @classmethod
     def of(cls, request: VerifyRequest, text: str, devices: int | None) -> _Turn:
-        plan = read_with(request.path, lambda: parse_plan(text))
-        world = world_of(plan, devices, text)
+        plan, search = read_with(request.path, lambda: asked_plan(text))
+        if search or plan is None:
+            raise PlanError(f"verify plan {text!r}", "auto leaves it to a search", "name plans: --plans 'ddp;zero3'")
+        world = world_of(plan, devices)
         if plan.precision not in (None, request.dtype):
             raise PlanError(f"plan {text}", f"verification in {request.dtype}", f"give --dtype {plan.precision}")
         fitted = plan.fit(world)
@@ -240,19 +242,14 @@ def _run_steps(request: VerifyRequest, part: PlanSteps, folder: Path, kind: Dist
     return [results[rank] for rank in sorted(results)]
 
 
-def world_of(plan: PlanSpec, devices: int | None, text: str = "") -> int:
-    """Number of devices for `plan`: its own if it states sizes, else `devices`, else the smallest that shows it.
-
-    text: of the plan; some names (2d, 3d) stand for several axes.
-    """
+def world_of(plan: PlanSpec, devices: int | None) -> int:
+    """Number of devices for `plan`: its own if it states sizes, else `devices`, else the smallest that shows it."""
     if plan.devices or devices:
         return plan.devices or devices or 0
-    if named := {"2d", "3d"} & {*text.replace(",", " ").split()}:
-        return 8 if "3d" in named else 4
     if plan.shard is not None:
         return 4 if plan.shard == "auto" else 2 * plan.shard
     stated = math.prod(size for size in (plan.tensor, plan.pipeline) if isinstance(size, int))
-    return max(2, stated)
+    return max(2, 2 * stated if plan.data == "auto" else stated)
 
 
 def run_references(

@@ -126,7 +126,7 @@ def train(ranks: KeptRanks) -> Train:
     """`trained` on as many ranks as the plan takes, their results united."""
 
     def train(name: str, plan: str, steps: int, out: Path | None = None, resume: bool = False) -> Numbers:
-        size = world_of(parse_plan(plan), None, plan)
+        size = world_of(parse_plan(plan), None)
         return united(ranks.run(trained, name, plan, steps, out, resume, size=size))
 
     return train

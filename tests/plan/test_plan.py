@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from evenly.errors import PlanError
-from evenly.plan import NAMED, Plan, PlanSpec, parse_plan
+from evenly.plan import NAMED, Plan, PlanSpec, asked_plan, parse_plan
 from evenly.plan.schedule import SCHEDULES
 
 
@@ -19,12 +21,12 @@ def complete(text: str, devices: int = 1) -> Plan:
 @pytest.mark.parametrize(
     ("text", "plan"),
     [
-        ("ddp", PlanSpec()),
+        ("ddp", PlanSpec(zero=0)),
         ("single", PlanSpec(data=1)),
         ("data=4", PlanSpec(data=4)),
         ("dp=4", PlanSpec(data=4)),
         ("data=4, exact=rounding", PlanSpec(data=4, exact="rounding")),
-        ("exact=bitwise ddp", PlanSpec(exact="bitwise")),
+        ("exact=bitwise ddp", PlanSpec(zero=0, exact="bitwise")),
         ("precision=bfloat16 data=2", PlanSpec(data=2, precision="bfloat16")),
         ("fsdp", PlanSpec(zero=3)),
         ("zero3 data=8 shard=2", PlanSpec(data=8, zero=3, shard=2)),
@@ -39,11 +41,13 @@ def complete(text: str, devices: int = 1) -> Plan:
             PlanSpec(pipeline=2, schedule="interleaved", stages_per_rank=3),
         ),
         ("pipeline=3 split_points=2|5", PlanSpec(pipeline=3, split_points=(2, 5))),
-        ("ddp microbatch=4", PlanSpec(microbatch=4)),
+        ("ddp microbatch=4", PlanSpec(zero=0, microbatch=4)),
         ("mp", PlanSpec(pipeline="auto", schedule="naive")),
         ("pp schedule=zbv zero=3", PlanSpec(pipeline="auto", schedule="zbv", zero=3)),
-        ("2d zero=1", PlanSpec(pipeline=2, zero=1)),
-        ("3d pipeline=2", PlanSpec(tensor=2, pipeline=2)),
+        ("2d zero=1", PlanSpec(data="auto", pipeline=2, zero=1)),
+        ("dp=2 data=2", PlanSpec(data=2)),
+        ("ddp tensor=2", PlanSpec(zero=0, tensor=2)),
+        ("3d pipeline=2", PlanSpec(data="auto", tensor=2, pipeline=2)),
     ],
 )
 def test_text_becomes_a_plan(text: str, plan: PlanSpec) -> None:
@@ -79,22 +83,41 @@ def test_all_problems_are_told_at_once() -> None:
 
 
 def test_contradictions_are_refused() -> None:
-    with pytest.raises(PlanError, match="data is set to both 1 and 2"):
-        parse_plan("single data=2")
+    for text, what in (
+        ("single data=2", "data"),
+        ("data=2 dp=4", "data"),
+        ("ddp zero=3", "zero"),
+        ("zero1 zero=3", "zero"),
+    ):
+        with pytest.raises(PlanError, match=f"{what} is set to both"):
+            parse_plan(text)
 
 
 def test_parameters_on_the_host_are_gathered_by_zero_3() -> None:
-    assert complete("single zero3").data.zero_stage == 0
-    assert complete("single zero3 offload=parameters").data.zero_stage == 3
+    assert complete("single zero=3").data.zero_stage == 0
+    assert complete("single zero=3 offload=parameters").data.zero_stage == 3
     with pytest.raises(PlanError, match="which is zero=3"):
         parse_plan("zero2 offload=parameters")
 
 
-def test_a_comma_does_not_join_two_plans() -> None:
-    assert parse_plan("ddp, microbatch=3,precision=float64") == PlanSpec(microbatch=3, precision="float64")
-    for text in ("single,ddp", "ddp precision=float64, zero3"):
+def of_verify(text: str) -> None:
+    from evenly.verify.verify import VerifyRequest, _Turn  # imports torch
+
+    _Turn.of(VerifyRequest(Path("job.py"), {}, 3, "float64"), text, 2)
+
+
+@pytest.mark.parametrize("read", [parse_plan, asked_plan, of_verify])
+def test_two_plans_in_one_text_are_refused(read: Callable[[str], object]) -> None:
+    assert parse_plan("ddp, microbatch=3,precision=float64") == PlanSpec(zero=0, microbatch=3, precision="float64")
+    two = ("ddp zero3", "zero1 zero3", "single ddp", "tp pp", "2d zero1", "fsdp zero3", "ddp ddp", "auto ddp zero3")
+    for text in (*two, "single,ddp", "ddp precision=float64, zero3"):
         with pytest.raises(PlanError, match=r"are plans of their own .*';' between"):
-            parse_plan(text)
+            read(text)
+
+
+def test_verify_takes_plans_that_are_named() -> None:
+    with pytest.raises(PlanError, match="auto leaves it to a search"):
+        of_verify("auto zero=1")
 
 
 def test_open_axes_take_the_devices_given() -> None:
@@ -149,11 +172,9 @@ def test_the_pipeline_runs_outside_the_other_axes() -> None:
         ("pp data=2", 8, PlanSpec(data=2, pipeline=4)),
         ("pp tensor=2", 4, PlanSpec(data=1, tensor=2, pipeline=2)),
         ("tp pipeline=2", 8, PlanSpec(data=1, tensor=4, pipeline=2)),
-        ("2d", 2, PlanSpec(data=1, pipeline=2)),
         ("2d", 4, PlanSpec(data=2, pipeline=2)),
         ("2d zero=3", 8, PlanSpec(data=4, pipeline=2, zero=3)),
         ("2d pipeline=2 tensor=2", 8, PlanSpec(data=2, tensor=2, pipeline=2)),
-        ("3d", 4, PlanSpec(data=1, tensor=2, pipeline=2)),
         ("3d", 8, PlanSpec(data=2, tensor=2, pipeline=2)),
         ("pp", 1, PlanSpec(data=1, pipeline=1)),
         ("mp", 1, PlanSpec(data=1, pipeline=1)),
@@ -167,9 +188,17 @@ def test_pipelines_take_the_devices_given(text: str, devices: int, fitted: PlanS
 
 def test_a_pipeline_of_another_size_is_refused() -> None:
     with pytest.raises(PlanError, match=r"its axes \(pipeline=2 x data=1 x tensor=2\) need 4"):
-        parse_plan("3d").fit(2)
+        parse_plan("tensor=2 pipeline=2").fit(2)
     with pytest.raises(PlanError, match=r"its axes \(pipeline=2 x data=1\) need 2"):
-        parse_plan("2d").fit(3)
+        parse_plan("pipeline=2").fit(3)
+
+
+@pytest.mark.parametrize(("text", "devices"), [("2d", 4), ("3d", 8), ("2d tensor=2", 8), ("2d data=auto", 4)])
+def test_a_plan_of_several_axes_needs_more_than_one_rank_on_each(text: str, devices: int) -> None:
+    assert parse_plan(text).fit(devices).data == 2 and parse_plan(f"{text} data=1").fit(devices // 2).data == 1
+    for fewer in (devices // 2, 1):
+        with pytest.raises(PlanError, match=f"leaves the data axis one rank\\n.*give --devices {devices}"):
+            parse_plan(text).fit(fewer)
 
 
 def test_a_schedule_has_its_own_number_of_stages() -> None:

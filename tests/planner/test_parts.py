@@ -166,7 +166,7 @@ def test_hooks_of_gradients_and_plans_that_would_pass_them_by_do_not_go_together
         refuse_gradient_hooks(clamped(), PlanSpec(data=1, pipeline=2, schedule="zero-bubble").complete("float32"))
     with (
         pytest.raises(PlanError, match="parameter weight has a hook"),
-        start(classifier_job(model=clamped), plan="single zero3 offload=parameters"),
+        start(classifier_job(model=clamped), plan="single zero=3 offload=parameters"),
     ):
         pass
 
