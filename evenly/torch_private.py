@@ -43,7 +43,6 @@ FOREACH: dict[Any, str] = {getattr(torch, name): name[9:] for name in dir(torch)
 add_to_each, copy_to_each, divide_each = torch._foreach_add_, torch._foreach_copy_, torch._foreach_div_  # pyright: ignore
 norm_of_each, scale_each = torch._foreach_norm, torch._foreach_mul_  # pyright: ignore
 engine_backward: Any = torch.autograd.graph._engine_run_backward  # pyright: ignore  # modes stay within
-NUMBERS_OF_TENSORS = (_aten._local_scalar_dense.default, _aten.is_nonzero.default, _aten.equal.default)
 PACK_PADDED_SEQUENCE = _aten._pack_padded_sequence
 PACKED_SEQUENCES = ("_pack_padded_sequence", "_pad_packed_sequence")  # as interceptors of functions see them
 DEVICE_OF = torch.ops.prim.device.default  # of a fake tensor, asked by autograd in each of its operations
@@ -335,7 +334,8 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     own: Any = optimizer
     home: Any = sys.modules[torch.optim.Optimizer.__module__]  # `torch.optim` hides it
     of_all = home._global_optimizer_pre_hooks or home._global_optimizer_post_hooks
-    return bool(own._optimizer_step_pre_hooks or own._optimizer_step_post_hooks or of_all)
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # some wrappers of optimizers have none
+    return bool(any(getattr(own, name, None) for name in names) or of_all)
 
 
 def gradient_hooks(parameter: Any) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:

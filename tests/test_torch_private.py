@@ -35,7 +35,6 @@ from evenly.torch_private import (
     FAKE_TENSOR_LOGGER,
     FOREACH,
     GROUPED_PRODUCT,
-    NUMBERS_OF_TENSORS,
     ORIGINAL,
     PACK_PADDED_SEQUENCE,
     PACKED_SEQUENCES,
@@ -828,21 +827,6 @@ def test_step_hooks_of_an_optimizer() -> None:
     assert has_step_hooks(plain)
     handle.remove()
     assert not has_step_hooks(plain)
-
-
-def test_asking_a_tensor_for_a_number_is_one_of_these_operations() -> None:
-    class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    seen: list[Any] = []
-    one = torch.ones(())
-    asked: list[Any] = [torch.Tensor.item, float, bool, int, torch.is_nonzero, lambda t: torch.equal(t, t)]
-    for ask in asked:
-        with Seen():
-            ask(one)
-        assert seen and seen.pop() in NUMBERS_OF_TENSORS and not seen
 
 
 def test_in_backward() -> None:

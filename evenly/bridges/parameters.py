@@ -39,4 +39,4 @@ def rebuilt_schedule(made: Any) -> Callable[[torch.optim.Optimizer], torch.optim
 def _as_given(group: dict[str, Any]) -> dict[str, Any]:
     """The options of a group as they were before a schedule has moved them."""
     options = {key: value for key, value in group.items() if key not in ("params", "param_names", "initial_lr")}
-    return {**options, "lr": group.get("initial_lr", group["lr"])}
+    return {**options, **({"lr": group["initial_lr"]} if "initial_lr" in group else {})}

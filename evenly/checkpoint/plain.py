@@ -1,7 +1,8 @@
 """Plain Python values as JSON and back, exactly.
 
 JSON has no tuple, no key but a string and no infinity; such a value is written as an object whose key
-"$" names its kind. Whatever has no form here is refused by the name of its place.
+"$" names its kind: so are numbers of numpy, types of torch, and the names of tensors that are kept elsewhere. Whatever
+has no form here is refused by the name of its place.
 """
 
 from __future__ import annotations
@@ -9,26 +10,43 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
+
+import numpy as np
 
 from evenly.errors import UserError
 
 KIND = "$"
 
 
+@dataclass(frozen=True)
+class NamedTensor:
+    """A tensor of a checkpoint, by its name there."""
+
+    name: str
+
+
 def encode(value: object, where: str) -> Any:
     """`value` as JSON can hold it; `decode` is the inverse.
 
     where: the name of the value in the error.
-    Raises `UserError` for all but None, bool, int, float, str, and lists, tuples, dicts, Counters of them.
+    Raises `UserError` for all but None, bool, int, float, str, numbers of numpy, and lists, tuples, dicts, Counters of
+    them.
     """
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {KIND: "float", "value": repr(value)}
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        return {KIND: "number", "type": value.dtype.name, "value": encode(value.item(), where)}
+    if isinstance(value, NamedTensor):
+        return {KIND: "tensor", "name": value.name}
+    if (kind := f"{type(value).__module__}.{type(value).__name__}") == "torch.dtype":
+        return {KIND: "dtype", "name": str(value).removeprefix("torch.")}
     if type(value) is list:
         return _encode_items(cast("list[object]", value), where)
-    if type(value) is tuple:
+    if type(value) is tuple or kind == "torch.Size":
         return {KIND: "tuple", "items": _encode_items(cast("tuple[object, ...]", value), where)}
     if type(value) in (dict, Counter):
         return _encode_dict(cast("dict[object, object]", value), where)
@@ -67,6 +85,14 @@ def _decode_kind(fields: dict[str, Any]) -> Any:
         match fields[KIND]:
             case "float":
                 return float(fields["value"])
+            case "number":
+                return np.dtype(fields["type"]).type(decode(fields["value"]))
+            case "tensor":
+                return NamedTensor(fields["name"])
+            case "dtype":
+                import torch
+
+                return getattr(torch, fields["name"])
             case "tuple":
                 return tuple(decode(item) for item in fields["items"])
             case "dict":

@@ -3,7 +3,8 @@
 Names are fully qualified parameter names, the same under every plan:
 
     model.<name>             parameters and persistent buffers, each storage once, under its first name
-    optimizer.<name>.<key>   the optimizer's state tensors of that parameter
+    optimizer.<name>.<key>   the optimizer's state tensors of that parameter; those within lists and dicts with a "/"
+    optimizer.<number>/...   those of an optimizer that belong to no parameter, or that its own `state_dict` returns
     average.<name>           the average of that parameter, where the job keeps one
 
 Nothing here runs a step: the state of an optimizer that has not stepped is empty and stays so.
@@ -13,14 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from evenly.checkpoint.manifest import AVERAGE, MODEL, OPTIMIZER, TensorForm, first_of
-from evenly.checkpoint.plain import encode
+from evenly.checkpoint.pieces import NAMES
+from evenly.checkpoint.plain import NamedTensor, encode
 from evenly.checkpoint.store import Checkpoint
 from evenly.errors import CheckpointError, ResumeError, UserError
 from evenly.torch_private import plain_name
@@ -28,12 +30,14 @@ from evenly.torch_private import plain_name
 # Options of a group that say how it is computed, not what: they belong to the run, not to its state.
 EXECUTION = ("foreach", "fused", "capturable", "differentiable")
 ASKED = "load a checkpoint into this job"
+KNOWN_TENSORS = "keep dense tensors of the types that safetensors has"
 
 
 def read_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Live tensors by name, not copies, and `{"optimizer": {"class", "options", "state"}}`.
+    """Return live tensors by name, not copies, and `{"optimizer": {"class", "options", "state", "beyond"}}`.
 
-    `options` and `state` are keyed by parameter name, so that those of several ranks can be united.
+    `options` and `state` are keyed by parameter name, so that those of several ranks can be united; `beyond` is what
+    each optimizer keeps besides.
     Raises `UserError` for an optimizer whose state has no such form, and for a model with extra state.
     """
     names = _parameter_names(model, optimizer)
@@ -42,11 +46,73 @@ def read_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tupl
     state: dict[str, Any] = {}
     for group, name, parameter in _parameters(optimizer, names):
         options[name] = _options(group, type(optimizer).__name__)
-        own, plain = _split(optimizer, name, parameter)
-        tensors.update({f"{OPTIMIZER}{name}.{key}": tensor for key, tensor in own.items()})
+        plain = _named(optimizer.state.get(parameter, {}), f"{OPTIMIZER}{name}.", tensors)
+        plain = {key: value for key, value in plain.items() if value != NamedTensor(f"{OPTIMIZER}{name}.{key}")}
         if plain:
             state[name] = plain
-    return tensors, {"optimizer": {"class": type(optimizer).__name__, "options": options, "state": state}}
+    beyond = [_named(_beyond(one), f"{OPTIMIZER}{number}/", tensors) for number, one in enumerate(_each(optimizer))]
+    for name, plain in (*state.items(), *((f"group {number}", one) for number, one in enumerate(beyond))):
+        encode(plain, f"the state of {type(optimizer).__name__} for {name}")
+    kept = {"options": options, "state": state, "beyond": beyond}
+    return tensors, {"optimizer": {"class": type(optimizer).__name__, **kept}}
+
+
+def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether what `optimizer` saves of itself may be other than its `state` and its groups."""
+    base = torch.optim.Optimizer
+    return any(
+        getattr(getattr(optimizer, name), "__func__", None) is not getattr(base, name)
+        for name in ("state_dict", "load_state_dict")
+    )
+
+
+def _each(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
+    """Return the optimizers for which `optimizer` stands."""
+    return getattr(optimizer, "optimizers_of_phases", [optimizer])
+
+
+def _beyond(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what `optimizer` keeps besides the state of single parameters and the options of its groups."""
+    if has_own_state_dict(optimizer):
+        return {"state_dict": optimizer.state_dict()}
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    other = {key: value for key, value in optimizer.state.items() if id(key) not in stepped and value != {}}
+    return {"other": other} if other else {}
+
+
+def _named(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
+    """Return `value` with the names of its tensors in their place; the tensors are added to `tensors`."""
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided or str(value.dtype).removeprefix("torch.") not in NAMES:
+            raise UserError(
+                f"save {prefix} of the optimizer", f"it is {value.dtype} of layout {value.layout}", KNOWN_TENSORS
+            )
+        name = prefix.removesuffix("/")
+        while name in tensors:
+            name += "_"
+        tensors[name] = value
+        return NamedTensor(name)
+    if isinstance(value, dict):
+        items = cast("dict[Any, Any]", value).items()
+        return {key: _named(one, _path_of(prefix, key), tensors) for key, one in items}
+    if type(value) in (list, tuple):
+        return type(value)(_named(one, f"{prefix}{place}/", tensors) for place, one in enumerate(value))
+    return value
+
+
+def _path_of(prefix: str, key: object) -> str:
+    """Return the path of an entry; with another "/" for a key that is no plain name."""
+    part = str(key).replace(".", "_").replace("/", "_")
+    return f"{prefix}{part}/" if part == key else f"{prefix}{part}//"
+
+
+def _filled(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Inverse of `_named`."""
+    if isinstance(value, NamedTensor):
+        return tensors[value.name]
+    if isinstance(value, dict):
+        return {key: _filled(one, tensors) for key, one in cast("dict[Any, Any]", value).items()}
+    return type(value)(_filled(one, tensors) for one in value) if type(value) in (list, tuple) else value
 
 
 class SplitAdapter(Protocol):
@@ -103,6 +169,8 @@ def targets(
     """
     found = {f"{MODEL}{name}": tensor.detach() for name, tensor in _model_tensors(model).items()}
     owners = {name: (group, p) for group, name, p in _parameters(optimizer, _parameter_names(model, optimizer))}
+    if owners:  # what belongs to no parameter goes where the first one is
+        owners[""] = next(iter(owners.values()))
     for full_name, form in forms.items():
         name, _, key = full_name.removeprefix(OPTIMIZER).rpartition(".")
         if full_name.startswith(OPTIMIZER) and name in owners:
@@ -117,13 +185,18 @@ def install(
     saved = values["optimizer"]
     for _, name, parameter in _parameters(optimizer, _parameter_names(model, optimizer)):
         own = {key: tensors[f"{OPTIMIZER}{name}.{key}"] for key in _keys(tensors, name)}
-        own.update(saved["state"].get(name, {}))
+        own.update(_filled(saved["state"].get(name, {}), tensors))
         if own:
             optimizer.state[parameter] = own
         else:
             optimizer.state.pop(parameter, None)
     for group, wanted in _wanted_options(model, optimizer, values):
         _set_options(group, wanted)
+    for one, beyond in zip(_each(optimizer), saved.get("beyond", ()), strict=False):
+        filled = _filled(beyond, tensors)
+        one.state.update(filled.get("other", {}))
+        if "state_dict" in filled:
+            one.load_state_dict(filled["state_dict"])
 
 
 def check_values(model: torch.nn.Module, optimizer: torch.optim.Optimizer, values: Mapping[str, Any]) -> None:
@@ -214,22 +287,9 @@ def _is_option(key: str) -> bool:
     return key not in ("params", "param_names", *EXECUTION)
 
 
-def _split(optimizer: torch.optim.Optimizer, name: str, parameter: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """One parameter's state: tensors, and the rest, which must be plain."""
-    state: Mapping[Any, Any] = optimizer.state.get(parameter, {})  # not by [], which would make an entry
-    where = f"of {type(optimizer).__name__} for {name}"
-    for key, value in state.items():
-        if not isinstance(key, str) or "." in key:
-            raise UserError(f"save the state {key!r} {where}", "its key is no plain name", "use another optimizer")
-        if not isinstance(value, Tensor):
-            encode(value, f"the state {key!r} {where}")
-    own = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-    return own, {key: value for key, value in state.items() if key not in own}
-
-
 def _keys(tensors: Mapping[str, Tensor], name: str) -> list[str]:
     start = f"{OPTIMIZER}{name}."
-    return [n[len(start) :] for n in tensors if n.startswith(start) and "." not in n[len(start) :]]
+    return [n[len(start) :] for n in tensors if n.startswith(start) and not {".", "/"} & {*n[len(start) :]}]
 
 
 def _new_state_tensor(form: TensorForm, key: str, group: Mapping[str, Any], parameter: Tensor) -> Tensor:

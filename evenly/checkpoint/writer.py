@@ -64,4 +64,6 @@ def _header(tensors: Mapping[str, tuple[Tensor, Sequence[int]]], order: Sequence
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    flat = tensor.detach().reshape(-1)
+    # Of one element the stride may be any.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data

@@ -22,7 +22,7 @@ from evenly.model.modes import evaluating, has_own_modes, in_training
 from evenly.model.overlap import find_overlapping
 from evenly.model.phases import check_phases
 from evenly.parallel.core.mutation_guard import check_memory, fingerprint, memory_of
-from evenly.parallel.core.optimizer_kinds import is_changed
+from evenly.parallel.core.optimizer_kinds import is_changed, is_separable
 from evenly.parallel.core.sharded_init import ShardedInit
 from evenly.plan import Plan
 from evenly.plan.schedule import splits_backward
@@ -76,7 +76,7 @@ def build_optimizer(
     with seeded(stream_key(job.seed, "optimizer", 0)), context or nullcontext():
         optimizer = call_job("optimizer", lambda: job.build_optimizer(named))
     expect_kind("optimizer", optimizer, torch.optim.Optimizer)
-    if plan.pipeline.active and (is_changed(optimizer) or type(optimizer).__module__.partition(".")[0] != "torch"):
+    if plan.pipeline.active and not is_separable(optimizer):
         hooks = " with hooks or a step of its own" if is_changed(optimizer) else ""
         raise UserError(
             f"optimizer {type(optimizer).__name__}{hooks} under pipeline={plan.pipeline.size}",

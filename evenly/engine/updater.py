@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Generator
+from collections.abc import Container, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +22,8 @@ from evenly.errors import RunError
 from evenly.job import Job
 from evenly.model.frozen import frozen_at, frozen_steps
 from evenly.parallel.core.memory import HOST, MemoryCounter, state_tensors
-from evenly.parallel.core.optimizer_kinds import is_changed, needs_whole, steps_elements
+from evenly.parallel.core.optimizer_kinds import is_separable, steps_elements
 from evenly.parallel.core.param_groups import Members, members, remove_parameters
-from evenly.parallel.core.steps_alone import steps_alone
 from evenly.parallel.data.gradients import NORM_ERROR
 from evenly.plan import Plan
 from evenly.torch_private import has_step_hooks, plain_name, without_subclasses
@@ -49,15 +49,19 @@ class Updater:
         self._own = {name for name, _ in own}
         self._others = frozenset(name for name, _ in named) - self._own
         self.optimizer = build_optimizer(job, own, plan, composed.showing(True))
-        composed.as_parts(self.optimizer)
         self._frozen = frozen_steps([name for name, _ in named], job.frozen or {})
-        self._asked = members(self.optimizer)
+        self._plain = steps_elements(self.optimizer)
+        self._whole = self._over_wholes(own)
+        if self._whole is None:
+            composed.as_parts(self.optimizer)
+        else:
+            self.optimizer = self._whole.optimizer
+        self._asked = self._model_members()
         stepped = {id(parameter) for group in self._asked for parameter in group["params"]}
         self.trained = [plain_name(name) for name, p in own if id(p) in stepped]
         self._stepped: list[Members] | None = None  # while the groups are as the job has built them
         remove_parameters(self.optimizer, [p for p in composed.parameters() if p.is_meta])
-        self._plain = steps_elements(self.optimizer)
-        self._sharded = self._over_parts()
+        self._sharded = self._whole or self._over_parts()
         with composed.showing(True):
             self.schedule = build_schedule(job, self.optimizer)
         self.advance = Advance(job, self.schedule)
@@ -93,40 +97,49 @@ class Updater:
             for group, asked in zip(self.optimizer.param_groups, self._asked, strict=True):
                 group |= {key: [*listed] for key, listed in asked.items()}
 
-    def _over_parts(self) -> OwnedOptimizer | ShardedOptimizer | WholeOptimizer | None:
-        """What steps the optimizer where this rank has parts of parameters."""
+    def _over_wholes(self, own: Sequence[tuple[str, torch.nn.Parameter]]) -> WholeOptimizer | None:
+        """Return the job's optimizer over full parameters, if this rank has parts and it may need all of them."""
+        composed, plan = self._composed, self._plan
+        zero = plan.data.zero_stage > 0 and composed.cuts
+        if self._plain or not (composed.tensor or (zero and not is_separable(self.optimizer))):
+            return None
+        check_offload(self.optimizer, plan.offload)
+        from evenly.parallel.data.whole_optimizer import WholeOptimizer
+
+        return WholeOptimizer(
+            composed.model,
+            own,
+            partial(build_optimizer, self._job, plan=plan),
+            composed.cuts,
+            gather=composed.full_view,
+            part=composed.local_part,
+            outside=composed.outside,
+        )
+
+    def _over_parts(self) -> OwnedOptimizer | ShardedOptimizer | None:
+        """Return what steps the optimizer over pieces, or over parameters dealt whole to ranks; None where it does."""
         composed, optimizer, offload = self._composed, self.optimizer, self._plan.offload
         cuts = [cut for cut in composed.cuts if cut.name in self._own]
-        zero = self._plan.data.zero_stage > 0
-        if not self._plain and zero and composed.tensor is None and cuts and steps_alone(optimizer):
+        if not cuts:
+            return None
+        if not self._plain and self._plan.data.zero_stage:
             check_offload(optimizer, offload)
             from evenly.parallel.data.mesh import groups_of
             from evenly.parallel.data.owned_optimizer import OwnedOptimizer
 
             group, _ = groups_of(cuts[0].piece.device_mesh, self._world.group("data"))
             return OwnedOptimizer(composed.model, optimizer, cuts, group, outside=composed.outside)
-        # A hook may hold the parameters themselves, which pieces of them would not be.
-        whole = needs_whole(optimizer) or (self._plan.data.zero_stage < 3 and is_changed(optimizer))
-        if not self._plain and (composed.tensor is not None or (zero and whole)):
-            check_offload(optimizer, offload)
-            from evenly.parallel.data.whole_optimizer import WholeOptimizer
-
-            return WholeOptimizer(
-                composed.model,
-                [(name, p) for name, p in composed.model.named_parameters() if name in self._own],
-                optimizer,
-                cuts,
-                gather=composed.full_view,
-                part=composed.local_part,
-                outside=composed.outside,
-            )
-        if not cuts:
-            return None
-        if zero and not self._plain:
-            check_offload(optimizer, offload)
         from evenly.parallel.data.optimizer import ShardedOptimizer  # takes seconds to import
 
         return ShardedOptimizer(composed.model, optimizer, cuts, offload=offload)
+
+    def _model_members(self) -> list[Members]:
+        """Return the members of the optimizer's groups, with the model's parameters."""
+        found = members(self.optimizer)
+        if self._whole is not None:
+            for group in found:
+                group["params"] = [self._whole.stands_for(parameter) for parameter in group["params"]]
+        return found
 
     def mean_gradient(self, totals: StepTotals, counter: MemoryCounter | None) -> float:
         """Divides the summed gradient by the weight; returns its norm."""
@@ -224,9 +237,14 @@ class Updater:
         return nullcontext() if self._sharded is None else self._sharded.as_dtensors()
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it steps full parameters in place of the model's."""
+        return self._whole is not None
+
+    @property
     def learning_rate(self) -> Any:
-        """The learning rate of the first parameter group."""
-        return self.optimizer.param_groups[0]["lr"]
+        """The learning rate of the first parameter group; nan where it has none."""
+        return self.optimizer.param_groups[0].get("lr", math.nan)
 
     @property
     def device_number(self) -> int:

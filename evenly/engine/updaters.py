@@ -50,6 +50,10 @@ class Updaters:
         """The names of all parameters that an optimizer steps."""
         return [name for one in self.by_phase.values() for name in one.trained]
 
+    def steps_whole(self, name: str) -> bool:
+        """Return whether parameter `name` is stepped whole by every rank, though cut."""
+        return any(one.is_whole and name in one.trained for one in self.by_phase.values())
+
     def waits(self, step: int) -> bool:
         """Whether a schedule has yet to be given an evaluation after `step`."""
         return any(one.advance.waits(step) for one in self.by_phase.values())
@@ -112,16 +116,16 @@ class JoinedOptimizers(Optimizer):
     """Several optimizers, over parameters of their own, as one: with the groups of all, and the state of each."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self.optimizers = optimizers
+        self.optimizers_of_phases = optimizers
         self.state = _JoinedState(optimizers)  # pyright: ignore[reportIncompatibleVariableOverride, reportAttributeAccessIssue]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Those of all, in their order."""
-        return [group for one in self.optimizers for group in one.param_groups]
+        return [group for one in self.optimizers_of_phases for group in one.param_groups]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for one in self.optimizers:
+        for one in self.optimizers_of_phases:
             one.zero_grad(set_to_none)
 
     def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -129,7 +133,7 @@ class JoinedOptimizers(Optimizer):
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        return " and ".join(map(repr, self.optimizers))
+        return " and ".join(map(repr, self.optimizers_of_phases))
 
 
 class _JoinedState(MutableMapping[torch.Tensor, Any]):

@@ -104,7 +104,7 @@ class _DataReplay:
         if self.plan.offload in (None, "none"):
             elements = {name: math.prod(shape) for name, shape in self.stepped.items()}
             temporary = costs.temporary_bytes(elements)
-            if self.dealt:  # whole gradients, and parameters that are sharded; what is sent and what comes
+            if self.steps_wholes:  # whole gradients, and parameters that are sharded; what is sent and what comes
                 whole = itemsize * sum(elements.values())
                 apart = self.plan.data.zero_stage == 3
                 temporary = max((2 + apart) * whole, (1 + apart) * whole + temporary)
@@ -189,16 +189,18 @@ class _DataReplay:
         return [Unit([one for number, one in enumerate(self.parameters) if number not in apart]), *units]
 
     @property
-    def dealt(self) -> bool:
-        """Whether each parameter is whole at the rank that steps it."""
+    def steps_wholes(self) -> bool:
+        """Whether a parameter that zero cuts is whole at the ranks that step it."""
         costs = self.profiler.optimizer_costs(self.plan)
-        return costs.dealt and self.plan.data.zero_stage > 0 and not self.plan.tensor.active
+        return not costs.elementwise and self.plan.data.zero_stage > 0 and not self.plan.tensor.active
 
     @cached_property
     def stepped(self) -> Mapping[str, Sequence[int]]:
         """Shapes of what this rank steps."""
-        if not self.dealt:
+        if not self.steps_wholes:
             return self.pieces
+        if not self.profiler.optimizer_costs(self.plan).dealt:  # nothing is known of it: every rank steps all
+            return {one.names[0]: one.shape for one in self.parameters}
         owners = deal_out({one.names[0]: one.bytes * one.trained for one in self.parameters if one.shape}, self.shard)
         own = self.rank % self.shard
         return {n: one.shape for one in self.parameters if owners.get(n := one.names[0], own) == own}
@@ -213,7 +215,7 @@ class _DataReplay:
         """The job's average of what this rank keeps."""
         if self.profiler.job.average is None:
             return 0
-        shapes = self.pieces if self.dealt else self.stepped
+        shapes = self.pieces if self.steps_wholes else self.stepped
         sizes = {one.names[0]: one.dtype.itemsize for one in self.parameters if one.trained}
         return sum(math.prod(shape) * sizes.get(name, 0) for name, shape in shapes.items())
 

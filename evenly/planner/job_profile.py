@@ -296,7 +296,7 @@ class JobProfiler:
             names = {id(parameter): name for name, parameter in model.named_parameters()}
             found = [optimizer_costs(optimizer, names) for optimizer in optimizers]
             states = {name: state for one in found for name, state in one.states.items()}
-            dealt, elementwise = any(one.dealt for one in found), all(one.elementwise for one in found)
+            dealt, elementwise = all(o.dealt or o.elementwise for o in found), all(o.elementwise for o in found)
             self._optimizers[key] = OptimizerCosts(states, dealt=dealt, elementwise=elementwise)
         return self._optimizers[key]
 

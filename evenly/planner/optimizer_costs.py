@@ -12,8 +12,7 @@ from torch import nn
 
 from evenly.data.nest import tensors_in
 from evenly.errors import UserError, describe
-from evenly.parallel.core.optimizer_kinds import steps_elements
-from evenly.parallel.core.steps_alone import steps_alone
+from evenly.parallel.core.optimizer_kinds import is_separable, steps_elements
 from evenly.torch_private import TorchDispatchMode
 
 SHAPE = (17, 13)  # of the small parameters: no product of one's lengths is the other's
@@ -45,8 +44,7 @@ class StateOf:
 class OptimizerCosts:
     """By name of the parameter what the optimizer keeps of it; those that it was not given have nothing.
 
-    dealt: whether zero deals it whole parameters, as it does not treat elements by themselves; elementwise: whether
-    all of it does.
+    dealt: whether zero deals it whole parameters, each to one rank; elementwise: whether it gets pieces.
     """
 
     states: Mapping[str, StateOf] = field(default_factory=dict[str, StateOf])
@@ -82,7 +80,7 @@ def optimizer_costs(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) 
             if id(parameter) in names:
                 states[names[id(parameter)]] = by_dtype[parameter.dtype]
     elementwise = steps_elements(optimizer)
-    return OptimizerCosts(states, dealt=not elementwise and steps_alone(optimizer), elementwise=elementwise)
+    return OptimizerCosts(states, dealt=not elementwise and is_separable(optimizer), elementwise=elementwise)
 
 
 def _probe(kind: type[torch.optim.Optimizer], settings: dict[str, Any], dtype: torch.dtype) -> StateOf:

@@ -15,7 +15,7 @@ class StepReport:
     step:          number of steps done, this one included.
     loss, weight:  of the whole batch.
     grad_norm:     of the batch's gradient, before clipping.
-    lr:            learning rate of this step, of the first parameter group.
+    lr:            learning rate of this step, of the first parameter group; nan if that has none.
     samples:       of the whole batch.
     step_s:        seconds since the step before ended (loading included).
     memory_bytes:  peak of each device so far, rank by rank (virtual devices of one CPU process count as one).

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from evenly.checkpoint import state
-from evenly.checkpoint.manifest import MODEL
+from evenly.checkpoint.manifest import MODEL, OPTIMIZER
 from evenly.checkpoint.shared_memory import keep_snapshot
 from evenly.checkpoint.state import group_options, parameter_of, read_state, set_empty_groups
 from evenly.checkpoint.store import CheckpointStore, Snapshot
@@ -106,7 +106,9 @@ def _parts(run: Run, names: Iterable[str]) -> SplitCheckpoint | None:
         return None
     from evenly.parallel.tensor.saving import SplitCheckpoint
 
-    return SplitCheckpoint(run.composed.tensor, {name: parameter_of(name) for name in names})
+    # A rank that steps whole parameters has their state whole.
+    cut = (name for name in names if not (name.startswith(OPTIMIZER) and run.updaters.steps_whole(parameter_of(name))))
+    return SplitCheckpoint(run.composed.tensor, {name: parameter_of(name) for name in cut})
 
 
 def _rules(run: Run) -> dict[str, Any]:

@@ -207,7 +207,7 @@ def compare_steps(job: Job, part: PlanSteps, steps: int, folder: Path, kind: Dis
 def _compare_groups(run: Run, comparison: RankComparison, scalars: Scalars) -> None:
     """Compares the parameter groups after a step, and after the evaluation that a learning rate may follow."""
     step, groups = run.steps_done, run.optimizer.param_groups
-    comparison.add_rates(step, [float(group["lr"]) for group in groups], scalars.rates[step - 1])
+    comparison.add_rates(step, [float(group.get("lr", 0.0)) for group in groups], scalars.rates[step - 1])
     with run.inside():
         named = run.composed.named_parameters()
     comparison.add_groups(step, named_groups(named, run.optimizer), scalars.groups[step - 1])
@@ -247,7 +247,7 @@ def _full_state(run: Run) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tens
     found = {
         f"{name.rpartition('.')[2]} of {plain_name(parameter_of(name))}": tensor.detach().cpu()
         for name, tensor in state.items()
-        if name.startswith(OPTIMIZER)
+        if name.startswith(OPTIMIZER) and "/" not in name
     }
     for owner, values in saved.values["optimizer"]["state"].items():
         numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}

@@ -78,7 +78,7 @@ def reference_steps(
         figures: dict[str, float] = {}
         losses, norms = list[float](), list[float]()
         for phase in running:
-            rate = float(phase.optimizer.param_groups[0]["lr"])
+            rate = float(phase.optimizer.param_groups[0].get("lr", math.nan))
             sums = _sums(phase, model, step, microbatches, device, around)
             grad_norm = _update(phase, model, step + 1, sums)
             own = {"loss": sums.loss, "grad_norm": grad_norm, "lr": rate} if phase.name else {}
@@ -99,7 +99,7 @@ def reference_steps(
             norms[0] if len(norms) == 1 else math.hypot(*norms),
             named_tensors(model) | _named_averages(averaged),
             {name: value for one in optimizers for name, value in named_state(model, one).items()},
-            [float(group["lr"]) for one in optimizers for group in one.param_groups],
+            [float(group.get("lr", 0.0)) for one in optimizers for group in one.param_groups],
             eval_loss,
             [group for one in optimizers for group in named_groups(model.named_parameters(), one)],
             figures,

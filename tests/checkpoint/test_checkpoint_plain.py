@@ -4,6 +4,7 @@ import json
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -51,7 +52,17 @@ def test_nan_and_infinities_survive() -> None:
     assert decode(encode([math.inf, -math.inf, -0.0], "v")) == [math.inf, -math.inf, 0.0]
 
 
-@pytest.mark.parametrize("bad", [torch.ones(1), {1, 2}, b"x", object(), print, torch.float32])
+@pytest.mark.parametrize("value", [np.float64(0.1), np.float32(0.1), np.int64(3), np.bool_(True), np.float64("inf")])
+def test_numbers_of_numpy_keep_their_type(value: np.generic) -> None:
+    found = decode(json.loads(json.dumps(encode({"lr": value}, "v"), allow_nan=False)))["lr"]
+    assert type(found) is type(value) and found == value
+
+
+def test_types_and_sizes_of_torch_have_a_form() -> None:
+    assert decode(encode([torch.bfloat16, torch.Size([2, 3])], "v")) == [torch.bfloat16, (2, 3)]
+
+
+@pytest.mark.parametrize("bad", [torch.ones(1), {1, 2}, b"x", object(), print, np.ones(2)])
 def test_what_has_no_form_is_named_by_its_place(bad: object) -> None:
     with pytest.raises(UserError, match=r"values\.a\[1\]\.b"):
         encode([0, {"b": bad}], "values.a")

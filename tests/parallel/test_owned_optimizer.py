@@ -1,4 +1,4 @@
-"""Optimizers that need whole parameters, each dealt whole to one rank: which ones, and the numbers of one device."""
+"""Optimizers that need whole parameters, dealt whole to ranks or on all: which ones, and the numbers of one device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kept_ranks import KeptRanks, group_of_all
 from torch import nn
 
 import evenly
-from evenly.parallel.core.steps_alone import steps_alone
+from evenly.parallel.core.optimizer_kinds import is_separable
 from evenly.parallel.data.grouping import deal_out
 from evenly.parallel.data.owned_optimizer import OwnedOptimizer, RowExchange
 from evenly.parallel.data.row_layout import RowLayout
@@ -77,72 +77,30 @@ class AdamMini(OneByOne):
         parameter.sub_(gradient / (scale.view(-1, *[1] * (gradient.dim() - 1)) if gradient.dim() > 1 else scale) * 1e-2)
 
 
-class Clipped(Lars):
-    """Clips by the norm of all gradients, which only large ones notice; its bound is no option of a group."""
-
-    bound: float | None = None
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        if self.bound is not None:
-            nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], self.bound)
-        return super().step()
-
-
-def clipped(parameters: Any) -> torch.optim.Optimizer:
-    optimizer = Clipped(parameters)
-    optimizer.bound = 100.0
-    return optimizer
-
-
-class Noisy(OneByOne):
-    """Draws from torch for one parameter after the other."""
-
-    def update(self, group: Any, parameter: torch.Tensor, gradient: torch.Tensor, state: Any) -> None:
-        parameter.sub_(gradient + torch.randn_like(gradient), alpha=group["lr"])
-
-
-class Adaptive(OneByOne):
-    """Counts what it has stepped in its group, and steps by that."""
-
-    def update(self, group: Any, parameter: torch.Tensor, gradient: torch.Tensor, state: Any) -> None:
-        group["seen"] = group.get("seen", 0) + 1
-        parameter.sub_(gradient, alpha=group["lr"] / group["seen"])
-
-
-ALONE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+WHOLE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Shampoo": Shampoo,
     "Lars": Lars,
     "AdamMini": AdamMini,
     "Adafactor": torch.optim.Adafactor,
     "Rprop": torch.optim.Rprop,
-    "Muon": lambda parameters: torch.optim.Muon([p for p in parameters if p.dim() == 2]),
-    "Clipped, without a bound": Clipped,
 }
-TOGETHER = {"Clipped": clipped, "Noisy": Noisy, "Adaptive": Adaptive}
 
 
-@pytest.mark.parametrize(("makers", "alone"), [(ALONE, True), (TOGETHER, False)])
-def test_which_optimizers_step_each_parameter_by_itself(makers: dict[str, Any], alone: bool) -> None:
-    model = nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5), nn.Linear(5, 5), nn.Linear(5, 3)).double()
-    state = torch.get_rng_state()
-    before = [p.detach().clone() for p in model.parameters()]
-    for name, make in makers.items():
-        optimizer = make(model.parameters())
-        assert steps_alone(optimizer) is alone, name
-        assert not optimizer.state and not optimizer.param_groups[0].get("seen")
-    assert all(map(torch.equal, before, model.parameters()))
-    assert torch.equal(torch.get_rng_state(), state)
+class OwnAdafactor(torch.optim.Adafactor):
+    """A class of which nothing is known."""
 
 
-def test_one_that_has_hooks_or_state_already_is_not_taken_apart() -> None:
+def test_only_torchs_own_classes_as_they_are_may_be_taken_apart() -> None:
     parameters = [nn.Parameter(torch.ones(3, 2))]
-    hooked = torch.optim.Adafactor(parameters)
-    hooked.register_step_pre_hook(lambda *_: None)
-    assert not steps_alone(hooked)
+    assert is_separable(torch.optim.Adafactor(parameters)) and is_separable(torch.optim.Muon(parameters))
+    assert is_separable(torch.optim.AdamW(parameters))
+    assert not is_separable(OwnAdafactor(parameters)) and not is_separable(Shampoo(parameters))
+    for changed in (torch.optim.Adafactor(parameters), torch.optim.SGD(parameters)):
+        changed.register_step_pre_hook(lambda *_: None)
+        assert not is_separable(changed)
     made = torch.optim.Adafactor(parameters)
     made.state[parameters[0]]["step"] = torch.zeros(())
-    assert not steps_alone(made)
+    assert not is_separable(made)
 
 
 SHAPES = {"a": (5, 3), "b": (1, 2, 2), "c": (7,), "d": (2, 4), "e": (4, 1)}
@@ -177,7 +135,7 @@ def job(name: str) -> evenly.Job:
     def make(named_parameters: Any) -> torch.optim.Optimizer:
         named = [*named_parameters]
         first, other = ([p for n, p in named if n.startswith("blocks.0") is chosen] for chosen in (True, False))
-        kind: Any = ALONE[name]
+        kind: Any = WHOLE[name]
         return kind([{"params": first, "lr": 3e-3}, {"params": other}])
 
     return heads_job(optimizer=make, precision="float64", steps=STEPS, frozen={"blocks.1.norm.*": 2, "place": None})
@@ -227,7 +185,7 @@ def test_state_goes_on_under_another_plan(plans: tuple[str, ...], ranks: KeptRan
 
 def state_of(plan: str) -> tuple[set[str], int]:
     """The names of what this rank keeps state of, and how many bytes."""
-    with evenly.start(job("Shampoo"), plan=plan) as run:
+    with evenly.start(job("Adafactor"), plan=plan) as run:
         run.step(next(iter(run.batches())))
         assert isinstance(run.updaters.first._sharded, OwnedOptimizer)
         with run.inside():
@@ -238,7 +196,7 @@ def state_of(plan: str) -> tuple[set[str], int]:
 
 @pytest.mark.parametrize("plan", ["zero1", "zero3"])
 def test_state_is_at_one_rank_alone(plan: str, ranks: KeptRanks) -> None:
-    expected = next(iter(reference_steps(job("Shampoo"), 1))).state
+    expected = next(iter(reference_steps(job("Adafactor"), 1))).state
     (one, some), (other, rest) = ranks.run(state_of, plan, size=2)
     assert not one & other
     assert one | other == {name.partition(" of ")[2] for name in expected}

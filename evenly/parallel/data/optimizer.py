@@ -1,8 +1,7 @@
 """An optimizer over sharded parameters: each rank steps its own pieces.
 
 The job builds its optimizer over the model's parameters, so that it can sort them into groups; then the pieces replace
-them. Optimizers of torch.optim that work element by element get plain tensors. All others get DTensors, on which for
-example a norm is that of the full tensor: slower, and correct whatever they compute.
+them: plain tensors, for optimizers that are known to update every element by itself.
 
 With `offload` the optimizer steps copies in host memory, where its state stays too. Before an update gradients and
 parameters are copied to the host (the job may change parameters between steps), after it parameters are copied back.
@@ -23,8 +22,6 @@ from torch.distributed.tensor import DTensor
 
 from evenly.errors import RunError
 from evenly.parallel.core.memory import HOST, local, on
-from evenly.parallel.core.optimizer_kinds import steps_elements
-from evenly.parallel.data.whole_numbers import WholeNumbers
 from evenly.plan import Offload
 from evenly.torch_private import dtensor_like
 
@@ -69,8 +66,6 @@ class ShardedOptimizer:
         self, model: nn.Module, optimizer: optim.Optimizer, cuts: Sequence[OwnedRows], *, offload: Offload = "none"
     ) -> None:
         self._model, self._optimizer, self._offload = model, optimizer, offload == "optimizer"
-        elementwise = steps_elements(optimizer)
-        self._plain = self._offload or elementwise
         self._cuts = {cut.name: cut for cut in cuts}
         with torch.no_grad(), self._device_context():
             self._stepped = {cut.name: self._stepped_tensor(cut) for cut in cuts}
@@ -88,14 +83,12 @@ class ShardedOptimizer:
         with self._device_context():
             if self._offload and torch.cuda.is_available():
                 torch.cuda.current_stream().synchronize()  # the copies must have ended
-            with nullcontext() if self._plain else WholeNumbers():
-                self._optimizer.step()
+            self._optimizer.step()
         with torch.no_grad(), self._device_context():
             for name, stepped in self._stepped.items():
                 if self._offload:
                     self._cuts[name].own.copy_(stepped, non_blocking=True)
-                if self._plain:
-                    stepped.grad = None  # `Gradients` owns and frees them
+                stepped.grad = None  # `Gradients` owns and frees them
 
     @contextmanager
     def as_dtensors(self) -> Generator[None]:
@@ -108,8 +101,7 @@ class ShardedOptimizer:
             with replaced_in(self._model, {id(cut.parameter): views[name] for name, cut in self._cuts.items()}):
                 yield
         finally:
-            back = local if self._plain else _identity
-            self._replace((views[name], stepped, back) for name, stepped in self._stepped.items())
+            self._replace((views[name], stepped, local) for name, stepped in self._stepped.items())
             with torch.no_grad():
                 for name, cut in self._cuts.items():
                     if views[name] is not cut.parameter:
@@ -123,9 +115,7 @@ class ShardedOptimizer:
 
     def _stepped_tensor(self, cut: OwnedRows) -> Any:
         """The tensor that the optimizer steps for `cut`."""
-        if self._offload:
-            return _on_host(cut.own)
-        return cut.own if self._plain else cut.piece
+        return _on_host(cut.own) if self._offload else cut.own
 
     def _gradient_of(self, name: str, stepped: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """`gradient` in the form of `stepped`; with offload also copies the current parameter to the host."""
@@ -136,7 +126,7 @@ class ShardedOptimizer:
             raise RunError(
                 f"stepping {name}", "its memory has moved since the run began", "leave the model where it is"
             )
-        return gradient if gradient is None or self._plain else as_piece(gradient, stepped)
+        return gradient
 
     def _checkpoint_parameter(self, cut: OwnedRows) -> Any:
         """The parameter as a checkpoint sees it.
@@ -159,15 +149,11 @@ class ShardedOptimizer:
                 rows = local(value)
             else:
                 rows = value[cut.rows].clone() if value.dim() else value.clone()
-            if self._offload:
-                return rows.cpu()
-            return rows if self._plain else as_piece(rows, cut.piece)
+            return rows.cpu() if self._offload else rows
 
         return convert
 
     def _to_dtensor(self, cut: OwnedRows) -> Callable[[torch.Tensor], torch.Tensor]:
-        if not self._plain:
-            return _identity
         shape = cut.own.shape
         return lambda value: as_piece(value, cut.piece) if value.shape == shape else value
 
@@ -207,13 +193,26 @@ def replaced_in(model: nn.Module, by_id: Mapping[int, nn.Parameter]) -> Generato
             setattr(module, name, parameter)
 
 
+@contextmanager
+def pieces_as_dtensors(model: nn.Module, cuts: Iterable[OwnedRows]) -> Generator[None]:
+    """Within, the cut parameters of `model` are DTensors; values loaded into them are kept afterwards."""
+    views = {
+        id(cut.parameter): (cut, nn.Parameter(as_piece(cut.own.clone(), cut.piece)))
+        for cut in cuts
+        if cut.piece is not cut.parameter
+    }
+    try:
+        with replaced_in(model, {key: view for key, (_, view) in views.items()}):
+            yield
+    finally:
+        with torch.no_grad():
+            for cut, view in views.values():
+                cut.own.copy_(local(view))
+
+
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of `tensor` in the host's memory; pinned next to a GPU, so that copies need not wait for each other."""
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)
-
-
-def _identity(value: torch.Tensor) -> torch.Tensor:
-    return value
 
 
 def as_piece(rows: torch.Tensor, template: Any) -> Any:

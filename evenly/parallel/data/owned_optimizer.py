@@ -1,7 +1,7 @@
 """An optimizer whose parameters are dealt to the ranks, each whole to one of them: its *owner*.
 
-For optimizers that look at more than single elements, and at one parameter at a time: orthogonalised matrices (Muon),
-rows and columns (Adafactor), preconditioners (Shampoo), trust ratios (LARS). Before an update the pieces of every
+For optimizers that are known to look at one whole parameter at a time: orthogonalised matrices (Muon), rows and columns
+(Adafactor). Before an update the pieces of every
 gradient go to its owner, with those of the parameter where that is sharded; the owner alone steps it and keeps its
 state; afterwards its pieces go back. Parameters that are not cut (without dims, say) are stepped by every rank.
 """
@@ -9,7 +9,7 @@ state; afterwards its pieces go back. Parameters that are not cut (without dims,
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from evenly.parallel.core.between_steps import Outside
 from evenly.parallel.core.memory import local
 from evenly.parallel.core.param_groups import remove_parameters
 from evenly.parallel.data.grouping import deal_out
-from evenly.parallel.data.optimizer import OwnedRows, as_piece, replace_parameters, replaced_in
+from evenly.parallel.data.optimizer import OwnedRows, pieces_as_dtensors, replace_parameters
 from evenly.parallel.data.row_layout import RowLayout
 
 Tensors = Mapping[str, torch.Tensor]
@@ -34,9 +34,11 @@ class WholeParameter(nn.Parameter):
 
     @classmethod
     def of(cls, name: str, parameter: nn.Parameter) -> WholeParameter:
-        """That of `parameter`."""
+        """Return an empty one for `parameter`, with the attributes that the job has given it."""
         empty = torch.empty(0, dtype=parameter.dtype, device=local(parameter).device)
         whole = cls(empty, parameter.requires_grad)
+        declared = {key for kind in type(parameter).__mro__ for key in vars(kind).get("__annotations__", ())}
+        vars(whole).update({key: value for key, value in vars(parameter).items() if key not in declared})
         whole.stands_for = name
         return whole
 
@@ -174,15 +176,6 @@ class OwnedOptimizer:
         finally:
             self._optimizer.param_groups = groups
 
-    @contextmanager
-    def as_dtensors(self) -> Generator[None]:
+    def as_dtensors(self) -> AbstractContextManager[None]:
         """Within, cut parameters are DTensors, and state is whole at its owner; what is loaded into them is kept."""
-        cuts = [cut for cut in self._cuts.values() if not self._is_sharded(cut.name)]
-        views = {id(cut.parameter): nn.Parameter(as_piece(cut.own.clone(), cut.piece)) for cut in cuts}
-        try:
-            with replaced_in(self._model, views):
-                yield
-        finally:
-            with torch.no_grad():
-                for cut in cuts:
-                    cut.own.copy_(local(views[id(cut.parameter)]))
+        return pieces_as_dtensors(self._model, self._cuts.values())
