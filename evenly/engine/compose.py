@@ -292,7 +292,8 @@ def _gradients(
     if plan.data.zero_stage == 3:
         from evenly.parallel.data.shards import ShardedGradients  # takes seconds to import
 
-        return ShardedGradients(
+        kept = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}  # the job's attributes
+        sharded = ShardedGradients(
             model,
             world=world,
             shard=plan.data.shard,
@@ -302,6 +303,9 @@ def _gradients(
             blocks=blocks,
             split_backward=plan.splits_backward,
         )
+        for name, parameter in model.named_parameters():
+            vars(parameter).update({key: one for key, one in kept[name].items() if key not in vars(parameter)})
+        return sharded
     if plan.data.zero_stage:
         from evenly.parallel.data.partition import PartitionedGradients
 

@@ -151,14 +151,11 @@ class ShardedGradients(Gradients):
                 parameter.data = parameter.data.to(self._world.device)
         if self._offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=on_gpu)
-        kept = {name: dict(vars(parameter)) for name, parameter in model.named_parameters()}  # the job's attributes
         for unit, keep_gathered in units:
             # A split backward finds gradients through the gathered parameters that the forward used.
             fully_shard(unit.module, reshard_after_forward=not (keep_gathered or self._split_backward), **options)
         fully_shard(model, reshard_after_forward=False, **options)
         hide_sharding(model)
-        for name, parameter in model.named_parameters():
-            vars(parameter).update({key: one for key, one in kept[name].items() if key not in vars(parameter)})
         return groups_of(mesh, self._group)
 
     def _set_reduce_scatter(self) -> None:
