@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from evenly.job import EMA as EMA
     from evenly.job import SWA as SWA
     from evenly.job import Job as Job
-    from evenly.job import Loss as Loss
     from evenly.job import Phase as Phase
+    from evenly.loss import Loss as Loss
+    from evenly.loss import Sum as Sum
     from evenly.observe.loggers.csv import CSVLogger as CSVLogger
     from evenly.observe.loggers.mlflow import MLFlowLogger as MLFlowLogger
     from evenly.observe.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
@@ -39,7 +40,7 @@ _HOMES = {
     "EarlyStopping": "evenly.train.hooks",
     "EvenlyError": "evenly.errors",
     "Job": "evenly.job",
-    "Loss": "evenly.job",
+    "Loss": "evenly.loss",
     "Phase": "evenly.job",
     "MLFlowLogger": "evenly.observe.loggers.mlflow",
     "Plan": "evenly.plan",
@@ -47,6 +48,7 @@ _HOMES = {
     "Run": "evenly.train.run",
     "RunError": "evenly.errors",
     "SWA": "evenly.job",
+    "Sum": "evenly.loss",
     "TensorBoardLogger": "evenly.observe.loggers.tensorboard",
     "UserError": "evenly.errors",
     "WandbLogger": "evenly.observe.loggers.wandb",

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from evenly.errors import UserError
+from evenly.loss import JointLoss
+from evenly.loss import Loss as Loss
 
 if TYPE_CHECKING:
     import torch
@@ -29,28 +31,6 @@ TO_CONVERT = (
     "convert it once, where you trust it: safetensors.torch.save_model(model, 'model.safetensors') or, of a "
     "transformers model, model.save_pretrained(FOLDER)"
 )
-
-
-@dataclass(frozen=True)
-class Loss:
-    """The loss of one microbatch as a sum, never as a mean.
-
-    total:  scalar tensor, the sum of the losses of everything that counts in the microbatch.
-    weight: number or scalar tensor, how much counts (samples, tokens). The loss of a step is
-            sum(total) / sum(weight) over all microbatches of all ranks.
-    metrics: further figures by name, each a pair of numbers or scalar tensors: a sum, and the count that it is divided
-            by. That of a step or an evaluation is sum(sums) / sum(counts), as of the loss. All microbatches have the
-            same names. No gradient flows.
-    outputs: in an evaluation, what `Job.evaluate` needs of every sample: a nest of tuples, mappings and dataclasses
-            with tensors whose first dim is the samples of the microbatch, and lists of one item per sample.
-    """
-
-    total: torch.Tensor
-    weight: torch.Tensor | float
-    metrics: Mapping[str, tuple[torch.Tensor | float, torch.Tensor | float]] = dataclasses.field(
-        default_factory=dict[str, "tuple[torch.Tensor | float, torch.Tensor | float]"]
-    )
-    outputs: Any = None
 
 
 @dataclass(frozen=True)
@@ -106,17 +86,6 @@ class Phase:
         return step % self.every == 0
 
 
-@dataclass(frozen=True)
-class JointLoss:
-    """The losses of several phases, added: what is traced of a step that has them all."""
-
-    losses: Sequence[Callable[[Any, Any], Any]]
-
-    def __call__(self, model: Any, batch: Any) -> Loss:
-        found = [loss(model, batch) for loss in self.losses]
-        return Loss(sum(one.total if isinstance(one, Loss) else one for one in found), 1.0)  # pyright: ignore
-
-
 def _not_given(*_: Any) -> Any:
     """Stands for a loss and an optimizer that a job with phases does not have."""
     raise UserError("the job's loss", "it has phases, each with its own, and none besides", "give the Job a loss")
@@ -129,7 +98,7 @@ class Job:
     model:           builds the module; called once per rank under the job's own random stream.
     weights:         what the model starts from: a file of safetensors, or a folder with one or several and an index;
                      names as in its `state_dict`, all of them and no others. A run that is resumed does not read it.
-    loss:            (model, batch) -> `Loss`, or a scalar tensor that is the mean over the microbatch's samples.
+    loss:            (model, batch) -> `Loss`, `Sum`, or a scalar tensor that is the mean over the microbatch's samples.
     data:            map-style dataset, `len(data)` samples; or a stream: what can be iterated from the start for every
                      epoch (torch's or Hugging Face's IterableDataset), or a function that returns a fresh iterator. Of
                      a DataLoader, its dataset, order, collate_fn and batch_size are taken.

@@ -23,6 +23,7 @@ PACKAGE = Path(__file__).parents[1] / "evenly"
 # A part may import those before it, never those after it.
 ORDER = (
     "errors",
+    "loss",
     "job",
     "jobfile",
     "plan",
@@ -54,6 +55,7 @@ FACE = ("__init__", "__main__")
 
 WITHOUT_TORCH = (
     "errors",
+    "loss",
     "job",
     "plan",
     "launcher",
@@ -67,7 +69,7 @@ WITHOUT_TORCH = (
 PURE_DATA = ("stream", "order", "microbatch", "share")
 
 # What verification holds the engine against may share these with it and nothing else.
-OF_THE_REFERENCE = ("errors", "job", "data", "torch_private", "model")
+OF_THE_REFERENCE = ("errors", "loss", "job", "data", "torch_private", "model")
 
 HELP_SECONDS = 0.3
 BARE_SECONDS = 0.03  # of `python -c pass` on an ordinary machine

@@ -262,7 +262,7 @@ class Executor(ABC):
         if not loss.total.requires_grad:
             # A constant has gradient zero, which is what a microbatch without anything that counts adds.
             needed = self.composed.gradients.zero() if float(loss.weight) == 0 else None
-            if float(loss.weight) > 0 or (self.composed.in_step and needed is None):
+            if float(loss.weight) != 0 or (self.composed.in_step and needed is None):
                 raise RunError(
                     "the loss must depend on the model's parameters",
                     "its total requires no gradient",

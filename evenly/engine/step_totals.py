@@ -21,7 +21,7 @@ import torch
 from evenly.comm.world import World
 from evenly.engine.metrics import MetricCells, MetricSums, as_metrics, joined, joined_metrics, put
 from evenly.errors import RunError
-from evenly.job import Loss
+from evenly.loss import UNDIVIDED, Loss
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class StepTotals:
 
     @cached_property
     def weight(self) -> float:
-        return math.fsum(self.weights)
+        """The divisor of losses and gradients; 1 where they are sums."""
+        return 1.0 if UNDIVIDED in self.weights else math.fsum(self.weights)
 
     @cached_property
     def loss(self) -> float:
@@ -64,8 +65,14 @@ class StepTotals:
 
     def check(self, step: int) -> None:
         """Raises `RunError`, on all ranks alike, if what divides the losses of `step`, or a metric, cannot."""
+        if UNDIVIDED in self.weights and len({*self.weights}) > 1:
+            raise RunError(
+                f"step {step}: the loss of a step is a mean or a sum",
+                "some microbatches return evenly.Sum(total), others evenly.Loss(total, weight)",
+                "return one of them for every microbatch",
+            )
         for number, (total, weight) in enumerate(zip(self.totals, self.weights, strict=True)):
-            if not math.isfinite(weight) or weight < 0:
+            if not math.isfinite(weight) or (weight < 0 and weight != UNDIVIDED):
                 raise RunError(
                     f"step {step}: the weight of a loss must be finite and not negative",
                     f"microbatch {number} has total {total} and weight {weight:g}",

@@ -78,7 +78,7 @@ def _numbers_of(job: Job, model: nn.Module, roots: list[tuple[str, Any]]) -> dic
             loss = as_loss(one.loss(model, batch), microbatch.samples)
             loss.total.backward()
             _refuse_drawn()
-            for name, pair in {"": (loss.total, loss.weight), **loss.metrics}.items():
+            for name, pair in {"": (loss.total, loss.added_weight), **loss.metrics}.items():
                 value = torch.stack([torch.as_tensor(number).detach().double() for number in pair])
                 sums[f"{phase}/{name}"] = sums.get(f"{phase}/{name}", torch.zeros(2)) + value
     unlike = any(not torch.equal(state[name], one) for name, one in model.state_dict().items())

@@ -258,7 +258,7 @@ def _result(loss: LossFunction, batch: Any, outputs: Sequence[Any], samples: int
         found = as_loss(loss(cast("nn.Module", model), copy.deepcopy(batch)), samples)
         inputs = [t for _, t in tensors_by_path(leaves) if t.requires_grad]
         gradients = torch.autograd.grad(found.total, inputs, allow_unused=True, materialize_grads=True)
-    return _Result(float(found.total.detach()), float(found.weight), [*gradients])
+    return _Result(float(found.total.detach()), float(found.added_weight), [*gradients])
 
 
 def _differ(whole: _Result, parts: Sequence[_Result], expected: Sequence[list[torch.Tensor]]) -> bool:

@@ -32,7 +32,7 @@ def _not_additive(job: Job, of_phase: str) -> str:
         with seeded(key):
             batch = collated(job, part)
         loss = run_forward(job, model, batch, stream_key(job.seed, "microbatch", 0, number // 3), len(part))
-        found.append((float(loss.total.detach().double()), float(loss.weight)))
+        found.append((float(loss.total.detach().double()), float(loss.added_weight)))
     if found[0] != found.pop():  # other random numbers, another loss
         return ""
     tolerance = 1e-6 if job.precision == "float64" else 1e-3

@@ -25,7 +25,8 @@ from evenly.data.generators import reseed, seeded
 from evenly.data.nest import map_tensors
 from evenly.data.stream import block_key, stream_key
 from evenly.errors import UserError
-from evenly.job import EMA, Job, Loss
+from evenly.job import EMA, Job
+from evenly.loss import UNDIVIDED, Loss
 from evenly.model.blocks import find_blocks
 from evenly.model.modes import evaluating, in_training
 from evenly.model.overlap import find_overlapping
@@ -147,7 +148,7 @@ def _sums(
             if loss.total.requires_grad:
                 phase.scaler.scale(loss.total).backward()
         sums.add(loss)
-    _check_finite(step + 1, sums.totals, sums.weights)
+    _check_finite(step + 1, sums)
     _check_dense(model)
     return sums
 
@@ -155,7 +156,7 @@ def _sums(
 def _update(phase: _Phase, model: torch.nn.Module, step: int, sums: LossSums) -> float:
     """The update by the gradients of a phase of `step`, from 1; returns their norm."""
     phase.scaler.unscale_(phase.optimizer)
-    grad_norm = _clip_mean(phase.job, model, math.fsum(sums.weights))
+    grad_norm = _clip_mean(phase.job, model, sums.weight)
     _check_norm(phase.job, step, grad_norm)
     with seeded(stream_key(phase.job.seed, "optimizer", step)):
         phase.scaler.step(phase.optimizer)
@@ -251,7 +252,7 @@ def _evaluate(job: Job, model: torch.nn.Module, device: str) -> dict[str, float]
                 loss = _loss(job, model, batch, samples)
             sums.add(loss)
             outputs.append(loss.outputs)
-    if math.fsum(sums.weights) == 0:
+    if sums.weight == 0:
         raise UserError(
             "evaluating the job", "nothing in its eval_data counts: the weight is 0", "give it samples that count"
         )
@@ -299,14 +300,14 @@ def _check_dense(model: torch.nn.Module) -> None:
             raise UserError(f"the gradient of {name}", "it is sparse", "build the model without sparse=True")
 
 
-def _check_finite(step: int, totals: list[float], weights: list[float]) -> None:
+def _check_finite(step: int, sums: LossSums) -> None:
     """Raises `UserError` for a step that no device can train."""
     asked = f"training step {step} on one device"
-    for number, (total, weight) in enumerate(zip(totals, weights, strict=True)):
-        if not math.isfinite(total) or not math.isfinite(weight) or weight < 0:
+    for number, (total, weight) in enumerate(zip(sums.totals, sums.weights, strict=True)):
+        if not math.isfinite(total) or not math.isfinite(weight) or 0 > weight != UNDIVIDED:
             found = f"microbatch {number} has the loss {total:g} with weight {weight:g}"
             raise UserError(asked, found, "look for a division by zero or a log of zero; weights are 0 or more")
-    if math.fsum(weights) == 0:
+    if sums.weight == 0:
         raise UserError(asked, "the weight is 0 in every microbatch", "leave out samples that do not count")
 
 

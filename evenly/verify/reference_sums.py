@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from evenly.job import Loss
+from evenly.loss import UNDIVIDED, Loss
 
 
 class LossSums:
@@ -26,8 +26,13 @@ class LossSums:
 
     @property
     def loss(self) -> float:
-        """The mean over all that counts."""
-        return math.fsum(self.totals) / math.fsum(self.weights)
+        """The mean over all that counts, or the sum."""
+        return math.fsum(self.totals) / self.weight
+
+    @property
+    def weight(self) -> float:
+        """Return what totals and gradients are divided by: 1 for sums."""
+        return 1.0 if UNDIVIDED in self.weights else math.fsum(self.weights)
 
     @property
     def metrics(self) -> dict[str, float]:
