@@ -28,7 +28,7 @@ import ranks
 
 HERE = Path(__file__).resolve().parent
 PLANS = "zero=2;zero=3;tensor=2;pipeline=2;3d"
-STATUSES = ("equal", "different", "refused", "late", "error", "timeout", "unbuilt")
+STATUSES = ("equal", "rounding", "different", "refused", "late", "error", "timeout", "unbuilt")
 LIMIT_S = 60.0
 
 

@@ -21,6 +21,7 @@ import subjects
 Row = dict[str, Any]
 WORDS = {
     "equal": "the numbers of one device",
+    "rounding": "nothing is shown: rounding alone moves the job by more than 1e-3",
     "different": "other numbers",
     "refused": "refused before the first update, in a sentence",
     "late": "refused after an update",

@@ -245,7 +245,7 @@ def verify_command(
     json_only: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Hold plans against one device, tensor by tensor; exit code 1 if any differs."""
+    """Hold plans against one device, tensor by tensor; exit code 1 if any differs, 3 if rounding hides it."""
     from evenly.cli.verify import run_verify
 
     raise typer.Exit(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ PRELOAD = ["evenly.verify.ranks", "evenly.train.resume", "torch.distributed.pipe
 def run_verify(
     job: Path, plans: str, *, devices: int | None, steps: int, dtype: str, settings: list[str], json_only: bool
 ) -> int:
-    """Verifies; returns 0 if every plan is equal, 1 otherwise."""
+    """Verifies; returns 0 if every plan is equal, 3 if rounding hides that of some, 1 otherwise."""
     if dtype not in PRECISIONS:
         raise UserError(f"--dtype {dtype}", "unknown", f"one of {', '.join(PRECISIONS)}")
     texts = [text.strip() for text in plans.split(";") if text.strip()]
@@ -45,7 +46,7 @@ def run_verify(
         print(json.dumps(asdict(verdict)))
     else:
         _show(verdict)
-    return 0 if verdict.equal else 1
+    return verdict.exit_code
 
 
 def _show(verdict: Verification) -> None:
@@ -62,6 +63,9 @@ def _show(verdict: Verification) -> None:
     filled = {head: cells for head, cells in columns.items() if any(cells)}
     title = f"{verdict.job}: {verdict.steps} steps in {verdict.dtype}, largest difference from one device"
     print_table(title, [*filled], [*zip(*filled.values(), strict=True)], wrapping=["plan"])
+    counts = Counter(row.status for row in verdict.plans)
+    if len(counts) > 1 or "rounding" in counts:
+        print_wrapped(", ".join(f"{count} {status}" for status, count in counts.items()))
     if "rounding" in filled:
         print_wrapped("rounding: how far the parameters of one device stray where rounding is added to it")
     if verdict.note:

@@ -23,6 +23,7 @@ from evenly.verify.disturb import Disturbance
 
 CONTRACT = 1e-9  # largest difference that is equal in float64, whatever the job
 TIMES = 16.0  # how many times the measured rounding is still rounding
+MOST_MOVED = 1e-3  # by rounding alone: more would hide a fault
 FIRST, LAST = 0, 1 << 30  # in the order of a step's values
 FEW = 16  # elements: the median of fewer says little about what rounding does to a tensor
 
@@ -153,6 +154,7 @@ class RankComparison:
     grad_norm_diff: float = 0.0
     param_diff: float = 0.0
     param_rounding: float = 0.0
+    moved: float = 0.0  # by rounding alone: losses and norms, and in float64 any parameter, else their mean element
     worst_param: str = ""
     bits_differ: int | None = None
     sharded: float = 0.0
@@ -214,6 +216,8 @@ class RankComparison:
                 self.param_rounding = max(self.param_rounding, spreads[name][0] / size)
             equal = diff < math.inf and self._is_rounding(found[name], expected[name], spreads.get(name), noise)
             self._judge(step, 3 + order, name, diff, equal=diff <= 0 or equal)
+        parameters = self.param_rounding if self.dtype == "float64" else _mean_moved(spreads, expected)
+        self.moved = max(self.moved, self.rounding.scalar(step), parameters)
 
     def add_state(self, step: int, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
         """Compares the optimizer's state that this rank has, as `add_tensors` does; its differences are not listed."""
@@ -277,6 +281,13 @@ def _noise(spreads: Spreads, expected: Mapping[str, torch.Tensor]) -> float:
     return max((median / _size(b) for median, b in named if b.numel() >= FEW and _size(b) > 0), default=0.0)
 
 
+def _mean_moved(spreads: Spreads, expected: Mapping[str, torch.Tensor]) -> float:
+    """Return the mean of the tensors' median spreads, as differences: where few elements jump, it stays small."""
+    sizes = {n: (b.numel(), max(1.0, float(_float64(b).abs().max()))) for n, b in expected.items() if b.numel()}
+    moved = (spreads[name][1] / size * count for name, (count, size) in sizes.items() if name in spreads)
+    return sum(moved) / max(1, sum(count for count, _ in sizes.values()))
+
+
 def _kind_of(name: str) -> str:
     """Of a tensor of the optimizer's state: exp_avg, say."""
     return name.partition(" of ")[0]
@@ -303,7 +314,7 @@ def _eps(tensor: torch.Tensor) -> float:
 
 @dataclass(frozen=True)
 class Row:
-    """The verdict on one plan; `world` counts its devices, `status` is equal, different, unsupported or error.
+    """The verdict on one plan of `world` devices; status: equal, rounding, different, unsupported or error.
 
     param_rounding: the largest difference of parameters that rounding makes on one device.
     """
@@ -335,11 +346,17 @@ def judge(plan: str, comparisons: list[RankComparison]) -> Row:
         reason = f"first difference: {what} at step {step} on rank {rank}, {diff:.3g}"
     elif unseen:
         reason = f"no rank has {min(unseen)}" + (f" and {len(unseen) - 1} more" if len(unseen) > 1 else "")
+    largest = max(max(one.loss_diff, one.grad_norm_diff, one.param_diff) for one in comparisons)
+    moved = max(comparison.moved for comparison in comparisons)
+    hidden = not reason and moved > MOST_MOVED and largest > CONTRACT
+    if hidden:
+        hint = "nothing is shown; try --dtype float64 or a smaller rate"
+        reason = f"rounding alone moves this job by {100 * moved:.2g} %: {hint}"
     bits = [comparison.bits_differ for comparison in comparisons if comparison.bits_differ is not None]
     return Row(
         plan=plan,
         world=1 + max((comparison.rank for comparison in comparisons), default=0),
-        status="different" if faults or unseen else "equal",
+        status="rounding" if hidden else "different" if reason else "equal",
         loss_diff=max(comparison.loss_diff for comparison in comparisons),
         grad_norm_diff=max(comparison.grad_norm_diff for comparison in comparisons),
         param_diff=worst.param_diff,

@@ -39,9 +39,10 @@ class Verification:
     note: str = ""
 
     @property
-    def equal(self) -> bool:
-        """Whether every plan computes what one device computes."""
-        return all(row.status == "equal" for row in self.plans)
+    def exit_code(self) -> int:
+        """0 where every plan computes what one device computes; 3 where rounding hides that of some; else 1."""
+        found = {row.status for row in self.plans}
+        return 0 if found == {"equal"} else 3 if found <= {"equal", "rounding"} else 1
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,7 @@ def compared_in_bits(precision: Any, folder: Path) -> RankComparison:
 def test_sixteen_bits_agree_up_to_rounding(precision: str, plan: str, tmp_path: Path, ranks: KeptRanks) -> None:
     keep_measured_reference(prepared("inside", precision=precision), STEPS, tmp_path, ["forward"])
     row = judge(plan, ranks.run(compared_in_sixteen_bits, plan, precision, tmp_path))
-    assert row.status == "equal", row.reason
+    assert row.status in ("equal", "rounding"), row.reason
 
 
 def compared_in_sixteen_bits(plan: str, precision: str, folder: Path) -> RankComparison:

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from evenly.verify.compare import RankComparison, Rounding, difference, differing_elements, judge, spread
+import evenly.cli.verify as command
+from evenly.verify.compare import RankComparison, Rounding, Row, difference, differing_elements, judge, spread
 from evenly.verify.disturb import Disturbance, Disturber
 from evenly.verify.trajectory import Scalars, Trajectory, read_rounding, rounding_of
+from evenly.verify.verify import Verification
 
 
 def test_numbers_are_compared_as_finely_as_tensors() -> None:
@@ -208,7 +210,7 @@ def test_other_shapes_and_numbers_that_are_none_are_different(dtype: str, found:
 
 def test_the_median_of_few_elements_may_be_chance_where_others_are_noise() -> None:
     few, many = torch.ones(3), torch.ones(64)
-    for noisy, status in (((0.9, 0.5), "equal"), ((1e-7, 1e-7), "different")):
+    for noisy, status in (((0.9, 0.5), "rounding"), ((1e-7, 1e-7), "different")):
         comparison = RankComparison("float32", rank=0, rounding=rounding(few=(0.0, 0.0), many=noisy))
         comparison.add_tensors(1, {"few": few * 1.5, "many": many}, {"few": few, "many": many})
         assert judge("ddp", [comparison]).status == status
@@ -310,3 +312,68 @@ def test_few_elements_of_16_bits_are_held_against_their_own_size() -> None:
     trace = RankComparison("pure-bfloat16", rank=0)
     trace.add_state(2, {**expected, "exp_avg of bias": torch.zeros(4).bfloat16()}, expected)
     assert judge("ddp", [trace]).status == "different"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounding", "apart", "status"),
+    [
+        ("float64", 0.28, 0.2, "rounding"),
+        ("float64", 2e-3, 1e-6, "rounding"),
+        ("float64", 0.28, 1e-10, "equal"),  # within the contract, however far rounding carries
+        ("float64", 5e-4, 1e-4, "equal"),
+        ("float64", 0.01, 0.9, "different"),
+        ("float32", 0.28, 0.2, "rounding"),
+        ("float32", 5e-4, 5e-4, "equal"),
+        ("bfloat16", 2e-3, 1e-3, "rounding"),
+    ],
+)
+def test_a_job_that_rounding_moves_far_is_not_equal(dtype: Any, rounding: float, apart: float, status: str) -> None:
+    expected = {"weight": torch.ones(40, 5)}
+    measured = Rounding(scalars=[0.0, rounding / 2], tensors=[{}, {"weight": (rounding, rounding)}])
+    trace = RankComparison(dtype, rank=0, rounding=measured)
+    trace.add_tensors(1, {"weight": torch.ones(40, 5) + apart}, expected)
+    row = judge("ddp", [trace])
+    assert row.status == status
+    if status == "rounding":
+        said = f"rounding alone moves this job by {100 * rounding:.2g} %: nothing is shown; try --dtype float64"
+        assert row.reason.startswith(said)
+
+
+def test_elements_that_jump_by_chance_hide_nothing_in_narrow_types() -> None:
+    """Adam turns the rounding of a gradient near zero into a full step."""
+    measured = Rounding(scalars=[0.0, 1e-7], tensors=[{}, {"weight": (0.05, 1e-8), "bias": (0.03, 0.03)}])
+    expected = {"weight": torch.ones(400, 5), "bias": torch.zeros(8)}
+    trace = RankComparison("float32", rank=0, rounding=measured)
+    trace.add_tensors(1, {**expected, "bias": torch.full((8,), 0.01)}, expected)
+    assert judge("ddp", [trace]).status == "equal"
+
+
+def test_losses_that_rounding_moves_hide_as_much_as_parameters() -> None:
+    trace = RankComparison("float64", rank=0, rounding=Rounding(scalars=[0.0, 0.05], tensors=[{}, {}]))
+    trace.add_loss(1, 2.01, 2.0)
+    trace.add_tensors(1, {"weight": torch.ones(2)}, {"weight": torch.ones(2)})
+    assert judge("ddp", [trace]).reason.startswith("rounding alone moves this job by 5 %")
+
+
+@pytest.mark.parametrize(
+    ("statuses", "code"),
+    [
+        (["equal", "equal"], 0),
+        (["equal", "rounding"], 3),
+        (["rounding"], 3),
+        (["rounding", "different"], 1),
+        (["equal", "unsupported"], 1),
+        (["rounding", "error"], 1),
+    ],
+)
+def test_the_exit_code_tells_rounding_apart(
+    statuses: list[str], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    rows = [Row(str(number), 2, status) for number, status in enumerate(statuses)]
+    monkeypatch.setattr("evenly.verify.verify.verify", lambda *_, **__: Verification("job.py", 3, "float64", rows))
+    monkeypatch.setattr(command, "warm_up", lambda *_: None)
+    (tmp_path / "job.py").touch()
+    asked: dict[str, Any] = {"devices": None, "steps": 3, "dtype": "float64", "settings": [], "json_only": False}
+    assert command.run_verify(tmp_path / "job.py", "ddp", **asked) == code
+    counted = "1 rounding" in capsys.readouterr().out
+    assert counted == ("rounding" in statuses)
